@@ -66,7 +66,7 @@ async def answer(app, sent: Sent, hangs: bool = False) -> Got:
     raw = quote(sent.path).encode()
     scope = {
         "type": "http",
-        "asgi": {"version": "3.0"},
+        "asgi": {"version": "3.0", "spec_version": "2.4"},  # whose send fails where nobody reads
         "http_version": "1.1",
         "method": sent.method,
         "scheme": "http",
@@ -127,7 +127,7 @@ class Workspace(Compiled):
 
 
 @contextmanager
-def opened(tmp_path, page=None, tokens: bool = True):
+def opened(tmp_path, page: bool = False, tokens: bool = True):
     """The service on a folder, in this process."""
     from ltx_neuron.service.app import Settings, create_app
 

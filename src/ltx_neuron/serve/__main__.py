@@ -255,8 +255,7 @@ def be_api(args: argparse.Namespace) -> None:
             keep_days=args.keep_days,
         )
         owners = tokens.Tokens.load(args.tokens_file)
-        page = None if args.no_page else app.Page()
-        served = app.create_app(submitter, owners, settings, page)
+        served = app.create_app(submitter, owners, settings, page=not args.no_page)
         sweep = partial(queue.sweep, args.keep_days, int(args.keep_gb * _GB))
         with run_periodically(sweep, _SWEEP_SECONDS, "sweep"):
             if args.role == "api":

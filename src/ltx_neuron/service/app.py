@@ -38,7 +38,7 @@ from ltx_neuron.service.jobs import (
 from ltx_neuron.service.limits import MAX_JSON_BYTES, RequestLimits, TokenBucket
 from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
-from ltx_neuron.service.page import Page
+from ltx_neuron.service.page import add_page, cookie_authorization
 from ltx_neuron.service.queue import COMPLETED, FAILED, IN_PROGRESS, OPEN, QUEUED, Entry
 from ltx_neuron.service.sizes import SizeObject
 from ltx_neuron.service.tokens import Tokens
@@ -233,7 +233,8 @@ class Api:
         """Find whose request it is; ApiError if it is nobody's, or not for this service."""
         if refusal := request.state.refusal:
             raise refusal
-        request.state.owner = self.tokens.owner_of(request.headers.get("authorization"))
+        given = request.headers.get("authorization") or cookie_authorization(request)
+        request.state.owner = self.tokens.owner_of(given)
         if request.state.owner is None:
             raise ApiError(401, "invalid_api_key", "send a token: Authorization: Bearer TOKEN")
 
@@ -298,7 +299,7 @@ class Api:
 
 
 def create_app(
-    jobs: JobSubmitter, tokens: Tokens, settings: Settings, page: Page | None = None
+    jobs: JobSubmitter, tokens: Tokens, settings: Settings, page: bool = False
 ) -> Callable:
     """The ASGI application of a service, with a page at / or without one."""
     api = Api(jobs, tokens, settings)
@@ -354,8 +355,10 @@ def create_app(
         ("/ready", api.ready, "Whether a worker lives, else 503"),
     ):
         app.add_api_route(path, function, response_model=None, summary=summary)
+    if page:
+        add_page(app, tokens, api.authorize)
     described = openapi.describe(app, jobs.model)
-    app.router.routes += [*reference.routes(described), *(page.routes if page else [])]
+    app.router.routes += reference.routes(described)
     own = ApiError, HTTPException, RequestValidationError, sqlite3.OperationalError
     for kind in (*own, Exception):
         app.add_exception_handler(kind, handle_error)

@@ -1,417 +1,374 @@
-"use strict";
-// The page's functions. Everything that it knows comes from the API of the server that it came
-// from, with the token that was typed; what a person wrote is shown as text, never as HTML.
-const ltx = (() => {
-  const KEY = "ltx-neuron-token";
-  const BUSY_MS = 700, IDLE_MS = 4000, PAGE = 24, PLACES = 6;
-  const $ = (id) => document.getElementById("ltx-" + id);
-  const open = (job) => job.status === "queued" || job.status === "in_progress";
-  const update = (choices, value, more = {}) => ({ __type__: "update", choices, value, ...more });
+// All that the page shows comes from its own server's API, as text, never as HTML.
+const BUSY_MS = 700, IDLE_MS = 5000, HIDDEN_MS = 15000, MAX_WAIT_MS = 30000;
+const PAGE = 24, MAX_PAGE = 100;
+// A select for each, of what is compiled for the choices before it: its value and its text.
+const CHOICES = {
+  recipe: (s) => [s.recipe, s.recipe],
+  size: (s) => [s.size, sizeText(s)],
+  duration: (s) => [`${s.num_frames}@${s.fps}`, `${s.seconds} s at ${s.fps} fps`],
+  two_stage: (s) => [String(s.two_stage), s.two_stage ? "two, finer" : "one"],
+};
+const ALWAYS = ["size", "duration"];  // shown with a single choice too
+// Files of a job, shown where a size is compiled for them: label, types, numbers that go with one.
+const FILES = {
+  input_reference: ["First frame", "image/png, image/jpeg, image/webp"],
+  audio_reference: ["Sound", "audio/*", "audio_start_time"],
+  video_reference: ["Video to retake or extend", "video/*", "start_time", "end_time", "extend"],
+  video_conditioning: ["Reference video of the LoRAs", "video/*"],
+};
+const SIZED = ["size", "duration", "two_stage"];  // what a video to retake says itself
+const NUMBERS = /^num_inference_steps$|_(guidance|rescale)_scale$|_skip_step$/;
 
-  let sizes = [], jobs = new Map(), chosen = null, limit = PAGE, timer = 0, ticking = false, sending = false;
-  let image = null, shown = "", pictured = "";
-  const thumbnails = new Map();  // by job: a URL of the picture in this browser
+const $ = (id) => document.getElementById(id);
+const form = $("form"), field = form.elements;
+const isOpen = (job) => job.status === "queued" || job.status === "in_progress";
+const sizeText = (job) => job.size.replace("x", " × ");
+const contentOf = (job, variant) => `v1/videos/${job.id}/content?variant=${variant}`;
+let model, inputs, jobs = new Map(), chosen = null;
+let limit = PAGE, polls = 0, timer = 0, failures = 0;
 
-  // --- the API ---------------------------------------------------------------------------------
+async function call(path, options) {
+  const answer = await fetch(path, options).catch(() => {
+    throw new Error("The server does not answer.");
+  });
+  const content = await answer.json().catch(() => ({}));
+  if (answer.ok) return content;
+  if (answer.status === 401) showDoor(true);
+  const { message = `The server answered ${answer.status}.`, code = "" } = content.error ?? {};
+  throw Object.assign(new Error(message), { code, status: answer.status });
+}
 
-  async function call(path, options = {}) {
-    const token = localStorage.getItem(KEY);
-    const headers = token ? { Authorization: "Bearer " + token } : {};
-    const answer = await fetch(path, { ...options, headers });
-    if (answer.ok) return answer;
-    const said = await answer.json().catch(() => null);
-    const error = new Error(said?.error?.message || `the server answered ${answer.status}`);
-    error.status = answer.status;
-    error.code = said?.error?.code || "";
-    if (answer.status === 401) lock(token ? "This token is not known here." : "");
-    throw error;
+function make(tag, properties, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+}
+
+function showError(error) {
+  $("error").replaceChildren(...(error ? [error.message, " "] : []),
+    ...(error?.code ? [make("code", {}, error.code)] : []));
+}
+
+function announce(text) {
+  if ($("announced").textContent !== text) $("announced").textContent = text;
+}
+
+// --- signing in --------------------------------------------------------------------------------
+
+function showDoor(locked) {
+  $("door").hidden = !locked;
+  $("desk").hidden = locked;
+  $("sign-out").hidden ||= locked;
+  if (!locked) return;
+  $("state").textContent = "";
+  $("token").focus();
+}
+
+async function signIn(event) {
+  event.preventDefault();
+  try {
+    const headers = { Authorization: `Bearer ${encodeURIComponent($("token").value.trim())}` };
+    await call("session", { method: "POST", headers });
+    $("token").value = $("door-error").textContent = "";
+    await begin();
+    field.prompt.focus();
+  } catch (error) {
+    const unknown = error.status === 401;
+    $("door-error").textContent = unknown ? "This token is not known here." : error.message;
   }
-  const ask = async (path) => (await call(path)).json();
-  const urlOf = async (path) => URL.createObjectURL(await (await call(path)).blob());
+}
 
-  function lock(why) {
-    localStorage.removeItem(KEY);
-    document.body.classList.add("ltx-locked");
-    $("door").hidden = false;
-    $("door-error").textContent = why;
-    $("token").focus();
+async function signOut() {
+  await call("session", { method: "DELETE" }).catch(() => null);
+  location.reload();
+}
+
+// --- the form ----------------------------------------------------------------------------------
+
+async function begin() {
+  const { owner } = await call("session");
+  const [models, api] = await Promise.all([call("v1/models"), call("openapi.json")]);
+  model = models.data[0];
+  inputs = model.inputs ?? { input_reference: model.sizes };
+  drawFields(api.components.schemas.VideoRequest.properties);
+  offer("lora_set", Object.keys(model.lora_sets).map((name) => [name, name]));
+  narrow(model.default ?? undefined);
+  showDoor(false);
+  $("sign-out").hidden = !owner;
+  $("sign-out").textContent = `Sign out ${owner}`;
+  poll();
+}
+
+// The limits of fields are those of the request's schema.
+function drawFields(schema) {
+  const files = Object.keys(FILES).filter((name) => name in inputs);
+  $("files").replaceChildren(...files.map(fileField));
+  const numbers = Object.keys(schema).filter((name) => NUMBERS.test(name));
+  $("numbers").replaceChildren(...numbers.map((name) => numberField(name, "default")));
+  for (const input of field) {
+    const { anyOf = [], ...own } = schema[input.name] ?? {};
+    const { maxLength, minimum, maximum, type } = anyOf[0] ?? own;
+    if (maxLength) input.maxLength = maxLength;
+    if (Math.abs(minimum) < 2 ** 53) input.min = minimum;
+    if (Math.abs(maximum) < 2 ** 53) input.max = maximum;
+    if (type === "integer") input.step = 1;
   }
+  field.seed.value = schema.seed.default;
+}
 
-  // --- the form --------------------------------------------------------------------------------
+function labelled(name, text, element) {
+  return make("div", { className: "field" }, make("label", { htmlFor: name }, text), element);
+}
 
-  async function begin() {
-    listen();
-    try {
-      const model = (await ask("v1/models")).data[0];
-      sizes = model.sizes;
-      $("forget").hidden = !localStorage.getItem(KEY);
-      tick();
-      const usual = model.default;
-      return usual ? choices(usual.recipe, usual.size, lengthOf(usual), usual.two_stage)
-                   : choices();
-    } catch (error) {
-      if (error.status !== 401) say(error);
-      return choices();
-    }
+function numberField(name, placeholder) {
+  const text = name.replaceAll("_", " ").replace(/^num | scale$/g, "");
+  const input = make("input", { id: name, name, type: "number", step: "any", placeholder });
+  return labelled(name, text, input);
+}
+
+function fileField(name) {
+  const [text, accept, ...numbers] = FILES[name];
+  const input = make("input", { id: name, name, type: "file", accept });
+  const remove = make("button", { type: "button", hidden: true }, "Remove");
+  remove.ariaLabel = `Remove: ${text}`;
+  const canvas = make("canvas", { height: 0, hidden: true });
+  const more = make("fieldset", { className: "fields", hidden: true, disabled: true },
+    ...numbers.map((number) => numberField(number, number === "extend" ? "seconds" : "second")));
+  input.addEventListener("change", async () => {
+    const file = input.files[0];
+    remove.hidden = !file;
+    more.hidden = more.disabled = !file || !numbers.length;
+    narrow();
+    const seen = file?.type.startsWith("image/");  // as the policy forbids an <img> of a file
+    const picture = seen && await createImageBitmap(file).catch(() => null);
+    canvas.hidden = !picture;
+    if (!picture) return;
+    [canvas.height, canvas.width] = [80, 80 * picture.width / picture.height];
+    canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
+  });
+  remove.addEventListener("click", () => {
+    input.value = "";
+    input.dispatchEvent(new Event("change"));
+    input.focus();
+  });
+  const row = make("div", { className: "row" }, canvas, input, remove);
+  return make("div", {}, labelled(name, text, row), more);
+}
+
+function offer(name, options, value = field[name].value) {
+  const values = [...new Map(options)];
+  const select = field[name];
+  select.replaceChildren(...values.map(([value, text]) => new Option(text, value)));
+  select.selectedIndex = Math.max(0, values.findIndex((option) => option[0] === value));
+  select.parentElement.hidden = values.length < 2 && !ALWAYS.includes(name);
+}
+
+function narrow(wanted) {
+  const files = Object.keys(inputs).filter((name) => field[name]?.files.length);
+  const fits = (size) => files.every((name) =>
+    inputs[name].some((other) => JSON.stringify(other) === JSON.stringify(size)));
+  let left = model.sizes.some(fits) ? model.sizes.filter(fits) : model.sizes;
+  for (const [name, choice] of Object.entries(CHOICES)) {
+    offer(name, left.map(choice), wanted && choice(wanted)[0]);
+    left = left.filter((size) => choice(size)[0] === field[name].value);
   }
+  for (const name of SIZED) field[name].disabled = files.includes("video_reference");
+  $("guidance").hidden = $("guided").disabled = field.recipe.value !== "dev";
+}
 
-  const lengthOf = (size) => `${size.num_frames}@${size.fps}`;
-  const nameOf = (size) => `${size.seconds} s · ${size.num_frames} frames`
-    + (sizes.some((other) => other.fps !== size.fps) ? ` · ${size.fps} fps` : "");
-  const unique = (pairs) => [...new Map(pairs.map((pair) => [String(pair[1]), pair])).values()];
-  const kept = (pairs, value) =>
-    pairs.some((pair) => pair[1] === value) ? value : (pairs[0]?.[1] ?? null);
-
-  // The choices that are left when the ones before them are made.
-  function choices(recipe, size, length, stages) {
-    const recipes = unique(sizes.map((s) => [s.recipe, s.recipe]));
-    recipe = kept(recipes, recipe);
-    let left = sizes.filter((s) => s.recipe === recipe);
-    const whole = unique(left.map((s) => [s.size.replace("x", " × "), s.size]));
-    if (!size) size = whole[0]?.[1] ?? null;  // one that was typed stays
-    const same = left.filter((s) => s.size === size);
-    left = same.length ? same : left;
-    const lengths = unique(left.map((s) => [nameOf(s), lengthOf(s)]));
-    length = kept(lengths, length);
-    left = left.filter((s) => lengthOf(s) === length);
-    const words = { true: "two, finer", false: "one" };
-    const two = unique(left.map((s) => [words[s.two_stage], String(s.two_stage)]).sort().reverse());
-    return [
-      update(recipes, recipe, { visible: recipes.length > 1 }),
-      update(whole, size),
-      update(lengths, length),
-      update(two, kept(two, String(stages))),
-      { __type__: "update", visible: recipe === "dev" },
-    ];
+async function submit(event) {
+  event.preventDefault();
+  if (form.ariaBusy === "true") return;
+  form.ariaBusy = "true";
+  showError(null);
+  const body = new FormData(form);
+  const [frames = "", fps = ""] = body.get("duration")?.split("@") ?? [];
+  body.delete("duration");
+  body.set("num_frames", frames);
+  body.set("fps", fps);
+  for (const [name, value] of [...body]) if ((value.name ?? value) === "") body.delete(name);
+  try {
+    const job = await call("v1/videos", { method: "POST", body });
+    jobs = new Map([[job.id, job], ...jobs]);
+    choose(job.id);
+  } catch (error) {
+    showError(error);
+  } finally {
+    form.ariaBusy = "false";
   }
+}
 
-  async function send(names, values) {
-    const said = Object.fromEntries(names.map((name, i) => [name, values[i]]));
-    const [frames, fps] = (said.length || "").split("@");
-    const fields = { ...said, length: null, num_frames: frames, fps };
-    fields.size = String(said.size || "").replace(/\s*[×x]\s*/, "x").trim();
-    if (said.recipe !== "dev")
-      for (const name of ["negative_prompt", "num_inference_steps", "guidance_scale"])
-        fields[name] = null;
-    const body = new FormData();
-    for (const [name, value] of Object.entries(fields))
-      if (value !== null && value !== undefined && value !== "") body.append(name, String(value));
-    if (image) body.append("input_reference", image);
-    if (sending) return [];
-    sending = true;
-    say(null);
-    try {
-      const job = await (await call("v1/videos", { method: "POST", body })).json();
-      jobs.set(job.id, job);
-      choose(job.id);
-      toScreen();
-    } catch (error) {
-      say(error);
-    } finally {
-      sending = false;
-    }
-    return [];
-  }
+// --- polling -----------------------------------------------------------------------------------
 
-  function say(error) {
-    $("error").textContent = error ? error.message : "";
-    if (error?.code) $("error").append(code(error.code));
-  }
-
-  function code(text) {
-    const shown = document.createElement("code");
-    shown.textContent = text;
-    return shown;
-  }
-
-  function pick(file) {
-    image = file || null;
-    URL.revokeObjectURL($("file-shown").src);
-    $("file-shown").hidden = $("file-none").hidden = !image;
-    $("file-shown").src = image ? URL.createObjectURL(image) : "";
-    $("file-name").textContent = image ? image.name : "none; one is held as the first frame";
-    if (!image) $("file").value = "";
-  }
-
-  // --- what the server says, again and again ----------------------------------------------------
-
-  async function tick() {
-    if (ticking) return;
-    ticking = true;
-    clearTimeout(timer);
-    try {
-      if (!document.hidden) await look();
-      document.body.classList.remove("ltx-away");
-    } catch (error) {
-      if (error.status === 401) return;
-      document.body.classList.add("ltx-away");
-      $("line").textContent = error.status ? error.message : "the server does not answer";
-    } finally {
-      ticking = false;
-      const busy = [...jobs.values()].some(open);
-      timer = setTimeout(tick, busy ? BUSY_MS : IDLE_MS);
-    }
-  }
-
-  async function look() {
-    const [list, line] = await Promise.all([ask("v1/videos?limit=" + limit), ask("v1/queue")]);
-    const queued = list.data.filter((job) => job.status === "queued").slice(-PLACES);
-    for (const job of await Promise.all(queued.map((job) => ask("v1/videos/" + job.id)
-      .catch(() => job)))) Object.assign(list.data.find((other) => other.id === job.id), job);
+async function poll() {
+  const turn = ++polls;
+  clearTimeout(timer);
+  try {
+    const waits = jobs.get(chosen)?.status === "queued";  // only its own answer has its place
+    const [list, queue, own] = await Promise.all([
+      call(`v1/videos?limit=${limit}`),
+      call("v1/queue"),
+      waits ? call(`v1/videos/${chosen}`).catch(() => null) : null,
+    ]);
+    if (turn !== polls) return;
+    failures = 0;
     jobs = new Map(list.data.map((job) => [job.id, job]));
-    if (!jobs.has(chosen)) chosen = (list.data.find(open) || list.data[0])?.id ?? null;
-    $("more").hidden = !list.has_more || limit >= 100;
-    const workers = line.workers === 1 ? "1 worker" : `${line.workers} workers`;
-    $("line").textContent = line.workers
-      ? `${line.waiting} waiting · ${line.in_progress} being made · ${workers}`
-      : "no worker is alive: what you send waits";
+    if (own && jobs.has(own.id)) jobs.set(own.id, own);
+    if (!jobs.has(chosen)) chosen = (list.data.find(isOpen) ?? list.data[0])?.id ?? null;
+    $("more").hidden = !list.has_more || limit === MAX_PAGE;
+    const workers = queue.workers === 1 ? "1 worker" : `${queue.workers} workers`;
+    $("state").textContent = queue.workers
+      ? `${model.id} · ${queue.waiting} waiting · ${queue.in_progress} running · ${workers}`
+      : "No worker is running: new jobs wait.";
     draw();
+  } catch (error) {
+    if (turn !== polls || error.status === 401) return;
+    failures += 1;
+    $("state").textContent = error.message;
+    announce(error.message);
   }
+  const wait = [...jobs.values()].some(isOpen) ? BUSY_MS : IDLE_MS;
+  const slower = Math.min(MAX_WAIT_MS, wait * 2 ** failures);
+  timer = setTimeout(poll, document.hidden ? Math.max(HIDDEN_MS, slower) : slower);
+}
 
-  // --- what is shown -----------------------------------------------------------------------------
+function choose(id) {
+  chosen = id;
+  draw();
+  poll();
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  $("screen").scrollIntoView({ block: "nearest", behavior: calm ? "auto" : "smooth" });
+}
 
-  function draw() {
-    gallery();
-    const job = jobs.get(chosen);
-    $("prompt").textContent = job ? job.prompt : "";
-    $("facts").textContent = job ? factsOf(job) : "";
-    $("bar").value = job ? job.progress : 0;
-    $("work").dataset.status = job ? job.status : "none";
-    $("step").textContent = job ? stepOf(job) : "";
-    $("cancel").hidden = !job || !open(job);
-    $("delete").hidden = !job || open(job);
-    $("save").hidden = !job || job.status !== "completed" || !shown.endsWith("video");
-    plot(job?.detail?.denoise_steps_ms || {});
-    screen(job).catch((error) => { if (error.status !== 404) say(error); });
+async function remove() {
+  const job = jobs.get(chosen);
+  if (!isOpen(job) && !confirm("Delete this video?")) return;
+  try {
+    await call(`v1/videos/${job.id}`, { method: "DELETE" });
+  } catch (error) {
+    if (error.status !== 404) return showError(error);
   }
+  jobs.delete(job.id);
+  chosen = null;
+  poll();
+}
 
-  function factsOf(job) {
-    const facts = [job.size.replace("x", " × "), `${job.seconds} s`, `seed ${job.seed}`, job.recipe];
-    if (job.two_stage) facts.push("two stages");
-    return [facts.join(" · "), ...(job.notes || [])].join(". ");
+// --- drawing -----------------------------------------------------------------------------------
+
+function draw() {
+  drawGallery();
+  const job = jobs.get(chosen), done = job?.status === "completed";
+  const running = [...jobs.values()].find((other) => other.status === "in_progress");
+  document.title = running ? `${running.progress} % · ltx-neuron` : "ltx-neuron";
+  $("shown-prompt").textContent = job?.prompt ?? "";
+  $("facts").textContent = job ? factsOf(job) : "";
+  $("view").dataset.status = job?.status ?? "none";
+  $("bar").value = job?.progress ?? 0;
+  $("step").textContent = job ? stepOf(job) : "";
+  $("remove").hidden = !job;
+  $("remove").textContent = job && isOpen(job) ? "Cancel" : "Delete";
+  $("download").hidden = !done;
+  if (done) $("download").href = contentOf(job, "video");
+  const quarters = `${25 * Math.floor(job?.progress / 25)} %`;
+  if (job) announce(job.status === "in_progress" ? quarters : stepOf(job));
+  drawScreen(job);
+}
+
+function factsOf(job) {
+  const facts = [sizeText(job), `${job.seconds} s`, `seed ${job.seed}`, job.recipe];
+  if (job.two_stage) facts.push("two stages");
+  return [facts.join(" · "), ...(job.notes ?? [])].join(". ");
+}
+
+const stageText = (stage) => stage.replace("_", " ");
+const milliseconds = (value) => value < 999.5 ? `${Number(value.toPrecision(3))} ms`
+  : `${Number((value / 1000).toPrecision(3))} s`;
+
+function stepOf(job) {
+  const { stage, step, steps, denoise_steps_ms: times = {} } = job.detail ?? {};
+  if (job.status === "failed") return `Failed: ${job.error.message}`;
+  if (job.status === "queued")
+    return { null: "Waiting", 0: "Waiting: next" }[job.ahead] ?? `Waiting: ${job.ahead} ahead`;
+  if (job.status === "completed") {
+    const stages = Object.entries(times).map(([stage, all]) =>
+      `${stageText(stage)}: ${all.length} steps, median ${milliseconds(median(all))}`);
+    return ["Done", ...stages].join(" · ");
   }
+  if (!stage) return `${job.progress} %`;
+  if (stage === "decode") return `${job.progress} % · decoding`;
+  return `${job.progress} % · ${stageText(stage)}, step ${step} of ${steps}`;
+}
 
-  function stepOf(job) {
-    const detail = job.detail || {};
-    if (job.status === "failed") return `failed: ${job.error?.message}`;
-    if (job.status === "completed") return "done";
-    if (job.status === "queued")
-      return job.ahead ? `waiting: ${job.ahead} before it` : "next: it begins when its models are there";
-    const parts = [`${job.progress} %`];
-    if (detail.stage === "decode") parts.push("decoding picture and sound");
-    else if (detail.stage) {
-      parts.push(detail.stage.replace("_", " "), `step ${detail.step} of ${detail.steps}`);
-      const times = detail.denoise_steps_ms?.[detail.stage];
-      if (times?.length) parts.push(`${ms(times.at(-1))} a step`);
+const median = (all) => all.toSorted((a, b) => a - b)[Math.floor(all.length / 2)];
+
+// The preview of a running job, then the video. An element stays as long as what it shows.
+function drawScreen(job) {
+  const screen = $("screen"), previews = job?.status === "in_progress" && job.detail?.preview;
+  const kind = job?.status === "completed" ? "video" : previews ? "img" : "";
+  const key = kind && `${job.id} ${kind}`;
+  if (screen.dataset.key !== key) {
+    screen.dataset.key = key;
+    screen.querySelector("img, video")?.remove();
+    if (kind === "img") screen.append(make("img", { alt: "Preview of the video" }));
+    if (kind === "video") screen.append(make("video", {
+      controls: true, playsInline: true, loop: true, ariaLabel: job.prompt,
+      poster: contentOf(job, "thumbnail"), src: contentOf(job, "video"),
+    }));
+  }
+  if (kind === "img") {
+    const source = `${contentOf(job, "preview")}&step=${job.detail.stage}-${job.detail.step}`;
+    const picture = screen.querySelector("img");
+    if (picture.getAttribute("src") !== source) picture.src = source;
+  }
+  const [width, height] = (job?.size ?? "3x2").split("x");
+  screen.style.setProperty("--ratio", width / height);
+  $("nothing").textContent = kind ? "" : !job ? "Your video appears here."
+    : { queued: "Waiting", in_progress: "Starting", failed: "Failed" }[job.status];
+}
+
+function drawGallery() {
+  const list = $("gallery");
+  const tiles = new Map([...list.children].map((tile) => [tile.dataset.id, tile]));
+  $("none").hidden = jobs.size > 0;
+  const wanted = [...jobs.values()].map((job) => {
+    const tile = tiles.get(job.id) ?? makeTile(job);
+    if (tile.dataset.status !== job.status && job.status === "completed") {
+      const picture = make("img", { src: contentOf(job, "thumbnail"), alt: "", loading: "lazy" });
+      picture.onerror = () => picture.remove();
+      tile.querySelector(".thumbnail").append(picture);
     }
-    return parts.join(" · ");
-  }
+    tile.dataset.status = job.status;
+    const progress = { in_progress: `${job.progress} %`, completed: `${job.seconds} s` };
+    tile.querySelector(".status").textContent = progress[job.status] ?? job.status;
+    tile.firstChild.ariaPressed = String(job.id === chosen);
+    return tile;
+  });
+  // Moving an element takes its focus: only where the list has changed.
+  if (wanted.some((tile, i) => tile !== list.children[i]) || wanted.length < list.children.length)
+    list.replaceChildren(...wanted);
+}
 
-  // Three digits, no zeros behind the point.
-  const ms = (value) => value < 999.5 ? `${Number(value.toPrecision(3))} ms`
-    : `${Number((value / 1000).toPrecision(3))} s`;
+function makeTile(job) {
+  const parts = [["thumbnail", ""], ["name", job.prompt], ["status subdued", ""]];
+  const button = make("button", { type: "button", title: job.prompt },
+    ...parts.map(([className, text]) => make("span", { className }, text)));
+  button.addEventListener("click", () => choose(job.id));
+  const tile = make("li", {}, button);
+  tile.dataset.id = job.id;
+  return tile;
+}
 
-  // The preview while it is made, the video when it is done.
-  async function screen(job) {
-    if (!job) return show("", null);
-    const [width, height] = job.size.split("x");
-    $("screen").style.setProperty("--ltx-ratio", width / height);
-    if (job.status === "completed") {
-      if (shown !== job.id + "video") await player(job);
-    } else if (job.status === "in_progress" && job.detail?.preview) {
-      const step = [job.id, job.detail.stage, job.detail.step].join();
-      if (pictured === step) return;
-      pictured = step;
-      const picture = document.createElement("img");
-      picture.src = await urlOf(`v1/videos/${job.id}/content?variant=preview`);
-      picture.alt = "A preview of the clip between two steps";
-      await picture.decode();
-      if (chosen === job.id && jobs.get(chosen)?.status === "in_progress")
-        show(step + "preview", picture);
-    } else if (!shown.startsWith(job.id)) show(job.id, null);
-  }
-
-  async function player(job) {
-    const before = shown;
-    shown = job.id + "video";
-    try {
-      const video = document.createElement("video");
-      video.controls = video.playsInline = video.loop = true;
-      video.setAttribute("aria-label", job.prompt);
-      video.src = await urlOf(`v1/videos/${job.id}/content`);
-      if (chosen !== job.id) return;
-      show(job.id + "video", video);
-      $("save").href = video.src;
-      $("save").download = job.id + ".mp4";
-      $("save").hidden = false;
-    } catch (error) {
-      shown = before;
-      throw error;
-    }
-  }
-
-  function show(name, element) {
-    if (shown === name && $("screen").firstElementChild === element) return;
-    shown = name;
-    for (const old of $("screen").querySelectorAll("img, video")) {
-      URL.revokeObjectURL(old.src);
-      old.remove();
-    }
-    $("nothing").hidden = Boolean(element);
-    $("nothing").textContent = name ? "" : "What you generate is shown here.";
-    if (element) $("screen").append(element);
-  }
-
-  // --- the plot: a bar a step ----------------------------------------------------------------------
-
-  function plot(times) {
-    const steps = Object.entries(times).flatMap(([stage, all]) => all.map((ms) => [stage, ms]));
-    const bars = $("bars");
-    const width = bars.clientWidth || 600;
-    const key = JSON.stringify([steps, width]);
-    if (bars.dataset.key === key) return;
-    bars.dataset.key = key;
-    bars.replaceChildren();
-    bars.setAttribute("viewBox", `0 0 ${width} 150`);
-    $("plot-said").textContent = Object.entries(times).map(([stage, all]) =>
-      `${stage.replace("_", " ")}: ${all.length} steps, median ${ms(median(all))}`).join("; ");
-    $("plot").dataset.empty = String(!steps.length);
-    if (!steps.length) return;
-    const most = ticks(Math.max(...steps.map(([, ms]) => ms)));
-    for (const part of [0, 0.5, 1]) {
-      const y = 125 - 110 * part;
-      draw_(bars, "line", { x1: 62, x2: width, y1: y, y2: y, class: "ltx-grid" });
-      draw_(bars, "text", { x: 56, y: y + 4, class: "ltx-tick", "text-anchor": "end" },
-        part ? ms(most * part) : "0");
-    }
-    const wide = (width - 70) / Math.max(steps.length, 11);
-    steps.forEach(([stage, value], i) => {
-      const tall = Math.max(1, 110 * value / most), x = 66 + i * wide;
-      const bar = draw_(bars, "rect", { x, y: 125 - tall, width: Math.min(wide * 0.7, 40),
-        height: tall, rx: 2, class: `ltx-${stage}` });
-      draw_(bar, "title", {}, `${stage.replace("_", " ")}, step ${i + 1}: ${ms(value)}`);
-      if (wide >= 18)
-        draw_(bars, "text", { x: x + Math.min(wide * 0.35, 20), y: 142, class: "ltx-tick",
-          "text-anchor": "middle" }, String(i + 1));
-    });
-  }
-
-  function draw_(parent, name, attributes, text = "") {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    element.textContent = text;
-    parent.append(element);
-    return element;
-  }
-
-  const median = (all) => [...all].sort((a, b) => a - b)[Math.floor(all.length / 2)];
-
-  function ticks(most) {  // the next of 1, 2, 5 times a power of ten
-    const power = 10 ** Math.floor(Math.log10(most));
-    return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= most);
-  }
-
-  // --- the gallery ---------------------------------------------------------------------------------
-
-  function gallery() {
-    const list = $("gallery"), there = new Map([...list.children].map((li) => [li.dataset.id, li]));
-    $("none").hidden = jobs.size > 0;
-    for (const [id, li] of there) if (!jobs.has(id)) {
-      li.remove();
-      URL.revokeObjectURL(thumbnails.get(id));
-      thumbnails.delete(id);
-    }
-    let place = 0;
-    for (const job of jobs.values()) {
-      const li = there.get(job.id) || tile(job);
-      if (list.children[place] !== li) list.insertBefore(li, list.children[place] || null);
-      place += 1;
-      li.dataset.status = job.status;
-      li.querySelector(".ltx-state").textContent = stateOf(job);
-      li.querySelector("button").setAttribute("aria-pressed", String(job.id === chosen));
-      if (job.status === "completed" && !thumbnails.has(job.id)) picture(job.id, li);
-    }
-  }
-
-  function stateOf(job) {
-    if (job.status === "queued") return job.ahead ? `waiting, ${job.ahead} before it` : "waiting";
-    return { in_progress: `${job.progress} %`, failed: "failed", completed: `${job.seconds} s` }[job.status];
-  }
-
-  function tile(job) {
-    const li = document.createElement("li"), button = document.createElement("button");
-    li.dataset.id = job.id;
-    button.type = "button";
-    button.addEventListener("click", () => { choose(job.id); toScreen(); });
-    for (const [name, text] of [["ltx-thumb", ""], ["ltx-name", job.prompt], ["ltx-state", ""]]) {
-      const span = document.createElement("span");
-      span.className = name;
-      span.textContent = text;
-      button.append(span);
-    }
-    button.title = job.prompt;
-    li.append(button);
-    return li;
-  }
-
-  async function picture(id, li) {
-    thumbnails.set(id, "");
-    try {
-      const url = await urlOf(`v1/videos/${id}/content?variant=thumbnail`);
-      thumbnails.set(id, url);
-      const img = document.createElement("img");
-      img.src = url;
-      img.alt = "";
-      li.querySelector(".ltx-thumb").replaceChildren(img);
-    } catch (error) {
-      if (error.status !== 404) thumbnails.delete(id);
-    }
-  }
-
-  function toScreen() {
-    const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
-    const behavior = still ? "auto" : "smooth";
-    $("screen").scrollIntoView({ block: "nearest", behavior });
-  }
-
-  function choose(id) {
-    chosen = id;
-    draw();
-    tick();
-  }
-
-  async function remove() {
-    const id = chosen;
-    try {
-      await call("v1/videos/" + id, { method: "DELETE" });
-    } catch (error) {
-      if (error.status !== 404) return say(error);
-    }
-    jobs.delete(id);
-    chosen = null;
-    tick();
-  }
-
-  function listen() {
-    $("door").addEventListener("submit", (event) => {
-      event.preventDefault();
-      localStorage.setItem(KEY, $("token").value.trim());
-      location.reload();
-    });
-    $("forget").addEventListener("click", () => { localStorage.removeItem(KEY); location.reload(); });
-    $("file").addEventListener("change", () => pick($("file").files[0]));
-    $("file-none").addEventListener("click", () => { pick(null); $("file").focus(); });
-    $("image").addEventListener("dragover", (event) => event.preventDefault());
-    $("image").addEventListener("drop", (event) => {
-      event.preventDefault();
-      pick(event.dataTransfer.files[0]);
-    });
-    $("cancel").addEventListener("click", remove);
-    $("delete").addEventListener("click", remove);
-    $("more").addEventListener("click", () => { limit = 100; tick(); });
-    addEventListener("resize", () => draw());
-    document.addEventListener("visibilitychange", () => { if (!document.hidden) tick(); });
-  }
-
-  return { begin, choose: (values) => choices(...values), send };
-})();
+$("door").addEventListener("submit", signIn);
+$("sign-out").addEventListener("click", signOut);
+form.addEventListener("submit", submit);
+for (const name of Object.keys(CHOICES)) field[name].addEventListener("change", () => narrow());
+field.prompt.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+});
+$("new-seed").addEventListener("click", () => {
+  field.seed.value = Math.floor(Math.random() * 2 ** 32);
+});
+$("remove").addEventListener("click", remove);
+$("more").addEventListener("click", () => { limit = MAX_PAGE; poll(); });
+document.addEventListener("visibilitychange", () => { if (!document.hidden && model) poll(); });
+begin().catch((error) => { if (error.status !== 401) $("state").textContent = error.message; });
