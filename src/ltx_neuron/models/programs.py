@@ -146,8 +146,8 @@ def dit_program(
             part: Graph(module, inputs[part], returned)
             for (part, module), returned in zip(modules.items(), outputs, strict=True)
         }
-        # One graph of blocks, called again and again with the next blocks' weights: it is compiled
-        # once, and compilers do not see 48 blocks at a time.
+        # One graph of blocks, called with each group's weights: it is compiled once, and its size
+        # does not grow with the depth.
         groups = tuple(("blocks", first) for first in range(0, config.num_layers, count))
         calls = (("head", 0), *groups, ("tail", 0))
     if not bucket.guided:
