@@ -61,10 +61,9 @@ _OPERATIONS = torch.ops._c10d_functional
 
 
 def _all_reduce(tensor: Tensor) -> Tensor:
-    # The functional form: what writes into its input cannot be traced into a graph. Waited for at #
-    once, because the result is what comes next. return
-    functional.wait_tensor(functional.all_reduce(tensor, "sum", GROUP))  # pyright:
-    ignore[reportArgumentType]
+    # The functional form: what writes into its input cannot be traced into a graph. Waited for at
+    # once, because the result is what comes next.
+    return functional.wait_tensor(functional.all_reduce(tensor, "sum", GROUP))  # pyright: ignore[reportArgumentType]
 
 
 @contextmanager

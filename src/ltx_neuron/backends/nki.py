@@ -108,8 +108,8 @@ def native_attention(name: str, lnc: int):
 
 
 def register_for_xla(name: str, lnc: int) -> None:
-    """Make PyTorch/XLA trace the kernel for an operation of KERNELS, for NxD.""" launched =
-    KERNELS[name].load()[lnc]  # pyright: ignore[reportIndexIssue] on a logical core's physical ones
+    """Make PyTorch/XLA trace the kernel for an operation of KERNELS, for NxD."""
+    launched = KERNELS[name].load()[lnc]  # pyright: ignore[reportIndexIssue] on a logical core's physical ones
 
     def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         return launched(**KERNELS[name].arguments(query, key, value, scale))

@@ -199,8 +199,8 @@ def compile_program(
     (folder / MANIFEST).unlink(missing_ok=True)
     flags, graphs = compiler_flags(profile, identity["model"]), {}
     program = make()
-    # While the modules are on meta. HLO shows neither the inside of kernels nor peak memory, so costs
-    # are counted in exported graphs.
+    # While the modules are on meta. HLO shows neither the inside of kernels nor peak memory, so
+    # costs are counted in exported graphs.
     costs = {name: export.cost(export.trace(program, name, dtype)) for name in program.graphs}
     # After counting, which uses the operation's reference.
     for operation in NKI_KERNELS.get(profile.attention, ()):
