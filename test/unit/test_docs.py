@@ -26,6 +26,7 @@ PAGES = [
     "CONTRIBUTING.md",
     *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
 ]
+BENCHMARKS = sorted(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.md"))
 PROGRAM, HELP = "ltx-neuron", ("--help-all", "--help")
 README_LINES, PATH_FILES, PATH_LINES = 130, 12, 2500
 DEVICE = ("-m", "pytest", "test/device")
@@ -137,7 +138,7 @@ def headings(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *BENCHMARKS])
 def test_every_relative_link_leads_to_a_file_and_to_a_heading_in_it(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if "://" in target:

@@ -3,7 +3,7 @@
 Source: transformers models/gemma3/modeling_gemma3.py; features: ltx-core
 text_encoders/gemma/feature_extractor.py (V2). The reference stacks all 49 hidden states and
 projects them at once. Here each layer adds its share to the two projections, so the hidden states
-never leave the device. Sliding layers have their own RoPE base, unscaled. No sequence is longer
+need not leave the device. Sliding layers have their own RoPE base, unscaled. No sequence is longer
 than the sliding window, so no mask is needed for it.
 
 Shapes (the batch is always 1): B tokens of the bucket, W hidden width (3840), H query heads of a
