@@ -1,8 +1,8 @@
 """--prompts-file: one JSON object per line, flags as keys. Models load once for all lines, and each
-result is recorded as it ends.
+result is recorded when it ends.
 
-A batch that was killed is resumed by the same command: lines that are done, and still say the same,
-are not run again, and one that was under way goes on after its last finished stage.
+The same command resumes a killed batch. It skips finished lines that have not changed, and
+continues an interrupted one after its last finished stage.
 """
 
 import json
@@ -39,7 +39,7 @@ MAX_LINE_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a prompts file. `digest` is over all that its video depends on."""
+    """One line of a prompts file. digest: of everything on which its video depends."""
 
     number: int
     job: Job
@@ -55,9 +55,9 @@ def read_lines(
 ) -> list[Line]:
     """Parse and check every line. One UserError lists every bad line by number.
 
-    job_of_line  makes a Job of a line's keys, or raises UserError
-    identity     what a line's video depends on besides the job: with another checkpoint, for
-                 example, what is done already does not count
+    job_of_line  returns the Job for a line's keys, or raises UserError
+    identity     everything besides the job on which videos depend, such as the checkpoint: if it
+                 changes, finished lines run again
     """
     example = '{"prompt": "a golden retriever runs across a meadow", "seed": 10}'
     wanted = f". Wanted: one JSON object per line, for example\n{example}"
@@ -97,7 +97,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; UserError for a key that it has twice, of which one would be forgotten."""
+    """A JSON object. Raises UserError for a repeated key."""
     values = {}
     for key, value in pairs:
         if key in values:
@@ -113,10 +113,10 @@ def run(
     write: Callable[[Clip, Path], None],
     identity_of: Callable[[Job], dict],
 ) -> list[dict]:
-    """Run the lines that are not done yet; returns every line's entry, in the file's order.
+    """Run the unfinished lines. Returns every line's entry, in the file's order.
 
     write        writes a clip to its video's path while it is decoded
-    identity_of  all that a job's latents depend on; a line keeps its state with it beside its video
+    identity_of  everything on which a job's latents depend, stored in its resume file
     """
     results = Results(folder, lines)
     pending = {id(line.job): line for line in lines if line.number not in results.entries}
@@ -131,19 +131,19 @@ def run(
         save_state(state_of(run.job), run, identity_of(run.job))
 
     def resume(job: Job) -> JobRun | None:
-        """A line's interrupted run, where it has left one that still fits."""
+        """A line's interrupted run, if there is one with the same identity."""
         path, number = state_of(job), line_of(job).number
         if not path.is_file():
             return None
         try:
             run = restore_state(path, job, identity_of(job), engine.workspace.dtype)
-        except UserError:  # the line, or what it runs on, has changed since
+        except UserError:  # the line or its weights changed since
             print(f"line {number} begins anew: {path} does not fit it")
             return None
         print(f"resumed: line {number}; {run.left}")
         return run
 
-    # Jobs end one after another, whichever thread decodes them: no two of these run at a time.
+    # Jobs end one after another in any thread, so these never run concurrently.
     def hand_over(result: Result) -> None:
         results.done(line_of(result.job))
         state_of(result.job).unlink(missing_ok=True)
@@ -165,11 +165,10 @@ def run(
 def check_outputs(
     lines: list[Line], folder: Path, report: Path | None, inputs: dict[str, Path]
 ) -> None:
-    """Raise UserError where a batch would write over what it reads, or over files that no batch
-    made.
+    """Raise UserError if a batch would overwrite its inputs, or files that no batch made.
 
-    report  where the latency report is written
-    inputs  what the lines read: files and folders by flag
+    report  path of the latency report
+    inputs  files and folders that lines read, by flag
     """
     log = log_path(folder / RESULTS)
     outputs = {f"{path.name} of --output-dir": path for path in (folder / RESULTS, log)}
@@ -191,7 +190,7 @@ def check_outputs(
 
 
 def _recorded_files(folder: Path) -> set[str]:
-    """The videos that a folder's results.json lists; none where it cannot be read."""
+    """The videos in a folder's results.json; empty if it cannot be read."""
     path = folder / RESULTS
     try:
         entries = read_json(path)["lines"] if path.is_file() else []
@@ -201,7 +200,7 @@ def _recorded_files(folder: Path) -> set[str]:
 
 
 class Results:
-    """results.json: an entry for every line that has ended, written whenever one ends."""
+    """results.json: an entry per finished line, rewritten whenever a line ends."""
 
     def __init__(self, folder: Path, lines: list[Line]):
         folder.mkdir(parents=True, exist_ok=True)
@@ -223,8 +222,8 @@ class Results:
         write_json(self.path, {"lines": [self.entries[n] for n in sorted(self.entries)]})
 
     def _still_valid(self, lines: list[Line]) -> dict[int, dict]:
-        """Entries of an earlier run that still hold: done, of the same job, and the video is
-        there."""
+        """Entries of an earlier run that are still valid: done, with the same job and an existing
+        video."""
         if not self.path.is_file():
             return {}
         try:

@@ -1,5 +1,5 @@
-"""Jobs whose latents are there: upscaled, decoded, written and handed over, one at a time, also
-while the next job is denoised."""
+"""Upscales, decodes, writes and returns jobs with finished latents, one at a time, also while the
+next job is denoised."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -23,17 +23,17 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.extension import joined
 from ltx_neuron.sampling.upscaling import UPSCALES
 
-# Latent upsampler -> the name of the latents it returns, as --save-tensors has it.
+# Latent upsampler -> the name of its output in --save-tensors.
 UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}
 
 
 @dataclass
 class Clip:
-    """One job's video while it is decoded: as far as its chunks are taken.
+    """One job's video, which is decoded as its chunks are read.
 
-    chunks    frames in the order of time, each uint8 (N, H, W, 3)
-    waveform  waits for the sound: float32 (2, samples)
-    sound_is_ready  whether it need not be waited for
+    chunks    frames in order of time, each uint8 (N, H, W, 3)
+    waveform  waits for the sound and returns it: float32 (2, samples)
+    sound_is_ready  whether `waveform` returns at once
     """
 
     job: Job
@@ -43,7 +43,7 @@ class Clip:
     sound_is_ready: Callable[[], bool] = lambda: True
 
     def write_mp4(self, path: Path) -> None:
-        """Write the video, a chunk at a time."""
+        """Write the video chunk by chunk."""
         rate, ready = self.job.output_frame_rate, self.sound_is_ready
         write_video(path, self.chunks, rate, self.waveform, self.sample_rate, ready)
 
@@ -53,14 +53,14 @@ class Result:
     """One job's video. `tensors` holds every named intermediate, as --save-tensors writes them."""
 
     job: Job
-    # uint8 (N, H, W, 3); None where only latents were asked for, and where `write` took them
+    # uint8 (N, H, W, 3); None for latents only, or if `write` received them
     frames: Tensor | None
     waveform: Tensor | None  # float32 (2, samples)
     sample_rate: int
     tensors: dict[str, Tensor]
 
     def clip(self) -> Clip:
-        """The video, of frames that were kept."""
+        """The video as a Clip, if its frames were kept."""
         frames, waveform = self.frames, self.waveform
         assert frames is not None and waveform is not None
         return Clip(self.job, iter([frames]), lambda: waveform, self.sample_rate)
@@ -68,7 +68,7 @@ class Result:
 
 @dataclass
 class Failure:
-    """A job of a batch that failed alone."""
+    """The error of one job of a batch."""
 
     job: Job
     error: Exception
@@ -76,10 +76,10 @@ class Failure:
 
 @contextmanager
 def isolated(run: JobRun, isolate: bool) -> Iterator[None]:
-    """Note an error of this job alone in `run.error`, so that the other jobs can go on.
+    """Store an error of this job in `run.error`, so that the other jobs can continue.
 
-    A failed rank or device, and a user's mistake, are raised: they concern all jobs. So is
-    everything where jobs are not isolated.
+    Errors of a rank or device and user's mistakes concern all jobs and are raised. Without
+    `isolate` every error is raised.
     """
     try:
         yield
@@ -92,17 +92,17 @@ def isolated(run: JobRun, isolate: bool) -> Iterator[None]:
 
 
 class DecodeQueue:
-    """Decodes the job that was submitted last; a job submitted after it waits for it.
+    """Decodes one job at a time; the next submitted job waits for it.
 
-    A context manager: leaving it cancels what is still being decoded.
+    A context manager: leaving it cancels a running decode.
 
     decode_video  latents (1, 128, F, h, w) to chunks of frames, uint8 (N, H, W, 3)
     decode_audio  latents (1, 8, Ta, 16) to a waveform (2, samples)
     overlap    decode in the background: `submit` returns at once
-    on_ranks   where frames come from the ranks, `submit` waits for them ("each"), or leaves all to
-               `drain` ("last"); "" for the host's
-    decode, isolate, write, hand_over: as of Engine.run
-    poll       called now and then while `drain` waits; an error of it ends the waiting
+    on_ranks   if the ranks decode: "each" (`submit` waits) or "last" (`drain` decodes all); "" for
+               the host
+    decode, isolate, write, hand_over: as in Engine.run
+    poll       called regularly while `drain` waits; its error ends the waiting
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class DecodeQueue:
             self._task.cancel()
 
     def pause(self) -> bool:
-        """Wait a moment for the job that is being decoded; whether it still is."""
+        """Wait briefly for the running decode. Returns whether it still runs."""
         self.poll()
         return bool(self._task) and not self._task.wait()
 
     def submit(self, run: JobRun) -> Iterator[Result | Failure]:
-        """Decode a job; yields the outcomes that are there by now, in the order of submission."""
+        """Decode a job. Yields the outcomes that are ready, in the order of submission."""
         if self.on_ranks == "last":
             self._waiting.append(run)
             return
@@ -150,7 +150,7 @@ class DecodeQueue:
             yield from self.drain()
 
     def drain(self, wait: bool = True) -> Iterator[Result | Failure]:
-        """The outcomes of the jobs that are left; without waiting, only what is there already."""
+        """The outcomes of the remaining jobs; without `wait`, only those that are ready."""
         while True:
             if self._task and (wait or self._task.done):
                 outcome = self._task.result(self.poll)
@@ -169,7 +169,7 @@ class DecodeQueue:
 
     def _result(self, run: JobRun) -> Result:
         job, tensors = run.job, run.tensors
-        run.tensors = {}  # a long batch keeps nothing of the jobs that are done
+        run.tensors = {}  # frees the memory of finished jobs in a long batch
         if job.extension:
             tensors["s1_video"], tensors["s1_audio"] = joined(job.extension, tensors)
         video = tensors[job.seen]
@@ -179,7 +179,7 @@ class DecodeQueue:
                     video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
         if job.sampler == "res_2s":
             tensors["final_audio"] = tensors[job.heard].clone()
-        if job.sound:  # what was given is what is heard
+        if job.sound:  # the input sound is muxed unchanged
             given = tensors["waveform"]
             sound, rate = lambda: given, int(tensors["waveform_rate"])
         else:
@@ -201,7 +201,7 @@ class DecodeQueue:
     def _decoding(
         self, job: Job, video: Tensor, sound: Callable[[], Tensor], rate: int
     ) -> Iterator[Clip]:
-        """A job's clip; where cores are free, pictures are decoded ahead, and sound beside them."""
+        """A job's clip. If cores are free, pictures are decoded ahead, and sound in parallel."""
         chunks, sound, task = self._pictures(video), cache(sound), None
         if job.extension:
             chunks = with_source(job, chunks)
@@ -223,10 +223,10 @@ class DecodeQueue:
             for chunk in chunks:
                 with self.recorder.paused():
                     yield chunk
-                del chunk  # not kept while the next one is decoded
+                del chunk  # freed while the next one is decoded
 
     def _awaited(self, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Chunks; the time in which one is waited for is no part of its taker's phase."""
+        """The chunks. Waiting for one does not count towards the caller's phase."""
         while True:
             with self.recorder.paused():
                 chunk = next(chunks, None)

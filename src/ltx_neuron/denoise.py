@@ -1,8 +1,8 @@
-"""One stage on the ranks: what is uploaded once, the steps that follow, and what comes back.
+"""One stage on the ranks: upload of shared inputs, steps, download of the result.
 
-A step runs on the device from latents to next latents; of res_2s, whose state is the host's, an
-evaluation does, to the prediction. `prepare` uploads all that the steps share: contexts, RoPE
-tables, one modulation table per schedule, what images hold, the steps' numbers.
+A step runs on the device, from latents to the next latents. With res_2s the state is on the host,
+and the device runs one evaluation at a time. `prepare` uploads the inputs that all steps share:
+contexts, RoPE tables, one modulation table per schedule, clean latents of images, step numbers.
 
 Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct timesteps of a step,
 `steps` rows of the compiled graph's schedule tables (at least as many as there are steps).
@@ -34,19 +34,19 @@ from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.text.encoders import Contexts
 
 _STREAMS = ("video", "audio")
-_REMEMBERED_TABLES = 8  # of a weight set; at most 11 MB for each distinct timestep
+_REMEMBERED_TABLES = 8  # per weight set; at most 11 MB for each distinct timestep
 
 
 class ModulationTables:
-    """The modulation tables of a weight set, each computed once: a schedule's are the same for
-    every job, and the weights (0.87 GB) are read only where one is missing."""
+    """A cache of a weight set's modulation tables, which depend only on the schedule. The weights
+    (0.87 GB) are read only for a missing table."""
 
     def __init__(self, weights: Any, config: TransformerConfig):
         self.weights, self.config = weights, config
         self._tables: dict[tuple, Tensor] = {}
 
     def __call__(self, stream: str, *rows: Any) -> Tensor:
-        """modulation_table of a stream, with its arguments from `sigmas` on."""
+        """modulation_table of a stream. rows: its arguments from `sigmas` on."""
         key = stream, *(tuple(x.tolist()) if isinstance(x, Tensor) else x for x in rows)
         if key not in self._tables:
             if len(self._tables) >= _REMEMBERED_TABLES:
@@ -57,7 +57,7 @@ class ModulationTables:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled DiT step and the bucket it was compiled for."""
+    """A compiled DiT step and its bucket."""
 
     bucket: Bucket
     manifest: Manifest
@@ -66,8 +66,8 @@ class CompiledStep:
 class StageRun:
     """One stage on the ranks: `prepare`, `start`, a `step` for each number, `result`.
 
-    modulation  a stream's modulation table of the weight set, as ModulationTables
-    res_2s      that sampler of a stage that has it
+    modulation  returns a stream's modulation table of the weight set
+    res_2s      the stage's res_2s sampler, or None
     """
 
     res_2s: Res2s | None = None
@@ -96,20 +96,20 @@ class StageRun:
         images: list[tuple[ImageCondition, Tensor]],
         encoded: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Noise the streams and upload all that the steps share.
+        """Add noise to the streams and upload the inputs that all steps share.
 
-        video, audio  (1, 128, F, h, w) and (1, 8, Ta, 16): what the stage starts from
+        video, audio  (1, 128, F, h, w) and (1, 8, Ta, 16): the initial latents
         images        each with its latent (1, 128, 1, h, w) at this stage's size
         encoded       the job's sound and videos, by their names in --save-tensors
         """
         self.stage, self.latent_shape = stage, video.shape[2:]
-        if job.sound:  # given sound reads the prompt in the negative pass as well
+        if job.sound:  # an input sound attends to the prompt in the negative pass as well
             contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
-        # What `step` runs at each number; guidance replaces it.
+        # The sequence of each step; guidance replaces them.
         self.sequence = ["main"] * self.bucket.max_steps
         given = encoded, (video, audio), images, self.compat, self.dtype
         self.states = initial_states(job, stage.upsampled, *given, stage.window)
-        # The generator draws video first.
+        # The noise of video is drawn first.
         noise = generator, stage.sigmas[0], self.compat.conditioning
         self.video, self.audio = (state.noised(*noise) for state in self.states)
         video_state, audio_state = self.states
@@ -129,14 +129,14 @@ class StageRun:
             masked = audio_choice, audio_state.denoise_mask, audio_state.clean_latent
             shared |= dict(zip(AUDIO_MASKS, masked, strict=True))
         if self.bucket.biased:
-            assert video_state.bias is not None  # a biased bucket is of references with a mask
+            assert video_state.bias is not None  # only references with a mask have a biased bucket
             shared["video_bias"] = video_state.bias
         if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
             shared["rank_one_hot"] = torch.eye(self.ranks.tp)
         self.ranks.put(self.bucket.name, None, **shared)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.guided:
-            # What a step that computes nothing repeats; the first step overwrites it.
+            # Repeated by skipped steps; the first step overwrites it.
             zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
             self.ranks.put(self.bucket.name, guided_video=zeros[0], guided_audio=zeros[1])
             given = job.resolved_guidance, stage.evaluations, contexts
@@ -149,7 +149,7 @@ class StageRun:
         frozen = tuple(state.frozen and not state.frozen_noise for state in states)
         pairs_of = evaluation_pairs if stage.sampler == "res_2s" else sigma_pairs
         pairs = stream_sigmas(pairs_of(stage.sigmas, max_steps), frozen)
-        # A frozen stream is clean to the model, in its own layers and to those that listen to it.
+        # A frozen stream has sigma 0, in its own layers and in those of the other stream.
         own = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
         tables = {"sigmas": pairs, "step_numbers": torch.arange(max_steps, dtype=torch.int32)}
         for i, stream in enumerate(_STREAMS):
@@ -158,7 +158,7 @@ class StageRun:
         return tables
 
     def start(self) -> None:
-        """Put the noised latents where the steps find them."""
+        """Upload the noised latents."""
         self._upload(self.video, self.audio)
         if self.stage.sampler == "res_2s":
             noised = zip((self.video, self.audio), self.states, strict=True)
@@ -169,7 +169,7 @@ class StageRun:
         self.ranks.put(self.bucket.name, video_latent=video, audio_latent=audio)
 
     def step(self, number: int) -> float:
-        """One step, from latents to next latents; returns the device's milliseconds."""
+        """Run one step, from latents to the next latents. Returns the device's milliseconds."""
         take = self._double_step if self.res_2s else self._run
         try:
             return take(number)
@@ -186,7 +186,7 @@ class StageRun:
         return self.ranks.run(self.bucket.name, self.sequence[number], step=number)
 
     def _double_step(self, number: int) -> float:
-        """A step of res_2s: each evaluation goes from the host's latents to a prediction there."""
+        """A step of res_2s: each evaluation uploads the host's latents and reads a prediction."""
         times, guided, sampler = [], self.bucket.guided, self.res_2s
         assert sampler
 
@@ -196,8 +196,8 @@ class StageRun:
             names = [f"guided_{s}" for s in _STREAMS] if guided else LATENTS
             predictions = video, audio = self._read(*names)
             if not guided:
-                # The graph's Euler step to sigma 0 leaves them, held tokens put back. Twice is
-                # once too often for a token that is held in part.
+                # The graph's Euler step to sigma 0 returns the prediction, with held tokens
+                # restored. A second restoration would be wrong for partly held tokens.
                 return video, audio
             held = zip(sampler.streams, predictions, strict=True)
             video, audio = (stream.held(prediction) for stream, prediction in held)
@@ -210,13 +210,13 @@ class StageRun:
         return tuple(self.ranks.get(self.bucket.name, name) for name in names)
 
     def video_latent(self) -> Tensor:
-        """The video's latents between two of Euler's steps, (1, 128, F, h, w), read back."""
+        """The video's latents between two Euler steps, (1, 128, F, h, w), downloaded."""
         (video,) = self._read(LATENTS[0])
         return latents.unpatchify_video(video, self.latent_shape)
 
     def predicted_video(self) -> Tensor | None:
-        """What res_2s predicted last, (1, 128, F, h, w), as its latents hold new noise; None of
-        Euler's steps, whose latents tell."""
+        """The last prediction of res_2s, (1, 128, F, h, w), whose latents contain new noise; None
+        for Euler."""
         if not self.res_2s:
             return None
         return latents.unpatchify_video(self.res_2s.streams[0].denoised, self.latent_shape)
@@ -245,9 +245,9 @@ def prepare_passes(
     dtype: torch.dtype,
     computes_uncond: bool,
 ) -> list[str]:
-    """Upload what guidance needs, and define a step of a guided bucket as a sequence of passes and
-    their combination; returns the name of the sequence of each evaluation. Where a pass is not run,
-    its predictions are read from "cond": their weight is 0.
+    """Upload the inputs of guidance, and define a guided step as a sequence of passes and their
+    combination. Returns the name of the sequence of each evaluation. A pass that is not run has
+    weight 0, and "cond" provides its input.
 
     layers           blocks of the model
     computes_uncond  whether the negative pass computes a stream that its step skips, as in ltx-core

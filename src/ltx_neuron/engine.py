@@ -1,6 +1,6 @@
-"""From jobs to videos: `Engine.run` is the story, top to bottom.
+"""Runs jobs: `Engine.run` encodes the prompts, denoises the stages and decodes.
 
-An engine keeps what is loaded until it is closed, so that the next call finds it there.
+An engine keeps models loaded between calls until it is closed.
 """
 
 import os
@@ -35,18 +35,19 @@ from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.workspace import Workspace
 
-_REMEMBERED_PROMPTS = 32  # contexts are 13 MB a prompt
+_REMEMBERED_PROMPTS = 32  # contexts have 13 MB per prompt
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How jobs run.
+    """Settings of a run.
 
-    neuron_gemma   encode prompts on the ranks, else on the host's CPU
-    neuron_vae     decode latents there, else on the host's CPU
-    compat         a name of sampling.compat.COMPAT: which release's numerics; None for the later
+    neuron_gemma   encode prompts on the ranks, otherwise on the host's CPU
+    neuron_vae     decode latents on the ranks, otherwise on the host's CPU
+    compat         a key of sampling.compat.COMPAT, the release whose numerics to follow; None: the
+                   later releases
     warmup         a discarded first step per stage
-    cache_prompts  take contexts that an earlier run left in the artifacts, and leave new ones
+    cache_prompts  read contexts from the artifacts, and store new ones there
     """
 
     neuron_gemma: bool = False
@@ -84,8 +85,8 @@ class Engine:
         self.residency = Residency(workspace, recorder)
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
-        self.job: Job | None = None  # whose steps run
-        self.stage_run: StageRun | None = None  # their stage, for what on_step_end looks at
+        self.job: Job | None = None  # the job whose steps run
+        self.stage_run: StageRun | None = None  # its stage, for on_step_end
         self.progress = True
         self._contexts: dict[tuple[str, ...], list[Contexts]] = {}
         self._process = os.getpid()
@@ -97,20 +98,20 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the ranks and drop the host's models. In a forked process this does nothing: they
-        are its parent's."""
+        """End the ranks and free the host's models. Does nothing in a forked process, whose parent
+        owns them."""
         if not self.forked:
             self.residency.close()
             self.host.release()
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the one that made the engine."""
+        """Whether this process is a fork of the one that made the engine."""
         return os.getpid() != self._process
 
     def check_process(self) -> None:
         """Raise UserError in a forked process, where a run would hang: threads are not forked, and
-        the ranks answer one process."""
+        ranks answer only one process."""
         if self.forked:
             raise UserError(
                 f"process {os.getpid()} was forked from process {self._process}, which opened this"
@@ -132,21 +133,22 @@ class Engine:
         hand_over: Callable[[Result], None] | None = None,
         more: Callable[[], list[Job]] = list,
     ) -> Iterator[Result | Failure]:
-        """Generate every job. Jobs finish in order, but for the fewest swaps of weights: all stages
-        of one weight set follow one another.
+        """Generate every job. Jobs finish in order, except that stages of one weight set run
+        together, so that weights are swapped least often.
 
-        An error that concerns all jobs, as a failed rank's, ends the run at once: a job that is
-        still being decoded is cancelled. Its latents were handed to `on_stage_end`.
+        An error that concerns all jobs, such as a failed rank's, ends the run at once and cancels
+        a running decode. `on_stage_end` has received that job's latents.
 
-        keep       leave the transformer on the ranks; else it leaves before the last decode
+        keep       keep the transformer on the ranks; otherwise unload it before the last decode
         decode     False: latents only
-        isolate    a job that fails is a Failure and the others go on; a failed rank ends the run
-        generator  draw noise from it instead of one made from the job's seed
-        resume     a job's interrupted run, to be continued; None for one that begins
-        write      called with every Clip while it is decoded, in place of keeping its frames
-        hand_over  called with every Result as soon as it is there. Where decoding overlaps
-                   denoising, both are called in another thread. An error of them is the job's
-        more       called while the last job is decoded: what joins the run, if anything does
+        isolate    a job's error becomes a Failure and the other jobs continue; a failed rank ends
+                   the run
+        generator  draws the noise, instead of one made from the job's seed
+        resume     returns a job's interrupted run, or None for a new one
+        write      called with every Clip while it is decoded; frames are then not kept
+        hand_over  called with every Result as soon as it is ready. If decoding overlaps denoising,
+                   `write` and `hand_over` run in another thread. Their errors are the job's
+        more       called while the last job is decoded: returns jobs that join the run
         """
         self.check_process()
         compiled = self._check(jobs)
@@ -155,14 +157,14 @@ class Engine:
             while jobs:
                 runs = self._encode_prompts(jobs, resume, generator)
                 groups = stage_groups(runs, self.workspace.dit_weights, self.residency.weights)
-                # Unless every run has its latents already.
+                # Unless every run already has its latents.
                 if first := next((group.stages[0] for group in groups if group.stages), None):
                     programs = {step.bucket.name: step.manifest for step in compiled.values()}
                     self.residency.load_transformer(programs, first.loras)
-                # Not before: a run that is refused leaves the folder as it was.
+                # Not earlier, so that a refused run does not change the folder.
                 store_choices(self.workspace.artifacts)
                 yield from self._denoise(groups, compiled, queue, isolate, keep)
-                # The ranks decode before other jobs are looked at; the host meanwhile.
+                # On the ranks, decoding ends before other jobs join; on the host it overlaps.
                 yield from queue.drain(wait=bool(queue.on_ranks))
                 while not (jobs := more()) and queue.pause():
                     pass
@@ -182,7 +184,7 @@ class Engine:
         isolate: bool,
         keep: bool,
     ) -> Iterator[Result | Failure]:
-        """Run the stages of all jobs, and hand each job to the queue after its last one."""
+        """Run the stages of all jobs, and pass each job to the queue after its last stage."""
         for group in groups:
             run, self.job = group.run, group.run.job
             if run.error:
@@ -193,7 +195,7 @@ class Engine:
                         stage_run = self._prepare(run, stage, compiled[id(run.job), stage])
                         run.finish(stage, *self._steps(stage_run))
                         self._finish(run, stage_run)
-            except Exception:  # all jobs end: what is done is handed out first
+            except Exception:  # all jobs end: finished ones are returned first
                 yield from queue.drain(wait=False)
                 raise
             if run.error or not run.stages_left:
@@ -203,7 +205,7 @@ class Engine:
 
     @contextmanager
     def _session(self, keep: bool) -> Iterator[None]:
-        """Close the engine at the end, unless it is to `keep` its models, and at an error."""
+        """Close the engine at the end, unless `keep`, and on an error."""
         # The number of threads changes bits. The first call in a thread sets its default, which
         # would undo the next line later.
         torch.get_num_threads()
@@ -217,7 +219,7 @@ class Engine:
             self.close()
 
     def _decode_queue(self, **options) -> DecodeQueue:
-        """The queue of a run; options: DecodeQueue's that are `run`'s as well."""
+        """The queue of a run. options: arguments that DecodeQueue shares with `run`."""
         on_ranks = "each" if self.residency.decoder_stays else "last"
         return DecodeQueue(
             self.host,
@@ -259,7 +261,7 @@ class Engine:
         resume: Callable[[Job], JobRun | None],
         generator: torch.Generator | None,
     ) -> list[JobRun]:
-        """The jobs under way, with contexts; the text encoder is gone afterwards."""
+        """The runs of the jobs, with contexts. The text encoder is unloaded afterwards."""
         runs = [(job, resume(job)) for job in jobs]
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
@@ -295,12 +297,12 @@ class Engine:
             encoder = self.workspace.host_text_encoder()
         yield encoder
         with self.recorder.phase("unload_gemma3"):
-            del encoder  # its weights are gigabytes of pages
+            del encoder  # frees gigabytes of mapped pages
 
     # --- prepare, steps, finish -------------------------------------------------------------------
 
     def _prepare(self, run: JobRun, stage: Stage, compiled: CompiledStep) -> StageRun:
-        """A stage with all that its steps share uploaded."""
+        """A stage with the shared inputs of its steps uploaded."""
         job, workspace = run.job, self.workspace
         modulation = self.residency.use_weights(stage.loras)
         if job.has_media and not (stage.upsampled or "video_latent" in run.tensors):
@@ -316,7 +318,7 @@ class Engine:
         return stage_run
 
     def _initial_latents(self, run: JobRun, stage: Stage) -> tuple[Tensor, Tensor]:
-        """What a stage starts from, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
+        """A stage's initial latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         if stage.window:
             assert run.job.extension
             return start_of(run.job.extension, stage.window, run.tensors)
@@ -346,7 +348,7 @@ class Engine:
             return stage_run.result()
 
     def _step(self, stage_run: StageRun, number: int) -> None:
-        """One step, with its times recorded."""
+        """Run one step and record its times."""
         ranks, stage = stage_run.ranks, stage_run.stage
         sent, launches, launch_ms = ranks.bytes_sent, ranks.launches, ranks.launch_ms
         began = time.perf_counter()
@@ -362,7 +364,7 @@ class Engine:
             self.on_step_end(stage, number)
 
     def _finish(self, run: JobRun, stage_run: StageRun) -> None:
-        """Record what a stage's steps cost, as counted in its graphs when compiled."""
+        """Record the costs of a stage's steps, which were counted when its graphs were compiled."""
         compiled, stage, self.stage_run = stage_run.compiled, stage_run.stage, None
         guided, tp, counters = compiled.bucket.guided, self.workspace.tp, self.recorder.counters
         passes = len(run.job.resolved_guidance.passes()) if guided else 1

@@ -1,5 +1,5 @@
-"""The one error a user causes: its text says what was wrong, what was got, what was wanted and what
-to type. How scripts end, and how the system's errors on a path are said."""
+"""User errors, whose text has the problem, the value given, the value expected and what to type;
+exit codes of commands; and messages for the system's errors on paths."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ _DENIED = (
     "you may not read or write it, or not enter its folder",
     "Change the permissions (chmod), or run as the owner",
 )
-# What the system's errors on a path are in words, and what to do.
+# The system's errors on a path -> text, and what to do.
 _SYSTEM_ERRORS = {
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
@@ -35,20 +35,21 @@ _MAX_SHOWN = 200  # characters of a path
 
 
 class UserError(Exception):
-    """A mistake the user can mend. Scripts print it without a traceback and exit with code 2."""
+    """A mistake that the user can correct. Commands print it without a traceback and exit with
+    2."""
 
-    fields: Sequence[str] = ()  # of a job, which the message names, in its order
+    fields: Sequence[str] = ()  # a job's fields in the message, in order
 
     def spelled(self, name: Callable[[str], str]) -> str:
-        """The message, for whoever knows a field by `name`."""
+        """The message, with fields spelled by `name`."""
         return str(self)
 
 
 class FieldError(UserError):
-    """A mistake in fields of a job, which flags, lines and requests spell each in their own way.
+    """A mistake in a job's fields, which flags, lines and requests spell differently.
 
     text    the message, with fields in braces, as in "{seed} {got} is too large"
-    values  what else is in braces
+    values  other values in braces
     """
 
     def __init__(self, text: str, **values):
@@ -68,36 +69,36 @@ class FieldError(UserError):
 
 
 def flag_of(field: str) -> str:
-    """A field's flag: --num-frames of num_frames."""
+    """A field's flag: --num-frames for num_frames."""
     return f"--{field.replace('_', '-')}"
 
 
 class NoPermission(UserError):
-    """A file that is there but may not be used: to make or download it again would not help."""
+    """A file without permission: making or downloading it again would not help."""
 
 
 class RunError(RuntimeError):
-    """A run failed through no mistake in what was typed. Its text says all there is to say: exit
-    code 1, no traceback. `details`: what else is known, for the log beside the output."""
+    """A failed run that is not the user's mistake: exit code 1, without a traceback. details:
+    further information for the log beside the output."""
 
     details = ""
 
 
 class Terminated(KeyboardInterrupt):
-    """The process was asked to end (SIGTERM): everything is tidied up as after Ctrl-C."""
+    """The process received SIGTERM. It cleans up as after Ctrl-C."""
 
 
 def reason(error: Exception) -> str:
-    """Why the system refused a path, in words; another error's own text."""
+    """The system's reason for refusing a path, as text; for other errors their own text."""
     own = getattr(error, "strerror", None) or str(error)
     return _SYSTEM_ERRORS.get(getattr(error, "errno", None) or 0, (own, ""))[0]
 
 
 def refusal(error: OSError, flag: str = "", advice: str = "") -> UserError:
-    """What the system said of a path, as a user's error: the path, why, and what to do.
+    """The system's error on a path as a UserError with path, reason and remedy.
 
-    flag    what the user typed before the path
-    advice  ends the message
+    flag    the path's flag
+    advice  end of the message
     """
     path = os.fsdecode(error.filename)
     if len(path) > _MAX_SHOWN:
@@ -110,7 +111,7 @@ def refusal(error: OSError, flag: str = "", advice: str = "") -> UserError:
 
 @contextmanager
 def in_words(flag: str = "") -> Iterator[None]:
-    """Raise what the system says of a path inside the block as `refusal` does."""
+    """Convert the system's errors on paths inside the block by `refusal`."""
     try:
         yield
     except OSError as error:
@@ -120,10 +121,10 @@ def in_words(flag: str = "") -> Iterator[None]:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script's main; exit 2 on a user's mistake, 1 on a failed run, 130 on Ctrl-C and 143 on
-    SIGTERM. An error of the system on a path is a user's mistake, and so is a full disk.
+    """Run a command's main. Exits with 2 on a user's mistake, 1 on a failed run, 130 on Ctrl-C and
+    143 on SIGTERM. The system's errors on paths and a full disk count as user's mistakes.
 
-    Everything else shows its traceback (1).
+    Other errors print their traceback and exit with 1.
     """
     signal.signal(signal.SIGTERM, _terminate)
     with _forgiving_streams():
@@ -147,9 +148,8 @@ def run(main: Callable[[], None]) -> None:
 
 
 def end_with_parent(seconds: float) -> None:
-    """End this process, as SIGTERM does, when the parent's end of its stdin closes: a parent that
-    is killed ends no other process by itself. After so many seconds the process is killed, with its
-    group if it leads one."""
+    """End this process, as SIGTERM does, when its parent dies and closes its stdin. After `seconds`
+    the process is killed, with its group if it leads one."""
 
     def watch() -> None:
         raw = sys.stdin.buffer.raw  # pyright: ignore[reportAttributeAccessIssue]: a BufferedReader
@@ -175,22 +175,21 @@ def _terminate(*_) -> NoReturn:
 
 @contextmanager
 def _forgiving_streams() -> Iterator[None]:
-    """Have stdout and stderr fail no work inside the block."""
+    """Ignore failures of stdout and stderr inside the block."""
     before = sys.stdout, sys.stderr
     forgiving = [_ForgivingStream(stream or open(os.devnull, "w")) for stream in before]
     sys.stdout, sys.stderr = forgiving
     try:
         yield
     finally:
-        for stream in forgiving:  # else the interpreter does it at its end, and exits with 120
+        for stream in forgiving:  # otherwise the interpreter does it at exit, with code 120
             stream.flush()
         sys.stdout, sys.stderr = before
 
 
 class _ForgivingStream:
-    """A standard stream whose reader may leave, or whose disk may fill up: talking is not the work.
-    After the first failure the rest goes to /dev/null, also what other code writes to the same
-    descriptor."""
+    """A standard stream whose failures are ignored: a closed pipe or a full disk. After the first
+    failure all output goes to /dev/null, also that of other code to the same descriptor."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -214,7 +213,7 @@ class _ForgivingStream:
 
 
 def require(value, flag: str, why: str, example: str):
-    """A flag another flag needs; raises UserError naming both."""
+    """The value of a flag that another flag needs. Raises UserError with both if it is missing."""
     if value is None:
         raise UserError(f"{why} needs {flag}\n{example}")
     return value

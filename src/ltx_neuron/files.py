@@ -1,6 +1,5 @@
-"""Writing files so that they are whole or absent, reading files that others may have written,
-making a folder in one process at a time, and checking early that an output can be written and lies
-over no input.
+"""Files: writing them completely or not at all, reading files of others, locking a folder while it
+is made, and checking early that outputs can be written and overwrite no input.
 """
 
 import errno
@@ -21,7 +20,7 @@ from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.format import format_bytes
 
 MANIFEST = "manifest.json"  # of every finished folder; written last
-MARK = "ltx-neuron"  # by which files made beside a named one are known again: logs, frames
+MARK = "ltx-neuron"  # marks our logs and frames, so that a later run may overwrite them
 MAX_JSON_BYTES = 64 * 2**20  # the manifest of the released weights has 0.5 MB
 _MAX_NAME_BYTES = 200  # file systems allow 255, and whole_file's temporary names are longer
 _PARTIAL = ".partial"
@@ -29,16 +28,16 @@ _PARTIAL = ".partial"
 
 @contextmanager
 def whole_file(path: str | Path, suffix: str = "") -> Iterator[Path]:
-    """The path of a temporary file beside `path` to write to. On leaving the context it is synced
-    to the disk and renamed to `path`, replacing what was there; on an error it is removed.
+    """The path of a temporary file beside `path`. On leaving the context it is synced to the disk
+    and renamed to `path`, replacing an older file; on an error it is removed.
 
-    This is the only way in which this package writes a file whole. (Rank files, which a later run
-    of the sharder goes on with, keep one .partial name until they are finished.)
+    All complete files of this package are written so. (Rank files, which a later run of the sharder
+    continues, keep one .partial name until they are finished.)
 
-    The temporary name is unique to this call: of two writers at once each writes its own file, and
-    the one that ends last is kept. A process that is killed leaves its temporary file behind.
+    The temporary name is unique, so concurrent writers write separate files and the last one
+    finished is kept. A killed process leaves its temporary file.
 
-    suffix  what the temporary name must end with, for writers that choose a format by it
+    suffix  of the temporary name, for writers that choose a format by it
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,21 +53,21 @@ def whole_file(path: str | Path, suffix: str = "") -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that killed writers of `path` left. Only for a caller that knows
-    (by a lock) that nobody is writing it now."""
+    """Remove temporary files of killed writers of `path`. The caller must hold a lock, so that no
+    other process is writing it."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}*"):
         leftover.unlink(missing_ok=True)
 
 
 @contextmanager
 def exclusive(folder: Path, doing: str) -> Iterator[None]:
-    """Hold the lock of a folder while it is made. Where another process holds it, this says so once
-    and waits: the folder may be finished then.
+    """Hold the lock of a folder while it is made. If another process holds it, print that once and
+    wait; the folder may be finished afterwards.
 
-    The lock is a file beside the folder, with the number of the process that holds it, and is
-    removed at the end. The system releases that of a killed process; the next one takes it over.
+    The lock is a file beside the folder with the holder's process number, removed at the end. The
+    system releases the lock of a killed process.
 
-    doing  what is done with the folder, for the process that waits: "compiling"
+    doing  the work on the folder, for the message of a waiting process: "compiling"
     """
     path = folder.with_name(f".{folder.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +75,7 @@ def exclusive(folder: Path, doing: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed first: a process that waits for this file then knows that it is not the lock.
+        # Removed first, so that a waiting process detects that this file is no longer the lock.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -104,8 +103,8 @@ def _locked(path: Path, doing: str) -> int:
 
 
 def _lock_at_once(descriptor: int, path: Path) -> bool:
-    """Whether the file could be locked without waiting. Where the file system knows no locks, a
-    warning has to do."""
+    """Whether the file could be locked without waiting. On file systems without locks, print a
+    warning and return True."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -120,7 +119,7 @@ def _lock_at_once(descriptor: int, path: Path) -> bool:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file is still the one at `path`: who held the lock removes it."""
+    """Whether an open file is still the one at `path`; the lock's holder removes it."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -143,8 +142,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object of a file. UserError where the file is missing, larger than MAX_JSON_BYTES,
-    or holds anything else."""
+    """The JSON object of a file. Raises UserError if the file is missing, larger than
+    MAX_JSON_BYTES, or not a JSON object."""
     try:
         check_regular(path)
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
@@ -160,15 +159,15 @@ def read_json(path: Path) -> dict:
 
 
 def first_bytes(path: Path, count: int) -> bytes:
-    """What a file begins with; nothing where there is no file, or none that can be read."""
+    """The first bytes of a file; empty if it is missing or unreadable."""
     with suppress(OSError):
-        if path.is_file():  # a FIFO would keep the reader waiting
+        if path.is_file():  # reading a FIFO would block
             with open(path, "rb") as file:
                 return file.read(count)
     return b""
 
 
-# What a path may be instead of a regular file or a folder.
+# Kinds of paths other than regular files and folders.
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -178,11 +177,11 @@ _KINDS = {
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise OSError unless `path` is a regular file that may be read. Opens nothing: a named pipe
-    would not answer, a device may never end."""
+    """Raise OSError unless `path` is a readable regular file. Opens nothing, because named pipes
+    block and devices may be endless."""
     try:
         mode = os.stat(path).st_mode
-    except ValueError:  # a character that no path can have
+    except ValueError:  # an invalid character in a path
         raise _refused(FileNotFoundError, errno.ENOENT, path) from None
     if stat.S_ISDIR(mode):
         raise _refused(IsADirectoryError, errno.EISDIR, path)
@@ -198,10 +197,10 @@ def _refused(kind: type[OSError], number: int, path: str | Path) -> OSError:
 
 
 def check_readable(path: str | Path, flag: str = "", advice: str = "") -> None:
-    """Raise UserError unless `path` is a regular file that may be read.
+    """Raise UserError unless `path` is a readable regular file.
 
-    flag    what the user typed before it
-    advice  ends the message: what to type instead
+    flag    of the path, for the message
+    advice  end of the message: what to type instead
     """
     try:
         check_regular(path)
@@ -210,10 +209,10 @@ def check_readable(path: str | Path, flag: str = "", advice: str = "") -> None:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Raise UserError where a file could not be written to `path`, so that a long run finds out
-    before it begins. Creates nothing.
+    """Raise UserError if a file cannot be written to `path`, before a long run begins. Creates
+    nothing.
 
-    flag  what the user types to choose another place, with its kind of value: "--output FILE"
+    flag  the flag that chooses another path, with its value: "--output FILE"
     """
     path = Path(path)
     if os.path.isdir(path):
@@ -226,11 +225,11 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
-    """Raise UserError where files could not be written to `folder`, which may be missing if it
-    could be made. Creates nothing.
+    """Raise UserError if files cannot be written to `folder`, which may be missing if it can be
+    created. Creates nothing.
 
-    flag  what the user types to choose another place, with its kind of value
-    path  what the user named, if that is not the folder: the message names it
+    flag  the flag that chooses another path, with its value
+    path  the user's path for the message, if it is not the folder
     """
     nearest = next(
         parent
@@ -245,7 +244,7 @@ def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raise UserError where the disk of a folder has no room for `needed` bytes more. what: begins
+    """Raise UserError if the disk of a folder has less than `needed` free bytes. what: beginning of
     the message, as in "the weights need"."""
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -256,20 +255,20 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 def check_outputs(outputs: dict[str, Path], inputs: dict[str, Path]) -> None:
-    """Raise UserError where an output is an input, lies in a folder that is an input, or is another
-    output: however it is spelled, and through symbolic links.
+    """Raise UserError if an output is an input, is inside an input folder, or is another output,
+    also through other spellings and symbolic links.
 
-    outputs  files that are written, by what they are; the last word is the flag that moves them
+    outputs  written files by description; the last word is the flag that changes their path
     inputs   files and folders that are read, by flag
     """
     read = {_real(path): name for name, path in inputs.items()}
-    for name, folder in inputs.items():  # that may hold links, as Hugging Face's cache does
+    for name, folder in inputs.items():  # which may contain links, like Hugging Face's cache
         read |= {_real(path): name for path in Path(folder).rglob("*") if path.is_symlink()}
     files: dict[Path, str] = {}
     folders: dict[Path, str] = {}  # around an output
     for name, path in outputs.items():
         real, advice = _real(path), f"pass another {name.split()[-1]}"
-        # A link is replaced where it lies, and not what it leads to.
+        # Writing replaces a link itself, not its target.
         around = {*real.parents, *(_real(path.parent) / path.name).parents}
         if other := next((read[folder] for folder in around if folder in read), None):
             raise UserError(
@@ -288,5 +287,5 @@ def check_outputs(outputs: dict[str, Path], inputs: dict[str, Path]) -> None:
 
 
 def _real(path: Path) -> Path:
-    """A path without links and "..", of which the end may be missing."""
+    """A path without links and ".."; its last parts may be missing."""
     return Path(os.path.realpath(path))

@@ -1,5 +1,4 @@
-"""Job: what one generation is asked to make, checked before anything loads, and the stages it runs
-in."""
+"""Job: the settings of one generation, checked before a model loads, and its stages."""
 
 import dataclasses
 import json
@@ -36,7 +35,7 @@ from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, LoraFile, guidance_fi
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
 
-_RETAKE_STEPS = 40  # of the dev recipe, where --num-inference-steps is left out
+_RETAKE_STEPS = 40  # of the dev recipe, without --num-inference-steps
 LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras")  # of a Job
 
 
@@ -45,10 +44,11 @@ class Stage(NamedTuple):
 
     sigmas     the noise levels from the first step's to 0: one more than there are steps
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
-    upsampled  starts from the spatially upsampled latents of the stage before, not from noise alone
-    loras      merged into the weights that it runs on
-    sampler    "euler", or "res_2s", whose steps are of two evaluations of the model
-    window     of a video that is made longer: each has a stage 1 of its own
+    upsampled  starts from the spatially upsampled latents of the previous stage, not from noise
+    alone
+    loras      merged into its weights
+    sampler    "euler", or "res_2s" with two evaluations of the model per step
+    window     of an extended video: each has its own stage 1
     """
 
     name: str  # "stage_1" or "stage_2"
@@ -63,12 +63,12 @@ class Stage(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What the names of its tensors begin with in --save-tensors: "s1", "s2", "window_1"."""
+        """The prefix of its tensors in --save-tensors: "s1", "s2", "window_1"."""
         return self.window.key if self.window else self.name.replace("stage_", "s")
 
     @property
     def title(self) -> str:
-        """What it is called to the user: "stage_1", "window 2 of 3"."""
+        """Its name for users: "stage_1", "window 2 of 3"."""
         return self.window.title if self.window else self.name
 
     @property
@@ -77,8 +77,8 @@ class Stage(NamedTuple):
 
     @property
     def evaluations(self) -> tuple[int, ...]:
-        """The stage's evaluations of the model, in order: each the number of the step that guidance
-        takes it for. They are the rows of the compiled graph's schedule tables that are used."""
+        """The stage's evaluations of the model in order, each with the step number that guidance
+        uses. Their number is that of the used rows of the graph's schedule tables."""
         if self.sampler == "res_2s":
             return steps_of_evaluations(self.steps)
         return tuple(range(self.steps))
@@ -91,7 +91,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Job(Inputs):
-    """What one generation is asked to make."""
+    """The settings of one generation."""
 
     prompt: str
     size: Size = Size()
@@ -99,11 +99,11 @@ class Job(Inputs):
     num_inference_steps: int | None = None
     negative_prompt: str | None = None
     recipe: str = "distilled"
-    guidance: Guidance | None = None  # dev recipe: the model version's own where None
+    guidance: Guidance | None = None  # dev recipe; None: the model version's defaults
     upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
     loras: WeightSet = ()  # in all stages
-    stage_1_loras: WeightSet = ()  # besides, an IC-LoRA or HQ's distilled one
-    stage_2_loras: WeightSet = ()  # besides, the distilled one
+    stage_1_loras: WeightSet = ()  # further ones: IC-LoRAs or HQ's distilled LoRA
+    stage_2_loras: WeightSet = ()  # further ones: the distilled LoRA
 
     @property
     def steps(self) -> int:
@@ -116,14 +116,14 @@ class Job(Inputs):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """One stage at the full size, or one at half of it and a distilled one at the full size.
+        """One stage at full size, or one at half size and a distilled one at full size.
 
         Distilled: 8 steps (and 3). Dev: a guided first stage.
         """
         size, sampler, guided = self.size, self.sampler, self.recipe == "dev"
         first = size.first.sides
         tokens = SCHEDULE_TOKENS
-        if sampler == "res_2s":  # HQ alone counts them
+        if sampler == "res_2s":  # only HQ's schedule depends on them
             tokens = math.prod(video_latent_shape(*first, size.num_frames))
         sigmas = ltx2_schedule(self.steps, tokens) if guided else DISTILLED_SIGMAS
         loras = self.loras + self.stage_1_loras, self.loras + self.stage_2_loras
@@ -137,14 +137,14 @@ class Job(Inputs):
 
     @property
     def seen(self) -> str:
-        """The name of the latents whose frames are the video's: the last stage's, or the joined
+        """The name of the latents of the video's frames: the last stage's, or the joined
         windows'."""
         return "s1_video" if self.extension else f"{self.stages[-1].key}_video"
 
     @property
     def heard(self) -> str:
-        """The name of the latents whose sound is the video's: the last stage's or, of HQ, whose
-        second stage is for the picture alone, the first's."""
+        """The name of the latents of the video's sound: the last stage's, but for HQ the first
+        stage's, because its second stage refines only the picture."""
         if self.extension:
             return "s1_audio"
         stage = self.stages[0 if self.sampler == "res_2s" else -1]
@@ -152,14 +152,14 @@ class Job(Inputs):
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        """(F, h, w) of the latents that are seen, before --upscale."""
+        """(F, h, w) of the decoded video latents, before --upscale."""
         stage, longer = self.stages[-1], self.extension
         shape = video_latent_shape(stage.height, stage.width, self.size.num_frames)
         return (longer.video_latents, *shape[1:]) if longer else shape
 
     @property
     def audio_latents(self) -> int:
-        """Latents of the sound that is heard."""
+        """The number of decoded audio latents."""
         return self.extension.audio_latents if self.extension else self.size.audio_frames
 
     @property
@@ -169,11 +169,11 @@ class Job(Inputs):
 
     @property
     def buckets_to_compile(self) -> list[Bucket]:
-        """Those that jobs of this kind need, whose values differ: text to video has one timestep
-        per step, an image at frame 0 a second one, and either is its own, faster graph."""
+        """Buckets of all jobs of this kind: text to video has one timestep per step, an image at
+        frame 0 adds a second one, and each has its own, faster graph."""
         counts = [None] if self.fixes_timesteps else [1, 2]
         needed = (self.bucket(stage, count) for stage in self.stages for count in counts)
-        return list(dict.fromkeys(needed))  # windows share theirs
+        return list(dict.fromkeys(needed))  # windows share one
 
     def bucket(self, stage: Stage, timesteps: int | None = None) -> Bucket:
         """The compiled shape a stage needs."""
@@ -192,7 +192,7 @@ class Job(Inputs):
 
     @property
     def all_loras(self) -> WeightSet:
-        """Those that any stage may run with."""
+        """The LoRAs of all stages."""
         return self.loras + self.stage_1_loras + self.stage_2_loras
 
     @property
@@ -201,19 +201,18 @@ class Job(Inputs):
 
     @property
     def upsamplers(self) -> dict[str, str]:
-        """The latent upsamplers this job needs, each with the flag that needs it."""
+        """The latent upsamplers that this job needs -> the flag that requires each."""
         kinds = {"spatial": "--two-stage"} if self.size.two_stage and not self.skip_stage_2 else {}
         return kinds | dict.fromkeys(UPSCALES.get(self.upscale, ()), f"--upscale {self.upscale}")
 
     @property
     def output_frame_rate(self) -> float:
-        """Frames per second of the file: twice as many frames in the same time after the temporal
-        upsampler."""
+        """Frames per second of the file, doubled by the temporal upsampler."""
         return self.size.frame_rate * (2 if self.upscale in ("temporal", "both") else 1)
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """What is encoded: the prompt, and the negative one where a pass uses it."""
+        """The prompts to encode: the prompt, and the negative one if a pass uses it."""
         if self.recipe == "dev" and "uncond" in self.resolved_guidance.passes():
             return self.prompt, (
                 NEGATIVE_PROMPT if self.negative_prompt is None else self.negative_prompt
@@ -221,7 +220,7 @@ class Job(Inputs):
         return (self.prompt,)
 
     def check(self) -> None:
-        """Raise UserError for whatever can be known to be wrong before a model loads."""
+        """Raise UserError for every mistake that can be detected before a model loads."""
         self.check_shape()
         if not self.prompt.strip():
             raise FieldError(
@@ -236,7 +235,7 @@ class Job(Inputs):
             ) from None
         if self.recipe == "distilled":
             self._check_unguided()
-        # res_2s predicts twice a step, and once more at the end.
+        # res_2s predicts twice per step, and once more at the end.
         elif self.sampler == "res_2s" and self.steps > (most := (GUIDED_MAX_STEPS - 1) // 2):
             raise FieldError(
                 f"{{num_inference_steps}} {self.steps}: type a number from 1 to {most}"
@@ -248,7 +247,7 @@ class Job(Inputs):
             )
 
     def check_shape(self) -> None:
-        """Raise UserError for what no graph can be compiled for, which the prompt is no part of."""
+        """Raise UserError for settings without a possible graph. The prompt does not matter."""
         self.check_types()
         check_fields(self.size)
         validated(dict(self.spec))
@@ -263,7 +262,7 @@ class Job(Inputs):
             "{two_stage}": self.size.two_stage,
             f"{{recipe}} {self.recipe}": True,
             "{upscale}": self.upscale is not None,
-            # HQ's distilled LoRA, of the dev recipe, is in stage 1 as well.
+            # HQ's distilled LoRA (dev recipe) applies to stage 1 as well.
             "{ic_lora}": bool(self.stage_1_loras)
             and (self.recipe == "distilled" or bool(self.references)),
         }
@@ -294,14 +293,14 @@ class Job(Inputs):
 
     @property
     def spec(self) -> JobSpec:
-        """All that is said of the job, wherever its LoRAs are read from."""
+        """The job's settings as a JobSpec."""
         values = {name: getattr(self, name) for name in SPEC_FIELDS}
-        if not self.retake:  # whose file says its size
+        if not self.retake:  # a retake's file determines its size
             values |= vars(self.size)
         elif self.retake.extend:
             values["num_frames"] = self.size.num_frames
         for stream in ("video", "audio") if self.guidance else ():
-            if stream == "video" or not self.sound:  # a sound that is given has none
+            if stream == "video" or not self.sound:  # an input sound has none
                 scales = vars(getattr(self.guidance, stream))
                 values |= {name: scales[of] for name, of in guidance_fields(stream).items()}
         for name, field in zip(LORAS, LORA_FIELDS, strict=True):
@@ -310,7 +309,7 @@ class Job(Inputs):
         return JobSpec.model_construct(**values, **self.spec_fields)
 
     def describe(self) -> dict:
-        """The job as JSON: what the sidecar and the report record."""
+        """The job as JSON, for the sidecar and the report."""
         described = dataclasses.asdict(self)
         described = described.pop("size") | described
         for name in LORA_FIELDS:
@@ -319,12 +318,12 @@ class Job(Inputs):
 
     @property
     def identity(self) -> dict:
-        """What the latents depend on: LoRAs count by their content, wherever the files lie."""
+        """Everything on which the latents depend. LoRAs count by content, not by path."""
         described = {k: v for k, v in self.describe().items() if k not in LORA_FIELDS}
         return described | {"loras": {s.name: identity_of(s.loras) for s in self.stages}}
 
 
-# The fields of a Job that are those of a JobSpec.
+# Fields that Job shares with JobSpec.
 SPEC_FIELDS = tuple(
     field.name for field in dataclasses.fields(Job) if field.name in JobSpec.model_fields
 )

@@ -1,4 +1,4 @@
-"""What this machine has, as far as it decides on a profile, and how busy it is."""
+"""This machine's devices and CPU, which determine the profile, and its load."""
 
 import importlib.metadata
 import os
@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# As /proc/cpuinfo names instruction sets: x86, then Arm.
+# Names of instruction sets in /proc/cpuinfo: x86, then Arm.
 _MULTIPLYING = (
     *("fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_bf16", "amx_fp16", "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2"),
@@ -20,7 +20,7 @@ class Machine:
     """Facts about a machine.
 
     instance        the EC2 instance type, "" outside of EC2
-    neuron_devices  accelerator chips that the Neuron driver shows
+    neuron_devices  accelerator chips of the Neuron driver
     cuda_devices    GPUs that PyTorch can use
     """
 
@@ -30,7 +30,7 @@ class Machine:
 
 
 def probe(root: Path = Path("/")) -> Machine:
-    """This machine. The firmware of EC2 instances names their type; the driver makes one device
+    """This machine. The firmware of an EC2 instance has its type, and the driver has one device
     file per chip."""
     product = root / "sys/devices/virtual/dmi/id/product_name"
     try:
@@ -42,7 +42,7 @@ def probe(root: Path = Path("/")) -> Machine:
         for path in (root / "dev").glob("neuron*")
         if path.name.removeprefix("neuron").isdigit()
     ]
-    # family.size, as in trn2.48xlarge; other machines have a maker's product name there.
+    # family.size, as in trn2.48xlarge; other machines have a product name there.
     is_instance_type = re.fullmatch(r"[a-z0-9]+\.[a-z0-9-]*[a-z0-9][a-z0-9-]*", name)
     return Machine(name if is_instance_type else "", len(chips), _cuda_devices())
 
@@ -54,14 +54,14 @@ def _cuda_devices() -> int:
 
 
 def processor() -> str:
-    """The model of this machine's CPU, as the system names it."""
+    """The system's name of this machine's CPU."""
     lines = _lines_of("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def instructions() -> list[str]:
-    """The instruction sets of this machine's CPU that decide how fast it multiplies."""
+    """The instruction sets of this machine's CPU that determine its speed of multiplication."""
     lines = [line for line in _lines_of("/proc/cpuinfo") if line.startswith(("flags", "Features"))]
     flags = {*lines[0].split()} if lines else set()
     return [name for name in _MULTIPLYING if name in flags]
@@ -75,7 +75,7 @@ def gpus() -> list[str]:
 
 
 def load() -> list[str]:
-    """How busy the machine is, a line each: for the log of a run that failed."""
+    """The machine's load, as lines for the log of a failed run."""
     lines = [f"load: {' '.join(f'{number:.1f}' for number in os.getloadavg())}, {cpus()} CPUs"]
     for path in ("/proc/pressure/cpu", "/proc/pressure/memory", "/proc/pressure/io"):
         lines += [f"{path}: {line}" for line in _lines_of(path)[:1]]
@@ -91,7 +91,7 @@ def cpus() -> int:
 def _lines_of(path: str) -> list[str]:
     try:
         return Path(path).read_text().splitlines()
-    except OSError:  # no Linux, or an older one
+    except OSError:  # not Linux, or an older one
         return []
 
 
@@ -99,13 +99,13 @@ def installed_packages() -> list[str]:
     """Every installed Python package as name==version."""
     installed = set()
     for distribution in importlib.metadata.distributions():
-        with suppress(KeyError, TypeError, OSError):  # one that is half removed
+        with suppress(KeyError, TypeError, OSError):  # a partly removed one
             installed.add(f"{distribution.metadata['Name']}=={distribution.version}")
     return sorted(installed)
 
 
 def package_version(package: str) -> str | None:
-    """Version of an installed Python package; None where it is not installed."""
+    """The version of an installed Python package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""Which model is on the ranks: the text encoder, then the transformer, then the video decoder if
-the ranks decode: one at a time unless the profile keeps all, or the decoder fits besides.
+"""Loads models on the ranks: the text encoder, then the transformer, then the decoders if the ranks
+decode. One model is loaded at a time, unless the profile keeps all or the decoders fit too.
 
 The ranks start when the first model is needed. Both stages and all jobs share one copy of the
-transformer's weights; a weight set with other LoRAs takes the place of the one that is there.
+transformer's weights; a weight set with other LoRAs replaces it.
 """
 
 import threading
@@ -28,7 +28,7 @@ from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
 
-_REMEMBERED_WEIGHT_SETS = 4  # whose modulation tables are kept
+_REMEMBERED_WEIGHT_SETS = 4  # weight sets whose modulation tables are kept
 
 
 class Residency:
@@ -37,12 +37,12 @@ class Residency:
     def __init__(self, workspace: Workspace, recorder: Recorder):
         self.workspace, self.recorder = workspace, recorder
         self.ranks: Ranks | None = None
-        # What of the transformer is on the ranks: its weight set, and its programs by name.
+        # The transformer on the ranks: its weight set, and its programs by name.
         self.weights: Path | None = None
         self._programs: frozenset[str] = frozenset()
-        self._ran: frozenset[str] = frozenset()  # programs that these ranks have had so far
-        self._decoders: frozenset[str] = frozenset()  # the decoders' programs there
-        self._decoding = threading.Lock()  # held by who loads decoders, or runs one
+        self._ran: frozenset[str] = frozenset()  # programs that these ranks have loaded so far
+        self._decoders: frozenset[str] = frozenset()  # the decoders' loaded programs
+        self._decoding = threading.Lock()  # held while decoders are loaded or run
         self.decoder_stays = False  # whether it fits beside the transformer
         self._modulation: dict[Path, ModulationTables] = {}  # by weight set
 
@@ -50,7 +50,7 @@ class Residency:
     def text_encoder(self, prompts: list[list[list[int]]]) -> Iterator[RankTextEncoder]:
         """The sharded Gemma3 and the connectors, while the block runs.
 
-        prompts  the token ids of every job's prompts: they decide which buckets are loaded
+        prompts  the token ids of every job's prompts, which determine the loaded buckets
         """
         workspace = self.workspace
         with self.recorder.phase("load_gemma3"):
@@ -71,8 +71,8 @@ class Residency:
                 self._unload()
 
     def load_transformer(self, programs: dict[str, Manifest], loras: WeightSet) -> None:
-        """Have the transformer on the ranks with at least these programs, by bucket name. loras: of
-        the weights that are used first."""
+        """Load the transformer with at least these programs, by bucket name. loras: of the first
+        weight set."""
         if self.weights and programs.keys() <= self._programs:
             return
         weights = self.workspace.dit_weights(loras)
@@ -85,7 +85,7 @@ class Residency:
         self._programs = frozenset(programs)
         profile, earlier = self.workspace.profile, self._ran - self._programs
         self._ran |= self._programs
-        # TorchNeuron frees tensors, and never a graph that it has loaded (ModelHandleCache, 2026).
+        # TorchNeuron frees tensors, but never a loaded graph (ModelHandleCache, 2026).
         if earlier and profile.device == "neuron" and profile.backend == "torchdist":
             print(
                 f"another size: the graphs of {', '.join(sorted(earlier))} stay in the device's"
@@ -94,12 +94,12 @@ class Residency:
             )
 
     def use_weights(self, loras: WeightSet) -> ModulationTables:
-        """Have the weights with these LoRAs in the loaded transformer; returns the modulation
-        tables of the set."""
+        """Load the weight set with these LoRAs into the transformer. Returns its modulation
+        tables."""
         weights = self.workspace.dit_weights(loras)
         if self.weights != weights:
             with self.recorder.phase("load_transformer"), self._swapping(weights):
-                assert self.ranks  # load_transformer
+                assert self.ranks  # load_transformer comes first
                 self.ranks.replace_weights(weights)
         if weights not in self._modulation:
             if len(self._modulation) >= _REMEMBERED_WEIGHT_SETS:
@@ -110,7 +110,7 @@ class Residency:
 
     @contextmanager
     def _swapping(self, weights: Path) -> Iterator[None]:
-        """While a weight set is loaded: counted where it takes another's place."""
+        """Record the loading of a weight set as a swap if it replaces another one."""
         began, swapped = time.perf_counter(), self.weights not in (None, weights)
         with _remedy(weights):
             yield
@@ -122,20 +122,20 @@ class Residency:
     def video_decoder(
         self, tiles: dict[str, Manifest], sound: dict[str, Manifest] | None = None
     ) -> RankTiles:
-        """The video decoder with the programs of these tiles: beside the transformer, or in its
-        place. With it come the decoders of sound."""
+        """The video decoder with the programs of these tiles, loaded beside the transformer or
+        instead of it, together with the audio decoders."""
         self._load_decoders(tiles, sound or {})
         assert self.ranks
         return RankTiles(self.ranks, self._decoding)
 
     def sound_decoder(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> RankSound:
-        """Mel decoder and vocoder with these programs, as video_decoder."""
+        """Mel decoder and vocoder with these programs, loaded like video_decoder."""
         self._load_decoders(tiles, sound)
         assert self.ranks
         return RankSound(self.ranks, resampling_filters(self.workspace.vocoder), self._decoding)
 
     def _load_decoders(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> None:
-        # Loading is a phase of its own, also where sound's thread asks for it while it decodes.
+        # Loading is a separate phase, also when the thread that decodes sound starts it.
         with self.recorder.paused(), self._decoding:
             if {*tiles, *sound} <= self._decoders:
                 return
@@ -153,13 +153,13 @@ class Residency:
             self._decoders = frozenset({*tiles, *sound})
 
     def unload_transformer(self) -> None:
-        """Free the device, and the host memory that the ranks take."""
+        """Free the ranks' device and host memory."""
         if self.ranks:
             with self.recorder.phase("unload_transformer"):
                 self.close()
 
     def poll(self) -> None:
-        """Raise the error of a rank that has ended or frozen while it had nothing to do."""
+        """Raise the error of a rank that ended or froze while idle."""
         if self.ranks:
             self.ranks.check()
 
@@ -187,14 +187,14 @@ class Residency:
 
 @contextmanager
 def _remedy(weights: Path) -> Iterator[None]:
-    """Say what to type where the ranks refuse their files, unless they may not read them."""
+    """Add the remedy to a rank's refusal of its files, unless they are not readable."""
     try:
         yield
     except NoPermission:
         raise
     except UserError as error:
         for path in weights.glob("*.safetensors"):
-            check_readable(path)  # ranks answer in words alone: those may say the same
+            check_readable(path)  # ranks answer only with text, which may have this cause
         raise UserError(
             f"{error}\nDelete {weights} and type the same again: it says how to make it"
         ) from None

@@ -17,13 +17,17 @@ import pytest
 from conftest import ROOT
 from device import conftest as device
 
+from ltx_neuron import commands as program
 from ltx_neuron.backends import neuron_errors
+from ltx_neuron.errors import UserError
 
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
 ]
+BENCHMARKS = sorted(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.md"))
+PROGRAM, HELP = "ltx-neuron", ("--help-all", "--help")
 README_LINES, PATH_FILES, PATH_LINES = 130, 12, 2500
 DEVICE = ("-m", "pytest", "test/device")
 MADE_BY_RUNNING = ("artifacts/", "outputs/")
@@ -41,18 +45,26 @@ def code_blocks(page: str) -> list[str]:
 
 def inline_code(page: str) -> list[str]:
     without_blocks = re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
-    return re.findall(r"`([^`\n]+)`", without_blocks)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", without_blocks)]
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words of every command that a page shows, without variables set before it."""
-    lines = [
-        line for block in code_blocks(page) for line in block.replace("\\\n", " ").splitlines()
-    ]
-    shown = [part for line in [*lines, *inline_code(page)] for part in line.split("&&")]
-    programs = re.compile(r"\s*(\w+=\S+ )*(make|pip|\S*python) ")
+    """The words of every command that a page shows, with the values of the page's variables."""
+    shell = "".join(code_blocks(page)).replace("\\\n", " ")
+    assigned = re.findall(r'(?:^|; )([A-Z_]+)=("[^"]*"|[^\s;]+)(?=;|$)', shell, re.MULTILINE)
+    values = {name: value.strip('"') for name, value in assigned}
+    lines = [with_values(line, values) for line in [*shell.splitlines(), *inline_code(page)]]
+    shown = [part for line in lines for part in line.split("&&")]
+    programs = re.compile(r"\s*(\w+=\S+ )*(make|pip|ltx-neuron|\S*python) ")
     split = [shlex.split(line, comments=True) for line in shown if programs.match(line)]
     return [words[first_word(words) :] for words in split]
+
+
+def with_values(line: str, values: dict[str, str]) -> str:
+    """A line with the values of its variables, which may have variables too."""
+    while known := [name for name in re.findall(r"\$([A-Z_]+)", line) if name in values]:
+        line = line.replace(f"${known[0]}", values[known[0]])
+    return line
 
 
 def first_word(words: list[str]) -> int:
@@ -61,31 +73,39 @@ def first_word(words: list[str]) -> int:
 
 @cache
 def flags_of(*script: str) -> frozenset[str]:
-    """The flags that a script's own --help lists. Run in this process, which has imported torch."""
+    """The flags that the help of a verb of ltx-neuron, a script or a module lists. Run in this
+    process, which has imported torch."""
     if script == DEVICE:
         known = {"--lf"}
         group = SimpleNamespace(addoption=lambda *names, **_: known.update(names))
         device.pytest_addoption(SimpleNamespace(getgroup=lambda *_: group))
         return frozenset(known)
-    if script[0] == "-m":
-        run = partial(runpy.run_module, script[1], alter_sys=True)
+    if script[0] == PROGRAM:
+        run = partial(program.dispatch, [*script[1:], *HELP])
+    elif script[0] == "-m":
+        run = partial(runpy.run_module, script[1], run_name="__main__", alter_sys=True)
     else:
-        run = partial(runpy.run_path, str(ROOT / script[0]))
+        run = partial(runpy.run_path, str(ROOT / script[0]), run_name="__main__")
     handler, printed = signal.getsignal(signal.SIGTERM), io.StringIO()
     with (
-        mock.patch.object(sys, "argv", [script[-1], "--help"]),
+        mock.patch.object(sys, "argv", [script[-1], *HELP]),
         redirect_stdout(printed),
         pytest.raises(SystemExit) as end,
     ):
-        run(run_name="__main__")
+        run()
     signal.signal(signal.SIGTERM, handler)  # errors.run has its own
     assert not end.value.code, script
     options = re.findall(r"^ +(-.*)$", printed.getvalue(), re.MULTILINE)
-    return frozenset(flag for line in options for flag in re.findall(r"--[a-z0-9-]+", line))
+    flags = frozenset(flag for line in options for flag in re.findall(r"--[a-z0-9-]+", line))
+    # prepare takes all flags of generate, and lists those that it needs.
+    return flags | flags_of(PROGRAM, "generate") if script == (PROGRAM, "prepare") else flags
 
 
 def script_in(words: list[str]) -> tuple[str, ...] | None:
-    """What a python command runs, as far as it is this project's: a file, or -m and a module."""
+    """What a command runs, if it is this project's: a verb of ltx-neuron with its model, a file, or
+    -m and a module."""
+    if words[0] == PROGRAM:
+        return (PROGRAM, *words[1 : 3 if words[1] in ("shard", "compile") else 2])
     if words[1] != "-m":
         return (words[1],)
     if words[1:4] == [*DEVICE]:
@@ -105,7 +125,10 @@ def problems_of(words: list[str]) -> list[str]:
     if words[0] == "pip" or problems or script_in(words) is None:
         return problems
     given = [word.partition("=")[0] for word in words if word.startswith("--")]
-    known = flags_of(*script_in(words))
+    try:
+        known = flags_of(*script_in(words))
+    except UserError as error:  # no such verb
+        return [f"{shown}: {error}"]
     return [f"{shown}: no flag {flag}" for flag in given if flag not in known | {"--help"}]
 
 
@@ -115,7 +138,7 @@ def headings(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *BENCHMARKS])
 def test_every_relative_link_leads_to_a_file_and_to_a_heading_in_it(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if "://" in target:
@@ -136,11 +159,17 @@ def test_commands_are_found_in_blocks_and_in_sentences():
     shown = [shlex.join(words) for page in PAGES for words in commands(page)]
     assert "make demo" in shown
     assert any("--prompts-file jobs.jsonl" in command for command in shown)  # after a block of JSON
-    assert sum("src/generate_ltx23.py" in command for command in shown) > 10
-    assert sum("-m ltx_neuron.plan" in command for command in shown) > 1
+    assert sum(command.startswith("ltx-neuron generate") for command in shown) > 10
+    assert sum(command.startswith("ltx-neuron plan") for command in shown) > 1
+    variables = re.compile(r"\$(CKPT|MODEL|GEMMA)")
+    assert not [command for command in shown if variables.search(command)]
 
 
-def test_a_command_with_an_unknown_script_flag_or_target_is_a_problem():
+def test_a_command_with_an_unknown_verb_script_flag_or_target_is_a_problem():
+    assert not problems_of([PROGRAM, "shard", "vae", "--tp-degree", "4"])
+    assert problems_of([PROGRAM, "shard", "vae", "--height", "64"])
+    assert problems_of([PROGRAM, "shard", "audio"])
+    assert problems_of([PROGRAM, "genrate", "--prompt", "waves"])
     generate = "src/generate_ltx23.py"
     assert not problems_of(["python", generate, "--prompt", "waves", "--seed=1"])
     assert problems_of(["python", generate, "--promt", "waves"])
@@ -156,11 +185,11 @@ def test_every_flag_in_a_sentence_is_one_of_some_script(page):
         script_in(words)
         for other in PAGES
         for words in commands(other)
-        if words[0].endswith("python")
+        if words[0] == PROGRAM or words[0].endswith("python")
     }
     known = {flag for script in scripts - {None} for flag in flags_of(*script)}
     named = {code.split()[0] for code in inline_code(page) if code.startswith("--")}
-    assert named <= known | {"--help"}
+    assert named <= known | {*HELP}
 
 
 @pytest.mark.parametrize("page", PAGES)

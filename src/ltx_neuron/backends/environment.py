@@ -1,8 +1,8 @@
-"""The environment of processes that drive ranks: set before they import torch, because runtimes and
-compilers read it then.
+"""Environment variables of processes that drive ranks. They are set before the import of torch,
+because runtimes and compilers read them then.
 
-Of the Neuron variables, none was tried on hardware by us; they are those of published runs
-(profiles.py says which).
+We did not test the Neuron variables on hardware; they are those of published runs (see
+profiles.py).
 """
 
 import os
@@ -19,19 +19,19 @@ from ltx_neuron.profiles import Profile
 # Plus the first core, so that engines on other cores of the machine have other ports.
 _ROOT_PORT = 61234
 _MASTER_PORT = 62234
-# What TorchNeuron's call of the compiler has by itself.
+# Options that TorchNeuron passes to the compiler by itself.
 _TORCHNEURONS_OWN = ("--model-type", "--auto-cast", "--lnc")
 _SEVERAL = "--tensorizer-options"  # the flag that takes options of its own
-_USERS_OWN = "NEURON_RT_EXEC_TIMEOUT"  # what a user is told to raise: the profile's is the default
+_USERS_OWN = "NEURON_RT_EXEC_TIMEOUT"  # messages ask users to raise it: the profile has the default
 
 
 def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
-    """What a rank adds to the host's environment. cache: where compilers keep what they made."""
+    """Environment variables of a rank, beyond the host's. cache: the compilers' cache folder."""
     variables = dict(profile.environment)
     if _USERS_OWN in variables:
         variables[_USERS_OWN] = os.environ.get(_USERS_OWN, variables[_USERS_OWN])
-    # gloo connects ranks on one machine: neither a host name that does not resolve nor another
-    # interface that the user's environment names matters.
+    # gloo connects ranks of one machine, so it must not depend on the host name or on the interface
+    # in the user's environment.
     if os.path.exists("/sys/class/net/lo"):
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     if cache is not None and profile.compile_backend != "export":
@@ -48,10 +48,10 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
         "PATH": path(),
         "NEURON_RT_VISIBLE_CORES": str(launch_cores[rank]),  # one logical core a process
         "NEURON_LOGICAL_NC_CONFIG": str(profile.lnc),
-        # Without it rank 0 looks for a free port and lets go of it, and another engine may take
-        # it: then the others hang.
+        # Without it rank 0 finds a free port and releases it, and another engine may bind it: then
+        # the other ranks hang.
         "NEURON_RT_ROOT_COMM_ID": _root_comm_id(first),
-        # A rank's torch loads TorchNeuron, also where the shell keeps it out of the host's process
+        # A rank's torch loads TorchNeuron even if the user disables that for the host process
         # (docs/trainium.md).
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -72,13 +72,14 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
 
 
 def of_compiler(profile: Profile, model: str) -> dict[str, str]:
-    """TorchNeuron's compiler settings for a model, one of profiles.MODELS: read at each launch of a
-    graph, and part of the key by which it finds what it has compiled.
+    """TorchNeuron's compiler settings for a model, one of profiles.MODELS. TorchNeuron reads them
+    at each launch of a graph and uses them as part of its cache key.
 
-    It adds NEURON_CC_FLAGS to flags of its own and splits all of them at white space, with no
-    shell; the level has a variable of its own (TorchNeuron's CompilableKernelExecution.cpp, early
-    2026: GetXLAAdditionalArgs, GetXLAOptimizationLevel). One of its own is --model-type
-    transformer, for the video decoder too. Raises UserError for a flag with white space in it.
+    It appends NEURON_CC_FLAGS to flags of its own and splits all of them at white space without a
+    shell. The optimization level has a separate variable (TorchNeuron's
+    CompilableKernelExecution.cpp, early 2026: GetXLAAdditionalArgs, GetXLAOptimizationLevel). Its
+    own flags include --model-type transformer, for the video decoder too. Raises UserError for a
+    flag with white space in it.
     """
     if profile.device != "neuron":
         return {}
@@ -87,7 +88,7 @@ def of_compiler(profile: Profile, model: str) -> dict[str, str]:
         flag, _, value = word.partition("=")
         if word.startswith("-O"):
             level = word
-        elif flag == _SEVERAL:  # once for each of its options
+        elif flag == _SEVERAL:  # repeated for each of its options
             words += [f"{flag}={option}" for option in value.split()]
         elif flag not in _TORCHNEURONS_OWN:
             words.append(word)
@@ -101,15 +102,15 @@ def of_compiler(profile: Profile, model: str) -> dict[str, str]:
 
 def path() -> str:
     """PATH with the folder of this Python in front: torch_neuronx starts neuronx-cc and
-    libneuronpjrt-path by name, also where the environment was not activated."""
+    libneuronpjrt-path by name, even if the environment is not activated."""
     own, known = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
     return known if own in known.split(os.pathsep) else os.pathsep.join([own, known])
 
 
 def cores(profile: Profile, tp: int) -> list[int]:
-    """The logical cores of a launch, one a rank: the first ones of NEURON_RT_VISIBLE_CORES (as in
-    4-7), else of the machine. Raises UserError where they are not tp cores of the profile, or have
-    gaps, which the runtime refuses (Neuron runtime's developer guide)."""
+    """The logical cores of a launch, one per rank: the first ones of NEURON_RT_VISIBLE_CORES (such
+    as 4-7), otherwise of the machine. Raises UserError if they are not tp cores of the profile, or
+    have gaps, which the runtime refuses (Neuron runtime's developer guide)."""
     value = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
     visible = []
     try:
@@ -138,8 +139,8 @@ def cores(profile: Profile, tp: int) -> list[int]:
 
 
 def check_ports(profile: Profile, tp: int) -> None:
-    """Raise UserError where another process has a port of this launch: its ranks would wait for
-    ever."""
+    """Raise UserError if another process uses a port of this launch; the ranks would wait
+    forever."""
     if profile.device == "neuron":
         first = cores(profile, tp)[0]
         for port in (_ROOT_PORT, _MASTER_PORT):
@@ -147,12 +148,12 @@ def check_ports(profile: Profile, tp: int) -> None:
 
 
 def set_launch(profile: Profile, tp: int) -> None:
-    """Show the runtime of this process the cores of its launch, where the machine has more (all of
-    them it takes by itself), and name a communicator that replicas on other cores do not share.
-    The user's own stays. Raises UserError where another process has its port.
+    """Restrict this process's Neuron runtime to the cores of its launch, if the machine has more,
+    and set a communicator of its own, apart from replicas on other cores. Values of the user are
+    kept. Raises UserError if another process uses the port.
 
-    NEURON_RT_NUM_CORES is never set. libnrt takes one core or a multiple of 8 of it, and runtime
-    2.30 refused 4 with LNC=2, which 2.34 takes (observed by Difflet on trn2.3xlarge).
+    NEURON_RT_NUM_CORES is never set. libnrt accepts one core or a multiple of 8 there, and runtime
+    2.30 refused 4 with LNC=2, which 2.34 accepts (observed by Difflet on trn2.3xlarge).
     """
     launch = cores(profile, tp)
     if "NEURON_RT_ROOT_COMM_ID" not in os.environ:
@@ -168,9 +169,9 @@ def _root_comm_id(first_core: int) -> str:
 
 
 def _check_port(port: int, first_core: int) -> None:
-    # Bound and let go: the ranks bind it themselves right after.
+    # Bound and released: the ranks bind it right after.
     with socket.socket() as listener:
-        # As the runtime does: for 60 s after a run its port is in TIME_WAIT, which is not taken.
+        # As the runtime does: for 60 s after a run its port is in TIME_WAIT, which counts as free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", port))
@@ -183,8 +184,7 @@ def _check_port(port: int, first_core: int) -> None:
 
 @contextmanager
 def added(variables: dict[str, str]) -> Iterator[None]:
-    """This process's environment with more variables, for the children that are started
-    meanwhile."""
+    """Add environment variables to this process while the block runs, for its child processes."""
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:

@@ -1,7 +1,7 @@
-"""torch.export graphs: a Program traced once for all ranks into files that other processes load.
+"""torch.export graphs: a Program is traced once for all ranks, into files that rank processes load.
 
-The files hold ATen operations and functional collectives, no weights and no pickle. What a call of
-a graph costs a rank is counted in the graph itself.
+The files contain ATen operations and functional collectives, no weights and no pickle. This module
+also counts the cost of a call in the graph itself.
 """
 
 import io
@@ -26,18 +26,18 @@ GROUP = "0"  # c10d's name of the default group, the same in every process
 
 
 class TorchDistComm:
-    """Comm over the default process group, in the form that TorchNeuron lowers: plain collectives
-    of one tensor each.
+    """Comm over the default process group, with collectives of one tensor each, as TorchNeuron
+    lowers them.
 
-    Statistics, one number per token, travel in one flat buffer: their last dimension is 1.
-    Activations travel alone: concatenating one of 50 MB costs more than a launch.
+    Statistics (last dimension 1, one number per token) are reduced in one flat buffer. Activations
+    are reduced one by one, because copying 50 MB into a buffer costs more than a launch.
     """
 
     def __init__(self, size: int):
         self.size = size
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # One rank needs no process group, and its graphs no collectives.
+        # One rank needs neither a process group nor collectives.
         if self.size == 1:
             return tensors
         if any(t.shape[-1] != 1 for t in tensors):
@@ -68,7 +68,7 @@ def _all_reduce(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def fake_process_group(size: int, rank: int = 0):
-    """A process group of `size` ranks in this one process that only records what is traced."""
+    """A process group of `size` ranks within this process, for tracing only."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -91,10 +91,10 @@ class _Keywords(nn.Module):
 
 
 def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.ExportedProgram:
-    """Export one graph of a program with meta tensors: nothing is computed, no weight exists.
+    """Export one graph of a program with meta tensors, without computing and without weights.
 
     Call it inside a process group of the Comm's size, fake_process_group or a real one. Raises
-    RuntimeError for a graph that makes a tensor of its own.
+    RuntimeError for a graph that creates a tensor.
     """
     graph = program.graphs[name]
     fields = {name: program.fields[name] for name in graph.inputs._fields}
@@ -102,10 +102,10 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
         name: torch.empty(field.shape, dtype=field.dtype, device="meta")
         for name, field in fields.items()
     }
-    # On meta only the dtype changes. Without gradients the graph is the inference one.
+    # On meta only the dtype changes. Without gradients this is the inference graph.
     module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
-    # Every operation's source line is dropped afterwards: it need not be looked up. torch releases
-    # before this switch look it up.
+    # Source lines of operations are dropped afterwards, so torch need not look them up. Releases
+    # without this switch do.
     no_traces = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
     with torch.no_grad(), no_traces:
         exported = torch.export.export(module, (), example)
@@ -118,13 +118,13 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
 
 
 def _drop_origin(exported: torch.export.ExportedProgram) -> None:
-    """Drop what ties a graph to where it was traced: source locations, which would make equal
-    graphs differ, and assertions that tensors are on meta."""
+    """Drop source locations, which would make equal graphs differ, and assertions that tensors are
+    on meta."""
     for node in list(exported.graph.nodes):
         if node.target == torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)
             continue
-        # Its device is meta now; on a rank it would be made there, and never have a value.
+        # Its device is meta. A rank would create it there, without a value.
         if "device" in node.kwargs:
             raise RuntimeError(
                 f"the graph makes a tensor of its own ({node.target}); make it an input instead"
@@ -149,7 +149,7 @@ def compile_program(program: Program, folder: Path, identity: dict, dtype: torch
 
 def _save(exported: torch.export.ExportedProgram, path: Path) -> None:
     exported._example_inputs = None  # torch would store them as a pickle
-    # Given a path, torch writes its name into the file: equal graphs would have unequal digests.
+    # torch would write a path's name into the file, and equal graphs would have different digests.
     content = io.BytesIO()
     torch.export.save(exported, content)
     with whole_file(path) as partial:
@@ -157,12 +157,12 @@ def _save(exported: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
-    """What one call of a graph costs a rank, counted in the graph.
+    """The cost of one call for one rank, counted in the graph.
 
     collectives       all-reduces, all-gathers and reduce-scatters
-    small_collectives of these, the ones of less than 1 MiB: statistics
-    collective_bytes  bytes that a rank puts into them
-    *_bytes           of these, bytes that it puts into all-gathers and into reduce-scatters
+    small_collectives of these, those below 1 MiB: statistics
+    collective_bytes  bytes that a rank contributes to them
+    *_bytes           of these, bytes for all-gathers and for reduce-scatters
     elementwise_bytes bytes that norms, modulation, RoPE, gates and residuals read and write;
                       a compiler that fuses them moves fewer
     flops             of matrix products and attention, as torch counts them: a multiply-add is two
@@ -174,7 +174,7 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
         for node in exported.graph.nodes
         if node.target in _COLLECTIVES
     ]
-    # On meta tensors operations are counted, and nothing is computed.
+    # Meta tensors: operations are counted without computing.
     arguments = [
         torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta")
         for node in exported.graph.nodes
@@ -193,14 +193,14 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
 
 
 def largest_collective(exported: torch.export.ExportedProgram) -> int:
-    """Bytes of a graph's largest collective: what goes in, or what comes out if that is more."""
+    """Bytes of a graph's largest collective: the larger of its input and output."""
     sums = [node for node in exported.graph.nodes if node.target in _COLLECTIVES]
     ends = [max(_nbytes(n.args[0].meta["val"]), _nbytes(n.meta["val"])) for n in sums]
     return max(ends, default=0)
 
 
 def collective_cost(sizes: list[tuple[str, int]]) -> dict[str, int]:
-    """What `cost` says of collectives, of each a kind, as in _COLLECTIVES, and a rank's bytes."""
+    """The entries of `cost` for collectives. sizes: (kind, as in _COLLECTIVES; a rank's bytes)."""
     return {
         "collectives": len(sizes),
         "small_collectives": sum(size < _SMALL for _, size in sizes),
@@ -218,8 +218,8 @@ _COLLECTIVES = {
 
 
 def _elementwise_bytes(node: fx.Node) -> int:
-    """What an operation reads and writes, if it is neither a view, a product, an attention nor a
-    collective."""
+    """Bytes that an operation reads and writes; 0 for views, products, attention and
+    collectives."""
     computes = node.op == "call_function" and node.target not in (*_COLLECTIVES, *_NOT_ELEMENTWISE)
     value = node.meta.get("val")
     if not computes or not isinstance(value, Tensor) or _is_view(node):
@@ -245,9 +245,9 @@ _NOT_ELEMENTWISE = {
 
 
 def peak_bytes(exported: torch.export.ExportedProgram) -> int:
-    """Most bytes of intermediate tensors that are alive at once when a graph's operations run in
-    their order. A tensor lives until its last use and the graph's outputs until the end; weights
-    and inputs are not counted. An operation that may return a view counts as none: 0 bytes."""
+    """Peak bytes of intermediate tensors when a graph's operations run in order. A tensor lives
+    until its last use, the graph's outputs until the end. Weights, inputs, and operations that may
+    return a view do not count."""
     nodes = [node for node in exported.graph.nodes if node.op == "call_function"]
     position = {node: i for i, node in enumerate(nodes)}
     freed_after = [0] * (len(nodes) + 1)  # the last entry is the end of the graph
@@ -255,7 +255,7 @@ def peak_bytes(exported: torch.export.ExportedProgram) -> int:
     for index, node in enumerate(nodes):
         value = node.meta.get("val")
         size = _nbytes(value) if isinstance(value, Tensor) and not _is_view(node) else 0
-        # A user without a position is the graph's output.
+        # A user without a position is the graph's output node.
         last_use = max((position.get(user, len(nodes)) for user in node.users), default=index)
         freed_after[last_use] += size
         alive += size
@@ -265,8 +265,8 @@ def peak_bytes(exported: torch.export.ExportedProgram) -> int:
 
 
 def _is_view(node: torch.fx.Node) -> bool:
-    # An operator's schema says which arguments its result may share memory with. In-place writes
-    # return an argument too, but are no views.
+    # An operator's schema lists the arguments with which its result may share memory. In-place
+    # writes return an argument too, but are not views.
     schema = getattr(node.target, "_schema", None)
     return bool(schema) and any(
         argument.alias_info and not argument.alias_info.is_write for argument in schema.arguments

@@ -1,5 +1,5 @@
-"""The manifest of a compiled program: what its graphs take, return and cost. Both backends write
-it here, and it is read here alone."""
+"""The manifest of a compiled program: inputs, outputs and costs of its graphs. Both backends write
+and read it through this module."""
 
 import hashlib
 import typing
@@ -18,9 +18,9 @@ from ltx_neuron.models.signatures import LATENTS, Field
 
 
 def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
-    """The manifest's entry of one graph, whose file is written. cost: of one call on one rank, as
-    export.cost counts it."""
-    # One rank's shapes, in the order in which the graph takes the weights.
+    """The manifest's entry for a graph whose file exists. cost: of one call on one rank, from
+    export.cost."""
+    # One rank's shapes, in the order of the graph's weight inputs.
     parameters = graph.module.named_parameters()
     return {
         "file": path.name,
@@ -35,10 +35,11 @@ def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
 def write_manifest(
     folder: Path, identity: dict, program: Program, graphs: dict[str, dict], **compiler: str
 ) -> None:
-    """Write the manifest of a program whose graphs are all in `folder`, which finishes the folder.
+    """Write the manifest of a program whose graphs are all in `folder`, which marks the folder as
+    finished.
 
-    graphs    by name, as describe_graph gives them
-    compiler  how the graphs were compiled
+    graphs    by name, from describe_graph
+    compiler  the compiler's versions and flags
     """
     fields = {
         name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")}
@@ -49,8 +50,8 @@ def write_manifest(
 
 
 def record_size(folder: Path, size: dict) -> None:
-    """Add a video size to those that a finished folder was compiled for. They are no part of its
-    identity: graphs know tokens, which several sizes have in common."""
+    """Add a video size to those for which a finished folder was compiled. Sizes are not part of its
+    identity, because several sizes share their token counts."""
     if size in recorded_sizes(folder):
         return
     with exclusive(folder, "recording the size of"):
@@ -60,15 +61,15 @@ def record_size(folder: Path, size: dict) -> None:
 
 
 def recorded_sizes(folder: Path) -> list[dict]:
-    """The video sizes that a finished folder was compiled for."""
+    """The video sizes for which a finished folder was compiled."""
     return read_json(folder / MANIFEST).get("sizes", [])
 
 
 class Manifest:
     """A compiled program's manifest, read back.
 
-    identity  what the graphs were made from and for
-    graphs    by name, as describe_graph gives them
+    identity  every property on which the graphs depend
+    graphs    by name, from describe_graph
     runs      by name: a sequence of calls (graph, first block)
     fields    shape and dtype of every named tensor
     """
@@ -76,7 +77,7 @@ class Manifest:
     def __init__(self, folder: Path):
         self.folder = folder
         content = read_json(folder / MANIFEST)
-        # JSON has lists for tuples and names for dtypes.
+        # JSON stores tuples as lists and dtypes as names.
         self.identity, self.graphs = content["identity"], content["graphs"]
         self.runs = {
             run: [(name, first) for name, first in calls] for run, calls in content["runs"].items()
@@ -85,7 +86,7 @@ class Manifest:
 
     @property
     def outputs(self) -> set[str]:
-        """Names of the tensors that the program's graphs return."""
+        """Names of all tensors that the program's graphs return."""
         return {name for graph in self.graphs.values() for name in graph["outputs"]}
 
     def weights(self) -> dict[str, tuple[int, ...]]:
@@ -98,29 +99,29 @@ class Manifest:
         }
 
     def cost(self, run: str = "main") -> dict[str, int]:
-        """What one run of the program costs a rank, by the keys of export.cost."""
+        """The cost of one run of the program for one rank, with the keys of export.cost."""
         calls = [self.graphs[name]["cost"] for name, _ in self.runs[run]]
         sums = {key: sum(call[key] for call in calls) for key in calls[0] if key != "peak_bytes"}
-        # Peaks do not add up: a graph's intermediates are freed before the next graph runs.
+        # Peaks are not added: a graph's intermediates are freed before the next graph runs.
         return sums | {"peak_bytes": max(call["peak_bytes"] for call in calls)}
 
     def upload_bytes(self) -> int:
-        """Bytes that one rank is sent for a stage: every input that no graph returns, and the
-        latents, which the first step takes from the host."""
+        """Bytes uploaded to one rank for a stage: inputs that no graph returns, and the initial
+        latents."""
         inputs = {name for graph in self.graphs.values() for name in graph["inputs"]}
         uploaded = [self.fields[name] for name in inputs - (self.outputs - {*LATENTS})]
         return sum(prod(field.shape) * field.dtype.itemsize for field in uploaded)
 
     def load(self, name: str) -> torch.export.ExportedProgram:
-        """Read a graph of torch.export. Raises UserError for another file than the manifest's, and
-        for one that holds a pickle."""
+        """Read a graph of torch.export. Raises UserError if its digest is not the manifest's, or if
+        it contains a pickle."""
         path = self.folder / graph_file(name)
         if sha256(path) != self.graphs[name]["sha256"]:
             raise UserError(
                 f"{path} is not the graph its manifest describes; delete {self.folder} and compile"
                 " again"
             )
-        # torch.export.load would unpickle what lies in these, which runs whatever code they name.
+        # torch.export.load would unpickle these, which runs any code that they name.
         if any(
             entry.filename.endswith((".pt", ".pkl")) and entry.file_size
             for entry in zipfile.ZipFile(path).infolist()
@@ -128,8 +129,8 @@ class Manifest:
             raise UserError(
                 f"{path} holds pickled data, which this toolkit neither writes nor reads"
             )
-        # torch resolves the type hints of its schema's classes for every node: once is enough, and
-        # four ranks on two cores load the graphs of a tiny step in 2.4 s instead of 3.4 s.
+        # torch resolves the type hints of its schema's classes for every node. Cached, four ranks
+        # on two cores load the graphs of a tiny step in 2.4 s instead of 3.4 s.
         hints = cache(typing.get_type_hints)
         with mock.patch.object(typing, "get_type_hints", lambda kind, **_: hints(kind)):
             return torch.export.load(path)
@@ -141,7 +142,7 @@ def _field(described: dict) -> Field:
 
 
 def damaged_graphs(folder: Path) -> list[str]:
-    """What is wrong with the graph files of a finished folder; empty if they are whole."""
+    """Errors of the graph files of a finished folder; empty if they are intact."""
     try:
         entries = graph_entries(read_json(folder / MANIFEST))
     except (KeyError, TypeError, AttributeError, ValueError):
@@ -157,7 +158,7 @@ def damaged_graphs(folder: Path) -> list[str]:
 
 def graph_entries(manifest: dict) -> dict[str, dict]:
     """File name -> {"sha256"} of each graph. Raises ValueError, KeyError, TypeError or
-    AttributeError for a manifest of no graphs, and for names that our files do not have."""
+    AttributeError for other manifests, and for file names that this toolkit does not use."""
     graphs, backend = manifest["graphs"], manifest["identity"].get("backend")
     names = {graph: graph_file(graph, backend) for graph in graphs}
     if not graphs or any(not n or graphs[graph]["file"] != n for graph, n in names.items()):
@@ -165,16 +166,16 @@ def graph_entries(manifest: dict) -> dict[str, dict]:
     return {names[graph]: {"sha256": entry["sha256"]} for graph, entry in graphs.items()}
 
 
-_digests: dict[tuple, str] = {}  # of the files that this process has hashed
+_digests: dict[tuple, str] = {}  # of files that this process has hashed
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file. A file is hashed once a process, and again if its size, time of change or
-    inode is another. UserError where it is no file or may not be read."""
+    """SHA-256 of a file. A process hashes a file again only if its size, modification time or inode
+    changed. Raises UserError if it is not a readable file."""
     check_readable(path)
     status = path.stat()
     key = str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino
-    # A replaced file has another inode even where its time is set back.
+    # A replaced file has another inode even if its time was reset.
     if key not in _digests:
         with open(path, "rb") as file:
             _digests[key] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -182,6 +183,6 @@ def sha256(path: Path) -> str:
 
 
 def graph_file(name: str, backend: str = "torchdist") -> str:
-    """Name of a graph's file in its folder; empty for a name that would lead out of it."""
-    # Names come from manifests, which somebody else may have written.
+    """The name of a graph's file in its folder; empty for a name outside of it."""
+    # Manifests may be written by others.
     return f"{name}.{'pt' if backend == 'nxd' else 'pt2'}" if name.isidentifier() else ""

@@ -1,9 +1,9 @@
-"""NKI kernels for the operations of models/attention.py, whose references are there. Not run on
-hardware.
+"""NKI kernels for the operations of models/attention.py, which has their references. We did not run
+them on hardware.
 
-Sources: nki-library, core/attention/attention_cte.py: heads as batch, any length.
-aws-neuron/vllm-omni-neuron, ring_attention_const_max_fwd.py, in its own copy of that library:
-tokens before heads, trn2 and later; it is written for nki 0.6 (neuronx-cc 2.27).
+Sources: nki-library, core/attention/attention_cte.py (heads as batch, any length);
+aws-neuron/vllm-omni-neuron, ring_attention_const_max_fwd.py, in its own copy of that library
+(tokens before heads, trn2 and later, for nki 0.6 of neuronx-cc 2.27).
 """
 
 import importlib
@@ -21,9 +21,9 @@ from ltx_neuron.errors import UserError
 class Kernel(NamedTuple):
     """A kernel for an operation.
 
-    module     where it is, under the operation's name or `name`
+    module     its module; the function has the operation's name, or `name`
     arguments  its keywords for the operation's query, key, value and scale
-    missing    what to type where the module cannot be imported
+    missing    what to type if the module cannot be imported
     """
 
     module: str
@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
         return self.module.partition(".")[0]
 
     def load(self) -> Callable:
-        """The kernel, ready to be launched. Raises UserError where it is not installed."""
+        """The kernel, ready to launch. Raises UserError if it is not installed."""
         try:
             kernel = getattr(importlib.import_module(self.module), self.name)
         except ImportError as error:
@@ -50,20 +50,20 @@ class Kernel(NamedTuple):
 
 
 def _cte_arguments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict:
-    """For (H, T, D) tensors. Raises ValueError for sizes that the kernel does not take."""
+    """For (H, T, D) tensors. Raises ValueError for sizes that the kernel does not support."""
     heads, _, size = query.shape
     if size > 128 or heads > 512:
         raise ValueError(
             f"attention_cte takes heads of 128 and 512 of them at most, got {size} and {heads}"
         )
-    # The models' own layouts in and out: nothing is permuted.
+    # The models' layouts in and out, without permutations.
     return dict(
         q=query, k=key, v=value, scale=scale, causal_mask=False, tp_q=True, tp_k=True, tp_out=False
     )
 
 
 def _const_max_arguments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict:
-    """For (B, T, H, D) tensors. Raises ValueError for what the kernel does not take."""
+    """For (B, T, H, D) tensors. Raises ValueError for sizes that the kernel does not support."""
     if query.shape != key.shape or query.shape[-1] != 128 or query.dtype != torch.bfloat16:
         shapes = tuple(query.shape), tuple(key.shape)
         raise ValueError(
@@ -73,7 +73,7 @@ def _const_max_arguments(query: Tensor, key: Tensor, value: Tensor, scale: float
     return dict(q=query, k=key, v=value, softmax_scale=scale, num_workers=1, training=False)
 
 
-# By the operations' names.
+# By the names of the operations.
 KERNELS = {
     "attention_cte": Kernel(
         "nkilib.core.attention.attention_cte",
@@ -91,24 +91,24 @@ KERNELS = {
 }
 
 
-@cache  # an operation may be registered once a process
+@cache  # an operation can be registered once per process
 def native_attention(name: str, lnc: int):
     """An operation of KERNELS for TorchNeuron's graphs."""
     from torch_neuronx import nki_op, wrap_nki
 
-    # Launched on the physical cores of a logical one. TorchNeuron takes a grid, not a number.
+    # Launched on the physical cores of a logical one. TorchNeuron expects a grid, not a number.
     launched = wrap_nki(KERNELS[name].load())[(lnc,)]
 
     @nki_op(f"ltx_neuron_nki::{name}", mutates_args={})
     def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         return launched(**KERNELS[name].arguments(query, key, value, scale))
 
-    # What nki_op returns is a definition, which a graph cannot call by its name.
+    # nki_op returns a definition, which a graph cannot call by its name.
     return getattr(torch.ops.ltx_neuron_nki, name).default
 
 
 def register_for_xla(name: str, lnc: int) -> None:
-    """Have PyTorch/XLA trace the kernel where a program has an operation of KERNELS, for NxD."""
+    """Make PyTorch/XLA trace the kernel for an operation of KERNELS, for NxD."""
     launched = KERNELS[name].load()[lnc]  # pyright: ignore[reportIndexIssue] on a logical core's physical ones
 
     def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The ranks of a run, whatever drives them: the interface of both backends, its errors and helpers.
+"""The interface of both backends to the ranks of a run, with its errors and helpers.
 torchdist/host.py has a process per rank; nxd/runtime.py drives all cores from the host's process.
 """
 
@@ -20,16 +20,15 @@ from ltx_neuron.weights.finite import finite
 class Ranks(ABC):
     """The ranks of one run. A context manager: leaving it closes them.
 
-    Each rank holds weights, the graphs of programs, and named tensors on its device: what was
-    uploaded and what graphs returned. Every method raises RankError or DeviceFailure where a rank
-    fails; the ranks cannot be used after that.
+    Each rank holds weights, the graphs of programs, and named tensors on its device: uploads and
+    outputs of graphs. Every method raises RankError or DeviceFailure if a rank fails; the ranks
+    cannot be used after that.
 
-    bytes_sent  of the tensors that the host has handed to ranks so far. torchdist counts one once,
-                since the ranks share its memory; nxd counts each rank's part. Neither counts
-                weights or downloads.
-    launches    graphs that one rank has launched so far, and `launch_ms` the host's milliseconds
-                for that: of a device that works on meanwhile until it has them all, else what
-                passes between its graphs
+    bytes_sent  total bytes of tensors uploaded so far, without weights. torchdist counts a tensor
+                once, since the ranks share its memory; nxd counts each rank's part.
+    launches    graphs that one rank has launched so far; `launch_ms` is the host's time for them in
+                milliseconds: for asynchronous launches until the last one returned, otherwise the
+                time between graphs
     programs    the loaded programs by name
     """
 
@@ -47,15 +46,15 @@ class Ranks(ABC):
 
     @abstractmethod
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
-        """Load a weight set and the programs that share it, beside what is loaded of other models.
+        """Load a weight set and the programs that share it. Other models stay loaded.
 
         weights  a folder of rank files, in `dtype`
-        Raises UserError where the files do not hold exactly the tensors that the programs take.
+        Raises UserError unless the files contain exactly the weights of the programs.
         """
 
     @abstractmethod
     def replace_weights(self, weights: Path) -> None:
-        """Load a folder's weights in the place of the same model's; programs and tensors stay."""
+        """Replace a model's weights by those of a folder; programs and tensors stay."""
 
     @abstractmethod
     def unload(self) -> None:
@@ -65,36 +64,36 @@ class Ranks(ABC):
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         """Upload whole tensors; each rank keeps its part, in the dtype of the program's field.
 
-        like  the field that describes tensors which a sequence reads under another name
-        Raises KeyError for an unknown field and ValueError for another shape than the field's: its
-        own times tp in the split dimension. Of a field per block, dimension 0 is a multiple.
+        like  the field of tensors that a sequence reads under another name
+        Raises KeyError for an unknown field, and ValueError unless the shape is the field's, times
+        tp in the split dimension. For a field per block, dimension 0 is a multiple.
         """
 
     def put_numbers(self, program: str, name: str, count: int) -> None:
-        """Upload the numbers 0 to count - 1 for `run` to name as those of an input."""
+        """Upload the numbers 0 to count - 1, which `run` can then select for an input."""
         shape = self.programs[program].fields[name].shape
         self.put(program, name, **{at(name, n): torch.full(shape, n) for n in range(count)})
 
     @abstractmethod
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
-        """Name a sequence of a program's runs, so that a step costs one short command.
+        """Name a sequence of a program's runs, so that a step is one short command.
 
-        runs  (run, reads, writes): `reads` maps an input to the tensor it is read from, `writes`
-              an output to the tensor it is stored as, where the names differ
+        runs  (run, reads, writes): `reads` maps an input to the tensor from which it is read,
+              `writes` an output to the tensor to which it is stored, if the names differ
         """
 
     @abstractmethod
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
-        """Run a sequence once on the tensors that the ranks hold; returns the milliseconds until
-        the last rank was done. Without `define`, each run is a sequence of its own name.
+        """Run a sequence once on the tensors that the ranks hold. Returns the milliseconds until
+        the last rank was done. Without `define`, each run is a sequence with the run's name.
 
-        numbers  inputs that are read from a number of put_numbers, as in step=3
-        Raises NotFiniteError where the last graph leaves latents or pixels with NaN or Inf.
+        numbers  inputs whose value is a number of put_numbers, as in step=3
+        Raises NotFiniteError if the last graph returns latents or pixels with NaN or Inf.
         """
 
     @abstractmethod
     def get(self, program: str, name: str) -> Tensor:
-        """Download a named tensor, whole: rank 0's, or the parts of all ranks joined."""
+        """Download a whole named tensor: rank 0's, or the joined parts of all ranks."""
 
     @abstractmethod
     def hashes(self, *names: str) -> list[str]:
@@ -102,12 +101,12 @@ class Ranks(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise RankError if a rank has failed while it had nothing to do, as while the host
-        encodes or decodes."""
+        """Raise RankError if a rank failed while it was idle, for example while the host
+        decodes."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the ranks and free what they hold. Closing twice is allowed."""
+        """End the ranks and free their memory. Closing twice is allowed."""
 
 
 class RankError(RunError):
@@ -115,11 +114,11 @@ class RankError(RunError):
 
 
 class RankRefusal(RankError, UserError):
-    """A rank refused the files it was given: a mistake the user can mend."""
+    """A rank refused its files: a mistake that the user can correct."""
 
 
 class NotFiniteError(RankError):
-    """Latents or pixels with NaN or Inf. `names` are theirs."""
+    """Latents or pixels with NaN or Inf, whose names are `names`."""
 
     def __init__(self, names: list[str]):
         super().__init__(f"NaN or Inf in {', '.join(names)}")
@@ -139,15 +138,15 @@ def part_of(field: Field, whole: Tensor, rank: int) -> Tensor:
 
 
 def at(name: str, number: int) -> str:
-    """Name of one of an input's several tensors: of a step, or of the blocks from a number on."""
+    """The name of one of an input's tensors: of a step, or of the blocks from `number` on."""
     return f"{name}@{number}"
 
 
 class Call(NamedTuple):
     """One launch of a graph for the blocks from `first` on.
 
-    reads   the tensor that each input is read from, by input
-    writes  the tensor that each output is stored as, by output
+    reads   input -> name of the tensor from which it is read
+    writes  output -> name of the tensor to which it is stored
     """
 
     graph: str
@@ -167,7 +166,7 @@ def calls_of(
             sources = {}
             for name in manifest.graphs[graph]["inputs"]:
                 source = named.get(name, name)
-                # A group of blocks has a tensor of its own, as `kept` names it.
+                # Each group of blocks has its own tensor, named by `kept`.
                 sources[name] = at(source, first) if manifest.fields[name].per_block else source
             stored = {name: writes.get(name, name) for name in manifest.graphs[graph]["outputs"]}
             calls.append(Call(graph, first, sources, stored))
@@ -175,8 +174,8 @@ def calls_of(
 
 
 def kept(field: Field, name: str, whole: Tensor, rank: int) -> dict[str, Tensor]:
-    """What a rank keeps of an uploaded tensor, by name: views. Of a field per block, one tensor for
-    each group of blocks."""
+    """A rank's parts of an uploaded tensor by name, as views. For a field per block, one tensor per
+    group of blocks."""
     if not field.per_block:
         return {name: part_of(field, whole, rank)}
     rows = field.shape[0]
@@ -184,36 +183,36 @@ def kept(field: Field, name: str, whole: Tensor, rank: int) -> dict[str, Tensor]
 
 
 def check_shape(program: str, name: str, field: Field, tensor: Tensor, tp: int) -> None:
-    """Raise ValueError unless a tensor to upload has its field's whole shape."""
+    """Raise ValueError unless an upload has its field's whole shape."""
     wanted = whole_shape(field, tp)
-    if field.per_block:  # a graph of several blocks takes as many rows in each of its calls
+    if field.per_block:  # a call of a graph of several blocks reads as many rows
         wanted = (max(1, len(tensor) // wanted[0]) * wanted[0], *wanted[1:])
     if tuple(tensor.shape) != wanted:
         raise ValueError(f"{program}.{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
 
 
 def weights_of(programs: dict[str, Manifest]) -> dict[str, tuple[int, ...]]:
-    """Name and one rank's shape of every weight that the programs' calls take."""
+    """Name and one rank's shape of every weight that the programs' calls use."""
     return {
         name: shape for manifest in programs.values() for name, shape in manifest.weights().items()
     }
 
 
 def broken_latents(stored: Iterable[str], download: Callable[[str], Tensor]) -> list[str]:
-    """Names of the latents or pixels with NaN or Inf among what a run's last graph stored. Of
-    healthy ones only the number that tells so is downloaded."""
+    """Names of latents or pixels with NaN or Inf among the outputs of a run's last graph. If there
+    are none, only one number is downloaded."""
     stored = {*stored}
     if FINITE not in stored or finite(download(FINITE)):
         return []
     results = [name for name in RESULTS if name in stored]
-    # Numbers that are finite and whose sum is not are broken too.
+    # Finite numbers whose sum overflows count as broken too.
     return [name for name in results if not finite(download(name))] or results
 
 
 def tensors_digest(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 over the bits of tensors, one after the other."""
+    """SHA-256 over the concatenated bits of tensors."""
     hasher = hashlib.sha256()
     for tensor in tensors:
-        # numpy has no bfloat16: bytes are hashed, whatever the dtype
+        # as bytes, because numpy has no bfloat16
         hasher.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()

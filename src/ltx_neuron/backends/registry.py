@@ -1,4 +1,4 @@
-"""Which backend a profile runs on: the one place that chooses by `profile.backend`."""
+"""Selects the backend by `profile.backend`. No other module does."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +23,8 @@ def comm(profile: Profile, tp: int) -> Comm:
 
 
 def identity(profile: Profile, model: str) -> dict:
-    """What a model's graphs depend on besides the model: how they are compiled and by which
-    versions. Empty for torchdist, whose graphs are not compiled yet when they are written."""
+    """Compiler flags and versions on which a model's graphs depend. Empty for torchdist, whose
+    graph files are not compiled."""
     if profile.backend != "nxd":
         return {}
     return {
@@ -51,17 +51,17 @@ def compile_program(
 
 
 def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
-    """Fill `cache` where ranks compile what they run, so that a run finds it there. Raises RunError
-    where the compiler fails."""
-    # NxD has compiled its graphs already, and interpreted graphs need no compiler.
+    """Compile graphs into `cache` for profiles whose ranks compile at run time. Raises RunError if
+    the compiler fails."""
+    # NxD's graphs are already compiled, and interpreted graphs need no compiler.
     if profile.backend == "torchdist" and profile.compile_backend != "export":
-        # Caches of compilers take two writers at once; waiting saves compiling the same twice.
+        # Compiler caches allow two writers; waiting avoids compiling twice.
         with exclusive(cache, "compiling into"):
             host.compile_only(folders, profile, tp, cache)
 
 
 def ranks(profile: Profile, tp: int, cache: Path) -> Ranks:
-    """The ranks of a run, started. `cache` is where they find what precompile left."""
+    """The started ranks of a run. cache: the folder of `precompile`."""
     if profile.backend == "nxd":
         return runtime.Ranks(profile, tp)
     return host.Ranks(profile, tp, cache)

@@ -1,5 +1,5 @@
-"""Tiles of a clip and spans of its sound on the ranks: each rank decodes one of them, all of one
-shape at a time."""
+"""Decodes tiles of a clip and spans of its sound on the ranks: each rank decodes one at a time, all
+of the same shape."""
 
 import threading
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from ltx_neuron.models.programs import (
 
 
 class _OnRanks:
-    """Decodes with running ranks, which hold the programs of the shapes.
+    """Decodes with running ranks that have loaded the programs of the shapes.
 
-    at_once  how many tiles or spans a call takes at most
-    lock     held during a call: pictures and sound are decoded by two threads
+    at_once  maximum number of tiles or spans per call
+    lock     held during a call, because two threads decode pictures and sound
     """
 
     def __init__(self, ranks: Ranks, lock: AbstractContextManager | None = None):
@@ -29,12 +29,12 @@ class _OnRanks:
     def _decode(
         self, program: str, given: str, parts: Sequence[Tensor], made: str, **constants: Tensor
     ) -> list[Tensor]:
-        """What the program makes of parts of one shape. NaN and Inf are returned as they are: the
-        caller knows the file that they come from."""
+        """The program's outputs for parts of one shape. NaN and Inf are returned, because the
+        caller can name the model's file."""
         decoded = []
         for first in range(0, len(parts), self.at_once):
             together = parts[first : first + self.at_once]
-            # Ranks for which there is no part decode the last one as well.
+            # Idle ranks repeat the last part.
             idle = [parts[-1]] * (self.at_once - len(together))
             with self._lock:
                 self.ranks.put(program, None, **{given: torch.cat([*together, *idle])}, **constants)

@@ -1,4 +1,5 @@
-"""Sound as the ranks decode it: a mel decoder, whose spectrograms a vocoder makes waveforms of."""
+"""Sizes of the audio decoders: a mel decoder (latents to spectrogram) and a vocoder (spectrogram to
+waveform)."""
 
 import math
 from dataclasses import dataclass
@@ -6,18 +7,16 @@ from dataclasses import dataclass
 from ltx_neuron.config.common import HOST_DECODES, ModelConfig, check_numbers, check_values
 from ltx_neuron.errors import UserError
 
-AUDIO_SCALE = 4  # rows of a spectrogram for a latent, but for the first, and bins
-# What a rank decodes at a time: those windows of which four make the sound of 121 frames at 24 per
-# second.
+AUDIO_SCALE = 4  # spectrogram rows per latent (1 for the first one), and bins per latent bin
+# Sizes of a rank's spans: four of them cover the sound of 121 frames at 24 per second.
 SPAN_LATENTS, SPAN_ROWS = 57, 208
-GENERATOR_BINS = 64  # ltx-core's generators read two spectrograms of so many
-RESAMPLING_REACH = 7  # samples before and after one of what a waveform is resampled from
+GENERATOR_BINS = 64  # of each of the two spectrograms that ltx-core's generators read
+RESAMPLING_REACH = 7  # input samples before and after one on which resampling depends
 ACTIVATION_REACH = 5  # samples before and after one that its activation depends on
 
 
 def span_sizes(latents: int) -> tuple[int, int]:
-    """Latents, and rows of a spectrogram, that a rank decodes at a time of so many latents of
-    sound."""
+    """Latents and spectrogram rows that a rank decodes at a time, for a sound of `latents`."""
     rows = AUDIO_SCALE * latents - (AUDIO_SCALE - 1)
     return min(latents, SPAN_LATENTS), min(rows, SPAN_ROWS)
 
@@ -26,8 +25,8 @@ def span_sizes(latents: int) -> tuple[int, int]:
 class AudioDecoderConfig(ModelConfig):
     """The mel decoder (audio_vae section of the metadata).
 
-    multipliers  channels of each level by base_channels, the level of the finest map first
-    blocks       residual blocks of a level
+    multipliers  channels of each level in units of base_channels, the finest level first
+    blocks       residual blocks per level
     """
 
     latent_channels: int
@@ -43,8 +42,8 @@ class AudioDecoderConfig(ModelConfig):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Latents before and after one that its spectrogram depends on: 33 and 0 in the release.
-        Every 3 x 3 convolution looks two rows back."""
+        """Latents before and after one on which its spectrogram depends: 33 and 0 in the release.
+        Every 3 x 3 convolution reads two earlier rows."""
         rows = 2  # of conv_out
         for level in range(len(self.multipliers)):
             rows += 4 * self.blocks
@@ -54,9 +53,9 @@ class AudioDecoderConfig(ModelConfig):
 
 
 def audio_decoder_config(metadata: dict) -> AudioDecoderConfig:
-    """Parse the checkpoint's `config` metadata. Raises UserError for a mel decoder that is not
-    built as the released one; ltx-core's may decode it still."""
-    # Of an absent value, ltx-core's defaults.
+    """Parse the checkpoint's `config` metadata. Raises UserError for a mel decoder with another
+    structure than the released one; ltx-core may still run it."""
+    # ltx-core's defaults of absent values.
     released = {"norm_type": "pixel", "causality_axis": "height", "mid_block_add_attention": False}
     defaults = {"norm_type": "pixel", "causality_axis": "height", "mid_block_add_attention": True}
     try:
@@ -82,13 +81,13 @@ def audio_decoder_config(metadata: dict) -> AudioDecoderConfig:
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """One of the vocoder's two generators: from a mel spectrogram to a waveform.
+    """One of the vocoder's two generators: mel spectrogram to waveform.
 
     channels   after the first convolution; every upsampling halves them
-    rates      samples that take the place of one, by upsampling
+    rates      output samples per input sample of each upsampling
     kernels    taps of the upsamplings
     blocks     taps and dilations of the residual blocks after each upsampling
-    clamped    whether the waveform is kept in [-1, 1]
+    clamped    whether the waveform is clamped to [-1, 1]
     """
 
     channels: int
@@ -98,8 +97,7 @@ class GeneratorConfig:
     clamped: bool
 
     def reads(self, first: int, last: int) -> tuple[int, int]:
-        """The first and the last row of the spectrogram on which samples `first` to `last`
-        depend."""
+        """The first and last spectrogram rows on which samples `first` to `last` depend."""
         around = 3 + ACTIVATION_REACH  # of the last activation and convolution
         first, last = first - around, last + around
         for number in reversed(range(len(self.rates))):
@@ -107,7 +105,7 @@ class GeneratorConfig:
         return first - 3, last + 3
 
     def stage_reads(self, number: int, first: int, last: int) -> tuple[int, int]:
-        """The same of one upsampling with its residual blocks."""
+        """The same for one upsampling with its residual blocks."""
         rate, taps = self.rates[number], self.kernels[number]
         around = max(
             sum((taps // 2) * (dilation + 1) + 2 * ACTIVATION_REACH for dilation in dilations)
@@ -120,11 +118,11 @@ class GeneratorConfig:
 @dataclass(frozen=True)
 class VocoderConfig(ModelConfig):
     """The vocoder with bandwidth extension (vocoder section of the metadata): a generator of
-    samples at `low_rate`, and one that makes samples at `rate` of these.
+    samples at `low_rate`, and one that computes samples at `rate` from these.
 
     mel_bins   of the second generator's spectrogram
-    window     samples at low_rate of a row of it
-    hop        samples from a row to the next
+    window     samples at low_rate per row of it
+    hop        samples from one row to the next
     """
 
     vocoder: GeneratorConfig
@@ -137,12 +135,12 @@ class VocoderConfig(ModelConfig):
 
     @property
     def low_samples(self) -> int:
-        """Samples at low_rate for a row of the mel spectrogram."""
+        """Samples at low_rate per row of the mel spectrogram."""
         return math.prod(self.vocoder.rates)
 
     @property
     def samples(self) -> int:
-        """Samples for a row of the mel spectrogram."""
+        """Samples per row of the mel spectrogram."""
         return self.low_samples * self.rate // self.low_rate
 
     @property
@@ -152,8 +150,8 @@ class VocoderConfig(ModelConfig):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Rows of a mel spectrogram before and after one that its samples depend on: 56 and 52
-        in the release."""
+        """Mel spectrogram rows before and after one on which its samples depend: 56 and 52 in the
+        release."""
         first, last = self.bwe.reads(0, self.samples - 1)
         first, last = (first + 1) * self.hop - self.window, (last + 1) * self.hop - 1
         first, last = self.vocoder.reads(first, last)
@@ -161,8 +159,8 @@ class VocoderConfig(ModelConfig):
 
 
 def vocoder_config(metadata: dict) -> VocoderConfig:
-    """Parse the checkpoint's `config` metadata. Raises UserError for a vocoder that is not built as
-    the released one; ltx-core's may run it still."""
+    """Parse the checkpoint's `config` metadata. Raises UserError for a vocoder with another
+    structure than the released one; ltx-core may still run it."""
     try:
         vocoder, bwe = metadata["vocoder"]["vocoder"], metadata["vocoder"]["bwe"]
         config = VocoderConfig(

@@ -1,5 +1,5 @@
-"""The joint audio-video DiT with its text connectors, and Bucket, the shape that a graph of it is
-compiled for."""
+"""Sizes of the joint audio-video DiT with its text connectors, and Bucket, the shape of its
+graphs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from ltx_neuron.errors import UserError
 # learnable registers per connector; the config key is ignored upstream too
 # (embeddings_connector.py)
 REGISTERS = 128
-CONST_MAX_HEAD_DIM = 128  # of the heads that attention=nki_const_max has a kernel for
+CONST_MAX_HEAD_DIM = 128  # head size of the kernel of attention=nki_const_max
 
-# What the transformer code assumes. Same list as ltx-core's LTXModelConfigurator, plus what only
-# 2.3 checkpoints have.
+# Values that the transformer code assumes: those of ltx-core's LTXModelConfigurator, and those of
+# 2.3 checkpoints only.
 _REQUIRED = {
     "dropout": 0.0,
     "attention_bias": True,
@@ -49,13 +49,13 @@ _DEFAULTS = {
     "audio_in_channels": 128,
     "norm_eps": 1e-6,
     "positional_embedding_theta": 10000.0,
-    # Flags of later releases; a 2.3 checkpoint has none of them and means these values.
+    # Flags of later releases; a 2.3 checkpoint lacks them, which means these values.
     "ff_bias": True,
     "audio_ff_bias": True,
     "connector_ff_bias": True,
     "use_prompt_adaln_single": True,
 }
-# By attention: the prefix of its keys.
+# Attention -> prefix of its keys.
 _SIZES = {
     "video": "",
     "audio": "audio_",
@@ -153,15 +153,15 @@ def transformer_config(metadata: dict) -> TransformerConfig:
         "connector width": config.video_connector.inner,
         "audio connector width": config.audio_connector.inner,
     }
-    # A width that the file does not name is the one that the code needs.
+    # A width that the file omits is the one that the code needs.
     check_values("transformer", widths | values | connectors, widths, "this code")
     return config
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shape a DiT step is compiled for. Height and width only count through their tokens:
-    portrait and landscape share.
+    """The shape for which a DiT step is compiled. Height and width matter only through their number
+    of tokens, so portrait and landscape share a bucket.
 
     video_tokens   tokens of the video latent, appended keyframe tokens included
     audio_tokens   tokens of the audio latent
@@ -184,7 +184,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """Its folder's and its programs' name: what is as in text to video is not named."""
+        """The name of its folder and programs, without values that are those of text to video."""
         audio = f"a{self.audio_tokens}" + (
             f"t{self.audio_timesteps}" if self.audio_timesteps > 1 else ""
         )

@@ -1,13 +1,13 @@
-"""What the host computes with: the video VAE's dtype, and the library of float32 products.
+"""The host's arithmetic: the video VAE's dtype, and the library of float32 products.
 
-A CPU's name and flags do not tell what is fastest. Some CPUs have bfloat16 dot products that are no
-faster than float32, some compute it at a third of float32's rate, and AMX at ten times that. torch
-multiplies float32 matrices by its BLAS, which is MKL on x86; oneDNN is in torch too. On CPUs that
-are not Intel's MKL has half of oneDNN's rate or less; on Intel's it has up to 1.5 times as much.
+A CPU's name and flags do not determine the fastest choice. bfloat16 runs at a third of float32's
+rate on some CPUs, at the same rate on others, and at ten times that with AMX. torch multiplies
+float32 matrices with its BLAS (MKL on x86) and also contains oneDNN. MKL has at most half of
+oneDNN's rate on CPUs of other vendors, and up to 1.5 times its rate on Intel's.
 
-So both are timed. Outputs' bits depend on what is chosen, so it is measured once per machine and
-stored in <artifacts-dir>/calibration/. Another CPU, number of cores, version of torch or limit on
-instructions is another machine, with a file of its own.
+Both choices are therefore measured. They affect output bits, so they are measured once per machine
+and stored in <artifacts-dir>/calibration/. A change of CPU, number of cores, version of torch or
+limit on instructions counts as another machine, with another file.
 Figures: benchmarks/text_encode.md and vae_decode.md.
 """
 
@@ -30,25 +30,25 @@ from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.host.background import Workers
 
 BLAS, ONEDNN = "blas", "onednn"
-MANY_ROWS = 256  # of activations, from which on they are many
-# Elements of a weight that are cast at once: 8 MB in float32, which a core's share of the cache
-# holds. MKL is a tenth faster with twice as many. With many rows of activations casting costs
-# little beside the product, and larger pieces are faster.
+MANY_ROWS = 256  # of activations: from this number on they count as many
+# Elements of a weight that are cast at once: 8 MB in float32, which fit a core's share of the
+# cache. MKL is a tenth faster with twice as many. With many rows of activations casting costs
+# little compared with the product, and larger pieces are faster.
 PIECE_ELEMENTS, LARGE_PIECE_ELEMENTS = 2**21, 2**23
 _MIN_WEIGHT_ROWS = 64  # of a piece: fewer do not keep a product busy
 
-# Rows of activations, inputs and outputs of the products that are timed: a piece of a weight of
-# Gemma3, a core's share of one of the video connector, and a core's piece of a convolution of the
-# video decoder.
+# Rows of activations, inputs and outputs of the timed products: a piece of a weight of Gemma3, a
+# core's share of a weight of the video connector, and a core's piece of a convolution of the video
+# decoder.
 _TIMED_PRODUCTS = {"few": (60, 3840, 1024), "many": (1024, 4096, 256), "tile": (128, 256, 256)}
-_TILES = 50  # products of a tile in a turn
+_TILES = 50  # products of a tile per round
 _TURNS, _ATTEMPTS = 5, 3
 
-# Channels, frames, height and width of the convolution that is timed: 1.3 ms in float32, and not
-# a second where bfloat16 is computed number by number.
+# Channels, frames, height and width of the timed convolution: 1.3 ms in float32, and less than a
+# second where bfloat16 has no vector instructions.
 _TIMED_CONVOLUTION = (64, 2, 16, 16)
 _REPEATS = 10
-# Measured ratio from which on -> what it counts as. The steps are wide apart: 0.3, 1 and 2 without
+# Lower bound of the measured ratio -> speed. Measured ratios are far apart: 0.3, 1 and 2 without
 # AMX, 6 to 10 with it.
 _SPEEDS = {4.0: 8, 1.4: 2}
 
@@ -62,18 +62,18 @@ _LIMITS = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
 )
-# Fields of a run's identity that are measured choices: results depend on them in rounding alone.
+# Fields of a run's identity that are measured choices, which change only rounding.
 CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
-# By file, the choices of this process, which hold to its end.
+# File -> the choices of this process, which do not change until it ends.
 _choices: dict[Path, dict[str, Any]] = {}
 
 
 class Libraries(NamedTuple):
-    """BLAS or ONEDNN, by what is multiplied.
+    """BLAS or ONEDNN, by kind of product.
 
     few   few rows of activations with a large weight: Gemma3's layers
     many  many rows: the connectors' blocks
-    tile  what one core takes of a convolution (host/winograd.py)
+    tile  one core's part of a convolution (host/winograd.py)
     """
 
     few: str = ONEDNN
@@ -83,8 +83,8 @@ class Libraries(NamedTuple):
 
 class Arithmetic(NamedTuple):
     """dtype      of the video decoder's feature maps and direct convolutions
-    speed      how many times as fast as in float32 this CPU convolves in it: 1, 2 or 8
-    libraries  that multiply float32 matrices
+    speed      of convolutions in it, relative to float32 on this CPU: 1, 2 or 8
+    libraries  for products of float32 matrices
     """
 
     dtype: torch.dtype = torch.float32
@@ -92,14 +92,14 @@ class Arithmetic(NamedTuple):
     libraries: Libraries = Libraries()
 
     def of_latents(self, dtype: torch.dtype) -> "Arithmetic":
-        """What latents are made in, by encoder and upsamplers, of a run in `dtype`: one in float32
-        keeps them so whatever frames are decoded in."""
+        """The arithmetic of encoder and upsamplers for a run in `dtype`. A float32 run makes
+        latents in float32, also if frames are decoded in bfloat16."""
         if dtype == torch.bfloat16:
             return self
         return Arithmetic(libraries=self.libraries)
 
     def describe(self) -> dict:
-        """What bits depend on: for reports and sidecars."""
+        """The choices that affect output bits, for reports and sidecars."""
         return {
             "host_dtype": str(self.dtype).removeprefix("torch."),
             "host_dtype_speed": self.speed,
@@ -114,17 +114,16 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, library: str) -> None:
     """Write x (M, K) times the transpose of weight (N, K) to `out` (M, N), which may be columns of
     a larger matrix. All are float32."""
     if library == ONEDNN and torch.backends.mkldnn.is_available():
-        # The operator that torch.compile's CPU backend puts in for a linear layer: no public call
-        # reaches oneDNN for float32.
+        # The operator that torch.compile's CPU backend uses for a linear layer, because no public
+        # function uses oneDNN for float32.
         out.copy_(torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
     else:
         torch.mm(x, weight.t(), out=out)
 
 
 class StoredProducts:
-    """Products of float32 activations with weights of any dtype, which are cast piece by piece in
-    the CPU's cache. Its memory is used again: fresh pages cost more than what is written to
-    them."""
+    """Products of float32 activations with weights of any dtype, which are cast in pieces that
+    fit the CPU's cache. The memory is reused, because new pages cost more than writing to them."""
 
     def __init__(self, libraries: Libraries):
         self._libraries, self._cast_buffer = libraries, torch.empty(0)
@@ -152,11 +151,11 @@ class StoredProducts:
 def arithmetic(
     host_dtype: str, dtype: torch.dtype, artifacts_dir: Path | None = None
 ) -> Arithmetic:
-    """What the video decoder computes in on this machine.
+    """The video decoder's arithmetic on this machine.
 
-    host_dtype     "float32", "bfloat16", or "auto": bfloat16 for a run in it where that is faster
+    host_dtype     "float32", "bfloat16", or "auto": bfloat16 if the run is in it and it is faster
     dtype          of the run
-    artifacts_dir  keeps what is measured; None: this process measures for itself
+    artifacts_dir  stores measurements; None: this process measures again
     """
     if host_dtype == "float32" or (host_dtype == "auto" and dtype != torch.bfloat16):
         return FLOAT32
@@ -167,13 +166,13 @@ def arithmetic(
 
 
 def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
-    """How many times as fast as in float32 this CPU convolves in bfloat16: 1, 2 or 8."""
+    """The speed of bfloat16 convolutions relative to float32 on this CPU: 1, 2 or 8."""
     speeds = (1, *_SPEEDS.values())
     return _choice(artifacts_dir, "bfloat16_speed", _measured_speed, speeds)
 
 
 def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
-    """Which library is faster on this CPU, for each kind of product."""
+    """The faster library on this CPU, for each kind of product."""
     all_libraries = itertools.product((BLAS, ONEDNN), repeat=len(Libraries._fields))
     values = [Libraries(*each)._asdict() for each in all_libraries]
     return Libraries(**_choice(artifacts_dir, "float32_products", _measured_libraries, values))
@@ -196,7 +195,7 @@ def _measured_libraries() -> dict[str, str]:
 
 
 def _products(kind: str) -> dict[str, Callable[[], object]]:
-    """The product of a kind by each library, as text encoder and video decoder make it."""
+    """A product of a kind with each library, as text encoder and video decoder compute it."""
     rows, inputs, outputs = _TIMED_PRODUCTS[kind]
     x, out = torch.ones(rows, inputs), torch.ones(rows, outputs)
     weight = torch.ones(outputs, inputs)
@@ -212,16 +211,15 @@ def _products(kind: str) -> dict[str, Callable[[], object]]:
 
 
 def _on_one_core(measure: Callable[[], Any]) -> Any:
-    """What a function returns in a thread that computes on one core. Handing work to many takes
-    longer than the work that is timed, above all on a busy machine."""
+    """The function's result, computed in a thread on one core. On many cores, distributing the work
+    takes longer than the timed work."""
     with Workers(1) as workers:
         return workers.map(lambda _: measure(), [None])[0]
 
 
 def _fastest(functions: dict[str, Callable[[], object]]) -> str:
-    """The name of the function that takes the least time. Where the same one does not win every
-    turn, the machine is busy or they are equal: all are timed again, and then the least times
-    decide."""
+    """The name of the fastest function. If none wins every round, the machine is busy or they are
+    equally fast: all are timed again, and the least times decide."""
     turns = []
     for _ in range(_ATTEMPTS):
         latest = _in_turns(functions, _TURNS)
@@ -233,10 +231,10 @@ def _fastest(functions: dict[str, Callable[[], object]]) -> str:
 
 
 def _in_turns(functions: dict[Any, Callable[[], object]], count: int) -> list[dict[Any, float]]:
-    """CPU seconds of the functions, which run in turns: other work on the machine slows down
-    all."""
+    """CPU seconds of the functions, in alternating rounds, so that other work on the machine slows
+    down all of them."""
     for function in functions.values():
-        function()  # the first call prepares
+        function()  # warm-up
 
     def seconds(function: Callable[[], object]) -> float:
         began = time.thread_time()
@@ -260,11 +258,11 @@ def _convolutions() -> dict[torch.dtype, Callable[[], object]]:
     return convolutions
 
 
-# --- choices that are stored ----------------------------------------------------------------------
+# --- stored choices -------------------------------------------------------------------------------
 
 
 def this_machine() -> dict:
-    """What measurements hold for, for a person to read."""
+    """A readable description of the machine for which measurements are valid."""
     return {
         "processor": machine.processor(),
         "instructions": machine.instructions(),
@@ -283,8 +281,8 @@ def choices_file(artifacts_dir: Path) -> Path:
 def _choice(
     artifacts_dir: Path | None, key: str, measure: Callable[[], Any], values: Sequence
 ) -> Any:
-    """The stored choice of this machine, one of some JSON values. Where there is none it is
-    measured, and `store_choices` writes it later: a run that is refused writes nothing."""
+    """This machine's stored choice, one of some JSON values. A missing one is measured, and
+    `store_choices` writes it later, so that a refused run writes nothing."""
     if not artifacts_dir:
         return measure()
     path = choices_file(artifacts_dir)
@@ -296,8 +294,8 @@ def _choice(
 
 
 def store_choices(artifacts_dir: Path) -> None:
-    """Write the choices of this process. What another process wrote first stays: later runs take
-    that. No artifacts folder is made for it."""
+    """Write the choices of this process. Choices that another process wrote first are kept. Does
+    not create the artifacts folder."""
     path = choices_file(artifacts_dir)
     own = _choices.get(path, {})
     if not os.path.isdir(artifacts_dir) or own.keys() <= _stored_choices(path).keys():
@@ -311,8 +309,8 @@ def store_choices(artifacts_dir: Path) -> None:
 
 
 def _stored_choices(path: Path) -> dict[str, Any]:
-    """This machine's choices; empty where there are none. A file that is damaged or cannot be read
-    is reported, and counts as none."""
+    """This machine's choices; empty if there are none. A damaged or unreadable file is reported and
+    ignored."""
     if not os.path.lexists(path):
         return {}
     try:

@@ -1,5 +1,5 @@
-"""Threads: a function in one of its own, which can be cancelled (how decoding runs while the ranks
-denoise the next video), and workers that compute pieces of a result, each on one core."""
+"""Threads: BackgroundTask runs a function that can be cancelled (decoding, while the ranks denoise
+the next video), and Workers compute pieces of a result, each on one core."""
 
 import itertools
 import math
@@ -16,21 +16,21 @@ from torch import Tensor
 POLL_SECONDS = 0.1  # how often `BackgroundTask.result` calls `poll`
 Item = TypeVar("Item")
 _current = threading.local()  # .task: the BackgroundTask whose function runs in this thread
-# A thread takes its number of threads for an operation from the default at its first one, and
-# Workers change that for a moment: with another number, sums have other bits. Held meanwhile, and
-# while a thread takes it.
+# A thread reads the default number of threads at its first operation, and Workers change that
+# default for a moment. With another number, sums have other bits. The lock is held during both.
 _default_threads = threading.Lock()
 
 
 class Cancelled(BaseException):
-    """Raised inside a cancelled function. No Exception, so that no handler of errors keeps it."""
+    """Raised inside a cancelled function. Not an Exception, so that error handlers do not catch
+    it."""
 
 
 def check_cancelled(*_) -> None:
     """Raise Cancelled if this thread runs a BackgroundTask that was cancelled.
 
-    Long computations call it often: per layer, per convolution piece, per frame written. It takes
-    and ignores any arguments, to serve as a hook of a module.
+    Long computations call it often: per layer, per convolution piece, per frame. It ignores its
+    arguments, so that it can be a hook of a module.
     """
     task = getattr(_current, "task", None)
     if task and task._cancelled:
@@ -40,7 +40,7 @@ def check_cancelled(*_) -> None:
 class BackgroundTask:
     """A function without arguments that runs in a new thread.
 
-    `result` waits for what it returns or raises; `cancel` ends it at its next `check_cancelled`.
+    `result` waits for its return value or error; `cancel` ends it at its next `check_cancelled`.
 
     As a context manager: leaving the block waits for the function and raises its error; leaving it
     by an exception cancels the function. In both cases the thread has ended afterwards.
@@ -82,12 +82,12 @@ class BackgroundTask:
         return self._ended.wait(POLL_SECONDS)
 
     def result(self, poll: Callable[[], None] = lambda: None):
-        """Wait for the function; return what it returned or raise what it raised.
+        """Wait for the function, and return its value or raise its error.
 
-        `poll` is called every POLL_SECONDS meanwhile. An error that it raises ends the waiting,
-        not the function.
+        `poll` is called every POLL_SECONDS meanwhile. Its error ends the waiting, not the
+        function.
         """
-        # Event.wait and not Thread.join: Ctrl-C in join makes Python take the thread for ended.
+        # Event.wait, because after Ctrl-C in Thread.join Python regards the thread as ended.
         while not self.wait():
             poll()
         self._thread.join()
@@ -101,7 +101,7 @@ class BackgroundTask:
         The function's result or error is dropped.
         """
         self._cancelled = True
-        if self._thread.ident:  # None where the thread could not be started
+        if self._thread.ident:  # None if the thread could not be started
             self._ended.wait()
             self._thread.join()
 
@@ -118,11 +118,10 @@ class BackgroundTask:
 
 @contextmanager
 def ahead(items: Generator[Item, None, None]) -> Iterator[Iterator[Item]]:
-    """The items of a generator, which runs in a thread of its own: one may wait to be taken while
-    the next one is made.
+    """The items of a generator that runs in a separate thread, one item ahead.
 
-    An error of the generator is raised where its item would have been taken. Leaving the block
-    cancels it at its next `check_cancelled`, and closes it.
+    The generator's error is raised in place of its item. Leaving the block cancels it at its next
+    `check_cancelled`, and closes it.
     """
     made, end = queue.Queue(maxsize=1), object()
 
@@ -140,7 +139,7 @@ def ahead(items: Generator[Item, None, None]) -> Iterator[Iterator[Item]]:
     def taken() -> Iterator[Item]:
         while True:
             check_cancelled()
-            over = task.done  # asked first: what it made last is in the queue then
+            over = task.done  # read first, because its last item is then in the queue
             try:
                 item = made.get(timeout=0 if over else POLL_SECONDS)
             except queue.Empty:
@@ -160,16 +159,16 @@ def ahead(items: Generator[Item, None, None]) -> Iterator[Iterator[Item]]:
 
 
 class Workers:
-    """One thread per core, each with scratch memory that is used again and again: fresh pages cost
-    more than the sums written to them.
+    """One thread per core, each with reusable scratch memory, because new pages cost more than
+    writing to them.
 
-    Each thread computes pieces of a result on one core, from that core's cache. torch's own way,
-    which shares each operation out between the cores, takes several times as long on a busy
-    machine, as every operation waits for the slowest core.
+    Each thread computes pieces of a result on one core, in that core's cache. torch divides each
+    operation between the cores. On a busy machine that takes several times as long, because every
+    operation waits for the slowest core.
     """
 
     def __init__(self, count: int | None = None):
-        """count: of threads; without it, torch's."""
+        """count: number of threads; None: torch's."""
         default = torch.get_num_threads()
         self.count = count or default
         self._memory = threading.local()
@@ -201,8 +200,7 @@ class Workers:
         self._threads.shutdown(cancel_futures=True)
 
     def map(self, function: Callable, items: Iterable) -> list:
-        """What the function returns for every item. Raises the first error of a call, or
-        Cancelled."""
+        """The function's results for all items. Raises the first error of a call, or Cancelled."""
         results = []
         for result in self._threads.map(torch.no_grad()(function), items):
             check_cancelled()
@@ -212,10 +210,10 @@ class Workers:
     def scratch(self, name: str, *shape: int) -> Tensor:
         """An uninitialised float32 tensor of the calling thread.
 
-        It lies where the thread's tensor of the same name lay before.
+        It reuses the memory of the thread's tensor with the same name.
         """
         buffers, size = vars(self._memory), math.prod(shape)
         if name not in buffers or buffers[name].numel() < size:
-            buffers.pop(name, None)  # freed first, so that both never exist
+            buffers.pop(name, None)  # freed first, so that never both exist
             buffers[name] = torch.empty(size)
         return buffers[name][:size].view(shape)

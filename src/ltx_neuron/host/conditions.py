@@ -1,8 +1,8 @@
-"""A job's sound, videos and images as tensors. Sound and videos are encoded on the host once a job,
-before its first stage, under the names that --save-tensors has for them.
+"""A job's sound, videos and images as tensors. The host encodes sound and videos once per job,
+before the first stage, under their names in --save-tensors.
 
 Sources: ltx-pipelines 1.2.0, a2vid_two_stage.py, retake.py, iclora_utils.py and utils/helpers.py.
-What a file lacks for its job is a UserError, which the checks raise before a model is loaded.
+The checks raise UserError for unsuitable files before a model is loaded.
 """
 
 import math
@@ -41,12 +41,12 @@ from ltx_neuron.weights.finite import finite
 
 SOUND, RETAKE = "--audio-path", "--video-path"
 REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
-CHANNELS = 2  # of the sound that is encoded
-_TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, which is reflected
+CHANNELS = 2  # of the encoded sound
+_TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, for its reflection
 
 
 def check(inputs: Inputs) -> None:
-    """Raise UserError where a file is none that can be encoded: of videos only headers are read."""
+    """Raise UserError for files that cannot be encoded. Reads only the headers of videos."""
     for image in inputs.images:
         check_image(image.path, *inputs.size.sides, inputs.upright)
     if inputs.sound:
@@ -69,15 +69,15 @@ def encode_images(
 
 
 def encode(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
-    """A job's given sound and videos by name; what it was not given is not there.
+    """Tensors of a job's input sound and videos by name. Missing inputs have no entries.
 
-    mel               (1, 2, frames, 64) float32; of a retake only where its file has sound
-    audio_latent      (1, 8, Ta, 16), as long as the video; where there is a mel
-    waveform          (2, N) float32, and waveform_rate, of them per second: the sound condition's
-    video_latent      (1, 128, F, h, w), of a retake; of a video that is made longer, the clip that
-                      its windows are cut out of, zeros where it is new; so its audio_latent
+    mel               (1, 2, frames, 64) float32; for a retake only if its file has sound
+    audio_latent      (1, 8, Ta, 16), as long as the video; if there is a mel
+    waveform          (2, N) float32, and waveform_rate, samples per second, of an input sound
+    video_latent      (1, 128, F, h, w), of a retake; of an extended video, the clip from which
+                      windows are cut, zero where it is new, like its audio_latent
     reference_latent  (1, 128, F, h, w), then reference_latent_1 and so on
-    reference_attention  (1, M), a weight for each token of all references, where there is a mask
+    reference_attention  (1, M), a weight per token of all references, if there is a mask
     """
     tensors = {}
     if inputs.sound:
@@ -110,7 +110,7 @@ def _encode_sound(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _read_sound_condition(inputs: Inputs) -> Sound:
-    """The samples that a sound condition asks for, in one or two channels."""
+    """The input sound's selected seconds, in one or two channels."""
     assert inputs.sound
     path, start, duration = inputs.sound.path, inputs.sound.start_time, inputs.sound.max_duration
     duration = inputs.size.seconds if duration is None else duration
@@ -129,7 +129,7 @@ def _read_sound_condition(inputs: Inputs) -> Sound:
 
 
 def _too_short(inputs: Inputs, sound: Sound, audio_frames: int) -> UserError:
-    """audio_frames  latents that the sound is encoded as"""
+    """audio_frames  number of the sound's latents"""
     assert inputs.sound
     asked, size, where, advice = inputs.sound, inputs.size, "", "pass a longer sound"
     if asked.start_time:
@@ -155,7 +155,7 @@ def _is_too_short(sound: Sound) -> bool:
 
 
 def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
-    """Raise UserError for a sound that the encoder does not take."""
+    """Raise UserError for a sound that the encoder does not support."""
     if len(sound.samples) > CHANNELS:
         raise UserError(
             f"{flag} {path} has {len(sound.samples)} channels of sound, wanted 1 or 2; mix them"
@@ -176,7 +176,7 @@ def _check_rate(path: str | Path, flag: str, rate: int, wanted: int) -> None:
 
 
 def _stereo(sound: Sound, typed: str) -> Sound:
-    """The sound in two channels; where it has one, both are that, and it is said."""
+    """The sound in two channels. A mono sound is duplicated, with a printed line."""
     if len(sound.samples) == CHANNELS:
         return sound
     print(f"{typed}: its one channel of sound is taken for both, left and right")
@@ -187,7 +187,7 @@ def _stereo(sound: Sound, typed: str) -> Sound:
 
 
 def _check_source(inputs: Inputs) -> None:
-    """Raise UserError unless every frame of the video is there by its time, with a usable sound."""
+    """Raise UserError unless the video has a frame at every time, and a usable sound."""
     assert inputs.retake
     path, size, extension = inputs.retake.path, inputs.size, inputs.extension
     frames, seconds, times = size.num_frames, size.seconds, size.seconds
@@ -212,13 +212,13 @@ def _encode_retake(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _fitted(latent: Tensor, frames: int) -> Tensor:
-    """A sound's latent with so many frames. What the sound is too short for is zeros, which are no
-    encoded silence: upstream's rule."""
+    """A sound's latent with `frames` frames, padded with zeros. Zeros are not encoded silence, but
+    upstream pads so."""
     return F.pad(latent, (0, 0, 0, frames - latent.shape[2])).contiguous()
 
 
 def _retaken_sound(path: str | Path, seconds: float) -> Sound | None:
-    """The video's sound as long as the video; None where there is too little of it."""
+    """The video's sound as long as the video; None if it is too short."""
     sound = read_sound(path, RETAKE, 0.0, seconds)
     if sound is None or _is_too_short(sound):
         return None
@@ -226,7 +226,7 @@ def _retaken_sound(path: str | Path, seconds: float) -> Sound | None:
     return sound
 
 
-# --- a video that is made longer ------------------------------------------------------------------
+# --- extended videos ------------------------------------------------------------------------------
 
 
 def _encode_extension(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
@@ -244,19 +244,20 @@ def _encode_extension(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
-    """The file's frames that the windows see."""
+    """The file's frames that windows hold."""
     extension, frames = inputs.extension, _source_frames(inputs)
     assert extension
     if not extension.before:
         return islice(frames, extension.source_frames - extension.known_frames, None)
-    # A latent of its own for one frame: the file's are behind the first latent of the clip. Nothing
-    # moves before them, as the encoder takes it of every clip.
+    # The clip's first latent is one frame, and the file's latents follow it. The encoder assumes
+    # for every clip that nothing moves before it.
     first = next(frames)
     return chain([first, first], islice(frames, extension.known_frames - 1))
 
 
 def _extended_sound(inputs: Inputs) -> Sound:
-    """The file's sound as long as its video, behind as much silence as is made before it."""
+    """The file's sound, as long as its video, after silence for the part that is generated before
+    it."""
     extension, retake = inputs.extension, inputs.retake
     assert extension and retake
     path = retake.path
@@ -281,8 +282,8 @@ def _source_frames(inputs: Inputs) -> Iterator[np.ndarray]:
 def with_source(
     inputs: Inputs, decoded: Generator[Tensor, None, None]
 ) -> Generator[Tensor, None, None]:
-    """The frames of a video that is made longer, in chunks, uint8 (N, H, W, 3): the file's own, bit
-    for bit, and the new ones of those that are decoded; later ones are not asked for."""
+    """The frames of an extended video, in chunks, uint8 (N, H, W, 3): the file's, bit for bit, and
+    the new ones from `decoded`, which is read no further than needed."""
     extension = inputs.extension
     assert extension
     taken, kept = extension.decoded, map(torch.from_numpy, _source_frames(inputs))
@@ -297,7 +298,7 @@ def with_source(
 
 
 def _check_references(inputs: Inputs) -> None:
-    """Raise UserError unless references and mask can fill the clip and divide among latents."""
+    """Raise UserError unless references and mask are long enough and divide evenly over latents."""
     for reference in inputs.references:
         _, height, width = reference.pixels(inputs.size.first)
         sides = height, width
@@ -313,7 +314,7 @@ def _encode_reference(host: HostModels, inputs: Inputs, reference: ReferenceVide
     frames = _exactly(there, first_frames(path, REFERENCE, inputs.upright), path, REFERENCE)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
     count, *sides = reference.pixels(inputs.size.first)
-    # The encoder takes 8k+1 frames: upstream's leaves the last ones out, too.
+    # The encoder needs 8k+1 frames; upstream omits the last ones, too.
     pixels = pixels_of(taken, *sides)[:, :, :count]
     return host.encode_video(pixels.to(host.dtype), whole=True)
 
@@ -324,7 +325,7 @@ def _reference_attention(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     assert mask
     frames = first_frames(mask.path, MASK, inputs.upright)
     frames = _exactly(_mask_frames(inputs), frames, mask.path, MASK)
-    # At the size of the stage, not of the references.
+    # At the stage's size, not the references'.
     pixels = pixels_of(frames, *inputs.size.first.sides).to(dtype)
     shapes = (reference.latent_shape(inputs.size.first) for reference in inputs.references)
     weights = [token_weights(pixels, shape) for shape in shapes]
@@ -332,7 +333,7 @@ def _reference_attention(inputs: Inputs, dtype: torch.dtype) -> Tensor:
 
 
 def _mask_frames(inputs: Inputs) -> int:
-    """How many frames of the mask are taken: UserError where they do not divide."""
+    """The number of used frames of the mask. Raises UserError if they do not divide evenly."""
     mask = inputs.attention_mask
     assert mask
     frames = min(footage(mask.path, MASK).num_frames, inputs.size.num_frames)
@@ -349,7 +350,7 @@ def _mask_frames(inputs: Inputs) -> int:
 
 
 def mask_divides(frames: int, latent_frames: int) -> bool:
-    """Whether a mask of so many frames has equally many for each latent frame after the first."""
+    """Whether a mask's frames divide evenly over the latent frames after the first."""
     if latent_frames == 1:
         return True
     return frames >= latent_frames and (frames - 1) % (latent_frames - 1) == 0
@@ -359,8 +360,8 @@ def token_weights(pixels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
     """Weights (1, F*h*w) in [0, 1] of a reference's tokens, from a mask's pixels (1, 3, frames, H,
     W) in [-1, 1]; computed in their dtype.
 
-    A token's weight is the mean grey of its area: for the first latent frame of the first frame,
-    for each later one of as many frames as `mask_divides` has found.
+    A token's weight is the mean grey of its area: of the first frame for the first latent frame,
+    and of an equal number of frames for each later one (see `mask_divides`).
     """
     frames, rows, columns = latent_shape
     grey = ((pixels.mean(dim=1) + 1) / 2).clamp(0, 1)  # (1, frames, H, W)
@@ -395,7 +396,7 @@ def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:
 def _exactly(
     count: int, frames: Iterable[np.ndarray], path: str | Path, flag: str
 ) -> Iterator[np.ndarray]:
-    """The first so many frames: UserError where there are fewer."""
+    """The first `count` frames. Raises UserError if there are fewer."""
     got = 0
     for frame in islice(frames, count):
         got += 1

@@ -1,4 +1,4 @@
-"""Clips as latents: an encoder over whole clips, in upstream's tiles."""
+"""Encodes clips to latents, in upstream's tiles."""
 
 import itertools
 from collections import Counter
@@ -10,14 +10,13 @@ from torch import Tensor
 
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
 
-# Latents of a tile, and those that it has in common with the next one: 80 frames and 24, 768 pixels
-# and 64.
+# Latents of a tile, and its overlap with the next one: 80 and 24 frames, 768 and 64 pixels.
 TIME_TILE, TIME_OVERLAP = 80 // TIME_SCALE, 24 // TIME_SCALE
 SPACE_TILE, SPACE_OVERLAP = 768 // SPACE_SCALE, 64 // SPACE_SCALE
 
 
 class Part(NamedTuple):
-    """A tile's latents along an axis, and the weight of each when tiles are blended."""
+    """A tile's latents along an axis, and their weights for blending."""
 
     start: int
     stop: int
@@ -25,15 +24,15 @@ class Part(NamedTuple):
 
 
 def encode_tiled(encode: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
-    """The latent (1, 128, F, h, w) of pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1], encoded in tiles
-    that are blended. A clip of at most 80 frames and 768 pixels a side is one tile.
+    """The latent (1, 128, F, h, w) of pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1], encoded in
+    blended tiles. A clip of at most 80 frames and 768 pixels per side is one tile.
 
     Source: ltx-pipelines 1.2.0, VideoEncoder.tiled_encode with its default tiles.
     """
     latent = _latent(pixels.shape[2:])
     total = None
     for time, row, column in _tiles(latent):
-        # The first latent of a tile, as of a clip, is one frame.
+        # The first latent of a tile, like that of a clip, is one frame.
         tile = pixels[
             :,
             :,
@@ -52,7 +51,7 @@ def encode_tiled(encode: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
 
 
 def tile_counts(pixels: Sequence[int]) -> Counter[tuple[int, int, int]]:
-    """How many tiles of which frames, rows and columns a clip of so many is encoded in."""
+    """The number of tiles of each size (frames, rows, columns) for a clip of `pixels`."""
     lengths = ([part.stop - part.start for part in tile] for tile in _tiles(_latent(pixels)))
     return Counter(
         ((f - 1) * TIME_SCALE + 1, h * SPACE_SCALE, w * SPACE_SCALE) for f, h, w in lengths
@@ -73,8 +72,9 @@ def _tiles(latent: tuple[int, int, int]) -> Iterator[tuple[Part, Part, Part]]:
 
 
 def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[Part]:
-    """The tiles along an axis of so many latents. The weights of those that tiles share add up to
-    1. Causal: all but the first begin a latent earlier, of weight 0, as its frames are fewer."""
+    """The tiles along an axis of `length` latents. In overlaps, weights add up to 1. causal: all
+    tiles but the first begin one latent earlier, with weight 0, because a first latent has one
+    frame."""
     if length <= tile:
         return [Part(0, length, torch.ones(length))]
     earlier, found = int(causal), []

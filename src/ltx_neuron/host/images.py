@@ -1,5 +1,4 @@
-"""Conditioning images: read from any file that Pillow knows, as the pixels that the video encoder
-takes."""
+"""Conditioning images: files that Pillow can read, as pixels for the video encoder."""
 
 import hashlib
 import math
@@ -14,9 +13,9 @@ from PIL import Image, ImageOps
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_regular
 
-# Pillow's own bound between a large photograph and a decompression bomb.
+# Pillow's limit between a large photograph and a decompression bomb.
 MAX_IMAGE_PIXELS = 89_478_485
-# The shortest and the longest side that libx264 takes: one 2x2 block of colour, and 16384.
+# The shortest and longest side that libx264 supports: one 2x2 block of colour, and 16384.
 MIN_SIDE, MAX_SIDE = 2, 16384
 
 
@@ -59,14 +58,14 @@ def fill(image: np.ndarray, height: int, width: int) -> torch.Tensor:
 
 
 def check_image(path: str | Path, height: int = 1, width: int = 1, upright: bool = True) -> None:
-    """Raise UserError where `load_image(path, height, width)` would; nothing is returned."""
+    """Raise UserError if `load_image(path, height, width)` would."""
     check_filling(path, _decode_image(path, upright).shape[:2], height, width)
 
 
 def content_digest(path: str | Path) -> str:
-    """SHA-256 of the file's bytes, which identifies what a job is given whatever its name is.
+    """SHA-256 of a file's bytes, which identifies a job's input independent of its name.
 
-    "unreadable" where the file cannot be read: the checks of a job raise the error with its reason.
+    "unreadable" if the file cannot be read; the checks of a job raise the error.
     """
     try:
         check_regular(path)
@@ -77,7 +76,7 @@ def content_digest(path: str | Path) -> str:
 
 
 def _decode_image(path: str | Path, upright: bool) -> np.ndarray:
-    """Read an image file as uint8 (H, W, 3). UserError for what is no usable image."""
+    """Read an image file as uint8 (H, W, 3). Raises UserError for unusable images."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
@@ -110,7 +109,7 @@ def _decode_image(path: str | Path, upright: bool) -> np.ndarray:
 
 
 def _filling_size(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Height and width of a picture when scaled, in its own shape, to cover height x width."""
+    """Height and width of a picture scaled, with its aspect ratio, to cover height x width."""
     scale = max(height / size[0], width / size[1])
     return math.ceil(size[0] * scale), math.ceil(size[1] * scale)
 
@@ -128,8 +127,8 @@ def check_filling(
 
 
 def _eight_bit(image):
-    """Scale a 16-bit grey image to 8 bits, since Pillow's own conversion clips it to white.
-    ValueError for floats, which it clips to black: nothing says which of them is white."""
+    """Scale a 16-bit grey image to 8 bits, because Pillow's conversion clips it to white. Raises
+    ValueError for floats, whose value of white is unknown."""
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, wanted 8 bits: convert it")
     if not image.mode.startswith("I"):

@@ -1,5 +1,5 @@
-"""Loading the host's models: ltx-core's modules, with their tensors from a checkpoint or from an
-upsampler's file."""
+"""Loads the host's models: ltx-core's modules with tensors of a checkpoint or an upsampler's
+file."""
 
 # ltx-core's from_config is a class method that names the class that it builds as its own.
 # pyright: reportAttributeAccessIssue=false
@@ -25,33 +25,33 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 
 def import_ltx_core() -> None:
-    """Make ltx_core.model.audio_vae importable where torchaudio is not. Call it before importing
-    that package.
+    """Make ltx_core.model.audio_vae importable without torchaudio. Call it before importing that
+    package.
 
     ltx_core.model.audio_vae.ops imports torchaudio at its top, though only audio *encoding* uses
-    it. Where torchaudio is missing or does not fit the installed torch, an empty module takes its
-    place.
+    it. If torchaudio is missing or does not fit the installed torch, an empty module replaces it.
     """
     try:
         import torchaudio  # noqa: F401
     except Exception:
         stub = ModuleType("torchaudio")
-        # transformers and others ask importlib for the spec of imported modules; None is an error.
+        # transformers and others read the spec of imported modules; None is an error.
         stub.__spec__ = ModuleSpec("torchaudio", loader=None)
         sys.modules["torchaudio"] = stub
 
 
 class ModelSpec(NamedTuple):
-    """Where one model comes from: its file, how it is built, and the names of its tensors there.
+    """The source of one model: its file, its constructor, and its tensors' names in the file.
 
-    name, flag, download  for messages: of the model, the command line's flag that names the file,
-                          the command that downloads it
+    name, flag, download  for messages: the model, the flag that names the file, and the command
+    that
+                          downloads it
     path      the safetensors file
-    build     makes the module
-    prefixes  start of a tensor's name in the module -> its start in the file. The first entry is
-              the model's own part of the file, which must hold nothing else. The entry of the
-              per-channel statistics may: a checkpoint has statistics that no model reads
-    dtype     of every tensor; None leaves each as it is stored
+    build     returns the module
+    prefixes  prefix of a tensor's name in the module -> prefix in the file. The first entry is the
+              model's part of the file, which must contain no other tensors. Other parts may: a
+              checkpoint has per-channel statistics that no model reads
+    dtype     of every tensor; None keeps the stored dtypes
     """
 
     name: str
@@ -65,7 +65,7 @@ class ModelSpec(NamedTuple):
     def build_empty(self) -> torch.nn.Module:
         """The module on the meta device.
 
-        Raises UserError unless the file holds all of its tensors, in their shapes, and no others.
+        Raises UserError unless the file has all of its tensors, with their shapes, and no others.
         """
         try:
             with torch.device("meta"):
@@ -90,8 +90,8 @@ class ModelSpec(NamedTuple):
     def load(self) -> torch.nn.Module:
         """The module with its tensors from the file, in inference mode.
 
-        Its forward can be cancelled before any layer (background.check_cancelled), and what it
-        returns is checked.
+        Its forward can be cancelled before any layer (background.check_cancelled), and its outputs
+        are checked.
         """
         module = self.build_empty()
         file = self._file()
@@ -109,8 +109,8 @@ class ModelSpec(NamedTuple):
     def check_output(
         self, module: torch.nn.Module | None, given: tuple, output: torch.Tensor
     ) -> None:
-        """A hook of the module's forward: raise RunError where it returned NaN or Inf, which a
-        picture shows as black, and a sound as silence or noise."""
+        """A hook of the module's forward: raise RunError if the output has NaN or Inf, which would
+        be a black picture, silence or noise."""
         if finite(output):
             return
         if not all(finite(tensor) for tensor in given):
@@ -128,7 +128,7 @@ class ModelSpec(NamedTuple):
         return WeightFile(self.path, f"{self.download}\nand pass it with {self.flag} FILE")
 
     def _problems(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
-        """What is wrong with the file's tensors, a line each, given the shapes by name expected."""
+        """Errors of the file's tensors, a line each. expected: shapes by name."""
         file = self._file()
         shapes = file.shapes
         if shapes.keys().isdisjoint(expected):
@@ -155,7 +155,7 @@ class ModelSpec(NamedTuple):
 def checkpoint_spec(
     name: str, path: str | Path, config: dict, dtype: torch.dtype | None
 ) -> ModelSpec:
-    """Where one of a checkpoint's models comes from. `config`: the checkpoint's."""
+    """The source of one of a checkpoint's models. config: the checkpoint's."""
     import_ltx_core()
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics
@@ -171,7 +171,7 @@ def checkpoint_spec(
         "audio_decoder": (audio_vae.AudioDecoderConfigurator.from_config, "audio_vae.decoder."),
         "vocoder": (audio_vae.VocoderConfigurator.from_config, "vocoder."),
     }[name]
-    # A checkpoint holds the statistics once for encoder and decoder, which both have a copy.
+    # A checkpoint has the statistics once, for encoder and decoder.
     shared = prefix.partition(".")[0] + ".per_channel_statistics."
     return ModelSpec(
         name=name.replace("_", " "),
@@ -185,8 +185,8 @@ def checkpoint_spec(
 
 
 def upsampler_spec(kind: str, path: str | Path | None, dtype: torch.dtype) -> ModelSpec:
-    """Where the "spatial" or the "temporal" upsampler comes from. Raises UserError unless the file
-    is an upsampler by factor 2 of that kind."""
+    """The source of the "spatial" or "temporal" upsampler. Raises UserError unless the file is an
+    upsampler of that kind, by factor 2."""
     import_ltx_core()
     from ltx_core.model import upsampler
 

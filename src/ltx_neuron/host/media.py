@@ -1,7 +1,7 @@
-"""Sound and video of files that a user has, read by the rules of upstream's pipelines.
+"""Reads sound and video of users' files by the rules of upstream's pipelines.
 
-Source: ltx_pipelines utils/media_io/decode.py. Whatever PyAV reads is read; what it cannot is a
-UserError that names the file and its flag.
+Source: ltx_pipelines utils/media_io/decode.py. If PyAV cannot read a file, a UserError names the
+file and its flag.
 """
 
 import math
@@ -24,13 +24,13 @@ from ltx_neuron.sampling.extension import check_source, default_window
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
 from ltx_neuron.sampling.size import Size
 
-# What a number of full scale is in formats of whole numbers.
+# Full scale of integer sample formats.
 _FULL_SCALE = {"u8": 2**7, "s16": 2**15, "s32": 2**31}
 
 
 class Sound(NamedTuple):
-    """samples  float32 (channels, N), in [-1, 1] where the file's are
-    rate     of them, per second
+    """samples  float32 (channels, N), in [-1, 1] if the file's are
+    rate     samples per second
     """
 
     samples: Tensor
@@ -39,7 +39,7 @@ class Sound(NamedTuple):
 
 @contextmanager
 def _opened(path: str | Path, flag: str) -> Iterator:
-    """The file as PyAV's container. What PyAV raises in the block is a UserError."""
+    """The file as PyAV's container. PyAV's errors in the block become UserError."""
     import av
     from av.error import FFmpegError
 
@@ -59,8 +59,8 @@ def _opened(path: str | Path, flag: str) -> Iterator:
 def read_sound(
     path: str | Path, flag: str, start: float = 0.0, duration: float | None = None
 ) -> Sound | None:
-    """The file's first sound track from `start` on for `duration` seconds, or to its end. None
-    where it has none, or none there."""
+    """The file's first sound track from `start` on, for `duration` seconds or to its end. None if
+    there is no sound."""
     with _opened(path, flag) as container:
         stream = next(iter(container.streams.audio), None)
         if stream is None:
@@ -81,7 +81,7 @@ def read_sound(
     if not parts:
         return None
     samples = np.concatenate(parts, axis=1)
-    # Frames begin and end where the codec has it. Times before 0, a codec's run-up, stay at 0.
+    # Frames have the codec's boundaries. Times before 0 (encoder delay) count as 0.
     samples = samples[:, max(0, round((start - first) * rate)) :]
     if duration is not None:
         samples = samples[:, : round(duration * rate)]
@@ -102,10 +102,10 @@ def _samples(frame) -> np.ndarray:
 
 
 def footage(path: str | Path, flag: str, upright: bool = True) -> Size:
-    """What a video file says of its size; its frames are counted where it does not say how many.
-    UserError where its frame rate varies, with the command that makes it constant.
+    """A video file's size. Frames are counted if the header has no number of frames. Raises
+    UserError, with the command that fixes it, if the frame rate varies.
 
-    upright  its sides as they are shown: a phone stores a video as its sensor lies
+    upright  apply the display matrix, as for a phone's portrait video
     """
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
@@ -120,21 +120,21 @@ def footage(path: str | Path, flag: str, upright: bool = True) -> Size:
     return Size(height, width, number, rate)
 
 
-# Of the mean time between two frames: how much the shortest and the longest may differ. Containers
-# round times to their own ticks, Matroska to a millisecond.
+# Allowed difference of the shortest and longest time between frames, relative to the mean.
+# Containers round times, Matroska to a millisecond.
 _UNEVEN = 0.1
 
 
 def _check_constant_rate(path: str | Path, flag: str) -> None:
-    """Raise UserError where the frames of a file do not follow each other at one rate: frames are
-    taken by their numbers, and would be shown faster or slower than they were filmed."""
+    """Raise UserError if a file's frame rate varies. Frames are read by number, so their speed
+    would change."""
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
         times = _packet_times(container, stream)
         base, said = float(stream.time_base), float(stream.average_rate)
         expected = max(3, stream.frames)
     if len(times) < expected:
-        return  # too few to tell, or a file that is cut off, which decoding says
+        return  # too few to decide, or a truncated file, which decoding reports
     steps = [after - before for before, after in pairwise(sorted(times))]
     mean = sum(steps) / len(steps)
     if mean <= 0:
@@ -151,8 +151,8 @@ def _check_constant_rate(path: str | Path, flag: str) -> None:
 
 
 def _quarter_turns(frame, path: str | Path) -> int:
-    """By how many quarter turns a decoded frame is turned counterclockwise to be shown.
-    Raises UserError for a display matrix that mirrors, or turns by another angle."""
+    """The quarter turns, counterclockwise, of a decoded frame's display matrix. Raises UserError
+    for a matrix that mirrors or turns by another angle."""
     from av.sidedata.sidedata import Type
 
     data = frame.side_data.get(Type.DISPLAYMATRIX)
@@ -172,7 +172,8 @@ def _quarter_turns(frame, path: str | Path) -> int:
 
 
 def timed_frames(path: str | Path, flag: str, seconds: float) -> int | None:
-    """How many frames `frames_until` gives, by the file's packets; None where it has no times."""
+    """The number of frames of `frames_until`, from the file's packets; None if they have no
+    times."""
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
         times = _packet_times(container, stream)
@@ -194,8 +195,8 @@ def video_size(
     window_frames: int | None = None,
     upright: bool = True,
 ) -> Size:
-    """A video file's, whose seconds are made anew; of one that is made longer, of each window.
-    UserError with the command that cuts and scales one of which the model cannot have the size."""
+    """The size of a retake's file, or of each window of an extended one. Raises UserError, with the
+    command that cuts and scales the file, for a size that the model cannot have."""
     check_readable(path, flag, f"; pass a video as {flag} FILE")
     size = footage(path, flag, upright)
     frames = size.num_frames
@@ -222,8 +223,8 @@ def video_size(
 def frames_until(
     path: str | Path, flag: str, seconds: float, upright: bool = True
 ) -> Iterator[np.ndarray]:
-    """Frames, uint8 (H, W, 3), whose times are from 0 to before `seconds`; by their numbers where
-    the file has no times. upright: as they are shown, not as stored."""
+    """Frames, uint8 (H, W, 3), with times from 0 to before `seconds`; by number if the file has no
+    times. upright: as displayed, not as stored."""
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
         for frame in container.decode(stream):
@@ -241,7 +242,7 @@ def frames_until(
 
 
 def first_frames(path: str | Path, flag: str, upright: bool = True) -> Iterator[np.ndarray]:
-    """All frames, uint8 (H, W, 3), whatever their times are. upright: as they are shown, not as
+    """All frames, uint8 (H, W, 3), independent of their times. upright: as displayed, not as
     stored."""
     with _opened(path, flag) as container:
         for frame in container.decode(_video_stream(container, path, flag)):

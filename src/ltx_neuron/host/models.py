@@ -16,7 +16,7 @@ from ltx_neuron.host.encoding import encode_tiled
 from ltx_neuron.host.loading import (
     ModelSpec,
     checkpoint_spec,
-    import_ltx_core,  # noqa: F401 - what others import it from
+    import_ltx_core,  # noqa: F401 - other modules import it from here
     upsampler_spec,
 )
 from ltx_neuron.host.media import Sound
@@ -25,7 +25,7 @@ from ltx_neuron.profiles import Profile
 
 
 def lay_channels_last(module: torch.nn.Module) -> None:
-    """Lay the weights of a module's convolutions in memory with their channels last, in place."""
+    """Store the weights of a module's convolutions with channels last, in place."""
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
     for parameter in module.parameters():
         if parameter.ndim in layouts:
@@ -36,11 +36,10 @@ class HostModels:
     """The models around the transformer. Each is built from its file at first use and kept until
     `release`.
 
-    Latents are those that the transformer works on, normalised by the VAE's per-channel statistics:
+    Latents are the transformer's, normalised by the VAE's per-channel statistics:
     video (1, 128, F, h, w) with F = (frames - 1) / 8 + 1, h = height / 32 and w = width / 32; audio
-    (1, 8, Ta, 16). Any floating dtype is accepted. Every method raises UserError when a file is
-    absent or its tensors are not those that its config describes, and RunError where a model
-    returns NaN or Inf.
+    (1, 8, Ta, 16). Any floating dtype is accepted. Every method raises UserError if a file is
+    missing or its tensors do not match its config, and RunError if a model returns NaN or Inf.
     """
 
     def __init__(
@@ -56,21 +55,21 @@ class HostModels:
     ):
         """Nothing is read yet.
 
-        checkpoint_path  the checkpoint; holds every model but the upsamplers
+        checkpoint_path  the checkpoint, with every model but the upsamplers
         config           the checkpoint's parsed `config` metadata
-        dtype            of the latents that video encoder and upsamplers return
-        *_path           the upsamplers' files; None where none was given
-        audio_dtype      of audio decoder and vocoder. bfloat16 is audible, ltx-core has float32 too
-        profile          says into which tiles a video is cut; without one they are ltx-core's
-        arithmetic       of the released video decoder and encoder, from weights as they are stored;
-                         in bfloat16 also of upsamplers. Without it all but the decoder are
-                         ltx-core's
+        dtype            of the latents from video encoder and upsamplers
+        *_path           the upsamplers' files, or None
+        audio_dtype      of audio decoder and vocoder. bfloat16 is audible, and ltx-core uses
+        float32
+        profile          determines the video's tiles; None: ltx-core's
+        arithmetic       of the released video decoder and encoder, and in bfloat16 of upsamplers.
+                         None: only the video decoder is ours, all others are ltx-core's
         """
         self.profile = profile
         self.checkpoint_path = checkpoint_path
         self.config = config
         self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
-        # A run in bfloat16 is computed in float32 where that is faster, and rounded then.
+        # A bfloat16 run computes in float32 where that is faster, and rounds the result.
         self.latent_dtype = arithmetic.of_latents(dtype).dtype if arithmetic else dtype
         self.upsampler_paths = {
             "spatial": spatial_upsampler_path,
@@ -86,14 +85,14 @@ class HostModels:
     @torch.no_grad()
     def encode_video(self, pixels: torch.Tensor, whole: bool = False) -> torch.Tensor:
         """Encode pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1] as a latent (1, 128, F, h, w) in
-        `self.dtype`; long and large clips in tiles, unless they are to be encoded `whole`."""
+        `self.dtype`; long and large clips in tiles, unless `whole`."""
         encode = self.video_encoder if whole else partial(encode_tiled, self.video_encoder)
         return encode(pixels.to(self.latent_dtype)).to(self.dtype)
 
     @torch.no_grad()
     def encode_audio(self, sound: Sound) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode stereo sound as its spectrogram, float32 (1, 2, frames, bins), and the latent
-        (1, 8, ceil(frames / 4), 16) of that in `self.dtype`."""
+        """Encode stereo sound. Returns its spectrogram, float32 (1, 2, frames, bins), and its
+        latent (1, 8, ceil(frames / 4), 16) in `self.dtype`."""
         sizes = mel_sizes(self.config)
         mel = log_mel(resample(*sound, sizes.rate), sizes)
         return mel, self.audio_encoder(mel.to(self.audio_dtype)).to(self.dtype)
@@ -111,16 +110,16 @@ class HostModels:
         latent = statistics.un_normalize(latent.to(self.latent_dtype))
         return statistics.normalize(upsampler(latent)).to(self.dtype)
 
-    # No torch.no_grad, which would keep what a generator yielded last: no weight has gradients.
+    # Without torch.no_grad, which would keep a generator's last item; no weight has gradients.
     def decode_video(
         self, latent: torch.Tensor, rank_tiles: Callable | None = None
     ) -> Iterator[torch.Tensor]:
-        """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames: chunks of them in the order
-        of time, each uint8 (N, 32h, 32w, 3). Nothing is decoded before it is asked for.
+        """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames, lazily, in chunks in order of
+        time, each uint8 (N, 32h, 32w, 3).
 
-        Long or large videos are decoded in tiles as ltx-core's, which are blended: a chunk is
-        what tiles of the same time give, without what those of later times change. A video of any
-        length needs the memory of one such group of tiles, and of what the next one changes.
+        Long or large videos are decoded in ltx-core's blended tiles. A chunk has the frames of one
+        time span that later tiles do not change. Memory therefore does not depend on the length: it
+        is that of one time span, and of the frames that the next one changes.
 
         rank_tiles  decodes the tiles on the ranks, as backends.tiles.RankTiles does
         """
@@ -129,24 +128,24 @@ class HostModels:
         from ltx_neuron.host.vae import FastVideoDecoder
 
         dtype = torch.float32 if isinstance(decoder, FastVideoDecoder) else self.dtype
-        # The 2.3 decoder draws no noise; a decoder that does is then still reproducible.
+        # The 2.3 decoder draws no noise; a decoder that does stays reproducible.
         generator = torch.Generator().manual_seed(0)
         latent, spec = latent.to(dtype), self._spec("video_decoder")
         for frames in decoder.tiled_decode(latent, tiling, generator=generator):
-            if not frames.shape[2]:  # the next tiles begin where these do
+            if not frames.shape[2]:  # the next tiles begin at the same frame
                 continue
-            # Bytes of NaN would be black; a hook of the module is not called for tiles.
+            # NaN would become black pixels, and the module's hook is not called for tiles.
             spec.check_output(decoder, (latent,), frames)
             chunk = _to_bytes(frames)
-            del frames  # not kept while the next ones are decoded
+            del frames  # freed while the next ones are decoded
             yield chunk
             del chunk
 
     def _tiled_decoder(
         self, clip: tuple[int, int, int], rank_tiles: Callable | None
     ) -> tuple[Any, Any]:
-        """What decodes a clip of latents (F, h, w), and ltx-core's TilingConfig for it."""
-        self._spec("video_decoder")  # its imports of ltx-core come before all others
+        """The decoder for a clip of latents (F, h, w), and its TilingConfig of ltx-core."""
+        self._spec("video_decoder")  # imports ltx-core before all others
         from ltx_neuron.host import tiles
 
         if not rank_tiles:
@@ -164,7 +163,7 @@ class HostModels:
         """
         if rank_sound:
             return self._decode_audio_on(rank_sound, latent.float())
-        # The first time the vocoder is read beside the decoder.
+        # At the first call the vocoder is loaded while the decoder runs.
         with BackgroundTask(lambda: self.vocoder):
             mel = self.audio_decoder(latent.to(self.audio_dtype))
         return self.vocoder(mel)[0].float()
@@ -187,7 +186,7 @@ class HostModels:
         return self.config["vocoder"]["bwe"]["output_sampling_rate"]
 
     def release(self) -> None:
-        """Drop every model built so far; the next use builds it again."""
+        """Free all models; the next use builds them again."""
         built = [name for name, value in vars(self).items() if isinstance(value, torch.nn.Module)]
         for name in built:
             delattr(self, name)
@@ -200,8 +199,8 @@ class HostModels:
 
     @cached_property
     def video_encoder(self) -> torch.nn.Module:
-        """A FastVideoEncoder where there is an arithmetic and the checkpoint's encoder is built as
-        the released one, else ltx-core's own."""
+        """A FastVideoEncoder if there is an arithmetic and the checkpoint's encoder has the
+        released structure, otherwise ltx-core's."""
         encoder = self._spec("video_encoder").load()
         from ltx_neuron.host.vae import FastVideoEncoder
 
@@ -211,8 +210,8 @@ class HostModels:
 
     @cached_property
     def video_decoder(self) -> torch.nn.Module:
-        """A FastVideoDecoder where the checkpoint's decoder is built as the released one, else
-        ltx-core's own in `self.dtype`."""
+        """A FastVideoDecoder if the checkpoint's decoder has the released structure, otherwise
+        ltx-core's in `self.dtype`."""
         decoder = self._spec("video_decoder").load()
         from ltx_neuron.host.vae import FastVideoDecoder
 
@@ -230,8 +229,8 @@ class HostModels:
 
     @cached_property
     def audio_decoder(self) -> torch.nn.Module:
-        """The ranks' model on the host where the checkpoint's is built as the released one and in
-        float32, else ltx-core's own."""
+        """The ranks' model on the host if the checkpoint's has the released structure and runs in
+        float32, otherwise ltx-core's."""
         return self._sound_model("audio_decoder", audio_decoder_config)
 
     @cached_property
@@ -264,17 +263,17 @@ class HostModels:
         return self._laid_out(self._spec("temporal_upsampler").load())
 
     def _laid_out(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module, its weights as oneDNN is fastest with (benchmarks/upsample.md)."""
+        """The module with oneDNN's fastest layout of weights (benchmarks/upsample.md)."""
         if self.arithmetic and self.latent_dtype == torch.bfloat16:
             lay_channels_last(module)
         return module
 
     def _spec(self, name: str) -> ModelSpec:
-        """Where the model of a property's name comes from, such as "audio_decoder"."""
+        """The source of a model by its property's name, such as "audio_decoder"."""
         kind, _, model = name.rpartition("_")
         if model == "upsampler":
             return upsampler_spec(kind, self.upsampler_paths[kind], self.latent_dtype)
-        # The video encoder and decoder keep their weights as they are stored.
+        # The video encoder and decoder keep the stored dtype of their weights.
         dtypes = {
             "video_encoder": None,
             "video_decoder": None,

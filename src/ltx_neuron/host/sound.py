@@ -1,10 +1,10 @@
-"""Sound decoded in spans of time, on the host or on the ranks: from latents to a mel spectrogram,
-and from that to a waveform.
+"""Decodes sound in spans of time, on the host or on the ranks: latents to a mel spectrogram, and
+that to a waveform.
 
-A span is read with what its samples depend on before and after it, so spans put one after the other
-are what the whole gives. Each rank decodes a span. On the host the threads compute a graph's
-residual blocks beside one another, or spans of its own where these add little work, one thread
-each. Spans are cut by length alone, so the number of threads does not change the bits.
+A span is decoded with the neighbouring samples on which it depends, so the joined spans equal the
+whole. Each rank decodes a span. On the host, each thread computes a residual block of a graph, or a
+span of it if spans add little work. Spans depend only on the length, so the number of threads does
+not change the bits.
 """
 
 # A module's parts are Tensor | Module to type checkers: what is built here is known to be more.
@@ -23,17 +23,17 @@ from ltx_neuron.host.vocoder import compute_on_host
 from ltx_neuron.models.programs import Part, Program, spectrogram_program, waveform_program
 from ltx_neuron.models.vocoder import Stage, arrangement, resampling_filters
 
-# Rows of a mel spectrogram that the host holds in memory at a time: about 10 s of sound.
+# Rows of a mel spectrogram that the host processes at a time: about 10 s of sound.
 WINDOW = 1024
-# What spans of a graph on the host may add to its work, and how many they are at most.
+# Maximum additional work of spans of a graph on the host, and their maximum number.
 MORE_WORK, MOST_SPANS = 0.05, 16
 
-# Decodes windows of one length, (1, ...) each.
+# Decodes windows of equal length, (1, ...) each.
 Decode = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Span(NamedTuple):
-    """A part of a sound, `first` to `last`, and the window start to stop that is read for it."""
+    """A part of a sound, `first` to `last`, and its input window, `start` to `stop`."""
 
     start: int
     stop: int
@@ -42,9 +42,9 @@ class Span(NamedTuple):
 
 
 def cut(length: int, window: int, reach: tuple[int, int]) -> list[Span]:
-    """The spans of a sound, whose windows are equally long: one, if the sound is no longer.
+    """The spans of a sound, with windows of equal length; one span if the sound fits a window.
 
-    reach  before and after a part: what it depends on
+    reach  numbers before and after a part on which it depends
     """
     before, after = reach
     step = window - before - after
@@ -62,8 +62,8 @@ def cut(length: int, window: int, reach: tuple[int, int]) -> list[Span]:
 def join(
     parts: Sequence[Tensor], spans: Sequence[Span], scale: int, dropped: int = 0, axis: int = 2
 ) -> Tensor:
-    """What is made of a sound, of what is made of its spans' windows: `scale` samples of one, but
-    for the first of all, which has `dropped` fewer."""
+    """Join the outputs of spans' windows. Each input has `scale` outputs, the first one `dropped`
+    fewer."""
 
     def end(sample: int) -> int:
         return max(0, sample * scale - dropped)
@@ -93,7 +93,7 @@ class _OnHost(nn.Module):
     def __init__(
         self, program: Program, axis: int, weights: dict[str, Tensor], **constants: Tensor
     ):
-        """axis: of time, in what the graphs hand on."""
+        """axis: the time axis of the graphs' outputs."""
         super().__init__()
         self.graphs, self.axis, self.constants = [*program.graphs.values()], axis, constants
         for graph in self.graphs:
@@ -114,7 +114,7 @@ class _OnHost(nn.Module):
         return outputs[0]
 
     def _computed(self, graph: Part, inputs: tuple, workers: Workers) -> tuple:
-        """What a graph returns, computed by threads on one core each."""
+        """A graph's outputs, computed by threads on one core each."""
         module, (x, *others) = graph.module, inputs
         length, is_stage = x.shape[self.axis], isinstance(module, Stage)
         spans = [Span(0, length, 0, length)]
@@ -122,7 +122,7 @@ class _OnHost(nn.Module):
             spans = host_spans(length, module.reach, least=1 if is_stage else 2)
         if len(spans) == 1 and is_stage:
             (x,) = workers.map(module.upsample, [x])
-            # The longest filters first: the others together take as long.
+            # The longest filters first: the others together take as much time.
             results = workers.map(lambda block: block(x), [*module.resblocks.values()][::-1])
             return graph.outputs(*workers.map(module.mean, [results[::-1]]))
 
@@ -138,7 +138,7 @@ class _OnHost(nn.Module):
 
 
 def host_spans(length: int, reach: tuple[int, int], least: int) -> list[Span]:
-    """A graph's spans on the host: at least so many, and as many more as MORE_WORK allows."""
+    """A graph's spans on the host: at least `least`, and as many more as MORE_WORK allows."""
     around = sum(reach)
     count = min(MOST_SPANS, max(least, int(MORE_WORK * length / around)))
     return cut(length, -(-(length + (count - 1) * around) // count), reach)

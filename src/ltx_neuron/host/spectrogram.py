@@ -1,8 +1,7 @@
-"""From a sound's samples to what the audio encoder reads: resampled to its rate, then the logarithm
-of a mel spectrogram.
+"""Samples of sound to the audio encoder's input: resampling, then a log-mel spectrogram.
 
-Source: ltx-core model/audio_vae/ops.py (AudioProcessor), which calls torchaudio. These are its
-numbers without it: torchaudio has no build that fits every torch.
+Source: ltx-core model/audio_vae/ops.py (AudioProcessor), which uses torchaudio. These functions
+give the same numbers without torchaudio, which has no build for every torch.
 """
 
 import math
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ZERO_CROSSINGS, _ROLLOFF = 6, 0.99  # torchaudio.functional.resample's defaults
-_MOST_TAPS = 2**25  # of all filters: rates without a common divisor would need gigabytes
+_MOST_TAPS = 2**25  # of all filters together: rates without a common divisor would need gigabytes
 _FLOOR = 1e-5  # of a magnitude, before the logarithm
 # Slaney's scale, of his Auditory Toolbox: linear up to 1 kHz, a logarithm above.
 _HERTZ_A_MEL, _KNEE_HERTZ = 200 / 3, 1000.0
@@ -22,7 +21,7 @@ _KNEE_MELS, _LOG_STEP = _KNEE_HERTZ / _HERTZ_A_MEL, math.log(6.4) / 27
 
 
 class MelSizes(NamedTuple):
-    """Of an audio encoder's spectrogram.
+    """Sizes of an audio encoder's spectrogram.
 
     rate  samples per second
     bins  mel filters, from 0 to half the rate
@@ -37,7 +36,7 @@ class MelSizes(NamedTuple):
 
 
 def mel_sizes(config: dict) -> MelSizes:
-    """What a checkpoint's config says (ltx-core's AudioEncoderConfigurator reads the same)."""
+    """The sizes in a checkpoint's config (as ltx-core's AudioEncoderConfigurator reads them)."""
     audio = config["audio_vae"]
     parameters, stft = audio["model"]["params"], audio["preprocessing"]["stft"]
     return MelSizes(
@@ -63,18 +62,18 @@ def resample(sound: Tensor, rate: int, wanted: int) -> Tensor:
 
 
 def can_resample(rate: int, wanted: int) -> bool:
-    """Whether `resample` has filters of a bearable size from a rate to the wanted one."""
+    """Whether `resample`'s filters have an acceptable size for these rates."""
     divisor = math.gcd(rate, wanted)
     return rate * wanted <= _MOST_TAPS * divisor**2
 
 
 @cache
 def _sinc_filters(old: int, new: int) -> tuple[Tensor, int]:
-    """Filters (new, 1, taps) float32, one for each sample of a block of the result, and how many
-    samples they reach back."""
+    """Filters (new, 1, taps) float32, one per sample of an output block, and the number
+    of samples that they reach back."""
     cutoff = _ROLLOFF * min(old, new)
     reach = math.ceil(_ZERO_CROSSINGS * old / cutoff)
-    # In float32 and in this order: the bits are torchaudio's. In float64 it is 2e-6 off.
+    # In float32 and in this order, for torchaudio's bits. float64 differs by 2e-6.
     t = torch.arange(-reach, reach + old) / old
     t = torch.arange(0, -new, -1)[:, None] / new + t
     t = (t * cutoff).clamp(-_ZERO_CROSSINGS, _ZERO_CROSSINGS)
@@ -87,7 +86,7 @@ def _sinc_filters(old: int, new: int) -> tuple[Tensor, int]:
 def log_mel(sound: Tensor, sizes: MelSizes) -> Tensor:
     """Samples (channels, N) at the sizes' rate -> (1, channels, 1 + N // hop, bins), float32."""
     window, size = torch.hann_window(sizes.window), (sizes.window, sizes.hop)
-    # (channels, frequencies, frames), of samples that are reflected at both ends
+    # (channels, frequencies, frames), of samples reflected at both ends
     spectrum = torch.stft(sound.float(), *size, window=window, return_complex=True)
     mel = spectrum.abs().transpose(1, 2) @ mel_filters(sizes)
     return mel.clamp(min=_FLOOR).log()[None]
@@ -95,7 +94,8 @@ def log_mel(sound: Tensor, sizes: MelSizes) -> Tensor:
 
 @cache
 def mel_filters(sizes: MelSizes) -> Tensor:
-    """Triangles (window // 2 + 1, bins), equally wide in mels, each of the same area in hertz."""
+    """Triangular filters (window // 2 + 1, bins), equally wide in mels, with equal areas in
+    hertz."""
     frequencies = torch.linspace(0, sizes.rate // 2, sizes.window // 2 + 1)
     top = _mels(sizes.rate / 2)
     corners = _hertz(torch.linspace(0, top, sizes.bins + 2))

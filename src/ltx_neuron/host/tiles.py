@@ -1,6 +1,6 @@
-"""A clip's tiles: how its latents are cut for decoding, and a decoder that is given several tiles
-at once. Cutting and blending are ltx-core's, here and on the host, so both make the same frames.
-Only when frames are handed over is our own.
+"""Cuts a clip's latents into tiles, and decodes several tiles at once. Cutting and blending are
+ltx-core's, on the host and on the ranks, so both give the same frames. Only the time at which
+frames are passed on differs.
 """
 
 from collections import Counter
@@ -22,15 +22,15 @@ from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.profiles import Profile
 
 Shape = tuple[int, int, int]  # latent frames, rows, columns
-# What one more shape of tiles may cost: it is one more set of graphs to compile and to load.
+# The cost of a further tile shape, which needs another set of graphs.
 _SHAPE_COST = 0.1
-# How far ahead of the tile that is wanted others of its shape are decoded with it, in calls of so
-# many tiles: they wait in memory until they are blended.
+# How far ahead tiles of one shape are decoded together, in calls. They stay in memory until they
+# are blended.
 _LOOK_AHEAD = 4
 
 
 def tiling(profile: Profile | None) -> TilingConfig:
-    """The profile's tiles; by default and without a profile ltx-core's."""
+    """The profile's tiles; ltx-core's by default and without a profile."""
     if not profile:
         return TilingConfig.default()
     return _config(
@@ -39,9 +39,9 @@ def tiling(profile: Profile | None) -> TilingConfig:
 
 
 def tiling_for_ranks(profile: Profile, clip: Shape, tp: int) -> TilingConfig:
-    """The profile's tiles or, with vae_tile_latents, those that suit the clip: of all sizes that
-    are small enough the one with the least work for a rank, counting a further shape of tiles as a
-    tenth more of it."""
+    """The profile's tiles or, with vae_tile_latents, tiles chosen for the clip: of all sizes up to
+    that limit the one with the least work per rank. A further tile shape counts as a tenth more
+    work."""
     limit = profile.vae_tile_latents
     if not limit:
         return tiling(profile)
@@ -57,12 +57,12 @@ def tiling_for_ranks(profile: Profile, clip: Shape, tp: int) -> TilingConfig:
 
 
 def _sizes(profile: Profile, clip: Shape, limit: int) -> Iterator[TilingConfig]:
-    """Every size of tiles that may have at most `limit` latents, from the overlap on."""
+    """Every tile size from the overlap up to `limit` latents."""
     scale, overlap, shared = VIDEO_SCALE_FACTORS, profile.vae_overlap, profile.vae_overlap_frames
     frames, short, long = clip[0], *sorted(clip[1:])
     for side in range(max(2, overlap // scale.width + 1), max(3, long + 1)):
         for length in reversed(range(max(2, shared // scale.time + 1), max(3, frames + 1))):
-            # ltx-core makes tiles as oblong as the clip.
+            # ltx-core's tiles have the clip's aspect ratio.
             if min(length, frames) * side * (side * short // long) <= limit:
                 yield _config(side * scale.width, length * scale.time, overlap, shared)
 
@@ -84,8 +84,8 @@ def tile_shape(tile: Tile) -> Shape:
 
 
 class EagerDecoder(VideoDecoder):
-    """A decoder whose tiled decoding hands frames over as soon as no later tile changes them.
-    ltx-core's keeps all of a span of time until the next one is decoded."""
+    """A decoder whose tiled decoding passes frames on as soon as no later tile changes them.
+    ltx-core's keeps a whole time span until the next one is decoded."""
 
     def tiled_decode(
         self,
@@ -94,7 +94,7 @@ class EagerDecoder(VideoDecoder):
         timestep: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """As ltx-core's: the same chunks of frames, to the bit."""
+        """As ltx-core's, with bit-identical chunks of frames."""
         spans = self._group_tiles_by_temporal_slice(self._prepare_tiles(latent, tiling_config))
         slices = [span[0].out_coords[2] for span in spans]
         ends = [*(later.start for later in slices[1:]), slices[-1].stop]
@@ -109,28 +109,28 @@ class EagerDecoder(VideoDecoder):
             done = end - time.start
             shared = sums[:, :, done:].clone(), weights[:, :, done:].clone()
             chunk = sums[:, :, :done] / weights[:, :, :done].clamp(min=1e-8)
-            del sums, weights  # only what is shared is kept while the next tiles are decoded
+            del sums, weights  # only shared frames are kept while the next tiles are decoded
             yield chunk
             del chunk
 
 
 def _add_before(shared: Sequence[Tensor], *blended: Tensor) -> None:
-    """Add to the first frames of a span what the span before has there."""
+    """Add the previous span's part to the first frames of a span."""
     for part, before in zip(blended, shared, strict=False):
         part[:, :, : before.shape[2]] += before
 
 
 class TiledDecoder(EagerDecoder):
-    """ltx-core's tiled decoding, with tiles that are decoded elsewhere, several of a shape at once.
+    """ltx-core's tiled decoding, with a function that decodes several tiles of one shape at once.
 
-    decode   takes latents of one shape, (1, 128, f, h, w) each, at most `at_once`, and returns
-             their frames, (1, 3, 8f - 7, 32h, 32w) each
+    decode   takes at most `at_once` latents of one shape, (1, 128, f, h, w) each, and returns their
+             frames, (1, 3, 8f - 7, 32h, 32w) each
     """
 
     def __init__(
         self, decode: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list, at_once: int = 1
     ):
-        nn.Module.__init__(self)  # without a model: only ltx-core's tiling is used
+        nn.Module.__init__(self)  # without a model, because only ltx-core's tiling is used
         self.video_downscale_factors = VIDEO_SCALE_FACTORS
         self._decode, self._at_once = decode, at_once
         self._decoded: Iterator[Tensor] = iter(())
@@ -144,11 +144,11 @@ class TiledDecoder(EagerDecoder):
         yield from super().tiled_decode(latent.float(), tiling_config, *how, **more)
 
     def forward(self, sample: Tensor, *how) -> Tensor:
-        """The next tile's frames, float32: ltx-core asks for the tiles in their order."""
+        """The next tile's frames, float32; ltx-core calls this in the order of the tiles."""
         return next(self._decoded).float()
 
     def _in_order(self, latent: Tensor, tiles: list[Tile]) -> Iterator[Tensor]:
-        """The frames of every tile, decoded together with the next ones of its shape."""
+        """The frames of every tile, each decoded together with the next ones of its shape."""
         waiting: dict[int, Tensor] = {}
         for number, tile in enumerate(tiles):
             if number not in waiting:

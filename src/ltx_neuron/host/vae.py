@@ -1,9 +1,9 @@
-"""The released video decoder and encoder, run faster on a CPU: ltx-core's modules and weights with
-another forward.
+"""The released video decoder and encoder, faster on a CPU: ltx-core's modules and weights with our
+forward.
 
-Feature maps have their channels last and lie inside the border that convolutions read. A
-convolution hands over its result piece by piece, and what follows it (residual sum, PixelNorm,
-SiLU, depth to space) is done while the piece is in cache.
+Feature maps have their channels last and include the border that convolutions read. A convolution
+returns its result in pieces, and the following operations (residual sum, PixelNorm, SiLU, depth to
+space) run while a piece is in cache.
 """
 
 # A module's parts are Tensor | Module to type checkers: what is built here is known to be more.
@@ -39,7 +39,7 @@ from ltx_neuron.host.winograd import (
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
 
 EPS = 1e-8  # of PixelNorm
-# A type of module -> whether one of that type has the settings that the forwards below compute.
+# Module type -> whether a module has the settings that the forwards below support.
 KNOWN: dict[type[nn.Module], Callable[[nn.Module], bool]] = {
     PerChannelStatistics: lambda m: True,
     CausalConv3d: lambda m: m.time_kernel_size == 3,
@@ -63,9 +63,9 @@ KNOWN: dict[type[nn.Module], Callable[[nn.Module], bool]] = {
 
 
 class TakenOver(nn.Module):
-    """A loaded model of ltx-core with another forward, which differs in rounding only.
+    """A loaded model of ltx-core with our forward, which differs only in rounding.
 
-    Computes in `arithmetic` whatever the dtype of its weights; norms in float32.
+    Computes in `arithmetic`, independent of its weights' dtype; norms in float32.
     """
 
     name: str  # "encoder" or "decoder"
@@ -75,7 +75,7 @@ class TakenOver(nn.Module):
         if unknown := self.unknown_modules(model):
             raise ValueError(f"not the released video {self.name}:\n  " + "\n  ".join(unknown))
         nn.Module.__init__(self)
-        # Shared and not copied; ltx-core's tiling reads the attributes too.
+        # Shared, not copied; ltx-core's tiling reads the attributes too.
         self.__dict__.update(model.__dict__)
         self.arithmetic = arithmetic
         if arithmetic.dtype != torch.float32:
@@ -92,12 +92,11 @@ class TakenOver(nn.Module):
 
 
 def _give_back() -> None:
-    """Give freed memory back to the system.
+    """Return freed memory to the system.
 
-    Of blocks below 32 MB glibc keeps what it can, for every thread, in pieces between others: with
-    every tile of a long clip more, 0.6 GB after twelve, and still 0.2 GB of one tile's if this is
-    done once a tile. To have all of them given back at once (M_MMAP_THRESHOLD) costs a sixth to a
-    half more CPU time.
+    glibc keeps freed blocks below 32 MB for every thread: 0.6 GB after twelve tiles of a long clip,
+    and 0.2 GB if this is called once per tile. Returning every block at once (M_MMAP_THRESHOLD)
+    costs a sixth to a half more CPU time.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
@@ -125,8 +124,7 @@ class Stage:
     def first(
         cls, given: Tensor, conv: nn.Conv3d, workers: Workers, arithmetic: Arithmetic
     ) -> "Stage":
-        """The first stage: its features are the convolution of what the model is given, (C, F, H,
-        W)."""
+        """The first stage, whose features are a convolution of the model's input (C, F, H, W)."""
         channels, *size = given.shape
         source = FeatureMap((*size, channels), arithmetic.dtype, cls.causal)
         source.inner.copy_(given.permute(1, 2, 3, 0))
@@ -160,7 +158,7 @@ class Stage:
             self.repeat_end_frames()
 
     def convolved(self, source: FeatureMap, weight: Tensor, bias: Tensor) -> Tensor:
-        """The convolution of a map, whole, float32 (F, H, W, Cout)."""
+        """The whole convolution of a map, float32 (F, H, W, Cout)."""
         result = torch.empty(*source.shape[:3], len(weight))
 
         def write(frames: slice, rows: slice, piece: Tensor) -> None:
@@ -187,8 +185,8 @@ def activate(piece: Tensor, out: Tensor) -> None:
 
 
 def _lay_channels_last(model: nn.Module, dtype: torch.dtype) -> None:
-    """Lay the convolutions' weights in memory, in place, as `convolve_bfloat16` reads them: tap by
-    tap in time, channels last."""
+    """Store the convolutions' weights, in place, in the layout of `convolve_bfloat16`: by tap in
+    time, channels last."""
     for module in model.modules():
         if isinstance(module, nn.Conv3d):
             taps_first = module.weight.data.to(dtype).permute(2, 0, 3, 4, 1).contiguous()
@@ -199,7 +197,7 @@ def _lay_channels_last(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class FastVideoDecoder(TakenOver, EagerDecoder):
-    """A loaded ltx-core video decoder with another forward, see TakenOver."""
+    """A loaded ltx-core video decoder with our forward, see TakenOver."""
 
     name = "decoder"
 
@@ -236,13 +234,13 @@ class FastVideoDecoder(TakenOver, EagerDecoder):
 
 class _DecoderStage(Stage):
     def upsample(self, block: DepthToSpaceUpsample) -> "_DecoderStage":
-        """The next stage: a convolution, whose output channels become positions.
+        """The next stage: a convolution whose output channels become positions.
 
         With a stride of (p1, p2, p3), output channel (c, i1, i2, i3) of the convolution is channel
         c at one of the p1 x p2 x p3 positions that take the place of one. A stride of 2 in time
         gives 2F frames, of which the first is dropped.
         """
-        del self.active, self.middle  # room for the next stage, which is up to 8 times as large
+        del self.active, self.middle  # for the next stage, up to 8 times as large
         frames, height, width, inputs = self.features.shape
         time, down, across = block.stride
         parts = time * down * across
@@ -279,14 +277,14 @@ class _DecoderStage(Stage):
 
 
 class FastVideoEncoder(TakenOver, VideoEncoder):
-    """A loaded ltx-core video encoder with another forward, see TakenOver."""
+    """A loaded ltx-core video encoder with our forward, see TakenOver."""
 
     name = "encoder"
 
     @torch.no_grad()
     def forward(self, sample: Tensor) -> Tensor:
         """Encode frames (B, 3, 8F-7, 32h, 32w) in [-1, 1] as normalised latents (B, 128, F, h, w),
-        float32. As in ltx-core further frames are left out. Raises ValueError for other sides."""
+        float32. As in ltx-core, further frames are omitted. Raises ValueError for other sides."""
         _, _, frames, height, width = sample.shape
         if height % SPACE_SCALE or width % SPACE_SCALE:
             raise ValueError(f"wanted multiples of {SPACE_SCALE} pixels, got {height}x{width}")
@@ -317,14 +315,14 @@ class _EncoderStage(Stage):
     causal = True
 
     def downsample(self, block: SpaceToDepthDownsample) -> "_EncoderStage":
-        """The next stage: a convolution, of which positions become channels, and beside it the
-        features, whose positions become channels that are averaged in groups.
+        """The next stage: the sum of a convolution whose positions become channels, and of the
+        features, whose positions become channels averaged in groups.
 
         With a stride of (p1, p2, p3), channel c at one of p1 x p2 x p3 positions is channel
         (c, i1, i2, i3) of the one that takes their place. A stride of 2 in time takes the first
         frame twice: of the features and of the convolution, which reads that frame alone for both.
         """
-        del self.active, self.middle  # room for the next stage
+        del self.active, self.middle  # frees memory for the next stage
         conv, steps, group = block.conv.conv, block.stride, block.group_size
         result = self.convolved(self.features, conv.weight, conv.bias)
         *sizes, _ = self.features.shape
@@ -358,8 +356,8 @@ class _EncoderStage(Stage):
 def _positions(
     frame: int, start: int, stop: int, part: tuple[int, int, int], steps: tuple[int, int, int]
 ) -> tuple[int, slice, slice]:
-    """Where one of the positions lies that a frame's rows `start` to `stop` take the place of."""
+    """The input positions of one part of a frame's rows `start` to `stop`."""
     (time, down, across), (t, y, x) = steps, part
-    # The first frame is taken twice where time is 2.
+    # With a stride of 2 in time the first frame counts twice.
     before = max(0, (frame - 1) * time + 1 + t)
     return before, slice(start * down + y, stop * down, down), slice(x, None, across)

@@ -1,9 +1,9 @@
 """Peak host memory of decoding and of encoding a video, estimated from shapes; nothing is loaded or
 computed.
 
-The plan compares it with the host's memory before a job starts. It goes through the stages of
-vae.py, because which stage holds most depends on the size and on where ltx-core's tiles end. The
-estimate lies within 20 % of the measured peak at the sizes of its test.
+The plan compares it with the host's memory before a job starts. The estimate covers every stage of
+vae.py, because the largest one depends on the size and on ltx-core's tiles. It is within 20 % of
+the measured peak at the sizes of its test.
 """
 
 # A module's parts are Tensor | Module to type checkers: what is built here is known to be more.
@@ -37,8 +37,8 @@ from ltx_neuron.host.winograd import (
 )
 
 _FLOAT32 = 4  # bytes of a number
-_CHUNKS = 2  # of frames: one is encoded and one waits for that, see background.ahead
-_STORED = 2  # bytes of a weight: the checkpoint's bfloat16, which is kept
+_CHUNKS = 2  # of frames: one is encoded while the next one waits (background.ahead)
+_STORED = 2  # bytes of a weight, stored in bfloat16
 # Numbers of a tile and channel in a worker's scratch memory of a Winograd convolution: the points
 # and their products, and about 300 of the sums between.
 _TILE_SCRATCH = 2 * POINTS + 300
@@ -52,21 +52,21 @@ def decode_bytes(
     arithmetic: Arithmetic = FLOAT32,
     tiling: TilingConfig | None = None,
 ) -> int:
-    """Peak bytes, weights included, of decoding a latent (F, h, w) to uint8 frames that are written
-    as they come: those of a clip of any length, but for the latent.
+    """Peak bytes, with weights, of decoding a latent (F, h, w) to uint8 frames that are written at
+    once. Only the latent's bytes depend on the clip's length.
 
     config      the checkpoint's parsed `config` metadata
-    threads     cores that convolve at the same time, each with its scratch memory
-    arithmetic  what the decoder computes in
-    tiling      how the latent is cut; by default as ltx-core does
+    threads     cores that compute at the same time, each with scratch memory
+    arithmetic  of the decoder
+    tiling      of the latent; by default ltx-core's
     """
     with torch.device("meta"):
         decoder = VideoDecoderConfigurator.from_config(config)
     tiles = cut(latent, tiling or TilingConfig.default())
     walk = _Walk(threads, arithmetic)
     working = max(walk.decode(decoder, shape) for shape in set(map(tile_shape, tiles)))
-    # Tiles of one time span are blended into two float32 arrays, frames and their weights. What the
-    # next span changes of them is kept; the other frames are divided by their weights and wait.
+    # Tiles of one time span are blended into two float32 arrays, frames and their weights. The
+    # frames that the next span changes are kept; the others are divided by their weights and wait.
     spans = decoder._group_tiles_by_temporal_slice(tiles)
     times = [span[0].out_coords[2] for span in spans]
     scale = decoder.video_downscale_factors
@@ -90,11 +90,11 @@ def encode_bytes(
     """Peak bytes, weights and pixels included, of encoding a clip of 8k+1 frames of height x width
     pixels.
 
-    arithmetic  what the encoder computes in
-    dtype       of the run, in which pixels wait
+    arithmetic  of the encoder
+    dtype       of the run and of the waiting pixels
     whole       encoded in one piece, not in tiles: HostModels.encode_video
 
-    Pixels are collected in float32 a frame at a time and joined, before anything is encoded.
+    Pixels are collected in float32, frame by frame, and joined before the encoding.
     """
     with torch.device("meta"):
         encoder = VideoEncoderConfigurator.from_config(config)
@@ -112,7 +112,7 @@ def _weights(model: nn.Module) -> int:
 
 
 class _Walk:
-    """Goes through a model's forward (vae.py) by the shapes (F, H, W, C) of its stages."""
+    """Simulates a model's forward (vae.py) with the shapes (F, H, W, C) of its stages."""
 
     def __init__(self, threads: int, arithmetic: Arithmetic):
         self.threads, self.speed = threads, arithmetic.speed
@@ -121,7 +121,7 @@ class _Walk:
         self.filters = self.pieces = 0  # bytes of scratch memory so far, which workers keep
 
     def decode(self, decoder: nn.Module, latent: Shape) -> int:
-        """Bytes at most for a tile's latent (F, h, w)."""
+        """Peak bytes for a tile's latent (F, h, w)."""
         shape, peak = self._first(decoder.conv_in.conv, latent)
         for block in decoder.up_blocks:
             if isinstance(block, UNetMidBlock3D):
@@ -139,11 +139,11 @@ class _Walk:
         outputs = decoder.conv_out.conv.out_channels
         pixels, maps = _FLOAT32 * prod(shape[:3]) * outputs, self._maps(*[shape] * 3)
         peak = max(peak, self._convolution(shape, outputs, maps + pixels))
-        # unpatchify copies the pixels, which are then stacked and blended without the maps.
+        # unpatchify copies the pixels, which are stacked and blended after the maps are freed.
         return max(peak, self.scratch + maps + 2 * pixels, self.scratch + 3 * pixels)
 
     def encode(self, encoder: nn.Module, pixels: Shape) -> int:
-        """Bytes at most for a clip's frames, rows and columns."""
+        """Peak bytes for a clip's frames, rows and columns."""
         frames, *sides = pixels
         patches = (frames, *(side // encoder.patch_size for side in sides))
         shape, peak = self._first(encoder.conv_in.conv, patches)
@@ -180,7 +180,7 @@ class _Walk:
         return self.itemsize * numbers
 
     def _convolution(self, shape: Shape, outputs: int, held: int) -> int:
-        """Bytes of a convolution of a map, with scratch memory, while others are held."""
+        """Bytes of a convolution of a map, with scratch memory. held: bytes of other tensors."""
         frames, height, width, inputs = shape
         weight, result = 27 * inputs * outputs, prod(shape[:3]) * outputs
         if winograd_is_faster(shape, outputs, self.speed) and not (self.bordered and frames == 1):
@@ -190,7 +190,7 @@ class _Walk:
             self.pieces = max(self.pieces, _FLOAT32 * pieces)
             beside = 2 * _FLOAT32 * weight  # as float32, and reordered for their transform
         elif self.bordered:
-            # oneDNN arranges all once more. Of one frame the taps in time are summed.
+            # oneDNN reorders everything once more. For one frame the taps in time are summed.
             weight = weight // 3 if frames == 1 else weight
             beside = 2 * _FLOAT32 * (weight + prod(shape) + result)
         else:

@@ -1,4 +1,4 @@
-"""Results as files: an MP4 with H.264 video and AAC sound, and frames as PNG pictures."""
+"""Writes results: an MP4 with H.264 video and AAC sound, and frames as PNG pictures."""
 
 import math
 import re
@@ -15,24 +15,23 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.spectrogram import resample
 
-# x264's bytes depend on its thread count, so that is fixed. Its macroblock tree reads memory it
-# never wrote where the width is not a multiple of 256 (seen with PyAV 18.1): switched off, the same
-# frames make the same bytes every time.
+# x264's output depends on its thread count, so that is fixed. Its macroblock tree reads
+# uninitialised memory if the width is not a multiple of 256 (seen with PyAV 18.1). It is disabled,
+# so that equal frames give equal bytes.
 X264_THREADS = 4
 X264_OPTIONS = {"mbtree": "0"}
 # AVColorSpace, AVColorPrimaries and AVColorTransferCharacteristic of ITU-R BT.709; AVColorRange of
 # 16..235.
 BT709, LIMITED_RANGE = 1, 1
-# Samples per second that AAC has.
+# Sample rates of AAC.
 AAC_RATES = 7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000
 FRAME_NAME = re.compile(r"frame_[0-9]{5}\.png")
-# The text chunk by which a frame is known as ours. It lies right behind the PNG's header.
+# The text chunk that marks our frames, right after the PNG's header.
 _SOFTWARE, _MARKED = "Software", f"tEXtSoftware\0{files.MARK}".encode()
 
 
 def check_output_path(path: str | Path) -> None:
-    """Raise UserError unless an MP4 can be written to `path`. Creates nothing, so that it can be
-    called before any work is done."""
+    """Raise UserError unless an MP4 can be written to `path`. Creates nothing."""
     if Path(path).suffix.lower() != ".mp4":
         raise UserError(
             f'the output is an MP4 file, got the name "{path}": pass --output-path FILE.mp4'
@@ -48,15 +47,15 @@ def exact_frame_rate(frame_rate: float) -> Fraction:
     if float(frame_rate).is_integer():
         return Fraction(int(frame_rate))
     broadcast = Fraction(math.ceil(frame_rate) * 1000, 1001)
-    # Written with two decimals a broadcast rate is off by up to 1.7e-4; the integer rate above it
-    # is off by 1e-3.
+    # With two decimals a broadcast rate has an error of up to 1.7e-4; the next integer rate differs
+    # by 1e-3.
     if abs(frame_rate / broadcast - 1) < 2e-4:
         return broadcast
     return Fraction(frame_rate).limit_denominator(1001)
 
 
 def aac_rate(rate: int) -> int:
-    """The rate itself, or the next one above it that AAC has, or its highest."""
+    """The rate itself if AAC supports it, otherwise the next higher one, or AAC's highest."""
     return min((each for each in AAC_RATES if each >= rate), default=AAC_RATES[-1])
 
 
@@ -68,21 +67,20 @@ def write_video(
     sample_rate: int,
     sound_is_ready: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Write an MP4 with H.264 video and AAC stereo sound; the same input gives the same bytes,
-    however the frames are divided into chunks, and whenever the sound is there.
+    """Write an MP4 with H.264 video and AAC stereo sound; equal inputs give equal bytes, for any
+    division into chunks and any time at which the sound is ready.
 
-    The file appears only when whole; a failure leaves an older file of that name as it was.
+    The file appears only when complete; a failure does not change an older file.
 
-    chunks       frames in the order of time, each uint8 (N, H, W, 3), H and W even; of them only
-                 the one that is encoded is held
+    chunks       frames in order of time, each uint8 (N, H, W, 3), H and W even; only the one that
+                 is encoded is in memory
     frame_rate   frames per second, see `exact_frame_rate`
-    waveform     called after a chunk if the sound is ready by then, and after the last one;
-                 returns float32 (2, samples) in [-1, 1]; cut, or filled with silence, to the
-                 length of the video, as the lengths of decoded video and sound differ by some
-                 milliseconds
-    sample_rate  samples of `waveform` per second; resampled where AAC has no such rate
-    sound_is_ready  whether `waveform` returns at once: a picture that is encoded stays in memory
-                 until the sound beside it is
+    waveform     called after a chunk if the sound is ready, and otherwise after the last one;
+                 returns float32 (2, samples) in [-1, 1]. It is cut, or padded with silence, to the
+                 video's length, because decoded lengths differ by some milliseconds
+    sample_rate  samples of `waveform` per second; resampled if AAC does not support it
+    sound_is_ready  whether `waveform` returns at once: encoded pictures wait in memory for the
+                 sound of their time
     """
     import av
 
@@ -92,7 +90,7 @@ def write_video(
         waveform = cache(lambda: resample(decoded(), given, sample_rate))
 
     def mux_sound() -> None:
-        """The sound beside the frames so far, from where it ended before."""
+        """Encode the sound up to the frames so far, from its last position on."""
         nonlocal samples
         end = round(count / rate * sample_rate)
         if end == samples:
@@ -103,8 +101,7 @@ def write_video(
         frame.sample_rate, frame.pts, samples = sample_rate, samples, end
         container.mux(audio_stream.encode(frame))
 
-    # max_interleave_delta 0: the muxer waits for both streams however far apart they are handed
-    # over.
+    # max_interleave_delta 0: the muxer waits for both streams without limit.
     options = {"movflags": "+faststart", "max_interleave_delta": "0"}
     with (
         files.whole_file(path) as partial,
@@ -130,11 +127,10 @@ def write_video(
 
 
 def write_frames(folder: str | Path, chunks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Write frames as frame_00000.png and so on. Every chunk of them, uint8 (N, H, W, 3), is handed
-    on when it is written: nothing is done before it is asked for.
+    """Write frames as frame_00000.png and so on, lazily. Yields every chunk, uint8 (N, H, W, 3),
+    after writing it.
 
-    Behind the last, pictures with higher numbers, which an earlier and longer run of this toolkit
-    left there, are removed.
+    At the end, pictures with higher numbers from an earlier run of this toolkit are removed.
     """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
@@ -157,13 +153,13 @@ def write_frames(folder: str | Path, chunks: Iterable[torch.Tensor]) -> Iterator
 
 
 def frames_in(folder: Path) -> list[Path]:
-    """What `write_frames` would find under a frame's name in a folder, which may be missing."""
+    """Files with a frame's name in a folder, which may be missing."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     return [path for path in paths if FRAME_NAME.fullmatch(path.name)]
 
 
 def check_frames(folder: Path) -> None:
-    """Raise UserError where `write_frames` would write over pictures that it did not make."""
+    """Raise UserError if `write_frames` would overwrite pictures that it did not make."""
     for path in frames_in(folder):
         if not _is_ours(path):
             raise UserError(
@@ -190,8 +186,8 @@ def _add_video_stream(container, rate: Fraction, height: int, width: int):
 
 
 def _to_int16(waveform: torch.Tensor, start: int, end: int) -> np.ndarray:
-    """Samples of a waveform (2, n), or silence behind its end, as 16-bit ones in the order of a
-    file: (1, 2 * (end - start))."""
+    """Interleaved 16-bit samples (1, 2 * (end - start)) of a waveform (2, n), with silence after
+    its end."""
     waveform = waveform[:, start:end]
     waveform = torch.nn.functional.pad(waveform, (0, end - start - waveform.shape[1]))
     return (waveform.clip(-1.0, 1.0) * 32767.0).to(torch.int16).T.reshape(1, -1).numpy()

@@ -1,8 +1,8 @@
-"""The vocoder's modules as the host computes them, with the ranks' weights.
+"""The host's functions for the vocoder's modules, with the ranks' weights.
 
-A signal (1, C, 1, T) has its channels last in memory, so it is T rows of C as well. oneDNN's
-convolutions take such signals in 0.8 to 0.9 of the time. A filter is a product with windows of
-the rows, which overlap and are not copied; a convolution before upsampling is one product.
+A signal (1, C, 1, T) has its channels last in memory, so it is also T rows of C. oneDNN's
+convolutions need 0.8 to 0.9 of the time in this layout. A filter is a product with overlapping
+windows of the rows, without a copy; a convolution before upsampling is one product.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from ltx_neuron.models.vocoder import EPS, Activation, Convolution, Snake, Upsam
 
 @torch.no_grad()
 def compute_on_host(graph: nn.Module) -> None:
-    """Lays out the weights of a vocoder's graph for the host, and takes its functions."""
+    """Reorder the weights of a vocoder's graph for the host, and replace its functions."""
     for module in [*graph.modules()]:
         if isinstance(module, Convolution):
             module.weight.data = module.weight.transpose(1, 2).contiguous().transpose(1, 2)
@@ -39,7 +39,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def upsampled(module: Upsample, x: Tensor) -> Tensor:
-    """What an Upsample makes of a signal: its weight is a matrix (stride Cout, taps C)."""
+    """The output of an Upsample, whose weight is a matrix (stride Cout, taps C)."""
     rows, (matrix, stride) = rows_of(x), (module.weight, module.stride)
     length, channels = rows.shape
     around = matrix.shape[1] // channels - 1
@@ -50,8 +50,8 @@ def upsampled(module: Upsample, x: Tensor) -> Tensor:
 
 
 class RowFilter(NamedTuple):
-    """A Filter of rows: the product of a matrix with windows of `size` rows, `before` before them
-    and `after` after them."""
+    """A Filter of rows: the product of a matrix with windows of `size` rows, plus `before` rows
+    before and `after` rows after them."""
 
     matrix: Tensor
     size: int
@@ -66,11 +66,11 @@ class RowFilter(NamedTuple):
         return cls(matrix[:, first:last].contiguous(), size, size - first, last - 2 * size)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Of rows (T, C), the ends repeated: as many as whole blocks give."""
+        """Filter rows (T, C) with repeated ends. Returns the rows of whole blocks."""
         (length, channels), size = rows.shape, self.size
         count, strides = -(-length // size), (size * channels, channels, 1)
         y = rows.new_empty(count, len(self.matrix), channels)
-        # Only the first block and the last ones read beyond the ends, and need copies.
+        # Only the first and last blocks read beyond the ends and need copies.
         for first, last in pairwise((0, 1, max(1, (length - self.after) // size), count)):
             if first < last:
                 read = self._read(rows, first * size - self.before, last * size + self.after)
@@ -88,7 +88,7 @@ class RowFilter(NamedTuple):
 
 
 def activated(up: RowFilter, snake: Snake, down: RowFilter, x: Tensor) -> Tensor:
-    """What an Activation makes of a signal (1, C, 1, T)."""
+    """The output of an Activation for a signal (1, C, 1, T)."""
     rows = rows_of(x)
     y = up(rows)[: 2 * len(rows)]
     inverse = 1 / (snake.beta.exp() + EPS)

@@ -9,8 +9,8 @@ names, along each axis:
     M = U V      products, summed over input channels: one matrix product per point
     Y = A^T M    the output transform: 6 points to 4 outputs        `_transform_output`
 
-That is 6^3 = 216 products for 64 outputs of a channel pair, 3.375 an output where a direct
-convolution takes 27. All of it is torch: sums of strided views around matrix products.
+That is 6^3 = 216 products for 64 outputs of a channel pair, 3.375 per output; a direct convolution
+needs 27. The implementation uses torch: sums of strided views around matrix products.
 """
 
 import itertools
@@ -34,28 +34,28 @@ FILTER_TRANSFORM = [  # the paper's G for F(4, 3)
     [1 / 24, -1 / 12, 1 / 6],
     [0, 0, 1],
 ]
-# Tiles that one core takes at a time: enough for efficient matrix products, few enough that the
-# sums around them stay in cache.
+# Tiles that one core computes at a time: enough for efficient matrix products, and few enough for
+# the sums around them to stay in cache.
 TILES_AT_ONCE = 128
-# Channel pairs of a convolution. 216 numbers for each are 226 MB, the most that is worth holding.
+# Maximum channel pairs of a convolution: 216 numbers for each are 226 MB.
 LARGEST_FILTERS = 512 * 512
 
-# Of a direct convolution in bfloat16: numbers of a result that are computed at once, and that are
-# added up and handed over at once, so that what follows finds them in cache.
+# Of a direct convolution in bfloat16: result numbers that are computed at once, and that are summed
+# and passed on at once, so that the next operations find them in cache.
 NUMBERS_AT_ONCE, NUMBERS_IN_CACHE = 2**22, 2**18
 
-# Takes frames and rows of a result and its content there, (frames, rows, W, C). The content is
-# overwritten when the call returns.
+# Takes frames and rows of a result, and their content (frames, rows, W, C), which is overwritten
+# after the call.
 WritePiece = Callable[[slice, slice, Tensor], None]
 
 
 class FeatureMap:
-    """A feature map (F, H, W, C) with what a 3x3x3 convolution reads around it.
+    """A feature map (F, H, W, C) with the border that a 3x3x3 convolution reads.
 
     inner   the map itself, (F, H, W, C): a view of `padded`
-    padded  the map with the first and the last frame once more (ltx-core's padding in time) or, of
-            a causal one, with the first frame twice more. In float32 with zeros around every frame,
-            and room for whole tiles; in bfloat16 without, as oneDNN's convolutions are faster then
+    padded  the map with its first and last frame repeated (ltx-core's padding in time); if causal,
+            with its first frame repeated twice. In float32 also with zeros around every frame, up
+            to whole tiles; in bfloat16 without, because oneDNN's convolutions are then faster
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, causal: bool = False):
@@ -87,7 +87,7 @@ class FeatureMap:
         return window
 
     def repeat_end_frames(self) -> None:
-        """Copy the first and the last frame into the border; needed after writing to `inner`."""
+        """Copy the first and last frame into the border. Call it after writing to `inner`."""
         stop = self.before + self.shape[0]
         self.padded[: self.before] = self.padded[self.before]
         self.padded[stop : self.shape[0] + 2] = self.padded[stop - 1]
@@ -103,8 +103,8 @@ def convolve(
 ) -> None:
     """Convolve a map (F, H, W, Cin) with weight (Cout, Cin, 3, 3, 3) and bias (Cout).
 
-    The result (F, H, W, Cout) is handed to `write` piece by piece, in any order, each piece once,
-    while it is in cache. Chooses the fastest of the methods below."""
+    Passes the result (F, H, W, Cout) to `write` in pieces, in any order, while they are in cache.
+    Chooses the fastest of the methods below."""
     one_frame = source.shape[0] == 1 and source.bordered
     if not one_frame and winograd_is_faster(source.shape, len(weight), arithmetic.speed):
         convolve_winograd(source, weight, bias, write, workers, arithmetic.libraries.tile)
@@ -114,11 +114,11 @@ def convolve(
 
 
 def winograd_is_faster(shape: Sequence[int], outputs: int, speed: int = 1) -> bool:
-    """Whether `convolve_winograd` takes less time than `convolve_direct` for a map (F, H, W, Cin)
-    and `outputs` channels, which is `speed` times as fast as in float32.
+    """Whether `convolve_winograd` is faster than `convolve_direct` for a map (F, H, W, Cin) and
+    `outputs` channels. speed: of the direct convolution, relative to float32.
 
     Compares the products, filter transforms and map transforms with a direct convolution. The
-    factors are times measured on one core, in units of a direct convolution's multiplication. That
+    factors were measured on one core, in units of a direct convolution's multiplication. The factor
     of the products, 5, was 3 to 5, less for fewer channels.
     """
     *sizes, inputs = shape
@@ -132,18 +132,18 @@ def winograd_is_faster(shape: Sequence[int], outputs: int, speed: int = 1) -> bo
 def convolve_direct(
     source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece, workers: Workers
 ) -> None:
-    """`convolve` by torch's own convolutions, of a map in float32."""
+    """`convolve` with torch's convolutions, for a map in float32."""
     frames, height, width, _ = source.shape
     if frames == 1:
-        # The border repeats that frame, so the three taps in time are one filter, their sum. In
-        # bfloat16 to sum them takes longer than it saves.
+        # The border repeats the frame, so the sum of the three taps in time is one filter. In
+        # bfloat16 summing takes longer than it saves.
         image = source.inner.permute(0, 3, 1, 2).contiguous()
         taps = weight.sum(2, dtype=torch.float32)
         result = F.conv2d(image, taps, bias.float(), padding=1).permute(0, 2, 3, 1)
         _write_sum([result], 0, write, workers)
         return
-    # Channels first and without the zeros: few positions under many channels are 3 times slower the
-    # other way.
+    # Channels first and without the zeros: few positions with many channels are 3 times slower
+    # otherwise.
     inputs = source.padded[: frames + 2, 1 : 1 + height, 1 : 1 + width]
     inputs = inputs.permute(3, 0, 1, 2).contiguous()  # (Cin, F + 2, H, W)
     result = F.conv3d(inputs[None], weight.float(), bias.float(), padding=(0, 1, 1))[0]
@@ -151,7 +151,7 @@ def convolve_direct(
 
     def write_frame(index: int) -> None:
         frame = slice(index, index + 1)
-        # Not copied, as channels last: sums over channels would have other bits.
+        # Not copied to channels last, because sums over channels would have other bits.
         write(frame, slice(0, height), result[frame])
 
     workers.map(write_frame, range(frames))
@@ -160,10 +160,10 @@ def convolve_direct(
 def convolve_bfloat16(
     source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece, workers: Workers
 ) -> None:
-    """`convolve` by torch's conv2d, of a map in bfloat16: frames are images, and each of the three
-    taps in time is a convolution, whose results are added up in float32 by the workers.
+    """`convolve` with torch's conv2d, for a map in bfloat16: frames are images, and each of the
+    three taps in time is a convolution. The workers sum their results in float32.
 
-    With channels last oneDNN is 1.1 to 4 times as fast in this as in conv3d with AMX.
+    With channels last and AMX, oneDNN is 1.1 to 4 times as fast as in conv3d.
     """
     frames, height, width, _ = source.shape
     images = source.padded.permute(0, 3, 1, 2)  # (F + 2, Cin, H, W)
@@ -178,12 +178,12 @@ def convolve_bfloat16(
             for i, (tap, bias) in enumerate(zip(taps, biases, strict=True))
         ]
         _write_sum(results, start, write, workers)
-        del results  # before the next ones are computed: both would be alive
+        del results  # freed before the next ones are computed
 
 
 def _write_sum(results: list[Tensor], start: int, write: WritePiece, workers: Workers) -> None:
-    """Hand over the sum of results (frames, H, W, C), whose first frame is frame `start` of the
-    map's, in pieces that fit a core's cache."""
+    """Pass on the sum of results (frames, H, W, C), from the map's frame `start` on, in pieces that
+    fit a core's cache."""
     frames, height, width, outputs = results[0].shape
     rows_at_once = max(1, NUMBERS_IN_CACHE // (width * outputs))
 
@@ -207,7 +207,7 @@ def convolve_winograd(
     workers: Workers,
     library: str = ONEDNN,
 ) -> None:
-    """`convolve` by Winograd's F(4, 3) in float32; the workers share the result's tiles."""
+    """`convolve` with Winograd's F(4, 3) in float32; workers compute tiles of the result."""
     outputs, inputs = weight.shape[:2]
     filters = _transform_filters(weight.float(), workers)
     frames, height, width, _ = source.shape
@@ -225,7 +225,7 @@ def convolve_winograd(
             multiply(values, filters[point], products[point], library)
         products = products.view(6, 6, 6, n_f, n_h, tiles_w, outputs)
         piece = _transform_output(products, bias, workers)
-        piece = piece[: frames - frame, : height - row, :width]  # without what fills up tiles
+        piece = piece[: frames - frame, : height - row, :width]  # without the padding of tiles
         write(slice(frame, frame + len(piece)), slice(row, row + piece.shape[1]), piece)
 
     corners = itertools.product(range(0, tiles_f, piece_f), range(0, tiles_h, piece_h))
@@ -240,16 +240,16 @@ def tile_counts(shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def piece_size(shape: Sequence[int], workers: int) -> tuple[int, int]:
-    """Tiles in time and in height that a worker takes at a time; in width it takes all."""
+    """Tiles in time and in height that a worker computes at a time, for the whole width."""
     tiles_f, tiles_h, tiles_w = tile_counts(shape)
-    # Two pieces or more for every worker, so that none waits long for the last one.
+    # At least two pieces per worker, so that none waits long for the last one.
     at_once = min(TILES_AT_ONCE, -(-tiles_f * tiles_h * tiles_w // (2 * workers)))
     frames = _equal_parts(tiles_f, at_once // (tiles_w * tiles_h))
     return frames, _equal_parts(tiles_h, at_once // tiles_w)
 
 
 def _equal_parts(size: int, longest: int) -> int:
-    """Cut a size into equal parts of at most `longest`, or of 1: the length of a part."""
+    """The length of equal parts of a size, at most `longest` but at least 1."""
     return -(-size // -(-size // max(1, longest)))
 
 
@@ -270,8 +270,8 @@ def _transform_input(part: Tensor, workers: Workers) -> Tensor:
     (4n + 2, 4t + 2, 4w + 2, C) of a padded map: n x t x w tiles, which overlap by 2."""
     n, t, w = (size // TILE for size in part.shape[:3])
     channels = part.shape[3]
-    # View i of each axis has the i-th input of every tile. Each step puts the axis of its points
-    # first.
+    # View i of each axis has the i-th input of every tile. Each step moves the axis of its points
+    # to the front.
     in_time = workers.scratch("one", 6, n, TILE * t + 2, TILE * w + 2, channels)
     _transform_input_axis([part[i : i + TILE * n - 3 : TILE] for i in range(6)], in_time)
     in_height = workers.scratch("two", 6, 6, n, t, TILE * w + 2, channels)
@@ -286,7 +286,7 @@ def _transform_input(part: Tensor, workers: Workers) -> Tensor:
 def _transform_output(products: Tensor, bias: Tensor, workers: Workers) -> Tensor:
     """The result (4n, 4t, 4w, C), bias included, of M (6, 6, 6, n, t, w, C).
 
-    Overwrites `products`: scratch memory is shared with `_transform_input`, which is done by then.
+    Overwrites `products`. Scratch memory is shared with `_transform_input`, which has ended.
     """
     *_, n, t, w, channels = products.shape
     in_time = workers.scratch("points", 4, 6, 6, n, t, w, channels)

@@ -1,5 +1,5 @@
-"""Attention: kernels of one signature, the gated multi-head attention of the DiT and the
-connectors, grouped calls of it.
+"""Attention kernels with one signature, and the gated multi-head attention of the DiT and the
+connectors.
 
 Shapes: B batch, T queries, S keys and values, D head size, H heads of one rank (all heads / tp).
 The kernels take (B, H, T, D) and (B, H, S, D); Attention takes tokens (B, T, dim).
@@ -21,8 +21,8 @@ from ltx_neuron.models.rope import Rope, rotate
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """PyTorch's own kernel, (B, H, T, D) and (B, H, S, D) twice -> (B, H, T, D). On CPU and CUDA it
-    never holds the T x S scores."""
+    """PyTorch's own kernel, (B, H, T, D) and (B, H, S, D) twice -> (B, H, T, D). On CPU and CUDA
+    it never materializes the T x S scores."""
     return nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale
     )
@@ -31,17 +31,18 @@ def sdpa(
 def matmul(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """Two batched products around a softmax, scores in fp32: operations that every compiler takes,
-    for any head size.
+    """Two batched products around a softmax, with scores in fp32. Every compiler supports these
+    operations, for any head size.
 
-    mask is added to the scores, broadcast to (B, H, T, S). Holds the scores of all heads.
+    mask is added to the scores, broadcast to (B, H, T, S). The scores of all heads are
+    materialized.
     """
     return _attended(*_batched(query, key, value), scale, mask, query.shape[:-2]).view(query.shape)
 
 
 def _batched(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (B H, T, D) and keys (B H, D, S) in fp32, and values (B H, S, D): heads go into the
-    batch of a bmm, a plain product with nothing to broadcast."""
+    """Queries (B H, T, D) and keys (B H, D, S) in fp32, and values (B H, S, D): heads are
+    batch entries of a bmm, which needs no broadcasting."""
     keys = key.flatten(0, -3).float().transpose(1, 2)
     return query.flatten(0, -3).float(), keys, value.flatten(0, -3)
 
@@ -54,21 +55,22 @@ def _attended(
     mask: Tensor | None,
     batch_and_heads: torch.Size,
 ) -> Tensor:
-    """What some queries attend to, (B H, T, D). Holds their scores twice, in fp32."""
+    """The attention of some queries, (B H, T, D). Materializes their scores twice, in fp32."""
     scores = torch.bmm(queries, keys) * scale  # (B H, T, S)
     if mask is not None:
         scores = (scores.unflatten(0, batch_and_heads) + mask.float()).flatten(0, -3)
-    # fp32 up to here: in bf16 a score of 40 is right to 0.1, and its weight to a tenth.
+    # fp32 up to here: bf16 rounds a score of 40 to 0.1, and its weight to a tenth.
     return torch.bmm(scores.softmax(-1).to(values.dtype), values)
 
 
 def nki(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """nkilib's flash kernel, which a backend puts in the place of `attention_cte`: (B, H, T, D) and
-    (B, H, S, D) twice -> (B, H, T, D). Head sizes to 128.
+    """nkilib's flash kernel, with which a backend replaces `attention_cte`: (B, H, T, D) and
+    (B, H, S, D) twice -> (B, H, T, D). Head sizes up to 128.
 
-    It takes no mask: with one, (T, S), this is `matmul` of `rows_at_once` queries after others.
+    The kernel takes no mask. With a mask (T, S) this computes `matmul` for `rows_at_once` queries
+    at a time.
     """
     if mask is not None:
         queries, keys, values = _batched(query, key, value)
@@ -81,8 +83,8 @@ def nki(
 
 
 def rows_at_once(heads: int, queries: int) -> int:
-    """Queries of which `nki` holds the masked scores of all heads at once: twice those are as many
-    as the scores of one head."""
+    """The number of queries whose masked scores `nki` materializes at once, for all heads: half as
+    many scores as one head has."""
     return -(-queries // (2 * heads))
 
 
@@ -91,8 +93,8 @@ def attention_cte(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
     """Attention without mask of queries (H, T, D) to keys and values (H, S, D): one operation in
     every graph.
 
-    This is its reference, which runs where there is no NKI: scores and their scale, softmax and sum
-    in fp32, as in the kernel.
+    This reference runs without NKI. Like the kernel it computes scores, scale, softmax and sum in
+    fp32.
     """
     scores = torch.bmm(query.float(), key.float().transpose(1, 2)) * scale
     return torch.bmm(scores.softmax(-1), value.float()).to(query.dtype)
@@ -113,12 +115,12 @@ def _(query: tuple, key: tuple, value: tuple, scale: float, **_) -> int:
 def nki_const_max(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """AWS's kernel that subtracts a bound of each query's scores in the place of their maximum, for
-    self-attention of heads of 128 channels without a mask; else `nki`. A backend puts it in the
-    place of `attention_const_max`.
+    """AWS's kernel, which subtracts an upper bound of each query's scores instead of their maximum,
+    for self-attention of heads of 128 channels without a mask; otherwise `nki`. A backend replaces
+    `attention_const_max` with it.
 
-    It is exact as long as no bound is far above its query's largest score: weights that would take
-    it there are refused (weights/gains.py).
+    It is exact unless a bound is far above its query's largest score. weights/gains.py refuses
+    weights with such bounds.
     """
     if mask is not None or query.shape != key.shape or query.shape[-1] != CONST_MAX_HEAD_DIM:
         return nki(query, key, value, scale, mask)
@@ -128,11 +130,11 @@ def nki_const_max(
 @torch.library.custom_op("ltx_neuron::attention_const_max", mutates_args=())
 def attention_const_max(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Self-attention of (B, T, H, 128) queries, keys and values -> (B, H, T, 128), with the bound
-    scale * |query| * the longest |key| in the place of each row's maximum.
+    scale * |query| * the longest |key| instead of each row's maximum.
 
-    This is its reference. In bf16 it rounds where the kernel does: the scaled query, the bound and
-    the weights to bf16, the shifted scores to fp16; a weight below the smallest normal number is 0,
-    and the sum of a row at least 1e-37.
+    This reference rounds in bf16 where the kernel does: the scaled query, the bound and the weights
+    to bf16, the shifted scores to fp16. A weight below the smallest normal number is 0, and the sum
+    of a row is at least 1e-37.
 
     Source: aws-neuron/vllm-omni-neuron, ring_attention_const_max_fwd.py and attention_const_max.py
     (2026-09), with one worker.
@@ -165,9 +167,8 @@ def _(query: tuple, key: tuple, value: tuple, scale: float, **_) -> int:
 
 
 # Kernels of the DiT and the connectors, query, key, value (B, H, T|S, D) -> (B, H, T, D), with a
-# mask that is added to the scores, broadcast to (B, H, T, S), or None; a profile names one, and a
-# program is built with it. Gemma3's heads of 256 are larger than a kernel takes: its attention is
-# always `matmul`.
+# mask that is added to the scores, broadcast to (B, H, T, S), or None; the profile selects one for
+# a program. Gemma3's heads of 256 are larger than the kernels allow, so it always uses `matmul`.
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 KERNELS: dict[str, Kernel] = {
     "sdpa": sdpa,
@@ -182,8 +183,7 @@ class Attention(nn.Module):
     ranks.
 
     Source: ltx-core model/transformer/attention.py; parameters have its names. The forward pass is
-    in `attend`, which runs several attentions of the same stage side by side, so that their sums
-    may travel together.
+    in `attend`, which runs independent attentions together, so that their sums form one group.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Attention(nn.Module):
         self.to_v = ColumnLinear(context_dim, size.inner, tp)
         self.q_norm = ShardedRMSNorm(size.inner, tp, eps)
         self.k_norm = ShardedRMSNorm(size.inner, tp, eps)
-        # Gates go with the heads, so a rank has those of its own heads.
+        # A rank has the gates of its own heads.
         self.to_gate_logits = ColumnLinear(query_dim, size.heads, tp)
         self.to_out = nn.ModuleList([RowLinear(size.inner, query_dim, tp)])
 
@@ -218,9 +218,9 @@ class Attention(nn.Module):
         value: Tensor,
         statistics: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """From the projections (B, T, H*D) and (B, S, H*D) twice, and the summed statistics of
-        query (B, T, 1) and key (B, S, 1), to this rank's summand of the output projection
-        (B, T, query_dim)."""
+        """This rank's summand of the output projection, (B, T, query_dim), from the projections
+        (B, T, H*D) and (B, S, H*D) twice, and the summed statistics of query (B, T, 1) and key
+        (B, S, 1)."""
         query = self.split_heads(self.q_norm(query, statistics[0]))
         key = self.split_heads(self.k_norm(key, statistics[1]))
         if call.rope is not None:
@@ -239,10 +239,10 @@ class Attention(nn.Module):
 class AttentionCall(NamedTuple):
     """One attention to run.
 
-    x         (B, T, query_dim), what the queries and the gates are computed from
-    context   (B, S, context_dim), what the keys and values are computed from
-    rope      tables of the queries, and of the keys where key_rope is None
-    key_rope  tables of the keys, where they have other positions
+    x         (B, T, query_dim), input of the queries and the gates
+    context   (B, S, context_dim), input of the keys and values
+    rope      tables of the queries, and of the keys if key_rope is None
+    key_rope  tables of the keys, if they have other positions
     keep      (), guided graphs: 1 attends, 0 passes the values through (needs T = S)
     bias      (T, S), added to the scores of all heads
 
@@ -260,7 +260,7 @@ class AttentionCall(NamedTuple):
     context_divided: bool = False
 
     def gathered(self, comm: Comm) -> "AttentionCall":
-        """The call with all tokens, which column-parallel layers and attention take."""
+        """The call with all tokens, as column-parallel layers and attention need them."""
         x = comm.all_gather(self.x) if self.x_divided else self.x
         if self.context is self.x:
             return self._replace(x=x, context=x)
@@ -269,15 +269,15 @@ class AttentionCall(NamedTuple):
 
 
 def attend(comm: Comm, *calls: AttentionCall) -> list[Tensor]:
-    """Run attentions that do not depend on each other with two grouped sums over the ranks: all
-    statistics, then all outputs. Returns (B, T, query_dim) for each, and (B, T / tp, query_dim)
-    where x is divided."""
+    """Run independent attentions with two grouped sums over the ranks: one of all statistics, one
+    of all outputs. Returns (B, T, query_dim) for each, or (B, T / tp, query_dim) if x is
+    divided."""
     calls = [call.gathered(comm) for call in calls]
     projections = [
         (c.module.to_q(c.x), c.module.to_k(c.context), c.module.to_v(c.context)) for c in calls
     ]
-    # q_norm and k_norm reach over all heads, of which a rank has a part: their sums of squares come
-    # first. The statistics of all calls are one small message rather than one for each norm.
+    # q_norm and k_norm span the heads of all ranks, so their sums of squares are summed first. The
+    # statistics of all calls form one small message.
     statistics = comm.sum(
         *(ShardedRMSNorm.statistic(x) for query, key, _ in projections for x in (query, key))
     )

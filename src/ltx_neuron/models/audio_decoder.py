@@ -3,11 +3,14 @@ spectrogram.
 
 Source: ltx-core model/audio_vae (audio_vae.py, resnet.py, upsample.py, causal_conv_2d.py), without
 the parts that the released decoder does not have. Parameters have ltx-core's names. Every rank
-decodes a span of its own: there are no collectives, and no rank in the model. All is float32.
+decodes its own span, without collectives and without knowing its rank. All tensors are float32.
 
-Maps are (1, C, T, bins), T rows of time. A row depends on those before it alone. `reach` of a
-graph's module are the rows before and after one that its rows depend on, `scale` how many rows take
-the place of one, and `dropped` how many of these are left out of the first one's.
+Maps are (1, C, T, bins) with T rows in time. A row depends only on earlier rows. A graph's module
+has three attributes:
+
+  reach    rows before and after a row on which its output depends
+  scale    output rows per input row
+  dropped  output rows that are left out for the first input row
 """
 
 import torch.nn.functional as F
@@ -36,13 +39,13 @@ class Convolution(nn.Module):
 
 
 def activate(x: Tensor) -> Tensor:
-    """SiLU of an RMS norm over the channels."""
+    """SiLU of the RMS norm over the channels."""
     return normed_silu(x, EPS)
 
 
 class Residual(nn.Module):
-    """x + conv2(silu(norm(conv1(silu(norm(x)))))), with a 1 x 1 convolution of x where the channels
-    change."""
+    """x + conv2(silu(norm(conv1(silu(norm(x)))))), with a 1 x 1 convolution of x if the number of
+    channels changes."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -56,7 +59,8 @@ class Residual(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Every number twice in time and bins, and a convolution; the first row is dropped."""
+    """Nearest-neighbour upsampling by 2 in time and bins, and a convolution; the first row is
+    dropped."""
 
     def __init__(self, channels: int):
         super().__init__()

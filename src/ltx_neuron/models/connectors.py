@@ -1,7 +1,8 @@
-"""The text connectors: from the encoder's features to the contexts the DiT attends to.
+"""The text connectors: text features to contexts.
 
-Source: ltx-core text_encoders/gemma/embeddings_connector.py. Every one of the 1024 positions is
-used: the prompt's tokens come first, learnable registers fill the rest, and all attend to all.
+Source: ltx-core text_encoders/gemma/embeddings_connector.py. The prompt's
+tokens come first, learned registers fill the rest of the 1024 positions, and every position attends
+to every other.
 
 Shapes: S = 1024 positions, D width of a stream (video 4096, audio 2048); the batch is 1.
 """
@@ -19,8 +20,8 @@ from ltx_neuron.models.signatures import ConnectorInputs, ConnectorOutputs
 
 
 class ConnectorBlock(nn.Module):
-    """Self-attention and feed-forward of one stream. Its forward pass is in Connectors, with the
-    other stream's; parameters have the checkpoint's names."""
+    """Self-attention and feed-forward of one stream. Its forward pass is in Connectors.
+    Parameters have the checkpoint's names."""
 
     def __init__(self, size: AttentionSize, tp: int, kernel: Kernel, ff_bias: bool):
         super().__init__()
@@ -29,7 +30,7 @@ class ConnectorBlock(nn.Module):
 
 
 class Connector(nn.Module):
-    """One stream's blocks; Connectors runs them together with the other stream's."""
+    """The blocks of one stream. Connectors runs both streams together."""
 
     def __init__(self, size: AttentionSize, layers: int, tp: int, kernel: Kernel, ff_bias: bool):
         super().__init__()
@@ -62,12 +63,12 @@ class Connectors(nn.Module):
             self.video_connector.transformer_1d_blocks,
             self.audio_connector.transformer_1d_blocks,
         )
-        # The streams may differ in depth: where one has ended, the other goes on alone.
+        # The streams may differ in depth: the deeper one continues alone.
         for layer in zip_longest(*blocks):
             active = {
                 name: block for name, block in zip(states, layer, strict=True) if block is not None
             }
-            # Both streams at once: what they sum over the ranks may travel together (Comm.sum).
+            # Both streams together, so that their sums form one group (Comm.sum).
             # These norms have no weights; q and k have norms of their own in Attention.
             normed = {name: rms_norm(states[name]) for name in active}
             calls = [

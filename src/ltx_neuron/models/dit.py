@@ -1,24 +1,24 @@
-"""The LTX-2.3 DiT step, from latents to next latents: Head (choose the step, patchify), blocks,
+"""The LTX-2.3 DiT step, from latents to the next latents: Head (select the step, patchify), blocks,
 Tail (velocity, Euler).
 
 Sources: ltx-core model/transformer/{model,transformer,transformer_args}.py; sampling in
-ltx-pipelines utils/samplers.py. Everything that does not change over the steps is an input uploaded
-once: contexts, RoPE tables, and one modulation table per schedule. AdaLN depends on the timestep
-alone, so its rows are looked up by step and nothing is held per token; a token picks its row
-through `timestep_mask`. The blocks are identical in class and shapes: one graph serves any of them.
+ltx-pipelines utils/samplers.py. Inputs that are constant over the steps are uploaded once:
+contexts, RoPE tables, and one modulation table per schedule. AdaLN depends only on the timestep, so
+Head looks its rows up by step, and each token selects its row through `timestep_mask`. The blocks
+are identical in class and shapes, so one graph serves all of them.
 
 Shapes (the batch is always 1; models/signatures.py lists every input and output):
 
   Tv, Ta  tokens of the video and audio stream     Dv, Da  widths of the streams (4096, 2048)
   S       text tokens (1024)                       C       channels of a latent token (128)
-  U       distinct timesteps of a stream's tokens: 1 where none is held
+  U       distinct timesteps of a stream's tokens: 1 if none is held
   steps   rows of the schedule, max_steps of the bucket
   T, D    tokens and width of either stream
 
 With sequence parallelism (`divided`) a rank has Tv / tp of the video's tokens in the residual
-stream: Head takes them out of the whole latent, attention and feed-forward gather all of them and
-scatter their sums, and the tail gathers the velocity. Audio, whose tokens seldom divide, stays
-whole. Where shapes below say Tv for the stream and `timestep_mask`, it is Tv / tp then.
+stream. Head selects them from the whole latent, attention and feed-forward gather all tokens and
+reduce-scatter their sums, and the tail gathers the velocity. Audio is not divided. In the shapes
+below, Tv of the stream and of `timestep_mask` is then Tv / tp.
 """
 
 import torch
@@ -66,10 +66,10 @@ def _modulations(inputs: BlockInputs | TailInputs) -> Modulations:
 
 
 class Perturbations:
-    """What a guided pass leaves out of one block (ltx-core guidance/perturbations.py).
+    """The parts of one block that a guided pass omits (ltx-core guidance/perturbations.py).
 
-    Tensors of 0 and 1 rather than Python flags: the passes share one graph, and another STG block
-    or skipped step compiles nothing.
+    They are tensors of 0 and 1, not Python flags, so that all passes share one graph and other STG
+    blocks or skipped steps need no new one.
 
     keep     (4,): video and audio self-attention, audio to video, video to audio; 0 is left out
     enabled  (2,) fp32: video, audio; 0 leaves the stream as it entered the block
@@ -82,7 +82,8 @@ class Perturbations:
     def where_enabled(
         self, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, ...]:
-        """The streams (1, T, D) after a part of the block where they are enabled, else before."""
+        """The streams (1, T, D) after a part of the block if they are enabled, otherwise before
+        it."""
         return tuple(
             new * on + old * (1 - on)
             for old, new, on in zip(before, after, self.enabled.unbind(0), strict=True)
@@ -90,11 +91,11 @@ class Perturbations:
 
 
 class TransformerBlock(nn.Module):
-    """One of the 48 joint blocks: self, text and audio-video attention and feed-forward of both
-    streams, side by side.
+    """One of the 48 joint blocks: self-attention, text attention, audio-video attention and
+    feed-forward of both streams.
 
-    Parameters have the checkpoint's names. The two streams take each stage together, so that what
-    they sum over the ranks may travel together (Comm.sum).
+    Parameters have the checkpoint's names. Both streams pass through each part together, so that
+    their sums form one group (Comm.sum).
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class TransformerBlock(nn.Module):
         self.audio_attn1 = Attention(audio, audio.inner, audio.inner, tp, kernel, eps)
         self.audio_attn2 = Attention(audio, audio.inner, audio.inner, tp, kernel, eps)
         self.audio_ff = FeedForward(audio.inner, tp, config.audio_ff_bias)
-        # Both directions have the audio's heads: the keys of one stream fit the other's queries.
+        # Both directions have the audio's heads, so keys of one stream match queries of the other.
         self.audio_to_video_attn = Attention(audio, video.inner, audio.inner, tp, kernel, eps)
         self.video_to_audio_attn = Attention(audio, audio.inner, video.inner, tp, kernel, eps)
         # Learned tables: a block's own part of AdaLN (models/modulation.py: AdaLNRows.entry).
@@ -117,7 +118,7 @@ class TransformerBlock(nn.Module):
         self.audio_scale_shift_table = nn.Parameter(torch.empty(9, audio.inner))
         self.scale_shift_table_a2v_ca_video = nn.Parameter(torch.empty(5, video.inner))
         self.scale_shift_table_a2v_ca_audio = nn.Parameter(torch.empty(5, audio.inner))
-        # Without these the blocks attend to the text context as it is.
+        # Without these tables the blocks attend to the unmodulated text context.
         if config.use_prompt_adaln_single:
             self.prompt_scale_shift_table = nn.Parameter(torch.empty(2, video.inner))
             self.audio_prompt_scale_shift_table = nn.Parameter(torch.empty(2, audio.inner))
@@ -126,17 +127,17 @@ class TransformerBlock(nn.Module):
     def forward(
         self, video: Tensor, audio: Tensor, inputs: BlockInputs, perturbations: Perturbations | None
     ) -> tuple[Tensor, Tensor]:
-        """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums;
-        where the video is divided, with five gathers and four scattered sums of it besides.
+        """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums; if
+        the video is divided, with five gathers and four reduce-scatters of it besides.
 
-        With perturbations it is the block of a guided graph, another graph than one without.
+        A guided graph has perturbations.
         """
         modulations = _modulations(inputs)
         start = video, audio
         video, audio = self._self_attention(video, audio, modulations, inputs, perturbations)
         video, audio = self._text_attention(video, audio, modulations, inputs)
         if perturbations is not None:
-            # A disabled stream is unchanged already where the other stream attends to it.
+            # A disabled stream is already restored when the other stream attends to it.
             video, audio = perturbations.where_enabled(start, (video, audio))
         video, audio = self._audio_video_attention(video, audio, modulations, inputs, perturbations)
         video, audio = self._feed_forward(video, audio, modulations)
@@ -147,8 +148,7 @@ class TransformerBlock(nn.Module):
     def _modulated(
         self, video: Tensor, audio: Tensor, modulations: Modulations, rows: AdaLNRows
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """AdaLN of both streams, (1, T, D), and the gates, (D,) or (T, D), of what is computed from
-        them."""
+        """AdaLN of both streams, (1, T, D), and the gates, (D,) or (T, D), of the result."""
         tables = self.scale_shift_table, self.audio_scale_shift_table
         (v_shift, v_scale, v_gate), (a_shift, a_scale, a_gate) = (
             modulation.per_token(table, rows)
@@ -219,10 +219,11 @@ class TransformerBlock(nn.Module):
         inputs: BlockInputs,
         perturbations: Perturbations | None,
     ) -> tuple[Tensor, Tensor]:
-        """Each stream attends to the other, by seconds alone: Tv x Ta (a2v) and Ta x Tv (v2a)."""
+        """Each stream attends to the other, with positions in seconds only: Tv x Ta (a2v) and
+        Ta x Tv (v2a)."""
         v_table, a_table = self.scale_shift_table_a2v_ca_video, self.scale_shift_table_a2v_ca_audio
         v_modulation, a_modulation = modulations
-        # Both norms come from before either attention: neither direction sees the other's result.
+        # Both norms are taken before either attention: no direction sees the other's result.
         v_norm, a_norm = rms_norm(video, self.eps), rms_norm(audio, self.eps)
 
         def modulated(direction: AdaLNRows) -> tuple[Tensor, Tensor]:
@@ -234,7 +235,7 @@ class TransformerBlock(nn.Module):
         a_rope = Rope(inputs.audio_cross_cos, inputs.audio_cross_sin)
         v_query, a_context = modulated(A2V)
         v_context, a_query = modulated(V2A)
-        # Queries turn by the positions of their own stream, keys by those of the other.
+        # RoPE of queries uses their own stream's positions, RoPE of keys the other's.
         v, a = attend(
             self.comm,
             AttentionCall(
@@ -259,11 +260,11 @@ class TransformerBlock(nn.Module):
     def _feed_forward(
         self, video: Tensor, audio: Tensor, modulations: Modulations
     ) -> tuple[Tensor, Tensor]:
-        """Each token by itself, D -> 4 D -> D."""
+        """Feed-forward of each token, D -> 4 D -> D."""
         v_norm, a_norm, v_gate, a_gate = self._modulated(video, audio, modulations, FEED_FORWARD)
         if self.divided:
             v_norm = self.comm.all_gather(v_norm)
-        # Biases are added by `finish`, after the sum, so that they count once.
+        # `finish` adds the biases after the sum, so that they are added once.
         partials = self.ff.partial(v_norm), self.audio_ff.partial(a_norm)
         v, a = sum_partials(self.comm, partials, (self.divided, False))
         return video + self.ff.finish(v) * v_gate, audio + self.audio_ff.finish(a) * a_gate
@@ -279,14 +280,14 @@ class Head(nn.Module):
     """Look up the step's sigmas and modulation rows, and project the latents to the streams'
     widths.
 
-    All of it depends on the step number alone, which is an input: one graph serves every step. That
-    of a guided pass also returns which streams the step computes, `enabled` (2,).
+    The step number is an input, so one graph serves every step. The head of a guided pass also
+    returns the streams that the step computes, `enabled` (2,).
     """
 
     def __init__(self, config: TransformerConfig, divided: bool = False):
         super().__init__()
         self.divided = divided
-        # Whole on every rank: a product of 128 channels is not worth a collective.
+        # Not split over the ranks: a product of 128 channels is not worth a collective.
         self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
@@ -315,13 +316,14 @@ class Head(nn.Module):
 def _own_tokens(inputs: HeadInputs) -> Tensor:
     """This rank's tokens of the whole video latent: (1, Tv, C) -> (1, Tv / tp, C)."""
     one_hot = inputs.rank_one_hot.flatten()  # (tp,)
-    # (1, tp, Tv / tp, C); a sum over one-hot rows is exact, and the graph knows no rank.
+    # (1, tp, Tv / tp, C); a sum over one-hot rows is exact, and the graph has no rank.
     parts = inputs.video_latent.unflatten(1, (one_hot.shape[0], -1))
     return (one_hot[:, None, None] * parts).sum(1)
 
 
 class Blocks(nn.Module):
-    """N consecutive blocks: the graph that is called num_layers / N times with other weights."""
+    """N consecutive blocks: the graph that is called num_layers / N times with different
+    weights."""
 
     def __init__(
         self,
@@ -351,7 +353,8 @@ class X0Tail(nn.Module):
     """Prediction of the clean latents of both streams from a pass: x0 = latent - velocity *
     timestep.
 
-    Guidance combines passes as x0, so a guided graph ends here and Guide takes the Euler step.
+    Guidance combines the x0 of passes, so a guided graph ends here, and Guide performs the Euler
+    step.
     """
 
     def __init__(self, config: TransformerConfig, comm: Comm, divided: bool = False):
@@ -368,13 +371,13 @@ class X0Tail(nn.Module):
             inputs.video_hidden, v_modulation, self.scale_shift_table, self.proj_out
         )
         if self.divided:
-            # Latents are small: from here on every rank has them whole, as at the step's start.
+            # Latents are small: from here on every rank has all of them, as at the step's start.
             v_velocity = self.comm.all_gather(v_velocity)
         a_velocity = self._velocity(
             inputs.audio_hidden, a_modulation, self.audio_scale_shift_table, self.audio_proj_out
         )
         v_sigma, a_sigma = inputs.sigma_pairs[:, 0].unbind(0)
-        # Where tokens are held, a timestep is a token's own, (T, 1).
+        # If tokens are held, each token has its own timestep, (T, 1).
         v_timestep = v_sigma if inputs.video_rows.shape[0] == 1 else inputs.denoise_mask * v_sigma
         a_mask = optional(inputs, "audio_denoise_mask")
         a_timestep = a_sigma if a_mask is None else a_mask * a_sigma
@@ -396,12 +399,12 @@ class X0Tail(nn.Module):
 
 
 class Tail(X0Tail):
-    """x0, blend with what is held, Euler update: the next latents, rounded where the reference
+    """x0, blend with held tokens, Euler update: the next latents, rounded where the reference
     rounds."""
 
     def forward(self, inputs: TailInputs) -> TailOutputs:
         video, audio = super().forward(inputs)
-        # One timestep means that no video token is held: nothing is to be put back.
+        # With one timestep no video token is held, so there is nothing to blend.
         if inputs.video_rows.shape[0] > 1:
             video = blend(video, inputs.denoise_mask, inputs.clean_latent)
         audio = blend_audio(audio, inputs)
@@ -417,7 +420,7 @@ class Step(nn.ModuleDict):
 
     def forward(self, inputs: tuple) -> TailOutputs | X0Outputs:
         values = inputs._asdict()
-        # As a backend runs the cut program: each part takes its fields by name from what is there.
+        # As a backend runs the cut program: each part reads its fields by name.
         for module, signature in zip(self.values(), self.signatures, strict=True):
             outputs = module(signature(*(values[name] for name in signature._fields)))
             values |= outputs._asdict()
@@ -425,13 +428,12 @@ class Step(nn.ModuleDict):
 
 
 def blend(x0: Tensor, denoise_mask: Tensor, clean_latent: Tensor) -> Tensor:
-    """Put back the tokens that are held, by the denoise mask (ltx-pipelines post_process_latent):
-    (1, T, C)."""
+    """Restore held tokens by the denoise mask (ltx-pipelines post_process_latent): (1, T, C)."""
     return (x0 * denoise_mask + clean_latent.float() * (1 - denoise_mask)).to(x0.dtype)
 
 
 def blend_audio(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
-    """`blend` of the audio, (1, Ta, C), in graphs that hold some of it."""
+    """`blend` of the audio, (1, Ta, C), in graphs that hold audio tokens."""
     mask = optional(inputs, "audio_denoise_mask")
     return x0 if mask is None else blend(x0, mask, inputs.audio_clean_latent)
 
@@ -442,8 +444,8 @@ def next_latents(
     """The Euler step of both streams, from clean latents (1, T, C), and `finite`."""
     video = _euler(inputs.video_latent, video, *sigma_pairs[0].unbind(0))
     audio = _euler(inputs.audio_latent, audio, *sigma_pairs[1].unbind(0))
-    # NaN and Inf go through a sum on every device. Some pass NaN over in a maximum, and a compiler
-    # may fold a product by 0.
+    # NaN and Inf propagate through a sum on every device. Some devices ignore NaN in a maximum, and
+    # a compiler may fold a product by 0.
     return video, audio, video.float().mean((1, 2)) + audio.float().mean((1, 2))
 
 
@@ -454,7 +456,6 @@ def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:
 
 def _euler(x: Tensor, denoised: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """One Euler step (ltx-core EulerDiffusionStep)."""
-    # Through the velocity and its rounding to x's dtype, not simplified: the reference does so, and
-    # in bf16 it shows.
+    # The velocity is rounded to x's dtype, as in the reference: simplified, bf16 results differ.
     velocity = ((x.float() - denoised.float()) / sigma).to(x.dtype)
     return (x.float() + velocity.float() * (sigma_next - sigma)).to(x.dtype)

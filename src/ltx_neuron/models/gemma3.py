@@ -1,11 +1,10 @@
-"""Gemma3's text model as an encoder: from token embeddings to the text features of every layer,
-summed.
+"""Gemma3's text model as an encoder: token embeddings to the sum of every layer's text features.
 
 Source: transformers models/gemma3/modeling_gemma3.py; features: ltx-core
 text_encoders/gemma/feature_extractor.py (V2). The reference stacks all 49 hidden states and
-projects them at once; here each layer adds its share to the two projections, so 49 x tokens x width
-need not leave the device. Sliding layers have their own RoPE base, unscaled; no sequence here is
-longer than the sliding window, so the window itself cuts nothing.
+projects them at once. Here each layer adds its share to the two projections, so the hidden states
+need not leave the device. Sliding layers have their own RoPE base, unscaled. No sequence is longer
+than the sliding window, so no mask is needed for it.
 
 Shapes (the batch is always 1): B tokens of the bucket, W hidden width (3840), H query heads of a
 rank, K key-value heads of a rank, D head size (256), L layers (48), O width of a DiT stream.
@@ -27,7 +26,7 @@ from ltx_neuron.models.signatures import Gemma3Inputs, Gemma3Outputs, Gemma3Outp
 
 
 class GemmaRMSNorm(nn.Module):
-    """RMSNorm whose weight is stored as w for a factor of 1 + w, all in fp32."""
+    """RMSNorm in fp32 whose factor is 1 + weight."""
 
     def __init__(self, features: int, eps: float):
         super().__init__()
@@ -35,7 +34,7 @@ class GemmaRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(features))
 
     def forward(self, x: Tensor) -> Tensor:
-        # 1 + w in fp32: in bf16 the sum would lose the weight's last bits.
+        # 1 + weight in fp32: bf16 would lose the weight's last bits.
         return (rms_norm(x.float(), self.eps) * (1 + self.weight.float())).to(x.dtype)
 
 
@@ -43,14 +42,13 @@ class SelfAttention(nn.Module):
     """Grouped-query attention with a norm per head. Heads and key-value heads are split over the
     ranks.
 
-    With more ranks than key-value heads, each rank has one of them, which neighbouring ranks have
-    as well.
+    With more ranks than key-value heads, each rank has one head, and neighbouring ranks share it.
     """
 
     def __init__(self, config: GemmaConfig, tp: int):
         super().__init__()
         self.head_dim, self.scale = config.head_dim, config.query_pre_attn_scalar**-0.5
-        # A key-value head is never cut: with more ranks than heads, several ranks hold the same.
+        # A key-value head is never cut: with more ranks than heads, several ranks hold it.
         kv_parts = min(tp, config.num_key_value_heads)
         heads = config.num_attention_heads // tp
         kv_heads = config.num_key_value_heads // kv_parts
@@ -61,7 +59,7 @@ class SelfAttention(nn.Module):
         self.k_proj = ColumnLinear(width, keys, kv_parts, bias=False)
         self.v_proj = ColumnLinear(width, keys, kv_parts, bias=False)
         self.o_proj = RowLinear(queries, width, tp, bias=False)
-        # Per head, unlike the DiT's: no sum over the ranks.
+        # Norms per head, unlike the DiT's, need no sum over the ranks.
         self.q_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -73,9 +71,9 @@ class SelfAttention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = rotate(self.q_norm(query), rope), rotate(self.k_norm(key), rope)
-        # Repeated to (1, H, B, D): plain batched products are what every compiler takes.
+        # Repeated to (1, H, B, D): every compiler supports plain batched products.
         key, value = (t.repeat_interleave(self.repeats, dim=1) for t in (key, value))
-        # Always `matmul`: heads of 256 are larger than the flash kernels take, which have no mask.
+        # Always `matmul`: the flash kernels support neither heads of 256 nor masks.
         attended = matmul(query, key, value, self.scale, mask)
         return self.o_proj.partial(attended.transpose(1, 2).flatten(-2))
 
@@ -102,7 +100,7 @@ class Layer(nn.Module):
     def __init__(self, config: GemmaConfig, tp: int):
         super().__init__()
         self.self_attn, self.mlp = SelfAttention(config, tp), MLP(config, tp)
-        # Their inputs are whole on every rank, so they need no sum over the ranks either.
+        # Every rank has their whole inputs, so they need no sum over the ranks.
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             setattr(
                 self, f"{name}_layernorm", GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -110,7 +108,7 @@ class Layer(nn.Module):
 
     def forward(self, comm: Comm, x: Tensor, rope: Rope, mask: Tensor) -> Tensor:
         """(1, B, W) -> (1, B, W)"""
-        # The norms after the sums are not linear, so each sum over the ranks comes first.
+        # Norms are not linear, so each sum over the ranks comes before its norm.
         (summed,) = comm.sum(self.self_attn.partial(self.input_layernorm(x), rope, mask))
         x = x + self.post_attention_layernorm(summed)
         (summed,) = comm.sum(self.mlp.partial(self.pre_feedforward_layernorm(x)))
@@ -120,9 +118,9 @@ class Layer(nn.Module):
 class AggregateEmbed(nn.Module):
     """Projection of all hidden states, layer by layer. Out-features are split over the ranks.
 
-    weight (L + 1, O / tp, W): the released matrix (O, W * (L + 1)) with index d * (L + 1) + l, laid
-    out by layer when it is sharded (layers_first). The reference scales its input by sqrt(O / W);
-    we scale the sum.
+    weight (L + 1, O / tp, W): the released matrix (O, W * (L + 1)) with index d * (L + 1) + l.
+    Sharding reorders it by layer (layers_first). The reference scales the input by sqrt(O / W); we
+    scale the sum.
     """
 
     def __init__(self, gemma: GemmaConfig, out_features: int, tp: int):
@@ -168,7 +166,7 @@ class Gemma3Encoder(nn.Module):
         states, sums = [], None
         for index, state in enumerate(self.hidden_states(inputs)):
             normed = rms_norm(state)  # per token and layer, before the projections
-            # In fp32 over the layers: 49 additions in bf16 would lose the smaller shares.
+            # In fp32: 49 additions in bf16 would lose the smaller shares.
             shares = [nn.functional.linear(normed, embed.weight[index]).float() for embed in embeds]
             if sums is None:
                 sums = shares

@@ -13,8 +13,8 @@ class Guide(nn.Module):
     """Combine the predictions of a step's passes in x0 space and take the Euler step. Source:
     ltx-core guiders.py.
 
-    A pass that was not run has weight 0 and is fed any finite tensor. A stream that the step skips
-    repeats `guided_*`.
+    A pass that did not run has weight 0 and any finite tensor as its input. A stream that the step
+    skips repeats `guided_*`.
     """
 
     def forward(self, inputs: GuideInputs) -> GuideOutputs:
@@ -27,25 +27,25 @@ class Guide(nn.Module):
                 getattr(inputs, f"{name}_{stream}").float() for name in PASSES
             )
             cfg, stg, modality, rescale = inputs.guidance[index].unbind(0)
-            # Every difference is to the conditional prediction; applied one after another they
-            # would be another guidance.
+            # Every difference is to the conditional prediction. Applied one after another they
+            # would give a different result.
             x0 = (
                 cond
                 + cfg * (cond - uncond)
                 + stg * (cond - perturbed)
                 + modality * (cond - isolated)
             )
-            # Strong guidance overshoots: `rescale` pulls the spread back to that of `cond`.
+            # Strong guidance overshoots: `rescale` restores the standard deviation of `cond`.
             x0 = x0 * (rescale * (_std(cond) / _std(x0).clamp_min(_SMALLEST_STD)) + (1 - rescale))
             previous, on = getattr(inputs, f"guided_{stream}"), enabled[index]
             guided.append((x0 * on + previous.float() * (1 - on)).to(previous.dtype))
-        # The guided predictions are returned before the blend: a skipped step blends them anew.
+        # The guided predictions are returned before the blend, because a skipped step blends again.
         video = blend(guided[0], inputs.denoise_mask, inputs.clean_latent)
         audio = blend_audio(guided[1], inputs)
         return GuideOutputs(*next_latents(inputs, video, audio, sigma_pairs), *guided)
 
 
-# A constant prediction has no deviation; the quotient then stays finite.
+# A constant prediction has no deviation; this keeps the quotient finite.
 _SMALLEST_STD = 1e-12
 
 

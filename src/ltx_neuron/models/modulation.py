@@ -1,8 +1,8 @@
-"""AdaLN on the host: one table of modulation rows per schedule, for each distinct timestep of each
-step.
+"""AdaLN on the host: one modulation table per schedule, with a row for each distinct timestep of
+each step.
 
-AdaLN depends on the timestep alone, so its 0.87 GB of weights never reach a device: the table is
-0.2 MB per timestep in bf16. Sources: ltx-core
+AdaLN depends only on the timestep. Its 0.87 GB of weights therefore never reach a device; the table
+has 0.2 MB per timestep in bf16. Sources: ltx-core
 model/transformer/{adaln,timestep_embedding,transformer_args}.py.
 
 Shapes: U distinct timesteps of a step's tokens, D width of the stream, n rows of one AdaLN module.
@@ -76,12 +76,12 @@ def modulation_table(
     masks        (U,) fp32 denoise masks: a token's timestep is mask * sigma; masks[0] must be 1
     cross_sigma  ltx-core 1.0.0: audio-video scale and shift follow the other stream's sigma, not
                  the token's own timestep
-    other_sigmas the other stream's, where they differ from `sigmas`: those of a frozen stream are 0
+    other_sigmas the other stream's, if they differ from `sigmas`: those of a frozen stream are 0
     """
     prefix, gate = {"video": ("", "a2v"), "audio": ("audio_", "v2a")}[stream]
     scale = config.timestep_scale_multiplier
-    # The step's timestep and the tokens' own ones, both (steps, U). The products are taken in
-    # upstream's order (sigma, mask, scale): another order rounds otherwise.
+    # The step's timestep and the tokens' own ones, both (steps, U). The products have
+    # upstream's order (sigma, mask, scale), because another order rounds differently.
     step_timesteps = (sigmas * scale)[:, None].expand(-1, len(masks))
     token_timesteps = sigmas[:, None] * masks * scale
     other_sigmas = sigmas if other_sigmas is None else other_sigmas
@@ -92,13 +92,13 @@ def modulation_table(
     # Since 1.1.4 the audio-video scale and shift follow a token's own timestep.
     av_timesteps = other_timesteps if cross_sigma else token_timesteps
     av_rows, _ = _adaln(weights, f"av_ca_{stream}_scale_shift_adaln_single", av_timesteps)
-    # The gate and the prompt belong to the whole stream, whatever a token's timestep is: the gate
-    # follows the sigma of the stream that is listened to.
+    # The gate and the prompt are those of the whole stream, not of a token's timestep. The gate
+    # follows the sigma of the other stream.
     gate_row, _ = _adaln(weights, f"av_ca_{gate}_gate_adaln_single", other_timesteps * gate_factor)
     if config.use_prompt_adaln_single:
         prompt_rows, _ = _adaln(weights, f"{prefix}prompt_adaln_single", step_timesteps)
     else:
-        # The rows stay in the table, unread, so that it has one shape for every checkpoint.
+        # The unused rows stay in the table, so that it has one shape for every checkpoint.
         prompt_rows = torch.zeros_like(av_rows[:, :, : PROMPT.count])
     return torch.cat([rows, av_rows, gate_row, prompt_rows, embedded.unsqueeze(2)], dim=2)
 
@@ -108,7 +108,7 @@ def _adaln(weights: dict[str, Tensor], name: str, timesteps: Tensor) -> tuple[Te
     timestep (steps, U, D), fp32."""
 
     def layer(x: Tensor, part: str) -> Tensor:
-        # The weights are widened, not x narrowed: near 1000, bf16 knows every fourth timestep only.
+        # The weights are cast up instead of x down: near 1000, bf16 has only every fourth timestep.
         return linear(
             x, weights[f"{name}.{part}.weight"].float(), weights[f"{name}.{part}.bias"].float()
         )
@@ -148,7 +148,7 @@ def host_weights(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 def sinusoid(timesteps: Tensor) -> Tensor:
     """Sinusoidal embedding (..., 256) fp32, cosines first."""
-    # fp32 as upstream: in float64 the phases would differ, and with them the last bits of all rows.
+    # fp32 as upstream: float64 phases would change the last bits of all rows.
     half = _SINUSOID // 2
     frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / half)
     phases = timesteps.float().unsqueeze(-1) * frequencies
@@ -159,21 +159,21 @@ class Modulation:
     """The AdaLN rows of one stream at one step.
 
     rows           (U, MODULATION_ROWS, D)
-    timestep_mask  (T, U), one-hot: which of the U timesteps a token has; not read where U = 1
+    timestep_mask  (T, U), one-hot: the timestep of each token; not read if U = 1
     """
 
     def __init__(self, rows: Tensor, timestep_mask: Tensor | None):
         self.rows, self.timestep_mask = rows, timestep_mask
 
     def per_token(self, table: Tensor, group: AdaLNRows) -> tuple[Tensor, ...]:
-        """The group's rows plus the entries of a learned table (entries, D), each by the tokens'
-        own timesteps: (D,) where all tokens have the same, else (T, D)."""
+        """The group's rows plus the entries of a learned table (entries, D), by each token's
+        timestep: (D,) if all tokens have the same, otherwise (T, D)."""
         values = table[group.entries] + self.rows[:, group.rows]  # (U, count, D)
         return tuple(self._select(values[:, i]) for i in range(group.count))
 
     def per_step(self, table: Tensor, group: AdaLNRows) -> Tensor:
-        """The group's rows plus the entries of a learned table (entries, D) for the step's own
-        sigma, whatever a token's timestep: (count, D)."""
+        """The group's rows plus the entries of a learned table (entries, D) for the
+        step's sigma, independent of tokens' timesteps: (count, D)."""
         # The first timestep is that of mask 1 (sampling.conditioning.LatentState.masks).
         return table[group.entries] + self.rows[0, group.rows]
 
@@ -181,6 +181,6 @@ class Modulation:
         """(U, D) -> (D,) or, for more than one timestep, (T, D)."""
         if values.shape[0] == 1:
             return values[0]
-        # A gather of rows would be slow or refused by the compilers. There is one summand for each
-        # strength of an image and one more; all but one of them are zero, so the sum is exact.
+        # Compilers reject a gather of rows or make it slow. All summands but one are zero, so the
+        # sum is exact.
         return sum(self.timestep_mask[:, u, None] * values[u] for u in range(values.shape[0]))

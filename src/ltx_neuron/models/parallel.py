@@ -1,13 +1,12 @@
-"""Tensor parallelism as the models see it: a Comm between the ranks, and layers of already divided
-sizes.
+"""Tensor parallelism of the models: the collectives (Comm), and layers with divided sizes.
 
-The models know the number of ranks, never which one they are: rank files are cut before loading,
-so one traced graph serves every rank.
+The models know the number of ranks but not their own rank. Rank files are cut before loading, so
+one traced graph serves every rank.
 
-Shapes: `features` are those of the whole model; a rank's parameters and split activations have
-features / tp of them. Activations that are not split are whole, and alike, on every rank. With
-sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198) the residual stream of the video is
-divided too: between the layers a rank has T / tp of its tokens, (B, T / tp, D).
+Shapes: `features` counts those of the whole model; a rank's parameters and split activations have
+features / tp. Activations that are not split are equal on every rank. With sequence parallelism
+(Korthikanti et al. 2022, arXiv 2205.05198) the video's residual stream is divided too: between the
+layers a rank has T / tp of its tokens, (B, T / tp, D).
 """
 
 from collections.abc import Sequence
@@ -18,23 +17,23 @@ from torch import Tensor, nn
 
 
 class Comm(Protocol):
-    """The collectives the models use. A backend decides how a group travels."""
+    """The collectives that models use. A backend decides how it reduces a group."""
 
     size: int
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Each tensor summed over the ranks. One call names what may travel together; the identity
-        at size 1."""
+        """Each tensor summed over the ranks. The tensors of a call form a group, which may be
+        reduced in one collective. With one rank this is the identity."""
         ...
 
-    # For sequence parallelism, which is for several ranks.
+    # For sequence parallelism, which needs several ranks.
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The ranks' tokens joined in the order of the ranks: (1, T / size, D) -> (1, T, D)."""
         ...
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Summed over the ranks, of which each keeps its own tokens: (1, T, D) -> (1, T / size,
-        D)."""
+        """The sum over the ranks, of which each rank keeps its own tokens: (1, T, D) ->
+        (1, T / size, D)."""
         ...
 
 
@@ -48,8 +47,8 @@ class SingleRank:
 
 
 def sum_partials(comm: Comm, partials: Sequence[Tensor], divided: Sequence[bool]) -> list[Tensor]:
-    """Row-parallel summands (1, T, D), summed over the ranks: (1, T, D), or (1, T / tp, D) where
-    the stream is divided. What stays whole travels in one group."""
+    """Row-parallel summands (1, T, D), summed over the ranks: (1, T, D), or (1, T / tp, D) if
+    the stream is divided. Streams that are not divided are summed in one group."""
     together = [partial for partial, parts in zip(partials, divided, strict=True) if not parts]
     whole = iter(comm.sum(*together)) if together else iter(())
     return [
@@ -81,15 +80,15 @@ class RowLinear(nn.Linear):
         return nn.functional.linear(x, self.weight)
 
     def finish(self, summed: Tensor) -> Tensor:
-        """After the sum, so that the bias is not added once a rank."""
+        """Add the bias to the sum: once, not once per rank."""
         return summed if self.bias is None else summed + self.bias
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over features that are split over the ranks: its statistic is a sum over all of them.
+    """RMSNorm over features that are split over the ranks: its statistic is a sum over the ranks.
 
-    A norm over the local features alone would be silently wrong. `statistic` (..., 1) fp32 is
-    summed by the caller.
+    A norm over a rank's own features would be wrong without an error. The caller sums `statistic`
+    (..., 1) fp32.
     """
 
     def __init__(self, features: int, tp: int, eps: float):
@@ -100,7 +99,7 @@ class ShardedRMSNorm(nn.Module):
     @staticmethod
     def statistic(x: Tensor) -> Tensor:
         """The sum of squares of this rank's features: (..., features / tp) -> (..., 1) fp32."""
-        # A sum rather than a mean: the ranks' sums add up, and the caller's group may carry it.
+        # A sum, not a mean, so that the caller can sum it over the ranks in a group.
         return x.float().square().sum(-1, keepdim=True)
 
     def forward(self, x: Tensor, summed: Tensor) -> Tensor:
@@ -131,6 +130,6 @@ class FeedForward(nn.Module):
 def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """RMS norm over the last dimension without weight, computed in fp32. Source: ltx-core
     utils.py."""
-    # fp32 explicitly: in bf16 a mean over 4096 squares would be right to two digits.
+    # fp32 explicitly: in bf16 a mean over 4096 squares has only two correct digits.
     x_fp32 = x.float()
     return (x_fp32 * torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -1,8 +1,7 @@
-"""A model as graphs and the order in which they are called: what compile makes and what a backend
-runs.
+"""Programs: a model's graphs, and the order in which a backend calls them.
 
-A program is built for fixed shapes (a bucket), a number of ranks and a dtype. Its modules are on
-the meta device: they are traced, and their weights come from the rank files.
+A program has fixed shapes (a bucket), a number of ranks and a dtype. Its modules are on the meta
+device, because they are only traced; rank files provide the weights.
 """
 
 import re
@@ -37,19 +36,18 @@ class Graph(NamedTuple):
 
 # (graph, first block) each
 Calls = tuple[tuple[str, int], ...]
-# What a graph's parameters have before their names: the part of a whole step, or the model.
+# Prefix of a graph's parameter names: the part of a whole step, or the model.
 _PART = re.compile(r"^(?:head|blocks|tail|decoder)\.")
-_BLOCK = re.compile(r"(transformer_blocks\.|res_blocks\.)(\d+)")  # of which a graph is any
+_BLOCK = re.compile(r"(transformer_blocks\.|res_blocks\.)(\d+)")  # a graph serves any of these
 
 
 @dataclass(frozen=True)
 class Program:
-    """Graphs by name, the runs that can be made of them, and the fields that describe every named
-    value.
+    """Graphs by name, runs of them, and the fields that describe every named value.
 
-    A run is a sequence of calls; a call is (graph, first block): the graph's `transformer_blocks.j`
-    weights are those of block first + j, as are `res_blocks.j` of the video decoder. Most programs
-    have one run, "main".
+    A run is a sequence of calls. A call is (graph, first block): the graph's `transformer_blocks.j`
+    (of the video decoder `res_blocks.j`) has the weights of block first + j. Most programs have one
+    run, "main".
     """
 
     graphs: dict[str, Graph]
@@ -67,29 +65,29 @@ class Program:
 
 
 def weight_name(parameter: str, first_block: int) -> str:
-    """The rank file's name for a graph's parameter when the graph stands for blocks first_block,
+    """The name in the rank file of a graph's parameter, if the graph runs blocks first_block,
     first_block + 1, ..."""
     name = _PART.sub("", parameter)
     return _BLOCK.sub(lambda block: f"{block[1]}{int(block[2]) + first_block}", name)
 
 
 def cut_graphs(runs: Mapping[str, Iterable[tuple[str, int]]]) -> set[str]:
-    """The graphs that serve more than one group of blocks: their weights differ from call to
-    call."""
+    """The graphs that serve several groups of blocks, so that their weights differ between
+    calls."""
     calls = {call for run in runs.values() for call in run}
     called = [name for name, _ in calls]
     return {name for name in called if called.count(name) > 1}
 
 
 def group_size(layers: int, blocks_per_graph: int) -> int:
-    """Blocks per graph: the largest divisor of the depth that is at most the wanted number, so all
-    groups are alike."""
+    """Blocks per graph: the largest divisor of the depth up to the requested number, so that all
+    groups have equal size."""
     return max(n for n in range(1, min(blocks_per_graph, layers) + 1) if layers % n == 0)
 
 
 def may_divide(bucket: Bucket, tp: int) -> bool:
-    """Whether sequence parallelism is possible: the ranks have equal parts of the video's
-    tokens."""
+    """Whether sequence parallelism is possible: the video's tokens divide evenly over the
+    ranks."""
     return tp > 1 and bucket.video_tokens % tp == 0
 
 
@@ -103,11 +101,11 @@ def dit_program(
     attention: str = "sdpa",
     sequence_parallel: bool = False,
 ) -> Program:
-    """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step. attention names
-    one of KERNELS; sequence_parallel is for buckets that `may_divide`.
+    """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step. attention is a
+    key of KERNELS; sequence_parallel needs a bucket that `may_divide`.
 
-    A guided bucket has two runs instead of "main": "pass" predicts x0, "guide" combines predictions
-    and steps.
+    A guided bucket has two runs instead of "main": "pass" predicts x0, and "guide" combines the
+    predictions and performs the Euler step.
     """
     count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
     fields = signatures.dit_fields(config, bucket, tp, dtype, sequence_parallel)
@@ -127,11 +125,11 @@ def dit_program(
     head_outputs, tail, tail_outputs = signatures.HeadOutputs, Tail, signatures.TailOutputs
     if bucket.guided:
         fields |= signatures.guided_fields(config, bucket, tp, dtype, count)
-        # A pass ends with its prediction: the combination needs those of all passes.
+        # A pass ends with its prediction; "guide" needs those of all passes.
         head_outputs, tail = signatures.GuidedHeadOutputs, X0Tail
         tail_outputs = signatures.X0Outputs
     outputs = head_outputs, signatures.BlockOutputs, tail_outputs
-    # The shapes are one rank's, alike on every rank. On meta, tracing the release takes no memory.
+    # Shapes are those of any rank. On the meta device the released size needs no memory.
     with torch.device("meta"):
         modules = {
             "head": Head(config, sequence_parallel),
@@ -148,8 +146,8 @@ def dit_program(
             part: Graph(module, inputs[part], returned)
             for (part, module), returned in zip(modules.items(), outputs, strict=True)
         }
-        # One graph of blocks, called again and again with the next blocks' weights: it is compiled
-        # once, and compilers do not see 48 blocks at a time.
+        # One graph of blocks, called with each group's weights: it is compiled once, and its size
+        # does not grow with the depth.
         groups = tuple(("blocks", first) for first in range(0, config.num_layers, count))
         calls = (("head", 0), *groups, ("tail", 0))
     if not bucket.guided:
@@ -180,7 +178,7 @@ def gemma3_program(
 def connector_program(
     config: TransformerConfig, tp: int, comm: Comm, dtype: torch.dtype, attention: str = "sdpa"
 ) -> Program:
-    """The two text connectors. attention names one of KERNELS."""
+    """The two text connectors. attention is a key of KERNELS."""
     with torch.device("meta"):
         connectors = Connectors(config, tp, comm, KERNELS[attention])
     graph = Graph(connectors, signatures.ConnectorInputs, signatures.ConnectorOutputs)
@@ -189,7 +187,7 @@ def connector_program(
 
 
 def tile_program_name(tile: tuple[int, int, int]) -> str:
-    """Of the program that decodes tiles of latents (f, h, w)."""
+    """The name of the program that decodes tiles of latents (f, h, w)."""
     return f"vae-{'x'.join(map(str, tile))}"
 
 
@@ -242,12 +240,12 @@ class Part(nn.Module):
 
 
 def spectrogram_program_name(latents: int) -> str:
-    """Of the program that makes mel spectrograms of spans of so many latents of sound."""
+    """The name of the program that decodes spans of `latents` audio latents to mel spectrograms."""
     return f"mel-{latents}"
 
 
 def spectrogram_program(config: AudioDecoderConfig, latents: int) -> Program:
-    """The mel decoder for spans of so many latents, one on each rank: a graph a level."""
+    """The mel decoder for one span of `latents` latents per rank, a graph per level."""
     levels = [*reversed(range(len(config.multipliers)))]
     widths = [config.base_channels * config.multipliers[level] for level in levels]
     path = "audio_decoder"
@@ -263,13 +261,12 @@ def spectrogram_program(config: AudioDecoderConfig, latents: int) -> Program:
 
 
 def waveform_program_name(rows: int) -> str:
-    """Of the program that makes waveforms of spans of so many rows of a mel spectrogram."""
+    """The name of the program that decodes spans of `rows` spectrogram rows to waveforms."""
     return f"vocoder-{rows}"
 
 
 def waveform_program(config: VocoderConfig, rows: int) -> Program:
-    """The vocoder for spans of so many rows of a mel spectrogram, one on each rank: a graph an
-    upsampling."""
+    """The vocoder for one span of `rows` mel spectrogram rows per rank, a graph per upsampling."""
     generators = {"vocoder": config.vocoder, "bwe_generator": config.bwe}
     modules, chain, stages = {}, [signatures.VocoderInputs], 0
     with torch.device("meta"):
@@ -297,8 +294,8 @@ def _chained(
     fields: dict[str, Field],
     calls: Calls = (),
 ) -> Program:
-    """A program of modules, given as graph's name: (name in the rank files, module), each of which
-    takes what the one before returns. calls: where a graph is called more than once."""
+    """A program of modules, each of which takes the previous one's output. modules: graph name ->
+    (name in the rank files, module); calls: of graphs that are called more than once."""
     graphs = {
         graph: Graph(Part(path, module, after), before, after)
         for (graph, (path, module)), before, after in zip(

@@ -1,7 +1,7 @@
 """Rotary position embeddings: tables made on the host, applied in fp32 in the graph.
 
-The tables follow ltx-core's rounding (frequencies float64 -> fp32, phases fp32: rope.py there) to
-the bit, because the highest frequencies turn one ulp of a phase into 1e-3 of a cosine. Positions
+The tables follow ltx-core's rounding (frequencies float64 -> fp32, phases fp32: rope.py there) bit
+for bit, because at the highest frequencies one ulp of a phase changes a cosine by 1e-3. Positions
 stay fp32 (upstream since 1.1.3).
 
 Shapes: B batch, T tokens, H heads, D head size, F frequencies per axis of the positions.
@@ -18,7 +18,7 @@ from ltx_neuron.config.transformer import TransformerConfig
 
 
 class Rope(NamedTuple):
-    """Cosines and sines, (B, H, T, D / 2) fp32: each head has its own band of frequencies."""
+    """Cosines and sines, (B, H, T, D / 2) fp32: each head has its own frequencies."""
 
     cos: Tensor
     sin: Tensor
@@ -27,8 +27,8 @@ class Rope(NamedTuple):
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Split rotation of (B, H, T, D): the halves of each head form the pairs. Computed in fp32,
     returned in x's dtype."""
-    # Halves, not neighbours, are the checkpoint's layout (rope_type "split"). In fp32, because
-    # cosines in bf16 are right to 4e-3 only.
+    # The checkpoint pairs halves, not neighbours (rope_type "split"). In fp32, because bf16 cosines
+    # have errors of 4e-3.
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat(
         [first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin], dim=-1
@@ -41,8 +41,8 @@ def split_rope(
     """Tables (B, H, T, D / 2) for positions (B, axes, T) in the units of max_pos. Heads take
     consecutive bands, so ranks slice by head.
 
-    Layout within the inner dimension: frequency-major, axis-minor; entries left over come first and
-    rotate by nothing.
+    Layout within the inner dimension: frequency-major, axis-minor. Remaining entries come first and
+    have phase 0.
     """
     axes = positions.shape[1]
     # float64 here and fp32 below, as ltx-core rounds: see the module's docstring.
@@ -53,7 +53,7 @@ def split_rope(
     fractions = torch.stack(fractions, dim=-1)  # (B, T, axes), 0 to 1
     phases = frequencies * (fractions.unsqueeze(-1) * 2 - 1)  # (B, T, axes, F)
     phases = phases.transpose(-1, -2).flatten(2)  # (B, T, F axes)
-    # inner_dim / 2 need not be a multiple of the axes: the rest is turned by nothing.
+    # inner_dim / 2 need not be a multiple of the axes: the rest has phase 0.
     padding = inner_dim // 2 - phases.shape[-1]
     cos = torch.nn.functional.pad(phases.cos(), (padding, 0), value=1.0)
     sin = torch.nn.functional.pad(phases.sin(), (padding, 0), value=0.0)
@@ -77,8 +77,9 @@ def rope_tables(
 ) -> dict[str, Tensor]:
     """Cosines and sines of the DiT's self attentions and audio-video attentions, by field.
 
-    video_positions  (1, 3, Tv): seconds, pixel row, pixel column. Video and audio attend to each
-    other by time alone, at the audio's head size; audio_positions (1, 1, Ta).
+    video_positions  (1, 3, Tv): seconds, pixel row, pixel column. Audio-video attention
+    uses time only, with the audio's head size.
+    audio_positions  (1, 1, Ta): seconds
     """
     video_max = config.positional_embedding_max_pos
     audio_max = config.audio_positional_embedding_max_pos

@@ -1,49 +1,47 @@
-"""The signatures of the traced graphs: one named tuple of inputs and one of outputs each, and the
-shape of every field.
+"""Signatures of the traced graphs (a named tuple of inputs and one of outputs each), and the shape
+of every field.
 
-A field's name means the same tensor in every graph, so running a model is: call a graph with the
-named values it asks for, keep the named values it returns. Example inputs, uploads, manifests and
-tests all derive from here. To add an input, name it in the graph's signature, give it a shape in
-the function of its model at the end of this file (dit_fields, ...), and say what it means in the
-table below.
+A field's name means the same tensor in every graph. A backend therefore calls a graph with the
+named values of its inputs and stores those that it returns. Example inputs, uploads, manifests and
+tests derive from this module. To add an input, name it in the graph's signature, give it a shape in
+its model's function at the end of this file (dit_fields, ...), and describe it in the table below.
 
 Fields of the DiT. Tv, Ta video and audio tokens, S text tokens, Dv, Da widths, C channels of a
 latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, steps = max_steps:
 
-  step, step_numbers        number of this step (1,) and the numbers 0, 1, ... (steps,), which it is
-                            compared with: the only integers of the graphs
+  step, step_numbers        number of this step (1,), and the numbers 0, 1, ... (steps,) for
+                            comparison with it: the only integers of the graphs
   sigmas                    (steps, 2, 2), of video and of audio: the sigma each step starts from
                             and the one it ends with; a frozen stream has the same one twice
   sigma_pairs               (2, 2), those of this step
-  *_modulation              (steps, U, R, D), AdaLN rows of every step; audio has U = 1, but in a
+  *_modulation              (steps, U, R, D), AdaLN rows of every step; audio has U = 1, except in a
                             retake, which keeps some of its tokens
   *_rows                    (U, R, D), the AdaLN rows of this step
   timestep_mask             (Tv, U), one-hot: which of the U timesteps a video token has
-  rank_one_hot              (1, tp), sequence parallelism: which part of the video's tokens is this
-                            rank's
+  rank_one_hot              (1, tp), sequence parallelism: this rank's part of the video's tokens
   denoise_mask              (Tv, 1): 1 denoised freely, 0 kept as in clean_latent
-  clean_latent              (1, Tv, C), what images, references and the kept part of a retake hold
+  clean_latent              (1, Tv, C), latents of images, references and a retake's kept part
   audio_timestep_mask,
   audio_denoise_mask,
-  audio_clean_latent        the same of the audio's tokens, where U > 1
+  audio_clean_latent        the same for the audio's tokens, if U > 1
   video_bias                (Tv, Tv), added to the scores of the video's self-attention: references
                             with an attention mask
   *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
-  finite                    (1,), a number that is finite where all of a step's latents are
+  finite                    (1,), a number that is finite if all of a step's latents are
   *_hidden                  (1, T, D), the streams between the blocks
   *_context                 (1, S, D), the text, from the connectors
   *_cos, *_sin              RoPE of a stream's self-attention, (1, heads of a rank, T, half a head)
-  *_cross_cos, *_cross_sin  RoPE of the audio-video attentions, by seconds alone, with audio's heads
+  *_cross_cos, *_cross_sin  RoPE of the audio-video attentions, in seconds, with audio's heads
 
-Fields of guidance, which runs the model several times a step with other contexts and perturbations
-and combines the predictions:
+Fields of guidance, which runs the model several times per step with different contexts and
+perturbations, and combines the predictions:
 
-  *_x0                      (1, T, C), clean latents that a pass predicts
+  *_x0                      (1, T, C), a pass's prediction of the clean latents
   cond_*, uncond_*,
   perturbed_*, isolated_*   `*_x0` of the four PASSES, as inputs of the combination
   guided_*                  the combined prediction, in and out: a skipped step repeats it
-  keep                      (blocks, 4), which attentions of a block a pass computes: self-attention
-                            of video, of audio, audio to video, video to audio; 0 leaves it out
+  keep                      (blocks, 4), attentions that a pass computes: self-attention of video,
+                            of audio, audio to video, video to audio; 0 omits it
   enabled_steps, enabled    (steps, 2) and, of this step, (2,): video, audio; 0 repeats `guided_*`
   guidance                  (2, 4), video and audio: cfg - 1, stg, modality - 1, rescale
 
@@ -52,23 +50,23 @@ Fields of the text models. B tokens of a bucket:
   embeddings                (1, B, hidden), scaled token embeddings
   attention_mask            (1, 1, B, B), added to the scores: 0 or the dtype's lowest number
   local_*, global_*         RoPE of the sliding and of the full attention layers
-  *_features                (1, B, D / tp), the projected hidden states, divided over the ranks
+  *_features                (1, B, D / tp), projected hidden states, divided over the ranks
   hidden_states             (1, B, hidden, layers + 1), for comparisons
-  *_tokens                  (1, S, D), features and learnable registers, what the connectors take
+  *_tokens                  (1, S, D), features and registers, inputs of the connectors
 
-Fields of the video decoder, whose ranks have a tile each:
+Fields of the video decoder; each rank has its own tile:
 
   tile_latent               (1, 128, f, h, w), a tile's latents
-  features_*                (F, C, H, W), the features between its graphs, by stage
+  features_*                (F, C, H, W), features between the graphs, by stage
   tile_pixels               (1, 3, 8f - 7, 32h, 32w), about -1 to 1
 
-Fields of mel decoder and vocoder, whose ranks have a span of time each, float32:
+Fields of mel decoder and vocoder, float32; each rank has its own span:
 
-  span_latent               (1, 8, T, 16), a span's latents of sound
+  span_latent               (1, 8, T, 16), a span's audio latents
   features_*                (1, C, T, bins) or (1, C, 1, T), the features between their graphs
   span_mel                  (1, 2, T, 64), a span's mel spectrogram
-  low_waveform              (1, 2, 1, samples), that of the vocoder's first generator
-  resampling                (phases, 1, 1, taps), filters from that one's rate to the other's
+  low_waveform              (1, 2, 1, samples), waveform of the vocoder's first generator
+  resampling                (phases, 1, 1, taps), filters from its rate to the final one
   span_waveform             (1, 2, samples), -1 to 1
 """
 
@@ -85,7 +83,7 @@ from ltx_neuron.config.transformer import Bucket, TransformerConfig
 from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
-# Choose the step, and project the latents to the streams.
+# Selects the step and projects the latents to the streams.
 HeadInputs = namedtuple(
     "HeadInputs",
     "step step_numbers sigmas video_modulation audio_modulation video_latent audio_latent",
@@ -145,19 +143,20 @@ WaveformOutputs = namedtuple("WaveformOutputs", "span_waveform finite")
 
 
 def waveform_inputs(stage: int) -> type:
-    """The vocoder's last graph: the features of its last stage, and what it adds to them."""
+    """Inputs of the vocoder's last graph: the last stage's features, the low-rate waveform and the
+    resampling filters."""
     return namedtuple("WaveformInputs", f"features_{stage} low_waveform resampling")
 
 
 def stage_features(stage: int) -> type:
-    """What a graph of a decoder hands to the next one in a stage."""
+    """The features that a decoder's graph passes to the next one in a stage."""
     return namedtuple(f"Features{stage}", f"features_{stage}")
 
 
-# Of buckets with audio_timesteps > 1: what says which audio tokens are kept, and as what.
+# Of buckets with audio_timesteps > 1: the inputs that hold audio tokens.
 AUDIO_MASKS = ("audio_timestep_mask", "audio_denoise_mask", "audio_clean_latent")
-# What some kinds of graphs take besides, by the part of the step that reads it: guided passes,
-# sequence parallelism ("divided"), some audio tokens that are kept ("masked"), a bias of scores.
+# Further inputs of some kinds of graphs, by the part of the step that reads them: guided passes,
+# sequence parallelism ("divided"), held audio tokens ("masked"), a bias of scores.
 _MORE = {
     "head": {"guided": ("enabled_steps",), "divided": ("rank_one_hot",)},
     "blocks": {"guided": ("keep", "enabled"), "masked": AUDIO_MASKS[:1], "biased": ("video_bias",)},
@@ -173,20 +172,20 @@ def extended(signature: type, part: str, kinds: tuple[str, ...]) -> type:
 
 
 def step_inputs(parts: tuple[type, ...], head_outputs: type) -> type:
-    """The signature of the whole step in one graph: what its parts take and none of them gives."""
+    """The inputs of the whole step in one graph: those of its parts that no part returns."""
     fields = dict.fromkeys(field for part in parts for field in part._fields)
     return namedtuple("StepInputs", [f for f in fields if f not in head_outputs._fields])
 
 
 def optional(inputs: tuple, field: str) -> Tensor | None:
-    """A field that a signature has in some kinds of graphs only."""
+    """A field that only some kinds of graphs have, or None."""
     return getattr(inputs, field, None)
 
 
-# What a step leaves for the next one, and what the host reads at a stage's end.
+# The state between steps, which the host reads at a stage's end.
 LATENTS = ("video_latent", "audio_latent")
-FINITE = "finite"  # the output by which the host knows that they are numbers
-RESULTS = (*LATENTS, "tile_pixels", "span_mel", "span_waveform")  # what must be numbers
+FINITE = "finite"  # finite if they are
+RESULTS = (*LATENTS, "tile_pixels", "span_mel", "span_waveform")  # outputs that must be finite
 # Of a guided step: with the prompt, with the negative prompt, without self-attention in the STG
 # blocks, and without attention between video and audio.
 PASSES = ("cond", "uncond", "perturbed", "isolated")
@@ -195,8 +194,8 @@ PASSES = ("cond", "uncond", "perturbed", "isolated")
 class Field(NamedTuple):
     """Shape and dtype of a graph's tensor on one rank.
 
-    split      the dimension in which the ranks hold different parts; None: all hold the same
-    per_block  one row per block of the graph: each call gets the rows of its own blocks
+    split      the dimension in which the ranks have different parts; None: all have the same
+    per_block  one row per block of the graph: each call receives the rows of its own blocks
     """
 
     shape: tuple[int, ...]
@@ -212,15 +211,16 @@ def dit_fields(
     dtype: torch.dtype,
     sequence_parallel: bool = False,
 ) -> dict[str, Field]:
-    """Every tensor that goes into or comes out of a DiT graph. With sequence parallelism the
-    video's residual stream, and the mask of its modulation, have a rank's own tokens."""
+    """Every input and output tensor of a DiT graph. With sequence parallelism the video's residual
+    stream and its timestep mask have a rank's own tokens."""
     video, audio = config.video, config.audio
     t_video, t_audio = bucket.video_tokens, bucket.audio_tokens
     steps, timesteps = bucket.max_steps, bucket.timesteps
     audio_timesteps = bucket.audio_timesteps
     # Sigmas, masks and RoPE stay fp32 in a bf16 graph: the sampler's arithmetic is fp32 upstream.
     fp32 = torch.float32
-    # Only the streams' RoPE is split: latents, streams, rows and contexts are whole on every rank.
+    # Only the streams' RoPE is split. Every rank has all of the latents, streams, rows and
+    # contexts.
     fields = {
         "step": Field((1,), torch.int32),
         "step_numbers": Field((steps,), torch.int32),
@@ -270,7 +270,7 @@ def dit_fields(
 def guided_fields(
     config: TransformerConfig, bucket: Bucket, tp: int, dtype: torch.dtype, blocks: int
 ) -> dict[str, Field]:
-    """What guidance adds to dit_fields, for graphs of `blocks` blocks."""
+    """The fields of guidance beyond dit_fields, for graphs of `blocks` blocks."""
     # A pass's prediction has the shape and dtype of the latents.
     streams = {
         "video": Field((1, bucket.video_tokens, config.in_channels), dtype),
@@ -295,7 +295,7 @@ def gemma3_fields(
     gemma: GemmaConfig, config: TransformerConfig, tokens: int, tp: int, dtype: torch.dtype
 ) -> dict[str, Field]:
     """Every tensor of a text encoder graph for a bucket of `tokens`."""
-    # Every head has the same frequencies: one table for all, on every rank.
+    # Every head has the same frequencies, so every rank has one table for all heads.
     table = Field((1, 1, tokens, gemma.head_dim // 2), torch.float32)
     return {
         "embeddings": Field((1, tokens, gemma.hidden_size), dtype),
@@ -310,8 +310,8 @@ def gemma3_fields(
 def tile_fields(
     config: VideoDecoderConfig, tile: tuple[int, int, int], dtype: torch.dtype
 ) -> dict[str, Field]:
-    """Every tensor of the video decoder's graphs for a tile of latents (f, h, w). The ranks have
-    different tiles: joined, they are a batch."""
+    """Every tensor of the video decoder's graphs for a tile of latents (f, h, w). The ranks'
+    different tiles form a batch."""
     (frames, height, width), channels = tile, 8 * config.base_channels
     stages = [(frames, channels, height, width)]
     for block in config.up_blocks:
@@ -331,8 +331,8 @@ def tile_fields(
 
 
 def spectrogram_fields(config: AudioDecoderConfig, latents: int) -> dict[str, Field]:
-    """Every tensor of the mel decoder's graphs for a span of so many latents. The ranks have
-    different spans: joined, they are a batch."""
+    """Every tensor of the mel decoder's graphs for a span of `latents` latents. The ranks'
+    different spans form a batch."""
     rows, bins = latents, config.latent_bins
     levels = [config.base_channels * multiplier for multiplier in reversed(config.multipliers)]
     features = [(1, levels[0], rows, bins)]
@@ -348,8 +348,8 @@ def spectrogram_fields(config: AudioDecoderConfig, latents: int) -> dict[str, Fi
 
 
 def waveform_fields(config: VocoderConfig, rows: int) -> dict[str, Field]:
-    """Every tensor of the vocoder's graphs for a span of so many rows of a mel spectrogram. The
-    ranks have different spans: joined, they are a batch."""
+    """Every tensor of the vocoder's graphs for a span of `rows` mel spectrogram rows. The ranks'
+    different spans form a batch."""
     features, samples = [], rows
     for generator in (config.vocoder, config.bwe):
         channels = generator.channels
@@ -369,7 +369,7 @@ def waveform_fields(config: VocoderConfig, rows: int) -> dict[str, Field]:
 
 
 def _float_fields(**shapes: tuple[int, ...]) -> dict[str, Field]:
-    """Fields of the decoders of sound: every rank has spans of its own."""
+    """Fields of the audio decoders: float32, split over the ranks by span."""
     fields = {
         name: Field(shape, torch.float32, split=0 if name.startswith("span") else None)
         for name, shape in shapes.items()

@@ -1,15 +1,15 @@
 """The video decoder for one tile, cut into graphs by stage: from normalised latents to pixels.
 
 Source: ltx-core model/video_vae (video_vae.py, resnet.py, sampling.py, convolution.py), without the
-parts that the released decoder does not have. Parameters have ltx-core's names, so that rank files
-hold the checkpoint's tensors as they are. Every rank decodes a tile of its own: there are no
-collectives, and no rank in the model.
+parts that the released decoder does not have. Parameters have ltx-core's names, so rank files hold
+the checkpoint's tensors unchanged. Every rank decodes its own tile, without collectives and without
+knowing its rank.
 
-A stage lies between two upsamplings. Its residual blocks are alike, so one graph serves all of them
-and takes a block's weights with each call.
+A stage is the part between two upsamplings. Its residual blocks have equal shapes, so one graph
+serves all of them and takes a block's weights with each call.
 
 Shapes: F frames, C channels, H rows, W columns; features are (F, C, H, W), frames as the batch of
-2D convolutions. Norms and sums are fp32 whatever the graph's dtype.
+2D convolutions. Norms and sums are fp32 in graphs of every dtype.
 """
 
 import torch
@@ -22,11 +22,12 @@ EPS = 1e-8  # of PixelNorm
 
 
 class Convolution(nn.Module):
-    """A 3x3x3 convolution: zeros around a frame, the first and the last frame once more in time.
+    """A 3x3x3 convolution that pads with zeros in space and repeats the first and last frame in
+    time.
 
-    Three 2D convolutions over all frames, one for each tap in time, whose results are shifted by a
-    frame and summed. No window of one buffer overlaps another one: neuronx-cc fused such windows
-    wrongly (published for trn2), and 3D convolutions are not among what its documents list.
+    It is computed as three 2D convolutions over all frames, one per tap in time, whose results are
+    shifted by a frame and summed. Windows of a buffer do not overlap, because neuronx-cc was
+    reported to fuse such windows wrongly on trn2. Its documents do not list 3D convolutions.
     """
 
     def __init__(self, inputs: int, outputs: int):
@@ -42,7 +43,7 @@ class Convolution(nn.Module):
 
 
 def earlier(x: Tensor) -> Tensor:
-    """Frame f - 1 in the place of frame f; the first one stays."""
+    """Frames shifted by one: frame f is the input's f - 1; the first one is repeated."""
     if len(x) == 1:
         return x
     first, middle = x[:1], x[1:-1]
@@ -50,7 +51,7 @@ def earlier(x: Tensor) -> Tensor:
 
 
 def later(x: Tensor) -> Tensor:
-    """Frame f + 1 in the place of frame f; the last one stays."""
+    """Frames shifted by one: frame f is the input's f + 1; the last one is repeated."""
     if len(x) == 1:
         return x
     middle, last = x[1:-1], x[-1:]
@@ -78,8 +79,8 @@ class Residual(nn.Module):
 
 
 class DepthToSpace(nn.Module):
-    """A convolution, whose output channels become positions; of two frames for each, the first one
-    of all is dropped."""
+    """A convolution whose output channels become positions. If it doubles the frames, the first
+    frame is dropped."""
 
     def __init__(self, channels: int, upsampling: Upsampling):
         super().__init__()
@@ -106,7 +107,7 @@ class Statistics(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(channels)))
 
     def viewed(self, *shape: int) -> tuple[Tensor, ...]:
-        """The deviation and the mean, in a shape that fits latents."""
+        """The deviation and the mean, in a shape that broadcasts over latents."""
         return tuple(each.view(shape) for each in self.parameters())
 
 
@@ -125,7 +126,7 @@ class ConvIn(nn.Module):
 
 
 class Stage(nn.Module):
-    """One residual block in the place of all those of a stage, under the first one's name."""
+    """A stage's residual block, under the name of its first one."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -150,5 +151,5 @@ class ConvOut(nn.Module):
         x = x.view(frames, self.colours, self.patch, self.patch, height, width)
         x = x.permute(1, 0, 4, 3, 5, 2)  # (colours, F, H, patch, W, patch)
         pixels = x.reshape(1, self.colours, frames, height * self.patch, width * self.patch)
-        # A mean is NaN or Inf where a pixel is: one number for the host to look at.
+        # The mean is NaN or Inf if a pixel is: one number for the host to check.
         return pixels.to(features.dtype), pixels.mean((1, 2, 3, 4))

@@ -2,14 +2,14 @@
 waveform, and by a second generator to one of a higher rate (bandwidth extension).
 
 Source: ltx-core model/audio_vae/vocoder.py, without the parts that the released vocoder does not
-have. Parameters have ltx-core's names; `arrangement` says how those are laid out that are not as in
-the checkpoint. Every rank has a span of its own: there are no collectives, and no rank in the
-model. All is float32.
+have. Parameters have ltx-core's names; `arrangement` reorders those that differ from the
+checkpoint's layout. Every rank has its own span, without collectives and without knowing its rank.
+All tensors are float32.
 
-Signals are (1, C, 1, T): convolutions in time are those of maps of one row. No transposed and no
-depthwise convolution: those are products with few channels. A signal that is to be filtered is laid
-out in blocks of SIDE samples, which take the place of channels. `reach`, `scale` and `dropped` of a
-graph's module are as in audio_decoder.py.
+Signals are (1, C, 1, T), so convolutions in time are 2D convolutions of one row. Transposed and
+depthwise convolutions would be products with few channels, so the graphs have none. A signal is
+filtered in blocks of SIDE samples, which are the channels of a convolution. `reach`, `scale` and
+`dropped` of a graph's module are as in audio_decoder.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ltx_neuron.config.sound import GENERATOR_BINS, RESAMPLING_REACH, GeneratorConfig, VocoderConfig
 
-SIDE = 16  # samples of a block that is filtered
+SIDE = 16  # samples of a block that is filtered at once
 FILTER = 12  # taps of an activation's filters
 EPS = 1e-9  # of an activation's beta
 
@@ -39,8 +39,9 @@ class Convolution(nn.Conv1d):
 
 
 class Upsample(nn.Module):
-    """A transposed convolution of `taps` at a stride, as one that has `stride` samples as channels:
-    sample s q + u - p is the sum over j of tap s j + u of sample q - j."""
+    """A transposed convolution of `taps` at a stride, computed as a convolution with `stride`
+    output samples as channels: sample s q + u - p is the sum over j of tap s j + u of sample q -
+    j."""
 
     def __init__(self, inputs: int, outputs: int, taps: int, stride: int):
         super().__init__()
@@ -57,8 +58,8 @@ class Upsample(nn.Module):
 
 
 def blocks(x: Tensor, size: int) -> Tensor:
-    """A signal (1, C, 1, T) as blocks (C, size, 1, N), its ends repeated: as many samples as whole
-    blocks need, and a block before and after."""
+    """A signal (1, C, 1, T) as blocks (C, size, 1, N). Its ends are repeated to fill whole blocks,
+    and one more block before and after."""
     length, channels = x.shape[3], x.shape[1]
     before, after = size, size + -length % size
     first, last = x[..., :1], x[..., -1:]
@@ -71,13 +72,13 @@ def signal(x: Tensor, length: int) -> Tensor:
     """Blocks (C, size, 1, N) as a signal (1, C, 1, length)."""
     channels = x.shape[0]
     x = x.permute(0, 2, 3, 1).reshape(1, channels, 1, -1)
-    # A slice of all would be an operation that does nothing.
+    # A slice of everything would be a needless operation.
     return x if x.shape[3] == length else x[..., :length]
 
 
 class Filter(nn.Module):
-    """A low-pass filter that makes blocks of `outputs` samples of blocks of `inputs`, each of which
-    depends on the block before and the one after as well."""
+    """A low-pass filter from blocks of `inputs` samples to blocks of `outputs` samples. Each output
+    block depends on its input block and both neighbours."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -96,7 +97,7 @@ class Snake(nn.Module):
         self.beta = nn.Parameter(torch.empty(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of blocks (C, size, 1, N)."""
+        """(C, size, 1, N) -> (C, size, 1, N), blocks of samples."""
         alpha, beta = (each.exp().view(-1, 1, 1, 1) for each in (self.alpha, self.beta))
         return torch.addcmul(x, (x * alpha).sin().square(), 1 / (beta + EPS))
 
@@ -117,7 +118,7 @@ class Activation(nn.Module):
 
 
 class AMPBlock(nn.Module):
-    """Convolutions of activations, added to what they are of."""
+    """Residual block: pairs of activation and convolution, added to their input."""
 
     def __init__(self, channels: int, taps: int, dilations: tuple[int, ...]):
         super().__init__()
@@ -149,7 +150,7 @@ class ConvPre(nn.Module):
 
 
 class Stage(nn.Module):
-    """A generator's upsampling of a number, and the mean of the residual blocks after it."""
+    """A generator's upsampling, and the mean of the residual blocks after it."""
 
     def __init__(self, config: GeneratorConfig, number: int):
         super().__init__()
@@ -232,7 +233,7 @@ class ConvPreOfWaveform(ConvPre):
 
 
 class AddWaveform(ConvPost):
-    """The second generator's end: its waveform, and the first one's at its rate, added up."""
+    """The end of the second generator: the sum of its waveform and the resampled first one."""
 
     def __init__(self, config: VocoderConfig):
         super().__init__(config.bwe)
@@ -247,11 +248,12 @@ class AddWaveform(ConvPost):
         return waveform.clamp(-1, 1).squeeze(2), waveform.mean((1, 2, 3))
 
 
-# --- how parameters are laid out ------------------------------------------------------------------
+# --- layout of parameters -------------------------------------------------------------------------
 
 
 def arrangement(name: str, config: VocoderConfig) -> Callable[[Tensor], Tensor] | None:
-    """What makes the parameter of a name from the checkpoint's tensor, None where it is that."""
+    """The function that reorders the checkpoint's tensor for a parameter; None if it is
+    unchanged."""
     *_, module, kind = name.split(".")
     generator = config.bwe if name.startswith("bwe_generator") else config.vocoder
     if ".ups." in name and kind == "weight":
@@ -265,19 +267,19 @@ def arrangement(name: str, config: VocoderConfig) -> Callable[[Tensor], Tensor] 
 
 def phases(weight: Tensor, stride: int) -> Tensor:
     """A transposed convolution's weight (Cin, Cout, taps) -> (Cout stride, Cin, 1, taps of a
-    phase), the last ones first."""
+    phase), with reversed taps."""
     inputs, outputs, taps = weight.shape
     weight = F.pad(weight, (0, -taps % stride)).view(inputs, outputs, -1, stride)
     return weight.permute(1, 3, 0, 2).flip(3).reshape(outputs * stride, inputs, 1, -1)
 
 
 def _filter(taps: Tensor, upwards: bool) -> Tensor:
-    """A filter (1, 1, FILTER) as Filter's weight: what each sample of a block is of the samples of
-    the block before, of its own and of the next one."""
+    """A filter (1, 1, FILTER) as Filter's weight: the coefficients of each output sample for the
+    samples of the previous, the same and the next block."""
     inputs, outputs = (SIDE, 2 * SIDE) if upwards else (2 * SIDE, SIDE)
     row = torch.arange(outputs)[:, None]
     sample = torch.arange(-inputs, 2 * inputs)
-    # Upwards taps are at twice the samples' rate, and every second one is of a zero.
+    # Upwards, taps have twice the samples' rate, and every second one applies to a zero.
     tap = row + FILTER // 2 - 1 - 2 * sample if upwards else sample - 2 * row + FILTER // 2 - 1
     tap = torch.where((tap >= 0) & (tap < FILTER), tap, FILTER).to(taps.device)
     weight = F.pad(taps.flatten() * (2 if upwards else 1), (0, 1))[tap]

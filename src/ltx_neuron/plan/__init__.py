@@ -1,11 +1,11 @@
-"""What a generation needs and how fast it could be, before anyone pays for a compile. Reads
-headers, loads no weights.
+"""Plans a generation before anything is compiled: memory, FLOPs, collectives, step time. It reads
+file headers and loads no weights.
 
 `ltx-neuron plan` prints it.
 
 FLOPs, collectives and activations are counted in the real graphs: head, one block and tail are
-exported at full width on the meta device, and blocks repeat. What is assumed rather than counted is
-in ASSUMED, and named in the output.
+exported at full width on the meta device, and the block's counts are multiplied. ASSUMED lists the
+assumptions, and the output prints them.
 """
 
 import dataclasses
@@ -57,19 +57,19 @@ ASSUMED = {
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage's step. Times are the least that the chip's documented limits allow; None where
-    they are not known.
+    """One stage's step. Times are lower bounds by the chip's documented limits; None if these are
+    unknown.
 
     whole  with sequence parallelism: collectives_per_step, collectives_ms and
-           elementwise_bytes_per_step without it; else None
+           elementwise_bytes_per_step without it; otherwise None
     """
 
     name: str
     height: int
     width: int
     steps: int
-    evaluations: int  # of the model: res_2s has two a step and one more
-    passes: int  # of an evaluation: guidance has up to four, and what is counted here is one's
+    evaluations: int  # of the model: res_2s has two per step and one more
+    passes: int  # of an evaluation: up to four with guidance; the counts are those of one
     video_tokens: int
     audio_tokens: int
     flops_per_step: int
@@ -84,14 +84,14 @@ class StagePlan:
     sequence_parallel: bool
     whole: dict | None
     activation_bytes_per_core: int
-    score_bytes_per_core: int  # of these: scores held at once, where no flash kernel computes them
+    score_bytes_per_core: int  # of these: scores materialized at once, if no flash kernel is used
     score_ms: float | None  # to write and read all of them once, in all blocks
     upload_bytes: int  # once per stage: noise, contexts, RoPE and modulation tables, one rank's
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A generation on a profile. Byte counts are per rank (logical core) where they say so."""
+    """A generation on a profile. Byte counts named per_core are those of one rank."""
 
     profile: str
     tp: int
@@ -108,10 +108,9 @@ class Plan:
     fits: bool | None
     fits_resident: bool | None
     nearest_that_fits: str | None
-    # While weights go to a device: as much as all of the larger model's, which Difflet saw the
-    # Neuron runtime take for as long (64 GB), beside the files' own pages. Where ranks map their
-    # files it is 0, and the files' bytes are `host_bytes_mapped`: the system keeps of them what it
-    # has room for.
+    # While weights are copied to a device: as much as the larger model has. Difflet observed that
+    # the Neuron runtime needs this (64 GB) beside the files' pages. If ranks map their files it is
+    # 0, and `host_bytes_mapped` has the files' bytes, which the system may evict.
     host_bytes_to_load: int
     host_bytes_mapped: int
     host_bytes_to_encode: int  # images and videos that are given, with this machine's threads and
@@ -127,11 +126,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class CoreMemory:
-    """Bytes that a generation takes of one logical core's memory, beside the runtime's own.
+    """Bytes of one logical core's memory that a generation needs, without the runtime's own.
 
     transformer, text_encoder  one rank's weights; 0 for a text encoder on the host
     activations                the largest step's intermediates and uploaded tensors
-    video_decoder, tile        the same two of a video decoder on the ranks; 0 for the host's
+    video_decoder, tile        the same for a video decoder on the ranks; 0 if the host decodes
     """
 
     transformer: int
@@ -142,20 +141,21 @@ class CoreMemory:
 
     @property
     def in_turn(self) -> int:
-        """With one model on the device at a time."""
+        """With one model on the device at a time. Bytes."""
         step, decode = self.transformer + self.activations, self.video_decoder + self.tile
         return max(step, self.text_encoder, decode) + ASSUMED["runtime_bytes_per_core"]
 
     @property
     def with_decoder(self) -> int:
-        """With transformer and video decoder on the device, in turn with the text encoder."""
+        """With transformer and video decoder on the device together, and the text encoder before
+        them. Bytes."""
         weights = self.transformer + self.video_decoder
         both = weights + max(self.activations, self.tile)
         return max(both, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
 
     @property
     def resident(self) -> int:
-        """With all models on the device."""
+        """With all models on the device together. Bytes."""
         weights = self.transformer + self.text_encoder + self.video_decoder
         activations = max(self.activations, self.tile)
         return weights + activations + ASSUMED["runtime_bytes_per_core"]
@@ -179,7 +179,7 @@ def compiled_activations(manifests: Iterable[Manifest]) -> int:
 
 def compiled_tile(manifests: Iterable[Manifest]) -> int:
     """CoreMemory.tile of compiled programs of the video decoder. A rank keeps every stage's
-    features until the next tile's take their place."""
+    features until those of the next tile replace them."""
     return max(
         (
             manifest.cost()["peak_bytes"]
@@ -200,10 +200,10 @@ def check_fits(
     dtype: str,
     gemma: GemmaConfig | None,
 ) -> None:
-    """Raise UserError, naming the nearest size that fits, where a generation needs more memory than
-    a core of the profile has. Nothing is loaded.
+    """Raise UserError, with the nearest size that fits, if a generation needs more memory than a
+    core of the profile has. Loads nothing.
 
-    gemma  the text encoder's config; None where prompts are encoded on the host
+    gemma  the text encoder's config; None if the host encodes prompts
     """
     if profile.memory_bytes_per_core is None:
         return
@@ -222,7 +222,7 @@ def check_fits(
 
 
 def does_not_fit(profile: Profile, size: Size, tp: int, needed: int, advice: str) -> UserError:
-    """The error of a generation that needs `needed` bytes of a core."""
+    """The error for a generation that needs `needed` bytes per core."""
     limit = profile.memory_bytes_per_core
     return UserError(
         f"{size.height}x{size.width}, {size.num_frames} frames at tp {tp} needs"
@@ -234,7 +234,7 @@ def does_not_fit(profile: Profile, size: Size, tp: int, needed: int, advice: str
 def check_text_fits(
     profile: Profile, tp: int, dtype: str, gemma: GemmaConfig, config: TransformerConfig
 ) -> None:
-    """Raise UserError where the text encoder alone needs more memory than a core has."""
+    """Raise UserError if the text encoder alone needs more memory than a core has."""
     limit = profile.memory_bytes_per_core
     if limit is None:
         return
@@ -257,10 +257,10 @@ def plan(
     dtype: str,
     gemma: GemmaConfig | None = GEMMA_3_12B,
 ) -> Plan:
-    """Plan a generation, whatever its prompt is. Raises UserError for sizes and degrees that do
-    not fit the model.
+    """Plan a generation. The prompt does not matter. Raises UserError for sizes and TP degrees that
+    the model cannot have.
 
-    gemma  the text encoder's config; None for a prompt that is encoded on the host
+    gemma  the text encoder's config; None if the host encodes the prompt
     """
     job.check_shape()
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
@@ -270,7 +270,7 @@ def plan(
 
     def stage_plans(of: Job) -> list[StagePlan]:
         stages = [stage._replace(window=None) for stage in of.stages]
-        with fake_process_group(tp):  # windows of a video that is made longer are all alike
+        with fake_process_group(tp):  # all windows of an extended video are equal
             plans = {s: _stage(config, of, s, profile, tp, torch_dtype) for s in set(stages)}
         return [plans[stage] for stage in stages]
 
@@ -319,14 +319,14 @@ def plan(
 
 
 def weight_sets(job: Job) -> int:
-    """How many sets of the transformer's weights its stages run on: an IC-LoRA is merged in stage
-    1's alone, and in stage 2 of dev there is a distilled LoRA, which no graph depends on."""
+    """The number of the transformer's weight sets: two if stages have different LoRAs (an IC-LoRA
+    in stage 1, a distilled LoRA in dev's stage 2)."""
     refined = job.recipe == "dev" and job.stages[-1].upsampled
     return 2 if refined else len({stage.loras for stage in job.stages})
 
 
 def _on_the_host(checkpoint: Checkpoint, profile: Profile, job: Job, dtype: torch.dtype) -> dict:
-    """What the host encodes and decodes videos in, and its memory for each."""
+    """The host's dtype for videos, and its memory for encoding and decoding."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
     from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
@@ -353,8 +353,8 @@ def _activations(stages: list[StagePlan]) -> int:
 
 
 def _dit_bytes(checkpoint: Checkpoint, tp: int, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of one rank's weights, of its blocks alone, and of what stays on the host; from the
-    header and the sharding table."""
+    """Bytes of one rank's weights, of its blocks, and of the host's weights, from the header and
+    the sharding table."""
     model = MODELS["dit"]
     source, totals = Source(model, [checkpoint]), {"rank": 0, "blocks": 0, "host": 0}
     for name in source.locations:
@@ -400,7 +400,7 @@ def _stage(
         memory_ms = weight_bytes * tp / bandwidth * 1e3
         ideal_ms = max(compute_ms, memory_ms)
         launches, blocks = 1, profile.blocks_per_graph
-        if blocks:  # what is counted has a block in a graph
+        if blocks:  # the counted graph has one block
             launches = len(calls) - config.num_layers + config.num_layers // blocks
         expected = forecast(profile, tp, step, launches, memory_ms, score_ms)
     return StagePlan(
@@ -431,8 +431,8 @@ def _stage(
 def _score_bytes(
     config: TransformerConfig, bucket: Bucket, profile: Profile, tp: int
 ) -> tuple[int, int]:
-    """Bytes of the video's scores in fp32, of all heads of a rank: that are held, and that are
-    computed, where a graph has them."""
+    """Bytes of the video's attention scores in fp32, for all heads of a rank: materialized at once,
+    and computed in total; 0 if a flash kernel computes them."""
     heads, tokens = config.video.heads // tp, bucket.video_tokens
     masked = bucket.biased and rows_at_once(heads, tokens)
     rows = {"matmul": tokens, **dict.fromkeys(NKI_KERNELS, masked)}
@@ -448,8 +448,8 @@ def _step(
     dtype: torch.dtype,
     sequence_parallel: bool = False,
 ) -> tuple[Program, dict[str, int]]:
-    """A bucket's program, and what a step of it costs a rank, summed over its calls; of peak_bytes
-    and collectives the largest. moved_bytes: what the rank passes on in its collectives."""
+    """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima for
+    peak_bytes and the largest collective. moved_bytes: sent by the rank in collectives."""
     program = dit_program(
         config, bucket, tp, TorchDistComm(tp), dtype, 1, profile.attention, sequence_parallel
     )
@@ -457,8 +457,8 @@ def _step(
     costs = {name: cost(graph) for name, graph in exported.items()}
     calls = [costs[name] for name, _ in next(iter(program.runs.values()))]
     sums = {key: sum(call[key] for call in calls) for key in calls[0]}
-    # In a ring (tp - 1) / tp of what a reduce-scatter takes, of what an all-gather gives, and of
-    # both for an all-reduce.
+    # A ring moves (tp - 1) / tp of a reduce-scatter's input, of an all-gather's output, and both
+    # for an all-reduce.
     gathered, scattered = sums["all_gather_bytes"], sums["reduce_scatter_bytes"]
     reduced = sums["collective_bytes"] - gathered - scattered
     largest = {
@@ -470,7 +470,7 @@ def _step(
 
 
 def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
-    """What sequence parallelism changes in a step: its collectives and elementwise work."""
+    """The costs of a step that sequence parallelism changes: collectives and elementwise work."""
     rate = profile.link_bytes_per_second(tp)
     return {
         "collectives_ms": rate and tp * step["moved_bytes"] / rate * 1e3,
@@ -480,7 +480,7 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
 
 
 def _upload_bytes(program: Program) -> int:
-    """Bytes of one rank's tensors that are uploaded: what no graph returns, and the latents."""
+    """Bytes of one rank's uploaded tensors: inputs that no graph returns, and the latents."""
     graphs = program.graphs.values()
     inputs = {name for graph in graphs for name in graph.inputs._fields}
     returned = {name for graph in graphs for name in graph.outputs._fields} - {*LATENTS}
@@ -494,7 +494,7 @@ def _nearest(
     """The longest clip of this height and width whose activations fit into `room` bytes."""
     per_token = (stage.activation_bytes_per_core + stage.upload_bytes) / stage.video_tokens
     tokens_per_frame = math.prod(video_latent_shape(stage.height, stage.width, 1))
-    # A first guess: it leaves out what does not grow with the tokens.
+    # A first estimate, without the part that does not grow with the tokens.
     latent_frames = int(room / per_token) // tokens_per_frame
     for count in range(latent_frames, 0, -1):
         shorter = dataclasses.replace(job.size, num_frames=8 * (count - 1) + 1)

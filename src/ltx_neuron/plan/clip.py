@@ -1,7 +1,7 @@
-"""The time of a whole warm clip: its phases, under the names that a latency report has.
+"""The time of a whole warm clip, by the phases of a latency report.
 
-FLOPs are counted, rates are documented or assumed, and every row says which. A clip is warm when
-its models were loaded for one before it and its prompt is new.
+FLOPs are counted; rates are documented or assumed, and every row names its source. A warm clip has
+a new prompt and models that an earlier clip loaded.
 """
 
 # ltx-core's from_config is a class method that names the class that it builds as its own.
@@ -34,15 +34,15 @@ from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
-# What float32 takes on Trainium2, documented: 181 TFLOP/s of a chip, of bf16 667.
+# The factor of float32 on Trainium2, documented: 181 TFLOP/s per chip, against 667 in bf16.
 _FLOAT32_COST = 667 / 181
-SHARE = 0.3  # of a chip's documented peak, where nothing was measured
+SHARE = 0.3  # of a chip's documented peak: assumed
 PROMPT_TOKENS, CONTEXT_TOKENS = 128, 1024
 # FLOP/s of one CPU. Two AVX-512 units make 64 FLOPs a cycle in float32, AMX makes 2048 in bfloat16:
 # documented of the Intel CPUs beside Trainium2, here at 2 GHz, and of a hyperthread the half.
 _PEAKS = {"float32": 64 * 2e9 / 2, "bfloat16": 2048 * 2e9 / 2}
-# No more of them than half a core reaches: benchmarks/vae_decode.md, vae_encode.md and
-# text_encode.md. FLOPs are those of direct convolutions; a prompt's products are small.
+# At most half of what a core reached in benchmarks/vae_decode.md, vae_encode.md and text_encode.md.
+# FLOPs are those of direct convolutions; a prompt's products are small.
 _SHARES = {
     "decode_video float32": 1.0,
     "decode_video bfloat16": 0.2,
@@ -51,10 +51,10 @@ _SHARES = {
     "encode_text float32": 0.8,
     "encode_text bfloat16": 0.08,
 }
-# Of one CPU, assumed: seconds of sound, pixels and bytes in a second. Sound: a little less than
-# what a core reached in benchmarks/audio_decode.md.
+# Of one CPU, assumed: seconds of sound, pixels and bytes per second. Sound: slightly less than a
+# core reached in benchmarks/audio_decode.md.
 _ASSUMED = {"decode_audio": 0.3, "encode_mp4": 10e6, "copy": 2e9}
-# Of the instances' documentation; another profile runs where it is planned.
+# From the instances' documentation; other profiles run on this machine.
 _CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192}
 
 
@@ -63,7 +63,7 @@ class Row:
     """A phase.
 
     where  "host" or "device"
-    rate   what its seconds are counted from, for a person
+    rate   source of its seconds, as text
     """
 
     name: str
@@ -74,11 +74,11 @@ class Row:
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """A warm clip's phases, in order; None where something is not known.
+    """A warm clip's phases in order; None for unknown times.
 
     seconds           from the prompt to the MP4
-    batch_seconds     a clip of a batch, where the ranks denoise the next one meanwhile
-    overlaps          what runs at the same time, for a person
+    batch_seconds     per clip of a batch, in which the ranks denoise the next clip meanwhile
+    overlaps          phases that run at the same time, as text
     """
 
     rows: list[Row]
@@ -89,7 +89,7 @@ class ClipPlan:
 
 @dataclass(frozen=True)
 class Clip:
-    """What is planned, and how it is run.
+    """The planned job, and the settings of its run.
 
     config        the checkpoint's parsed `config` metadata
     text_weights  numbers in one rank's "gemma3" and "connectors"
@@ -107,7 +107,7 @@ class Clip:
 
     def planned(self) -> ClipPlan:
         first = [*self._text(), *self._given(), *self._denoising()]
-        # A sound that is given is written as it is.
+        # An input sound is muxed unchanged.
         sound = [] if self.job.sound else [self._sound()]
         last = [*self._video(), *sound, self._mp4()]
         rows, seconds, batch_seconds = [*first, *last], None, None
@@ -130,7 +130,7 @@ class Clip:
         return "sound and MP4 beside decoding, on the same cores: their times add up"
 
     def _rate(self, kind: str) -> tuple[float, str]:
-        """A rate of the host, in units a second, and its source for a person."""
+        """A rate of the host, in units per second, and its source as text."""
         cpus = _CPUS.get(self.profile.name) or machine.cpus()
         if kind in _ASSUMED:
             return _ASSUMED[kind] * cpus, "assumed, not measured"
@@ -142,7 +142,7 @@ class Clip:
         return Row(name, "host", amount / rate, f"{what} ({source})")
 
     def _at_peak(self, name: str, flops: float, what: str) -> Row:
-        """A phase on the ranks, from what all of them compute."""
+        """A phase on the ranks, from their total FLOPs."""
         peak = self.profile.flops(self.plan.tp)
         if peak is None:
             return Row(name, "device", None, f"{what}: this profile has no documented peak")
@@ -171,7 +171,7 @@ class Clip:
         return self._host("load_transformer", size, "copy", what)
 
     def _given(self) -> list[Row]:
-        """What a sound and videos are encoded in, before the first stage."""
+        """The encoding of input sounds and videos, before the first stage."""
         size, rows = self.job.size, []
         for clip in self.job.encoded_clips:
             counts = Counter([clip.pixels]) if clip.whole else tile_counts(clip.pixels)
@@ -180,7 +180,7 @@ class Clip:
             what, rate = f"video, {format_flops(flops)}, {shapes}", f"encode_video {self._dtype}"
             rows.append(self._host("encode_inputs", flops, rate, what))
         if self.job.sound or self.job.retake:
-            import_ltx_core()  # of which this part wants torchaudio
+            import_ltx_core()  # this part of it needs torchaudio
             from ltx_core.model.audio_vae import AudioEncoderConfigurator
 
             shape = 2, AUDIO_SCALE * size.audio_frames, mel_sizes(self.config).bins
@@ -198,7 +198,7 @@ class Clip:
         return [self._host(f"denoise_{stage.name}", flops, rate, what)]
 
     def _encoder_flops(self, *pixels: int) -> int:
-        """Of encoding 8k+1 frames of so many rows and columns."""
+        """FLOPs of encoding 8k+1 frames. pixels: frames, rows, columns."""
         return _counted(VideoEncoderConfigurator.from_config, self.config, 3, *pixels)
 
     @property
@@ -222,7 +222,7 @@ class Clip:
         return rows
 
     def _steps(self, stage: StagePlan) -> Row:
-        """A stage's steps, with the upload of what they share."""
+        """A stage's steps, with the upload of their shared inputs."""
         ms, source = self._step_ms(stage)
         name, size = f"denoise_{stage.name}", self.plan.tp * stage.upload_bytes
         if ms is None:
@@ -241,7 +241,7 @@ class Clip:
         return stage.forecast.middle, "the forecast's middle, not measured"
 
     def _upsampling(self, latent: tuple[int, int, int], kind: str) -> Row:
-        # Of the released upsampler: its file need not be there.
+        # The released upsampler's: its file may be absent.
         config = {f"{name}_upsample": name == kind for name in ("spatial", "temporal")}
         flops = _counted(LatentUpsamplerConfigurator.from_config, config, 128, *latent)
         rate = f"decode_video {self._dtype}"
@@ -265,7 +265,7 @@ class Clip:
             total = sum(flops[shape] * count for shape, count in counts.items())
             kind = f"decode_video {self._dtype}"
             return [self._host("decode_video", total, kind, f"{format_flops(total)}, {text}")]
-        # Ranks for which there is no tile wait for the others.
+        # Ranks without a tile wait for the others.
         total = sum(flops[shape] * math.ceil(count / tp) * tp for shape, count in counts.items())
         return [self._at_peak("decode_video", total, f"{format_flops(total)}, {text}")]
 
@@ -286,11 +286,11 @@ class Clip:
         return self._host("encode_mp4", pixels, "encode_mp4", f"{frames} frames")
 
 
-# --- FLOPs of the host's models: a convolution counts as a direct one, however it is computed -----
+# --- FLOPs of the host's models: convolutions count as direct ones --------------------------------
 
 
 def _counted(from_config: Callable[[dict], torch.nn.Module], config: dict, *shape: int) -> int:
-    """Of one of ltx-core's modules for a tensor (1, *shape), on the meta device."""
+    """FLOPs of one of ltx-core's modules for a tensor (1, *shape), on the meta device."""
     with torch.device("meta"):
         module = from_config(config)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -299,7 +299,7 @@ def _counted(from_config: Callable[[dict], torch.nn.Module], config: dict, *shap
 
 
 def _sound_flops(config: dict, latents: int, tp: int) -> int:
-    """Of decoding so many latents of sound on tp ranks: ranks without a span wait for others."""
+    """FLOPs of decoding `latents` audio latents on tp ranks; ranks without a span count as busy."""
     mel, vocoder = audio_decoder_config(config), vocoder_config(config)
     span, rows = span_sizes(latents)
     parts = (
@@ -310,7 +310,7 @@ def _sound_flops(config: dict, latents: int, tp: int) -> int:
 
 
 def _of_program(program: Program) -> int:
-    """Of one call of every graph."""
+    """FLOPs of one call of every graph."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         for graph in program.graphs.values():
             fields = (program.fields[name] for name in graph.inputs._fields)

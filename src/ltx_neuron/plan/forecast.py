@@ -1,7 +1,7 @@
-"""What a step is forecast to take on Trainium2: its parts, each from what is counted in the graphs
-and a range of rates. No step of ours was measured there.
+"""Forecast of a step's time on Trainium2: each part from counts in the graphs and a range of rates.
+No step of ours was measured there.
 
-The sum is held against what others published of such models: FLUX, Wan 2.1 and Qwen-Image (Difflet,
+The sum is consistent with published results of such models: FLUX, Wan 2.1 and Qwen-Image (Difflet,
 2026-08) and LTX-2.5 (vllm-omni-neuron) reach 31 to 35 % of the chip's peak.
 """
 
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from ltx_neuron.format import format_flops
 from ltx_neuron.profiles import Profile
 
-# From and to. Of the documented peak, what products are assumed to reach in those models:
+# Each from and to. Share of the documented peak that products are assumed to reach there:
 _LINEAR = 0.72, 0.62
-_ATTENTION = 0.44, 0.35  # attention_cte: 44 % for Wan 2.2's self-attention (AWS); text's have less
-_LARGE_SUM = 184e9, 102e9  # bytes a second that a rank passes on, on one chip: assumed
+_ATTENTION = 0.44, 0.35  # attention_cte: 44 % for Wan 2.2's self-attention (AWS); less for text
+_LARGE_SUM = 184e9, 102e9  # bytes per second that a rank sends, on one chip: assumed
 _SMALL_SUM_MS = 0.02, 0.043  # of statistics: assumed
-_LAUNCH_MS = 0.47  # Python's part, of a graph, on a CPU (benchmarks/nxd_on_cpu.md)
-_UNFUSED = 0.25, 0.35  # of the elementwise traffic: assumed, the rest is fused
+_LAUNCH_MS = 0.47  # Python's part, per graph, on a CPU (benchmarks/nxd_on_cpu.md)
+_UNFUSED = 0.25, 0.35  # share of the elementwise traffic: assumed; the rest is fused
 _WAITING = 0.1, 0.13  # of all these: engines wait for each other, as traced in Wan 2.1 (Difflet)
 _MIDDLE = 0.56  # of the range: the published models lie in its upper half
 
 
 @dataclass(frozen=True)
 class Part:
-    """Milliseconds, from and to, and where they are from, for a person."""
+    """Milliseconds, from and to, and their source as text."""
 
     name: str
     low: float
@@ -52,11 +52,11 @@ def forecast(
 ) -> Forecast:
     """The forecast of a step on a profile with documented limits.
 
-    step       what it costs one rank, as export.cost counts it, and the "moved_bytes" that it
-               passes on in its collectives
+    step       its cost for one rank, as export.cost counts it, and "moved_bytes", which the rank
+               sends in collectives
     launches   graphs that it launches
-    memory_ms  to read the weights once: products never take less
-    score_ms   to write and read the scores that attention holds
+    memory_ms  to read the weights once: a lower bound of the products
+    score_ms   to write and read the scores that attention materializes
     """
     chip, flops, link = profile.chip, profile.flops(tp), profile.link_bytes_per_second(tp)
     bandwidth = profile.memory_bytes_per_second(tp)
@@ -65,7 +65,7 @@ def forecast(
     attention, small = step["attention_flops"], step["small_collectives"]
     linear, large = step["flops"] - attention, step["collectives"] - small
     unfused, moved = step["elementwise_bytes"], step["moved_bytes"]
-    # Between chips, sums are as much slower as the link is.
+    # Between chips, sums are slower by the ratio of the links.
     slower = chip.link_bytes_per_second * flops / chip.flops / link
     ranges = {
         "linear": [max(linear / (share * peak) * 1e3, memory_ms) for share in _LINEAR],

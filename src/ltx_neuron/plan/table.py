@@ -1,4 +1,4 @@
-"""The plan as a person reads it on a terminal."""
+"""The plan as text for a terminal."""
 
 import textwrap
 
@@ -9,7 +9,7 @@ from ltx_neuron.profiles import COLLECTIVES_BUFFER
 
 
 def table(plan: Plan) -> str:
-    """The plan as labels and texts."""
+    """The plan, a label and a value per line."""
     lines = [f"profile {plan.profile}, tp {plan.tp}, {plan.dtype}", ""]
     for stage in plan.stages:
         steps = f"{stage.steps} steps"
@@ -68,7 +68,7 @@ def _stage_rows(stage: StagePlan) -> list[tuple[str, str]]:
 
 
 def _forecast_rows(stage: StagePlan) -> list[tuple[str, str]]:
-    """The forecast of a step, and its parts with what each is from."""
+    """The forecast of a step, and its parts with their sources."""
     if not (forecast := stage.forecast):
         return []
     each = f" of each of {stage.passes} passes" if stage.passes > 1 else ""
@@ -121,7 +121,7 @@ def _memory_rows(plan: Plan) -> dict[str, str]:
 
 
 def _verdict(plan: Plan) -> str:
-    """Whether it fits, and what else would."""
+    """Whether the job fits, and otherwise what would."""
     if plan.fits is None:
         return "this profile has no documented memory to compare with"
     if plan.fits:
@@ -133,7 +133,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def clip_table(clip: ClipPlan) -> str:
-    """The time of a warm clip: a line for every phase, as a latency report names it."""
+    """The time of a warm clip: a line per phase, named as in a latency report."""
     lines = [_clip_line("a warm clip", "where", "seconds", "from")]
     lines += [_clip_line(row.name, row.where, _seconds(row.seconds), row.rate) for row in clip.rows]
     lines.append(
@@ -159,5 +159,5 @@ def _ms(value: float | None) -> str:
 
 
 def _two_digits(value: float) -> str:
-    """As much of a forecast as it says."""
+    """A forecast's number, rounded to two digits."""
     return f"{float(f'{value:.2g}'):,.0f}"

@@ -1,1 +1,2 @@
-"""Where a run's time goes: recorded (recorder), printed and compared (table), drawn (plot)."""
+"""Latency reports: recorder.py records a run, table.py prints and compares reports, plot.py draws
+them."""

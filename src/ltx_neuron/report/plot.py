@@ -1,4 +1,4 @@
-"""Latency reports as a picture: every denoising step. The table tells the phases."""
+"""A plot of every denoising step of latency reports."""
 
 import statistics
 from pathlib import Path
@@ -12,7 +12,7 @@ from ltx_neuron.report.table import title
 
 def plot(reports: list[dict], path: str | Path) -> None:
     """Draw the steps of one report or two as a PNG of 1200 x 500: warm steps as lines, cold ones as
-    hollow marks. The scale is logarithmic where cold steps are far slower than warm ones."""
+    hollow marks. The scale is logarithmic if cold steps are far slower than warm ones."""
     figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
     axes, all_steps = figure.subplots(), [0.0]
     letters = ["A: ", "B: "] if len(reports) > 1 else [""]

@@ -1,4 +1,4 @@
-"""Records where a run's time and memory go, as the latency report of schema 1."""
+"""Records a run's time and memory by phase, as the latency report of schema 1."""
 
 import contextlib
 import statistics
@@ -30,15 +30,16 @@ STAGES = ("stage_1", "stage_2")
 
 @dataclass(slots=True)
 class Counters:
-    """What one denoise step moves and computes.
+    """Costs of one denoising step.
 
-    launches_per_step     "count" of one rank's graphs, and the "host_ms" that launching them took
-                          in the last step (see backends.ranks.Ranks)
-    collectives_per_step  "count", and "bytes" that one rank hands over
+    launches_per_step     "count" of one rank's graphs, and "host_ms" for launching them in the last
+                          step (see backends.ranks.Ranks)
+    collectives_per_step  "count", and "bytes" that one rank contributes
     flops_per_step        of all ranks: one number, or {stage: number}
-    peak_flops            FLOP/s of all ranks together; None where the profile has no peak
-    weight_swaps          how often a weight set took another's place on the ranks, and the seconds
-                          of that, which are part of the phase load_transformer
+    peak_flops            FLOP/s of all ranks together; None if the profile has no peak
+    weight_swaps          "count" of replaced weight sets on the ranks, and their "seconds", which
+    are
+                          part of the phase load_transformer
     """
 
     bytes_to_device_per_step: int = 0
@@ -59,7 +60,7 @@ class _PeakMemory:
     """
 
     SAMPLE_SECONDS = 0.05
-    # Listing descendants reads the whole process table, which takes far longer than their sizes.
+    # Listing descendants reads the whole process table, far slower than reading their sizes.
     LIST_SECONDS = 1.0
 
     def __enter__(self) -> "_PeakMemory":
@@ -100,8 +101,8 @@ class _PeakMemory:
 
 @dataclass
 class _Phase:
-    """A phase that is running or has ended. `seconds` is what it added to the run,
-    `overlapped_seconds` what it ran at the same time as a phase that was counted instead."""
+    """A running or ended phase. `seconds` counts towards the run's total; `overlapped_seconds` ran
+    while another phase was counted."""
 
     name: str
     memory: _PeakMemory
@@ -109,7 +110,7 @@ class _Phase:
     overlapped_seconds: float = 0.0
 
     def entry(self) -> dict:
-        """The phase in the report; `overlapped_seconds` is there only where there are any."""
+        """The phase's entry in the report, with `overlapped_seconds` if there are any."""
         entry = {"name": self.name, "seconds": self.seconds}
         if self.overlapped_seconds:
             entry["overlapped_seconds"] = self.overlapped_seconds
@@ -119,9 +120,9 @@ class _Phase:
 class Recorder:
     """Collects one run's times, by time.perf_counter, from its construction to `report()`.
 
-    Every thread may have one phase at a time. A moment of the run counts for one phase only, so
-    that phases and residual add up to the whole: for the phase of the thread that made the recorder
-    if it has one, else for the phase that began first.
+    A thread has at most one phase at a time. Each moment counts for one phase, so that phases and
+    residual add up to the total: for the phase of the thread that made the recorder if it has one,
+    otherwise for the phase that began first.
     """
 
     def __init__(self) -> None:
@@ -158,8 +159,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave this thread's phase, if it is in one, for the block's time: what it waits for is
-        not its own, and may be another phase."""
+        """Suspend this thread's phase, if it has one, while the block runs: the time it waits for
+        another thread is not its own."""
         thread = threading.get_ident()
         with self._counted_to_now():
             phase = self._open.pop(thread, None)
@@ -176,8 +177,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def _counted_to_now(self) -> Iterator[float]:
-        """Hold the lock on the phases, with the time up to now counted for those that are open.
-        Yields the clock."""
+        """Hold the lock on the phases, after counting the time up to now for the open ones. Yields
+        the clock."""
         with self._lock:
             now = time.perf_counter()
             passed, self._counted_until = now - self._counted_until, now
@@ -190,8 +191,8 @@ class Recorder:
             yield now
 
     def step(self, stage: str, total_ms: float, device_ms: float) -> None:
-        """Add one denoise step of "stage_1" or "stage_2", in milliseconds. Host time is what is not
-        device time."""
+        """Add one denoise step of "stage_1" or "stage_2", in milliseconds. The rest of the
+        total is host time."""
         self._steps[stage].append((total_ms, device_ms))
 
     def last_step(self, stage: str) -> float:
@@ -199,11 +200,11 @@ class Recorder:
         return self._steps[stage][-1][0]
 
     def report(self, job: dict, profile: str, tp: int, versions: dict, identity: dict) -> dict:
-        """The latency report, schema 1, of the run up to now. Phases that other threads are in
-        count up to now.
+        """The latency report, schema 1, of the run up to now. Running phases of
+        other threads count up to now.
 
         versions  of packages
-        identity  digests of what was run
+        identity  digests of the weights, graphs and code
         """
         if phase := self._open.get(threading.get_ident()):
             raise RuntimeError(f"the report is asked for inside phase {phase.name}")
@@ -244,8 +245,8 @@ class Recorder:
 
 
 def _warm_step(steps: list[tuple[float, float]]) -> dict[str, float | None]:
-    """Milliseconds of (total, device) steps after the first, which is cold: it pays for allocation,
-    compilation and caches."""
+    """Milliseconds of (total, device) steps after the first, which is cold: it includes allocation,
+    compilation and cache misses."""
     warm = steps[1:]
     if not warm:
         return dict.fromkeys(("median", "p90", "host", "device"))

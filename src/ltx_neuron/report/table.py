@@ -1,4 +1,4 @@
-"""Latency reports as text: one report, two compared, and limits on their numbers."""
+"""Latency reports as text: one report, a comparison of two, and limits on their numbers."""
 
 import difflib
 import json
@@ -24,7 +24,7 @@ _FIELDS = {
 
 
 def validate(report: object, source: str = "report") -> None:
-    """Raise UserError, naming `source` and the fields, unless the report has those of schema 1."""
+    """Raise UserError, with `source` and the fields, unless the report follows schema 1."""
     schema = report.get("schema") if isinstance(report, dict) else None
     if not isinstance(report, dict) or schema != 1:
         raise UserError(
@@ -87,8 +87,7 @@ def table(report: dict) -> str:
 
 
 def _phase_lines(report: dict) -> list[str]:
-    """A line for every phase, the residual and the whole; overlapped time only where there is
-    some."""
+    """A line per phase, for the residual and the total; overlapped time if there is any."""
     end_to_end = report["end_to_end_seconds"]
     phases = _merged(report) | {
         "residual": {"seconds": report["residual_seconds"]},
@@ -107,7 +106,7 @@ def _phase_lines(report: dict) -> list[str]:
 
 
 def _step_lines(report: dict) -> list[str]:
-    """A line for every stage that has steps, then every step's time."""
+    """A line per stage with steps, then every step's time."""
     rows: list[tuple[str, ...]] = [
         ("denoise", "steps", "cold ms", "warm median ms", "p90 ms", "host ms", "device ms")
     ]
@@ -124,7 +123,7 @@ def _step_lines(report: dict) -> list[str]:
 
 
 def compare(a: dict, b: dict) -> str:
-    """Two reports as text: what differs in what they ran, then their numbers with the ratio b/a."""
+    """Two reports as text: differences of the runs, then their numbers with the ratio b/a."""
     lines = [f"A: {title(a)}   B: {title(b)}"]
     for part in ("job", "versions", "identity"):
         for key in {**a[part], **b[part]}:
@@ -159,8 +158,8 @@ def _named_numbers(value: object, name: str) -> Iterator[tuple[str, float | None
 
 
 def _merged(report: dict) -> dict[str, dict]:
-    """Phases by name, in the order of their first appearance. Those of one name add their seconds,
-    and keep the highest peak."""
+    """Phases by name, in the order of their first appearance. Phases of one name are merged: their
+    seconds are added, and the highest peak counts."""
     merged: dict[str, dict] = {}
     for phase in report["phases"]:
         total = merged.setdefault(phase["name"], {"seconds": 0.0, "peak_rss_bytes": 0})
@@ -186,8 +185,7 @@ def _text(number: float | None) -> str:
 def exceeded(report: dict, limits: list[str], source: str = "report") -> list[str]:
     """One sentence for every limit "NAME=VALUE" that the report exceeds.
 
-    Raises UserError for a limit that is not of that form, or whose name has no number in the
-    report.
+    Raises UserError for a limit of another form, or for a name without a number in the report.
     """
     measured, sentences = numbers(report), []
     for limit in limits:

@@ -1,4 +1,4 @@
-"""Which release's numerics a run follows: upstream's later ones by default, ltx-core 1.0.0's on
+"""The upstream release whose numerics a run follows: the later ones by default, ltx-core 1.0.0 on
 request."""
 
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Compat:
-    """What ltx-core 1.0.0 does differently from later releases, with the release that changed it.
+    """Differences of ltx-core 1.0.0 from later releases, with the release of the change:
 
     conditioning  images overwrite the noised latent and keyframes last eight frames (1.1.6, 1.1.2)
     cross_sigma   audio-video AdaLN follows the other stream's sigma, not a token's own timestep
@@ -14,11 +14,11 @@ class Compat:
     positions     video positions are rounded to the run's dtype (1.1.3)
     vocoder       audio decoder and vocoder run in the run's dtype (1.1.0)
 
-    And what ltx-pipelines 1.2.0 does differently from what came before it:
+    Difference of ltx-pipelines 1.2.0 from earlier releases:
 
-    retake_noise  the stream that a retake keeps begins as noise, and walks to what is kept
+    retake_noise  the stream that a retake keeps begins as noise and is denoised to the kept part
 
-    And what all of them do:
+    Behaviour of all of them:
 
     as_stored     EXIF orientation and a video's display matrix are not applied
     """

@@ -1,5 +1,5 @@
-"""The tokens that a stage starts from: noise, latents of an earlier stage or of a file, images and
-references; where each token is, and how much of it is kept.
+"""A stage's initial tokens: noise, latents of an earlier stage or of a file, images and references,
+with their positions and denoise masks.
 
 Sources: ltx-core conditioning/types, components/noisers.py, the later behaviour of both (1.1.2,
 1.1.6) by default; conditioning/mask_utils.py and transformer_args.py.
@@ -33,14 +33,14 @@ from ltx_neuron.sampling.latents import (
 class LatentState:
     """Tokens of one stream of a stage, appended ones last (ltx-core's LatentState).
 
-    latent        (1, T, C), what is noised: zeros, the latents of an earlier stage, or a file's
-    clean_latent  (1, T, C), what is held: of images, references, the kept part of a retake
+    latent        (1, T, C), to which noise is added: zeros, an earlier stage's latents, or a file's
+    clean_latent  (1, T, C), latents of held tokens: images, references, a retake's kept part
     denoise_mask  (T, 1) fp32: 1 denoised freely, 0 kept as in clean_latent
-    positions     (1, 3, T) fp32: seconds, pixel row, pixel column; of audio (1, 1, T): seconds
-    frozen        the stream is given: its own sigma is 0 at every step
-    frozen_noise  how much noise a frozen stream begins with all the same: with 0 it stays as it is,
-                  with 1 it is led to what is held (ltx-pipelines 1.2.0, in a retake)
-    bias          (T, T), added to the scores of its self-attention; None: all tokens attend to all
+    positions     (1, 3, T) fp32: seconds, pixel row, pixel column; for audio (1, 1, T): seconds
+    frozen        the stream is an input: its sigma is 0 at every step
+    frozen_noise  initial noise of a frozen stream: with 0 it does not change, with 1 it is denoised
+                  to the held latents (ltx-pipelines 1.2.0, in a retake)
+    bias          (T, T), added to its self-attention scores; None: all tokens attend to all
     """
 
     latent: Tensor
@@ -53,18 +53,18 @@ class LatentState:
 
     @property
     def masks(self) -> tuple[float, ...]:
-        """The denoise masks that occur, 1 first: each has its own timestep at every step."""
+        """The distinct denoise masks, 1 first. Each has its own timestep at every step."""
         return (1.0, *sorted(set(self.denoise_mask.flatten().tolist()) - {1.0}))
 
     def retake(self, seconds: Tensor, start: float, end: float) -> "LatentState":
-        """With tokens kept but those whose time overlaps that from `start` to `end`.
+        """Keep all tokens except those whose time overlaps `start` to `end`.
 
-        seconds  where each latent frame begins, and the last one ends
+        seconds  start of each latent frame, and end of the last one
         """
         return self._free((seconds[1:] > start) & (seconds[:-1] < end))
 
     def at_times(self, seconds: Tensor, new: tuple[int, int]) -> "LatentState":
-        """At other times, as `retake` has them, with tokens kept but those of the new frames."""
+        """Keep all tokens except those of the new frames, at other times (as in `retake`)."""
         free, positions = torch.zeros(len(seconds) - 1, dtype=torch.bool), self.positions.clone()
         free[slice(*new)] = True
         middles = (seconds[:-1] + seconds[1:]) / 2
@@ -72,20 +72,19 @@ class LatentState:
         return replace(self._free(free), positions=positions)
 
     def _free(self, frames: Tensor) -> "LatentState":
-        """With all frames kept but those, (F,) of truth values."""
+        """Keep all frames except the given ones. frames: (F,) bool."""
         per_frame = len(self.denoise_mask) // len(frames)
         return replace(self, denoise_mask=frames.float().repeat_interleave(per_frame)[:, None])
 
     def freeze(self, noise: float = 0.0) -> "LatentState":
-        """The same, all of it kept."""
+        """Keep the whole stream."""
         mask = torch.zeros_like(self.denoise_mask)
         return replace(self, denoise_mask=mask, frozen=True, frozen_noise=noise)
 
     def append(
         self, tokens: Tensor, positions: Tensor, denoise_mask: float, start: Tensor | None = None
     ) -> "LatentState":
-        """With tokens (1, N, C) held as strongly as a mask says; noise is added to `start`, else to
-        zeros."""
+        """Append tokens (1, N, C) with a denoise mask. Noise is added to `start`, or to zeros."""
         mask = torch.full((tokens.shape[1], 1), denoise_mask)
         start = torch.zeros_like(tokens) if start is None else start
         return replace(
@@ -102,7 +101,7 @@ class LatentState:
         """Draw noise in the latent's dtype and shape (1, T, C), appended tokens included, and mix
         it in by `scale` (1: noise only). Returns (1, T, C) in the latent's dtype.
 
-        Noise is drawn for a frozen stream as well: what is drawn next depends on it.
+        Noise is drawn for a frozen stream as well, because later draws depend on it.
         """
         latent, clean_latent, mask = self.latent, self.clean_latent, self.denoise_mask
         if self.frozen:
@@ -110,18 +109,18 @@ class LatentState:
         noise = torch.randn(latent.shape, dtype=latent.dtype, generator=generator)
         weight = torch.tensor(scale, dtype=torch.float32)
         if compat_1_0_0:
-            # One blend by mask * scale: a held token keeps what it started from, the image.
+            # One blend by mask * scale: a held token keeps its initial latent, the image.
             mixed = noise * (mask * weight) + latent * (1 - mask * weight)
         else:
-            # Noise first, by scale, then the image over it, by the mask (since 1.1.6).
+            # Noise by scale first, then the image by the mask (since 1.1.6).
             noisy = torch.lerp(latent.float(), noise.float(), weight)
             mixed = torch.lerp(clean_latent.float(), noisy, mask)
         return mixed.to(latent.dtype)
 
     def timestep_choice(self, timesteps: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """For a graph with U = `timesteps` rows of modulation: the rows' masks (U,) fp32, and each
-        token's row (T, U), one-hot. Graphs may have more rows than there are distinct masks: the
-        others repeat mask 1, and no token takes them. With one row all tokens take it."""
+        """For a graph with U = `timesteps` modulation rows: the rows' masks (U,) fp32, and each
+        token's row (T, U), one-hot. Surplus rows repeat mask 1 and are not used. With one row all
+        tokens use it."""
         masks = self.masks if timesteps > 1 else (1.0,)
         rows = torch.tensor([*masks, *[1.0] * (timesteps - len(masks))], dtype=torch.float32)
         timestep_mask = torch.zeros(len(self.denoise_mask), timesteps)
@@ -140,16 +139,16 @@ def initial_states(
     dtype: torch.dtype,
     window: Window | None = None,
 ) -> tuple[LatentState, LatentState]:
-    """What video and audio of a stage begin with, and what of them is held.
+    """The initial state of a stage's video and audio.
 
-    upsampled  of the second stage, which has no references
-    tensors  the inputs as encoded, by their names in --save-tensors
-    start    (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, a file's, or the stage before's latents
+    upsampled  whether this is the second stage, which has no references
+    tensors  the encoded inputs, by their names in --save-tensors
+    start    (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, a file's or the previous stage's latents
     images   each with its latent (1, 128, 1, h, w) at this stage's size
-    window   of a video that is made longer
+    window   of an extended video
     """
     frame_rate, frames = inputs.size.frame_rate, start[0].shape[2]
-    # fp32 positions since ltx-core 1.1.3: bf16 ones put sound up to 28 ms off the picture.
+    # fp32 positions since ltx-core 1.1.3: bf16 ones shift sound by up to 28 ms.
     positions_dtype = dtype if compat.positions else torch.float32
     video = video_state(
         start[0], frame_rate, images, compat.conditioning, positions_dtype, inputs.images_as_guides
@@ -164,7 +163,7 @@ def initial_states(
         video = video.retake(video_seconds(frames, frame_rate), *times)
         if retake.regenerate == "audio":
             video = video.freeze(noise)
-        if "audio_latent" in tensors:  # without sound in the file, all of it is new
+        if "audio_latent" in tensors:  # otherwise the file has no sound, and all of it is new
             audio = audio.retake(audio_seconds(start[1].shape[2]), *times)
             if retake.regenerate == "video":
                 audio = audio.freeze(noise)
@@ -172,7 +171,7 @@ def initial_states(
 
 
 def audio_state(latent: Tensor) -> LatentState:
-    """State of a stage from its initial latent (1, 8, Ta, 16)."""
+    """The audio's state from its initial latent (1, 8, Ta, 16)."""
     tokens = patchify_audio(latent)
     mask = torch.ones(tokens.shape[1], 1)
     return LatentState(tokens, tokens.clone(), mask, audio_positions(tokens.shape[1]))
@@ -186,15 +185,15 @@ def video_state(
     positions_dtype: torch.dtype = torch.float32,
     images_as_guides: bool = False,
 ) -> LatentState:
-    """State of a stage from its initial latent (1, C, F, h, w) and encoded images (1, C, 1, h, w).
+    """The video's state from its initial latent (1, C, F, h, w) and images (1, C, 1, h, w).
 
-    An image at frame 0 takes the place of the first latent frame's tokens, unless images are
-    guides; others are appended as keyframe tokens. compat_1_0_0 and positions_dtype: see
+    An image at frame 0 replaces the first latent frame's tokens, unless images are guides; others
+    are appended as keyframe tokens. compat_1_0_0 and positions_dtype: see
     compat.Compat (conditioning, positions).
     """
     shape = frames, rows, columns = tuple(latent.shape[2:])
-    # ltx-core 1.0.0 appends a keyframe's fp32 bounds to the rounded ones, and takes all mid-points
-    # in fp32 from then on.
+    # ltx-core 1.0.0 appends a keyframe's fp32 bounds to the rounded ones, and then computes all
+    # mid-points in fp32.
     has_keyframes = any(images_as_guides or image.frame_index for image, _ in images)
     midpoints_dtype = torch.float32 if has_keyframes else positions_dtype
     tokens = patchify_video(latent).clone()  # (1, T, C)
@@ -203,7 +202,7 @@ def video_state(
     per_frame = rows * columns
     for image, encoded in images:
         image_tokens, mask = patchify_video(encoded), held_mask(image.strength)  # (1, h w, C)
-        # Later releases leave the latent: what an image holds is in clean_latent alone.
+        # In later releases only clean_latent has the image.
         if image.frame_index == 0 and not images_as_guides:
             state.clean_latent[:, :per_frame] = image_tokens
             state.denoise_mask[:per_frame] = mask
@@ -219,7 +218,7 @@ def video_state(
 def _with_references(
     video: LatentState, inputs: Inputs, own_tokens: int, tensors: Mapping[str, Tensor]
 ) -> LatentState:
-    """With the references appended, and their mask as a bias; own_tokens: of the clip."""
+    """Append the references, with their mask as a bias. own_tokens: of the clip."""
     groups: list[tuple[int, Tensor | None]] = [(len(video.denoise_mask) - own_tokens, None)]
     weights = tensors.get("reference_attention")
     for number, reference in enumerate(inputs.references):
@@ -249,7 +248,7 @@ def _of_window(
     frame_rate: float,
     positions_dtype: torch.dtype,
 ) -> tuple[LatentState, LatentState]:
-    """A window's `frames` latents at the clip's times, held but for the new ones."""
+    """A window's `frames` latents at the clip's times, all held except the new ones."""
     bounds = video_seconds(window.video + frames, frame_rate)
     origin = bounds[window.video].item()
     seen = (bounds[window.video :] - origin).to(positions_dtype)
@@ -263,15 +262,15 @@ def _of_window(
 def attention_bias(
     target_tokens: int, groups: list[tuple[int, Tensor | None]], dtype: torch.dtype
 ) -> Tensor:
-    """The bias (T, T) of the video's self-attention, the same for all heads: the logarithm of how
-    much each token attends to each, the least number of the dtype where it does not.
+    """The bias (T, T) of the video's self-attention for all heads: the logarithm of the attention
+    weight between two tokens, or the dtype's lowest number for none.
 
-    target_tokens  of the clip itself, which come first
-    groups  what is appended behind it, in order: how many tokens, and their weights (count,), or
-            None for images and for references without a mask
+    target_tokens  number of the clip's tokens, which come first
+    groups  appended tokens in order: (count, weights), weights (count,), or None for images and for
+            references without a mask
 
-    Tokens of a weight w attend to the clip's, and are attended to by them, as much as w. From the
-    first group with weights on, groups do not see the ones before them.
+    Attention between the clip and a token has the token's weight. From the first group with weights
+    on, groups do not attend to earlier groups.
     """
     total = target_tokens + sum(count for count, _ in groups)
     bias = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype)

@@ -1,13 +1,13 @@
-"""A video made longer, at its end or before its beginning, in windows: which latents each of them
-holds, which it makes, and how they become one clip.
+"""Extends a video at its end or before its beginning, in windows: the held and new latents of each
+window, and their joining.
 
-All windows have the same number of frames, so one graph makes them. They are cut out of one clip
-of latents, the known ones next to the new ones; a window holds what is known or was made before it
-and makes the rest. Times are the clip's, so that picture and sound stay together wherever a window
-begins; attention sees differences of times alone.
+All windows have the same number of frames, so they share one graph. They are parts of one clip of
+latents, in which known latents are next to new ones. A window holds latents that are known or were
+generated before it, and generates the rest. Positions are the clip's times, so that picture and
+sound stay synchronous in every window; attention depends only on time differences.
 
-The clip's video is what the windows see of the file, then what they make; or the other way round.
-Its sound is all of the file's, with what is made: it is decoded as a whole.
+The clip's video has the known part of the file that windows hold, and the new part. Its sound is
+the file's whole sound and the new part, and is decoded as a whole.
 """
 
 import math
@@ -19,10 +19,10 @@ from torch import Tensor
 from ltx_neuron.errors import FieldError
 from ltx_neuron.sampling.latents import TIME_SCALE, audio_latent_frames, audio_seconds
 
-# Latents that a window holds of the one before it: 24 frames, a second at 24 fps, from which motion
-# and voices can go on. More of them are more windows for the same seconds.
+# Latents of the previous window that a window holds: 24 frames, a second at 24 fps, from which
+# motion and voices continue. More overlap needs more windows.
 OVERLAP = 3
-WINDOW_FRAMES = 121  # where --num-frames is left out: as every other clip's
+WINDOW_FRAMES = 121  # without --num-frames
 LEAST_SOURCE = TIME_SCALE + 1  # frames of the file
 _MOST_SECONDS = 3600.0
 
@@ -30,9 +30,9 @@ _MOST_SECONDS = 3600.0
 class Window(NamedTuple):
     """One window. Latents are counted from the clip's first, of the new ones from the window's.
 
-    number, count         which one of how many
+    number, count         its number and the number of windows
     video, audio          its first latents
-    new_video, new_audio  from which latent to before which it makes them
+    new_video, new_audio  the range of latents that it generates
     sound_offset          seconds from the sound's beginning to the video's
     """
 
@@ -46,7 +46,7 @@ class Window(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What the names of its tensors begin with."""
+        """The prefix of its tensors' names."""
         return f"window_{self.number}"
 
     @property
@@ -56,9 +56,9 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Extension:
-    """What is kept of a file and what is made.
+    """The kept and the new part of an extended video.
 
-    seconds        how much is made; below 0: before the beginning
+    seconds        to generate; below 0: before the beginning
     source_frames  of the file
     window_frames  8k+1 frames of each window
     """
@@ -80,32 +80,32 @@ class Extension:
 
     @property
     def num_frames(self) -> int:
-        """Of the video that comes out."""
+        """Frames of the result."""
         return self.source_frames + self.new_frames
 
     @property
     def made_frames(self) -> int:
-        """Frames of the new latents: up to 7 more than are wanted."""
+        """Frames of the new latents: up to 7 more than needed."""
         return TIME_SCALE * self.new_latents - (TIME_SCALE - 1) * self.before
 
     @property
     def known_frames(self) -> int:
-        """Those next to the new ones that the windows see."""
+        """Frames of the file, next to the new ones, that windows hold."""
         return TIME_SCALE * self.known_latents - (TIME_SCALE - 1) * (not self.before)
 
     @property
     def _unseen(self) -> int:
-        """Frames of the file before the clip of latents begins; their sound is in it."""
+        """Frames of the file before the clip of latents, whose sound is in the clip."""
         return 0 if self.before else self.source_frames - self.known_frames
 
     @property
     def decoded(self) -> slice:
-        """Which of the decoded frames are the new ones."""
+        """The new ones among the decoded frames."""
         first = self.made_frames - self.new_frames if self.before else self.known_frames
         return slice(first, first + self.new_frames)
 
     def heard(self, waveform: Tensor, rate: int) -> Tensor:
-        """What is heard of the decoded sound (2, samples)."""
+        """The part of the decoded sound (2, samples) that belongs to the result."""
         first = self.decoded.start if self.before else 0
         start, stop = (
             round(count / self.frame_rate * rate) for count in (first, first + self.num_frames)
@@ -116,7 +116,7 @@ class Extension:
 
     @property
     def new_latents(self) -> int:
-        """A clip's first latent is of one frame, the others are of eight."""
+        """The number of new latents. A clip's first latent has one frame, the others have eight."""
         first = int(self.before)
         return math.ceil((self.new_frames - first) / TIME_SCALE) + first
 
@@ -131,7 +131,7 @@ class Extension:
 
     @property
     def known_latents(self) -> int:
-        """As many as a window holds of the one before it; of few new ones, what fills a window."""
+        """The overlap of windows, or for few new latents as many as fill a window."""
         return min(self._available, max(OVERLAP, self.window_latents - self.new_latents))
 
     @property
@@ -140,12 +140,12 @@ class Extension:
 
     @property
     def known_video(self) -> slice:
-        """Which of the clip's video latents are known."""
+        """The known ones among the clip's video latents."""
         return slice(self.new_latents, None) if self.before else slice(self.known_latents)
 
     @property
     def silence(self) -> float:
-        """Seconds that are made before the file's sound begins."""
+        """New seconds before the file's sound begins."""
         return self.made_frames / self.frame_rate if self.before else 0.0
 
     @property
@@ -158,7 +158,7 @@ class Extension:
 
     @property
     def known_audio(self) -> slice:
-        """Which of the clip's audio latents are of the file's sound alone."""
+        """The clip's audio latents that contain only the file's sound."""
         bounds = audio_seconds(self.audio_latents).double()
         if self.before:
             return slice(int((bounds[:-1] < self.silence - 1e-6).sum()), None)
@@ -168,11 +168,11 @@ class Extension:
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """In the order in which they are made: away from what is known. Raises FieldError for what
-        cannot be made: a window as short as its overlap would never reach the end."""
+        """The windows in their order: from the known part outwards. Raises FieldError for a window
+        that is not longer than its overlap and would never reach the end."""
         self.check()
         length, total = self.window_latents, self.video_latents
-        starts = [0]  # seen from what is known
+        starts = [0]  # counted from the known part
         while starts[-1] + length < total:
             starts.append(min(starts[-1] + length - OVERLAP, total - length))
         if self.before:
@@ -200,8 +200,8 @@ class Extension:
     def _sound_start(self, video: int, length: int, made_to: int) -> int:
         """A window's first audio latent, from its first video one.
 
-        Only the clip's first latent is of one frame: a window behind it holds 7 frames more than
-        its sound lasts. Those without sound are held ones: on the new side both end together.
+        Only the clip's first latent has one frame, so later windows have 7 frames more than their
+        sound. Frames without sound are held ones; at the new end both end together.
         """
         border = video if self.before else video + self.window_latents
         frames = max(0, TIME_SCALE * (border - 1) + 1) + self._unseen
@@ -212,12 +212,12 @@ class Extension:
 
     @property
     def window_range(self) -> tuple[int, int]:
-        """The least and the most frames that a window can have."""
+        """The minimum and maximum frames of a window."""
         most = TIME_SCALE * (self._available + self.new_latents - 1) + 1
         return min(most, TIME_SCALE * OVERLAP + 1), most
 
     def check_source(self) -> None:
-        """Raise FieldError for a file or for seconds that nothing can be made of."""
+        """Raise FieldError for an unsuitable file or number of seconds."""
         if not 0 < abs(self.seconds) <= _MOST_SECONDS or self.new_frames < 1:
             raise FieldError(
                 f"{{extend}} {self.seconds:g}: wanted seconds of a frame or more and at most"
@@ -226,7 +226,7 @@ class Extension:
         check_source(self.source_frames)
 
     def check(self) -> None:
-        """Raise FieldError for what cannot be made."""
+        """Raise FieldError for an impossible extension."""
         self.check_source()
         least, most = self.window_range
         if not least <= self.window_frames <= most:
@@ -239,7 +239,7 @@ class Extension:
 
 
 def check_source(frames: int) -> None:
-    """Raise FieldError for a file of too few frames."""
+    """Raise FieldError for a file with too few frames."""
     if frames < LEAST_SOURCE:
         raise FieldError(
             f"{{extend}} goes on from a video of {LEAST_SOURCE} frames or more, and"
@@ -248,15 +248,15 @@ def check_source(frames: int) -> None:
 
 
 def default_window(seconds: float, source_frames: int, frame_rate: float) -> int:
-    """A window's frames where none are typed: as many as every clip has, or all that there are."""
+    """A window's frames without --num-frames: WINDOW_FRAMES, or fewer for a short result."""
     extension = Extension(seconds, source_frames, WINDOW_FRAMES, frame_rate)
     extension.check_source()
     return min(WINDOW_FRAMES, extension.window_range[1])
 
 
 def joined(extension: Extension, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The clip's latents (1, 128, F, h, w) and (1, 8, Ta, 16): those that are known, in `tensors`
-    as video_latent and audio_latent, and those of the windows that are made."""
+    """The clip's latents (1, 128, F, h, w) and (1, 8, Ta, 16). tensors: the known ones as
+    video_latent and audio_latent, and those of finished windows."""
     video, audio = tensors["video_latent"].clone(), tensors["audio_latent"].clone()
     for window in extension.windows:
         if f"{window.key}_video" not in tensors:
@@ -272,7 +272,7 @@ def joined(extension: Extension, tensors: dict[str, Tensor]) -> tuple[Tensor, Te
 def start_of(
     extension: Extension, window: Window, tensors: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """What a window begins with, of its own shape: what is known by now, zeros elsewhere."""
+    """A window's initial latents, in its own shape: known ones, and zeros."""
     video, audio = joined(extension, tensors)
     sound_length = audio_latent_frames(extension.window_frames, extension.frame_rate)
     return (

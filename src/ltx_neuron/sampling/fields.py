@@ -1,4 +1,4 @@
-"""What a caller of the Python API passes, checked against the types that are annotated."""
+"""Checks arguments of the Python API against their annotated types."""
 
 import dataclasses
 import reprlib
@@ -20,7 +20,7 @@ _IN_WORDS = {
 
 
 def check_fields(value, prefix: str = "") -> None:
-    """Raise UserError for the first field of a dataclass that is not of its type.
+    """Raise UserError for the first field of a dataclass with a wrong type.
 
     prefix  of the fields' names in the message
     """
@@ -31,7 +31,7 @@ def check_fields(value, prefix: str = "") -> None:
 
 def check_type(name: str, value, kind, example=None) -> None:
     """Raise UserError unless a value is of an annotated type, such as int, str | None or
-    tuple[Path, ...]. numpy's numbers are numbers; True and False are none.
+    tuple[Path, ...]. numpy's numbers are accepted as numbers, True and False are not.
 
     example  a value of that type, for the message
     """

@@ -1,5 +1,4 @@
-"""Latent shapes, patches and positions: what a video of H x W x frames at a frame rate is to the
-model.
+"""Latent shapes, patches and positions of a video of H x W pixels, frames and frame rate.
 
 Sources: ltx-core types.py, components/patchifiers.py, tools.py. The scale factors are fixed
 upstream.
@@ -18,7 +17,7 @@ SPACE_SCALE = 32  # pixels per latent row and column
 VIDEO_CHANNELS = 128
 AUDIO_CHANNELS, MEL_BINS = 8, 16
 AUDIO_LATENTS_PER_SECOND = 25  # 16000 Hz / hop 160 / downsampling 4
-# Of the mel spectrogram that the audio encoder takes; the hop is in samples.
+# Sizes of the audio encoder's mel spectrogram; the hop is in samples.
 _MEL_FRAMES_PER_LATENT, _HOP = 4, 160
 SAMPLE_RATE = 16000
 
@@ -29,12 +28,12 @@ def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, i
 
 
 def audio_latent_frames(num_frames: int, frame_rate: float) -> int:
-    """Audio latents that last as long as the video: 26 for 25 frames at 24 fps, 126 for 121."""
+    """Audio latents for the video's length: 26 for 25 frames at 24 fps, 126 for 121."""
     return round(num_frames / frame_rate * AUDIO_LATENTS_PER_SECOND)
 
 
 def sound_latent_frames(samples: int, rate: int) -> int:
-    """Audio latents that a sound of so many samples at a rate is encoded as."""
+    """Audio latents of a sound with `samples` at `rate`."""
     mel_frames = 1 + -(-samples * SAMPLE_RATE // rate) // _HOP
     return -(-mel_frames // _MEL_FRAMES_PER_LATENT)
 
@@ -42,7 +41,7 @@ def sound_latent_frames(samples: int, rate: int) -> int:
 def zeros(
     height: int, width: int, num_frames: int, frame_rate: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(1, C, F, h, w) and (1, 8, Ta, 16): what a first stage starts from, and noise replaces."""
+    """(1, C, F, h, w) and (1, 8, Ta, 16): a first stage's initial latents, which noise replaces."""
     shape = video_latent_shape(height, width, num_frames)
     frames = audio_latent_frames(num_frames, frame_rate)
     video = torch.zeros(1, VIDEO_CHANNELS, *shape, dtype=dtype)
@@ -81,15 +80,15 @@ def video_positions(
     dtype and midpoints_dtype round the bounds and the mid-points: see compat.Compat.positions.
 
     The first latent frame is one pixel frame and every later one eight ("causal"): at 24 fps .0208,
-    .2083, .5417 s. The audio-video attention compares these seconds with the audio's, so an offset
-    here is out of sync.
+    .2083, .5417 s. Audio-video attention compares these seconds with the audio's, so an offset here
+    shifts sound against the picture.
     """
     bounds = video_seconds(shape[0], frame_rate).to(dtype).to(midpoints_dtype or dtype)
     return _grid(_middles(bounds), shape[1], shape[2])
 
 
 def video_seconds(latent_frames: int, frame_rate: float) -> Tensor:
-    """Where each latent frame begins and the last one ends, (F + 1,) fp32."""
+    """Start of each latent frame and end of the last one in seconds, (F + 1,) fp32."""
     # In pixel frames 0, 1, 9, 17, ...
     frames = torch.arange(latent_frames + 1)
     return (frames * TIME_SCALE + 1 - TIME_SCALE).clamp(min=0).float() / frame_rate
@@ -100,12 +99,12 @@ def reference_positions(
 ) -> Tensor:
     """Mid-points (1, 3, F*h*w) of a reference video's tokens beside a clip of `frame_rate`.
 
-    A pixel of it stands for space_scale of the clip's on a side, a frame for time_scale; its last
-    frame ends where that of the clip does. Source: ltx-core 1.2.0 reference_video_cond.py.
+    One of its pixels covers space_scale pixels of the clip per side, a frame time_scale frames;
+    both end at the same time. Source: ltx-core 1.2.0 reference_video_cond.py.
     """
     bounds = video_seconds(shape[0], 1.0) / (frame_rate / time_scale)
     if time_scale != 1:
-        first = video_seconds(1, frame_rate)[1]  # where the clip's first latent frame ends
+        first = video_seconds(1, frame_rate)[1]  # end of the clip's first latent frame
         bounds = (bounds - (time_scale - 1) * first).clamp(min=0)
     return _grid(_middles(bounds), shape[1], shape[2], SPACE_SCALE * space_scale)
 
@@ -138,14 +137,14 @@ def _grid(seconds: Tensor, rows: int, columns: int, pixels: int = SPACE_SCALE) -
 
 
 def audio_positions(latent_frames: int) -> Tensor:
-    """Mid-points (1, 1, Ta) in seconds, fp32, shifted so that a latent ends with the last sample it
-    knows."""
+    """Mid-points (1, 1, Ta) in seconds, fp32, shifted so that a latent ends with the last sample on
+    which it depends."""
     return _middles(audio_seconds(latent_frames))[None, None]
 
 
 def audio_seconds(latent_frames: int) -> Tensor:
-    """Where each audio latent begins and the last one ends, (Ta + 1,) fp32."""
-    # In mel frames 0, 1, 5, 9, ...: causal as the video's.
+    """Start of each audio latent and end of the last one in seconds, (Ta + 1,) fp32."""
+    # In mel frames 0, 1, 5, 9, ...: causal like the video's.
     mel = torch.arange(latent_frames + 1, dtype=torch.float32) * _MEL_FRAMES_PER_LATENT
     mel = (mel + 1 - _MEL_FRAMES_PER_LATENT).clip(min=0)
     return mel * _HOP / SAMPLE_RATE

@@ -7,13 +7,13 @@ from ltx_neuron.errors import FieldError
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
 
-FRAME_RATES = 1, 1000  # the least and the most
+FRAME_RATES = 1, 1000  # minimum and maximum
 
 
 @dataclass(frozen=True)
 class Size:
-    """Height, width (pixels), frames and frames per second of the video that comes out, and in how
-    many stages."""
+    """Height, width (pixels), frames and frames per second of the result, and whether it has two
+    stages."""
 
     height: int = 512
     width: int = 768
@@ -39,11 +39,11 @@ class Size:
 
     @property
     def audio_frames(self) -> int:
-        """Latents of a sound as long as the video."""
+        """Audio latents for the video's length."""
         return audio_latent_frames(self.num_frames, self.frame_rate)
 
     def check(self) -> None:
-        """Raise FieldError for a size the model cannot have, naming the nearest one it can."""
+        """Raise FieldError, with the nearest valid size, for a size that the model cannot have."""
         check_fields(self)
         unit = SPACE_SCALE * (2 if self.two_stage else 1)
         for name in ("height", "width"):

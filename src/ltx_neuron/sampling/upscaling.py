@@ -1,4 +1,4 @@
-"""--upscale: latent upsamplers after a one-stage run, and what they make of a latent's shape.
+"""--upscale: latent upsamplers after a one-stage run, and their output shapes.
 
 Shapes: (F, h, w), latent frames, rows and columns.
 """
@@ -13,14 +13,14 @@ UPSCALES: dict[str | None, tuple[str, ...]] = {
 
 
 def upscaled(latent: Shape, upscale: str | None) -> Shape:
-    """Of the video latent that is decoded."""
+    """The shape of the decoded video latent."""
     for kind in UPSCALES.get(upscale, ()):
         latent = upsampled(latent, kind)
     return latent
 
 
 def upsampled(latent: Shape, kind: str) -> Shape:
-    """Of what the "spatial" or "temporal" upsampler makes of a latent."""
+    """The shape of the output of the "spatial" or "temporal" upsampler."""
     frames, height, width = latent
     if kind == "temporal":
         return 2 * frames - 1, height, width

@@ -1,7 +1,6 @@
-"""Contexts on disk: prompts that the same encoder has encoded before need no encoder, and its 24 GB
-of weights are not loaded.
+"""A cache of contexts on disk. For cached prompts the encoder's 24 GB of weights are not loaded.
 
-A file is found by the token ids of a job's prompts and by the identity of the encoder.
+The key is the token ids of a job's prompts and the identity of the encoder.
 """
 
 import os
@@ -16,10 +15,10 @@ from ltx_neuron.files import write_tensors
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.tensorfile import TensorFile
 
-MAX_FILES = 64  # that are kept; one holds 13 MB a prompt
+MAX_FILES = 64  # kept; each has 13 MB per prompt
 
-# The code that decides what contexts are, as files and folders of this package: what each encoder
-# imports. The digest of this code is part of the encoder's identity.
+# The files and folders of this package on which contexts depend: the imports of each encoder. The
+# digest of this code is part of the encoder's identity.
 HOST_ENCODER_CODE = (
     "config",
     "models",
@@ -33,15 +32,14 @@ RANK_ENCODER_CODE = ("config", "models", "text", "weights", "backends")
 
 
 class PromptCache:
-    """Files of contexts in a folder, the least recently used of which make room for new ones.
+    """A folder of context files, of which the least recently used are removed.
 
-    Any number of processes may use the folder at once. Where it cannot be read or written, that
-    costs one printed line and the encoding of the prompts.
+    Any number of processes may use the folder. If it cannot be read or written, a line is printed
+    and the prompts are encoded.
 
-    folder    made when the first contexts are written
-    identity  of the encoder, all that contexts depend on besides the prompts' tokens: equal ones
-              give equal bits. The tokenizer's files are not part of it: contexts are found by the
-              tokens that the tokenizer gives, so another tokenizer finds others
+    folder    created with the first file
+    identity  of the encoder: everything besides the tokens on which contexts depend. Equal
+              identities give equal bits. The tokenizer is not part of it, because the tokens are
     widths    of the video and audio contexts
     dtype     of both
     """
@@ -49,7 +47,7 @@ class PromptCache:
     def __init__(self, folder: Path, identity: dict, widths: tuple[int, int], dtype: torch.dtype):
         self.folder, self.identity = folder, identity
         video, audio = widths
-        # Shape and dtype of the fields of Contexts that are kept; hidden states are large.
+        # Shape and dtype of the stored fields of Contexts. Hidden states are too large to store.
         self._kept = {
             "video": ((1, TEXT_TOKENS, video), dtype),
             "audio": ((1, TEXT_TOKENS, audio), dtype),
@@ -61,8 +59,8 @@ class PromptCache:
         return self.folder / f"{digest([prompts, self.identity])}.safetensors"
 
     def read(self, prompts: list[list[int]]) -> list[Contexts] | None:
-        """The contexts of a job's prompts (token ids), without hidden states. None where they are
-        not there, or the file is damaged or holds others."""
+        """The contexts of a job's prompts (token ids), without hidden states. None if they are
+        missing, or the file is damaged or has other shapes."""
         path = self._path(prompts)
         try:
             if not path.is_file():
@@ -77,21 +75,20 @@ class PromptCache:
                 )
                 for i in range(len(prompts))
             ]
-        # It is damaged, or another process has made room since.
+        # It is damaged, or another process removed it meanwhile.
         except (UserError, KeyError, FileNotFoundError):
             return None
         except OSError as error:
             self._say(f"contexts of earlier runs cannot be read: {error}")
             return None
-        # Marks the file as used. Another process may have removed it by now, and a folder that is
-        # shared to be read needs no marks.
+        # Marks the file as used. Another process may have removed it, and a read-only folder has no
+        # marks.
         with suppress(OSError):
             os.utime(path)
         return contexts
 
     def write(self, prompts: list[list[int]], contexts: list[Contexts]) -> None:
-        """Keep the contexts of a job's prompts for later runs, and remove the files that were used
-        longest ago."""
+        """Store the contexts of a job's prompts, and remove the least recently used files."""
         tensors = {
             f"{field}.{i}": getattr(each, field)
             for i, each in enumerate(contexts)
@@ -104,16 +101,16 @@ class PromptCache:
             self._say(f"the prompt's contexts are not kept for the next run: {error}")
 
     def _make_room(self) -> None:
-        """Remove the files that were used longest ago, of more than MAX_FILES."""
+        """Remove the least recently used files beyond MAX_FILES."""
         used = {}
         for path in self.folder.glob("*.safetensors"):
-            with suppress(FileNotFoundError):  # another process has made room just now
+            with suppress(FileNotFoundError):  # another process removed it
                 used[path] = path.stat().st_mtime_ns
         for path in sorted(used, key=used.__getitem__)[:-MAX_FILES]:
             path.unlink(missing_ok=True)
 
     def _say(self, why: str) -> None:
-        """Print the first reason why the folder is of no use."""
+        """Print the first reason why the folder cannot be used."""
         if not self._said:
             print(why)
         self._said = True

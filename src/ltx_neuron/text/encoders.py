@@ -1,9 +1,9 @@
-"""From token ids to the contexts that the DiT attends to: Gemma3, then the connectors, on the
-ranks; host_encoder.py has them on the host's CPU.
+"""Token ids to contexts, with Gemma3 and the connectors on the ranks. host_encoder.py does the same
+on the host's CPU.
 
-ltx-core pads a prompt on its left to 1024 tokens, and positions count the padding. Padding changes
-nothing else, so only the last positions are encoded: a bucket of them on the ranks, exactly the
-prompts' tokens on the host.
+ltx-core pads a prompt on its left to 1024 tokens, and positions count the padding. Padding has no
+other effect, so only the last positions are encoded: a bucket of them on the ranks, the prompts'
+tokens on the host.
 
 Shapes: T tokens of a pass, n of one prompt, D inner width of a stream (Dv video, Da audio), H
 Gemma's hidden_size, L its layers.
@@ -32,7 +32,7 @@ from ltx_neuron.weights.rankfiles import open_host_file
 
 
 class Contexts(NamedTuple):
-    """What an encoder makes of a prompt. hidden_states is None where they are not returned."""
+    """An encoded prompt. hidden_states is None if the encoder does not return them."""
 
     video: Tensor  # (1, 1024, Dv)
     audio: Tensor  # (1, 1024, Da)
@@ -43,9 +43,9 @@ class Contexts(NamedTuple):
 class RankTextEncoder:
     """Encodes on the ranks: the sharded Gemma3 in buckets of tokens, then the sharded connectors.
 
-    ranks    a running backend (backends.ranks) that holds the programs and these weights
-    weights  folder of the rank files: embeddings and registers are read from its host file
-    buckets  token counts that the text encoder is compiled for
+    ranks    a running backend (backends.ranks) that has loaded the programs and these weights
+    weights  folder of the rank files; its host file has embeddings and registers
+    buckets  token counts for which the text encoder is compiled
     dtype    of the programs' inputs
     """
 
@@ -91,7 +91,7 @@ class RankTextEncoder:
 
     def _connect(self, features: dict[str, Tensor], registers: dict[str, Tensor]) -> Contexts:
         """Contexts of one prompt from its features (1, n, D), and hidden_states (1, n, H, L + 1)
-        where the ranks return them."""
+        if the ranks return them."""
         self.ranks.put("connectors", **connector_inputs(features, registers, self.config)._asdict())
         self.ranks.run("connectors")
         video, audio = (self.ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))

@@ -1,4 +1,4 @@
-"""Gemma3 and the connectors on the host's CPU: contexts where no ranks encode.
+"""Token ids to contexts, with Gemma3 and the connectors on the host's CPU.
 
 Shapes as in encoders.py.
 """
@@ -34,12 +34,11 @@ from ltx_neuron.weights.checkpoint import Source
 
 
 class HostTextEncoder:
-    """Encodes on the host's CPU. Weights are the pages of their files, one layer's at a time.
+    """Encodes on the host's CPU. Weights are mapped pages of their files, one layer at a time.
 
     source     the tensors of model "gemma3": Gemma's, and the connectors' from the checkpoint
-    dtype      of the activations; in float32 matrices are multiplied in the dtype they are stored
-               in
-    libraries  that multiply in float32
+    dtype      of the activations; in float32 runs, matrices keep their stored dtype
+    libraries  for float32 products
     """
 
     def __init__(
@@ -55,8 +54,8 @@ class HostTextEncoder:
         self.weights = MappedWeights(source, dtype)
 
     def check(self) -> None:
-        """Raise UserError, listing every difference, where the source's tensors are not those that
-        the configs describe. Reads no weights."""
+        """Raise UserError with every difference, unless the source's tensors are those of the
+        configs. Reads no weights."""
         problems = []
         for name, tensor in {**self.encoder.state_dict(), **self.connectors.state_dict()}.items():
             wanted = tuple(tensor.shape)
@@ -75,8 +74,8 @@ class HostTextEncoder:
 
     @cached_property
     def encoder(self) -> Gemma3Encoder:
-        """Gemma3 whose layers get their weights when they run. The projections of its hidden
-        states are computed by `_features` instead."""
+        """Gemma3 whose layers are filled with weights when they run. `_features` computes the
+        projections of its hidden states."""
         with torch.device("meta"):
             comm: Any = SingleRank()  # without what sequence parallelism needs
             encoder = Gemma3Encoder(self.gemma, self.config, 1, comm, return_states=True)
@@ -85,7 +84,7 @@ class HostTextEncoder:
 
     @cached_property
     def connectors(self) -> Connectors:
-        """Both connectors, whose blocks get their weights when they run."""
+        """Both connectors, whose blocks are filled with weights when they run."""
         with torch.device("meta"):
             comm: Any = SingleRank()
             connectors = Connectors(self.config, 1, comm, sdpa)

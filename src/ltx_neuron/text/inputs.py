@@ -1,8 +1,8 @@
 """Inputs of the text encoder and of the connectors: token ids, masks, positions and RoPE tables.
 
-Several prompts are packed into one pass of the encoder: their tokens follow one another at the end
-of the sequence, and each prompt attends to itself alone. In shapes below, T is the tokens of a pass
-(all prompts of a pack, with padding before them on the ranks), n those of one prompt.
+Several prompts may share one pass of the encoder (a pack): their tokens follow one another at the
+end of the sequence, and each prompt attends only to itself. In shapes below, T counts the tokens of
+a pass (on the ranks with padding before them), n those of one prompt.
 """
 
 import math
@@ -20,13 +20,13 @@ from ltx_neuron.files import check_readable
 from ltx_neuron.models.rope import half_rope, split_rope
 from ltx_neuron.models.signatures import ConnectorInputs, Gemma3Inputs
 
-# ltx-core's connectors take the default, whatever the transformer's config says
+# ltx-core's connectors use the default, not the transformer's config
 _CONNECTOR_THETA = 10000.0
 _MASKED = -1e9  # added to masked scores; finite, because a row of infinities would give NaN
 
 
 def load_tokenizer(gemma_root: Path):
-    """The tokenizer of a Gemma folder, loaded without network. UserError where it is missing or
+    """The tokenizer of a Gemma folder, loaded without network. Raises UserError if it is missing or
     broken."""
     with in_words("--gemma-root"):
         found = (Path(gemma_root) / "tokenizer.json").is_file()
@@ -60,9 +60,9 @@ def encoder_inputs(embeddings: Tensor, counts: list[int], gemma: GemmaConfig) ->
     embeddings  (1, T, hidden_size), scaled: padding, then the prompts' tokens one after another
     counts      tokens of each prompt
 
-    A prompt attends to itself alone and causally, at the positions it has when it is padded on its
-    left to 1024 (as ltx-core pads it), so its hidden states are those of a pass of its own. The
-    attention mask is additive, (1, 1, T, T); the RoPE tables are of the T positions.
+    A prompt attends causally and only to itself, at its positions in ltx-core's padding (left, to
+    1024). Its hidden states are therefore those of a separate pass. The attention mask is additive,
+    (1, 1, T, T).
     """
     tokens = embeddings.shape[1]
     padding = tokens - sum(counts)
@@ -78,13 +78,13 @@ def encoder_inputs(embeddings: Tensor, counts: list[int], gemma: GemmaConfig) ->
 
 
 def prompt_slices(counts: list[int], tokens: int) -> list[slice]:
-    """Where each packed prompt of `counts` tokens lies among `tokens` positions."""
+    """The positions of each packed prompt, given its token count, among `tokens` positions."""
     ends = [tokens - sum(counts[i + 1 :]) for i in range(len(counts))]
     return [slice(end - n, end) for end, n in zip(ends, counts, strict=True)]
 
 
 def pack_prompts(prompts: list[list[int]]) -> list[list[list[int]]]:
-    """Group prompts into passes of at most 1024 tokens: all in one, else one each."""
+    """Group prompts into passes of at most 1024 tokens: all in one, otherwise one each."""
     return [prompts] if sum(map(len, prompts)) <= TEXT_TOKENS else [[ids] for ids in prompts]
 
 
@@ -122,7 +122,7 @@ def scale_embeddings(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def pad_left(states: Tensor) -> Tensor:
     """(1, n, ...) of a prompt's tokens -> (1, 1024, ...) with zeros before them."""
     size = TEXT_TOKENS * math.prod(states.shape[2:]) * states.itemsize
-    # NumPy's zeros take no memory and no time until they are written.
+    # NumPy's zeros use no memory until they are written.
     memory = torch.from_numpy(np.zeros(size, dtype=np.uint8))
     whole = memory.view(states.dtype).view(1, TEXT_TOKENS, *states.shape[2:])
     whole[:, TEXT_TOKENS - states.shape[1] :] = states
@@ -135,10 +135,10 @@ def attention_mask(count: int) -> Tensor:
 
 
 def bucket_for(prompts: list[list[int]], buckets: tuple[int, ...]) -> int:
-    """The smallest bucket of tokens that holds the packed prompts."""
+    """The smallest bucket with room for the packed prompts."""
     return min(bucket for bucket in buckets if bucket >= sum(map(len, prompts)))
 
 
 def gemma3_program_name(bucket: int) -> str:
-    """The name under which the ranks hold the text encoder for a bucket of tokens."""
+    """The name of the text encoder's program for a bucket of tokens."""
     return f"gemma3-{bucket}"

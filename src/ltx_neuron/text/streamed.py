@@ -1,9 +1,9 @@
-"""Running a large model on the host's CPU without a copy of its weights: layers get them when they
-run, as the files' own pages.
+"""Runs a large model on the host's CPU without copying its weights: each layer uses mapped pages of
+its files while it runs.
 
-Copies would need fresh memory, which on a virtual machine costs ten times what filling it does
-(benchmarks/text_encode.md). So nothing that the page cache holds is copied, and bf16
-weights of an fp32 product are cast piece by piece, in the CPU's cache.
+Copies would need new memory, which on a virtual machine costs ten times more than filling it
+(benchmarks/text_encode.md). Weights in the page cache are therefore not copied, and bf16 weights of
+an fp32 product are cast in pieces that fit the CPU's cache.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,20 +17,19 @@ from ltx_neuron.weights.checkpoint import Source
 
 
 class MappedWeights:
-    """A source's tensors as the files' own pages, to fill modules with.
+    """A source's tensors as mapped pages of its files, with which modules are filled.
 
-    dtype  of the activations, to which weights are cast. With float32 matrices keep the dtype they
-           are stored in: StoredLinear multiplies with them.
+    dtype  of the activations, to which weights are cast. In float32, matrices keep their stored
+           dtype, with which StoredLinear multiplies.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype):
         self.source, self.dtype = source, dtype
-        # Mapped once: the next prompt finds every page where it was.
+        # Mapped once, for all prompts.
         self._mapped: dict[str, Tensor] = {}
 
     def fill(self, module: nn.Module, prefix: str) -> None:
-        """Load a module's weights, strictly. `prefix` comes before the module's own names in the
-        source."""
+        """Load a module's weights, strictly. prefix: of the module's names in the source."""
         module.load_state_dict(
             {name: self.tensor(prefix + name) for name in module.state_dict()},
             strict=True,
@@ -38,7 +37,7 @@ class MappedWeights:
         )
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the source, mapped; cast where it must be."""
+        """A mapped tensor of the source, cast if necessary."""
         if name not in self._mapped:
             self._mapped[name] = self.source.read_mapped(name)
         stored = self._mapped[name]
@@ -52,10 +51,10 @@ class MappedWeights:
 
 
 class StreamedLayers(nn.ModuleList):
-    """A model's layers that have weights only while they run: iterating fills a layer, asks the
-    system to read the next one's weights, and empties the layer (meta device) afterwards.
+    """A model's layers that have weights only while they run. Iterating fills a layer, asks the
+    system to read the next one's weights, and moves the layer back to the meta device afterwards.
 
-    prefix  comes before "<index>.<name>" in the source's names, like "layers."
+    prefix  of "<index>.<name>" in the source's names, such as "layers."
     """
 
     def __init__(self, layers: Iterable[nn.Module], prefix: str, weights: MappedWeights):
@@ -74,7 +73,7 @@ class StreamedLayers(nn.ModuleList):
 
 class StoredLinear(TorchFunctionMode):
     """A context in which nn.functional.linear multiplies fp32 activations with weights of any
-    dtype, in fp32 and by the libraries given (host/arithmetic.py). All else is torch's."""
+    dtype, in fp32 with the given libraries (host/arithmetic.py). Other functions are torch's."""
 
     def __init__(self, libraries: Libraries):
         super().__init__()

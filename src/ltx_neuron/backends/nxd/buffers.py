@@ -1,18 +1,17 @@
-"""The named tensors on the cores of an NxD run: who owns each buffer, and until when.
+"""The named tensors on the cores of an NxD run, and the owner of each buffer.
 
-A loaded graph has one set of output buffers, and its next run overwrites them. A value that must
-outlive that run (a guided step's four predictions), and a value that the same graph reads (the
-stream between two groups of blocks), therefore need a second copy of the graph: the same file
-loaded again, over the same weights. These are the rules:
+A loaded graph has one set of output buffers, and its next run overwrites them. Some values must
+outlive that run (a guided step's four predictions), and some are inputs of the same graph (the
+stream between two groups of blocks). They need a second copy of the graph: the same file loaded
+again, with the same weights. The rules:
 
-- A tensor that the host uploads has a buffer of its own, until another takes its name.
-- A tensor that a graph returns lies in the buffer of the loaded copy that ran, until this copy runs
-  again or is released.
-- A copy may run if it owns nothing that the call reads, and nothing else that still has a name.
+- An uploaded tensor has its own buffer until another tensor gets its name.
+- A graph's output is in the buffer of the copy that ran, until this copy runs again or is released.
+- A copy may run if it owns no input of the call and no other named tensor.
 
-Source: on trn2.3xlarge, running one graph of a torch.classes.neuron.SPMDModel twice overwrote the
-first outputs; two loaded graphs kept them (Difflet, 2026-08). TorchNeuron allocates outputs anew
-for each call (executor.py, _allocate_output) and needs none of this. Not run on hardware by us.
+Source: on trn2.3xlarge, a second run of a graph of a torch.classes.neuron.SPMDModel overwrote the
+first outputs; two loaded graphs kept them (Difflet, 2026-08). TorchNeuron allocates new outputs for
+each call (executor.py, _allocate_output) and needs no copies. We did not run this on hardware.
 """
 
 from collections import Counter
@@ -25,7 +24,7 @@ from ltx_neuron.backends.ranks import Call
 
 
 class Buffers:
-    """Named tensors, a list of one tensor per rank each, and the loaded copies that own them.
+    """Named tensors, each a list with one tensor per rank, and the loaded copies that own them.
 
     tensors  by name
     owners   (program, graph, number of the copy) by name; an upload has no owner
@@ -40,7 +39,7 @@ class Buffers:
         self.owners.pop(name, None)
 
     def claim(self, program: str, call: Call) -> int:
-        """The number of the copy that may run a call: it then owns what the call writes."""
+        """The number of a copy that may run a call. It then owns the call's outputs."""
         reads, writes = {*call.reads.values()}, {*call.writes.values()}
         for number in count():
             copy = program, call.graph, number
@@ -51,7 +50,7 @@ class Buffers:
         raise AssertionError  # a copy that never ran owns nothing
 
     def release(self, programs: Iterable[str]) -> None:
-        """Forget the tensors that graphs of these programs own: their buffers leave with them."""
+        """Forget the tensors that graphs of these programs own, whose buffers are freed."""
         gone = {name for name, (program, *_) in self.owners.items() if program in programs}
         for name in gone:
             del self.owners[name]
@@ -59,7 +58,7 @@ class Buffers:
 
 
 def copies_needed(program: str, calls: list[Call]) -> Counter[str]:
-    """How often each graph must be loaded so that a sequence of calls may be repeated."""
+    """The number of copies of each graph with which a sequence of calls can be repeated."""
     buffers, needed = Buffers(), Counter()
     for call in [*calls, *calls, *calls]:
         needed[call.graph] = max(needed[call.graph], buffers.claim(program, call) + 1)

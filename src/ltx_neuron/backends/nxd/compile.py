@@ -1,10 +1,10 @@
 """Graphs for NxD: one process traces a program for all ranks with ModelBuilder V2 and compiles it
 to files, which runtime.py runs.
 
-A graph is one NEFF in a file of NxD's own. NxD binds a graph's weights when it loads the graph, so
-one that serves several groups of blocks has none of its own: its weights are inputs. neuronx-cc is
-behind the one call of `builder.compile`. Written from NxD 0.18's source; NxD is supported up to SDK
-2.33, with torch 2.9.
+A file in NxD's format contains one NEFF. NxD binds a graph's weights when it loads the graph, so a
+graph that serves several groups of blocks takes its weights as inputs. `builder.compile` is the
+only call that runs neuronx-cc. Written from NxD 0.18's source; NxD is supported up to SDK 2.33,
+with torch 2.9.
 """
 
 import inspect
@@ -28,17 +28,17 @@ from ltx_neuron.models.programs import Graph, Program, cut_graphs
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import NKI_KERNELS, Profile
 
-# What makes and reads the graphs: NxD's files fit no other versions.
+# Packages that write and read the graphs: NxD's files need the same versions.
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")
 WRAPPED = "module."  # prefix of a graph's parameters in the module that NxD traces
-# Tensors of at most so many bytes are summed together: statistics, one number per token, have 0.1
-# to 0.4 MB, a video's activations 6 MB and more.
+# Tensors up to this size in bytes are summed together: statistics have 0.1 to 0.4 MB, a video's
+# activations 6 MB and more.
 TOGETHER_BYTES = 2**20
 
 
 def set_environment(profile: Profile) -> None:
-    """Set what the compiler and the runtime read from the environment when they are imported. The
-    user's own values stay. Raises UserError where they contradict what graphs are compiled for."""
+    """Set the environment variables that compiler and runtime read at import. Values of the user
+    are kept. Raises UserError if they contradict the compiled graphs' profile."""
     for name, value in profile.environment:
         os.environ.setdefault(name, value)
     os.environ["PATH"] = environment.path()
@@ -51,9 +51,9 @@ def set_environment(profile: Profile) -> None:
 
 
 class XlaComm:
-    """Comm that sums the small tensors of a call in one variadic all-reduce, which saves waiting,
-    and every large one alone: over NxD's replica groups, or those given. On meta tensors it only
-    gives the shapes."""
+    """Comm that sums the small tensors of a call in one variadic all-reduce and every large one
+    separately, over NxD's replica groups or the given ones. On meta tensors it returns only
+    shapes."""
 
     def __init__(self, size: int, groups: list[list[int]] | None = None):
         self.size, self.groups = size, groups
@@ -77,7 +77,7 @@ class XlaComm:
         if tensor.is_meta:
             return tensor.repeat(1, self.size, 1)
         xm, groups = self._collectives()
-        # A pinned layout would make it an all-reduce of a padded tensor.
+        # A pinned layout would pad the reduced tensor.
         return xm.all_gather(tensor, dim=1, groups=groups, pin_layout=False)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class XlaComm:
         )
 
     def _collectives(self):
-        """torch_xla's, and the groups of ranks that they are over."""
+        """torch_xla's collectives, and their groups of ranks."""
         import torch_xla.core.xla_model as xm
 
         if self.groups is None:
@@ -100,14 +100,14 @@ class XlaComm:
 
 
 def argument_name(parameter: str) -> str:
-    """The keyword of a weight that is an input."""
+    """The keyword of a weight input."""
     return parameter.replace(".", "__")
 
 
 def traceable(graph: Graph, cut: bool = False) -> nn.Module:
     """A graph's module with one keyword for each of its inputs: NxD reads the signature of
-    `forward` and refuses **tensors. `cut`: the weights are inputs as well, and the module that NxD
-    sees has none."""
+    `forward` and refuses **tensors. cut: weights are inputs too, and the module for NxD has
+    none."""
     weights = _arguments(graph) if cut else {}
 
     def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
@@ -118,8 +118,8 @@ def traceable(graph: Graph, cut: bool = False) -> nn.Module:
         return tuple(functional_call(graph.module, given, (inputs,), strict=True))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    # A class of its own: torch_neuronx may copy the module, and a forward bound to the first one
-    # would then use that one's weights.
+    # A new class, because torch_neuronx may copy the module: a bound forward would use the first
+    # module's weights.
     forward.__signature__ = inspect.Signature(
         [inspect.Parameter(name, kind) for name in ("self", *graph.inputs._fields, *weights)]
     )
@@ -135,8 +135,8 @@ def _arguments(graph: Graph) -> dict[str, str]:
 
 
 def example_inputs(graph: Graph, fields: dict[str, Field], cut: bool = False) -> dict[str, Tensor]:
-    """Inputs to trace a graph with: distinct, since NxD merges inputs that are one object, and not
-    constant, since a constant may be folded into the graph. `cut` as in traceable."""
+    """Example inputs for tracing. They are distinct, because NxD merges inputs that are one object,
+    and not constant, because constants may be folded into the graph. cut: as in traceable."""
     wanted = {name: fields[name][:2] for name in graph.inputs._fields}
     if cut:
         weights = graph.module.named_parameters()
@@ -150,14 +150,14 @@ def example_inputs(graph: Graph, fields: dict[str, Field], cut: bool = False) ->
 
 def trace(program: Program, name: str, tag: str):
     """A ModelBuilder that has traced one graph for all ranks. Call it inside NxDParallelState.
-    Raises RuntimeError for weights that the traced graph does not take."""
+    Raises RuntimeError for weights that the traced graph does not use."""
     from neuronx_distributed import ModelBuilder
 
     graph, cut = program.graphs[name], name in cut_graphs(program.runs)
     module = traceable(graph, cut).to_empty(device="cpu")
     examples = example_inputs(graph, program.fields, cut)
     builder = ModelBuilder(module).trace(kwargs=examples, tag=tag)
-    # A weight that tracing turned into a constant would be rank 0's on every rank.
+    # A weight that became a constant while tracing would be rank 0's on every rank.
     traced = builder.trace_artifacts_collection[tag]
     unused = {traced.provided_args[index].param_name for index in traced.flattener.exclude or ()}
     lost = {parameter for parameter, _ in module.named_parameters()} - {*traced.weight_name_to_idx}
@@ -169,8 +169,8 @@ def trace(program: Program, name: str, tag: str):
 
 
 def compiler_flags(profile: Profile, model: str) -> str:
-    """neuronx-cc's flags for a model. Raises UserError unless their --lnc is the profile's, which
-    the runtime is started with."""
+    """neuronx-cc's flags for a model. Raises UserError unless their --lnc is the profile's, as in
+    the runtime."""
     flags = profile.flags(model)
     lnc = {word.partition("=")[2] for word in shlex.split(flags) if word.startswith("--lnc")}
     if lnc != {str(profile.lnc)}:
@@ -199,10 +199,10 @@ def compile_program(
     (folder / MANIFEST).unlink(missing_ok=True)
     flags, graphs = compiler_flags(profile, identity["model"]), {}
     program = make()
-    # While the modules are on meta. The HLO does not show what is inside a kernel, nor what is
-    # alive at once, so both are counted in an exported graph.
+    # While the modules are on meta. HLO shows neither the inside of kernels nor peak memory, so
+    # costs are counted in exported graphs.
     costs = {name: export.cost(export.trace(program, name, dtype)) for name in program.graphs}
-    # After counting, which the operation's own reference serves.
+    # After counting, which uses the operation's reference.
     for operation in NKI_KERNELS.get(profile.attention, ()):
         nki.register_for_xla(operation, profile.lnc)
     with (
@@ -221,13 +221,13 @@ def _compile(
     """Trace and compile a graph; returns its entry of the manifest. If it fails, the compiler's
     working files and log stay in the folder.
 
-    tag   NxD's name of the graph
-    cost  of a call, but for the collectives, which are counted in the graph's HLO
+    tag   NxD's name for the graph
+    cost  of a call, without collectives, which are counted in the graph's HLO
     """
     graph, path, workdir = program.graphs[name], folder / graph_file(name, "nxd"), "neuronx-cc"
     builder = trace(program, name, tag)
     compiled = builder.compile(compiler_workdir=str(folder / workdir), compiler_args=flags)
-    # NxD saves the inputs it traced with, which may be weights. Of these only the shapes count.
+    # NxD saves its example inputs, which may be as large as weights. Only their shapes matter.
     compiled.reserved_example_inputs = {
         tag: [torch.zeros((), dtype=each.dtype).expand(each.shape) for each in examples]
         for tag, examples in compiled.reserved_example_inputs.items()
@@ -239,13 +239,13 @@ def _compile(
     return {**describe_graph(graph, path, cost), "tag": tag}
 
 
-# By XLA's numbers of S8, S16, S32, S64, F16, F32, F64, BF16
+# Bytes by XLA's number of S8, S16, S32, S64, F16, F32, F64, BF16
 _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}
 
 
 def collectives(hlo, tp: int) -> dict[str, int]:
     """The collectives of a graph of tp ranks as export.cost counts them, counted in its HLO."""
-    # Of what comes out, as much as a rank puts in.
+    # The part of the output that one rank contributes.
     put_in = {"all-reduce": (1, 1), "all-gather": (1, tp), "reduce-scatter": (tp, 1)}
     sizes = []
     for computation in hlo.computations:
@@ -258,8 +258,8 @@ def collectives(hlo, tp: int) -> dict[str, int]:
 
 
 def _nbytes(shape) -> int:
-    """Bytes of an instruction's result. XLA keeps collectives in order by a scalar that travels
-    with them and is no part of the model."""
+    """Bytes of an instruction's result, without the scalar by which XLA keeps collectives in
+    order."""
     return sum(
         math.prod(each.dimensions) * _DTYPE_BYTES[each.element_type]
         for each in shape.tuple_shapes or [shape]

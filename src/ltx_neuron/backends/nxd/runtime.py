@@ -1,11 +1,11 @@
-"""NxD's runtime: this one process drives all ranks of a program on a chip's cores. compile.py makes
-the graphs.
+"""NxD's runtime: this process drives all ranks of a program on a chip's cores. compile.py makes the
+graphs.
 
-Rank files are read with our own strict check and uploaded once. A graph is bound to these weights,
-or, if it serves several groups of blocks, gets those of one group in each call: lists of tensors
-that are on the cores already. buffers.py says how often a graph is loaded, and which copy runs
-next. What needs the hardware is behind one call each: NxDModel's load, set_weights, to_neuron and
-its call, and `to_core`. Not run on hardware by us.
+Rank files are read strictly and uploaded once. A graph is bound to these weights. A graph that
+serves several groups of blocks instead receives the weights of one group with each call, as lists
+of tensors that are already on the cores. buffers.py decides how often a graph is loaded and which
+copy runs next. Only five calls need hardware: NxDModel's load, set_weights, to_neuron and call, and
+`to_core`. We did not run them on hardware.
 """
 
 import gc
@@ -36,17 +36,17 @@ def to_core(tensor: Tensor, rank: int) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy of a core's tensor: the core overwrites its own in a later run."""
+    """A copy of a core's tensor, which a later run may overwrite."""
     return tensor.to("cpu", copy=True)
 
 
 class _WeightSet:
     """One copy of a model's weights on the cores, and the graphs that use it.
 
-    tensors    by rank, then by name; None until the first graph is there
+    tensors    by rank, then by name; None until the first graph is loaded
     models     by (program, graph): its loaded copies, an NxDModel each
-    arguments  of a graph that takes its weights as inputs, by (program, graph, first block): by
-               keyword, one tensor a rank
+    arguments  of graphs with weight inputs, by (program, graph, first block), then by keyword: one
+               tensor per rank
     """
 
     def __init__(self, folder: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype):
@@ -57,15 +57,14 @@ class _WeightSet:
         self.manifests: dict[str, Manifest] = {}
 
     def bind(self, program: str, graph: str, copies: int, tp: int) -> None:
-        """Load a graph until it has so many copies, all with the very tensors that the others
-        have."""
+        """Load a graph until it has `copies` copies, which share the same weight tensors."""
         manifest = self.manifests[program]
         loaded = self.models.setdefault((program, graph), [])
         if len(loaded) >= copies:
             return
         models = [_open(manifest, graph, tp) for _ in range(copies - len(loaded))]
         if self.tensors is None:
-            # Read strictly, because set_weights takes whatever it is given.
+            # Read strictly, because set_weights does not check.
             paths = [rank_path(self.folder, rank) for rank in range(tp)]
             read = partial(load_rank_file, wanted=self.wanted, dtype=self.dtype)
             with ThreadPoolExecutor() as pool:
@@ -81,7 +80,7 @@ class _WeightSet:
         else:
             (bound,) = weights.values()
         for model in models:
-            # Not by set_weights, which would upload the weights again.
+            # Without set_weights, which would upload the weights again.
             model.weights = [
                 {WRAPPED + parameter: parts[rank] for parameter, parts in bound.items()}
                 for rank in range(tp)
@@ -90,8 +89,8 @@ class _WeightSet:
             loaded.append(model)
 
     def _weights(self, described: dict, first_block: int) -> dict[str, list[Tensor]]:
-        """A graph's weights for the blocks from `first_block` on, by parameter: one tensor a rank.
-        They are checked here, once, and not in calls."""
+        """A graph's weights for the blocks from `first_block` on, by parameter: one tensor per
+        rank. They are checked here once, not in every call."""
         weights = {}
         for parameter, shape in described["parameters"].items():
             name = weight_name(parameter, first_block)
@@ -100,7 +99,7 @@ class _WeightSet:
         return weights
 
     def release(self, programs: set[str]) -> None:
-        """Free programs. NxD has no unload: device memory is free once nothing refers to it."""
+        """Free programs. NxD has no unload: dropping the last reference frees device memory."""
         for program in programs:
             self.manifests.pop(program, None)
         for key in [key for key in self.models if key[0] in programs]:
@@ -113,14 +112,14 @@ class _WeightSet:
 
 def _check(name: str, parts: list[Tensor], wanted: tuple[tuple[int, ...], torch.dtype]) -> None:
     """Raise RuntimeError unless the ranks' parts of a tensor have this shape and dtype. NxD routes
-    by names and shapes: another dtype would be read as if it were the graph's."""
+    by names and shapes, and would misread another dtype."""
     for part in parts:
         if (tuple(part.shape), part.dtype) != wanted:
             raise RuntimeError(f"{name}: got {tuple(part.shape)} {part.dtype}, wanted {wanted}")
 
 
 def _open(manifest: Manifest, graph: str, tp: int):
-    """An NxDModel from its file, whose content was compared with its manifest when it was found."""
+    """An NxDModel from its file, whose digest was already compared with the manifest."""
     from neuronx_distributed import NxDModel
 
     path = manifest.folder / graph_file(graph, "nxd")
@@ -136,9 +135,9 @@ def _open(manifest: Manifest, graph: str, tp: int):
 
 
 class Ranks(ranks.Ranks):
-    """The ranks of a run, all driven by this process. Failures of the device are DeviceFailure."""
+    """The ranks of a run, driven by this process. Failures of the device raise DeviceFailure."""
 
-    # Ranks of this process: the runtime's communicator cannot change its size.
+    # Ranks of this process; the runtime's communicator cannot change its size.
     _started: int | None = None
 
     def __init__(self, profile: Profile, tp: int):
@@ -159,8 +158,8 @@ class Ranks(ranks.Ranks):
         self.unload()
 
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
-        """What is loaded from the folder already stays; programs of it that are not in `programs`
-        leave, and so does another weight set of the same model."""
+        """Keeps what is already loaded from the folder. Unloads its programs that are not in
+        `programs`, and any other weight set of the same model."""
         wanted = ranks.weights_of(programs)
         # Two sets of one model would not fit: the old one is freed before the new one is read.
         for other in [*self._sets]:
@@ -178,7 +177,7 @@ class Ranks(ranks.Ranks):
                     self._load_copies(held, program, [(run, {}, {})])
 
     def _load_copies(self, held: _WeightSet, program: str, runs: list) -> None:
-        """Load the graphs of a sequence as often as it needs them."""
+        """Load as many copies of each graph as a sequence needs."""
         calls = calls_of(held.manifests[program], runs, {})
         for graph, copies in copies_needed(program, calls).items():
             held.bind(program, graph, copies, self.tp)
@@ -194,7 +193,8 @@ class Ranks(ranks.Ranks):
         assert held.tensors is not None  # a set is of loaded programs
         for rank, file in enumerate(files):
             for name, tensor in file.tensors():
-                # In place, tensor by tensor: the graphs hold these, and there is no second copy.
+                # In place, tensor by tensor: the graphs refer to these, and there is no second
+                # copy.
                 held.tensors[rank][name].copy_(tensor)
         held.folder = weights
 
@@ -264,7 +264,7 @@ class Ranks(ranks.Ranks):
         values |= held.arguments.get((program, call.graph, call.first), {})
         number = self._buffers.claim(program, call)
         with explained():
-            # A sequence that was not defined in this order may need another copy.
+            # A sequence in another order than defined may need another copy.
             held.bind(program, call.graph, number + 1, self.tp)
             model = held.models[program, call.graph][number]
             # One list per output, with a tensor per rank
@@ -288,5 +288,4 @@ class Ranks(ranks.Ranks):
         ]
 
     def check(self) -> None:
-        """Nothing: the cores are driven from this process, none fails while it has nothing to
-        do."""
+        """Do nothing: cores that this process drives cannot fail while idle."""

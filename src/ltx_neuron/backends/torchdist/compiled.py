@@ -1,8 +1,8 @@
-"""How a rank runs an exported graph: operation by operation, or compiled by torch.compile with the
-profile's backend.
+"""Runs exported graphs in a rank: interpreted operation by operation, or compiled by torch.compile
+with the profile's backend.
 
 An exported graph takes its weights as inputs, so one compiled graph serves every group of blocks.
-With the backend "neuron" (TorchNeuron) this was not run; with inductor it is tested on CPUs.
+It is tested with inductor on CPUs; the backend "neuron" (TorchNeuron) was not run.
 """
 
 import os
@@ -19,8 +19,8 @@ from ltx_neuron.backends.export import GROUP, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.wire import RankSettings
 
-# One object for all graphs: some backends write into it, and another object would compile the same
-# graph again.
+# One object for all graphs: some backends write into it, and a different object would cause
+# recompilation.
 OPTIONS: dict[str, dict] = {
     "aot_eager": {},
     "inductor": {},
@@ -29,8 +29,8 @@ OPTIONS: dict[str, dict] = {
 
 
 class Compiled:
-    """A graph that torch.compile compiles at its first call: then it is `warm`. A later call that
-    would compile it again, for another shape, stride or dtype, raises RuntimeError."""
+    """A graph that torch.compile compiles at its first call; then it is `warm`. A later call that
+    would recompile it, for another shape, stride or dtype, raises RuntimeError."""
 
     def __init__(self, graph: Callable, backend: str):
         self.compiled = torch.compile(
@@ -39,7 +39,7 @@ class Compiled:
         self.warm = False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Not for the whole process: other graphs may still have their first call.
+        # Not for the whole process, because other graphs may not have been called yet.
         if self.warm:
             with torch.compiler.set_stance("fail_on_recompile"):
                 return self.compiled(*tensors)
@@ -49,12 +49,12 @@ class Compiled:
 
 
 def runner(graph: Callable, backend: str) -> Callable:
-    """A graph as a compile backend runs it."""
+    """The callable with which a compile backend runs a graph."""
     return graph if backend == "export" else Compiled(graph, backend)
 
 
 def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
-    """A program's graph as a rank calls it: with its weights, then its inputs."""
+    """A program's graph as a callable of its weights, then its inputs."""
     profile = settings.profile
     if profile.device == "neuron":
         replace_attention(module, lambda name: nki.native_attention(name, profile.lnc))
@@ -62,9 +62,8 @@ def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
 
 
 def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Callable]) -> None:
-    """Call a device's own kernels in the place of a graph's operations that have one
-    (nki.KERNELS). A kernel is made, by its operation's name, only if the graph has it: its package
-    may not be installed, and graph files load without it."""
+    """Replace a graph's operations that have a kernel of the device (nki.KERNELS). make_kernel is
+    called only for operations in the graph, because a kernel's package may be missing."""
     for name in nki.KERNELS:
         operation = getattr(torch.ops.ltx_neuron, name).default
         nodes = [node for node in module.graph.nodes if node.target is operation]
@@ -75,7 +74,7 @@ def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Calla
 
 
 def sum_of_ones(ones: Tensor) -> tuple[Tensor]:
-    """Sum a tensor of ones over the ranks: the smallest graph with a collective."""
+    """The smallest graph with a collective: a sum of ones over the ranks."""
     # `* 1`: TorchNeuron reduces intermediates, never a graph's input.
     summed = functional.all_reduce(ones * 1, "sum", GROUP)  # pyright: ignore[reportArgumentType]
     return (functional.wait_tensor(summed),)
@@ -83,12 +82,12 @@ def sum_of_ones(ones: Tensor) -> tuple[Tensor]:
 
 def compile_only(folders: list[Path], settings: RankSettings) -> None:
     """Fill the compiler's cache: compile every graph of the programs in `folders` for one rank,
-    with no other rank and no weights. Ends the process with exit code 1 if a graph failed.
+    without other ranks or weights. Ends the process with exit code 1 if a graph failed.
 
-    Runs in a process of its own that has a rank's environment. With TorchNeuron this is for
-    machines without a device (TORCH_NEURONX_COMPILE_ONLY); there it was not run. By its source
-    (NRTUtils.cpp, 2026) a graph with collectives is compiled and then fails to load without a
-    process group: so a failure does not keep the other graphs from the compiler.
+    Runs in a separate process with a rank's environment. For TorchNeuron it serves machines without
+    a device (TORCH_NEURONX_COMPILE_ONLY), which was not tested. By its source (NRTUtils.cpp, 2026)
+    a graph with collectives is compiled and then fails to load without a process group. Therefore a
+    failure does not stop the compilation of the other graphs.
     """
     torch.set_num_threads(settings.profile.rank_threads(settings.tp))
     device, failed = torch.device(settings.profile.device), False

@@ -1,9 +1,9 @@
-"""One process per rank: `Ranks` is the host's handle on them. A rank's own side is rank.py, the
-messages between them wire.py.
+"""One process per rank, controlled by the host through `Ranks`. rank.py is the rank's side, wire.py
+has the messages.
 
-Commands have a few dozen bytes, tensors travel through shared memory, and both are counted. Running
-a program touches only tensors that the ranks hold, so a denoising step costs the host one command
-with the step's number.
+Commands have a few dozen bytes, and tensors pass through shared memory; both are counted. A program
+runs only on tensors that the ranks hold, so a denoising step costs the host one command with the
+step's number.
 """
 
 import os
@@ -36,14 +36,14 @@ from ltx_neuron.backends.torchdist.wire import Blame, Failure, RankSettings, Sha
 from ltx_neuron.errors import RunError
 from ltx_neuron.profiles import MODELS, Profile
 
-_POLL_SECONDS = 0.5  # between two looks at the ranks
-_GRACE_SECONDS = 1.0  # after the first failure: how long the others may take to say what they know
-_LEAVE_SECONDS = 2.0  # how long ranks may take to end by themselves
+_POLL_SECONDS = 0.5  # between two checks of the ranks
+_GRACE_SECONDS = 1.0  # after the first failure: time for the others to report theirs
+_LEAVE_SECONDS = 2.0  # time for ranks to end by themselves
 _KILLED_BY = {
     signal.SIGKILL: ": by somebody, or by the system because memory ran out (dmesg says so)",
     signal.SIGBUS: ": its weight file was cut short, or its disk failed, while it was in use",
 }
-_starting = threading.Lock()  # what a child inherits is set for the whole process
+_starting = threading.Lock()  # the environment that a child inherits is the whole process's
 
 
 def rank_settings(
@@ -55,10 +55,10 @@ def rank_settings(
 
 
 def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
-    """Compile programs' graphs into `cache` in a process of their own, once for all ranks.
+    """Compile programs' graphs into `cache` in a separate process, once for all ranks.
 
-    Raises RunError where it fails or takes longer than the profile allows. On Neuron, where this
-    was not run, a failure is a message: ranks compile what they do not find.
+    Raises RunError if it fails or takes longer than the profile allows. On Neuron, where this was
+    not tested, a failure prints a message, and ranks compile missing graphs at their first run.
     """
     settings = rank_settings(profile, tp, 0, cache)
     if profile.device == "neuron":
@@ -71,7 +71,7 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     process.join(seconds)
     if process.exitcode == 0:
         return
-    if process.exitcode is None:  # on Neuron it may wait for ranks that nobody starts
+    if process.exitcode is None:  # on Neuron it may wait for ranks that do not exist
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
         process.join()
@@ -85,8 +85,8 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
 
 @contextmanager
 def _inherited(variables: dict[str, str]) -> Iterator[None]:
-    """What the children that are started meanwhile get: more variables, and not the user's script,
-    which without `if __name__ == "__main__":` would start all over again in each of them."""
+    """While the block runs, child processes get additional variables, and do not import the user's
+    script, which would run again without `if __name__ == "__main__":`."""
     main = sys.modules["__main__"]
     named = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
     with _starting, environment.added(variables):
@@ -99,19 +99,19 @@ def _inherited(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _remove(folder: str, process: int) -> None:
-    """Remove a folder, but not in a process that was forked from the one that made it."""
+    """Remove a folder, unless this process is a fork of the one that made it."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class Ranks(ranks.Ranks):
-    """The rank processes of one run, started. cache: where ranks keep what they compile.
+    """The started rank processes of one run. cache: the ranks' folder of compiled graphs.
 
-    A rank that dies or freezes ends the run within 10 s, with RankError (RankRefusal where the
-    user can mend it), and leaves no process. So does, later, one that lives but keeps the others
-    waiting; on Neuron only where the runtime sleeps while it waits (docs/failures.md).
+    A rank that dies or freezes ends the run within 10 s with RankError (RankRefusal if the user can
+    correct it), and leaves no process. A live rank that blocks the others ends it later; on Neuron
+    only if the runtime sleeps while it waits (docs/failures.md).
 
-    command_bytes  bytes of the commands so far, once a rank
+    command_bytes  bytes of all commands so far, counted per rank
     """
 
     def __init__(self, profile: Profile, tp: int, cache: Path | None = None):
@@ -122,10 +122,10 @@ class Ranks(ranks.Ranks):
         self._remove_folder = weakref.finalize(self, _remove, self._folder, os.getpid())
         self._pipes: list[connection.Connection] = []
         self._processes = []
-        self._failed: RankError | None = None  # what ended the ranks
+        self._failed: RankError | None = None  # the error that ended the ranks
         self._took: dict[tuple[str, str], float] = {}  # seconds of each sequence's last run
-        # A forked child cannot use a Neuron or CUDA runtime. On a CPU a server that has imported
-        # torch is forked for each rank.
+        # A forked child cannot use a Neuron or CUDA runtime. On a CPU each rank is a fork of a
+        # server that has imported torch.
         context = get_context("forkserver" if profile.device == "cpu" else "spawn")
         if profile.device == "cpu":
             context.set_forkserver_preload(
@@ -156,18 +156,18 @@ class Ranks(ranks.Ranks):
                 # A spawned process imports torch before `serve` can set anything.
                 with _inherited(settings.environment):
                     process.start()
-            except (OSError, EOFError) as error:  # the fork server is gone, or no process is left
+            except (OSError, EOFError) as error:  # the fork server ended
                 raise RankError(
                     f"rank {rank} of {self.tp} could not be started: {type(error).__name__}"
                     f" {error}\nSomebody killed the process that starts ranks, or memory ran out"
                     " (dmesg says so); type the same again"
                 ) from None
             finally:
-                rank_end.close()  # or the end of the rank would not be seen on the host's end
+                rank_end.close()  # otherwise the host would not see the rank's end
             self._processes.append(process)
 
     def close(self) -> None:
-        # The end of its pipe is what tells a rank to leave.
+        # A rank ends when its pipe is closed.
         for pipe in self._pipes:
             pipe.close()
         until = time.monotonic() + _LEAVE_SECONDS
@@ -181,7 +181,7 @@ class Ranks(ranks.Ranks):
 
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
         self.programs |= programs
-        self._took.clear()  # the next runs page new weights in
+        self._took.clear()  # the next runs read new weights from the disk
         self._call(
             self._first_seconds,
             "load",
@@ -200,7 +200,7 @@ class Ranks(ranks.Ranks):
         self._call(self._patience(), "unload")
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
-        # One command for all of them: a round trip to every rank costs more than a small tensor.
+        # One command for all tensors: a round trip to every rank costs more than a small tensor.
         with ExitStack() as stack:
             uploads = []
             for name, tensor in tensors.items():
@@ -249,7 +249,7 @@ class Ranks(ranks.Ranks):
         self._raise_failure(self._frozen(range(self.tp)) | {r: self._receive(r) for r in ended})
 
     def _patience(self, run: tuple[str, str] | None = None) -> float:
-        """Seconds that all ranks may do nothing before they count as hanging, in a `run` of a
+        """Seconds for which all ranks may be idle before they count as hanging, in a `run` of a
         sequence or between runs."""
         if run and run not in self._took:
             return self._first_seconds
@@ -257,20 +257,20 @@ class Ranks(ranks.Ranks):
         return max(liveness.HANG_SECONDS, liveness.HANG_TIMES * longest)
 
     def _call(self, patience: float, method: str, **arguments) -> list:
-        """Have every rank call a method of Rank; returns what each returned."""
-        if self._failed:  # in a call of another thread: what follows from it is not the reason
+        """Call a method of Rank in every rank. Returns each rank's result."""
+        if self._failed:  # in a call of another thread, whose error is the cause
             raise self._failed
         command = pickle.dumps((method, arguments))
         for pipe in self._pipes:
             try:
                 pipe.send_bytes(command)
             except (BrokenPipeError, ConnectionResetError):
-                break  # that rank is gone: _gather says why
+                break  # that rank ended: _gather finds the cause
             self.command_bytes += len(command)
         return self._gather(patience)
 
     def _gather(self, patience: float) -> list:
-        """Every rank's answer. The first failure ends all ranks: the others would wait for it."""
+        """Every rank's answer. A failure ends all ranks, because the others would wait forever."""
         self._watch.begin()
         answers, deadline = {}, inf
         while len(answers) < self.tp and time.monotonic() < deadline:
@@ -279,20 +279,20 @@ class Ranks(ranks.Ranks):
             ends |= {self._processes[rank].sentinel: rank for rank in waiting}
             ready = connection.wait([*ends], timeout=_POLL_SECONDS)
             answers |= {rank: self._receive(rank) for rank in {ends[end] for end in ready}}
-            if not ready:  # while answers arrive nobody is slow
+            if not ready:  # while answers arrive no rank hangs
                 self._watch.look()
                 frozen, hanging = self._frozen(waiting), self._watch.hanging(waiting, patience)
                 answers |= frozen
                 if hanging and deadline == inf and not frozen:
                     answers[hanging[0]] = Failure(hanging[1], Blame.FROZEN)
-            # The first failure to arrive need not be the first that happened.
+            # Failures may arrive in another order than they happened.
             if any(isinstance(answer, Failure) for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         self._raise_failure(answers)
         return [answers[rank] for rank in range(self.tp)]
 
     def _receive(self, rank: int) -> object:
-        """A rank's answer, or how its process ended."""
+        """A rank's answer, or a Failure if its process ended."""
         try:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
@@ -305,13 +305,13 @@ class Ranks(ranks.Ranks):
             return Failure(f"the process {ended}", Blame.ENDED)
 
     def _frozen(self, ranks: Iterable[int]) -> dict[int, Failure]:
-        """The ranks whose last sign of life is too long ago."""
+        """Failures of ranks whose last sign of life is too old."""
         texts = {rank: self._watch.frozen(rank) for rank in ranks}
         return {rank: Failure(text, Blame.FROZEN) for rank, text in texts.items() if text}
 
     def _raise_failure(self, answers: dict[int, object]) -> None:
-        """If there is a failure among the answers, end all ranks and raise the error of the one
-        that failed first."""
+        """If an answer is a failure, end all ranks and raise the error of the rank that failed
+        first."""
         failures = {rank: each for rank, each in answers.items() if isinstance(each, Failure)}
         if not failures:
             return

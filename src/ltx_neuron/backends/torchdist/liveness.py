@@ -1,11 +1,10 @@
-"""Whether rank processes live: what the system shows of them (ProcessState), and the host's
-judgement (Watch).
+"""Detects dead, frozen and hanging rank processes: ProcessState reads the system, Watch decides.
 
-A rank that waits for its device or for a compiler may hold Python's lock for minutes, so that none
-of its threads can show anything. So a rank is judged from outside: it is frozen while the system
-shows it as stopped, and ranks hang while the system shows no work of any of them for longer than
-what they do can take. Time counts only while the host itself runs: a pause of the whole job
-(Ctrl-Z, a paused container, a stalled virtual machine) is no time at all.
+A rank that waits for its device or for a compiler may hold Python's lock for minutes, so none of
+its threads can send a heartbeat. The host therefore reads the system's state of a rank. A rank is
+frozen if the system shows it as stopped. Ranks hang if the system shows no work of any of them for
+longer than their command can take. Time counts only while the host itself runs, so pauses of the
+whole job (Ctrl-Z, a paused container, a stalled virtual machine) do not count.
 """
 
 import os
@@ -17,28 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# How long a rank may be stopped.
+# Time for which a rank may be stopped.
 FROZEN_SECONDS = 6.0
-# How long ranks may do nothing although they were asked to, where it is known how long that takes;
-# and how many times as long as it took last.
+# Time for which ranks may be idle during a command whose duration is known, and the multiple of its
+# last duration.
 HANG_SECONDS, HANG_TIMES = 8.0, 10.0
-# Until a process has imported torch and met the others.
+# Until a process has imported torch and joined the group.
 START_SECONDS = 120.0
-# More time than this between two looks is the host's own gap: it was paused, or had other work.
+# A longer time between two checks is a pause of the host itself.
 GAP_SECONDS = 2.0
 _GAPS_KEPT = 20
 _STOPPED = {"T", "t"}
-# CPU time between two looks that is work: an idle rank's threads for the network use a hundredth.
+# CPU time between two checks that counts as work: an idle rank's network threads use a hundredth.
 _WORK_SECONDS = 0.02
 
 
 class ProcessState(NamedTuple):
-    """What the system shows of a process.
+    """The system's state of a process.
 
-    seconds  of CPU time that its threads and its descendants have used: a rank sleeps while the
-             compiler that it started works
+    seconds  CPU time of its threads and descendants; a rank sleeps while a compiler that it started
+             works
     states   of its threads, as proc(5) has them: R computes or waits for a CPU, D waits for a disk,
-             S sleeps, T and t are stopped. Empty where there is no such process, or no /proc
+             S sleeps, T and t are stopped. Empty if there is no such process, or no /proc
     """
 
     seconds: float = 0.0
@@ -52,7 +51,7 @@ def process_state(pid: int) -> ProcessState:
         with suppress(OSError):  # a thread that has just ended
             fields = _stat(thread)
             states.add(fields[0])
-            ticks += int(fields[11]) + int(fields[12])  # in user mode and in the system
+            ticks += int(fields[11]) + int(fields[12])  # user and system time
     return ProcessState(ticks / os.sysconf("SC_CLK_TCK"), frozenset(states))
 
 
@@ -62,7 +61,7 @@ def _stat(path: Path) -> list[str]:
 
 
 def _descendants_ticks(tasks: Path) -> int:
-    """CPU time of a process's children, theirs, and those of all these that have ended."""
+    """CPU ticks of a process's descendants, also of those that have ended."""
     ticks, children = 0, []
     for thread in tasks.glob("*"):
         with suppress(OSError):
@@ -70,7 +69,7 @@ def _descendants_ticks(tasks: Path) -> int:
     for child in children:
         with suppress(OSError):
             fields = _stat(Path(f"/proc/{child}/stat"))
-            # Its own, and what its own children had used when it waited for their end.
+            # Its own time, and that of its ended children.
             ticks += sum(map(int, fields[11:15]))
             ticks += _descendants_ticks(Path(f"/proc/{child}/task"))
     return ticks
@@ -78,10 +77,10 @@ def _descendants_ticks(tasks: Path) -> int:
 
 @dataclass
 class _Signs:
-    """The last signs of a rank that were seen, and when: on the watch's clock.
+    """The last signs of life of a rank, with their times on the watch's clock.
 
-    alive_at  not stopped
-    work_at   work: CPU time, a disk or a CPU that it waits for, or progress
+    alive_at  when it was last not stopped
+    work_at   when it last worked: used CPU time, waited for a disk or a CPU, or made progress
     """
 
     alive_at: float = 0.0
@@ -90,9 +89,9 @@ class _Signs:
     state: ProcessState = ProcessState()
 
     def update(self, clock: float, progress: int, state: ProcessState) -> None:
-        # Seen twice: the short-lived threads' work of a rank that only waits may be met once.
+        # In two checks: short-lived threads of a waiting rank may be seen running once.
         runs = "R" in state.states & self.state.states
-        # Less than before: a child ended that nobody waited for.
+        # Less than before if a child ended that was not waited for.
         used = abs(state.seconds - self.state.seconds) >= _WORK_SECONDS
         if runs or used or "D" in state.states or progress != self.progress:
             self.work_at = clock
@@ -102,11 +101,10 @@ class _Signs:
 
 
 class Watch:
-    """The host's judgement of its rank processes. It knows what it has seen in `look`.
+    """The host's watch over its rank processes, updated by `look`.
 
-    progress  how many commands and launches of graphs each rank has done, in memory shared with
-              them
-    clock     seconds in which the host looked; a gap of its own counts as GAP_SECONDS
+    progress  the number of commands and launches that each rank has done, in shared memory
+    clock     seconds during which the host ran; a pause of the host counts as GAP_SECONDS
     """
 
     def __init__(self, pids: list[int], progress: Sequence[int]):
@@ -116,14 +114,14 @@ class Watch:
         self._signs = [_Signs() for _ in pids]
 
     def begin(self) -> None:
-        """Begin to wait for the ranks: what they did not do before is no fault of theirs."""
+        """Start waiting for the ranks: earlier idle time does not count."""
         self._looked = time.monotonic()
         for signs in self._signs:
             signs.work_at = self.clock
 
     @property
     def age(self) -> float:
-        """Seconds since the last look, which costs a millisecond or more."""
+        """Seconds since the last `look`, which costs a millisecond or more."""
         return time.monotonic() - self._looked
 
     def look(self) -> None:
@@ -136,14 +134,15 @@ class Watch:
             signs.update(self.clock, self.progress[rank], process_state(pid))
 
     def frozen(self, rank: int) -> str | None:
-        """What is wrong with a rank that has shown no sign of life for too long."""
+        """A description if a rank has shown no sign of life for too long, otherwise None."""
         if self.clock - self._signs[rank].alive_at <= FROZEN_SECONDS:
             return None
         stopped = ": somebody has stopped it (SIGSTOP)" if self._signs[rank].state.states else ""
         return f"the process gives no sign of life for {FROZEN_SECONDS} s{stopped}"
 
     def hanging(self, ranks: set[int], patience: float) -> tuple[int, str] | None:
-        """The rank for which all of these wait, where none has worked for `patience` seconds."""
+        """The rank for which all of these wait, with a description, if none has worked for
+        `patience` seconds; otherwise None."""
         if any(self.clock - self._signs[rank].work_at <= patience for rank in ranks):
             return None
         progress = self.progress
@@ -153,7 +152,7 @@ class Watch:
         return rank, f"it hangs; the other ranks have waited for it for {patience:.1f} s"
 
     def describe(self) -> str:
-        """What was seen last, for a log."""
+        """The last observations, for a log."""
         lines = []
         for rank, (pid, signs) in enumerate(zip(self.pids, self._signs, strict=True)):
             lines.append(

@@ -1,7 +1,7 @@
-"""A rank process: `serve` is its main function, Rank what it holds. The host's side is
-host.py, the messages between them wire.py.
+"""A rank process: `serve` is its main function, Rank its state. host.py is the host's side, wire.py
+has the messages.
 
-The same code drives a CPU, a GPU and a Neuron core. It was not run by us on CUDA or TorchNeuron.
+The same code drives a CPU, a GPU and a Neuron core. We did not run it on CUDA or TorchNeuron.
 """
 
 import gc
@@ -34,15 +34,15 @@ from ltx_neuron.models.programs import weight_name
 from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_path
 from ltx_neuron.weights.tensorfile import TensorFile
 
-_CLOSING_SECONDS = 0.1  # within which the system closes everything of a killed process
-# For ranks to meet, and in a sum: none that counts. The host judges its ranks (liveness.Watch),
-# because a clock in a rank runs on while its machine is paused.
+_CLOSING_SECONDS = 0.1  # within which the system closes a killed process's files
+# Time limit for joining the group and for collectives: practically none. The host detects failures
+# (liveness.Watch), because a rank's own clock continues while its machine is paused.
 _COLLECTIVE_TIMEOUT = timedelta(days=365)
 
 
 class Rank:
-    """What one rank process holds: weights, programs and named tensors. Its public methods are the
-    host's commands. Nothing but copies and compiled graphs runs on the device.
+    """The state of one rank process: weights, programs and named tensors. Its public methods are
+    the host's commands. Only copies and compiled graphs run on the device.
 
     barrier   waits until every rank has called it
     launched  called after every launch of a graph
@@ -59,14 +59,14 @@ class Rank:
         self.rank, self.tp = settings.rank, settings.tp
         self._barrier, self._launched = barrier, launched
         self._synchronize = torch.get_device_module(device).synchronize
-        # Graphs hold no weights and survive unload: a model that comes again compiles nothing.
+        # Graphs contain no weights and survive unload, so that a reloaded model compiles nothing.
         self._graphs: dict[tuple[str, str, str], Callable] = {}
         self._clear()
         self._first_collective()
 
     def _first_collective(self) -> None:
-        """Sum over all ranks once: a device makes its communicator in the first collective, which
-        hangs unless every rank joins it."""
+        """Sum over all ranks once: a device creates its communicator in the first collective, which
+        hangs unless every rank joins."""
         total = compiled.runner(compiled.sum_of_ones, self.settings.profile.compile_backend)
         self._barrier()
         (summed,) = total(torch.ones(1).to(self.device))
@@ -75,10 +75,10 @@ class Rank:
         self._barrier()
 
     def _clear(self) -> None:
-        # By the names of a model's weights: the folder they are from, and the tensors.
+        # The names of a model's weights -> their folder, and the tensors.
         self.weights: dict[frozenset[str], tuple[Path, dict[str, Tensor]]] = {}
         self.programs: dict[str, Manifest] = {}
-        # What is called for a program's graph and first block: the graph, its weights in order.
+        # (program, graph, first block) -> the graph, and its weights in order.
         self.bound: dict[tuple[str, str, int], tuple[Callable, list[Tensor]]] = {}
         self.sequences: dict[tuple[str, str], list] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -86,7 +86,7 @@ class Rank:
     def load(
         self, weights: Path, wanted: dict, programs: dict[str, Path], dtype: torch.dtype
     ) -> None:
-        """Load a folder of rank files and programs, given as folders, that share it.
+        """Load a folder of rank files, and the program folders that use it.
 
         wanted  this rank's shape of each weight
         """
@@ -105,15 +105,15 @@ class Rank:
         return self._graphs[key]
 
     def _load_weights(self, folder: Path, wanted: dict, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A folder's weights on the device, in the place of the same model's: there is never a
-        second copy of a model."""
+        """A folder's weights on the device. They replace those of the same model, so that there is
+        never a second copy."""
         model = frozenset(wanted)
         loaded_from, tensors = self.weights.get(model, (None, {}))
         if loaded_from != folder:
             file = open_rank_file(rank_path(folder, self.rank), wanted, dtype)
             for name, tensor in file.tensors():
                 if name not in tensors:
-                    # On a CPU these are the file's own pages: no copy.
+                    # On a CPU these are the mapped pages of the file.
                     tensors[name] = tensor.to(self.device)
                 elif tensors[name].device == tensor.device:
                     # In place: calls hold these very tensors.
@@ -125,7 +125,7 @@ class Rank:
 
     def replace_weights(self, weights: Path) -> None:
         names = TensorFile(rank_path(weights, self.rank), RESHARD).shapes.keys()
-        # The nearest model: where none has just these names, loading says what differs.
+        # The nearest model: if none has exactly these names, loading reports the difference.
         model = min(self.weights, key=lambda loaded: len(loaded ^ names))
         tensors = self.weights[model][1]
         wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -136,15 +136,16 @@ class Rank:
         gc.collect()
 
     def put(self, program: str, uploads: list[tuple]) -> None:
-        """Keep this rank's parts of whole tensors that lie in shared memory.
+        """Keep this rank's parts of whole tensors in shared memory.
 
-        uploads  (name, field that describes it, shape, shared memory)
+        uploads  (name, its field, shape, shared memory)
         """
         for whole, like, shape, memory in uploads:
             field = self.programs[program].fields[like]
             with SharedTensor(shape, field.dtype, memory) as shared:
                 for name, part in kept(field, whole, shared.tensor, self.rank).items():
-                    # A contiguous copy: a device takes no views, and shared memory is gone soon.
+                    # A contiguous copy: devices accept no views, and the shared memory is freed
+                    # soon.
                     copied = part.clone(memory_format=torch.contiguous_format)
                     self.tensors[name] = copied.to(self.device)
 
@@ -152,8 +153,8 @@ class Rank:
         self.sequences[program, sequence] = runs
 
     def run(self, program: str, sequence: str, numbers: dict[str, int]) -> dict:
-        """Run a sequence. The answer has the milliseconds until the device was done, its launches
-        and what these took (see ranks.Ranks), and the names of latents with NaN or Inf."""
+        """Run a sequence. The answer has the milliseconds until the device was done, launches and
+        their milliseconds (see ranks.Ranks), and the names of latents with NaN or Inf."""
         runs = self.sequences.get((program, sequence), [(sequence, {}, {})])
         manifest = self.programs[program]
         calls = calls_of(manifest, runs, numbers)
@@ -163,14 +164,14 @@ class Rank:
         for number, call in enumerate(calls, 1):
             graph, weights = self.bound[program, call.graph, call.first]
             values = (self.tensors[name] for name in call.reads.values())
-            first_time = not getattr(graph, "warm", True)  # interpreted graphs always are
+            first_time = not getattr(graph, "warm", True)  # interpreted graphs are always warm
             called = time.perf_counter()
             results = graph(*weights, *values)
             in_graphs += time.perf_counter() - called
             self._after_launch(number, first_time)
             self.tensors.update(zip(call.writes.values(), results, strict=True))
         launched = time.perf_counter() - start
-        self._synchronize()  # a device's launches return before they are done
+        self._synchronize()  # a device's launches are asynchronous
         milliseconds = (time.perf_counter() - start) * 1e3
         launched -= in_graphs if self.settings.profile.device == "cpu" else 0
         return {
@@ -185,18 +186,18 @@ class Rank:
     def _after_launch(self, number: int, first_time: bool) -> None:
         self._launched()
         drain = self.settings.profile.drain_every
-        # The queue of a device may be full after so many launches.
+        # A device's launch queue has limited length.
         if first_time or drain and number % drain == 0:
             self._synchronize()
-        # A rank that ran ahead of one that still compiles would offer its collectives to the wrong
+        # Otherwise a rank ahead of one that still compiles would join collectives of the wrong
         # graph.
         if first_time:
             self._barrier()
 
     def get(self, program: str, name: str, memory: str) -> None:
-        """Copy a tensor to its place in the whole one, in shared memory."""
+        """Copy this rank's part of a tensor into the whole one in shared memory."""
         field = self.programs[program].fields[name]
-        if self.rank == 0 or field.split is not None:  # else every rank would write the same
+        if self.rank == 0 or field.split is not None:  # otherwise every rank would write the same
             with SharedTensor(whole_shape(field, self.tp), field.dtype, memory) as shared:
                 part_of(field, shared.tensor, self.rank).copy_(self.tensors[name].cpu())
 
@@ -207,9 +208,9 @@ class Rank:
 def serve(
     pipe: connection.Connection, settings: RankSettings, progress: MutableSequence[int]
 ) -> None:
-    """A rank process: join the group, then answer commands until the host closes the pipe. An error
-    is the last answer. Never returns. `progress` as in liveness.Watch."""
-    # Ctrl-C reaches every process of a terminal; it is the host that ends its ranks.
+    """Run a rank process: join the group, then answer commands until the host closes the pipe. An
+    error is the last answer. Never returns. progress: as in liveness.Watch."""
+    # Ctrl-C reaches every process of a terminal, but the host ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path(settings.store).parent
     threading.Thread(target=_end_with_host, args=(folder,), daemon=True).start()
@@ -218,11 +219,11 @@ def serve(
         progress[settings.rank] += 1
 
     try:
-        os.environ.update(settings.environment)  # a fork server's children do not have it yet
+        os.environ.update(settings.environment)  # children of a fork server do not have it yet
         torch.set_num_threads(settings.profile.rank_threads(settings.tp))
         barrier = _join_group(settings)
         device = torch.device(settings.profile.device)
-        if device.type == "cuda":  # a process sees all GPUs, and of a Neuron machine one core
+        if device.type == "cuda":  # a process sees all GPUs, but only one Neuron core
             device = torch.device("cuda", settings.rank)
             torch.cuda.set_device(device)
         rank = Rank(settings, device, barrier, advance)
@@ -233,13 +234,13 @@ def serve(
                 advance()
                 pipe.send(getattr(rank, method)(**arguments) or True)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        # The host is done, or is ending the run, or was killed: then it cannot remove its folder.
+        # The host is done, ends the run, or was killed and cannot remove its folder.
         if connection.wait([_host_sentinel()], timeout=_CLOSING_SECONDS):
             shutil.rmtree(folder, ignore_errors=True)
     except BaseException as error:  # noqa: BLE001 - whatever it was, the host must hear it
         pipe.send(failure_of(error, settings.profile.device))
     finally:
-        os._exit(0)  # gloo's threads may wait for a rank that is gone
+        os._exit(0)  # gloo's threads may wait for a dead rank
 
 
 def _host_sentinel() -> int:
@@ -249,7 +250,7 @@ def _host_sentinel() -> int:
 
 
 def _end_with_host(folder: Path) -> None:
-    """End this process when the host's has ended, and remove the host's temporary folder."""
+    """End this process when the host has ended, and remove the host's temporary folder."""
     connection.wait([_host_sentinel()])
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
@@ -274,7 +275,7 @@ def _join_group(settings: RankSettings) -> Callable[[], None]:
         raise RuntimeError(
             f"the default process group is named {world.group_name!r}, graphs say {GROUP!r}"
         )
-    # The device's group carries tensors of the device alone: the host's side has one of its own.
+    # A device's group reduces only device tensors, so host tensors need a group of their own.
     host = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
 
     def barrier() -> None:

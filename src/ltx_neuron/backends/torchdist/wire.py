@@ -1,5 +1,4 @@
-"""The wire between the host and its rank processes. Both sides (host.py, rank.py) write and
-read it with what is here.
+"""The protocol between the host (host.py) and its rank processes (rank.py).
 
 host to rank  a command on a pipe: the name of a method of Rank, and its keyword arguments
 rank to host  what the method returned, True for None, or a Failure, after which the rank ends
@@ -23,11 +22,11 @@ from ltx_neuron.profiles import Profile
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What a rank is told when it starts.
+    """The settings of a rank, sent at its start.
 
     environment      variables that must be set before torch is imported
     compilers        variables that must be set while a model's graphs are launched, by model
-    store            the file over which the process group meets, in the run's temporary folder
+    store            the process group's rendezvous file, in the run's temporary folder
     """
 
     profile: Profile
@@ -39,9 +38,9 @@ class RankSettings:
 
 
 class SharedTensor:
-    """A tensor in shared memory, made by the host and opened by the ranks under the name of the
-    host's descriptor. It is no file: when processes are killed nothing stays behind, and the size
-    of /dev/shm, 64 MB in many containers, does not matter."""
+    """A tensor in shared memory that the host creates and ranks open through the host's file
+    descriptor. It is not a file in /dev/shm, which has only 64 MB in many containers, and nothing
+    remains when processes are killed."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, name: str | None = None):
         count = math.prod(shape)
@@ -57,15 +56,15 @@ class SharedTensor:
         return self
 
     def __exit__(self, *_) -> None:
-        del self.tensor  # the buffer cannot be closed while a tensor lies on it
+        del self.tensor  # the buffer cannot be closed while a tensor uses it
         self._memory.close()
         os.close(self._file)
 
 
 class Blame(IntEnum):
-    """What became of a failed rank. Where several fail, the smallest value began it."""
+    """The kind of a rank's failure. If several ranks fail, the smallest value is the cause."""
 
-    ENDED = 0  # its process is gone
+    ENDED = 0  # its process ended
     RAISED = 1  # an error of its own
     FROZEN = 2  # no sign of life, or no work
     LOST_PEER = 3  # it only lost another rank in a collective
@@ -73,19 +72,20 @@ class Blame(IntEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed. `refusal` says that the user can mend it: a UserError."""
+    """A rank's failure. refusal: whether the user can correct it (UserError)."""
 
     error: str
     blame: Blame
     refusal: bool = False
 
 
-# What gloo says to a rank that lost another one; its own error is not the cause.
+# gloo's errors in a rank that lost another one, which is the cause.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def failure_of(error: BaseException, device: str) -> Failure:
-    """A rank's error as the host reports it: in words where they say all, else its traceback."""
+    """A rank's error for the host's report: its message if that suffices, otherwise its
+    traceback."""
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER):
         text = f"it lost its connection to another rank: {str(error).splitlines()[0]}"
         return Failure(text, Blame.LOST_PEER)
