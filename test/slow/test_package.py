@@ -180,7 +180,8 @@ def test_a_wheel_makes_tiny_assets(installed, tmp_path):
 
 
 def test_the_demos_files_are_not_in_a_wheel_which_says_where_they_are(installed, tmp_path):
-    process = subprocess.run([installed, "demo"], capture_output=True, text=True, cwd=tmp_path)
+    options = {"capture_output": True, "text": True, "env": without_checkout()}
+    process = subprocess.run([installed, "demo"], cwd=tmp_path, **options)
     assert process.returncode == 2 and "src/ltx_neuron/demo" in process.stderr
 
 
