@@ -39,7 +39,7 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def test_the_package_has_few_modules_at_its_top():
-    modules = sorted(path.name for path in PACKAGE.glob("*.py"))
+    modules = sorted(path.name for path in PACKAGE.glob("[!_]*.py"))
     assert len(modules) <= MOST_TOP_MODULES, modules
 
 

@@ -62,7 +62,7 @@ def main(
     system, argv = system or System(), sys.argv[1:] if argv is None else argv
     # Without torch nothing else can be looked at: the flags' own module imports it.
     if error := system.import_error("torch"):
-        fix = "make venv; on a Neuron machine: README, Quick start on Trainium2"
+        fix = "make venv; on a Neuron machine: README, Install"
         show([Finding("torch", "blocks", f"cannot be imported: {error}", fix)], "--json" in argv)
     args = build_parser().parse_args(argv)
     if args.bundle:

@@ -55,19 +55,14 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             f"Python {system.python}; backend {profile.backend} has wheels from"
             f" {sdk.dotted(low)} on, below {sdk.dotted(high)}"
         )
-        yield Finding(
-            "python", "blocks", text, "python3.12 -m venv DIR, and README, Quick start on Trainium2"
-        )
+        yield Finding("python", "blocks", text, "python3.12 -m venv DIR, and README, Install")
     installed = {name: version for name in _PACKAGES if (version := system.version(name))}
     compiler = installed.get("neuronx-cc")
     text = "this Python environment has no package of the Neuron SDK"
     if installed:
         names = ", ".join(f"{name} {version}" for name, version in installed.items())
         text = names + sdk.release_suffix("compiler", compiler)
-    fix = (
-        "source /opt/<the environment of the machine image>/bin/activate, or README, Quick start on"
-        " Trainium2"
-    )
+    fix = "source /opt/<the environment of the machine image>/bin/activate, or README, Install"
     yield judged("sdk", bool(installed), text, fix, "note")
     for name, version in sdk.DECOYS.items():
         if system.version(name) == version:
