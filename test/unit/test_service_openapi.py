@@ -12,7 +12,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
-jsonschema = pytest.importorskip("jsonschema", reason="an extra is missing: pip install -e .[dev]")
 
 from service_app import FORM, SIZE, SMALL, Got, Sent, Service, Workspace, form, get, opened
 
@@ -87,6 +86,7 @@ def test_the_description_is_valid_openapi(described):
 
 
 def test_every_example_of_a_body_is_accepted_and_fits_its_schema(service, described, files):
+    jsonschema = pytest.importorskip("jsonschema")
     schema = described["components"]["schemas"]["VideoRequest"]
     validator = jsonschema.Draft202012Validator({**schema, "components": described["components"]})
     kinds = described["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
