@@ -3,7 +3,9 @@ workers that empty it.
 
 app.py      the routes of /v1/videos, for OpenAI's client and others
 limits.py   limits of requests; tokens.py: bearer tokens; api_error.py: errors as clients see them
+openapi.py  /openapi.json; reference.py: the same as a page, /docs
 fields.py   a request's fields; sizes.py: the compiled size that it means; jobs.py: its job
+picture.py  uploaded images; media.py: sounds and videos; sandbox.py: the process that reads them
 queue.py    every job and its state, in a database that outlives all processes (database.py)
 worker.py   a process that keeps an engine open and makes the queue's videos
 server.py   the process that answers, and supervises a worker
