@@ -61,7 +61,8 @@ def first_word(words: list[str]) -> int:
 
 @cache
 def flags_of(*script: str) -> frozenset[str]:
-    """The flags that a script's own --help lists. Run in this process, which has imported torch."""
+    """The flags that a script's own help lists, all of them where it has --help-all. Run in this
+    process, which has imported torch."""
     if script == DEVICE:
         known = {"--lf"}
         group = SimpleNamespace(addoption=lambda *names, **_: known.update(names))
@@ -73,7 +74,7 @@ def flags_of(*script: str) -> frozenset[str]:
         run = partial(runpy.run_path, str(ROOT / script[0]))
     handler, printed = signal.getsignal(signal.SIGTERM), io.StringIO()
     with (
-        mock.patch.object(sys, "argv", [script[-1], "--help"]),
+        mock.patch.object(sys, "argv", [script[-1], "--help-all", "--help"]),
         redirect_stdout(printed),
         pytest.raises(SystemExit) as end,
     ):
