@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Earlier names of flags, by their present ones. A name that ends with = takes the earlier flag's
 # value. A command accepts those whose present flag it has.
@@ -134,15 +134,17 @@ class Parser(argparse.ArgumentParser):
 class _Help(argparse.Action):
     """Prints the help, and ends."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(self, parser: Any, namespace, values, option_string=None):
         print(parser.format_help(everything=option_string == "--help-all"), end="")
         parser.exit()
 
 
 def _wrapped(text: str, width: int = _WIDTH, indent: str = "") -> str:
     """Each line of a text by itself."""
-    around = {"initial_indent": indent, "subsequent_indent": indent}
-    return "\n".join(textwrap.fill(line, width, **around) for line in text.splitlines())
+    return "\n".join(
+        textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent)
+        for line in text.splitlines()
+    )
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ltx_neuron import flags, invocation
 from ltx_neuron.batch import read_lines
-from ltx_neuron.command_line import Parser
+from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.generate import generate, generate_batch
 from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
 from ltx_neuron.workspace import Workspace
@@ -44,6 +44,8 @@ def build_parser(
     if verb == "batch":
         help = "many videos: a JSON object a line, with flags as keys"
         parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE", help=help)
+        for other in ("--prompts-file", "--output-path"):
+            advanced(parser._option_string_actions[other])
     if verb == "prepare":
         for action in parser._actions:
             if action.dest not in _DECIDING | {"help"}:

@@ -219,7 +219,7 @@ _FURTHER = {
 class _WithFurther(argparse.Action):
     """A flag of several fields, one value each."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(self, parser, namespace, values: Any, option_string=None):
         fields = (self.dest, *_FURTHER[self.dest][0])
         if len(values) > len(fields):
             parser.error(f"{option_string}: got {len(values)} values, wanted {self.metavar}")
