@@ -90,7 +90,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, default: float | None, metavar: str, help: str) -> None:
         kind = float if isinstance(default, float) else int
         if default is not None:
-            help += f" (default: {default:g})"
+            help += f" (default: {default:.9g})"
         advanced(group.add_argument(flag, type=kind, default=default, metavar=metavar, help=help))
 
     add("--max-queue", 1000, "N", "number of waiting jobs")
