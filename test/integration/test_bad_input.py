@@ -509,8 +509,8 @@ of 32. | Type: ffmpeg | -frames:v 26
 --video-path {bad}/text.png --extend 1 -> pass another file with
 --video-path {bad}/sound.wav --extend 1 -> has no video
 --video-path {bad}/half.mp4 --extend 1 -> the file is cut off
---video-path {bad}/gone.mp4 --extend 1 --resume -> --resume needs --video-path | where that file \
-lies now
+--video-path {bad}/gone.mp4 --extend 1 --resume -> --resume needs --video-path | present path of \
+this file
 {size} --audio-path {bad}/gone.wav --resume -> --resume needs --audio-path
 --video-path {bad}/nine.mp4 -> --video-path needs --start-time
 --video-path {bad}/nine.mp4 --start-time 0 --end-time 9 -> at most
@@ -519,7 +519,7 @@ lies now
 {size} --num-frames 25 --audio-path {bad}/sound.wav -> type --num-frames 9
 {size} --audio-path {bad}/mute.mkv -> has no sound
 {size} --audio-path {bad}/sound.wav --audio-start-time 5 -> smaller
-{size} --recipe dev --audio-path {bad}/sound.wav --audio-skip-step 1 -> is given
+{size} --recipe dev --audio-path {bad}/sound.wav --audio-skip-step 1 -> is not guided
 """)
 
 
