@@ -157,7 +157,7 @@ class VideoFields(Fields):
         f"a multiple of 32; of 64 in two stages (default: {Size.width})", "PIXELS", ge=1, le=16_384
     )
     num_frames: int | None = _option(
-        f"number of frames, 8k+1 (default: {Size.num_frames})", "N", ge=1, le=100_000
+        f"a multiple of 8, plus 1 (default: {Size.num_frames})", "N", ge=1, le=100_000
     )
     frame_rate: float | None = _option(  # what MP4 holds and the sound's latents can follow
         f"frames per second (default: {Size.frame_rate:g})",
@@ -176,7 +176,7 @@ class SizeFields(VideoFields):
         "denoise at half the size, then double it and refine", default=False
     )
     image: Images = _option(
-        "show this image at frame FRAME_IDX (default: 0 1 33); repeatable",
+        "show this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, CRF 33)",
         "PATH [FRAME_IDX [STRENGTH [CRF]]]",
         default=(),
     )
