@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.replace("the following arguments are required", "required and missing")
         message = re.sub(r"(--[\w-]+)(/--[\w-]+)+", r"\1", message)  # one of a flag's names
-        self.exit(2, f"error: {message}\nAll flags: {self.prog} --help\n")
+        self.exit(2, f"error: {message}\nAll flags: {self.prog} --help-all\n")
 
     def present(self, words: Sequence[str]) -> list[str]:
         """The words with the present names of flags in the place of earlier ones; a note on stderr
