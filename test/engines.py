@@ -26,9 +26,9 @@ def opened_workspace(
     tp: int = 1,
     settings: Iterable[str] = (),
 ) -> Workspace:
-    profile = resolve("cpu", tuple(settings))
-    how = tp, dtype, tiny.gemma_root, blocks_per_graph
-    return Workspace(tiny.checkpoint, profile, artifacts, *how)
+    cut = () if blocks_per_graph is None else (f"blocks_per_graph={blocks_per_graph}",)
+    profile = resolve("cpu", (*settings, *cut))
+    return Workspace(tiny.checkpoint, profile, artifacts, tp, dtype, tiny.gemma_root)
 
 
 def opened_engine(workspace: Workspace, tiny, **options) -> Engine:

@@ -53,17 +53,15 @@ class Finished:
         tp: int,
         dtype: str,
         gemma_root: str | Path | None = None,
-        blocks_per_graph: int | None = None,
     ):
         self.checkpoint_path = Path(checkpoint_path)
         self.gemma_root = Path(gemma_root) if gemma_root else None
         self.artifacts = Path(artifacts_dir)
         self.profile, self.tp = profile, tp
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
-        self.blocks_per_graph = blocks_per_graph  # None: the profile's
         self._typed = profile.settings
         self.tuned_settings: tuned_settings.TunedSettings | None = None
-        self.ignores_tuned, self._said = False, ""
+        self._said = ""
         self.prepare_command = ""  # of a run that names one command for all that is missing
         self._checked_attention = False
         self.checkpoint = Checkpoint(self.checkpoint_path)
@@ -73,8 +71,10 @@ class Finished:
         self._sources: dict[tuple[str, WeightSet], Source] = {}
 
     def take_tuned(self) -> None:
-        """Take what ltx-neuron tune chose for this device and model, if it did. What was
-        typed still wins."""
+        """Take what ltx-neuron tune chose for this device and model, if it did and the
+        profile does not say tuned=no. What was typed still wins."""
+        if not self.profile.tuned:
+            return
         config = self.transformer.digest
         identity = tuned_settings.identity(self.profile, self.tp, self.dtype_name, config)
         self.tuned_settings = tuned_settings.load(self.artifacts, identity)
@@ -232,7 +232,7 @@ class Finished:
         """What of a job's graphs its latents depend on."""
         profile = self.dit_profile(job.buckets)
         return {
-            "blocks_per_graph": self.cut(profile),
+            "blocks_per_graph": profile.blocks_per_graph,
             "attention": profile.attention,
             "sequence_parallel": profile.sequence_parallel,
         }
@@ -244,14 +244,10 @@ class Finished:
             check_const_max(self.source("dit"), head_dim, self.dtype)
             self._checked_attention = True
 
-    def cut(self, profile: Profile) -> int:
-        """Blocks in one of the DiT's graphs, 0 for the whole step."""
-        return profile.blocks_per_graph if self.blocks_per_graph is None else self.blocks_per_graph
-
     def _dit_identity(self, bucket: Bucket, profile: Profile) -> dict:
         identity = self._graph_identity("dit", bucket.name, self.transformer.digest)
         return identity | {
-            "blocks_per_graph": self.cut(profile),
+            "blocks_per_graph": profile.blocks_per_graph,
             "attention": profile.attention,
             "sequence_parallel": self._divides(bucket, profile),
         }
@@ -403,9 +399,7 @@ class Finished:
             words += ["--profile-set", setting]
         if not verb.startswith("compile"):
             return invocation.command(verb, *words)
-        if verb == "compile transformer" and self.blocks_per_graph is not None:
-            words += ["--blocks-per-graph", self.blocks_per_graph]
-        words += ["--ignore-tuned"] if self.ignores_tuned else []
+        words += [] if self.profile.tuned else ["--profile-set", "tuned=no"]
         tuned = self.tuned_settings and self.tuned_settings.line()
         return invocation.command(verb, *words) + (f"\n{tuned}" if tuned else "")
 

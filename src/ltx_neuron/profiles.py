@@ -9,6 +9,7 @@ import dataclasses
 import os
 import typing
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from ltx_neuron.config.common import TEXT_TOKENS
@@ -63,7 +64,9 @@ class Profile:
     resident        both models stay on the device; else one enters when the other has left
     environment     of the processes that drive the device, set before torch is imported
     compiler_flags  of neuronx-cc by model, without --lnc
-    settings        what --profile-set changed, as it was typed
+    tuned           take the settings that ltx-neuron tune chose for this machine, if there are any
+    settings        what --profile-set changed, as it was typed; without `tuned`, which no result
+                    depends on by itself
     """
 
     name: str
@@ -93,6 +96,7 @@ class Profile:
     text_buckets: tuple[int, ...] = (128, 256, 512, 1024)
     environment: tuple[tuple[str, str], ...] = ()
     compiler_flags: tuple[tuple[str, str], ...] = ()
+    tuned: bool = True
     settings: tuple[str, ...] = ()
 
     @property
@@ -178,7 +182,6 @@ class Profile:
 # Of attention's values, those that launch NKI kernels, with the models' operations that these do.
 NKI_KERNELS = {"nki": ("attention_cte",), "nki_const_max": ("attention_cte", "attention_const_max")}
 _HINTS = typing.get_type_hints(Profile)
-HOST_DTYPES = typing.get_args(_HINTS["host_dtype"])
 # Whose graphs are compiled with flags of their own.
 MODELS = ("dit", "gemma3", "connectors", "vae", "sound")
 _GIB = 2**30
@@ -336,7 +339,8 @@ def resolve(
     for setting in settings:
         profile = _changed(profile, setting)
     _check(profile)
-    return dataclasses.replace(profile, settings=tuple(settings))
+    kept = tuple(setting for setting in settings if setting.partition("=")[0] != "tuned")
+    return dataclasses.replace(profile, settings=kept)
 
 
 # By device: what may run a rank's graphs.
@@ -351,7 +355,7 @@ def _check(profile: Profile) -> None:
     """Refuse values that do not go together."""
     known, on_neuron = COMPILE_BACKENDS[profile.device], profile.device == "neuron"
     right = {
-        f"device={profile.device} goes with compile_backend={' or '.join(known)}, got"
+        f"device={profile.device} needs compile_backend={' or '.join(known)}, got"
         f" {profile.compile_backend}": profile.compile_backend in known,
         "backend=nxd needs a Neuron profile": on_neuron or profile.backend != "nxd",
         f"attention={profile.attention} needs a Neuron profile": (
@@ -462,7 +466,9 @@ def _changed(profile: Profile, setting: str) -> Profile:
         return dataclasses.replace(profile, **{table: tuple(entries.items())})
     if key not in _TYPES:
         known = [*_TYPES, "environment.NAME", *flags]
-        raise UserError(f"--profile-set {setting}: unknown key {key!r}; known: {', '.join(known)}")
+        near = get_close_matches(key, known, 1)
+        hint = f"; did you mean {near[0]}?\nKeys: " if near else "; known: "
+        raise UserError(f"--profile-set {setting}: unknown key {key!r}{hint}{', '.join(known)}")
     try:
         value = _parsed(_TYPES[key], text, 0 if key in _MAY_BE_ZERO else 1)
     except ValueError as wanted:
@@ -473,9 +479,9 @@ def _changed(profile: Profile, setting: str) -> Profile:
 def _parsed(kind: Any, text: str, least: int) -> Any:
     """A value of a type from what was typed; ValueError says what is wanted."""
     if kind is bool:
-        if text not in ("true", "false"):
-            raise ValueError("true or false")
-        return text == "true"
+        if text not in ("yes", "no", "true", "false"):
+            raise ValueError("yes or no")
+        return text in ("yes", "true")
     if kind is int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
             raise ValueError(f"a whole number of at least {least}")

@@ -172,7 +172,7 @@ class Workspace(Finished):
         folders. job: whose size and recipe their manifests record, also those that are there."""
         profile = self.dit_profile(buckets)
         self.check_attention(profile)
-        comm, cut = registry.comm(profile, self.tp), self.cut(profile)
+        comm, cut = registry.comm(profile, self.tp), profile.blocks_per_graph
         programs, whole = [], set()
         for bucket in buckets:
             divides = self._divides(bucket, profile)

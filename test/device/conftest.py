@@ -58,7 +58,8 @@ def pytest_addoption(parser):
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
     add("--tp-degree", type=int, metavar="N", help="ranks (default: the profile's)")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the device")
-    flags.add_size(SimpleNamespace(add_argument_group=lambda _: SimpleNamespace(add_argument=add)))
+    size = SimpleNamespace(add_argument=add)
+    flags.add_size(SimpleNamespace(_action_groups=[], add_argument_group=lambda *_: size))
 
 
 def pytest_configure(config):

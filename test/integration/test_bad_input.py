@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARD_DIT, SHARD_GEMMA = "shards/shard_backbone_weights.py", "shards/shard_gemma3_weights.py"
 COMPILE_DIT, COMPILE_GEMMA = "compile/compile_transformer.py", "compile/compile_gemma3.py"
 GENERATE = "src/generate_ltx23.py"
-SIZE = "--height 64 --width 64 --num-frames 9 --frame-rate 24 --blocks-per-graph 0"
+SIZE = "--height 64 --width 64 --num-frames 9 --frame-rate 24 --profile-set blocks_per_graph=0"
 
 
 class World(NamedTuple):
@@ -356,14 +356,15 @@ COMPILE_DIT: --checkpoint-path absent.safetensors -> no such file | CHECKPOINT
 --prompt '' -> --prompt is empty
 --prompt '  ' -> --prompt is empty
 --prompt 'caf\udce9' -> --prompt is not UTF-8
---blocks-per-graph -1 -> --blocks-per-graph -1 is negative
+--profile-set blocks_per_graph=-1 -> '-1' is not a whole number of at least 0
+--blocks-per-graph -1 -> note: --blocks-per-graph -1 is now | at least 0
 --tp-degree 3 -> degree 3 | num_attention_heads=4 | one of 1, 2, 4
 SHARD_DIT: --tp-degree 3 -> degree 3 | one of 1, 2, 4
 COMPILE_DIT: --tp-degree 8 -> degree 8 | one of 1, 2, 4
 COMPILE_DIT: --height 100 -> multiple of 32 | 96 or 128
 --profile gpu -> 'gpu' | known: cpu
 --dtype float16 -> --dtype | float16 | bfloat16
---host-dtype float16 -> --host-dtype | float16 | auto | bfloat16
+--host-dtype float16 -> --profile-set host_dtype=float16 | auto, float32, bfloat16
 --recipe turbo -> turbo | distilled
 --compat 2.0 -> --compat | ltx-core-1.0.0
 --heigth 64 -> --heigth | did you mean --height? | --help
@@ -457,7 +458,7 @@ ARTIFACTS = table("""
 --height 96 -> bucket | got v8-a9-t1-s8, wanted v12-a9-t1-s8 | COMPILE_DIT | --height 96
 --tp-degree 2 -> tp: got 1, wanted 2 | COMPILE_DIT | --tp-degree 2
 --dtype bfloat16 -> dtype: got float32, wanted bfloat16 | COMPILE_DIT | --dtype bfloat16
---blocks-per-graph 1 -> blocks_per_graph: got 0, wanted 1 | COMPILE_DIT | --blocks-per-graph 1
+--profile-set blocks_per_graph=1 -> blocks_per_graph: got 0, wanted 1 | COMPILE_DIT
 --checkpoint-path '{bad}/other content.safetensors' -> source (the checkpoint's content): got | \
 SHARD_DIT | other content.safetensors'
 --artifacts-dir {bad}/other-code -> code (this toolkit's code): got 0123456789ab | COMPILE_DIT
@@ -488,17 +489,18 @@ COMPILE_DIT: --video-path {film} --extend 0 -> seconds of a frame or more
 --video-path {film} --extend 1 --num-frames 0 -> --num-frames: got '0', wanted at least 1
 COMPILE_DIT: --video-path {film} --extend 1 --num-frames 121 -> 25 to 49 frames here | Type \
 --num-frames 49
---video-path {film} --extend 1 --skip-stage-2 -> --video-path does not go with --skip-stage-2 | \
-leave one of them out
---video-path {film} --extend 1 --sampler res_2s -> --video-path does not go with --sampler res_2s
---video-path {film} --extend 1 --images-as-guides -> --video-path does not go with \
+--video-path {film} --extend 1 --skip-stage-2 -> --video-path cannot be combined with \
+--skip-stage-2 | leave one of them out
+--video-path {film} --extend 1 --sampler res_2s -> --video-path cannot be combined with \
+--sampler res_2s
+--video-path {film} --extend 1 --images-as-guides -> --video-path cannot be combined with \
 --images-as-guides
---video-path {film} --extend 1 --ic-lora {lora} -> --video-path does not go with --ic-lora
---video-path {film} --extend 1 --image {image} -> --video-path does not go with --image
---video-path {film} --extend 1 --conditioning-attention-mask {film} 1 -> --video-path does not go \
-with --conditioning-attention-mask
---video-path {film} --extend 1 --audio-path {bad}/sound.wav -> --video-path does not go with \
---audio-path
+--video-path {film} --extend 1 --ic-lora {lora} -> --video-path cannot be combined with --ic-lora
+--video-path {film} --extend 1 --image {image} -> --video-path cannot be combined with --image
+--video-path {film} --extend 1 --conditioning-attention-mask {film} 1 -> --video-path cannot be \
+combined with --conditioning-attention-mask
+--video-path {film} --extend 1 --audio-path {bad}/sound.wav -> --video-path cannot be \
+combined with --audio-path
 --video-path {film} --extend 1 --fps 24 -> leave out --frame-rate
 --video-path {image} --extend 1 -> a video of 9 frames or more, and --video-path has 1 | pass a \
 longer one
@@ -507,8 +509,8 @@ of 32. | Type: ffmpeg | -frames:v 26
 --video-path {bad}/text.png --extend 1 -> pass another file with
 --video-path {bad}/sound.wav --extend 1 -> has no video
 --video-path {bad}/half.mp4 --extend 1 -> the file is cut off
---video-path {bad}/gone.mp4 --extend 1 --resume -> --resume needs --video-path | where that file \
-lies now
+--video-path {bad}/gone.mp4 --extend 1 --resume -> --resume needs --video-path | present path of \
+this file
 {size} --audio-path {bad}/gone.wav --resume -> --resume needs --audio-path
 --video-path {bad}/nine.mp4 -> --video-path needs --start-time
 --video-path {bad}/nine.mp4 --start-time 0 --end-time 9 -> at most
@@ -517,7 +519,7 @@ lies now
 {size} --num-frames 25 --audio-path {bad}/sound.wav -> type --num-frames 9
 {size} --audio-path {bad}/mute.mkv -> has no sound
 {size} --audio-path {bad}/sound.wav --audio-start-time 5 -> smaller
-{size} --recipe dev --audio-path {bad}/sound.wav --audio-skip-step 1 -> is given
+{size} --recipe dev --audio-path {bad}/sound.wav --audio-skip-step 1 -> is not guided
 """)
 
 

@@ -92,8 +92,8 @@ def test_what_was_compiled_without_ranks_is_not_compiled_again_in_them(toy, tmp_
 @pytest.fixture(scope="module")
 def dit(tiny, artifacts):
     """Rank files and graphs of the tiny DiT, a block per graph; and random inputs."""
-    cpu, gemma = PROFILES["cpu"], tiny.gemma_root
-    workspace = Workspace(tiny.checkpoint, cpu, artifacts, TP, "float32", gemma, 1)
+    cpu = resolve("cpu", ("blocks_per_graph=1",))
+    workspace = Workspace(tiny.checkpoint, cpu, artifacts, TP, "float32", tiny.gemma_root)
     (weights,), (graphs,) = workspace.shard("dit"), workspace.compile_dit([BUCKET])
     return weights, {BUCKET.name: Manifest(graphs)}
 

@@ -307,7 +307,7 @@ def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_ste
     push(Store(tmp_path / "store"), setup.artifacts, [])
     node(num_cpus=1)
     empty = {"artifacts_dir": tmp_path / "empty", "ray": cluster.address, "prompt": "-"}
-    args = parsed(setup, artifacts_from=tmp_path / "store", **empty)
+    args = parsed(setup, artifacts_url=tmp_path / "store", **empty)
     scene, cancelled = Scene(tmp_path, args), []
     one, two = scene.submit(LINES[0]), scene.submit(LINES[1])
 
@@ -325,7 +325,7 @@ def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_ste
     assert [folder.name for folder in scene.queue.folder.iterdir()] == [two]
     shutil.rmtree(tmp_path / "empty")
     args = parsed(setup, **empty)
-    with pytest.raises(UserError, match="no dit graphs in(.|\n)*--artifacts-from URL"):
+    with pytest.raises(UserError, match="no dit graphs in(.|\n)*--artifacts-url URL"):
         jobs = [Job("-", Size(64, 64, 9))]
         Scene(tmp_path, args, max_failures=1, capability_jobs=jobs).run(until(lambda: 0))
 

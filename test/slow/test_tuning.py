@@ -49,7 +49,7 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32").shard("dit")
     common = ["--checkpoint-path", tiny.checkpoint, "--artifacts-dir", folder, "--profile", "cpu"]
     common += ["--tp-degree", 2, "--dtype", "float32", "--recipe", "distilled", *SIZE]
-    tune = [sys.executable, "-m", "ltx_neuron.tune", *common, "--turns", 1, "--steps", 2]
+    tune = [sys.executable, "-m", "ltx_neuron.tune", *common, "--rounds", 1, "--steps", 2]
     tune = list(map(str, [*tune, "--keys", "attention", "blocks_per_graph"]))
 
     def rows() -> list[dict]:

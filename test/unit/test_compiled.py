@@ -55,8 +55,8 @@ def run_toy(ranks, toy, step: int):
 @pytest.fixture(scope="module")
 def dit(tiny, artifacts):
     """The folder of the tiny DiT's graphs, a block per graph."""
-    cpu, gemma = PROFILES["cpu"], tiny.gemma_root
-    workspace = Workspace(tiny.checkpoint, cpu, artifacts, TP, "float32", gemma, 1)
+    cpu = resolve("cpu", ("blocks_per_graph=1",))
+    workspace = Workspace(tiny.checkpoint, cpu, artifacts, TP, "float32", tiny.gemma_root)
     (graphs,) = workspace.compile_dit([BUCKET])
     return graphs
 

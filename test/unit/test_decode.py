@@ -160,22 +160,21 @@ def generating(tiny, folder, *typed):
     return flags.workspace(parser.parse_args([*common, "--profile", "cpu", *typed]))
 
 
-def test_what_the_host_decodes_in_is_said_by_a_flag_and_recorded(tiny, tmp_path):
+def test_what_the_host_decodes_in_is_a_value_of_the_profile_and_recorded(tiny, tmp_path):
     recorded = {
         typed: generating(tiny, tmp_path, *typed.split()).identity["host_dtype"]
         for typed in (
-            "--host-dtype float32",
-            "--host-dtype bfloat16 --dtype float32",
-            "--profile-set host_dtype=bfloat16",
+            "--profile-set host_dtype=float32",
+            "--profile-set host_dtype=bfloat16 --dtype float32",
             "--dtype float32",
         )
     }
-    assert list(recorded.values()) == ["float32", "bfloat16", "bfloat16", "float32"]
+    assert list(recorded.values()) == ["float32", "bfloat16", "float32"]
 
 
 def test_the_engine_decodes_in_what_was_asked_for(tiny, tmp_path):
     for typed, wanted in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        workspace = generating(tiny, tmp_path, "--host-dtype", typed)
+        workspace = generating(tiny, tmp_path, "--profile-set", f"host_dtype={typed}")
         host = Engine(workspace, Recorder()).host
         assert host.video_decoder.arithmetic.dtype == wanted
     assert host_models(tiny).video_decoder.arithmetic == FLOAT32

@@ -284,15 +284,15 @@ def test_it_is_the_same_again_from_its_line(clip):
 
 
 WRONG = {
-    "--extend goes with --video-path": ("--extend", 1),
+    "--extend needs --video-path": ("--extend", 1),
     "--extend 0: wanted seconds of a frame or more": (26, "--extend", 0),
     "--extend 0.01: wanted seconds of a frame or more": (26, "--extend", 0.01),
     "--extend: got 'nan', wanted a finite number": (26, "--extend", "nan"),
     "--extend: got 'inf', wanted a finite number": (26, "--extend", "inf"),
-    "--start-time does not go with --extend": (26, "--extend", 1, "--start-time", 0),
-    "--regenerate does not go with": (26, "--extend", 1, "--regenerate", "both"),
-    "--height does not go with --video-path": (26, "--extend", 1, "--height", 64),
-    "--video-path does not go with --two-stage": (26, "--extend", 1, "--two-stage"),
+    "--start-time cannot be combined with --extend": (26, "--extend", 1, "--start-time", 0),
+    "--regenerate cannot be combined with": (26, "--extend", 1, "--regenerate", "both"),
+    "--height cannot be combined with --video-path": (26, "--extend", 1, "--height", 64),
+    "--video-path cannot be combined with --two-stage": (26, "--extend", 1, "--two-stage"),
     "a video of 9 frames or more": (8, "--extend", 1),
     "--num-frames 17 with --extend is the length": (26, "--extend", 1, "--num-frames", 17),
     "which can have 25 to 49 frames here": (26, "--extend", 1, "--num-frames", 57),
@@ -307,7 +307,7 @@ def test_what_cannot_be_made_longer_is_refused(text, clip):
     first, *words = WRONG[text]
     words = ["--video-path", clip(first), *words] if isinstance(first, int) else [first, *words]
     if "--two-stage" in words:  # a flag of the size: that file has its own
-        text = "--two-stage does not go with --video-path"
+        text = "--two-stage cannot be combined with --video-path"
     with pytest.raises(UserError) as error:
         said(*words).check()
     assert text in f"{error.value}."

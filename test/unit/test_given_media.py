@@ -428,7 +428,7 @@ def test_a_file_that_does_not_do_is_said_before_anything_else_is_looked_for(file
     parser = flags.parser("", "", gemma=False)
     flags.add_run(parser)
     typed = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path)]
-    typed += ["--profile", "cpu", "--host-dtype", "float32"]
+    typed += ["--profile", "cpu", "--profile-set", "host_dtype=float32"]
     workspace = flags.workspace(parser.parse_args(typed))
     with Engine(workspace, Recorder()) as engine:
         for sound, message in (

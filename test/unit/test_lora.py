@@ -390,9 +390,9 @@ def test_either_strength_of_hq_makes_its_two_sets():
     [
         (
             "--distilled-lora d .5 --distilled-lora-strength-stage-1 .3",
-            "takes the place of .* own strength",
+            "replaces the strength of --distilled-lora",
         ),
-        ("--distilled-lora-strength-stage-2 .3", "stage-2 is of --distilled-lora"),
+        ("--distilled-lora-strength-stage-2 .3", "stage-2 needs --distilled-lora"),
         ("--distilled-lora d --distilled-lora-strength-stage-2 nan", "wanted a finite number"),
         (
             "--ic-lora ic much",
@@ -439,7 +439,7 @@ def test_a_file_of_named_sets_says_them_as_a_line_does(tmp_path):
     assert found["anime"]["stage_2_loras"] == found["default"]["stage_2_loras"] != ()
     for wrong in ({"anime": {"seed": 3}}, {"anime": ["b"]}):
         with pytest.raises(
-            UserError, match="'anime' is an object of lora, ic-lora, distilled-lora"
+            UserError, match="'anime': wanted an object with the keys lora, ic-lora, distilled-lora"
         ):
             sets(wrong)
 

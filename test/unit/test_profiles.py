@@ -136,7 +136,7 @@ CHANGED = {
     "tp=16": ("tp", 16),
     "blocks_per_graph=0": ("blocks_per_graph", 0),
     "resident=true": ("resident", True),
-    "resident=false": ("resident", False),
+    "resident=no": ("resident", False),
     "attention=matmul": ("attention", "matmul"),
     "backend=torchdist": ("backend", "torchdist"),
     "text_buckets=1024,256": ("text_buckets", (256, 1024)),
@@ -170,8 +170,8 @@ def test_settings_add_up_and_the_last_of_a_key_counts():
 WRONG = {
     "tp": "wanted key=value",
     "tps=4": (
-        "unknown key 'tps'; known: backend, tp, device, compile_backend, attention,"
-        " blocks_per_graph"
+        "unknown key 'tps'; did you mean tp?\nKeys: backend, tp, device, compile_backend,"
+        " attention, blocks_per_graph"
     ),
     "chip=8": "unknown key 'chip'",
     "name=other": "unknown key 'name'",
@@ -185,14 +185,14 @@ WRONG = {
     "tp=": "'' is not a whole number",
     "tp=²": "'²' is not a whole number",
     "blocks_per_graph=-1": "'-1' is not a whole number of at least 0",
-    "resident=yes": "'yes' is not true or false",
+    "resident=maybe": "'maybe' is not yes or no",
     "attention=flash": "'flash' is not one of sdpa, matmul, nki",
     "host_dtype=int8": "'int8' is not one of auto, float32, bfloat16",
     "compile_backend=inducter": "'inducter' is not one of export, aot_eager, inductor, neuron",
     "text_buckets=128;256": "'128;256' is not whole numbers above 0 with commas between them",
     "text_buckets=128,256": "the last of text_buckets must be 1024, the longest prompt",
     "lnc=4": "lnc is 1 or 2, got 4",
-    "device=neuron": "device=neuron goes with compile_backend=neuron, got export",
+    "device=neuron": "device=neuron needs compile_backend=neuron, got export",
     "compile_backend=neuron": "compile_backend=export or aot_eager or inductor, got neuron",
     "backend=nxd": "backend=nxd needs a Neuron profile",
     "attention=nki": "attention=nki needs a Neuron profile",

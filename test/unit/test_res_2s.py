@@ -296,7 +296,7 @@ MISTAKES = {
     "type --recipe dev as well, or leave out --sampler": dict(recipe="distilled"),
     "type --two-stage as well, or leave out --sampler": dict(size=Size(64, 64, 9)),
     "--num-inference-steps 32: type a number from 1 to 31": dict(num_inference_steps=32),
-    "--sampler res_2s does not go with --audio-path": dict(sound=SoundCondition("a.wav")),
+    "--sampler res_2s cannot be combined with --audio-path": dict(sound=SoundCondition("a.wav")),
     "--sampler: got 'heun', wanted 'euler' or 'res_2s'": dict(sampler="heun"),
 }
 

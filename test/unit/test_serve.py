@@ -16,15 +16,6 @@ def parsed(*words: str):
     return build_parser().parse_args(list(words))
 
 
-def test_a_role_has_its_earlier_name_as_well():
-    assert [parsed("--role", name).role for name in ("front", "api", "worker")] == [
-        *("api", "api", "worker")
-    ]
-    assert parsed().role == "all"
-    with pytest.raises(SystemExit):
-        parsed("--role", "desk")
-
-
 def test_the_database_is_a_file_however_it_is_spelled():
     assert database(parsed("--data-dir", "/data")) == Path("/data/queue.sqlite")
     for name in ("/fast/q.sqlite", "sqlite:////fast/q.sqlite"):

@@ -361,7 +361,8 @@ def test_what_is_typed_wins_key_by_key(tiny, tmp_path):
     ours = dit_identity(workspace)
     assert (ours["attention"], ours["blocks_per_graph"]) == ("sdpa", 1)
     assert workspace.profile.threads == 1
-    workspace.blocks_per_graph = 2  # --blocks-per-graph
+    workspace = opened(tiny, tmp_path, "blocks_per_graph=2")  # what was typed wins
+    workspace.take_tuned()
     assert dit_identity(workspace)["blocks_per_graph"] == 2
 
 
@@ -432,10 +433,12 @@ def test_settings_that_do_not_go_with_what_was_typed_are_left_out(tiny, tmp_path
     assert "tuned settings are not taken: --profile-set" in capsys.readouterr().out
 
 
+IGNORING = "--profile-set tuned=no"
+
+
 def arguments(tiny, folder: Path, *more: str):
     parser = flags.parser("", "", gemma=False)
     flags.add_size(parser)
-    flags.add_tuned(parser)
     common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
     common += ["--profile", "cpu", "--tp-degree", "2", "--dtype", "float32"]
     return parser.parse_args([*common, *more])
@@ -446,9 +449,9 @@ def test_scripts_take_the_file_and_say_so_in_one_line(tiny, tmp_path, capsys):
     workspace = flags.workspace(arguments(tiny, tmp_path))
     workspace.say_tuned(SHAPES)
     workspace.say_tuned()
-    line = f"tuned: threads=2 attention=matmul ({kept.path}; --ignore-tuned ignores it)\n"
+    line = f"tuned: threads=2 attention=matmul ({kept.path}; {IGNORING} ignores it)\n"
     assert capsys.readouterr().out == line
-    ignored = flags.workspace(arguments(tiny, tmp_path, "--ignore-tuned"))
+    ignored = flags.workspace(arguments(tiny, tmp_path, *IGNORING.split()))
     ignored.say_tuned(SHAPES)
     assert ignored.tuned_settings is None and capsys.readouterr().out == ""
     assert dit_identity(ignored)["attention"] == "sdpa"
@@ -480,17 +483,18 @@ def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(tiny, tmp
     _, make, tuned_line = str(error.value).splitlines()
     assert "attention: got sdpa, wanted matmul" in str(error.value)
     assert invocation.command("compile transformer") in make and "attention" not in make
-    assert tuned_line == f"tuned: attention=matmul ({kept.path}; --ignore-tuned ignores it)"
+    assert tuned_line == f"tuned: attention=matmul ({kept.path}; {IGNORING} ignores it)"
 
 
-def test_a_command_says_ignore_tuned_where_that_was_typed(tiny, tmp_path):
+def test_a_command_says_that_tuned_settings_are_ignored_where_that_was_typed(tiny, tmp_path):
     choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
-    workspace = flags.workspace(arguments(tiny, tmp_path, "--ignore-tuned"))
-    with pytest.raises(UserError, match="compile transformer .*--ignore-tuned$"):
+    workspace = flags.workspace(arguments(tiny, tmp_path, *IGNORING.split()))
+    with pytest.raises(UserError, match=f"compile transformer .*{IGNORING}$"):
         workspace.dit_program_for(Job("", SIZE), Job("", SIZE).stages[0])
     with pytest.raises(UserError) as error:
         workspace.dit_weights()
-    assert "--ignore-tuned" not in str(error.value)  # sharding has no such flag
+    assert IGNORING not in str(error.value)  # weights do not depend on it
+    assert workspace.identity == opened(tiny, tmp_path).identity  # nor does what a run gives
 
 
 # --- what is typed --------------------------------------------------------------------------------
@@ -499,7 +503,7 @@ WRONG = {
     "an unknown key": (["--keys", "attention", "speed"], "--keys speed: unknown; known: backend,"),
     "a limit of 0": (["--limit", "0"], "--limit 0: wanted seconds above 0"),
     "an endless limit": (["--limit", "inf"], "--limit inf: wanted seconds above 0"),
-    "no turns": (["--turns", "0"], "--turns 0: wanted 1 or more"),
+    "no rounds": (["--rounds", "0"], "--rounds 0: wanted 1 or more"),
     "no steps": (["--steps", "-1"], "--steps -1: wanted 1 or more"),
     "half a block": (["--layers", "1"], "--layers 1: wanted a multiple of 2"),
     "a size that cannot be": (["--height", "65"], "--height 65 is not a multiple of 32"),
@@ -520,10 +524,3 @@ def test_all_that_can_be_tuned_is_a_value_of_the_profile():
     own = baseline_settings(resolve("trn2.3xlarge"))
     assert resolve("trn2.3xlarge", tuple(f"{k}={v}" for k, v in own.items()))
     assert own["attention"] == "nki" and own["threads"] == "0"
-
-
-def test_the_earlier_names_of_flags_are_still_taken(tiny, tmp_path):
-    parser = command.build_parser()
-    needed = ["--checkpoint-path", "CKPT"]
-    assert parser.parse_args([*needed, "--again"]) == parser.parse_args([*needed, "--force"])
-    assert arguments(tiny, tmp_path, "--no-tuned") == arguments(tiny, tmp_path, "--ignore-tuned")

@@ -712,7 +712,7 @@ def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(
     monkeypatch.setattr(functions, "neuron_xla_compile", fail)
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
     monkeypatch.setattr(workspace, "_found", {})  # what it found elsewhere
-    with pytest.raises(DeviceFailure, match="NCC_EBVF030.*\n.*--blocks-per-graph"):
+    with pytest.raises(DeviceFailure, match="NCC_EBVF030.*\n.*blocks_per_graph=2"):
         workspace.compile_dit([SHAPE.buckets[0]])
     assert [*tmp_path.glob("graphs/*/neuronx-cc/*/*/model/graph.hlo")]
     with pytest.raises(UserError, match="never finished"):

@@ -1,14 +1,12 @@
-"""Send finished weights and compiled graphs to a store, and take them on other machines: what was
-made once is made nowhere else.
+"""Copy sharded weights and compiled graphs to a store, and from there to other machines.
 
-push URL    send what the store lacks
-pull URL    take what is missing or damaged here
-list URL    what there is
+push URL    upload the files that the store lacks
+pull URL    download the files that are missing or damaged here
+list URL    list the content of the store
 
-URL is a folder, s3://bucket/path, hf://owner/name/path, or another one that fsspec knows. A store
-has the folders of --artifacts-dir. Files are checked by their digests; typed again after an
-interruption, push and pull go on with the files that are missing. Calibrations and cached prompts
-stay where they are, and so does what a compiler of the ranks keeps.
+URL is a folder, s3://bucket/path, hf://owner/name/path, or any other URL of fsspec. Files are
+checked by their digests. After an interruption, the same command continues with the missing files.
+Cached prompts, calibrations and compiler caches are not copied.
 
 ltx-neuron artifacts push s3://bucket/ltx
 ltx-neuron artifacts pull s3://bucket/ltx --only graphs --only 'weights/dit*'
@@ -20,6 +18,7 @@ from pathlib import Path
 
 from ltx_neuron.artifacts.store import Store, names_in
 from ltx_neuron.artifacts.transfer import is_tuned, manifest_file, opened, pull, push, selected
+from ltx_neuron.command_line import Parser
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.files import check_folder
 from ltx_neuron.format import format_bytes
@@ -36,27 +35,23 @@ _IN_NAME = ("kind", "model", "bucket", "tp", "dtype", "layout")  # of an identit
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command("artifacts"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog=command("artifacts"), description=__doc__)
     add = parser.add_argument
-    add("action", choices=["push", "pull", "list"])
-    add("url", metavar="URL", help="where the artifacts are stored")
-    help = "where weights and graphs lie here (default: artifacts)"
+    add("action", choices=["push", "pull", "list"], help="what to do")
+    add("url", metavar="URL", help="the store")
+    help = "folder of weights and graphs on this machine (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
-    help = "a kind, a model, or a name that list shows, * for any; repeatable (default: all)"
+    help = "copy only these: a kind, a model, or a name that list prints, with * for any text;"
+    help += " repeatable (default: all)"
     add("--only", action="append", default=[], metavar="NAME", help=help)
-    help = "push: send also what is there, which mends a damaged store"
-    add("--force", "--again", action="store_true", help=help)
-    help = "pull: read every byte of what is here already, not only the sizes of weights"
+    help = "push: upload files that the store has too, which repairs a damaged store"
+    add("--force", action="store_true", help=help)
+    help = "pull: check every byte of the files here, not only the sizes of weights"
     add("--verify", action="store_true", help=help)
     options = parser.parse_args(argv)
     for flag, action in (("force", "push"), ("verify", "pull")):
         if getattr(options, flag) and options.action != action:
-            parser.error(f"--{flag} goes with {action}, got {options.action}")
+            parser.error(f"--{flag} needs {action}, got {options.action}")
     return options
 
 

@@ -128,7 +128,8 @@ TABLE = (
         (),
         "NCC_EXTP004|NCC_EBVF030|NCC_EVRF007|instruction.{0,20}limit",
         "the graph has more instructions than the compiler allows",
-        "cut it into smaller ones: --blocks-per-graph 2 or 1; or a smaller size, or more ranks",
+        "use smaller graphs: --profile-set blocks_per_graph=2, then 1; or a smaller size, or more"
+        " ranks",
     ),
     Known(
         (),

@@ -40,8 +40,6 @@ def main(argv: list[str]) -> None:
         flags.add_size(parser)
     if model == "transformer":
         flags.add_conditions(parser, shape_only=True)
-        flags.add_graph_cut(parser)
-    flags.add_tuned(parser)
     compiled = {"transformer": _transformer, "gemma3": _gemma3, "vae": _vae}[model]
     for path in compiled(parser.parse_args(argv)):
         print(f"graphs: {path}")

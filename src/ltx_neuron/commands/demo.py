@@ -1,9 +1,9 @@
 """ltx-neuron demo: a small trained model, and what to type for a clip of it."""
 
-import argparse
 from pathlib import Path
 
 from ltx_neuron import invocation
+from ltx_neuron.command_line import Parser
 from ltx_neuron.demo import ASSETS, assets_in
 from ltx_neuron.errors import UserError
 
@@ -12,12 +12,9 @@ _PROMPT = "a red circle glides slowly to the right on a navy ground"
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog=invocation.command("demo"),
-        description="Say where the demo's files are, and print the two commands that make a clip.",
-        allow_abbrev=False,
-    )
-    help = "the folder of the demo's files (default: the one in the package)"
+    description = "Say where the demo's files are, and print the two commands that make a clip."
+    parser = Parser(prog=invocation.command("demo"), description=description)
+    help = "folder of the demo's files (default: the one in the package)"
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help=help)
     folder = parser.parse_args(argv).folder
     assets = assets_in(folder) if folder else ASSETS

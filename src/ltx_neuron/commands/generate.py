@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ltx_neuron import flags, invocation
 from ltx_neuron.batch import read_lines
+from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.generate import generate, generate_batch
 from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
 from ltx_neuron.workspace import Workspace
@@ -17,10 +18,15 @@ _EXAMPLE = """ltx-neuron generate --neuron-gemma --gemma-root gemma-3-12b \\
 _BATCH_DESCRIPTION = "Generate the videos of a prompts file. Models are loaded once."
 _BATCH_EXAMPLE = """ltx-neuron batch prompts.jsonl --neuron-gemma --gemma-root gemma-3-12b \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors --output-dir outputs"""
+# What most people type, for the usage line
+_TYPICAL = {
+    "generate": "--prompt TEXT --output-path FILE",
+    "batch": "PROMPTS_FILE --output-dir DIR",
+}
 # What weights and graphs depend on, by the flags' names in a Namespace
 _DECIDING = {
     *("checkpoint_path", "gemma_root", "artifacts_dir", "profile", "profile_set", "tp_degree"),
-    *("dtype", "blocks_per_graph", "ignore_tuned", "neuron_gemma", "neuron_vae", "upscale"),
+    *("dtype", "neuron_gemma", "neuron_vae", "upscale"),
     *("prompts_file", *SizeFields.model_fields, *LoraFields.model_fields),
     *ConditionFields.model_fields,
 }
@@ -28,17 +34,18 @@ _DECIDING = {
 
 def build_parser(
     verb: str = "generate", description: str = _DESCRIPTION, example: str = _EXAMPLE
-) -> argparse.ArgumentParser:
+) -> Parser:
     """verb: generate, batch, or prepare, which lists the flags that decide what it makes."""
     parser = flags.parser(description, example, gemma=True)
-    parser.prog = invocation.command(verb)
+    parser.prog, parser.typical = invocation.command(verb), _TYPICAL.get(verb, "")
     flags.add_job(parser)
-    flags.add_graph_cut(parser)
-    flags.add_tuned(parser)
     flags.add_run(parser)
     flags.add_outputs(parser)
     if verb == "batch":
-        parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE")
+        help = "many videos: a JSON object a line, with flags as keys"
+        parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE", help=help)
+        for other in ("--prompts-file", "--output-path"):
+            advanced(parser._option_string_actions[other])
     if verb == "prepare":
         for action in parser._actions:
             if action.dest not in _DECIDING | {"help"}:
@@ -64,7 +71,7 @@ def arguments(argv: list[str], verb: str = "generate") -> argparse.Namespace:
     """The parsed flags; `deciding`: the words of those that prepare takes."""
     parser = build_parser(verb, *((_BATCH_DESCRIPTION, _BATCH_EXAMPLE) if verb == "batch" else ()))
     args = parser.parse_args(argv)
-    args.deciding = words_of(parser, argv, lambda dest: dest in _DECIDING)
+    args.deciding = words_of(parser, parser.words, lambda dest: dest in _DECIDING)
     if verb == "batch":
         if file := args.prompts:
             words = [word for word in args.deciding if word != str(file)]

@@ -236,16 +236,16 @@ def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
 
 def main(argv: list[str]) -> None:
     parser = generate.build_parser("prepare", _DESCRIPTION, _EXAMPLE)
-    help = "writing threads (default: one a file)"
+    help = "threads that write (default: one a file)"
     parser.add_argument("--num-workers", type=int, metavar="N", help=help)
-    help = "print what is missing, and make nothing"
+    help = "print what is missing, with its size and time, and make nothing"
     parser.add_argument("--dry-run", action="store_true", help=help)
     args = parser.parse_args(argv)
     if args.num_workers is not None and args.num_workers < 1:
         raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
     args.recipe = flags.recipe(args)
     workspace, options = flags.workspace(args), flags.run_options(args)
-    jobs, command = jobs_of(args, workspace), invocation.command("prepare", *argv)
+    jobs, command = jobs_of(args, workspace), invocation.command("prepare", *parser.words)
     parts = parts_of(workspace, jobs, options, args.num_workers)
     preparation = Preparation(workspace, parts, command)
     workspace.say_tuned()
@@ -267,5 +267,7 @@ def main(argv: list[str]) -> None:
         workspace.record_size(job, job.buckets_to_compile)
     done = "all parts are finished" if missing else "everything is there, nothing to do"
     print(f"{done}: {workspace.artifacts}\nNow type the same flags and a prompt:")
-    words = generate.words_of(parser, argv, lambda dest: dest not in ("num_workers", "dry_run"))
+    words = generate.words_of(
+        parser, parser.words, lambda dest: dest not in ("num_workers", "dry_run")
+    )
     print(invocation.command("generate", *words))

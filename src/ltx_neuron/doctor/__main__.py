@@ -1,16 +1,16 @@
-"""Finds what blocks a generation on this machine, each with the command that corrects it. Changes
-nothing.
+"""Check this machine for problems that block a generation. Each is printed with the command that
+corrects it. The doctor changes nothing.
 
   ltx-neuron doctor
   ltx-neuron doctor --checkpoint-path CKPT --gemma-root DIR --height 512 --width 768
 
-Checks the machine for the profile; with files, also those files, the rank files and graphs made of
-them, and the memory for the size asked for. Exit code 0 when nothing blocks (what is still to be
-sharded or compiled is listed with its command), 1 when something does, 2 for a wrong flag.
+Without files it checks the machine. With files it also checks these files, the weights and graphs
+made of them, and whether the video's size fits into memory. Exit code 0: nothing blocks (commands
+for missing weights and graphs are listed); 1: something blocks; 2: a wrong flag.
 
   ltx-neuron doctor --bundle report.tar.gz --bundle-add outputs
 
-packs the findings with what runs have left, for a bug report.
+writes a bug report: these findings, logs and reports of earlier runs.
 """
 
 import argparse
@@ -36,21 +36,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser = flags.parser(
         __doc__,
         "ltx-neuron doctor --checkpoint-path ltx-2.3-22b-distilled.safetensors"
-        " --gemma-root gemma-3-12b",
+        " \\\n    --gemma-root gemma-3-12b",
         gemma=True,
         required=False,
     )
     parser.prog = command("doctor")
-    parser.add_argument("--spatial-upsampler-path", type=Path, metavar="FILE")
-    parser.add_argument("--temporal-upsampler-path", type=Path, metavar="FILE")
-    help = "the ranks are to decode as well"
-    parser.add_argument("--neuron-vae", action="store_true", help=help)
+    add = flags.group(parser, "models").add_argument
+    add("--spatial-upsampler-path", type=Path, metavar="FILE", help="check this file too")
+    add("--temporal-upsampler-path", type=Path, metavar="FILE", help="check this file too")
+    help = "check what is needed to decode video and sound on the device too"
+    add("--neuron-vae", action="store_true", help=help)
     flags.add_size(parser)
-    flags.add_graph_cut(parser)
-    flags.add_tuned(parser)
     flags.add_loras(parser)
     bundle.add_flags(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object in place of the table"
+    )
     return parser
 
 

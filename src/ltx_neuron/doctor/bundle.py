@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ltx_neuron.command_line import advanced
 from ltx_neuron.doctor.redact import Redactor, told_environment
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError, reason
@@ -47,17 +48,16 @@ _REPORTS = {"profile", "versions", "identity"}  # keys of a latency report and o
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("bug report, of what runs have left")
-    help = "report, logs, compiler messages, versions and these findings; no weights"
-    group.add_argument("--bundle", type=Path, metavar="FILE.tar.gz", help=help)
-    help = "also the logs and JSON of a folder in which a run failed, or a text file; repeatable"
-    group.add_argument(
-        "--bundle-add", type=Path, action="append", default=[], metavar="PATH", help=help
-    )
-    help = f"that test/device was run with (default: {WORK_DIR})"
-    group.add_argument("--work-dir", type=Path, default=WORK_DIR, metavar="DIR", help=help)
-    help = "leave prompts in the bundle"
-    group.add_argument("--with-prompts", action="store_true", help=help)
+    title = "One file with the texts of earlier runs. It holds no weights, videos or secrets."
+    add = parser.add_argument_group("bug report", title).add_argument
+    help = "write a bug report: findings, versions, reports, logs and compiler messages"
+    add("--bundle", type=Path, metavar="FILE.tar.gz", help=help)
+    help = "add a text file, or logs and JSON files of a failed run's folder; repeatable"
+    add("--bundle-add", type=Path, action="append", default=[], metavar="PATH", help=help)
+    help = f"work folder of the device tests (default: {WORK_DIR})"
+    advanced(add("--work-dir", type=Path, default=WORK_DIR, metavar="DIR", help=help))
+    help = "keep prompts in the report (default: they are removed)"
+    advanced(add("--with-prompts", action="store_true", help=help))
 
 
 def write(args: argparse.Namespace, system: System) -> None:

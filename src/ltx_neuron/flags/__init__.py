@@ -6,24 +6,27 @@ of a prompts file's line and, some of them, the fields of a request.
 """
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from ltx_neuron import hub
+from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.engine import RunOptions
-from ltx_neuron.errors import UserError, flag_of, require
+from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.flags.resolve import check_resumed, job_of, lora_fields, size_of, weight_sets
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job, Size
-from ltx_neuron.profiles import HOST_DTYPES, PROFILES, resolve
+from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.spec import (
+    GUIDANCE_KEYS,
     LORAS,
     ConditionFields,
     DetailFields,
@@ -41,70 +44,79 @@ from ltx_neuron.workspace import Workspace, reshard, verify_finished
 # --- of all scripts -------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are short: the mistake and, for an unknown flag, the nearest one."""
+# The groups of --help-all, each with what it is about.
+_GROUPS = {
+    "model and machine": (
+        "Which files of the model are read, where the weights and graphs made of them are stored,"
+        " and which hardware they are for."
+    ),
+    "video": "What is generated: its content, its size, and how it is sampled.",
+    "guidance": (
+        "Keys of --guidance, with their defaults (with the res_2s sampler):\n"
+        "  video_cfg 3, video_stg 1 (0), video_stg_blocks 28, video_rescale 0.7 (0.45), a2v 3,\n"
+        "  video_skip_step 0, audio_cfg 7, audio_stg 1 (0), audio_stg_blocks 28,\n"
+        "  audio_rescale 0.7 (1), v2a 3, audio_skip_step 0\n"
+        "Separate several blocks by commas. The other flags set the same values; they are named as"
+        " in ltx-pipelines."
+    ),
+    "sound, videos and LoRAs": (
+        "What a video is generated from besides its prompt and images. The shard command merges"
+        " LoRAs into the weights once; other commands name the same LoRAs at the same strengths."
+    ),
+    "models": "Where the models run, and which files they need besides the checkpoint.",
+    "fleet": "Many machines, connected by Ray (pip install ltx-neuron[fleet]).",
+    "output": "Which files are written, and how an interrupted run continues.",
+    "sharding": "From what the weight files are made, or that they are only checked.",
+}
+# Of a job's fields, those that --help shows.
+_MOST_USED = {
+    *("prompt", "negative_prompt", "height", "width", "num_frames", "frame_rate", "seed"),
+    *("num_inference_steps", "recipe", "two_stage", "image", "lora", "distilled_lora"),
+    *("audio_path", "video_path"),
+}
 
-    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unknown: {' '.join(unknown)}{hint}")
-        return parsed
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\nAll flags: {self.prog} --help\n")
-
-
-def parser(
-    description: str | None, example: str, gemma: bool, required: bool = True
-) -> argparse.ArgumentParser:
+def parser(description: str | None, example: str, gemma: bool, required: bool = True) -> Parser:
     """A parser with the flags common to all the scripts.
-
-    Abbreviations are off, so that a typo is an error.
 
     gemma     whether the script reads Gemma's folder too
     required  whether the checkpoint (and Gemma's folder) must be named
     """
-    parser = _Parser(
-        description=description,
-        epilog=f"example:\n  {example}",
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+    parser = Parser(description=description, epilog=f"example:\n  {example}")
+    add = group(parser, "model and machine").add_argument
     names = ("--checkpoint-path", "--distilled-checkpoint-path", "--model-path")
-    help = "the single-file LTX-2.3 checkpoint, or a name on the Hub: Lightricks/LTX-2.3[/FILE]"
+    help = "LTX-2.3 checkpoint: a file or a Hub name, Lightricks/LTX-2.3[/FILE]"
     add(*names, type=Path, required=required, metavar="FILE", help=help)
     if gemma:
-        help = "Gemma3-12B: weights and tokenizer, a folder or a repository of the Hub"
+        help = "Gemma3-12B: a folder or a Hub name"
         add("--gemma-root", type=Path, required=required, metavar="DIR", help=help)
-    help = "where weights and graphs lie (default: artifacts)"
+    help = "folder of sharded weights and compiled graphs (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
-    help = f"hardware: {', '.join(PROFILES)} (default: this machine's own)"
-    add("--profile", metavar="NAME", help=help)
-    help = "change one value of the profile, as in attention=matmul; repeatable"
-    add("--profile-set", action="append", default=[], metavar="KEY=VALUE", help=help)
-    help = "tensor-parallel ranks (default: the profile's)"
-    add("--tp-degree", type=int, metavar="N", help=help)
-    help = "weights and activations"
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help=help)
+    add_profile(parser)
     return parser
 
 
-def add_graph_cut(parser: argparse.ArgumentParser) -> None:
-    """How a denoising step is cut into graphs: of the scripts that compile or run them."""
-    help = "transformer blocks in one graph; 0: the whole step (default: the profile's)"
-    parser.add_argument("--blocks-per-graph", type=int, metavar="N", help=help)
-
-
-def add_tuned(parser: argparse.ArgumentParser) -> None:
-    """Whether tuned settings are taken: of the scripts that compile or run graphs."""
-    help = "ignore what ltx-neuron tune chose; --profile-set wins over it in any case"
-    parser.add_argument("--ignore-tuned", action="store_true", help=help)
-    parser.add_argument(  # its earlier name
-        "--no-tuned", dest="ignore_tuned", action="store_true", help=argparse.SUPPRESS
+def add_profile(parser: argparse.ArgumentParser, names: Iterable[str] = PROFILES) -> None:
+    """The hardware, and how the models are placed on it. names: of the profiles to choose from."""
+    add = group(parser, "model and machine").add_argument
+    help = f"one of {', '.join(names)} (default: detected)"
+    add("--profile", metavar="NAME", help=help)
+    help = (
+        "change a value of the profile; repeatable. Most used: host_dtype=float32 (arithmetic of"
+        " the host's video models), blocks_per_graph=2 (transformer blocks in one graph),"
+        " tuned=no (ignore what tuning chose). An unknown key lists all keys"
     )
+    advanced(add("--profile-set", action="append", default=[], metavar="KEY=VALUE", help=help))
+    help = "number of tensor-parallel ranks (default: the profile's)"
+    advanced(add("--tp-degree", type=int, metavar="N", help=help))
+    help = "data type of weights and activations (default: bfloat16)"
+    advanced(add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help=help))
+
+
+def group(parser: argparse.ArgumentParser, title: str) -> argparse._ActionsContainer:
+    """The group of a title, one of those above, made when it is first asked for."""
+    made = (each for each in parser._action_groups if each.title == title)
+    return next(made, None) or parser.add_argument_group(title, _GROUPS[title])
 
 
 MODEL_FILES = {  # flags, and what hub.local_path calls their files
@@ -123,21 +135,15 @@ def local(args: argparse.Namespace, flag: str) -> Any:
     return name and hub.local_path(name, kind or recipe)
 
 
-def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
+def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True) -> Workspace:
     """The checkpoint, profile and artifacts of the common flags.
 
     writes  whether the script writes into the artifacts folder, which is then checked for it
+    tuned   whether it takes what a tuning chose, as whatever compiles or runs graphs does
     """
-    host_dtype = getattr(args, "host_dtype", None)
-    settings = [*args.profile_set, *([f"host_dtype={host_dtype}"] if host_dtype else [])]
-    profile = resolve(args.profile, tuple(settings))
+    profile = resolve(args.profile, tuple(args.profile_set))
     if writes:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
-    blocks = getattr(args, "blocks_per_graph", None)
-    if blocks is not None and blocks < 0:
-        raise UserError(
-            f"--blocks-per-graph {blocks} is negative; type 0 for the whole step in one graph"
-        )
     opened = Workspace(
         local(args, "checkpoint_path"),
         profile,
@@ -145,10 +151,8 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
         profile.degree(args.tp_degree),
         args.dtype,
         local(args, "gemma_root"),
-        blocks,
     )
-    opened.ignores_tuned = getattr(args, "ignore_tuned", True)
-    if not opened.ignores_tuned:
+    if tuned:
         opened.take_tuned()
     return opened
 
@@ -158,55 +162,81 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
 
 def add_job(parser: argparse.ArgumentParser) -> None:
     """What one generation is asked to make: the flags that a prompts file's line may have too."""
-    _add(parser, ["prompt", *SamplingFields.model_fields])
+    video = group(parser, "video")
+    _add(video, ["prompt", *SamplingFields.model_fields])
     add_sampler(parser)
     add_size(parser)
+    guidance = group(parser, "guidance")
+    help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
+    guidance.add_argument(
+        "--guidance", nargs="+", action="extend", default=[], metavar="KEY=VALUE ...", help=help
+    )
+    _add(guidance, GuidanceFields.model_fields)
     add_loras(parser)
     add_conditions(parser)
-    title = "guidance (dev recipe only; default: the model version's)"
-    _add(parser.add_argument_group(title), GuidanceFields.model_fields)
 
 
 def add_sampler(parser: argparse.ArgumentParser) -> None:
     """Which sampler: of what makes or times a generation. It changes no graph."""
-    _add(parser, ["sampler"])
+    _add(group(parser, "video"), ["sampler"])
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
     """The size of the video that comes out, in how many stages, and the images it holds."""
-    _add(parser.add_argument_group("size"), SizeFields.model_fields)
+    _add(group(parser, "video"), SizeFields.model_fields)
 
 
 def add_loras(parser: argparse.ArgumentParser) -> None:
     """The LoRAs merged into weight sets; at run time they name the sets."""
-    title = "LoRAs (what they name is sharded once, and chosen by a run)"
-    _add(parser.add_argument_group(title), LoraFields.model_fields)
+    _add(group(parser, "sound, videos and LoRAs"), LoraFields.model_fields)
 
 
 def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) -> None:
     """What a video is made from besides its prompt and images. shape_only: the flags that graphs
     depend on, of the scripts that compile them."""
-    group = parser.add_argument_group("sound, video and guides")
-    _add(group, ConditionFields.model_fields)
-    _add(group, ["ic_lora"] if shape_only else DetailFields.model_fields)
+    inputs = group(parser, "sound, videos and LoRAs")
+    _add(inputs, ConditionFields.model_fields)
+    _add(inputs, ["ic_lora"] if shape_only else DetailFields.model_fields)
 
 
 def _add(parser: argparse._ActionsContainer, fields: Iterable[str]) -> None:
     for name in fields:
         field = JobSpec.model_fields[name]
-        options = {"default": field.default, "help": field.description, **_options(field)}
-        parser.add_argument(*map(flag_of, names_of(name)), **options)
+        options = {"default": field.default, "help": field.description, **_options(name, field)}
+        action = parser.add_argument(*map(flag_of, names_of(name)), **options)
+        if name not in _MOST_USED:
+            advanced(action)
 
 
-def _options(field: FieldInfo) -> dict[str, Any]:
+# Flags that take further values: a field, the fields of these and how they are shown.
+_FURTHER = {
+    "audio_path": (("audio_start_time", "audio_max_duration"), "FILE [START_S [LENGTH_S]]"),
+    "video_path": (("start_time", "end_time"), "FILE [START_S END_S]"),
+    "distilled_lora": ((), "PATH [STRENGTH | STAGE_1 STAGE_2]"),
+}
+
+
+class _WithFurther(argparse.Action):
+    """A flag of several fields, one value each."""
+
+    def __call__(self, parser, namespace, values: Any, option_string=None):
+        fields = (self.dest, *_FURTHER[self.dest][0])
+        if len(values) > len(fields):
+            parser.error(f"{option_string}: got {len(values)} values, wanted {self.metavar}")
+        for field, value in zip(fields, values, strict=False):
+            setattr(namespace, field, value)
+
+
+def _options(name: str, field: FieldInfo) -> dict[str, Any]:
     """What argparse takes for a field. Values stay text: the field says what may be in it."""
+    further, title = _FURTHER.get(name, ((), field.title))
     if field.default is False:
         return {"action": "store_true"}
     if field.default == ():  # PATH [FRAME_IDX [STRENGTH [CRF]]]
-        path, _, rest = (field.title or "").partition(" ")
-        metavar = path, rest.removeprefix("[").removesuffix("]")
-        return {"action": "append", "nargs": "+", "metavar": metavar, "default": []}
-    options: dict[str, Any] = {"metavar": field.title} if field.title else {}
+        return {"action": "append", "nargs": "+", "metavar": title, "default": []}
+    if further:
+        return {"action": _WithFurther, "nargs": "+", "metavar": title}
+    options: dict[str, Any] = {"metavar": title} if title else {}
     for kind in (field.annotation, *get_args(field.annotation)):
         if get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
@@ -221,7 +251,66 @@ def _options(field: FieldInfo) -> dict[str, Any]:
 def spec(args: argparse.Namespace) -> JobSpec:
     """What the flags of a job say, those of them that a script has. Raises UserError."""
     values = {name: getattr(args, name, None) for name in JobSpec.model_fields}
-    return validated({name: value for name, value in values.items() if value is not None})
+    values = {name: value for name, value in values.items() if value is not None}
+    guidance = _guidance_of(getattr(args, "guidance", []))
+    for key, field in GUIDANCE_KEYS.items():
+        if field in guidance and field in values:
+            raise UserError(
+                f"--guidance {key}=... and {flag_of(field)} set the same value; leave one out"
+            )
+    with _as_typed(args):
+        return validated(values | guidance | _stage_strengths(values))
+
+
+def _guidance_of(settings: list[str]) -> dict[str, Any]:
+    """The fields that the values of --guidance set."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        field = GUIDANCE_KEYS.get(key.replace("-", "_"))
+        if field is None:
+            near = get_close_matches(key, GUIDANCE_KEYS, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(
+                f"--guidance {setting}: unknown key {key!r}{hint}\nKeys: {', '.join(GUIDANCE_KEYS)}"
+            )
+        if not equals:
+            raise UserError(f"--guidance {setting}: no value; type for example --guidance {key}=3")
+        if field in values:
+            raise UserError(f"--guidance {key} is there twice; leave one out")
+        is_list = field.endswith("_blocks")
+        values[field] = [word for word in text.split(",") if word] if is_list else text
+    return values
+
+
+def _stage_strengths(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of --distilled-lora PATH STAGE_1 STAGE_2."""
+    given = values.get("distilled_lora", [])
+    pairs = {tuple(strengths) for _, *strengths in given if len(strengths) == 2}
+    if not pairs:
+        return {}
+    names = "distilled_lora_strength_stage_1", "distilled_lora_strength_stage_2"
+    if len(pairs) > 1 or any(len(each) != 3 for each in given) or values.keys() & {*names}:
+        raise UserError(
+            "--distilled-lora with two strengths, of stage 1 and stage 2: these hold for each"
+            " --distilled-lora; type the same two for all of them, and leave"
+            " --distilled-lora-strength-stage-1 and -2 out"
+        )
+    return {"distilled_lora": [path for path, *_ in given], **dict(zip(names, *pairs, strict=True))}
+
+
+@contextmanager
+def _as_typed(args: argparse.Namespace) -> Iterator[None]:
+    """Have errors inside the block name a value of --guidance as it was typed."""
+    typed = {
+        field: f"--guidance {key}"
+        for key, field in GUIDANCE_KEYS.items()
+        if getattr(args, field, None) is None and getattr(args, "guidance", [])
+    }
+    try:
+        yield
+    except FieldError as error:
+        raise UserError(error.spelled(lambda field: typed.get(field) or flag_of(field))) from None
 
 
 def job(args: argparse.Namespace) -> Job:
@@ -238,7 +327,8 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
 def _job(args: argparse.Namespace, said: JobSpec) -> Job:
     if getattr(args, "resume", None):
         check_resumed(said)
-    return job_of(said, _upright(args))
+    with _as_typed(args):
+        return job_of(said, _upright(args))
 
 
 def shape(args: argparse.Namespace, recipe: str) -> Job:
@@ -264,7 +354,9 @@ def lora_sets(args: argparse.Namespace) -> dict[str, dict[str, WeightSet]]:
     sets = {"default": lora_fields(command)}
     for name, line in (read_json(args.lora_sets) if args.lora_sets else {}).items():
         if not isinstance(line, dict) or {key.replace("-", "_") for key in line} - {*LORAS}:
-            raise UserError(f"--lora-sets {args.lora_sets}: {name!r} is an object of {known}")
+            raise UserError(
+                f"--lora-sets {args.lora_sets}: {name!r}: wanted an object with the keys {known}"
+            )
         sets[name] = lora_fields(command.with_line(line))
     return sets
 
@@ -279,7 +371,7 @@ def recipe(args: argparse.Namespace) -> str:
     name = args.checkpoint_path.name.lower()
     guess = "dev" if "dev" in name and "distilled" not in name else "distilled"
     reason = "from the file name" if guess in name else "by default"
-    print(f"recipe: {guess} ({reason}; --recipe says otherwise)")
+    print(f"recipe: {guess} ({reason}; --recipe changes it)")
     return guess
 
 
@@ -293,45 +385,41 @@ def _upright(args: argparse.Namespace) -> bool:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """How a generation runs, and the files that it takes besides the checkpoint."""
-    help = "one JSON object per line, flags as keys; models are loaded once for all"
-    parser.add_argument("--prompts-file", type=Path, metavar="FILE.jsonl", help=help)
     add_models(parser)
     add_fleet(parser)
+    help = "many videos: a JSON object a line, with flags as keys"
+    group(parser, "video").add_argument("--prompts-file", type=Path, metavar="FILE", help=help)
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
     """What an engine takes besides the checkpoint: of whatever runs one."""
-    add = parser.add_argument
-    help = "needed by --two-stage and --upscale"
-    add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)
-    help = "needed by --upscale temporal|both"
-    add("--temporal-upsampler-path", type=Path, metavar="FILE", help=help)
-    help = "encode the prompt on the profile's device, sharded; without it, on the host CPU"
+    add = group(parser, "models").add_argument
+    help = "encode prompts on the device (default: on the host's CPU)"
     add("--neuron-gemma", action="store_true", help=help)
-    help = "decode video and sound on the profile's device; without it, on the host CPU"
+    help = "decode video and sound on the device (default: on the host's CPU)"
     add("--neuron-vae", action="store_true", help=help)
-    help = (
-        "what the host computes video in (default: the profile's; auto: bfloat16 for a run in it"
-        " where this CPU is faster in it)"
-    )
-    add("--host-dtype", choices=HOST_DTYPES, help=help)
-    help = "encode the prompt even if an earlier run left its contexts in the artifacts"
-    add("--no-prompt-cache", action="store_true", help=help)
-    help = "the first release's numerics; or only how it holds images"
-    add("--compat", choices=[name for name in COMPAT if name], help=help)
-    add("--warmup", action="store_true", help="a discarded first step per stage")
+    help = "for --two-stage and --upscale spatial|both"
+    add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)
+    help = "for --upscale temporal|both"
+    advanced(add("--temporal-upsampler-path", type=Path, metavar="FILE", help=help))
+    help = "encode prompts again, though --artifacts-dir has their contexts from an earlier run"
+    advanced(add("--no-prompt-cache", action="store_true", help=help))
+    help = "reproduce the numerics of a release of the reference"
+    advanced(add("--compat", choices=[name for name in COMPAT if name], help=help))
+    help = "run one step before each stage and discard it, so that timings leave the cold step out"
+    advanced(add("--warmup", action="store_true", help=help))
 
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:
     """Where else the work is done: of what runs many jobs."""
-    add = parser.add_argument_group('fleet (pip install "ltx-neuron[fleet]")').add_argument
-    help = "run on every chip of this Ray cluster: auto (the one that this machine is in),"
-    help += " HOST:PORT, or local (this machine's own chips)"
-    add("--ray", metavar="ADDRESS", help=help)
-    add("--replicas", type=int, metavar="N", help="at most (default: one a chip)")
-    help = "where a machine takes the weights and graphs that it lacks: what"
-    help += " ltx-neuron artifacts push URL has sent"
-    add("--artifacts-from", metavar="URL", help=help)
+    add = group(parser, "fleet").add_argument
+    help = "run on every chip of a Ray cluster: auto (the cluster that this machine is in),"
+    help += " HOST:PORT, or local (the chips of this machine)"
+    advanced(add("--ray", metavar="ADDRESS", help=help))
+    help = "most engines that run at once (default: one a chip)"
+    advanced(add("--replicas", type=int, metavar="N", help=help))
+    help = "where machines download missing weights and graphs: a URL that `artifacts push` filled"
+    advanced(add("--artifacts-url", metavar="URL", help=help))
 
 
 def check_fleet(args: argparse.Namespace, many: object = True) -> None:
@@ -340,10 +428,10 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
     many  false where there is one job alone
     """
     if args.ray and not many:
-        raise UserError("--ray goes with --prompts-file: one video is made on one machine")
-    for flag in ("replicas", "artifacts_from"):
+        raise UserError("--ray needs --prompts-file: a single video runs on one machine")
+    for flag in ("replicas", "artifacts_url"):
         if getattr(args, flag) is not None and args.ray is None:
-            raise UserError(f"--{flag.replace('_', '-')} goes with --ray ADDRESS")
+            raise UserError(f"--{flag.replace('_', '-')} needs --ray ADDRESS")
     if args.replicas is not None and args.replicas < 1:
         raise UserError(f"--replicas {args.replicas}: wanted 1 or more")
     if args.ray and not find_spec("ray"):
@@ -355,20 +443,19 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """What a generation writes, and where it goes on from."""
-    group = parser.add_argument_group("output")
-    add = group.add_argument
-    add("--output-path", type=Path, metavar="FILE.mp4")
-    help = "of a --prompts-file: 0001.mp4 and so on, results.json"
+    add = group(parser, "output").add_argument
+    add("--output-path", type=Path, metavar="FILE", help="the video, as .mp4")
+    help = "folder of the videos of --prompts-file, and of results.json"
     add("--output-dir", type=Path, metavar="DIR", help=help)
-    add("--save-frames", type=Path, metavar="DIR", help="every frame as PNG as well")
-    help = "every named intermediate"
-    add("--save-tensors", type=Path, metavar="FILE.safetensors", help=help)
-    help = (
-        "continue an interrupted run from the latents it kept beside --output-path, or decode those"
-        " of a --save-tensors FILE again"
-    )
-    add("--resume", nargs="?", const=True, metavar="FILE", help=help)
-    add("--perf-dump-path", type=Path, metavar="FILE.json", help="the latency report")
+    help = "continue an interrupted run: with the state beside --output-path, or decode the latents"
+    help += " of a --save-tensors FILE"
+    advanced(add("--resume", nargs="?", const=True, metavar="FILE", help=help))
+    help = "write every frame as a PNG file too"
+    advanced(add("--save-frames", type=Path, metavar="DIR", help=help))
+    help = "write contexts, latents, frames and waveform too"
+    advanced(add("--save-tensors", type=Path, metavar="FILE.safetensors", help=help))
+    help = "write the latency report: the time of each phase and step"
+    advanced(add("--perf-dump-path", type=Path, metavar="FILE.json", help=help))
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
@@ -400,16 +487,15 @@ def outputs(args: argparse.Namespace) -> Outputs:
 
 def add_sharding(parser: argparse.ArgumentParser) -> None:
     """What the shard scripts share: checking instead of writing, and another source of weights."""
-    add = parser.add_argument
-    help = (
-        "check finished folders against their manifests, and with --checkpoint-path bit for bit"
-        " against the source; write nothing"
-    )
+    add = group(parser, "sharding").add_argument
+    help = "write nothing: check sharded weights against their digests and, with --checkpoint-path,"
+    help += " bit for bit against the checkpoint"
     add("--verify", action="store_true", help=help)
-    help = "instead of --checkpoint-path: a finished folder, to be cut for another tp or dtype"
+    help = "shard from a finished folder in place of --checkpoint-path, for another --tp-degree or"
+    help += " --dtype"
     add("--from-shards", type=Path, metavar="DIR", help=help)
-    help = "writing threads (default: one a file)"
-    add("--num-workers", type=int, metavar="N", help=help)
+    help = "threads that write (default: one a file)"
+    advanced(add("--num-workers", type=int, metavar="N", help=help))
 
 
 def shard(model: str, args: argparse.Namespace) -> None:
@@ -422,7 +508,7 @@ def shard(model: str, args: argparse.Namespace) -> None:
         if model == "gemma3":
             example = "Type for example --gemma-root gemma-3-12b"
             require(args.gemma_root, "--gemma-root", "--checkpoint-path", example)
-        opened = workspace(args, writes=False)
+        opened = workspace(args, writes=False, tuned=False)
         if args.verify:
             for path in opened.verify(model, sets):
                 print(f"whole, and bit for bit the source: {path}")
@@ -442,13 +528,13 @@ def _check_sharding(args: argparse.Namespace) -> None:
         raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
     if args.from_shards and (args.checkpoint_path or args.verify):
         raise UserError(
-            "--from-shards takes the place of --checkpoint-path and does not go with --verify;"
-            " leave one out"
+            "--from-shards cannot be combined with --checkpoint-path or --verify; leave one of them"
+            " out"
         )
     if not (args.from_shards or args.checkpoint_path or args.verify):
         raise UserError(
-            "which weights? Type --checkpoint-path FILE, or --from-shards DIR to cut finished ones"
-            " anew"
+            "no weights to shard; type --checkpoint-path FILE, or --from-shards DIR to shard"
+            " finished weights again"
         )
     if not args.verify:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")

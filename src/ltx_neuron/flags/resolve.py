@@ -21,8 +21,8 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
     masks = spec.conditioning_attention_mask
     if len(masks) > 1:
         raise FieldError(
-            f"{{conditioning_attention_mask}} is there {len(masks)} times; one is for all"
-            " references"
+            f"got {len(masks)} times {{conditioning_attention_mask}}, wanted one mask, which is for"
+            " all references"
         )
     _check_owner(spec, "audio_path", ("audio_start_time", "audio_max_duration"))
     sound = None
@@ -54,8 +54,8 @@ def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_pat
     if typed:
         names = _listed(typed)
         raise FieldError(
-            f"{names} does not go with {{video_path}}: the video is made at the file's own size"
-            f" and rate, in one stage; leave out {names}"
+            f"{names} cannot be combined with {{video_path}}: the video gets the file's own size"
+            f" and frame rate, in one stage; leave out {names}"
         )
     return video_size(spec.video_path, named, spec.extend, window, upright)
 
@@ -68,9 +68,9 @@ def check_resumed(spec: JobSpec) -> None:
     for flag, path in ((flag_of(name), path) for name, paths in named.items() for path in paths):
         if path is not None and not os.path.exists(path):  # False of a name that no file may have
             raise UserError(
-                f"--resume needs {flag} {path} as well, which is not there: a run is gone on with"
-                f" where what it was given is the same. Type {flag} with where that file lies now,"
-                " under whatever name, or leave --resume out"
+                f"--resume needs {flag} {path}, and there is no such file: a run is resumed"
+                f" only with the same inputs. Type {flag} with the present path of this file, or"
+                " leave --resume out"
             )
 
 
@@ -87,16 +87,16 @@ def retake_of(spec: JobSpec, named: str = flag_of("video_path")) -> Retake | Non
         if said := _said(spec, part):
             excluded = _listed(said)
             raise FieldError(
-                f"{excluded} does not go with {{extend}}, which adds to the video and keeps all"
-                f" that is there; leave out {excluded}"
+                f"{excluded} cannot be combined with {{extend}}, which keeps the whole video; leave"
+                f" out {excluded}"
             )
         frames = footage(spec.video_path, named).num_frames
         return Retake(spec.video_path, extend=spec.extend, source_frames=frames)
     for name in part[:2]:
         if getattr(spec, name) is None:
             raise FieldError(
-                f"{{video_path}} needs {{{name}}}: which seconds are made anew? Type for example"
-                " {start_time} 0.5 {end_time} 1"
+                f"{{video_path}} needs {{{name}}}: which seconds to generate again? Type for"
+                " example {start_time} 0.5 {end_time} 1"
             )
     assert spec.start_time is not None and spec.end_time is not None
     regenerate = spec.regenerate or Retake.regenerate
@@ -126,7 +126,7 @@ def _check_owner(spec: JobSpec, owner: str, fields: tuple[str, ...]) -> None:
     """Raise FieldError for what says something of another field that is not there."""
     said = _said(spec, fields)
     if said and getattr(spec, owner) is None:
-        raise FieldError(f"{_listed(said)} goes with {{{owner}}} FILE, which is not there")
+        raise FieldError(f"{_listed(said)} needs {{{owner}}} FILE")
 
 
 # --- guidance -------------------------------------------------------------------------------------
@@ -141,9 +141,8 @@ def _guidance(spec: JobSpec) -> Guidance | None:
     sound = spec.audio_path is not None
     if sound and said["audio"]:
         raise FieldError(
-            f"{_listed(said['audio'], ', ')} does not go with {{audio_path}}: the sound is given,"
-            " so nothing of it is guided; leave it out (the --video-* and --a2v-* scales guide the"
-            " video)"
+            f"{_listed(said['audio'], ', ')} cannot be combined with {{audio_path}}: a given sound"
+            " is not guided; leave it out"
         )
     defaults = default_guidance(spec.sampler, sound)
     changed = {
@@ -167,13 +166,11 @@ def lora_fields(spec: JobSpec) -> dict[str, WeightSet]:
     if given != (None, None):
         field = f"{{distilled_lora_strength_stage_{1 if given[0] is not None else 2}}}"
         if not distilled:
-            raise FieldError(
-                f"{field} is of {{distilled_lora}}; type {{distilled_lora}} PATH as well"
-            )
+            raise FieldError(f"{field} needs {{distilled_lora}} PATH")
         if any(lora.strength is not None for lora in distilled):
             raise FieldError(
-                f"{field} takes the place of {{distilled_lora}}'s own strength: type"
-                " {distilled_lora} PATH alone"
+                f"{field} replaces the strength of {{distilled_lora}}: type {{distilled_lora}} PATH"
+                " without a strength"
             )
         first, stage_2 = (
             _loras(distilled, default if strength is None else strength)

@@ -29,7 +29,9 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
     outputs, options = flags.outputs(args), flags.run_options(args)
     assert outputs.folder  # Outputs.check_batch
     if outputs.report:
-        raise UserError("--perf-dump-path is of one machine; it does not go with --ray")
+        raise UserError(
+            "--perf-dump-path cannot be combined with --ray: a latency report is of one machine"
+        )
     read = Engine(workspace, Recorder(), options).preflight.files_read([line.job for line in lines])
     batch.check_outputs(lines, outputs.folder, None, read | {"--prompts-file": args.prompts_file})
     folder = outputs.folder.absolute() / FOLDER

@@ -180,8 +180,8 @@ def absolute(args: Namespace) -> Namespace:
         key: Path(os.path.abspath(value)) if isinstance(value, Path) else value
         for key, value in vars(args).items()
     }
-    if values["artifacts_from"] and "://" not in str(values["artifacts_from"]):
-        values["artifacts_from"] = os.path.abspath(values["artifacts_from"])
+    if values["artifacts_url"] and "://" not in str(values["artifacts_url"]):
+        values["artifacts_url"] = os.path.abspath(values["artifacts_url"])
     for key in ("lora", "ic_lora", "distilled_lora"):
         values[key] = [[os.path.abspath(path), *rest] for path, *rest in values.get(key) or []]
     return Namespace(**values)

@@ -46,11 +46,11 @@ class Replica:
         args, options = self.args, flags.run_options(self.args)
         workspace = flags.workspace(args, writes=False)
         cores = check_cores(workspace.profile, workspace.tp)
-        if args.artifacts_from:
+        if args.artifacts_url:
             try:
                 needed = {stage.loras for job in capability_jobs for stage in job.stages} | {*sets}
                 own = flags.weight_sets(flags.lora_fields(flags.spec(args)))
-                fetch(args.artifacts_from, workspace, options, needed or own)
+                fetch(args.artifacts_url, workspace, options, needed or own)
             except UserError as error:  # all that is needed may be here
                 print(f"{self.name}: nothing was fetched: {error}", flush=True)
         scratch = tempfile.TemporaryDirectory(prefix="ltx-neuron-")
@@ -58,9 +58,9 @@ class Replica:
             try:
                 engine.preflight.check(capability_jobs)
             except UserError as error:
-                if args.artifacts_from:
+                if args.artifacts_url:
                     raise
-                advice = "Or take it from where it was made: --artifacts-from URL"
+                advice = "Or take it from where it was made: --artifacts-url URL"
                 raise UserError(f"{error}\n{advice}") from None
             queue = RemoteQueue(self.queue_actor, self.lease, Path(folder))
             previews = not getattr(args, "no_page", True)  # a batch has no page

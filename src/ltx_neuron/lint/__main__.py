@@ -1,11 +1,10 @@
-"""ltx-neuron lint: check every graph against what neuronx-cc documents that it takes.
+"""Check every graph against the documented limits of the compiler neuronx-cc.
 
-Two parts: exported graphs, as TorchNeuron is given them, which needs torch alone; and HLO, as
-ModelBuilder is given it, which needs torch 2.9 and torch_xla 2.9. Exit code 1 on a finding; without
-torch_xla the second part says what to install, and the exit code is 2.
+The first part checks exported graphs, the input of TorchNeuron; it needs torch. The second part
+checks HLO, the input of ModelBuilder; it needs torch 2.9 and torch_xla 2.9. Exit code 1: a graph
+breaks a rule; 2: torch_xla is missing, and the message names the packages to install.
 """
 
-import argparse
 import collections
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from types import ModuleType
 import torch
 
 from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.command_line import Parser
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.invocation import command
 from ltx_neuron.lint import fx, lower
@@ -119,26 +119,21 @@ def table(findings: list[Finding]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=command("lint"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog=command("lint"), description=__doc__)
     add = parser.add_argument
     neuron = [name for name, profile in PROFILES.items() if profile.device == "neuron"]
-    help = "machine to check for (default %(default)s)"
+    help = "hardware to check for (default: %(default)s)"
     add("--profile", choices=neuron, default=neuron[0], help=help)
-    help = "change one value of the profile, as in attention=matmul; repeatable"
+    help = "change a value of the profile, as in attention=matmul; repeatable"
     add("--profile-set", action="append", default=[], metavar="KEY=VALUE", help=help)
-    help = "ranks of the group (default: the profile's)"
+    help = "number of tensor-parallel ranks (default: the profile's)"
     add("--tp-degree", type=int, metavar="N", help=help)
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    help = "programs whose name contains this, e.g. 'tiny, 1 block'"
+    help = "data type of weights and activations (default: %(default)s)"
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=help)
+    help = "check only programs whose name contains this text, such as 'tiny, 1 block'"
     add("--only", default="", metavar="TEXT", help=help)
-    help = "write the text of every graph here"
+    help = "write the text of every graph into this folder"
     add("--dump-dir", type=Path, metavar="DIR", help=help)
-    hidden = argparse.SUPPRESS
-    add("--keep", type=Path, dest="dump_dir", default=hidden, help=hidden)  # its earlier name
     options = parser.parse_args(argv)
     profile = resolve(options.profile, tuple(options.profile_set))
     tp, dtype = profile.degree(options.tp_degree), getattr(torch, options.dtype)

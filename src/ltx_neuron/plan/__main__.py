@@ -1,5 +1,5 @@
-"""Plan a generation before compiling: memory, FLOPs, collectives, the ideal step time, the time of
-a whole clip, and whether it fits. Exit code 1 where it does not.
+"""Estimate a generation before anything is compiled: memory, FLOPs, collectives, the ideal time of
+a step and the time of a whole clip. Exit code 1 if it does not fit into memory.
 
 ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge --height 512 --width 768
 """
@@ -36,20 +36,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.prog = command("plan")
     flags.add_size(parser)
     flags.add_conditions(parser, shape_only=True)
-    add = parser.add_argument
-    help = "its config.json is read (default: Gemma3-12B's sizes)"
-    add("--gemma-root", type=Path, metavar="DIR", help=help)
-    add("--num-inference-steps", type=int, metavar="N", help="dev recipe only")
     flags.add_sampler(parser)
-    add("--neuron-gemma", action="store_true", help="time the prompt's encoding on the ranks")
-    add(
-        "--neuron-vae",
-        action="store_true",
-        help="time the decoding of video and sound on the ranks",
-    )
-    help = "time the latent upsamplers, and the decoding of what they return"
+    title = "What is planned besides the denoising steps, and how it is printed."
+    add = parser.add_argument_group("plan", title).add_argument
+    help = "Gemma folder whose config.json is read (default: the sizes of Gemma3-12B)"
+    add("--gemma-root", type=Path, metavar="DIR", help=help)
+    help = "dev recipe: steps of stage 1 (default: 30; res_2s sampler: 15)"
+    add("--num-inference-steps", type=int, metavar="N", help=help)
+    add("--neuron-gemma", action="store_true", help="encode the prompt on the device")
+    add("--neuron-vae", action="store_true", help="decode video and sound on the device")
+    help = "enlarge the video after one stage: its size, its frame rate, or both"
     add("--upscale", choices=list(UPSCALES), help=help)
-    add("--json", action="store_true", help="one JSON object instead of the table")
+    add("--json", action="store_true", help="print one JSON object in place of the tables")
     args = parser.parse_args(argv)
     # What is said of files that are not taken is no part of the JSON.
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():

@@ -1,14 +1,15 @@
-"""Print one latency report, compare two, draw them, and guard one with thresholds.
+"""Print a latency report (of --perf-dump-path), or compare two. Exit code 1 if a value of --max is
+exceeded.
 
 ltx-neuron report run.json
 ltx-neuron report before.json after.json --plot steps.png
 ltx-neuron report run.json --max warm_step_ms.stage_1.median=300 end_to_end_seconds=20
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from ltx_neuron.command_line import Parser
 from ltx_neuron.errors import run
 from ltx_neuron.files import check_outputs
 from ltx_neuron.invocation import command
@@ -17,23 +18,17 @@ from ltx_neuron.report.table import compare, exceeded, load, table
 
 def main(argv: list[str] | None = None) -> None:
     """Print one report or compare two. Exits with 1 where a report exceeds a limit."""
-    parser = argparse.ArgumentParser(
-        prog=command("report"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("report", help="the JSON file of a run")
-    parser.add_argument("other", nargs="?", help="a second run to compare with the first")
-    parser.add_argument("--plot", metavar="PNG", help="draw step times into this file")
+    parser = Parser(prog=command("report"), description=__doc__)
+    parser.add_argument("report", metavar="FILE", help="latency report of a run, JSON")
+    parser.add_argument("other", nargs="?", metavar="FILE", help="a second report to compare with")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the step times")
     parser.add_argument(
         "--max",
-        metavar="NAME=VALUE",
+        metavar="NAME=VALUE ...",
         nargs="+",
         action="extend",
         default=[],
-        help=(
-            "dotted names in the report that must not exceed a value, checked in every report given"
-        ),
+        help="limits of values in each report, by their dotted names",
     )
     options = parser.parse_args(argv)
     paths = [path for path in (options.report, options.other) if path]

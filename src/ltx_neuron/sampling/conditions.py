@@ -30,7 +30,7 @@ _FILES = {
     "retake": ("video_path", "a video", "FILE"),
     "attention_mask": ("conditioning_attention_mask", "a video", "FILE STRENGTH"),
 }
-# Field -> those that it goes with.
+# Field -> those that it needs.
 _NEEDS = {
     "{ic_lora}": ("{video_conditioning}", "{two_stage}", "{recipe} distilled"),
     "{video_conditioning}": ("{ic_lora}", "{two_stage}", "{recipe} distilled"),
@@ -39,7 +39,7 @@ _NEEDS = {
     "{sampler} res_2s": ("{two_stage}", "{recipe} dev"),
     "{skip_stage_2}": ("{two_stage}",),
 }
-# Field -> those that it does not go with.
+# Field -> those that it cannot be combined with.
 _EXCLUDES = {
     "{video_path}": (
         "{audio_path}",
@@ -122,8 +122,8 @@ class Retake:
         if self.extend:
             if (start, end, self.regenerate) != (0, 0, "both"):
                 raise UserError(
-                    "--extend does not go with --start-time, --end-time and --regenerate: both"
-                    " streams of what is added are made; leave them out"
+                    "--extend cannot be combined with --start-time, --end-time or --regenerate: it"
+                    " generates both streams of what it adds; leave them out"
                 )
             return
         if not 0 <= start < end:
@@ -372,12 +372,14 @@ def check_together(given: dict[str, bool]) -> None:
     for field, excluded in _EXCLUDES.items():
         wrong = [other for other in excluded if given.get(other)]
         if given.get(field) and wrong:
-            raise FieldError(f"{field} does not go with {' '.join(wrong)}; leave one of them out")
+            raise FieldError(
+                f"{field} cannot be combined with {' '.join(wrong)}; leave one of them out"
+            )
     for field, needed in _NEEDS.items():
         missing = [other for other in needed if not given.get(other)]
         if given.get(field) and missing:
             raise FieldError(
-                f"{field} goes with {' '.join(needed)}, got no {' '.join(missing)}; type"
+                f"{field} needs {' '.join(needed)}, got no {' '.join(missing)}; type"
                 f" {' '.join(missing)} as well, or leave out {field}"
             )
 

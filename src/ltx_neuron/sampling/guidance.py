@@ -138,7 +138,6 @@ def check_guidable(fields: Iterable[str], recipe: str | None) -> None:
     if recipe == "distilled":
         what = ", ".join(f"{{{name}}}" for name in fields) or "guidance"
         raise FieldError(
-            f"the distilled recipe takes no {what}: a distilled checkpoint runs without guidance,"
-            " and guided like the full one it gives noise.\nFor the full checkpoint type"
-            " {recipe} dev"
+            f"the distilled recipe takes no {what}: a distilled checkpoint runs without guidance;"
+            " with guidance it gives noise.\nFor the full (dev) checkpoint type {recipe} dev"
         )

@@ -129,39 +129,54 @@ class Fields(BaseModel):
 
 
 class SamplingFields(Fields):
-    negative_prompt: str | None = _option("dev recipe only")
-    seed: int = _option(default=SEED, ge=-(2**63), lt=2**64)
+    negative_prompt: str | None = _option(
+        "dev recipe: what the video must not show (default: built in)", "TEXT"
+    )
+    seed: int = _option(
+        f"seed of the noise (default: {SEED})", "N", default=SEED, ge=-(2**63), lt=2**64
+    )
     num_inference_steps: int | None = _option(
-        "dev recipe only",
+        "dev recipe: steps of stage 1 (default: 30; res_2s sampler: 15)",
         "N",
         names=("num_inference_steps", "num_steps"),
         ge=1,
         le=GUIDED_MAX_STEPS,
     )
-    upscale: Literal[tuple(UPSCALES)] | None = _option("after a one-stage run")
+    upscale: Literal[tuple(UPSCALES)] | None = _option(
+        "after one stage: double the size (spatial), the frame rate (temporal), or both"
+    )
 
 
 class VideoFields(Fields):
     """Of what a video is, on each surface."""
 
-    height: int | None = _option(f"pixels (default: {Size.height})", ge=1, le=16_384)
-    width: int | None = _option(f"pixels (default: {Size.width})", ge=1, le=16_384)
-    num_frames: int | None = _option(f"8k+1 (default: {Size.num_frames})", ge=1, le=100_000)
+    height: int | None = _option(
+        f"a multiple of 32; of 64 in two stages (default: {Size.height})", "PIXELS", ge=1, le=16_384
+    )
+    width: int | None = _option(
+        f"a multiple of 32; of 64 in two stages (default: {Size.width})", "PIXELS", ge=1, le=16_384
+    )
+    num_frames: int | None = _option(
+        f"a multiple of 8, plus 1 (default: {Size.num_frames})", "N", ge=1, le=100_000
+    )
     frame_rate: float | None = _option(  # what MP4 holds and the sound's latents can follow
         f"frames per second (default: {Size.frame_rate:g})",
+        "FPS",
         names=("frame_rate", "fps"),
         ge=FRAME_RATES[0],
         le=FRAME_RATES[1],
     )
     recipe: Literal[RECIPES] | None = _option(
-        "sampling the checkpoint was made for (default: from the file's name, else distilled)"
+        "kind of checkpoint (default: from its file name, else distilled)"
     )
 
 
 class SizeFields(VideoFields):
-    two_stage: StrictBool = _option("half size first, then upsample x2 and refine", default=False)
+    two_stage: StrictBool = _option(
+        "denoise at half the size, then double it and refine", default=False
+    )
     image: Images = _option(
-        "hold an image at a frame (defaults: 0, 1.0, 33); repeatable",
+        "show this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, CRF 33)",
         "PATH [FRAME_IDX [STRENGTH [CRF]]]",
         default=(),
     )
@@ -169,45 +184,57 @@ class SizeFields(VideoFields):
 
 class LoraFields(Fields):
     lora: LoraFiles = _option(
-        "a LoRA in every stage (strength 1.0); repeatable", "PATH [STRENGTH]", default=()
+        "merge a LoRA into all stages (default strength: 1); repeatable",
+        "PATH [STRENGTH]",
+        default=(),
     )
     ic_lora: LoraFiles = _option(
-        "distilled recipe: an IC-LoRA, in stage 1 alone (strength 1.0); repeatable",
+        "distilled recipe: merge an IC-LoRA into stage 1 (default strength: 1); repeatable",
         "PATH [STRENGTH]",
         default=(),
     )
     distilled_lora: LoraFiles = _option(
-        "dev recipe: the LoRA of stage 2 (strength 1.0); repeatable", "PATH [STRENGTH]", default=()
+        "dev recipe: the distilled LoRA of stage 2, or of both; repeatable",
+        "PATH [STRENGTH]",
+        default=(),
     )
     distilled_lora_strength_stage_1: float | None = _option(
-        f"of --distilled-lora in both stages, here in stage 1 (default: {HQ_STRENGTHS[0]:g})", "S"
+        "merge --distilled-lora into both stages; its strength in stage 1 (default:"
+        f" {HQ_STRENGTHS[0]:g})",
+        "STRENGTH",
     )
     distilled_lora_strength_stage_2: float | None = _option(
-        f"of --distilled-lora in both stages, here in stage 2 (default: {HQ_STRENGTHS[1]:g})", "S"
+        "merge --distilled-lora into both stages; its strength in stage 2 (default:"
+        f" {HQ_STRENGTHS[1]:g})",
+        "STRENGTH",
     )
 
 
 class ConditionFields(Fields):
     """What graphs depend on, of what a video is made from besides its prompt and images."""
 
-    audio_path: str | None = _option("make the video for this sound", "FILE")
-    video_path: str | None = _option("make part of this video anew, at its own size", "FILE")
+    audio_path: str | None = _option("generate the video for the sound in this file", "FILE")
+    video_path: str | None = _option(
+        "retake: generate the seconds START_S to END_S of this video again", "FILE"
+    )
     extend: float | None = _option(
-        "make that video so much longer at its end or, below 0, before its beginning, in windows of"
-        " --num-frames",
+        "make the video of --video-path longer at its end or, below 0, at its beginning, in windows"
+        " of --num-frames",
         "SECONDS",
     )
     video_conditioning: WeightedFiles = _option(
-        "a reference of --ic-lora; repeatable", "PATH STRENGTH", default=()
+        "a reference video for --ic-lora; repeatable", "PATH STRENGTH", default=()
     )
     conditioning_attention_mask: WeightedFiles = _option(
-        "a video, black to white, of how much of the references is attended to",
+        "a video that masks the references: white is attended to, black is not",
         "PATH STRENGTH",
         default=(),
     )
-    skip_stage_2: StrictBool = _option("of --two-stage: stop at half the size", default=False)
+    skip_stage_2: StrictBool = _option("end --two-stage after stage 1, at half size", default=False)
     images_as_guides: StrictBool = _option(
-        "append the image at frame 0 as the others are (dev recipe, two stages)", default=False
+        "keyframe interpolation: append every --image as a guide, the one at frame 0 too (dev"
+        " recipe, two stages)",
+        default=False,
     )
 
 
@@ -215,33 +242,62 @@ class DetailFields(Fields):
     """Of these conditions, what no graph depends on."""
 
     audio_start_time: float | None = _option(
-        "where in the sound the video begins (default: 0)", "SECONDS", ge=0
+        "where in --audio-path the video begins (default: 0)", "SECONDS", ge=0
     )
     audio_max_duration: float | None = _option(
-        "of the sound (default: the video's)", "SECONDS", gt=0
+        "how much of --audio-path is read (default: the video's length)", "SECONDS", gt=0
     )
-    start_time: float | None = _option("of --video-path: where what is made anew begins", "SECONDS")
-    end_time: float | None = _option("and where it ends", "SECONDS")
+    start_time: float | None = _option("beginning of the retake in --video-path", "SECONDS")
+    end_time: float | None = _option("end of the retake in --video-path", "SECONDS")
     regenerate: Literal["both", "video", "audio"] | None = _option(
-        "what of --video-path is made anew (default: both)"
+        "streams of --video-path that a retake generates again (default: both)"
     )
+
+
+def _scale(help: str) -> Any:
+    return _option(help, "SCALE")
+
+
+def _blocks(stream: str) -> Any:
+    help = f"transformer blocks in which STG skips the {stream}'s self-attention"
+    return _option(help, "[BLOCK ...]", max_length=256)
+
+
+def _skip(stream: str) -> Any:
+    help = f"after each guided step, steps that reuse its prediction of the {stream}; 0: none"
+    return _option(help, "STEPS", ge=0)
 
 
 class GuidanceFields(Fields):
     """Named as in ltx-pipelines: the modality's scale after the direction that it weakens."""
 
-    video_cfg_guidance_scale: float | None = None
-    video_stg_guidance_scale: float | None = None
-    video_stg_blocks: Blocks = _option(max_length=256)
-    video_rescale_scale: float | None = None
-    a2v_guidance_scale: float | None = None
-    video_skip_step: int | None = _option(ge=0)
-    audio_cfg_guidance_scale: float | None = None
-    audio_stg_guidance_scale: float | None = None
-    audio_stg_blocks: Blocks = _option(max_length=256)
-    audio_rescale_scale: float | None = None
-    v2a_guidance_scale: float | None = None
-    audio_skip_step: int | None = _option(ge=0)
+    video_cfg_guidance_scale: float | None = _scale("classifier-free guidance of the video; 1: off")
+    video_stg_guidance_scale: float | None = _scale(
+        "spatio-temporal guidance (STG) of the video; 0: off"
+    )
+    video_stg_blocks: Blocks = _blocks("video")
+    video_rescale_scale: float | None = _scale(
+        "how far the guided video's standard deviation is restored, 0 to 1; 0: off"
+    )
+    a2v_guidance_scale: float | None = _scale("guidance of the video by the sound; 1: off")
+    video_skip_step: int | None = _skip("video")
+    audio_cfg_guidance_scale: float | None = _scale("classifier-free guidance of the sound; 1: off")
+    audio_stg_guidance_scale: float | None = _scale(
+        "spatio-temporal guidance (STG) of the sound; 0: off"
+    )
+    audio_stg_blocks: Blocks = _blocks("sound")
+    audio_rescale_scale: float | None = _scale(
+        "how far the guided sound's standard deviation is restored, 0 to 1; 0: off"
+    )
+    v2a_guidance_scale: float | None = _scale("guidance of the sound by the video; 1: off")
+    audio_skip_step: int | None = _skip("sound")
+
+
+# The keys of --guidance, each with its field.
+GUIDANCE_KEYS = {
+    field.removesuffix("_scale").removesuffix("_guidance"): field
+    for field in GuidanceFields.model_fields
+}
 
 
 def guidance_fields(stream: str) -> dict[str, str]:
@@ -261,9 +317,9 @@ class JobSpec(
 ):
     """All that may be said of one video; None where nothing is."""
 
-    prompt: str = ""
+    prompt: str = _option("description of the video and its sound", "TEXT", default="")
     sampler: Literal[tuple(SAMPLERS)] = _option(
-        "res_2s: HQ, of --two-stage --recipe dev (default: euler)", default="euler"
+        "res_2s: HQ, for --two-stage --recipe dev (default: euler)", default="euler"
     )
 
     def with_line(self, line: Mapping[str, Any]) -> Self:

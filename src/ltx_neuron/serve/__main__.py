@@ -1,10 +1,11 @@
-"""Serve videos by OpenAI's API: /v1/videos, with a queue that outlives every process.
+"""Serve videos by OpenAI's API (/v1/videos), from a queue on disk.
 
   ltx-neuron serve --neuron-gemma --checkpoint-path CKPT --gemma-root DIR
 
-Jobs lie under --data-dir until --keep-days have passed; kill this process at any moment and start
-it again. It listens on this machine alone. For others: ltx-neuron serve --tokens-file
-tokens.json --new-token NAME, once for each, then --host 0.0.0.0 --tokens-file tokens.json.
+--data-dir stores the jobs. The service may be killed and started again; it continues its queue. By
+default only this machine can reach it. To serve others, make a token for each of them with
+--tokens-file tokens.json --new-token NAME, then start it with --tokens-file tokens.json --host
+0.0.0.0.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ltx_neuron import errors, flags
+from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder, exclusive
@@ -37,16 +39,17 @@ _SWEEP_SECONDS = 30.0  # between two deletions of old jobs
 _LAST_SECONDS = 30.0  # for a worker without its parent, to end in good order
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False)
     parser.prog = command("serve")
     flags.add_size(parser)
-    flags.add_graph_cut(parser)
-    flags.add_tuned(parser)
     flags.add_loras(parser)
-    help = 'what requests may choose as lora_set: {"NAME": {"lora": ["PATH", STRENGTH]}, ...}, with'
-    help += " the keys of a prompts file; each is sharded as the command's own LoRAs are"
-    parser.add_argument("--lora-sets", type=Path, metavar="FILE.json", help=help)
+    help = (
+        'LoRAs that requests select as lora_set: {"NAME": {"lora": ["PATH", STRENGTH]}, ...}, with'
+    )
+    help += " the keys of a prompts file; shard each set as the command's own LoRAs"
+    add = flags.group(parser, "sound, videos and LoRAs").add_argument
+    advanced(add("--lora-sets", type=Path, metavar="FILE.json", help=help))
     flags.add_models(parser)
     flags.add_fleet(parser)
     add_service(parser)
@@ -56,52 +59,54 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_service(parser: argparse.ArgumentParser) -> None:
     """Where the service listens and keeps its jobs, and for whom."""
-    add = parser.add_argument_group("service").add_argument
-    add("--host", default="127.0.0.1", help="where to listen (default: this machine alone)")
-    add("--port", type=int, default=8000, metavar="N", help="0: any that is free (default: 8000)")
-    help = "jobs, their inputs and videos (default: outputs/service)"
+    title = "Where the service listens, who may use it, and where it stores its jobs."
+    add = parser.add_argument_group("service", title).add_argument
+    help = "address to listen on (default: 127.0.0.1, this machine only)"
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help=help)
+    help = "port to listen on; 0: any free one (default: 8000)"
+    add("--port", type=int, default=8000, metavar="N", help=help)
+    help = "folder of the jobs, their inputs and videos (default: outputs/service)"
     add("--data-dir", type=Path, default=Path("outputs/service"), metavar="DIR", help=help)
-    help = "the queue's SQLite database (default: queue.sqlite under --data-dir)"
-    add("--database", metavar="FILE", help=help)
-    help = "who may use it, by hashes of their tokens; without it, whoever is on this machine"
+    help = "SQLite file of the queue (default: queue.sqlite in --data-dir)"
+    advanced(add("--database", metavar="FILE", help=help))
+    help = "hashes of the users' tokens; without it no token is needed"
     add("--tokens-file", type=Path, metavar="FILE.json", help=help)
     help = "add a token for NAME to --tokens-file, print it once, and end"
     add("--new-token", metavar="NAME", help=help)
-    add("--model-name", metavar="NAME", help="of the model (default: the checkpoint's file name)")
-    help = "api: answer only; worker: make videos only (default: all, an api that supervises a"
-    help += " worker)"
-    role = {"front": "api"}  # its earlier name
-    choices = ["all", "api", "worker"]
-    add("--role", type=lambda name: role.get(name, name), choices=choices, default="all", help=help)
-    help = "no page at / for people, and no previews for it"
-    add("--no-page", action="store_true", help=help)
+    help = "name of the model in the API (default: the checkpoint's file name)"
+    advanced(add("--model-name", metavar="NAME", help=help))
+    help = "api: answer requests; worker: generate videos; all: both (default)"
+    advanced(add("--role", choices=["all", "api", "worker"], default="all", help=help))
+    help = "serve no web page, and make no previews for it"
+    advanced(add("--no-page", action="store_true", help=help))
     add("--supervised", action="store_true", help=argparse.SUPPRESS)  # a worker, by its parent
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """How much clients may ask for, and how long it is kept."""
-    add = parser.add_argument_group("limits").add_argument
-    add("--max-queue", type=int, default=1000, metavar="N", help="jobs that wait (default: 1000)")
-    help = "jobs of one token that wait (default: all of --max-queue)"
-    add("--max-queue-per-token", type=int, metavar="N", help=help)
-    help = "new jobs a minute of one token (default: 600)"
-    add("--rate", type=float, default=600.0, metavar="N", help=help)
-    help = "files of jobs that wait (default: 50)"
-    add("--max-queue-gb", type=float, default=50.0, metavar="N", help=help)
-    help = "of a request, with its files (default: 256)"
-    add("--max-body-mb", type=float, default=256.0, metavar="N", help=help)
-    help = "of an image, when decoded (default: 33554432)"
-    add("--max-image-pixels", type=int, default=2**25, metavar="N", help=help)
-    help = "of a file that is a sound (default: 64)"
-    add("--max-audio-mb", type=float, default=64.0, metavar="N", help=help)
-    help = "of a file that is a video (default: 200)"
-    add("--max-video-mb", type=float, default=200.0, metavar="N", help=help)
-    help = "of a frame of such a video (default: 9437184)"
-    add("--max-video-pixels", type=int, default=4096 * 2304, metavar="N", help=help)
-    help = "of a sound or a video in a request (default: 60)"
-    add("--max-media-seconds", type=float, default=60.0, metavar="N", help=help)
-    add("--keep-days", type=float, default=7.0, metavar="N", help="of what is done (default: 7)")
-    add("--keep-gb", type=float, default=50.0, metavar="N", help="of what is done (default: 50)")
+    title = "How much clients may request, and how long results are kept."
+    group = parser.add_argument_group("limits", title)
+
+    def add(flag: str, default: float | None, metavar: str, help: str) -> None:
+        kind = float if isinstance(default, float) else int
+        if default is not None:
+            help += f" (default: {default:.9g})"
+        advanced(group.add_argument(flag, type=kind, default=default, metavar=metavar, help=help))
+
+    add("--max-queue", 1000, "N", "number of waiting jobs")
+    help = "number of waiting jobs of one token (default: as --max-queue)"
+    add("--max-queue-per-token", None, "N", help)
+    add("--rate", 600.0, "N", "new jobs a minute of one token")
+    add("--max-queue-gb", 50.0, "GB", "size of the files of all waiting jobs, in GB")
+    add("--max-body-mb", 256.0, "MIB", "size of a request, with its files, in MiB")
+    add("--max-image-pixels", 2**25, "N", "pixels of a decoded image")
+    add("--max-audio-mb", 64.0, "MIB", "size of an uploaded sound, in MiB")
+    add("--max-video-mb", 200.0, "MIB", "size of an uploaded video, in MiB")
+    add("--max-video-pixels", 4096 * 2304, "N", "pixels of a frame of an uploaded video")
+    add("--max-media-seconds", 60.0, "S", "length of an uploaded sound or video, in seconds")
+    add("--keep-days", 7.0, "DAYS", "days after which a finished job is deleted")
+    help = "size of all finished jobs, in GB; the oldest are deleted first"
+    add("--keep-gb", 50.0, "GB", help)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -219,11 +224,11 @@ def be_pool(args: argparse.Namespace, engine: Engine) -> None:
 def be_api(args: argparse.Namespace) -> None:
     """Answer until the process is asked to end, with or without a worker beside it."""
     queue, engine = open_queue(args), open_engine(args)
-    if args.artifacts_from:
+    if args.artifacts_url:
         from ltx_neuron.fleet.fetch import fetch
 
         sets = [s for f in flags.lora_sets(args).values() for s in flags.weight_sets(f)]
-        fetch(args.artifacts_from, engine.workspace, engine.options, sets)
+        fetch(args.artifacts_url, engine.workspace, engine.options, sets)
     with exclusive(args.data_dir.absolute() / "api", "serving"):
         registry = open_sizes(args, engine)
         if registry.unrecorded:
@@ -267,8 +272,9 @@ def be_api(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = build_parser().parse_args(argv)
-    args.typed = sys.argv[1:] if argv is None else argv
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    args.typed = parser.words
     if app is None:
         raise UserError(
             f'the service\'s packages are missing ({absent})\nType: pip install "ltx-neuron[serve]"'

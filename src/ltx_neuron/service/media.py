@@ -55,6 +55,7 @@ def check(source: Path, kind: str, limits: UploadLimits) -> None:
 def _decode(path: str, kind: str, max_seconds: float, max_pixels: int) -> None:
     """Decode a file whole, and refuse it at the first thing that is wrong with it."""
     import av
+    from av.error import FFmpegError
 
     decoded = 0
     try:
@@ -66,13 +67,14 @@ def _decode(path: str, kind: str, max_seconds: float, max_pixels: int) -> None:
                 tracks = {"audio": tracks["audio"]}
             tracks = [tracks[name] for name in ("video", "audio") if name in tracks]
             for frame in container.decode(tracks):
+                assert isinstance(frame, av.AudioFrame | av.VideoFrame)  # of such tracks alone
                 if frame.time is not None and frame.time > max_seconds:
                     sandbox.refuse(f"it is longer than {max_seconds:g} s")
                 if isinstance(frame, av.VideoFrame) and frame.width * frame.height > max_pixels:
                     size = f"{frame.width}x{frame.height}"
                     sandbox.refuse(f"it has frames of {size} pixels, {max_pixels} in all at most")
                 decoded += 1
-    except (av.FFmpegError, OSError, ValueError, MemoryError):
+    except (FFmpegError, OSError, ValueError, MemoryError):
         decoded = 0
     if not decoded:
         what = "sound" if kind == "audio" else "video"

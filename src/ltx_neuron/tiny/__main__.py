@@ -5,21 +5,18 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from ltx_neuron import tiny
+from ltx_neuron.command_line import Parser
 from ltx_neuron.errors import run
 
 
 def parse_arguments() -> argparse.Namespace:
     """The directory and one flag for each of TinySizes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ltx_neuron.tiny",
-        description=tiny.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m ltx_neuron.tiny", description=tiny.__doc__)
     parser.add_argument(
         "directory",
         type=Path,
         metavar="DIR",
-        help="where to write; an earlier tiny set is replaced",
+        help="folder to write to; an earlier tiny set is replaced",
     )
     for size in fields(tiny.TinySizes):
         flag = "--" + size.name.replace("_", "-")
@@ -28,7 +25,7 @@ def parse_arguments() -> argparse.Namespace:
             type=int,
             default=size.default,
             metavar="N",
-            help=f"{size.metadata['help']}; default %(default)s",
+            help=f"{size.metadata['help']} (default: %(default)s)",
         )
     return parser.parse_args()
 

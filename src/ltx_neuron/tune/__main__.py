@@ -1,13 +1,13 @@
-"""Try on this device what a profile may choose, and keep what is fastest and right for a size.
+"""Measure on this machine which settings of a profile are fastest for a video size, and keep them.
 
   ltx-neuron tune --checkpoint-path CKPT --height 512 --width 768 --num-frames 121
 
-Every variant is a process of its own: it compiles, loads the rank files, takes a cold and some warm
-steps on random latents, and is compared with the same step in float32 on the host. The search takes
-one key after another: backend, compile_backend, threads (of the run), attention, sequence_parallel,
-blocks_per_graph (of this size's graphs). The scripts then take what was chosen by themselves.
+Each variant runs in a process of its own. It compiles, loads the sharded weights, and times steps
+on random latents. Its output must match the same step in float32 on the host. The search tries one
+key after another. Later, commands that compile or generate use the chosen settings by themselves;
+--profile-set tuned=no ignores them.
 
-Typed again, the command goes on after the last variant that was finished. Needs the rank files.
+Shard the weights first. To continue an interrupted tuning, type the same command again.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from ltx_neuron import errors, flags
+from ltx_neuron.command_line import Parser
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
@@ -43,24 +44,22 @@ EXAMPLE = """ltx-neuron tune --checkpoint-path ltx-2.3-22b-distilled.safetensors
     --height 512 --width 768 --num-frames 121"""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = flags.parser(__doc__, EXAMPLE, gemma=False)
     parser.prog = command("tune")
     flags.add_size(parser)
     flags.add_loras(parser)
-    group = parser.add_argument_group("tuning")
-    add = group.add_argument
-    help = f"what to try (default: all): {', '.join(KEYS)}"
-    add("--keys", nargs="+", default=list(KEYS), metavar="KEY", help=help)
-    help = "time limit of a variant, compile included (default: 3600)"
+    add = parser.add_argument_group("tuning", "What is tried, and for how long.").add_argument
+    help = f"keys of the profile to try (default: all): {', '.join(KEYS)}"
+    add("--keys", nargs="+", default=list(KEYS), metavar="KEY ...", help=help)
+    help = "time limit of one variant, with its compilation (default: 3600)"
     add("--limit", type=float, default=3600.0, metavar="SECONDS", help=help)
-    add("--steps", type=int, default=5, metavar="N", help="warm steps of a stage (default: 5)")
-    help = "alternating rounds of a faster variant and the best so far (default: 3)"
-    add("--turns", type=int, default=3, metavar="N", help=help)
-    help = "run the first N blocks of the model alone; the rank files are the same"
+    add("--steps", type=int, default=5, metavar="N", help="timed steps of a stage (default: 5)")
+    help = "rounds in which a faster variant and the best one alternate (default: 3)"
+    add("--rounds", type=int, default=3, metavar="N", help=help)
+    help = "run only the first N transformer blocks (default: all)"
     add("--layers", type=int, metavar="N", help=help)
-    add("--force", action="store_true", help="forget what was measured and chosen before")
-    add("--again", dest="force", action="store_true", help=argparse.SUPPRESS)
+    add("--force", action="store_true", help="measure again, and discard the earlier choice")
     for name in ("variant", "reference"):  # what the tuning's own processes compute, and where to
         add(f"--{name}", type=Path, help=argparse.SUPPRESS)
     return parser
@@ -72,7 +71,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--keys {unknown[0]}: unknown; known: {', '.join(KEYS)}")
     if not 0 < args.limit < float("inf"):
         raise UserError(f"--limit {args.limit:g}: wanted seconds above 0, as in --limit 3600")
-    for flag, number in (("--steps", args.steps), ("--turns", args.turns)):
+    for flag, number in (("--steps", args.steps), ("--rounds", args.rounds)):
         if number < 1:
             raise UserError(f"{flag} {number}: wanted 1 or more")
 
@@ -123,7 +122,7 @@ class Tuning:
 
         work = self.base.with_suffix(".work")
         trials = Trials(args.typed, args.dtype, baseline, args.limit, work, journal, report)
-        best = search(baseline, keys, others, args.turns, trials.measure)
+        best = search(baseline, keys, others, args.rounds, trials.measure)
         shutil.rmtree(work, ignore_errors=True)
         depth = f", the first {args.layers} blocks" if args.layers else ""
         print(f"\n{workspace.profile.name}, TP {workspace.tp}, {self.key}{depth}")
@@ -157,12 +156,13 @@ class Tuning:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = build_parser().parse_args(argv)
-    args.typed = sys.argv[1:] if argv is None else argv
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    args.typed = parser.words
     check(args)
     shape = Job("", flags.size(args), images=flags.spec(args).image)
     shape.check_shape()
-    workspace = flags.workspace(args)
+    workspace = flags.workspace(args, tuned=False)
     require_runtime(workspace.profile, workspace.tp)
     check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
     loras = flags.lora_fields(flags.spec(args))["loras"]

@@ -119,7 +119,7 @@ class TunedSettings:
             return ""
         settings = dict.fromkeys(setting for used in self.used.values() for setting in used)
         text = " ".join(settings) or "the profile's own values are the fastest"
-        return f"tuned: {text} ({self.path}; --ignore-tuned ignores it)"
+        return f"tuned: {text} ({self.path}; --profile-set tuned=no ignores it)"
 
     def describe(self) -> dict:
         """What of it is in use, for the report."""

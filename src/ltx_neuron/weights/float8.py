@@ -35,7 +35,7 @@ class WeightFile(TensorFile):
     UserError, naming the tensors, for another layout and for a scale that is damaged.
     """
 
-    def __init__(self, path: Path, download: str):
+    def __init__(self, path: str | Path, download: str):
         super().__init__(path, download)
         # Of every float8 tensor: its scale, float32 without dimensions; None where it has none.
         self.scales: dict[str, Tensor | None] = {}

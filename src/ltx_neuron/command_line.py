@@ -1,0 +1,173 @@
+"""The parser of every command: --help prints the flags that most people type, --help-all prints all
+of them, and renamed flags are accepted by their earlier names for one version."""
+
+import argparse
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+# Earlier names of flags, by their present ones. A name that ends with = takes the earlier flag's
+# value. A command accepts those whose present flag it has.
+RENAMED = {
+    "--again": "--force",
+    "--artifacts-from": "--artifacts-url",
+    "--blocks-per-graph": "--profile-set blocks_per_graph=",
+    "--host-dtype": "--profile-set host_dtype=",
+    "--ignore-tuned": "--profile-set tuned=no",
+    "--keep": "--dump-dir",
+    "--no-tuned": "--profile-set tuned=no",
+    "--role front": "--role api",
+    "--turns": "--rounds",
+}
+RENAMED_UNTIL = "0.3.0"  # the version that takes the earlier names no longer
+_WIDTH, _HELP_COLUMN = 100, 34
+
+
+def advanced(action: argparse.Action) -> argparse.Action:
+    """Have --help leave a flag out; --help-all shows it."""
+    vars(action)["advanced"] = True
+    return action
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser without abbreviations, so that a typo is an error. Its errors are the mistake and,
+    for an unknown flag, the nearest one.
+
+    typical  what most people type besides what is required: ends the usage line
+    words    what was parsed, by the present names of the flags
+    """
+
+    typical = ""
+    words: list[str]
+
+    def __init__(self, **options):
+        super().__init__(**options, add_help=False, allow_abbrev=False)
+        options = {"action": _Help, "nargs": 0, "dest": "help", "default": argparse.SUPPRESS}
+        add = self.add_argument
+        advanced(add("-h", "--help", help="print the most used flags, and end", **options))
+        advanced(add("--help-all", help="print all flags, and end", **options))
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:  # type: ignore[override]
+        self.words = self.present(sys.argv[1:] if args is None else args)
+        parsed, unknown = self.parse_known_args(self.words, namespace)
+        if unknown:
+            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unknown: {' '.join(unknown)}{hint}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace("the following arguments are required", "required and missing")
+        message = re.sub(r"(--[\w-]+)(/--[\w-]+)+", r"\1", message)  # one of a flag's names
+        self.exit(2, f"error: {message}\nAll flags: {self.prog} --help-all\n")
+
+    def present(self, words: Sequence[str]) -> list[str]:
+        """The words with the present names of flags in the place of earlier ones; a note on stderr
+        for each."""
+        rest, present = list(words), []
+        while rest:
+            word = rest.pop(0)
+            flag, equals, joined = word.partition("=")
+            value = joined if equals else next(iter(rest), "")
+            old = next((name for name in (f"{flag} {value}", flag) if name in RENAMED), "")
+            new = RENAMED.get(old, "")
+            if new.partition(" ")[0] not in self._option_string_actions:
+                present.append(word)
+                continue
+            if new.endswith("="):
+                old, new = f"{old} {value}", new + value
+            if " " in old and not equals:
+                del rest[:1]
+            text = new if " " in old or not equals else f"{new}={joined}"
+            present += text.split(" ", 1)
+            print(
+                f"note: {old} is now {new}; the earlier name works until version {RENAMED_UNTIL}",
+                file=sys.stderr,
+            )
+        return present
+
+    # --- help -------------------------------------------------------------------------------------
+
+    def format_usage(self) -> str:
+        formatter = _Formatter(self.prog)
+        shown = [
+            formatter._format_args(action, action.dest)
+            if not action.option_strings
+            else formatter._format_action_invocation(action)
+            for action in self._actions
+            if action.required
+        ]
+        words = ["usage:", self.prog, *shown, self.typical, "[flags]"]
+        usage = " ".join(word for word in words if word)
+        return textwrap.fill(usage, formatter._width, subsequent_indent=" " * 4) + "\n"
+
+    def format_help(self, everything: bool = False) -> str:
+        """The text of --help or, with everything, of --help-all."""
+        flags = [action for action in self._actions if action.help is not argparse.SUPPRESS]
+        shown = [a for a in flags if everything or not getattr(a, "advanced", False)]
+        others = [group for group in self._action_groups if group is not self._optionals]
+        sections = []
+        for group in (*others, self._optionals):
+            if actions := [action for action in group._group_actions if action in shown]:
+                formatter = _Formatter(self.prog, every_name=everything)
+                formatter.start_section(group.title)
+                if everything:
+                    formatter.add_text(group.description)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+                sections.append(formatter.format_help().strip("\n"))
+        parts = [
+            self.format_usage().strip(),
+            _wrapped((self.description or "").strip()),
+            ("\n\n" if everything else "\n").join(sections),
+            self.epilog,
+        ]
+        if len(flags) - len(shown) > 2:  # more than -h and --help-all themselves
+            parts.append(f"{len(shown)} of {len(flags)} flags. All of them: --help-all")
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+
+class _Help(argparse.Action):
+    """Prints the help, and ends."""
+
+    def __call__(self, parser: Any, namespace, values, option_string=None):
+        print(parser.format_help(everything=option_string == "--help-all"), end="")
+        parser.exit()
+
+
+def _wrapped(text: str, width: int = _WIDTH, indent: str = "") -> str:
+    """Each line of a text by itself."""
+    return "\n".join(
+        textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent)
+        for line in text.splitlines()
+    )
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help of at most 100 columns, with a flag's value once for all of its names."""
+
+    def __init__(self, prog: str, every_name: bool = False):
+        width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 50)).columns)
+        super().__init__(prog, max_help_position=_HELP_COLUMN, width=width)
+        self.every_name = every_name
+        self._action_max_length = width  # one column of help texts in all sections
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = action.option_strings if self.every_name else action.option_strings[:1]
+        default = self._get_default_metavar_for_optional(action)
+        value = "" if action.nargs == 0 else self._format_args(action, default)
+        return f"{', '.join(names)} {value}".strip()
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return _wrapped(text, width, indent)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if isinstance(action.metavar, str) and " " in action.metavar:  # says how many values
+            return action.metavar
+        return super()._format_args(action, default_metavar)
