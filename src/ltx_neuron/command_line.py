@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         ]
         words = ["usage:", self.prog, *shown, self.typical, "[flags]"]
         usage = " ".join(word for word in words if word)
-        return textwrap.fill(usage, formatter._width, subsequent_indent=" " * 4) + "\n"
+        return _wrapped(usage, formatter._width, others=" " * 4) + "\n"
 
     def format_help(self, everything: bool = False) -> str:
         """The text of --help or, with everything, of --help-all."""
@@ -139,12 +139,12 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def _wrapped(text: str, width: int = _WIDTH, indent: str = "") -> str:
-    """Each line of a text by itself."""
-    return "\n".join(
-        textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent)
-        for line in text.splitlines()
+def _wrapped(text: str, width: int = _WIDTH, first: str = "", others: str = "") -> str:
+    """Each line of a text by itself, with what its first and its other lines begin with."""
+    wrapper = textwrap.TextWrapper(
+        width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
     )
+    return "\n".join(map(wrapper.fill, text.splitlines()))
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -165,7 +165,10 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return f"{', '.join(names)} {value}".strip()
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return _wrapped(text, width, indent)
+        return _wrapped(text, width, indent, indent)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrapped(text, width).splitlines()
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if isinstance(action.metavar, str) and " " in action.metavar:  # says how many values

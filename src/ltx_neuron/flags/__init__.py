@@ -85,7 +85,7 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
     parser = Parser(description=description, epilog=f"example:\n  {example}")
     add = group(parser, "model and machine").add_argument
     names = ("--checkpoint-path", "--distilled-checkpoint-path", "--model-path")
-    help = "LTX-2.3 checkpoint: a file or a Hub name, Lightricks/LTX-2.3[/FILE]"
+    help = "checkpoint: a file or a Hub name, Lightricks/LTX-2.3[/FILE]"
     add(*names, type=Path, required=required, metavar="FILE", help=help)
     if gemma:
         help = "Gemma3-12B: a folder or a Hub name"
