@@ -167,7 +167,7 @@ def test_progress_and_a_preview_are_seen_and_a_clip_is_cancelled_while_it_is_mad
             page.wait_for_selector("#shown-prompt:has-text('birds sing')")
             wait_for(is_stopped_with_a_preview, every=0.002)
             page.wait_for_selector("#screen img")
-            page.wait_for_function("document.querySelector('#screen img').naturalWidth > 0")
+            page.evaluate("document.querySelector('#screen img').decode()")  # there is a picture
             said = page.text_content("#step")
             assert re.search(r"\d+ % · stage \d, step \d of \d", said), said
             assert re.fullmatch(r"\d+ %", page.text_content("#announced"))
@@ -190,7 +190,7 @@ def test_a_clip_is_cancelled_and_no_worker_makes_it(opened, service):  # noqa: F
         page.wait_for_selector("#step:has-text('Waiting: 1 ahead')")
         page.wait_for_selector("#state:has-text('2 waiting')")
         page.click("#remove:has-text('Cancel')")
-        page.wait_for_function("document.querySelectorAll('#gallery li').length === 1")
+        page.wait_for_selector("#gallery li:only-child")
         assert [video.prompt for video in client.videos.list()] == ["the first"]
         page.click("#remove:has-text('Cancel')")
         page.wait_for_selector("#none:visible")

@@ -36,7 +36,7 @@ def test_the_page_and_its_files_name_no_other_site(service):
     found = {path: get(service, path) for path in FILES}
     assert all(got.status == 200 for got in found.values())
     named = re.findall(r"(?:src|href)=\"([^\"]*)", found["/"].body.decode())
-    assert {f"/{name}" for name in named} == {*FILES} - {"/"}
+    assert {f"/{name}" for name in named} == {*FILES, "/docs"} - {"/"}
     text = "".join(got.body.decode() for got in found.values())
     assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg"}
 
@@ -56,6 +56,9 @@ def test_every_field_of_the_page_is_one_that_the_api_knows():
     names = {*re.findall(r" name=\"(\w+)\"", html), *re.findall(r"body\.set\(\"(\w+)", script)}
     assert {"prompt", "size", "recipe", "two_stage", "num_frames", "negative_prompt"} < names
     assert names - {"viewport", "duration"} <= KNOWN
+    files = re.search(r"const FILES = \{(.*?)\};", script, re.DOTALL)[1]
+    sent = {*re.findall(r"^  (\w+):", files, re.MULTILINE), *re.findall(r"\"([a-z_]+)\"", files)}
+    assert {"input_reference", "audio_reference", "start_time"} < sent <= KNOWN
     kinds = re.search(r"input_reference: \[.*?((?:image/\w+(?:, )?)+)", script)[1].split(", ")
     assert kinds == [f"image/{name.lower()}" for name in FORMATS]
 

@@ -89,7 +89,7 @@ async function begin() {
   const { owner } = await call("session");
   const [models, api] = await Promise.all([call("v1/models"), call("openapi.json")]);
   model = models.data[0];
-  inputs = model.inputs ?? { input_reference: model.sizes };
+  inputs = model.inputs;
   drawFields(api.components.schemas.VideoRequest.properties);
   offer("lora_set", Object.keys(model.lora_sets).map((name) => [name, name]));
   narrow(model.default ?? undefined);
