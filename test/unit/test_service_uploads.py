@@ -32,6 +32,7 @@ from service_app import (
 
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake
+from ltx_neuron.serve.__main__ import capability_jobs, reference_jobs
 from ltx_neuron.service import media, sandbox
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.limits import MAX_JSON_BYTES
@@ -132,9 +133,21 @@ def test_references_and_their_mask_go_with_an_ic_lora(service, files):
     assert video["two_stage"] and job.size in (PAIR, replace(PAIR, height=256, width=128))
     job, _ = made(service, **reference, conditioning_attention_mask=files["film.mp4"])
     assert Path(job.attention_mask.path).read_bytes() == files["film.mp4"]
+    recorded = service.sizes.workspace.recorded
+    for name in [name for name in recorded if "bias" in name]:
+        del recorded[name]  # graphs with a mask
+    error = refused(service, **reference, conditioning_attention_mask=files["film.mp4"])
+    assert error["code"] == "profile_mismatch" and "their mask" in error["message"]
     error = refused(service, video_conditioning=files["film.mp4"])
     assert error["code"] == "feature_not_supported" and "'pose'" in error["message"]
     assert refused(service, lora_set="pose", size="256x128")["param"] == "lora_set"
+
+
+def test_a_worker_must_have_an_ic_loras_weights_and_no_reference_for_it(service):
+    sizes = service.sizes
+    assert [job.all_loras for job in capability_jobs(sizes)] == [(), ()]
+    (job,) = reference_jobs(sizes)
+    assert job.stages[0].loras == sizes.lora_sets["pose"]["stage_1_loras"]
 
 
 def test_the_model_lists_the_inputs_that_it_takes_with_their_sizes(service):
@@ -173,7 +186,7 @@ def test_what_the_job_cannot_be_made_of_is_said_in_the_names_of_fields(service, 
         ({"audio_start_time": "3"}, "audio_start_time", "audio_reference"),
         (film, "video_reference", "needs start_time"),
         (film | {"start_time": "0", "end_time": "9"}, "start_time", "reaches beyond"),
-        (film | part | {"size": "96x64"}, "height", "does not go with video_reference"),
+        (film | part | {"size": "96x64"}, "height", "video_reference"),
         (film | part | {"seconds": "1"}, "seconds", "does not go with video_reference"),
         ({"video_reference": files["odd.mp4"]} | part, "video_reference", "multiples of 32"),
         (film | part | {"audio_reference": sound}, "video_reference", "audio_reference"),

@@ -16,7 +16,12 @@ from ltx_neuron.flags.resolve import references_of
 from ltx_neuron.host import conditions
 from ltx_neuron.host.images import MAX_IMAGE_PIXELS, MAX_SIDE, MIN_SIDE, check_image
 from ltx_neuron.job import LORA_FIELDS, Job, Size
-from ltx_neuron.sampling.conditions import ImageCondition, ReferenceVideo, WeightedFile
+from ltx_neuron.sampling.conditions import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    WeightedFile,
+)
 from ltx_neuron.sampling.spec import LORAS, JobSpec, LoraFile
 from ltx_neuron.service import media, picture
 from ltx_neuron.service.api_error import ApiError, busy, invalid, too_large
@@ -117,6 +122,8 @@ class JobSubmitter:
             inputs: dict[str, Any] = {"images": images}
             if request.video_conditioning:
                 inputs["references"] = self._references(request, spec)
+                masks = spec.conditioning_attention_mask
+                inputs["attention_mask"] = AttentionMask(*masks[0]) if masks else None
             chosen, notes = sizes.choose(wanted, **inputs)
             said = vars(chosen.size)
         loras = sizes.loras(request.lora_set, chosen)

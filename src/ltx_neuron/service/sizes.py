@@ -33,7 +33,11 @@ from ltx_neuron.workspace import Workspace
 
 NO_LORAS: dict[str, dict[str, tuple]] = {"default": dict.fromkeys(LORA_FIELDS, ())}
 _MAX_LISTED = 12  # sizes in a message
-_AS_THESE = {"images": "images held as these are", "references": "reference videos as these are"}
+_AS_THESE = {
+    "images": "images held as these are",
+    "references": "reference videos as these are",
+    "attention_mask": "their mask",
+}
 
 
 class RequestedSize(VideoFields):
@@ -258,7 +262,10 @@ class SizeRegistry:
         else:
             message = f"{what} is not compiled, nor within a rounding of what is"
         by_seconds = "seconds" in given and not {"height", "width"} & given.keys()
-        return _not_compiled(message, self.compiled, "seconds" if by_seconds else "size")
+        compiled = self.compiled
+        if "references" in inputs:
+            compiled = self.inputs.get("video_conditioning", [])
+        return _not_compiled(message, compiled, "seconds" if by_seconds else "size")
 
 
 def _not_compiled(message: str, compiled: list[CompiledSize], param: str) -> ApiError:

@@ -1,0 +1,87 @@
+"""Videos that a service makes from uploaded videos: retake, extension and references of an IC-LoRA.
+They have the bytes that the engine makes of the same files where they lie."""
+
+from contextlib import closing
+from io import BytesIO
+
+import given_runs
+import pytest
+from engines import give_contexts, sharing
+from given_runs import ic_lora, retake, told
+from helpers import one_thread  # noqa: F401
+
+pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
+
+from serving import stop_after
+from starlette.datastructures import UploadFile
+
+from ltx_neuron.engine import Engine
+from ltx_neuron.job import Job
+from ltx_neuron.service.fields import read_request
+from ltx_neuron.service.jobs import VIDEO, JobSubmitter
+from ltx_neuron.service.queue import Queue
+from ltx_neuron.service.sizes import NO_LORAS, CompiledSize, SizeRegistry
+from ltx_neuron.service.worker import Worker
+
+files, workspace, opened = given_runs.files, given_runs.workspace, given_runs.opened  # fixtures
+contexts = given_runs.contexts
+
+
+def upload(path) -> UploadFile:
+    return UploadFile(BytesIO(path.read_bytes()))
+
+
+def served(engine: Engine, folder, lora_sets: dict, **fields) -> bytes:
+    """The MP4 of a request."""
+    with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
+        default = CompiledSize(Job("").size, "distilled")
+        sizes = SizeRegistry(engine.workspace, default, {"spatial"}, lora_sets)
+        entry = JobSubmitter(queue, sizes, "tiny").accept(read_request(fields), "ada")
+        working = Worker(queue, engine, "w", previews=True)
+        watching = stop_after(working, entry)
+        working.run()
+        watching.join()
+        return (queue.folder_of(entry.id) / VIDEO).read_bytes()
+
+
+def made(engine: Engine, job: Job, path) -> bytes:
+    """The MP4 of a job."""
+    engine.on_step_end = engine.on_stage_end = None
+    outcomes = engine.run([job], keep=True, write=lambda clip: clip.write_mp4(path))
+    assert len(list(outcomes)) == 1
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["retake", "extend", "IC-LoRA"])
+def test_a_service_makes_the_bytes_that_the_engine_makes(
+    kind, opened, contexts, files, tiny, tmp_path
+):
+    engine, sets = sharing(opened()), dict(NO_LORAS)
+    if kind == "IC-LoRA":
+        job = told(ic_lora(files, tiny, images=()))
+        sets["pose"] = NO_LORAS["default"] | {"stage_1_loras": job.stage_1_loras}
+        videos = [
+            {"video_url": upload(files / each.path.name), "strength": each.strength}
+            for each in job.references
+        ]
+        mask = {"video_url": upload(files / "mask.mkv"), "strength": 0.8}
+        fields = {"lora_set": "pose", "video_conditioning": videos, "size": "128x128", "fps": 25}
+        fields |= {"conditioning_attention_mask": mask, "num_frames": 17}
+    else:
+        given = retake(files)
+        job = told(given)
+        fields = {"video_reference": upload(files / "film.mkv")}
+        if kind == "extend":
+            job = given_runs.replace(
+                job,
+                size=given_runs.replace(job.size, num_frames=25),
+                retake=given_runs.Retake(files / "film.mkv", extend=0.4, source_frames=17),
+            )
+            fields["extend"] = 0.4
+        else:
+            fields |= {"start_time": 0.12, "end_time": 0.2}
+    for stage in job.stages:
+        engine.workspace.compile_dit([job.bucket(stage)], job)
+    give_contexts(engine, job, contexts)
+    fields |= {"prompt": job.prompt, "seed": job.seed}
+    assert served(engine, tmp_path, sets, **fields) == made(engine, job, tmp_path / "wanted.mp4")
