@@ -65,8 +65,7 @@ def local_path(name: str | Path, kind: str) -> Path:
     kind  "distilled" or "dev" (a checkpoint of this recipe), "gemma", "lora", "spatial" or
           "temporal" (an upsampler)
     """
-    match = None if os.path.exists(name) else _NAME.fullmatch(str(name))
-    if not match or match[0] == match[1] and match[1].endswith(".safetensors"):
+    if not (match := _match(name)):
         return Path(name)
     repo, revision = match[1], match[2] or "main"
     file = match[3] or RELEASED.get(repo, {}).get(kind, "")
@@ -81,6 +80,17 @@ def local_path(name: str | Path, kind: str) -> Path:
     if path is None:
         raise UserError(f"{repo} changed during its download\nType the same command again")
     return path
+
+
+def absolute(name: str | Path) -> str:
+    """An absolute path for processes in other folders; a Hub name as it is."""
+    return str(name) if _match(name) else os.path.abspath(name)
+
+
+def _match(name: str | Path) -> re.Match | None:
+    match = None if os.path.exists(name) else _NAME.fullmatch(str(name))
+    is_file = match and match[0] == match[1] and match[1].endswith(".safetensors")
+    return None if is_file else match
 
 
 def spelled(path: str | Path) -> str:

@@ -404,3 +404,15 @@ def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
             ray.get(other.cores.remote())
         with pytest.raises(UserError, match="2,3,4,5 are cores of more than one chip"):
             ray.get(asking(profile, 4).cores.remote())
+
+
+def test_a_replica_gets_hub_names_as_they_are_and_absolute_paths():
+    from ltx_neuron.fleet import pool  # imports Ray
+
+    typed = ["--checkpoint-path", "Lightricks/LTX-2.3", "--gemma-root", "gemma"]
+    typed += ["--lora", "owner/repository", "0.5", "--artifacts-dir", "made/here"]
+    args = pool.absolute(generate.build_parser("generate", "", "").parse_args(typed))
+    assert args.checkpoint_path == Path("Lightricks/LTX-2.3")
+    assert args.gemma_root == Path("gemma").absolute()
+    assert args.lora == [["owner/repository", "0.5"]]
+    assert args.artifacts_dir == Path("made/here").absolute()

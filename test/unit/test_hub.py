@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from ltx_neuron import flags
 from ltx_neuron.doctor.__main__ import main as doctor
 from ltx_neuron.errors import UserError
-from ltx_neuron.hub import RELEASED, download_again, local_path, no_downloads, spelled
+from ltx_neuron.hub import RELEASED, absolute, download_again, local_path, no_downloads, spelled
 from ltx_neuron.pipeline import LTXPipeline
 
 LTX, GEMMA = "Lightricks/LTX-2.3", "google/gemma-3-12b-it-qat-q4_0-unquantized"
@@ -290,3 +290,12 @@ def test_the_doctor_downloads_nothing_and_says_what_is_not_downloaded_yet(hub, c
     assert not hub.requests
     with no_downloads(), pytest.raises(UserError, match="not downloaded yet"):
         local_path(LTX, "distilled")
+
+
+def test_other_processes_get_a_hub_name_as_it_is_and_a_path_from_the_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loras").mkdir()
+    Path("loras/style").touch()
+    assert absolute("Lightricks/LTX-2.3") == "Lightricks/LTX-2.3"
+    assert absolute("loras/style") == str(tmp_path / "loras/style")
+    assert absolute("ltx.safetensors") == str(tmp_path / "ltx.safetensors")

@@ -18,7 +18,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ltx_neuron import hub
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.flags import MODEL_FILES
 from ltx_neuron.fleet import cluster
 from ltx_neuron.fleet.remote_queue import QueueActor
 from ltx_neuron.fleet.replica import Replica
@@ -176,12 +178,12 @@ def _reason(error: Exception | None) -> str:
 
 def absolute(args: Namespace) -> Namespace:
     """Flags whose paths mean the same in other processes' working folders."""
-    values: dict[str, Any] = {
-        key: Path(os.path.abspath(value)) if isinstance(value, Path) else value
-        for key, value in vars(args).items()
-    }
+    values: dict[str, Any] = dict(vars(args))
+    for key, value in values.items():
+        if isinstance(value, Path):
+            values[key] = Path((hub.absolute if key in MODEL_FILES else os.path.abspath)(value))
     if values["artifacts_url"] and "://" not in str(values["artifacts_url"]):
         values["artifacts_url"] = os.path.abspath(values["artifacts_url"])
     for key in ("lora", "ic_lora", "distilled_lora"):
-        values[key] = [[os.path.abspath(path), *rest] for path, *rest in values.get(key) or []]
+        values[key] = [[hub.absolute(path), *rest] for path, *rest in values.get(key) or []]
     return Namespace(**values)

@@ -26,6 +26,7 @@ HOST_ENCODER_CODE = (
     "host/arithmetic",
     "weights/checkpoint",
     "weights/sharding",
+    "weights/float8",
     "weights/tensorfile",
 )
 RANK_ENCODER_CODE = ("config", "models", "text", "weights", "backends")
