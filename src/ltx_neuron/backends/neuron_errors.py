@@ -1,8 +1,8 @@
-"""Failures of the Neuron runtime and compiler: what their texts mean, and what to do about them.
+"""Known failures of the Neuron runtime and compiler: patterns, meanings and remedies.
 
 Sources: nrt_status.h and the runtime's troubleshooting page (status numbers and names), the
-compiler's error-code pages, and what users of both reported. A status number appears as "status=4",
-its name as NRT_RESOURCE.
+compiler's error-code pages, and users' reports. A status number appears as "status=4", its name as
+NRT_RESOURCE.
 """
 
 import re
@@ -15,12 +15,12 @@ from ltx_neuron.invocation import command
 
 
 class DeviceFailure(RunError):
-    """The device, its driver or its compiler failed in a known way: the text says what to do."""
+    """A known failure of the device, its driver or its compiler; the message has the remedy."""
 
 
 class Known(NamedTuple):
-    """One failure: its status numbers, a regular expression of its texts, what it means to a user,
-    and what to type."""
+    """One failure: its status numbers, a regular expression for its texts, its meaning for a user,
+    and the remedy."""
 
     statuses: tuple[int, ...]
     pattern: str
@@ -33,10 +33,10 @@ _SMALLER = (
     f"compile a smaller size ({command('plan')} says which fit), or use a profile that holds"
     " one model at a time"
 )
-# The first row whose text matches counts, then the first with the number: words are more exact than
-# a number, and the same text comes with different numbers.
+# The first row with a matching text counts, else the first with the number: a text is more precise
+# than a number, and the same text occurs with different numbers.
 TABLE = (
-    # The device: taken, not there, or full
+    # The device: in use, absent, or full
     Known(
         (1005,),
         r"[Cc]ore\(s\) not available|[Cc]ores?.{0,40}(in use|held by)|NRT_EXEC_NC_BUSY",
@@ -62,7 +62,7 @@ TABLE = (
         "the host's memory is full or fragmented",
         "end other programs, then: echo 1 | sudo tee /proc/sys/vm/compact_memory",
     ),
-    # The launch of a run
+    # Launching a run
     Known(
         (5,),
         "NRT_TIMEOUT",
@@ -83,7 +83,7 @@ TABLE = (
         "count them: neuron-ls; type: unset NEURON_RT_NUM_CORES; check NEURON_RT_VISIBLE_CORES and"
         " NEURON_LOGICAL_NC_CONFIG",
     ),
-    # The graph's file does not fit the installation or the machine
+    # A graph for another installation or machine
     Known(
         (10,),
         "NRT_UNSUPPORTED_NEFF_VERSION",
@@ -103,7 +103,7 @@ TABLE = (
         "delete the graph's folder, compile again with the installed SDK, and check that"
         " NEURON_LOGICAL_NC_CONFIG is the one it was compiled for",
     ),
-    # While it ran
+    # During a run
     Known(
         (1003,),
         "NRT_EXEC_COMPLETED_WITH_NUM_ERR",
@@ -123,7 +123,7 @@ TABLE = (
         "the cores could not find each other",
         "wait a minute for the last run's ports, and type the same again",
     ),
-    # neuronx-cc: its codes say which pass gave up; the last row is any other code
+    # neuronx-cc: a code identifies the failed pass; the last row matches any other code
     Known(
         (),
         "NCC_EXTP004|NCC_EBVF030|NCC_EVRF007|instruction.{0,20}limit",
@@ -160,13 +160,13 @@ def known(text: str) -> Known | None:
 
 
 def failure(error: BaseException) -> DeviceFailure | None:
-    """An error, or one that caused it, in words a user can act on; None where none is known."""
-    # A context may lead back to an error that is in the chain already.
+    """The known failure of an error or of one of its causes; None if there is none."""
+    # The chain of contexts may be a cycle.
     chain, link = [], error
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__ or link.__context__
-    for link in reversed(chain):  # the first cause says most
+    for link in reversed(chain):  # the first cause is the most specific
         if isinstance(link, RuntimeError | OSError) and (row := known(str(link))):
             lines = str(link).strip().splitlines()
             line = next((line for line in lines if known(line) is row), lines[0])
@@ -176,11 +176,11 @@ def failure(error: BaseException) -> DeviceFailure | None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn failures that are known into DeviceFailure; others pass as they are."""
+    """Convert known failures inside the block to DeviceFailure; other errors pass unchanged."""
     try:
         yield
     except (RuntimeError, OSError) as error:
-        # A RunError says already what happened, in a text that may quote these words.
+        # A RunError has a message already, which may quote a known text.
         if not isinstance(error, RunError) and (explanation := failure(error)):
             raise explanation from error
         raise

@@ -1,8 +1,7 @@
-"""What the configurations of all models share: what the release is and how it is downloaded, checks
-of values, digests.
+"""Shared parts of all models' configurations: the supported release, checks of values, digests.
 
-Sizes are no constants of the release: they come from the checkpoint's `config` metadata and Gemma's
-config.json. Values that the code does not implement are refused by name rather than ignored.
+All sizes come from the checkpoint's `config` metadata and Gemma's config.json. A value that the
+code does not implement raises an error with its name.
 """
 
 import dataclasses
@@ -17,16 +16,15 @@ from ltx_neuron.hub import download_released
 
 SUPPORTED_VERSION = "2.3"
 CHECKPOINT_DOWNLOAD = download_released("distilled")
-# the tokenizer pads to this many, and the connectors return this many (ltx-core
-# base_encoder.py:182)
+# The tokenizer pads to this length, and the connectors return it (ltx-core base_encoder.py:182).
 TEXT_TOKENS = 1024
-# the name of a count of heads that several ranks may share
+# The name of a count of heads that several ranks may share.
 KEY_VALUE_HEADS = "Gemma num_key_value_heads"
 HOST_DECODES = "; leave out --neuron-vae: the host decodes it"
 
 
 def gemma_download(root: Path) -> str:
-    """The command that fills a Gemma root, and what Google wants first."""
+    """The command that downloads Gemma to `root`, and how to accept its terms first."""
     return (
         "hf download google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir"
         f" {shlex.quote(str(root))}\n(once, before: accept the terms on"
@@ -36,7 +34,7 @@ def gemma_download(root: Path) -> str:
 
 
 def digest(value: object) -> str:
-    """Twelve hex digits over a value's canonical JSON."""
+    """Twelve hex digits of SHA-256 over a value's canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -53,7 +51,7 @@ class AttentionSize:
 
 
 class ModelConfig:
-    """What the configurations of all models have."""
+    """Base class of all models' configurations."""
 
     # Counts of heads by name, which a tensor-parallel degree must divide.
     heads: dict[str, int] = {}
@@ -68,8 +66,8 @@ class ModelConfig:
 
 
 def check_heads(tp: int, heads: dict[str, int]) -> None:
-    """Raise UserError unless every rank gets whole heads: a split that cuts one can divide evenly
-    and still be wrong. Ranks may share a key-value head, each with a copy of it."""
+    """Raise UserError unless every rank gets whole heads: even splits of the weights can still cut
+    a head. Several ranks may have copies of one key-value head."""
 
     def cut(degree: int) -> list[str]:
         return [
@@ -88,8 +86,8 @@ def check_heads(tp: int, heads: dict[str, int]) -> None:
 
 
 def check_values(section: str, values: dict, wanted: dict, by: str, advice: str = "") -> None:
-    """Raise UserError for the first of a section's values that is another than the one in `wanted`.
-    by: what implements no other one."""
+    """Raise UserError for the first of a section's values that differs from `wanted`. by: the
+    operation that implements only that value."""
     for name, value in wanted.items():
         if values.get(name) != value:
             got = repr(values[name]) if name in values else "absent"
@@ -100,7 +98,7 @@ def check_values(section: str, values: dict, wanted: dict, by: str, advice: str 
 
 
 def check_numbers(config, where: str) -> None:
-    """Raise UserError for a size or scale of a configuration that is no number above 0."""
+    """Raise UserError for a size or scale of a configuration that is not a number above 0."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.type is AttentionSize:

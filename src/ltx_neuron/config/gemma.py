@@ -1,4 +1,4 @@
-"""Gemma3's text model, which encodes prompts."""
+"""The configuration of Gemma3's text model, which encodes prompts."""
 
 import dataclasses
 import json
@@ -21,8 +21,8 @@ from ltx_neuron.hub import nearest
 
 @dataclass(frozen=True)
 class GemmaConfig(ModelConfig):
-    """Gemma3's text model (text_config of gemma_root/config.json, in the spelling of transformers 4
-    or 5). The defaults are google/gemma-3-12b-it's, whose published file leaves most out."""
+    """Gemma3's text model (text_config of gemma_root/config.json, with the names of transformers 4
+    or 5). The defaults are google/gemma-3-12b-it's, whose published file omits most values."""
 
     hidden_size: int = 3840
     intermediate_size: int = 15360
@@ -42,7 +42,7 @@ class GemmaConfig(ModelConfig):
 
     @property
     def heads(self) -> dict[str, int]:
-        """A degree divides these, or is a multiple of the second."""
+        """A tensor-parallel degree divides these, or is a multiple of the second."""
         return {
             "Gemma num_attention_heads": self.num_attention_heads,
             KEY_VALUE_HEADS: self.num_key_value_heads,
@@ -116,10 +116,10 @@ def check_gemma_fits(
     gemma_root: Path,
     features: int | None = None,
 ) -> None:
-    """Refuse a text encoder whose hidden states the checkpoint's projections do not take.
+    """Raise UserError unless the text encoder's hidden states fit the checkpoint's projections.
 
-    `features` is what a projection takes: the hidden states of the embedding and of every layer,
-    side by side.
+    features  input width of a projection: the concatenated hidden states of the embedding and all
+              layers
     """
     if gemma.hidden_size != transformer.caption_channels:
         got = f"hidden_size {gemma.hidden_size}"

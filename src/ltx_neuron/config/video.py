@@ -1,4 +1,4 @@
-"""The video decoder as the ranks run it."""
+"""The configuration of the video decoder on the ranks."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ from ltx_neuron.errors import UserError
 
 @dataclass(frozen=True)
 class Upsampling:
-    """Part of the video decoder: a convolution whose channels become positions.
+    """Depth-to-space upsampling in the video decoder: a convolution whose channels become
+    positions.
 
-    stride      frames, rows and columns that take the place of one
-    multiplier  by which the channels shrink
+    stride      factors of frames, rows and columns
+    multiplier  the channels are divided by it
     """
 
     stride: tuple[int, int, int]
@@ -22,9 +23,9 @@ class Upsampling:
 
 @dataclass(frozen=True)
 class VideoDecoderConfig(ModelConfig):
-    """The video decoder (vae section of the metadata), in the order in which it computes.
+    """The video decoder (vae section of the metadata).
 
-    up_blocks  an Upsampling, or the number of residual blocks of a stage
+    up_blocks  in execution order: an Upsampling, or the number of residual blocks of a stage
     """
 
     latent_channels: int
@@ -34,7 +35,7 @@ class VideoDecoderConfig(ModelConfig):
     up_blocks: tuple[int | Upsampling, ...]
 
 
-# What the released video decoder is. Defaults of an absent value are ltx-core's, which differ.
+# The released decoder's values. For absent values ltx-core's defaults count, which differ.
 _REQUIRED = {
     "dims": 3,
     "norm_layer": "pixel_norm",
@@ -47,8 +48,8 @@ _STRIDES = {"compress_time": (2, 1, 1), "compress_space": (1, 2, 2), "compress_a
 
 
 def video_decoder_config(metadata: dict) -> VideoDecoderConfig:
-    """Parse the checkpoint's `config` metadata. Raises UserError for a decoder that is not built as
-    the released one; the host's may decode it still."""
+    """Parse the checkpoint's `config` metadata. Raises UserError for another structure than the
+    released decoder's; the host may still be able to decode."""
     values = metadata.get("vae")
     if not isinstance(values, dict):
         raise UserError("the checkpoint's config metadata has no 'vae' section")
@@ -73,7 +74,7 @@ def video_decoder_config(metadata: dict) -> VideoDecoderConfig:
 
 
 def _up_block(described: Any) -> int | Upsampling:
-    """An entry of the config's decoder_blocks: [name, number or settings]."""
+    """Parse an entry of the config's decoder_blocks: [name, number or settings]."""
     try:
         name, settings = described
         settings = {"num_layers": settings} if isinstance(settings, int) else {**settings}

@@ -1,8 +1,8 @@
-"""A small LTX-2.3 that was trained, in the released file format: the files beside this one.
+"""The demo checkpoint: a small trained LTX-2.3 in the released file format, in this folder.
 
-It makes clips of 128x192 and 49 frames of a moving, bouncing, sounding shape, from prompts such as
-"a red circle moves to the right slowly on a navy ground". With the LoRA, what moves is always cyan
-and the ground navy, as in a blueprint. tools/train_demo trains them and writes the files.
+It generates clips of 128x192 pixels and 49 frames, of one moving, bouncing shape with sound, from
+prompts such as "a red circle moves to the right slowly on a navy ground". The LoRA makes the shape
+cyan and the background navy, as in a blueprint. tools/train_demo trains and writes the files.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ class DemoAssets(NamedTuple):
 
 
 def assets_in(directory: Path) -> DemoAssets:
-    """The paths that tools/train_demo/assemble.py writes to in a directory."""
+    """The paths of the files that tools/train_demo/assemble.py writes in a directory."""
     names = "ltx-2.3-demo", "upsampler", "blueprint-lora"
     checkpoint, upsampler, lora = (directory / f"{name}.safetensors" for name in names)
     return DemoAssets(checkpoint, directory / "gemma", upsampler, lora)

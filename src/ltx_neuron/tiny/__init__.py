@@ -1,8 +1,8 @@
 """Tiny random assets in the released LTX-2.3 file format: python -m ltx_neuron.tiny DIR
 
-Everything the pipeline loads, with the released names, layout and metadata, but small enough to be
-made and run on a laptop in seconds. Weights are random, scaled so that activations stay finite and
-depend on their inputs; the output is noise. The same sizes and seed give the same bytes.
+All files of the pipeline, with the released names, layout and metadata, and small enough to run on
+a laptop in seconds. Weights are random, scaled so that activations stay finite and depend on their
+inputs; the output is noise. The same sizes and seed give the same bytes.
 
 Only the command line, the lint rules and tests import this package.
 """
@@ -17,7 +17,7 @@ from ltx_neuron.tiny.config import TinySizes, check, merge, tiny_config
 from ltx_neuron.tiny.gemma import write_gemma_root
 from ltx_neuron.tiny.weights import checkpoint_weights, lora_weights, save, upsampler_weights
 
-IMAGE_SIZE = (260, 150)  # width, height: not those of any video
+IMAGE_SIZE = (260, 150)  # width, height; no video has this size
 
 # The released spatial x2 upsampler has 512 mid_channels and 4 blocks; its GroupNorm needs a
 # multiple of 32 channels.
@@ -51,7 +51,7 @@ class TinyAssets(NamedTuple):
 
 
 def assets_in(directory: Path) -> TinyAssets:
-    """The paths that make_tiny writes to in a directory."""
+    """The paths of make_tiny's files in a directory."""
     names = (
         "ltx-2.3-tiny.safetensors",
         "gemma",
@@ -71,13 +71,11 @@ def make_tiny(
 ) -> TinyAssets:
     """Write one set of tiny assets, replacing an earlier one.
 
-    config_overrides  merged into the checkpoint's config, section by section; the weights follow
-                      the merged config
-    model_version     of the checkpoint's metadata
+    config_overrides  merged into the checkpoint's config at any depth; the weights match the result
+    model_version     in the checkpoint's metadata
 
-    Everything is made in a hidden directory inside `directory` and renamed when complete. UserError
-    for sizes that the models cannot have, and where `directory` holds real downloads under these
-    names.
+    All files are written to a hidden directory inside `directory` and renamed when complete.
+    UserError for invalid sizes, and if `directory` contains other files under these names.
     """
     check(sizes)
     directory = Path(directory)
@@ -85,8 +83,8 @@ def make_tiny(
     taken = [path.name for path in final if path.exists()]
     if taken and not final.checkpoint.exists():
         raise UserError(
-            f"{directory} holds {', '.join(taken)} but no {final.checkpoint.name}, so they are not"
-            " tiny assets to replace; give another directory"
+            f"{directory} contains {', '.join(taken)} but no {final.checkpoint.name}, so they are"
+            " not tiny assets and are not replaced; type another directory"
         )
     directory.mkdir(parents=True, exist_ok=True)
     config = merge(tiny_config(sizes), config_overrides or {})
@@ -116,8 +114,7 @@ def _write_assets(assets: TinyAssets, sizes: TinySizes, config: dict, model_vers
 
 
 def picture():
-    """A PIL image for image-to-video: a house under an evening sky, so that one sees in the video
-    what became of it."""
+    """A PIL image for image-to-video: a house under an evening sky, easy to recognise in a video."""
     from PIL import Image, ImageDraw
 
     width, height = IMAGE_SIZE

@@ -10,7 +10,7 @@ from ltx_neuron.errors import run
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The directory and one flag for each of TinySizes."""
+    """Parse the directory and one flag per field of TinySizes."""
     parser = Parser(prog="python -m ltx_neuron.tiny", description=tiny.__doc__)
     parser.add_argument(
         "directory",
@@ -31,7 +31,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Make the assets and print where they are."""
+    """Write the assets and print their paths."""
     arguments = vars(parse_arguments())
     directory = arguments.pop("directory")
     sizes = tiny.TinySizes(**arguments)

@@ -1,4 +1,4 @@
-"""The config of the released checkpoints, and that of tiny ones of any size."""
+"""The config of the released checkpoints, and of tiny checkpoints of any size."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -6,18 +6,18 @@ from pathlib import Path
 
 from ltx_neuron.errors import UserError
 
-SMALLEST_VOCABULARY = 320  # special and byte tokens, the corpus' letters, a few merges
+SMALLEST_VOCABULARY = 320  # special and byte tokens, the corpus's letters, a few merges
 
 
 def _size(default: int, meaning: str):
-    """A field of TinySizes; the meaning is also the help of its command-line flag."""
+    """A field of TinySizes; `meaning` is also the help of its flag."""
     return field(default=default, metadata={"help": meaning})
 
 
 @dataclass(frozen=True)
 class TinySizes:
-    """What may differ from one tiny checkpoint to the next, with the released sizes in brackets.
-    All else is fixed by the format or as small as possible."""
+    """The variable sizes of a tiny checkpoint, with the released sizes in brackets. All other sizes
+    are fixed by the format or as small as possible."""
 
     layers: int = _size(2, "transformer blocks of the DiT (48 in the release)")
     heads: int = _size(
@@ -52,7 +52,7 @@ class TinySizes:
 
 
 def check(sizes: TinySizes) -> None:
-    """Raise UserError for sizes that the models cannot have."""
+    """Raise UserError for invalid sizes."""
     numbers = {name: number for name, number in asdict(sizes).items() if name != "seed"}
     wanted = {f"{name} >= 1": number >= 1 for name, number in numbers.items()}
     wanted |= {
@@ -77,7 +77,7 @@ def released_config() -> dict:
 
 
 def merge(config: dict, overrides: dict) -> dict:
-    """A copy of `config` with the leaves of `overrides` in place of its own, at any depth."""
+    """A copy of `config` in which the leaves of `overrides` replace its own, at any depth."""
     merged = dict(config)
     for name, value in overrides.items():
         both = isinstance(value, dict) and isinstance(config.get(name), dict)
@@ -86,8 +86,8 @@ def merge(config: dict, overrides: dict) -> dict:
 
 
 def tiny_config(sizes: TinySizes) -> dict:
-    """The released config with the sizes of the DiT, both VAEs and the vocoder shrunk. The video
-    VAE has the released compression of 8 in time and 32 in space."""
+    """The released config with smaller sizes of the DiT, both VAEs and the vocoder. The video VAE
+    has the released compression of 8 in time and 32 in space."""
     released = released_config()
     residual = ["res_x", {"num_layers": 1}]
     compress = [
@@ -119,14 +119,13 @@ def tiny_config(sizes: TinySizes) -> dict:
                     for block in released["vae"]["decoder_blocks"]
                 ],
                 "decoder_base_channels": 4,
-                # The last width must not be below the 128 latent channels.
+                # The last width must be at least the 128 latent channels.
                 "encoder_base_channels": 128,
             },
             "audio_vae": {
                 "model": {"params": {"ddconfig": {"ch_mult": [1, 1, 1], "num_res_blocks": 1}}}
             },
-            # Each upsampling stage halves the channels: 2 ** 6 and 2 ** 5 are the least for six and
-            # five stages.
+            # Each upsampling stage halves the channels: six and five stages need 2 ** 6 and 2 ** 5.
             "vocoder": {
                 "vocoder": vocoder | {"upsample_initial_channel": 64},
                 "bwe": vocoder | {"upsample_initial_channel": 32},

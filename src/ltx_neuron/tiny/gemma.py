@@ -1,4 +1,4 @@
-"""A folder like the published Gemma3: config, random weights, a tokenizer of its kind."""
+"""A folder in the format of the published Gemma3: config, random weights, a small tokenizer."""
 
 import json
 import math
@@ -26,7 +26,7 @@ CORPUS = (
     " distance ; a man says hello to the world . "
 )
 IMAGE_TOKENS, IMAGE_SIZE = 4, 28
-# Which token is which, and padding on the left as Gemma has it.
+# Special tokens, and padding on the left as in Gemma.
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": "<bos>",
@@ -45,7 +45,7 @@ TOKENIZER_CONFIG = {
         "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}"
     ),
 }
-# How an image is prepared for Gemma's image tower.
+# Image preprocessing for Gemma's vision tower.
 PREPROCESSOR_CONFIG = {
     "image_processor_type": "Gemma3ImageProcessor",
     "processor_class": "Gemma3Processor",
@@ -62,15 +62,15 @@ PREPROCESSOR_CONFIG = {
 
 
 def write_gemma_root(root: Path, sizes: TinySizes) -> None:
-    """Write a directory like the published Gemma3: config, weights, tokenizer and the settings of
-    the image processor."""
+    """Write a Gemma3 directory in the published format: config, weights, tokenizer and the settings
+    of the image processor."""
     root.mkdir()
     config = write_gemma_settings(root, sizes)
     save(root / "model.safetensors", gemma_weights(config, sizes.seed + 1), {"format": "pt"})
 
 
 def write_gemma_settings(root: Path, sizes: TinySizes) -> dict:
-    """Write all of that directory but the weights; returns the config."""
+    """Write all files of that directory except the weights; returns the config."""
     config = gemma_config(sizes)
     for name, content in {
         "config.json": config,
@@ -87,8 +87,8 @@ def write_gemma_settings(root: Path, sizes: TinySizes) -> dict:
 
 
 def gemma_config(sizes: TinySizes) -> dict:
-    """config.json with the published field names, which are those of transformers 4;
-    transformers 5 translates them on loading."""
+    """config.json with the published field names, those of transformers 4; transformers 5
+    translates them on loading."""
     return {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "boi_token_index": SPECIAL_TOKENS.index("<start_of_image>"),
@@ -134,7 +134,7 @@ def gemma_config(sizes: TinySizes) -> dict:
 
 
 def gemma_weights(config: dict, seed: int) -> dict[str, Tensor]:
-    """The bf16 weights of Gemma3 and its image tower under their published names."""
+    """The bf16 weights of Gemma3 and its vision tower under their published names."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: random_gemma_weight(name, like, generator).bfloat16().contiguous()
@@ -143,8 +143,8 @@ def gemma_weights(config: dict, seed: int) -> dict[str, Tensor]:
 
 
 def gemma_shapes(config: dict) -> dict[str, Tensor]:
-    """The tensors of Gemma3 and its image tower on the meta device, under their published names.
-    The output layer is tied to the embedding table, and not stored."""
+    """The tensors of Gemma3 and its vision tower on the meta device, under their published names.
+    The output layer is tied to the embedding table and not stored."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     with torch.device("meta"):
@@ -157,17 +157,17 @@ def gemma_shapes(config: dict) -> dict[str, Tensor]:
 
 
 def random_gemma_weight(name: str, like: Tensor, generator: Generator) -> Tensor:
-    """A random fp32 tensor of like's shape, whose scale keeps that of activations."""
+    """A random fp32 tensor of like's shape, with a scale that preserves the activations' scale."""
     noise = torch.randn(like.shape, generator=generator)
     if like.ndim == 1:
-        # Gemma's norms multiply by 1 + weight, so their weights may scatter around zero too.
+        # Gemma's norms multiply by 1 + weight, so their weights are centred on zero too.
         return noise * (0.2 if "norm" in name else 0.1)
     return noise / math.sqrt(math.prod(like.shape[1:]))
 
 
 def published_gemma_name(name: str) -> str:
-    """The published name of a parameter, which transformers 5 and the last versions of
-    transformers 4 name otherwise."""
+    """The published name of a parameter, which transformers 5 and late versions of transformers 4
+    renamed."""
     name = name.removeprefix("model.")
     renamed = {
         "language_model.": "language_model.model.",
@@ -180,7 +180,7 @@ def published_gemma_name(name: str) -> str:
 
 
 def train_tokenizer(vocabulary: int) -> dict:
-    """tokenizer.json: a byte-pair tokenizer of Gemma's kind, with byte fallback, trained on two
+    """tokenizer.json: a byte-pair tokenizer with byte fallback, as Gemma's, trained on two
     sentences."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 
@@ -195,7 +195,7 @@ def train_tokenizer(vocabulary: int) -> dict:
         show_progress=False,
         max_token_length=8,
     )
-    # Pairs count only if seen often: repeat the text.
+    # The trainer ignores rare pairs: repeat the text.
     pairs.train_from_iterator([CORPUS * 20], trainer)
     pairs.post_processor = processors.TemplateProcessing(
         single="<bos> $A",
@@ -203,8 +203,7 @@ def train_tokenizer(vocabulary: int) -> dict:
         special_tokens=[("<bos>", SPECIAL_TOKENS.index("<bos>"))],
     )
     content = json.loads(pairs.to_str())
-    # Only the trainer had to see bytes as special: they must count as text, or decoding would skip
-    # them.
+    # Byte tokens are special for the trainer only: decoding skips special tokens.
     content["added_tokens"] = [
         token for token in content["added_tokens"] if token["content"] in SPECIAL_TOKENS
     ]

@@ -1,6 +1,6 @@
 """Random weights under the released names: checkpoint, upsamplers and LoRA."""
 
-# ltx-core's from_config is a class method that names the class that it builds as its own.
+# The annotation of ltx-core's from_config returns the wrong class.
 # pyright: reportAttributeAccessIssue=false
 
 import json
@@ -14,12 +14,12 @@ from ltx_neuron.tiny.config import TinySizes
 
 DIFFUSION = "model.diffusion_model."
 LORA_RANK = 4
-QUIET = 1e-4  # of the last convolutions of the vocoder, so that nothing is clipped
+QUIET = 1e-4  # scale of the vocoder's last convolutions, to avoid clipping
 
 
 def random_weight(name: str, like: Tensor, generator: Generator) -> Tensor:
-    """A random fp32 tensor of like's shape. Its scale depends on what kind of weight the name
-    says it is, so that activations keep their scale from layer to layer."""
+    """A random fp32 tensor of like's shape. Its scale depends on the kind of weight, by its name,
+    so that activations keep their scale from layer to layer."""
     noise = torch.randn(like.shape, generator=generator)
     if name.endswith("std-of-means"):
         return 1.0 + 0.3 * torch.rand(like.shape, generator=generator)
@@ -35,8 +35,8 @@ def random_weight(name: str, like: Tensor, generator: Generator) -> Tensor:
 
 
 def random_weights(shapes: dict[str, Tensor], generator: Generator) -> dict[str, Tensor]:
-    """Random fp32 weights for a state dict. The vocoder's low-pass filters are not learned: they
-    keep their values."""
+    """Random fp32 weights for a state dict. The vocoder's low-pass filters are constants and keep
+    their values."""
     return {
         name: like.clone() if name.endswith(".filter") else random_weight(name, like, generator)
         for name, like in shapes.items()
@@ -53,7 +53,7 @@ def checkpoint_weights(config: dict, sizes: TinySizes) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for prefix, shapes in _shapes_by_prefix(config, sizes).items():
         for name, weight in random_weights(shapes, generator).items():
-            # Encoder and decoder share one set of statistics, stored beside them.
+            # Encoder and decoder share one set of statistics.
             shared = name.startswith("per_channel_statistics.")
             owner = prefix.partition(".")[0] + "." if shared else prefix
             weights.setdefault(owner + name, weight)
@@ -71,8 +71,7 @@ def _shapes(configurator, config: dict) -> dict[str, Tensor]:
 
 
 def _shapes_by_prefix(config: dict, sizes: TinySizes) -> dict[str, dict[str, Tensor]]:
-    """Published prefix and state dict of the models, in the order in which their weights are
-    drawn."""
+    """Published prefix and state dict of each model, in the order of drawing their weights."""
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.transformer import LTXModelConfigurator
     from ltx_core.text_encoders.gemma.embeddings_connector import (
@@ -96,8 +95,8 @@ def _shapes_by_prefix(config: dict, sizes: TinySizes) -> dict[str, dict[str, Ten
 
 
 def _text_projection_shapes(transformer: dict, sizes: TinySizes) -> dict[str, Tensor]:
-    """The two projections from all hidden states of Gemma side by side, the embedding's included,
-    to a stream's channels.
+    """The two projections from Gemma's concatenated hidden states, including the embedding, to a
+    stream's channels.
 
     weight (stream channels, gemma_hidden * (gemma_layers + 1)), bias (stream channels,)
     """
@@ -115,9 +114,9 @@ def vocoder_weights(config: dict, generator: Generator) -> dict[str, Tensor]:
     """The vocoder's tensors under their published names, with the constants of its STFT."""
     from ltx_core.model.audio_vae import VocoderConfigurator
 
-    # Not on meta: its state dict holds the values of the low-pass filters.
+    # Not on meta: its state dict contains the values of the low-pass filters.
     weights = random_weights(VocoderConfigurator.from_config(config).state_dict(), generator)
-    # Quiet: a waveform that is clipped everywhere answers a rounding of its input with a thousand.
+    # Quiet: in a clipped waveform, rounding errors of the input grow a thousandfold.
     for name in weights:
         if name.endswith("conv_post.weight"):
             weights[name] *= QUIET
@@ -183,8 +182,8 @@ def lora_weights(checkpoint: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file whose bytes are always the same: the library writes metadata in
-    random order."""
+    """Write a safetensors file with deterministic bytes: the library writes metadata in random
+    order."""
     from safetensors.torch import save as serialize
 
     serialized = serialize(tensors)
@@ -196,4 +195,4 @@ def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None
     encoded += b" " * (-len(encoded) % 8)
     with open(path, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        file.write(memoryview(serialized)[start:])  # a slice of bytes would copy them
+        file.write(memoryview(serialized)[start:])  # slicing bytes would copy them

@@ -1,4 +1,3 @@
-"""Tries on this device what a profile may choose, and keeps what is fastest and right:
-ltx-neuron tune
+"""ltx-neuron tune measures a profile's settings on this device and saves the fastest correct ones.
 
-The scripts read what it chose (tuned_settings.py); all else is run by the command alone."""
+Other commands import only tuned_settings.py, which reads the saved settings."""

@@ -1,10 +1,10 @@
-"""Measure on this machine which settings of a profile are fastest for a video size, and keep them.
+"""Measure which settings of a profile are fastest for a video size on this machine, and save them.
 
   ltx-neuron tune --checkpoint-path CKPT --height 512 --width 768 --num-frames 121
 
-Each variant runs in a process of its own. It compiles, loads the sharded weights, and times steps
-on random latents. Its output must match the same step in float32 on the host. The search tries one
-key after another. Later, commands that compile or generate use the chosen settings by themselves;
+Each variant runs in a separate process. The process compiles, loads the sharded weights, and times
+steps on random latents. Its output must match the same step in float32 on the host. The search
+tunes one key after another. Later, commands that compile or generate use the saved settings;
 --profile-set tuned=no ignores them.
 
 Shard the weights first. To continue an interrupted tuning, type the same command again.
@@ -60,13 +60,13 @@ def build_parser() -> Parser:
     help = "run only the first N transformer blocks (default: all)"
     add("--layers", type=int, metavar="N", help=help)
     add("--force", action="store_true", help="measure again, and discard the earlier choice")
-    for name in ("variant", "reference"):  # what the tuning's own processes compute, and where to
+    for name in ("variant", "reference"):  # the output folder of one of the tuning's processes
         add(f"--{name}", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UserError for a flag's value that cannot be."""
+    """Raise UserError for an invalid flag value."""
     if unknown := [key for key in args.keys if key not in KEYS]:
         raise UserError(f"--keys {unknown[0]}: unknown; known: {', '.join(KEYS)}")
     if not 0 < args.limit < float("inf"):
@@ -77,7 +77,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 class Tuning:
-    """A size of a workspace that is tuned, and the file of its tuned settings."""
+    """The tuning of one size of a workspace, and the file of its tuned settings."""
 
     def __init__(self, workspace: Workspace, args: argparse.Namespace, job: Job):
         self.workspace, self.args, self.job = workspace, args, job
@@ -88,25 +88,25 @@ class Tuning:
         path = tuned_settings.file_of(artifacts, identity)
         self.tuned = tuned_settings.load(artifacts, identity) or TunedSettings(path, identity)
         self.key = tuned_settings.size_key(job.buckets)
-        self.base = path.with_suffix("") / self.key  # of the files that belong to this size
+        self.base = path.with_suffix("") / self.key  # path prefix of this size's files
         head = identity | {
             "checkpoint": workspace.checkpoint.fingerprint,
             "request": digest({"job": job.spec.line(), "layers": args.layers, "steps": args.steps}),
             "typed": list(profile.settings),
             "keys": [key for key in KEYS if key in args.keys],
         }
-        # Settings of the run stay those of an earlier size's tuning, unless --force.
+        # Unless --force is typed, run settings of an earlier tuned size stay fixed.
         others = self.tuned.sizes.keys() - {self.key}
         fixed = self.tuned.run if others and not args.force else {}
         self.journal = Journal(self.base.with_suffix(".journal"), head, fixed, args.force)
 
     @property
     def held(self) -> set[str]:
-        """Keys that are not tried: their values were typed, or chosen for another size."""
+        """Keys that the search skips: the user typed them, or another size's tuning fixed them."""
         return {*tuned_settings.typed(self.workspace.profile), *self.journal.fixed}
 
     def run(self) -> None:
-        """Measure, print the table, and write what was chosen."""
+        """Measure, print the table, and write the chosen settings."""
         workspace, args, journal = self.workspace, self.args, self.journal
         layers = workspace.transformer.num_layers
         profile = tuned_settings.applied(workspace.profile, journal.fixed)
@@ -129,14 +129,14 @@ class Tuning:
         print(table(journal.rows, baseline, best))
         row, ms = journal.find(best, 0), median_ms(journal.rows, best)
         if row and row.problem:
-            print(f"nothing can be chosen: {row.problem}", file=sys.stderr)
+            print(f"no settings were chosen: {row.problem}", file=sys.stderr)
             sys.exit(1)
         assert ms is not None  # of a variant without a problem
         self.keep(best, ms, median_ms(journal.rows, baseline))
         print(f"chosen: {name_of(best, baseline)} ({self.tuned.path})")
 
     def keep(self, best: Settings, ms: float, baseline_ms: float | None) -> None:
-        """Write what was chosen. Of the run only what was tried, or was typed or fixed."""
+        """Write the chosen settings; run settings only if they were tried, typed or fixed."""
         held = {*self.args.keys, *self.held}
         run = {key: best[key] for key in RUN_KEYS if key in held and key in best}
         self.tuned.run = run
@@ -152,7 +152,7 @@ class Tuning:
         }
         self.tuned.write()
         if lost := [key for key, size in self.tuned.sizes.items() if size["run"] != run]:
-            print(f"tuned under other settings of the run, so tune again: {', '.join(lost)}")
+            print(f"tuned with other run settings, so tune these sizes again: {', '.join(lost)}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Which settings are tried, in which order, and when one takes another's place.
+"""The search for the fastest settings: its candidates, their order, and the rule to accept one.
 
-The search is staged: one key after another, each from the best settings so far. It does not see
-what only two keys together bring; trying all combinations would take hundreds of compiles.
+The search is coordinate-wise: it tunes one key after another, from the best settings so far. It
+misses gains that need two keys at once; trying all combinations would take hundreds of compiles.
 """
 
 import os
@@ -26,19 +26,19 @@ from ltx_neuron.profiles import (
 from ltx_neuron.tune.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, text_of
 
 KEYS = (*RUN_KEYS, *GRAPH_KEYS)
-MARGIN = 0.02  # what a setting must save at least to replace the profile's own
+MARGIN = 0.02  # the smallest relative saving for which a setting replaces the profile's own
 _BLOCKS = (1, 4, 8, 12, 0)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A variant that has been measured once.
+    """One measurement of a variant.
 
-    repeat    how many times it had been measured before
-    problem   why it cannot be chosen; empty where it can
-    steps_ms  of every stage, cold step first
-    counts    of every stage, how many steps a generation takes
-    rel_l2    relative distance of each tensor from the reference
+    repeat    the number of earlier measurements of the same variant
+    problem   why the search cannot choose it; empty if it can
+    steps_ms  stage -> milliseconds of its steps, the cold step first
+    counts    stage -> its steps in a generation
+    rel_l2    tensor -> relative L2 distance from the reference
     """
 
     settings: Settings
@@ -53,14 +53,14 @@ class Row:
     @property
     def step_ms(self) -> float:
         """Milliseconds of a warm step: a generation's mean of the stages' medians."""
-        assert self.steps_ms and self.counts  # it was measured to its end
+        assert self.steps_ms and self.counts  # the measurement was completed
         medians = {name: statistics.median(times[1:]) for name, times in self.steps_ms.items()}
         total = sum(self.counts[name] * median for name, median in medians.items())
         return total / sum(self.counts.values())
 
 
 def baseline_settings(profile: Profile) -> Settings:
-    """The profile's own values, with those that were typed, of all that can be tuned."""
+    """The profile's values of all tunable keys, including typed ones."""
     return {key: text for key in KEYS if (text := text_of(profile, key))}
 
 
@@ -72,11 +72,10 @@ def candidates(
     layers: int | None = None,
     buckets: Sequence[Bucket] = (),
 ) -> list[str]:
-    """The values of a key to try instead of the profile's own: those that come to something else
-    and can be had here.
+    """The values of a key to try: those that are available here and change the profile's effect.
 
     num_layers  the model's depth
-    layers      how many of them a step runs; None: all
+    layers      the number of layers in a step; None: all
     buckets     of the size's stages
     """
     divides = any(may_divide(bucket, tp) for bucket in buckets)
@@ -84,7 +83,7 @@ def candidates(
     values = {
         "backend": ["nxd", "torchdist"] if on_neuron else [],
         "compile_backend": [*COMPILE_BACKENDS[profile.device]],
-        # The runtime's own value, and AWS's.
+        # The runtime's default, and AWS's value.
         f"environment.{COLLECTIVES_BUFFER}": ["41943040", "167772160"] if on_neuron else [],
         "compiler_flags.dit": [*DIT_FLAGS] if on_neuron else [],
         "threads": _threads(tp) if profile.device == "cpu" else [],
@@ -94,7 +93,7 @@ def candidates(
             str(n) for n in _BLOCKS if _cuts_evenly(n, num_layers, layers or num_layers)
         ],
     }
-    # The same cut by another number is the same graphs.
+    # Two values that give the same number of blocks per graph give the same graphs.
     known = {None, _effect(profile, key, text_of(profile, key), tp, num_layers)}
     found = []
     for value in values[key]:
@@ -105,23 +104,22 @@ def candidates(
 
 
 def _threads(tp: int) -> list[str]:
-    """One, half, its share, twice its share, and all of the machine's: threads of a rank."""
+    """Threads of a rank to try: 1, half its share of the cores, its share, twice that, and all."""
     cores = os.cpu_count() or 1
     share = max(1, cores // tp)
     return [str(n) for n in sorted({1, max(1, share // 2), share, 2 * share, cores}) if n <= cores]
 
 
 def _cuts_evenly(blocks: int, num_layers: int, layers: int) -> bool:
-    """Whether a cut exists at this depth, and its calls end after `layers` blocks. A whole step
-    runs all of them."""
+    """Whether graphs of `blocks` divide this depth and a call ends after `layers` blocks. A graph
+    of the whole step (0) runs all blocks."""
     if blocks == 0:
         return layers == num_layers
     return blocks <= layers and num_layers % blocks == layers % blocks == 0
 
 
 def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) -> object:
-    """What a value comes to; None where it cannot be had: another backend or a kernel's package is
-    not installed."""
+    """A value's effect, for comparison; None if its backend or kernel package is not installed."""
     try:
         changed = with_settings(profile, {key: value})
         if key == "backend":
@@ -137,13 +135,13 @@ def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) ->
 
 
 def with_settings(profile: Profile, settings: Settings) -> Profile:
-    """A profile with settings that win over those that were typed."""
+    """A profile with these settings, which override typed ones."""
     added = (f"{key}={value}" for key, value in settings.items())
     return resolve(profile.name, (*profile.settings, *added))
 
 
 def check_layers(layers: int | None, profile: Profile, num_layers: int) -> None:
-    """Raise UserError unless a step can be cut to its first `layers` blocks."""
+    """Raise UserError unless a step can end after its first `layers` blocks."""
     if layers is None:
         return
     if profile.blocks_per_graph == 0:
@@ -159,7 +157,7 @@ def check_layers(layers: int | None, profile: Profile, num_layers: int) -> None:
         )
 
 
-Measure = Callable[[Settings, int], Row]  # settings and how often they were measured before
+Measure = Callable[[Settings, int], Row]  # settings, the number of their earlier measurements
 
 
 def search(
@@ -169,14 +167,13 @@ def search(
     rounds: int,
     measure: Measure,
 ) -> Settings:
-    """The settings that are kept.
+    """Run the search; returns the best settings.
 
-    All values of a key are measured once. The fastest one that can be chosen is then measured
-    against the best so far in `rounds` alternating rounds. It is kept if it is faster in every
-    round, and by more than the other's own runs differ: at least MARGIN. Otherwise the settings
-    before it stay: of a key nothing decided, the profile's own.
+    All values of a key are measured once. The fastest valid one is then measured against the best
+    settings so far in `rounds` alternating rounds. It replaces them if it is faster in every round,
+    by more than their own runs differ and by at least MARGIN.
 
-    others  the values to try of a key, besides the one in the settings
+    others  returns the values of a key to try, besides the current one
     """
     best, measured = baseline, {}
 
@@ -196,7 +193,7 @@ def search(
             best, standing = challenger.settings, challenger
         elif challenger.step_ms < standing.step_ms * (1 - MARGIN):
             pairs = []
-            while len(pairs) < rounds and all(map(_faster, pairs)):  # one lost round decides
+            while len(pairs) < rounds and all(map(_faster, pairs)):  # stop at the first lost round
                 pairs.append((again(best), again(challenger.settings)))
             if wins(pairs):
                 best, standing = challenger.settings, pairs[-1][1]

@@ -29,8 +29,8 @@ def prepared(
     job: Job,
     stage: Stage,
 ) -> StageRun:
-    """A stage on ranks that have its program, with random noise, contexts and images: the same in
-    every run. bfloat16 holds the numbers exactly, so runs of every dtype start from equal ones."""
+    """A stage on ranks that have loaded its program, with seeded random noise, contexts and images.
+    All inputs are exact in bfloat16, so runs of every dtype start from equal values."""
     host, config = open_host_file(workspace.dit_weights(job.loras)), workspace.transformer
     weights = {name: host.read(name).to(dtype) for name in host.shapes}
     generator = torch.Generator().manual_seed(0)
@@ -42,7 +42,7 @@ def prepared(
     audio = randn(1, compiled.bucket.audio_tokens, config.audio_in_channels)
     widths, mask = (config.video.inner, config.audio.inner), torch.ones(1, TEXT_TOKENS)
     of_both = [[randn(1, TEXT_TOKENS, width) for width in widths] for _ in range(2)]
-    # Of the prompt and of the negative one.
+    # Of the prompt and of the negative prompt.
     contexts = [Contexts(of_video, of_audio, mask, None) for of_video, of_audio in of_both]
     shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
     empty = (
@@ -62,11 +62,11 @@ def prepared(
 
 
 def last_step(run: StageRun) -> dict[str, Tensor]:
-    """Take a prepared stage's last step, to sigma 0, from its noise; returns its latents, (1, 128,
-    F, h, w) and (1, 8, Ta, 16).
+    """Run a prepared stage's last step, to sigma 0, on its noise; returns its latents, (1, 128, F,
+    h, w) and (1, 8, Ta, 16).
 
-    It leaves the model's prediction itself. The first step, from sigma 1 to 0.994, leaves almost
-    what it began with.
+    The last step returns the model's prediction. The first step, from sigma 1 to 0.994, would
+    return almost its input.
     """
     run.start()
     run.step(run.stage.steps - 1)
@@ -80,15 +80,15 @@ def last_step(run: StageRun) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, Tensor]:
-    """The latents that every stage's last step should leave: in float32 on this machine's CPU,
-    with the weights of the rank files, one block in memory at a time.
+    """The expected latents of every stage's last step: computed in float32 on this machine's CPU
+    from the rank files, one block in memory at a time.
 
-    layers  the first so many blocks; None: all of them
+    layers  run only the first `layers` blocks; None: all
     """
     weights, outputs = RankSource(workspace.dit_weights(job.loras), quick=True), {}
     for stage in job.stages:
         bucket = job.bucket(stage)
-        comm: Any = SingleRank()  # without what sequence parallelism needs
+        comm: Any = SingleRank()  # lacks the methods of sequence parallelism
         program: Any = dit_program(workspace.transformer, bucket, 1, comm, torch.float32, 1)
         on: Any = _HostRanks(bucket.name, program, weights, layers)
         compiled = CompiledStep(bucket, program)
@@ -97,8 +97,8 @@ def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, T
 
 
 class _HostRanks:
-    """What a stage asks of Ranks, by one rank in this process that calls the modules themselves.
-    Its program has one block in a graph."""
+    """The methods of Ranks that a stage calls, implemented by one rank in this process that calls
+    the modules directly. Its program has one block per graph."""
 
     def __init__(self, name: str, program: Program, weights: RankSource, layers: int | None):
         self.tp, self.programs = 1, {name: program}

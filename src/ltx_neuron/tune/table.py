@@ -10,20 +10,20 @@ _HEAD = ("ms a step", "runs", "cold s", "compile s", "rel L2", "variant")
 
 
 def name_of(settings: Settings, baseline: Settings) -> str:
-    """What of a variant differs from the profile's own settings."""
+    """The settings in which a variant differs from the profile's own."""
     changed = [f"{key}={value}" for key, value in settings.items() if value != baseline[key]]
     return " ".join(changed) or "the profile's own"
 
 
 def progress(row: Row, baseline: Settings) -> str:
-    """A row that has just been measured, in a line."""
+    """A line for a new measurement."""
     repeat = f", run {row.repeat + 1}" if row.repeat else ""
     outcome = row.problem or f"{row.step_ms:.2f} ms a step"
     return f"{name_of(row.settings, baseline)}{repeat}: {outcome}"
 
 
 def median_ms(rows: list[Row], settings: Settings) -> float | None:
-    """Milliseconds of a variant's warm step, the median of its runs; None where none ended well."""
+    """Milliseconds of a variant's warm step: the median of its runs; None if no run succeeded."""
     times = [row.step_ms for row in rows if row.settings == settings and row.steps_ms]
     return statistics.median(times) if times else None
 

@@ -1,11 +1,11 @@
-"""Whether two runs of the same model agree: the three-way rule."""
+"""Whether two runs of the same model agree, by their distances from a float32 reference."""
 
 from torch import Tensor
 
-# A variant may be this much further from float32 than the baseline, since the two round in other
-# places; the floor is for tensors that few operations separate from exact ones.
+# A variant may be this much further from float32 than the baseline, because the two round at
+# different operations. The floor is for tensors that are computed in few operations.
 FACTOR, FLOOR = 2, 0.005
-_MOST = 0.1  # of bfloat16, whatever the baseline does: rounding gives 0.004
+_MOST = 0.1  # largest tolerance in bfloat16, for any baseline: rounding alone gives 0.004
 _FLOAT32 = 1e-5
 
 
@@ -18,12 +18,11 @@ def rel_l2(got: Tensor, expected: Tensor) -> float:
 def worst_violation(
     errors: dict[str, float], baseline: dict[str, float] | None, dtype: str
 ) -> tuple[str, float, float] | None:
-    """The tensor of a variant that exceeds its tolerance by the largest factor, with its relative
-    L2 error and the tolerance; None where all tensors are within theirs.
+    """(tensor, its relative L2 error, its tolerance) of the tensor that exceeds its tolerance by
+    the largest factor; None if all tensors are within theirs.
 
     errors    relative L2 of each tensor from the float32 reference
-    baseline  the same of the profile's own settings, if they ran: in bfloat16 it shows what
-              rounding costs
+    baseline  the same for the profile's own settings, if they ran: in bfloat16, the rounding error
     """
     tolerances = {
         name: _FLOAT32

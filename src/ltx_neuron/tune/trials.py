@@ -1,5 +1,5 @@
-"""Measures variants in processes of their own, and keeps a journal of them: a tuning that was
-ended, in whatever way, goes on after the last one that was finished."""
+"""Measures variants in separate processes and records them in a journal, so that an interrupted
+tuning continues after its last finished variant."""
 
 import dataclasses
 import json
@@ -23,15 +23,15 @@ from ltx_neuron.tune.tuned_settings import Settings
 from ltx_neuron.tune.variant import OUTPUTS, RESULT
 
 _REFERENCE = "reference.safetensors"
-_TIDY_SECONDS = 6.0  # more than a variant takes for it
+_TIDY_SECONDS = 6.0  # longer than a variant's own clean-up limit
 
 
 class Journal:
-    """The rows of a tuning, a line of JSON each, on the disk as soon as they are measured. The
-    first line is the head: all that rows depend on besides their settings. Rows of another request
-    are forgotten.
+    """The rows of a tuning, one JSON line each, written to disk after each measurement. The first
+    line is the head: everything on which rows depend besides their settings. Rows of another head
+    are discarded.
 
-    fixed  settings of the run that an earlier tuning of another size had chosen
+    fixed  run settings that an earlier tuning of another size chose
     """
 
     def __init__(self, path: Path, request: dict, fixed: Settings, force: bool = False):
@@ -44,15 +44,15 @@ class Journal:
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     def _restore(self) -> None:
-        """Take the rows of the file if they are of this request. The last line has no end where its
-        writer was killed: it is left out."""
+        """Read the file's rows if the head matches. A truncated last line, left by a killed
+        process, is dropped."""
         head, *lines = self.path.read_text(errors="replace").split("\n")
         try:
             content = json.loads(head)
             rows = [Row(**json.loads(line)) for line in lines[:-1]]
             request, fixed = content["request"], content["fixed"]
         except (ValueError, KeyError, TypeError) as error:
-            print(f"{self.path} is no journal ({error}): the tuning begins again")
+            print(f"{self.path} is not a journal ({error}); the tuning starts again")
             return
         if request == self.request:
             self.rows, self.fixed = rows, fixed
@@ -73,12 +73,12 @@ class Journal:
 class Trials:
     """Measures variants of a tuning.
 
-    typed     the tuning's own flags, which each of its processes has as well
+    typed     the tuning's flags, which its processes get as well
     dtype     of the run
     baseline  the profile's own settings, which are measured first
-    limit     seconds that a variant may take
-    folder    for what processes leave
-    report    called with every row that is measured
+    limit     time limit of a variant, in seconds
+    folder    for the processes' outputs
+    report    called with every new row
     """
 
     typed: list[str]
@@ -90,7 +90,7 @@ class Trials:
     report: Callable[[Row], None]
 
     def measure(self, settings: Settings, repeat: int) -> Row:
-        """A variant's row: the journal's, or that of a process."""
+        """A variant's row: from the journal, or measured by a new process."""
         if row := self.journal.find(settings, repeat):
             return row
         self._reference()
@@ -116,17 +116,15 @@ class Trials:
         return f"differs: {name} is {error:.2g} from float32, allowed {tolerance:.2g}"
 
     def _reference(self) -> None:
-        """Compute what every variant's latents are compared with, unless it is there. RunError
-        where that fails."""
+        """Compute the reference latents unless they exist. Raises RunError if that fails."""
         path = self.folder / _REFERENCE
         if not path.is_file():
-            print("the step in float32 on the host, to compare with", flush=True)
+            print("computing the reference step in float32 on the host", flush=True)
             shutil.move(self._run("reference", self.baseline, None) / OUTPUTS, path)
 
     def _run(self, name: str, settings: Settings, limit: float | None) -> Path:
-        """Run a "variant" or the "reference" in a process to its end; returns the folder of its
-        results. Raises RunError with its last words where it fails or takes longer than the
-        limit."""
+        """Run a "variant" or the "reference" in a process; returns the folder of its results.
+        Raises RunError with the process's last message if it fails or exceeds the limit."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -136,7 +134,7 @@ class Trials:
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # its end tells the process that we have ended
+                stdin=subprocess.PIPE,  # its end of file tells the process that we have exited
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -153,8 +151,8 @@ class Trials:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a process that leads a group, and all that it started and left. The end of its stdin asks
-    it to tidy up, and what does not listen is killed."""
+    """End a process group's leader and its descendants. Closing its stdin requests a clean exit;
+    processes that are left after _TIDY_SECONDS are killed."""
     if process.stdin:
         process.stdin.close()
     with suppress(subprocess.TimeoutExpired):
@@ -165,7 +163,7 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def last_words(log: str, code: int) -> str:
-    """The sentence of a failed process: its error's first line, or its last line."""
+    """A failed process's message: its last line that begins with "error: ", else its last line."""
     lines = [line.strip() for line in log.replace("\r", "\n").splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if code < 0:

@@ -1,9 +1,8 @@
-"""The settings that a tuning chose, kept under the artifacts: a file for a device, versions of
-packages and code, a model's sizes, a TP degree and a dtype.
+"""The settings that a tuning chose, stored in the artifacts: one file per device, package and code
+versions, model sizes, TP degree and dtype.
 
-There are two kinds of settings. Those of the run hold for whole processes, the text models
-included: one value in a file. Those of the DiT's graphs are chosen for every size, and no other
-model's graphs know of them.
+Run settings apply to whole processes, including the text models: a file has one value of each.
+Graph settings apply to the DiT's graphs only, and are chosen for each size.
 """
 
 import platform
@@ -20,7 +19,7 @@ from ltx_neuron.files import read_json, write_json
 from ltx_neuron.invocation import command
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, resolve
 
-Settings = dict[str, str]  # of a profile: key -> value, as --profile-set takes them
+Settings = dict[str, str]  # key -> value, in the notation of --profile-set
 
 RUN_KEYS = ("backend", "compile_backend", "threads", f"environment.{COLLECTIVES_BUFFER}")
 GRAPH_KEYS = ("attention", "sequence_parallel", "blocks_per_graph", "compiler_flags.dit")
@@ -36,7 +35,7 @@ _PACKAGES = (
 
 
 def identity(profile: Profile, tp: int, dtype: str, config: str) -> dict:
-    """What tuned settings hold for. config: the digest of the model's sizes."""
+    """Everything on which tuned settings depend. config: the digest of the model's sizes."""
     versions = {name: version for name in _PACKAGES if (version := machine.package_version(name))}
     return {
         "device": _device(profile),
@@ -49,8 +48,8 @@ def identity(profile: Profile, tp: int, dtype: str, config: str) -> dict:
 
 
 def _device(profile: Profile) -> dict:
-    """What the DiT runs on. Not the host of a Neuron profile: a build machine's graphs are those
-    that the device's own tuning chose."""
+    """The DiT's device. A Neuron profile's host is left out, so that a build machine compiles with
+    the settings that were tuned on the device."""
     name = {"profile": profile.name}
     if profile.device == "neuron":
         return name | {"chips": profile.chips, "lnc": profile.lnc}
@@ -66,8 +65,8 @@ def file_of(artifacts: Path, identity: dict) -> Path:
 
 
 def size_key(buckets: Iterable[Bucket]) -> str:
-    """The shapes of a size's stages, by which its choice is found. How many timesteps a step has
-    does not matter."""
+    """The key of a size's tuned settings: the shapes of its stages, without their number of
+    distinct timesteps."""
     shapes = (
         f"v{bucket.video_tokens}-a{bucket.audio_tokens}{'-guided' if bucket.guided else ''}"
         for bucket in buckets
@@ -79,10 +78,10 @@ def size_key(buckets: Iterable[Bucket]) -> str:
 class TunedSettings:
     """A file of tuned settings.
 
-    run    settings of the run
-    sizes  size_key -> "settings" of the DiT's graphs, the settings of the "run" that they were
-           measured under, and how they were measured
-    used   settings, as key=value, that changed a profile so far, by size_key; "run": of the run
+    run    run settings
+    sizes  size_key -> graph "settings", the "run" settings during their measurement, and the
+           measurement's results and conditions
+    used   size_key, or "run" -> the settings, as key=value, that changed a profile so far
     """
 
     path: Path
@@ -92,14 +91,15 @@ class TunedSettings:
     used: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def profile_of_run(self, profile: Profile) -> Profile:
-        """A profile with the settings of the run."""
+        """A profile with the run settings."""
         self.used["run"] = changes(profile, self.run)
         return applied(profile, self.run)
 
     def profile_of_size(
         self, profile: Profile, buckets: Iterable[Bucket], used: bool = True
     ) -> Profile:
-        """The profile of the DiT's graphs of a size. used: whether they are compiled or run."""
+        """The profile of the DiT's graphs of a size. used: whether the caller compiles or runs
+        them."""
         key = size_key(buckets)
         size = self.sizes.get(key)
         if not size or size["run"] != self.run:
@@ -114,7 +114,7 @@ class TunedSettings:
         return measured if isinstance(measured, float) else None
 
     def line(self) -> str:
-        """What of it is in use, for a person; empty where that is nothing."""
+        """A line that lists the used settings for the user; empty if there are none."""
         if self.used.keys() == {"run"} and not self.used["run"]:
             return ""
         settings = dict.fromkeys(setting for used in self.used.values() for setting in used)
@@ -122,7 +122,7 @@ class TunedSettings:
         return f"tuned: {text} ({self.path}; --profile-set tuned=no ignores it)"
 
     def describe(self) -> dict:
-        """What of it is in use, for the report."""
+        """The used settings, for the report."""
         return {"file": str(self.path), "settings": self.used}
 
     def write(self) -> None:
@@ -131,8 +131,8 @@ class TunedSettings:
 
 
 def load(artifacts: Path, identity: dict) -> TunedSettings | None:
-    """The tuned settings for an identity; None where there are none. A file that does not fit or
-    cannot be read stops nothing, and is named."""
+    """The tuned settings for an identity; None if there are none. For a file that does not fit or
+    cannot be read, a warning is printed."""
     path = file_of(artifacts, identity)
     if path.is_file():
         try:
@@ -154,7 +154,7 @@ def _read(path: Path, identity: dict) -> TunedSettings:
     content = read_json(path)
     try:
         if content["identity"] != identity:
-            raise ValueError("its identity is another than its name")
+            raise ValueError("its identity does not match its name")
         sizes = {key: _checked(size) for key, size in content["sizes"].items()}
         return TunedSettings(path, identity, _settings(content["run"]), sizes)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -166,14 +166,15 @@ def _checked(size: dict) -> dict:
 
 
 def _settings(settings: dict) -> Settings:
-    """What a tuning may choose, of what a file says, which may come from a store."""
+    """The tunable settings of a file's table. Other keys are dropped, because the file may have
+    been pulled from an artifact store."""
     if not all(isinstance(value, str) for value in settings.values()):
         raise ValueError("a setting is no text")
     return {key: value for key, value in settings.items() if key in (*RUN_KEYS, *GRAPH_KEYS)}
 
 
 def _outdated(path: Path, identity: dict) -> list[str]:
-    """Of which versions or code a file is that is this device's and model's; else nothing."""
+    """If a file of this device and model differs only in versions or code: which of the two."""
     try:
         differing = {name for name, _, _ in differences(identity, read_json(path)["identity"])}
     except (UserError, KeyError, TypeError):
@@ -183,7 +184,7 @@ def _outdated(path: Path, identity: dict) -> list[str]:
 
 
 def text_of(profile: Profile, key: str) -> str:
-    """A profile's value as --profile-set takes it; "" of a table's entry that it does not have."""
+    """A profile's value in the notation of --profile-set; "" for an absent entry of a table."""
     field, _, entry = key.partition(".")
     value = getattr(profile, field)
     if entry:
@@ -192,12 +193,12 @@ def text_of(profile: Profile, key: str) -> str:
 
 
 def typed(profile: Profile) -> set[str]:
-    """The keys that --profile-set named."""
+    """The keys that the user set with --profile-set."""
     return {setting.partition("=")[0] for setting in profile.settings}
 
 
 def changes(profile: Profile, settings: Settings) -> tuple[str, ...]:
-    """The settings, as key=value, that change something and were not typed otherwise."""
+    """The settings, as key=value, that change the profile and that the user did not type."""
     return tuple(
         f"{key}={value}"
         for key, value in settings.items()
@@ -206,7 +207,8 @@ def changes(profile: Profile, settings: Settings) -> tuple[str, ...]:
 
 
 def applied(profile: Profile, settings: Settings) -> Profile:
-    """A profile with settings below what was typed; itself where they do not go with that."""
+    """A profile with these settings, which typed ones override; the profile itself, after a
+    warning, if the two conflict."""
     try:
         return resolve(profile.name, (*changes(profile, settings), *profile.settings))
     except UserError as error:

@@ -1,8 +1,7 @@
-"""A variant, measured in a process of its own: ltx-neuron tune --variant FOLDER
+"""Measures one variant in this process: ltx-neuron tune --variant FOLDER
 
-It compiles what is not compiled yet, loads the rank files, and takes a cold and some warm steps of
-every stage on random latents. The process ends, with all that it started, when its parent has
-ended.
+It compiles missing graphs, loads the rank files, and times a cold and some warm steps of every
+stage on random latents. The process and its children end when their parent ends.
 """
 
 import time
@@ -31,8 +30,8 @@ def run(
     """Measure, and write RESULT and OUTPUTS into a folder.
 
     steps   warm steps of each stage
-    layers  the first so many blocks; None: all of them
-    exact   compute the reference in float32 instead
+    layers  run only the first `layers` blocks; None: all
+    exact   compute the float32 reference instead
     """
     errors.end_with_parent(_TIDY_SECONDS)
     if exact:
@@ -47,8 +46,8 @@ def run(
 def measure(
     workspace: Workspace, job: Job, folder: Path, steps: int, layers: int | None
 ) -> tuple[dict, dict[str, Tensor]]:
-    """Milliseconds of every stage's steps, cold one first, and the seconds before them; and the
-    latents that each stage's last step leaves."""
+    """Returns the times (milliseconds of every stage's steps, the cold one first; seconds of
+    compiling and loading) and the latents after each stage's last step."""
     torch.set_num_threads(workspace.profile.host_threads)
     began = time.perf_counter()
     buckets = job.buckets
@@ -73,7 +72,7 @@ def measure(
 
 
 def _timed_step(run) -> float:
-    """Milliseconds of a step from noise, on the host's clock."""
+    """Milliseconds of a step from noise, by the host's clock."""
     run.start()
     began = time.perf_counter()
     run.step(run.stage.steps - 1)
@@ -81,9 +80,9 @@ def _timed_step(run) -> float:
 
 
 def first_blocks(folder: Path, layers: int, place: Path) -> Path:
-    """A copy, in `place`, of compiled graphs whose runs call the first blocks alone. A graph of
-    blocks is the same at any depth; the other calls stay, in a run that nobody runs, so that the
-    rank files fit. Raises UserError where no call ends after so many blocks."""
+    """A copy, in `place`, of compiled graphs whose runs call only the first `layers` blocks. All
+    blocks share one graph. The other calls move to an unused run, so that the manifest still
+    lists all weights of the rank files."""
     content = read_json(folder / MANIFEST)
     cut = place / folder.name
     cut.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """The released files: the checkpoint, Gemma3's folder, and the tensors of one model in them.
 
-Files are opened by their headers; tensors are read when they are wanted, whole or by rows.
+Opening a file reads its header only. Tensors are read on request, whole or by rows.
 """
 
 import json
@@ -23,10 +23,10 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 
 class Checkpoint(WeightFile):
-    """The single-file LTX-2.3 checkpoint. `config` is the JSON of its metadata, from which every
-    size of the models comes.
+    """The single-file LTX-2.3 checkpoint. `config`, the JSON in its metadata, determines all sizes
+    of the models.
 
-    UserError for a file that is no checkpoint, or of a version that is not supported.
+    UserError for a file that is not a checkpoint, and for an unsupported version.
     """
 
     def __init__(self, path: Path):
@@ -59,11 +59,11 @@ class Checkpoint(WeightFile):
 
 def gemma_files(root: Path) -> list[TensorFile]:
     """The weight files of a Gemma folder: model.safetensors or model-0000x-of-0000y.safetensors.
-    UserError where some are missing."""
+    UserError if some are missing."""
     paths = sorted(Path(root).glob("model*.safetensors"))
     if not paths:
         with in_words("--gemma-root"):
-            os.listdir(root)  # glob finds nothing in a folder that may not be listed
+            os.listdir(root)  # glob hides a missing permission
         raise UserError(
             f"no model*.safetensors in --gemma-root {root}\nDownload it: {gemma_download(root)}"
         )
@@ -79,17 +79,16 @@ def gemma_files(root: Path) -> list[TensorFile]:
 class Source:
     """The tensors of one model under this toolkit's names, from one or several files.
 
-    model  its sharding table and how the files name its tensors
-    files  that together hold the model; they may hold other components too
-    heads  counts of attention heads by name, for tensors that ranks share by heads
+    model  its sharding table and its tensor names in the files
+    files  together they contain the model; they may contain other components too
+    heads  counts of attention heads by name, for tensors that are split by heads
 
-    UserError for a tensor that no component of the files is known to have, that is stored in a
-    dtype that is not implemented, or that two files hold.
+    UserError for a tensor of no known component, in an unsupported dtype, or in two files.
     """
 
     def __init__(self, model: Model, files: list[TensorFile], heads: dict[str, int] | None = None):
         self.model, self.files, self.heads = model, files, heads or {}
-        # Our name -> the file that holds the tensor, and its name there.
+        # Our name -> (the tensor's file, its name there).
         self.locations: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
             for key in file.shapes:
@@ -130,23 +129,23 @@ class Source:
         return file.shapes[key]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is read in."""
+        """The dtype of a tensor when it is read."""
         file, key = self._find(name)
         return file.torch_dtype(key)
 
     def split(self, name: str) -> int | str | None:
-        """The dimension in which a tensor is split over the ranks, None for a copy on each, or
-        sharding.HOST: as the sharding table says."""
+        """From the sharding table: the dimension in which a tensor is split over the ranks, None
+        for a copy on each, or sharding.HOST."""
         kind = rule(self.model, name)
         return COL if kind == KV else kind
 
     def copies(self, name: str, tp: int) -> int:
-        """How many neighbouring ranks keep the same part of a tensor: 1 unless ranks outnumber
-        key-value heads."""
+        """The number of neighbouring ranks with the same part of a tensor: 1 unless ranks
+        outnumber key-value heads."""
         return copies(rule(self.model, name), tp, self.heads)
 
     def nbytes(self, name: str) -> int:
-        """The bytes of a whole tensor as it is read."""
+        """Bytes of a whole tensor when it is read."""
         file, key = self._find(name)
         return math.prod(file.shapes[key]) * file.torch_dtype(key).itemsize
 
@@ -169,8 +168,8 @@ class Source:
         yield from (file.read(key, *rows) for rows in bounds)
 
     def provenance(self, tensors: dict[str, str]) -> dict:
-        """What a manifest says of the source: its files, the digest of each of the model's tensors
-        (given as `tensors`), and how many tensors the files hold of other components."""
+        """The source's entry in a manifest: its files, the digests of the model's tensors
+        (`tensors`), and the number of other components' tensors in the files."""
         elsewhere: dict[str, int] = {}
         for file in self.files:
             ours = {key for holder, key in self.locations.values() if holder is file}
@@ -191,18 +190,18 @@ class Source:
         }
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, in memory of its own and in the dtype it is read in."""
+        """A whole tensor, as a copy."""
         file, key = self._find(name)
         return file.read(key)
 
     def read_mapped(self, name: str) -> Tensor:
-        """A whole tensor that is its file's own pages in the page cache: nothing is copied, but of
-        a float8 tensor, which is dequantised."""
+        """A whole tensor, mapped from the page cache without a copy. A float8 tensor is dequantised
+        into new memory instead."""
         file, key = self._find(name)
         return file.read_mapped(key)
 
     def prefetch(self, name: str) -> None:
-        """Ask the system to begin reading a tensor that `read_mapped` will want soon."""
+        """Start reading a tensor into the page cache, ahead of `read_mapped`."""
         file, key = self._find(name)
         file.prefetch(key)
 

@@ -1,4 +1,4 @@
-"""Whether a tensor holds numbers only: what ranks ask of latents, and the host of its models."""
+"""A test for NaN and Inf in latents and in the outputs of the host's models."""
 
 import math
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 def finite(tensor: Tensor) -> bool:
     """Whether no element is NaN or Inf."""
-    # Minimum and maximum pass NaN on, in a twentieth of the time that isfinite().all() takes.
+    # Minimum and maximum propagate NaN, in a twentieth of the time of isfinite().all().
     return all(math.isfinite(bound) for bound in tensor.aminmax())

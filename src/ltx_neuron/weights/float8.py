@@ -1,9 +1,9 @@
-"""Files with float8 weights, read as the bfloat16 weights that they stand for.
+"""Files with float8 weights, dequantised to bfloat16 when they are read.
 
 Source: ltx-core quantization/fp8_cast.py (1.2.0): bf16(float32(weight) * scale), then as from a
-bfloat16 file. Layouts, by what lies beside a weight X.weight:
+bfloat16 file. Layouts, by the other tensors of a weight X.weight:
   released, scaled   X.weight_scale, one number; the file's metadata may list the layers
-  released, cast     nothing: weights and biases were cast as they are
+  released, cast     none: weights and biases were cast without a scale
   ComfyUI            X.scale_weight for X.weight_scale and a marker scaled_fp8 in the file, or
                      X.comfy_quant, JSON with the name of the format
 X.input_scale (ComfyUI: X.scale_input) is for activations, which stay in bfloat16 here.
@@ -24,23 +24,23 @@ FLOAT8, _FORMAT = "F8_E4M3", "float8_e4m3fn"  # as safetensors and torch name it
 _SCALES = "weight_scale", "scale_weight"
 _OF_ACTIVATIONS = "input_scale", "scale_input"
 _NOTE, _MARKER = "comfy_quant", "scaled_fp8"
-_FIELDS = {"format", "full_precision_matrix_mult"}  # of a note, that change no weight
-_PIECE = 2**18  # weights that are dequantised at once: their indices fit in a core's cache
+_FIELDS = {"format", "full_precision_matrix_mult"}  # of a note; neither changes a weight
+_PIECE = 2**18  # weights dequantised at once: their indices fit in a core's cache
 
 
 class WeightFile(TensorFile):
-    """A file of a model's weights. Tensors stored as F8_E4M3 are read as bfloat16 and have that
-    dtype; what lies beside them for that is not among the file's `shapes`.
+    """A file of a model's weights. Tensors stored as F8_E4M3 are read as bfloat16, and their dtype
+    is bfloat16; `shapes` leaves their scales and notes out.
 
-    UserError, naming the tensors, for another layout and for a scale that is damaged.
+    UserError, with the tensors' names, for an unknown layout and for a damaged scale.
     """
 
     def __init__(self, path: str | Path, download: str):
         super().__init__(path, download)
-        # Of every float8 tensor: its scale, float32 without dimensions; None where it has none.
+        # Float8 tensor -> its scale, float32 without dimensions; None if it has none.
         self.scales: dict[str, Tensor | None] = {}
         float8, dropped, problems = [], [], []
-        beside: dict[str, dict[str, str]] = {}  # a weight -> the names of what lies beside it
+        beside: dict[str, dict[str, str]] = {}  # weight -> names of its scales and note
         for key in self.shapes:
             module, _, part = key.rpartition(".")
             if part == _MARKER:
@@ -55,7 +55,7 @@ class WeightFile(TensorFile):
         if not float8 and not beside:
             return
         formats = self._listed_formats()
-        # Where nothing lists the layers that have scales, all have, or none.
+        # If no metadata lists the scaled layers, either all layers have scales or none has.
         scaled = not formats and any(part in _SCALES for parts in beside.values() for part in parts)
         for key in dict.fromkeys([*float8, *beside]):
             wanted = scaled and key.endswith(".weight")
@@ -75,7 +75,7 @@ class WeightFile(TensorFile):
             del self.shapes[key], self.dtypes[key]
 
     def _listed_formats(self) -> dict[str, dict]:
-        """What the metadata says of each float8 weight, by the weight's name."""
+        """Float8 weight -> its entry in the metadata."""
         try:
             layers = json.loads(self.metadata.get("_quantization_metadata", "{}")).get("layers", {})
             said = {f"{layer}.weight": {**fields} for layer, fields in layers.items()}
@@ -86,8 +86,8 @@ class WeightFile(TensorFile):
     def _scale(
         self, key: str, beside: dict[str, str], fields: dict | None, wanted: bool
     ) -> Tensor | None:
-        """The scale of a float8 tensor. ValueError, in words, where it has none and one is wanted,
-        or where what lies beside it is damaged or of another layout."""
+        """The scale of a float8 tensor. ValueError, with a message, if a `wanted` scale is missing,
+        or if a scale or note is damaged or of an unknown layout."""
         if _NOTE in beside:
             try:
                 fields = {**json.loads(bytes(self.read(beside[_NOTE]).tolist()))}
@@ -127,7 +127,7 @@ class WeightFile(TensorFile):
         return _dequantised(stored, self.scales[name]) if name in self.scales else stored
 
     def describe_float8(self) -> str:
-        """What becomes of its float8 tensors, in words; empty where it has none."""
+        """A line about its float8 tensors for the user; empty if it has none."""
         if not self.scales:
             return ""
         scaled = sum(scale is not None for scale in self.scales.values())
@@ -138,8 +138,8 @@ class WeightFile(TensorFile):
 
 
 def _dequantised(stored: Tensor, scale: Tensor | None) -> Tensor:
-    """float8 -> bfloat16, in memory of its own. Values are looked up: 1.4 billion a second on a
-    core on which torch converts 0.1 billion, and for that in float32."""
+    """float8 -> bfloat16, as a copy. A lookup table converts 1.4 billion values per second and
+    core; torch converts 0.1 billion, and only to float32."""
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     table = (values if scale is None else values * scale).bfloat16().view(torch.int16).numpy()
     result = torch.empty(stored.shape, dtype=torch.bfloat16)

@@ -1,11 +1,10 @@
-"""Whether the weights suit attention=nki_const_max, which loses rows whose bound is too far above
-their largest score.
+"""Checks whether the weights suit attention=nki_const_max, whose kernel loses rows with a bound
+too far above their largest score.
 
-Weights tell how long a head's queries and keys are on average, and not how long those of one token
-are: this refuses what is sure to go wrong, and proves nothing of the rest
-(benchmarks/attention_bound.md). AWS calls the bound safe where one norm reaches over all heads, as
-in Wan 2.2 and here; a port of Wan 2.2 5B saw gaps of up to 260 nats with the same kernel, and rows
-of zeros.
+The weights determine the average length of a head's queries and keys, but not the length for one
+token. The check therefore rejects certain failures and proves nothing about other weights
+(benchmarks/attention_bound.md). AWS calls the bound safe for a norm over all heads, as in Wan 2.2
+and here; a port of Wan 2.2 5B measured gaps of up to 260 nats with this kernel, and rows of zeros.
 """
 
 import re
@@ -17,15 +16,15 @@ from ltx_neuron.config.transformer import CONST_MAX_HEAD_DIM
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.checkpoint import Source
 
-# Nats at which the kernel still sums a row exactly: it clamps the sum soon after.
+# The largest gap, in nats, at which the kernel's sum is exact; the kernel clamps larger sums.
 LARGEST_GAP = 80.0
-UNEVEN = 2.0  # how many times as long as on average a query and the longest key are assumed to be
+UNEVEN = 2.0  # assumed ratio of the longest query's and key's length to the average
 _QUERY = re.compile(r"(transformer_blocks\.\d+\.attn[12])\.q_norm\.weight")
 
 
 def largest_bound(query: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> float:
-    """The bound, in nats, of the head that has the largest. Each side: the gains of the norm over
-    all heads, and the channels' energies before it, both (H * 128,). RoPE changes no length."""
+    """The largest bound of any head, in nats. Each side: the gains of the norm over all heads, and
+    the channels' energies before it, both (H * 128,). RoPE changes no length."""
     lengths = []
     for gains, energy in (query, key):
         share = energy / energy.mean()
@@ -34,8 +33,8 @@ def largest_bound(query: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> f
 
 
 def largest_bounds(source: Source) -> dict[str, float]:
-    """That bound of each attention of the video's stream, by name. Channels have the energy that
-    their projection gives a normalised input."""
+    """Name -> largest bound of each attention of the video stream. A channel's energy is that of
+    its projection of a normalised input."""
     bounds = {}
     for name in source.names:
         if match := _QUERY.fullmatch(name):
@@ -50,8 +49,8 @@ def largest_bounds(source: Source) -> dict[str, float]:
 
 
 def check_const_max(source: Source, head_dim: int, dtype: torch.dtype) -> None:
-    """Raise UserError where attention=nki_const_max loses rows by the weights, or runs in another
-    dtype than its kernel's. head_dim: of the video's attention."""
+    """Raise UserError if attention=nki_const_max would lose rows with these weights, or if its
+    kernel does not support `dtype`. head_dim: of the video's attention."""
     advice = "Type --profile-set attention=nki"
     if dtype != torch.bfloat16:
         raise UserError(
@@ -59,7 +58,7 @@ def check_const_max(source: Source, head_dim: int, dtype: torch.dtype) -> None:
             f"\n{advice}"
         )
     if head_dim != CONST_MAX_HEAD_DIM:
-        return  # no attention of the model is the kernel's
+        return  # the model does not use the kernel
     lost = {name: b for name, b in largest_bounds(source).items() if not b <= LARGEST_GAP}  # or NaN
     if lost:
         worst = max(lost, key=lost.__getitem__)

@@ -1,8 +1,8 @@
-"""LoRA, merged into the weights while they are sharded, so that it costs nothing at run time.
+"""LoRA, merged into the weights during sharding, without a cost at run time.
 
 Source: ltx-core loader/fuse_loras.py (1.0.0): W + sum of bf16((B * strength) @ A), with products in
-the LoRA's dtype and sums in the checkpoint's. There is no alpha. Gates, AdaLN and projections may
-have a LoRA too, not only attention and feed-forward.
+the LoRA's dtype and sums in the checkpoint's. There is no alpha. Any linear layer of the DiT may
+have a LoRA, including gates, AdaLN and projections.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ from ltx_neuron.weights.sharding import Model
 from ltx_neuron.weights.tensorfile import TensorFile, listed
 
 DOWNLOAD = download_released("lora")
-_PREFIX = "diffusion_model."  # of the published files; others leave it out
-# Of an IC-LoRA's metadata: how often a reference's sides and frames go into those of stage 1.
+_PREFIX = "diffusion_model."  # of the published files; some other files omit it
+# In an IC-LoRA's metadata: the ratios of stage 1's sides and frames to a reference's.
 _FACTORS = "reference_downscale_factor", "reference_temporal_scale_factor"
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"  # (rank, inputs) and (outputs, rank)
 
@@ -47,27 +47,27 @@ class Lora:
         return TensorFile(self.path, DOWNLOAD)
 
 
-WeightSet = tuple[Lora, ...]  # what is merged into the model, in this order; () is the plain one
+WeightSet = tuple[Lora, ...]  # the LoRAs to merge into the model, in this order; (): none
 
 
 def identity_of(loras: WeightSet) -> list:
-    """[fingerprint, strength] of each LoRA, in order: what a weight set is known by."""
+    """[fingerprint, strength] of each LoRA, in order: the identity of a weight set."""
     return [[_fingerprint(lora.path, _version(lora.path)), lora.strength] for lora in loras]
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """What changes when a file does."""
+    """(modification time, size) of a file, to detect a change."""
     state = path.stat() if path.is_file() else None
     return state and (state.st_mtime_ns, state.st_size)
 
 
-@cache  # the lines of a batch name the same files again and again
+@cache  # the lines of a batch repeat the same files
 def _fingerprint(path: Path, version: tuple[int, int] | None) -> str:
     return Lora(path).file().fingerprint
 
 
 def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
-    """Raise UserError unless what stage 1 of dev has besides is stage 2's, as HQ has it."""
+    """Raise UserError for a LoRA of the dev recipe's stage 1 that stage 2 does not have."""
     others = [lora for lora in stage_1 if lora.path not in {each.path for each in stage_2}]
     if others:
         raise FieldError(
@@ -78,9 +78,9 @@ def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
 
 
 def reference_scale(loras: WeightSet) -> tuple[int, int]:
-    """How often a reference video's sides and frames go into those of stage 1, by the metadata of
-    the IC-LoRAs that it is for. UserError where that is no whole number, or not one for all. Where
-    no file says either, which is how files of factor 1 are published, that is printed once."""
+    """The ratios of stage 1's sides and frames to a reference video's, from the metadata of its
+    IC-LoRAs. UserError unless each is a whole number and the same in all files. Published files of
+    factor 1 have no such metadata; a line is printed once for them."""
     if loras and not any(name in lora.file().metadata for lora in loras for name in _FACTORS):
         _say_unscaled(tuple(lora.path for lora in loras))
     space, time = (_factor(loras, name) for name in _FACTORS)
@@ -97,7 +97,7 @@ def _say_unscaled(paths: tuple[Path, ...]) -> None:
 
 
 def _factor(loras: WeightSet, name: str) -> int:
-    """A factor of all the LoRAs: 1 where no file says it."""
+    """The LoRAs' common factor; 1 if no file has one."""
     said: dict[int, Path] = {}
     for lora in loras:
         text = lora.file().metadata.get(name, "1")
@@ -120,8 +120,8 @@ def _factor(loras: WeightSet, name: str) -> int:
 class MergedSource(Source):
     """A model's tensors with LoRAs merged in.
 
-    UserError where a tensor of a LoRA belongs to no weight of the model, does not fit its shape,
-    or where the weight is not stored in BF16.
+    UserError if a LoRA tensor belongs to no weight of the model or does not fit its shape, or if
+    the weight is not stored in BF16.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class MergedSource(Source):
     ):
         super().__init__(model, files, heads)
         self.lora_identity = identity_of(loras)
-        # Name of a weight -> the LoRAs that change it, in the order they were given.
+        # Weight name -> its LoRAs, in the order of `loras`.
         self.adapters: dict[str, list[tuple[TensorFile, float]]] = {}
         for lora in loras:
             file = lora.file()
@@ -141,9 +141,9 @@ class MergedSource(Source):
                 self.adapters.setdefault(name, []).append((file, lora.strength))
 
     def _target_weights(self, file: TensorFile) -> list[str]:
-        """Names of the weights a LoRA file changes; UserError listing every tensor that fits
-        none."""
-        problems, targets = [], {}  # the tensor that is A of a weight's product, by its name
+        """Names of the weights that a LoRA file changes; UserError that lists every tensor without
+        a fitting weight."""
+        problems, targets = [], {}  # weight name -> its A tensor
         for key in file.shapes:
             suffix = next((s for s in (_DOWN, _UP) if key.endswith(s)), None)
             name = f"{key.removesuffix(suffix).removeprefix(_PREFIX)}.weight" if suffix else None
@@ -160,7 +160,7 @@ class MergedSource(Source):
     def _misfit(
         self, file: TensorFile, key: str, suffix: str | None, name: str | None
     ) -> str | None:
-        """Why a tensor of a LoRA file does not fit the weight of that name; None if it does."""
+        """Why a tensor of a LoRA file does not fit the weight `name`; None if it fits."""
         if name not in self.locations:
             return "matches no weight of the model"
         shape, wanted = file.shapes[key], self.shape(name)
@@ -182,14 +182,14 @@ class MergedSource(Source):
         return None
 
     def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
-        """Rows start..stop of a tensor for each of `bounds`; of a merged one they are views."""
+        """Rows start..stop of a tensor for each of `bounds`; for a merged tensor, views."""
         if name not in self.adapters:
             return super().pieces(name, bounds)
         whole = self.tensor(name)
         return (whole[start:stop] for start, stop in bounds)
 
     def tensor(self, name: str) -> Tensor:
-        """A whole merged tensor. Products are taken whole, because slices of them may round
+        """A whole merged tensor. Its product is computed whole, because slices may round
         differently."""
         weight, adapters = super().tensor(name), self.adapters.get(name, [])
         if not adapters:

@@ -1,8 +1,8 @@
-"""Rank files: a model's weights, sharded for tp ranks. How a finished set is recognised, verified,
-loaded, and read for another sharding.
+"""Rank files: a model's weights, sharded for tp ranks. Recognises, verifies and loads finished
+sets, and reads them for another sharding.
 
-A weight set is a folder of rank0..rank{tp-1}.safetensors, host.safetensors and manifest.json. Where
-all ranks have the same weights, ranks.safetensors is the file of each. It is written by sharder.py.
+A weight set is a folder of rank0..rank{tp-1}.safetensors, host.safetensors and manifest.json, which
+sharder.py writes. If all ranks have the same weights, they share one ranks.safetensors.
 """
 
 import shlex
@@ -21,7 +21,7 @@ from ltx_neuron.weights.sharding import ALL, COL, HOST, KV, MODELS, ROW, copies,
 from ltx_neuron.weights.tensorfile import DTYPE_NAMES, DTYPES, TensorFile, listed
 
 HOST_FILE = "host.safetensors"
-SHARED_FILE = "ranks.safetensors"  # of all ranks, where their weights are the same
+SHARED_FILE = "ranks.safetensors"  # of all ranks, if their weights are equal
 _BLOCK_BYTES = 16 * 2**20  # read and hashed at once
 RESHARD = "shard the weights again"
 
@@ -32,8 +32,8 @@ def rank_file(rank: int) -> str:
 
 
 def file_names(tp: int, shared: bool = False) -> list[str]:
-    """The names of a weight set's files: those of the ranks in order, then the host's. shared:
-    whether one file is every rank's."""
+    """The names of a weight set's files: the ranks' in order, then the host's. shared: all ranks
+    share one file."""
     return [*([SHARED_FILE] if shared else map(rank_file, range(tp))), HOST_FILE]
 
 
@@ -43,8 +43,8 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def is_finished(folder: Path, identity: dict) -> bool:
-    """Whether a folder holds a finished weight set of that identity whose files have their
-    sizes. UserError where they may not be read."""
+    """Whether a folder contains a finished weight set of that identity with files of the right
+    sizes. UserError if permission to read them is missing."""
     try:
         return read_json(folder / MANIFEST)["identity"] == identity and not verify(
             folder, quick=True
@@ -57,8 +57,7 @@ def is_finished(folder: Path, identity: dict) -> bool:
 
 def file_entries(folder: Path) -> dict[str, dict]:
     """File name -> {"bytes", "blake3", "header_blake3"} of a finished weight set, from its
-    manifest, in the order of file_names. UserError where the manifest does not describe a weight
-    set."""
+    manifest, in the order of file_names. UserError if the manifest does not describe one."""
     try:
         return entries_in(read_json(folder / MANIFEST))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -69,10 +68,10 @@ def file_entries(folder: Path) -> dict[str, dict]:
 
 
 def entries_in(manifest: dict) -> dict[str, dict]:
-    """What file_entries returns, of a manifest that is read already. Raises ValueError, KeyError,
-    TypeError or AttributeError where it does not describe a weight set."""
+    """As file_entries, from a manifest's content. Raises ValueError, KeyError, TypeError or
+    AttributeError if it does not describe a weight set."""
     entries, tp = manifest["files"], manifest["identity"]["tp"]
-    # Only these names: a manifest must not make us open a path outside of its folder.
+    # Only these names: a manifest must not name a path outside its folder.
     shared = SHARED_FILE in entries
     names_fit = type(tp) is int and len(entries) == (2 if shared else tp + 1)
     if not names_fit or {*entries} != {*file_names(tp, shared)}:
@@ -83,8 +82,8 @@ def entries_in(manifest: dict) -> dict[str, dict]:
 
 
 def verify(folder: Path, quick: bool = False) -> list[str]:
-    """Compare the files of a finished weight set with its manifest. Returns one line for each that
-    differs; empty if none does. UserError where one may not be read.
+    """Compare the files of a finished weight set with its manifest. Returns one line per differing
+    file. UserError if permission to read one is missing.
 
     quick  compare sizes only
     """
@@ -106,11 +105,11 @@ def verify(folder: Path, quick: bool = False) -> list[str]:
 
 
 class RankSource:
-    """The whole tensors of a finished weight set, put together from its files: a set of another tp
-    or dtype is made from them without the checkpoint. It takes the place of checkpoint.Source.
+    """The whole tensors of a finished weight set, assembled from its files. It replaces
+    checkpoint.Source when a set of another tp or dtype is made without the checkpoint.
 
     quick  compare the files' sizes with the manifest, not all bytes
-    UserError where the set is not finished or any of its files is damaged.
+    UserError if the set is unfinished or damaged.
     """
 
     def __init__(self, folder: Path, quick: bool = False):
@@ -131,8 +130,8 @@ class RankSource:
         self.names = sorted({*self.files[0].shapes, *self.files[-1].shapes})
 
     def check(self, tp: int, dtype: torch.dtype) -> None:
-        """Raise UserError where these files cannot give that tp (half heads) or dtype (bits that
-        are gone)."""
+        """Raise UserError if these files cannot be converted to that tp (it would split heads) or
+        dtype (it is wider)."""
         check_heads(tp, self.heads)
         if dtype.itemsize > DTYPES[self.identity["dtype"]].itemsize:
             raise UserError(
@@ -141,7 +140,7 @@ class RankSource:
             )
 
     def split(self, name: str) -> int | str | None:
-        """The dimension in which the stored parts of a tensor differ, None for copies, or
+        """The dimension along which a tensor's stored parts are joined, None for copies, or
         sharding.HOST."""
         kind = rule(self.model, name)
         if kind == KV:
@@ -150,7 +149,7 @@ class RankSource:
         return ROW if kind == COL and len(self.files[0].shapes[name]) == 3 else kind
 
     def copies(self, name: str, tp: int) -> int:
-        """How many of tp neighbouring ranks keep the same part of a tensor."""
+        """The number of neighbouring ranks, of tp, with the same part of a tensor."""
         return copies(rule(self.model, name), tp, self.heads)
 
     def _part(self, name: str) -> tuple[int, ...]:
@@ -158,7 +157,7 @@ class RankSource:
         return self._files_of(name)[0].shapes[name]
 
     def _files_of(self, name: str) -> list[TensorFile]:
-        """The files that together hold a tensor."""
+        """The files with the parts of a tensor."""
         split = self.split(name)
         if split in (ALL, HOST):
             return [self.files[-1 if split == HOST else 0]]
@@ -172,7 +171,7 @@ class RankSource:
         )
 
     def nbytes(self, name: str) -> int:
-        """The bytes of a whole tensor as it is stored."""
+        """Bytes of a whole tensor in the stored dtype."""
         return prod(self.shape(name)) * DTYPES[self.identity["dtype"]].itemsize
 
     def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
@@ -181,22 +180,21 @@ class RankSource:
         if len(files) == 1:
             return (files[0].read(name, *rows) for rows in bounds)
         split = self.split(name)
-        assert isinstance(split, int)  # else it is whole in one file
+        assert isinstance(split, int)  # otherwise one file contains the whole tensor
         whole = torch.cat([file.read_mapped(name) for file in files], split)
         return (whole[start:stop] for start, stop in bounds)
 
     def provenance(self, tensors: dict[str, str]) -> dict:
-        """What a manifest says of the source. It is the checkpoint that these files were made
-        from, with its digests, so `tensors` is not used."""
+        """The source's entry in a manifest: the checkpoint of these files with its digests, so
+        `tensors` is not used."""
         return self._provenance
 
 
 def load_rank_file(
     path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors of a rank file, which must be exactly the `wanted` names in their shapes and
-    that dtype; in the order of `wanted`. UserError otherwise, or where the file is not the one its
-    manifest describes."""
+    """The tensors of a rank file, in the order of `wanted`: name -> shape. UserError unless they
+    match `wanted` and `dtype` exactly, and the file matches its manifest."""
     tensors = dict(open_rank_file(path, wanted, dtype).tensors())
     return {name: tensors[name] for name in wanted}
 
@@ -204,9 +202,8 @@ def load_rank_file(
 def open_rank_file(
     path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> TensorFile:
-    """A rank file that holds exactly the `wanted` names in their shapes and that dtype. UserError
-    listing every missing, extra, misshapen or recast tensor, or where the file is not the one its
-    manifest describes."""
+    """An opened rank file. UserError unless its tensors match `wanted` (name -> shape) and `dtype`
+    exactly, listing every difference, and the file matches its manifest."""
     file = TensorFile(path, RESHARD)
     stored = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
     problems = [f"missing: {name}" for name in wanted if name not in stored]
@@ -226,15 +223,14 @@ def open_rank_file(
 
 
 def open_host_file(folder: Path) -> TensorFile:
-    """The tensors of a weight set that stay on the host. UserError where the file is not the one
-    its manifest describes."""
+    """The host's file of a weight set. UserError unless it matches its manifest."""
     file = TensorFile(folder / HOST_FILE, RESHARD)
     _check_header(folder / HOST_FILE, file)
     return file
 
 
 def _file_digest(path: Path) -> str:
-    """blake3 by as many threads as there are cores: a weight set may have 37 GB."""
+    """blake3 with a thread per core: a weight set may have 37 GB."""
     hasher, block = blake3(max_threads=blake3.AUTO), memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -247,8 +243,8 @@ def _header_digest(file: TensorFile) -> str:
 
 
 def _check_header(path: Path, file: TensorFile) -> None:
-    """Compare a file's header with its digest in the manifest: names, shapes and dtypes may be as
-    the model wants them and still be another file's, or the offsets may be damaged."""
+    """Compare a file's header with its digest in the manifest. Another file may have the same
+    names, shapes and dtypes, or the offsets may be damaged."""
     if _header_digest(file) != file_entries(path.parent)[path.name]["header_blake3"]:
         raise UserError(
             f"{path} is not the file its manifest describes: the header differs; delete"
@@ -257,8 +253,7 @@ def _check_header(path: Path, file: TensorFile) -> None:
 
 
 def check_whole(path: Path, problems: list[str], command: str) -> None:
-    """Raise UserError with the problems of a folder of weights, if there are any. command: what
-    makes them."""
+    """Raise UserError with the problems of a weight folder, if any. command: makes the folder."""
     if problems:
         raise UserError(
             "\n  ".join([f"{path} is damaged:", *listed(problems)])

@@ -1,8 +1,8 @@
-"""Sharding a model's weights for tp ranks: which rows go to which file, and files written in one
-pass over the source that can be resumed after any interruption.
+"""Shards a model's weights for tp ranks, in one pass over the source that can be resumed after any
+interruption.
 
-While a folder is written its files end in .partial, and journal.json says how many tensors are
-safely in them. The manifest is written last: a folder that has one is finished.
+Unfinished files end in .partial, and journal.json records the number of tensors that are on disk.
+The manifest is written last: a folder with a manifest is finished.
 """
 
 import errno
@@ -40,16 +40,16 @@ from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES, listed
 
 JOURNAL, PARTIAL = "journal.json", ".partial"
 _PIECE_BYTES = 8 * 2**20  # read from the source at once
-# Pieces that are read and not yet written: as many as keep every file's thread busy, 0.1 GB.
+# Pieces that are read and not yet written: enough to keep every file's thread busy, 0.1 GB.
 _MAX_IN_FLIGHT = 12
-# Written between two entries of the journal: what a killed run may have to do again.
+# Written between two updates of the journal: the most that a killed run must write again.
 _SYNC_BYTES = 2 * 2**30
 
 
 class Layout(NamedTuple):
-    """A tensor that rank files store otherwise than the source does.
+    """The layout of a tensor that rank files store rearranged.
 
-    arrange  maps a rank's rows (rows, ...) of the source to the tensor that is stored
+    arrange  maps a rank's rows (rows, ...) of the source to the stored tensor
     split    the dimension of the stored tensor in which ranks differ
     """
 
@@ -59,12 +59,12 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How one tensor of a source is distributed over the files.
+    """The distribution of one tensor of a source over the files.
 
     shape   of the whole tensor in the source
     split   the dimension that is split over the ranks, None for a copy on each, or sharding.HOST
     stored  shape of one rank's part in its file
-    copies  how many neighbouring ranks store the same part
+    copies  the number of neighbouring ranks that store the same part
     """
 
     name: str
@@ -75,8 +75,8 @@ class ShardSpec:
     copies: int = 1
 
     def bounds(self, tp: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-        """Rows start..stop of each piece, in order. No piece belongs to two ranks; with a layout a
-        piece is a rank's whole part."""
+        """Rows start..stop of each piece, in order. A piece never spans two ranks; with a layout it
+        is a rank's whole part."""
         ranks = tp // self.copies if self.split == COL else 1
         rows = (self.shape[0] if self.shape else 1) // ranks
         step = rows if self.layout else max(1, _PIECE_BYTES // max(1, row_bytes))
@@ -85,8 +85,8 @@ class ShardSpec:
                 yield start, min(start + step, first + rows)
 
     def parts(self, piece: Tensor, start: int, tp: int) -> Iterator[tuple[int, Tensor]]:
-        """(index of a file, the tensor to append to it) for the piece that begins at row `start`.
-        The host's file has index tp."""
+        """(file index, tensor to append) for each file of the piece that begins at row `start`. The
+        host's file has index tp."""
         if self.layout:
             piece = self.layout.arrange(piece)
         if self.split == HOST:
@@ -105,9 +105,9 @@ class ShardSpec:
 def shard_specs(
     source: Source | RankSource, tp: int, layouts: dict[str, Layout]
 ) -> list[ShardSpec]:
-    """The spec of every tensor of a source, in the order of the files: by name, but tensors whose
-    size is no multiple of the alignment come last, so that all before them can be used where a
-    file's pages lie. UserError for a tensor that cannot be split over tp ranks.
+    """The spec of every tensor of a source, in the files' order: by name, but tensors whose size is
+    not a multiple of the alignment come last, so that all others are aligned when they are mapped.
+    UserError for a tensor that cannot be split over tp ranks.
     """
     specs = []
     for name in sorted(source.names):
@@ -123,8 +123,8 @@ def shard_specs(
 def check_specs(
     specs: list[ShardSpec], wanted: dict[str, tuple[int, ...]], host: dict[str, tuple[int, ...]]
 ) -> None:
-    """Raise UserError, listing every difference, unless the specs give each rank the `wanted`
-    tensors of the model in their shapes, and the host those of `host`."""
+    """Raise UserError, listing every difference, unless the specs give each rank the tensors and
+    shapes of `wanted`, and the host those of `host`."""
     stored = {spec.name: spec.stored for spec in specs}
     problems = [f"missing: {name}" for name in (wanted | host).keys() - stored.keys()]
     problems += [f"of no use: {name}" for name in stored.keys() - (wanted | host).keys()]
@@ -145,14 +145,14 @@ def shard_weights(
     specs: list[ShardSpec],
     workers: int | None = None,
 ) -> bool:
-    """Write a folder of rank files and, last, its manifest. Returns False if it is finished
-    already, also where another process wrote it while this one waited for it.
+    """Write a folder of rank files and, last, its manifest. Returns False if the folder is finished
+    already, or if another process finished it while this one waited for its lock.
 
-    The source is read once, in pieces, while a thread per file (at most `workers`) takes digests
-    and writes. A file's digest is blake3; a source tensor's is xxh3, which detects accidents (not
-    forgeries) in a quarter of the time.
+    The source is read once, in pieces; a thread per file (at most `workers`) hashes and writes
+    them. A file's digest is blake3. A source tensor's is xxh3, which detects accidental changes
+    (not forgeries) in a quarter of the time.
 
-    UserError where the disk has too little room, before the first byte is written.
+    UserError if the disk lacks space, before the first write.
     """
     if is_finished(folder, identity):
         return False
@@ -171,7 +171,7 @@ def shard_weights(
 
 
 def set_bytes(specs: list[ShardSpec], tp: int, dtype: torch.dtype) -> int:
-    """What the files of a set take on disk."""
+    """Bytes of a set's files on disk."""
     return sum(file.size for file in _set_files(Path(), specs, tp, dtype))
 
 
@@ -183,7 +183,7 @@ def _write_set(
     specs: list[ShardSpec],
     workers: int,
 ) -> None:
-    """Write the files of a locked folder, from where an earlier run got to, and its manifest."""
+    """Write the files of a locked folder, continuing an interrupted run, and its manifest."""
     for name in (JOURNAL, MANIFEST):
         remove_leftovers(folder / name)
     existing = (path for file in files for path in (file.path, file.partial) if path.exists())
@@ -212,8 +212,8 @@ def _write_set(
 
 
 def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardSpec]) -> list[str]:
-    """Shard the source once more and compare the bytes with a finished folder's files. Returns one
-    line for each tensor of a file that differs; empty if none does."""
+    """Shard the source again and compare the bytes with a finished folder's files. Returns one line
+    per tensor and file that differ."""
     problems: dict[str, None] = {}
     files = _files(folder, [*file_entries(folder)], specs, dtype)
     with ExitStack() as stack:
@@ -235,7 +235,7 @@ def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardS
 def _progress_bar(
     source: Source | RankSource, specs: list[ShardSpec], done: int, name: str | None
 ) -> tqdm:
-    """Of the source's bytes. done: how many specs are written already."""
+    """Progress in bytes of the source. done: the number of specs that are written already."""
     sizes = [source.nbytes(spec.name) for spec in specs]
     return tqdm(total=sum(sizes), initial=sum(sizes[:done]), unit="B", unit_scale=True, desc=name)
 
@@ -243,7 +243,7 @@ def _progress_bar(
 def _pieces(
     source: Source | RankSource, spec: ShardSpec, ranks: int, bar: tqdm
 ) -> Iterator[tuple[Tensor, list[tuple[int, Tensor]]]]:
-    """The pieces of a tensor in order, each with its parts: (index of a file, tensor)."""
+    """The pieces of a tensor in order, each with its parts: (file index, tensor)."""
     row_bytes = source.nbytes(spec.name) // max(1, spec.shape[0]) if spec.shape else 0
     bounds = list(spec.bounds(ranks, row_bytes))
     for (start, _), piece in zip(bounds, source.pieces(spec.name, bounds), strict=True):
@@ -252,7 +252,7 @@ def _pieces(
 
 
 def _set_files(folder: Path, specs: list[ShardSpec], tp: int, dtype: torch.dtype) -> list["_File"]:
-    # Where all ranks have the same weights, these are stored once.
+    # Weights that are equal on all ranks are stored once.
     names = file_names(tp, shared=all(spec.split in (None, HOST) for spec in specs))
     return _files(folder, names, specs, dtype)
 
@@ -260,7 +260,7 @@ def _set_files(folder: Path, specs: list[ShardSpec], tp: int, dtype: torch.dtype
 def _files(
     folder: Path, names: list[str], specs: list[ShardSpec], dtype: torch.dtype
 ) -> list["_File"]:
-    """The files of those names: of the ranks, then the host's."""
+    """The files of those names: the ranks' files, then the host's."""
     ranks = [*map(str, range(len(names) - 1)), HOST]
     return [
         _File(folder / name, rank, specs, dtype) for name, rank in zip(names, ranks, strict=True)
@@ -268,11 +268,11 @@ def _files(
 
 
 class _File:
-    """A file of a weight set: its header, and while it is written, in order, the digest of its
-    content so far.
+    """A file of a weight set: its header and, while it is written, the digest of its content so
+    far. Tensors are appended in order.
 
     This is the one exception to files.whole_file: a .partial file has a fixed name and outlives
-    its run, because the next run goes on with it.
+    its run, because the next run continues it.
 
     rank  its number, or HOST
     """
@@ -282,7 +282,7 @@ class _File:
         self.partial = path.with_name(path.name + PARTIAL)
         self.error: OSError | None = None
         entries: dict[str, dict] = {"__metadata__": {"rank": rank}}
-        # Where the data of the first n = 0, 1, ... tensors of all specs ends, after the header.
+        # ends[n]: bytes of data, after the header, of the first n specs.
         self.ends = [0]
         for spec in specs:
             begin = end = self.ends[-1]
@@ -300,8 +300,8 @@ class _File:
         self.size = len(self.header) + self.ends[-1]
 
     def open(self, tensors: int, digest: str | None) -> bool:
-        """Open the file to append after its first `tensors` tensors, which must have that digest
-        together with the header; digest None begins the file. Returns False if they do not."""
+        """Open the file to append after its first `tensors` tensors; digest None starts the file
+        anew. Returns False unless the header and these tensors have that digest."""
         if self.path.exists() and not self.partial.exists():
             # The last run was stopped between renaming this file and writing the manifest.
             os.replace(self.path, self.partial)
@@ -312,11 +312,10 @@ class _File:
             self.file.close()
             return False
         try:
-            # The room of the whole file, which nobody else can take meanwhile; also, a file of
-            # known length is written with half the system's work.
+            # Reserve the disk space; preallocation also halves the system time of writing.
             os.posix_fallocate(self.file.fileno(), 0, self.size)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # not supported here
                 raise
         if not digest:
             self._write(self.header)
@@ -339,11 +338,11 @@ class _File:
                 view = view[self.file.write(view) :]
         except OSError as error:
             self.error = error
-        if self.error:  # after a failed write nothing may be appended: a gap would go unnoticed
+        if self.error:  # appending after a failed write would leave an undetected gap
             raise self.error
 
     def digest(self) -> str:
-        """blake3 of all that was written so far. Raises the error of an earlier write."""
+        """blake3 of the content so far. Raises the error of an earlier write."""
         if self.error:
             raise self.error
         return self.hasher.hexdigest()
@@ -364,9 +363,8 @@ class _File:
 
 
 class _Writer:
-    """The threads between reading and the disk: one a file (at most `workers`), one that hashes the
-    source's tensors, and one that waits for the disk and then writes the journal, from which the
-    next run goes on.
+    """The writing threads: one per file (at most `workers`), one that hashes the source's tensors,
+    and one that syncs the files and then writes the journal for a resumed run.
 
     done  digests of the source's tensors that are written already
     """
@@ -381,7 +379,7 @@ class _Writer:
         workers: int,
     ):
         self.folder, self.identity, self.files, self.done = folder, identity, files, done
-        # Of one thread each: what is submitted to one is done in that order.
+        # Each has one thread, which runs its tasks in order.
         *self._writers, self._hasher, self._saver = (
             stack.enter_context(ThreadPoolExecutor(1)) for _ in range(workers + 2)
         )
@@ -391,8 +389,8 @@ class _Writer:
         self._saving: Future | None = None
 
     def write(self, name: str, pieces: Iterator[tuple[Tensor, list[tuple[int, Tensor]]]]) -> None:
-        """Hash the pieces of a tensor of the source and append their parts to the files. Waits
-        while too many pieces are in flight."""
+        """Hash a source tensor's pieces and append their parts to the files. Waits while too many
+        pieces are in flight."""
         tensor_hash = xxh3_128()
         for piece, parts in pieces:
             tasks = [self._to_file(index, self.files[index].append, part) for index, part in parts]
@@ -405,8 +403,7 @@ class _Writer:
             self._save()
 
     def finish(self) -> dict[str, str]:
-        """Wait until all is written and on the disk. Returns the digests of the source's
-        tensors."""
+        """Wait until all data is on disk. Returns the digests of the source's tensors."""
         self._wait(0)
         return self._save().result()
 
@@ -414,13 +411,13 @@ class _Writer:
         return self._writers[index % len(self._writers)].submit(task, *arguments)
 
     def _wait(self, most: int) -> None:
-        """Until at most so many pieces are in flight."""
+        """Wait until at most `most` pieces are in flight."""
         while len(self._in_flight) > most:
             for task in self._in_flight.popleft():
                 task.result()
 
     def _save(self) -> Future:
-        """Begin to write the journal, once all that was submitted before is on the disk."""
+        """Schedule a write of the journal, after all earlier data is on disk."""
         if self._saving:
             self._saving.result()
         digests = [self._to_file(index, file.digest) for index, file in enumerate(self.files)]
@@ -443,8 +440,8 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _resume(folder: Path, identity: dict, files: list[_File]) -> dict[str, str]:
-    """Open the files where the journal says that an earlier run of this identity got to, else at
-    their beginning. Returns the digests of the source's tensors that are written already."""
+    """Open the files after the last tensor in the journal of an interrupted run of this identity,
+    else at their beginning. Returns the digests of the source's tensors that are written."""
     try:
         journal = read_json(folder / JOURNAL)
         tensors, digests = journal["tensors_xxh3_128"], journal["files"]
@@ -458,7 +455,7 @@ def _resume(folder: Path, identity: dict, files: list[_File]) -> dict[str, str]:
             print(f"continuing an interrupted run: {len(tensors)} of {total} tensors were done")
             return tensors
     except (UserError, KeyError, TypeError):
-        pass  # no journal that can be read
+        pass  # no readable journal
     (folder / JOURNAL).unlink(missing_ok=True)
     for file in files:
         file.open(0, None)

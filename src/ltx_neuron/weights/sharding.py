@@ -1,7 +1,7 @@
-"""The sharding tables: along which dimension each tensor is split over the ranks.
+"""The sharding tables: the dimension along which each tensor is split over the ranks.
 
-This is the only place that says so. Every tensor of a model must match exactly one row (fullmatch).
-There is no catch-all row: an unknown tensor is an error instead of being copied to every rank.
+Every tensor of a model must match exactly one row (fullmatch). There is no catch-all row: an
+unknown tensor is an error instead of being copied to every rank.
 """
 
 import re
@@ -13,7 +13,7 @@ from ltx_neuron.errors import UserError
 # How a tensor is split. COL and ROW are the dimension of an nn.Linear weight (out, in).
 COL, ROW = 0, 1  # column-parallel: by out-features; row-parallel: by in-features
 ALL = None  # every rank keeps a copy
-KV = "kv"  # COL by key-value heads; where ranks outnumber these, neighbouring ranks keep one head
+KV = "kv"  # COL by key-value heads; if ranks outnumber heads, neighbouring ranks copy one head
 HOST = "host"  # stays on the host: goes to host.safetensors, never to a device
 
 BLOCK = r"transformer_blocks\.\d+\."
@@ -64,7 +64,7 @@ GEMMA3 = {
     r"(?:video|audio)_connector\.learnable_registers": HOST,
 }
 
-# Every rank decodes tiles of its own: each has the whole decoder.
+# Each rank decodes different tiles with the whole decoder.
 VAE = {
     r"conv_(?:in|out)\.conv\.(?:weight|bias)": ALL,
     r"up_blocks\.\d+\.res_blocks\.\d+\.conv[12]\.conv\.(?:weight|bias)": ALL,
@@ -73,7 +73,7 @@ VAE = {
 }
 
 
-# So has it the decoders of sound.
+# Each rank also holds the whole decoders of sound.
 _RESIDUAL = r"audio_decoder\.(?:mid\.block_[12]|up\.\d+\.block\.\d+)\."
 _GENERATOR = r"(?:vocoder|bwe_generator)\."
 _ACTIVATION = _GENERATOR + r"(?:act_post|resblocks\.\d+\.acts[12]\.\d+)\."
@@ -90,11 +90,11 @@ SOUND = {
 
 
 class Model(NamedTuple):
-    """A model's sharding table and how the files name its tensors.
+    """A model's sharding table and its tensor names in the files.
 
     table      pattern of a tensor's name -> COL, ROW, ALL, KV or HOST
     prefixes   prefix of a name in the files -> prefix of our name
-    elsewhere  prefixes in the same files that belong to other components
+    elsewhere  prefixes of other components in the same files
     """
 
     name: str
@@ -125,7 +125,7 @@ MODELS = {
         Model(
             "vae",
             VAE,
-            # The checkpoint has more statistics, which no model reads.
+            # No model reads the checkpoint's other statistics.
             {"vae.decoder.": "", **{f"vae.{name}": name for name in _READ_STATISTICS}},
             (
                 "vae.encoder.",
@@ -160,8 +160,8 @@ MODELS = {
 
 
 def rename(model: Model, key: str) -> str | None:
-    """Our name for a tensor of the files; None where it belongs to another component. UserError
-    where no component is known to have it."""
+    """Our name for a tensor of the files; None if it belongs to another component. UserError if
+    it belongs to no known component."""
     prefixes = [p for p in (*model.prefixes, *model.elsewhere) if key.startswith(p)]
     if not prefixes:
         raise UserError(
@@ -175,8 +175,8 @@ def rename(model: Model, key: str) -> str | None:
 
 
 def rule(model: Model, name: str) -> int | str | None:
-    """COL, ROW, ALL, KV or HOST from the one row that matches a tensor's name; UserError unless
-    exactly one does."""
+    """COL, ROW, ALL, KV or HOST, from the table's row for a tensor's name; UserError unless exactly
+    one row matches."""
     rows = [split for pattern, split in model.table.items() if re.fullmatch(pattern, name)]
     if len(rows) != 1:
         raise UserError(
@@ -187,15 +187,15 @@ def rule(model: Model, name: str) -> int | str | None:
 
 
 def copies(kind: int | str | None, tp: int, heads: dict[str, int]) -> int:
-    """How many neighbouring ranks keep the same part of a tensor of that kind: with 8 key-value
-    heads and 16 ranks, 2 do."""
+    """The number of neighbouring ranks with the same part of a tensor of that kind: 2 for 8
+    key-value heads and 16 ranks."""
     return max(1, tp // heads.get(KEY_VALUE_HEADS, tp)) if kind == KV else 1
 
 
 def local_shape(
     shape: tuple[int, ...], split: int | str | None, tp: int, name: str
 ) -> tuple[int, ...]:
-    """The shape of a rank's part of a tensor. UserError where it cannot be split evenly."""
+    """The shape of a rank's part of a tensor. UserError if the split is uneven."""
     if not isinstance(split, int):  # ALL or HOST
         return tuple(shape)
     if split >= len(shape) or shape[split] % tp:

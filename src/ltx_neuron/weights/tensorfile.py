@@ -1,7 +1,7 @@
-"""Reading safetensors files by rows, with a header that is checked and without mapping whole files.
+"""Reads safetensors files by rows, with a validated header and without mapping whole files.
 
-safetensors' own torch reader maps a whole file to be written to, which a machine with less memory
-than the 46 GB checkpoint refuses. Format: github.com/huggingface/safetensors, README.
+The safetensors library maps a whole file writable; a machine with less memory than the 46 GB
+checkpoint refuses that. Format: github.com/huggingface/safetensors, README.
 """
 
 import errno
@@ -37,25 +37,25 @@ TORCH_DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-WEIGHT_DTYPES = ("BF16", "F16", "F32")  # that a model's weights may be stored in
+WEIGHT_DTYPES = ("BF16", "F16", "F32")  # supported dtypes of stored weights
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # the values of --dtype
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _MAX_HEADER = 100_000_000  # safetensors' own bound
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of the data, for a fingerprint
 _GROUP_BYTES = 64 * 2**20  # of tensors that are mapped together
-_READERS = 2  # one reads while the other waits for the disk, or for fresh memory
-# What the system says of a file's content; anything else it says of the machine.
+_READERS = 2  # one reads while the other waits for the disk or for memory
+# Errors that concern a file's content; others concern the machine.
 _CONTENT_ERRORS = (errno.EIO, errno.EFAULT)
-ALIGNMENT = 64  # of a tensor's memory, as torch's own has
-_POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14), which Python 3.11 does not name
+ALIGNMENT = 64  # bytes, of a tensor's memory, as in torch
+_POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14), missing in Python 3.11
 
 
 class TensorFile:
     """A safetensors file: names, shapes and dtypes from its header, tensors on request.
 
-    The header is checked on opening: entries follow one another without gap or overlap, each as
-    long as its shape and dtype say, and the file ends where the last one does. Every method raises
-    UserError for a file that is not whole or cannot be read.
+    The header is checked on opening: entries have no gaps or overlaps, their lengths match their
+    shapes and dtypes, and the file ends with the last one. Every method raises UserError for a
+    truncated or unreadable file.
 
     path      of the file
     download  the command that fetches or makes the file, for error messages
@@ -102,7 +102,7 @@ class TensorFile:
         if not all(isinstance(text, str) for text in self.metadata.values()):
             raise ValueError("metadata that is not text")
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}  # as the format spells them: BF16, F32, ...
+        self.dtypes: dict[str, str] = {}  # in the format's spelling: BF16, F32, ...
         self._offsets: dict[str, int] = {}  # of a tensor's first byte, from the header's end
         expected = 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -127,7 +127,7 @@ class TensorFile:
             )
 
     def torch_dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor is read in. UserError for one that cannot be read: F8_E5M2."""
+        """The dtype of a tensor when it is read. UserError for an unsupported one (F8_E5M2)."""
         return self._stored_dtype(name)
 
     def _stored_dtype(self, name: str) -> torch.dtype:
@@ -138,7 +138,7 @@ class TensorFile:
         return TORCH_DTYPES[self.dtypes[name]]
 
     def weight_problem(self, name: str, known: tuple[str, ...] = WEIGHT_DTYPES) -> str:
-        """What is wrong with the dtype of a model's weight, in words; empty if nothing is."""
+        """The problem with the dtype of a model's weight, for a message; empty if there is none."""
         stored = self.dtypes[name]
         if stored in known:
             return ""
@@ -155,7 +155,7 @@ class TensorFile:
         )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A tensor, or its rows start..stop along the first dimension, in memory of its own."""
+        """A tensor, or its rows start..stop along the first dimension, as a copy."""
         offset, size, shape = self._byte_range(name, start, stop)
         memory = torch.empty(size, dtype=torch.uint8)
         view = memory.numpy().data
@@ -170,12 +170,11 @@ class TensorFile:
         return self.read(name)
 
     def read_mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A tensor, or its rows start..stop, that is the file's own pages in the system's page
-        cache: nothing is copied. What is written to the tensor stays in this process.
+        """A tensor, or its rows start..stop, mapped from the page cache without a copy. Writes to
+        the tensor do not reach the file.
 
-        Data that does not begin on a multiple of its element size is copied all the same. A file
-        that is cut short while such a tensor is in use ends the process (SIGBUS). Each such tensor
-        keeps a file descriptor.
+        Data that is not aligned to its element size is copied. If the file is truncated while the
+        tensor is in use, the process ends (SIGBUS). Each such tensor keeps a file descriptor.
         """
         offset, size, shape = self._byte_range(name, start, stop)
         dtype = self._stored_dtype(name)
@@ -183,22 +182,22 @@ class TensorFile:
         return self._value(name, _aligned(memory, dtype.itemsize).view(dtype).view(shape))
 
     def _value(self, name: str, stored: Tensor) -> Tensor:
-        """A tensor, or rows of it, from what the file stores."""
+        """A tensor, or rows of it, from the stored data."""
         return stored
 
     def prefetch(self, name: str) -> None:
-        """Ask the system to begin reading a tensor that `read_mapped` will want soon."""
+        """Start reading a tensor into the page cache, ahead of `read_mapped`."""
         offset, size, _ = self._byte_range(name)
         with self._open() as file:
             os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every tensor in the file's order, while threads read what follows.
+        """(name, tensor) of every tensor in the file's order; threads read ahead.
 
-        Tensors are the file's own pages. Neighbours of together at least 64 MiB are mapped at once,
-        because a mapping keeps a file descriptor, and stay mapped until none of them is in use. A
-        tensor that does not begin on a multiple of 64 bytes is copied, because torch's operations
-        are slower on it: rank files have few such tensors, and small ones.
+        Tensors are mapped from the page cache. A mapping keeps a file descriptor, so neighbouring
+        tensors share mappings of at least 64 MiB, which last until none of them is in use. Tensors
+        that are not aligned to 64 bytes are copied, because torch is slower on them; rank files
+        have few of these, and they are small.
         """
         readers, ahead = ThreadPoolExecutor(_READERS), deque()
         try:
@@ -212,7 +211,7 @@ class TensorFile:
             readers.shutdown(cancel_futures=True)
 
     def _groups(self) -> Iterator[list[str]]:
-        """Names of neighbouring tensors that are mapped together."""
+        """Names of neighbouring tensors that share a mapping."""
         group, total = [], 0
         for name in self.shapes:
             group.append(name)
@@ -237,8 +236,7 @@ class TensorFile:
     def _byte_range(
         self, name: str, start: int = 0, stop: int | None = None
     ) -> tuple[int, int, tuple[int, ...]]:
-        """(offset in the file, bytes, shape) of rows start..stop of a tensor. A tensor without
-        dimensions is one row."""
+        """(offset in the file, bytes, shape) of rows start..stop of a tensor; a scalar is one row."""
         shape = self.shapes[name]
         row_bytes = prod(shape[1:]) * self._stored_dtype(name).itemsize
         rows = (stop if stop is not None else shape[0] if shape else 1) - start
@@ -246,8 +244,7 @@ class TensorFile:
         return offset, rows * row_bytes, (rows, *shape[1:])[: len(shape)]
 
     def _map(self, name: str, offset: int, size: int) -> Tensor:
-        """`size` bytes of the file from `offset`, where the tensor `name` begins: the file's own
-        pages, which are read here."""
+        """Map and read `size` bytes of the file from `offset`, the beginning of tensor `name`."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         before = offset % mmap.PAGESIZE
@@ -262,7 +259,7 @@ class TensorFile:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Raise what the system says inside the block as a UserError that names the file."""
+        """Convert the system's errors inside the block to a UserError with the file's path."""
         try:
             yield
         except OSError as error:
@@ -276,8 +273,8 @@ class TensorFile:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the content without reading it all, 16 hex digits: SHA-256 of the size, the
-        header and 64 samples of the data (the dev and distilled checkpoints have equal headers)."""
+        """Identity of the content, 16 hex digits: SHA-256 of the size, the header and 64 samples of
+        the data (the dev and distilled checkpoints have equal headers)."""
         hasher = hashlib.sha256(self.header + str(self.size).encode())
         with self._open() as file:
             for i in range(_SAMPLES):
@@ -287,7 +284,7 @@ class TensorFile:
 
 
 def _aligned(memory: Tensor, alignment: int) -> Tensor:
-    """Bytes that begin on a multiple of `alignment`, copied if need be."""
+    """The bytes, copied unless they are aligned."""
     return memory.clone() if memory.data_ptr() % alignment else memory
 
 
@@ -298,10 +295,10 @@ def _populate(pages: mmap.mmap) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        pages.madvise(mmap.MADV_WILLNEED)  # a kernel before 5.14: this only begins to read
+        pages.madvise(mmap.MADV_WILLNEED)  # a kernel before 5.14: reads asynchronously
 
 
 def listed(problems: list[str]) -> list[str]:
-    """The first twenty of the problems that a message lists."""
+    """The first twenty problems and the number of the others, for a message."""
     more = len(problems) - 20
     return [*problems[:20], f"and {more} more"] if more > 0 else problems

@@ -1,10 +1,10 @@
-"""The order in which weight sets are loaded, so that several jobs need the fewest loads.
+"""The order of loading weight sets that serves several jobs with the fewest loads.
 
-A job needs one set after another, one for each of its stages. An order serves all jobs where each
-finds its sets in it, one behind the other: it is a common supersequence of theirs, and the shortest
-one has the fewest loads. For jobs of at most two sets that is every set once, and twice those sets
-that leave no circle of jobs which wait for each other when they are left out: the fewest such sets
-are looked for among all choices of one, two, and so on.
+A job needs a sequence of sets, one per stage. An order serves all jobs if it is a common
+supersequence of their sequences; the shortest one has the fewest loads. For jobs of at most two
+sets, each set is a vertex and each job an arc from its first set to its second. The shortest order
+loads a minimum feedback vertex set (the fewest vertices that break all cycles) twice, and every
+other set once. The search tries all choices of one vertex, then of two, and so on.
 """
 
 from collections.abc import Hashable, Sequence
@@ -12,17 +12,16 @@ from itertools import combinations
 from typing import TypeVar
 
 Set = TypeVar("Set", bound=Hashable)
-_MOST_TRIED = 12  # sets in circles, of which all choices are tried; above, each is loaded twice
+_MOST_TRIED = 12  # sets in cycles whose choices are all tried; if more, each is loaded twice
 
 
 def order_of_sets(jobs: Sequence[Sequence[Set]], loaded: Set | None = None) -> list[Set]:
-    """The sets in an order that serves all jobs with the fewest loads, and among such orders as
-    the jobs come.
+    """The order that serves all jobs with the fewest loads; otherwise it follows the jobs' order.
 
-    jobs    the sets that each needs, one after the other: at most two different ones
-    loaded  the set that is there already: where any job needs it, the order begins with it
+    jobs    the sequence of sets of each job, at most two different ones
+    loaded  the set that is loaded already; if any job needs it, the order begins with it
 
-    It is least unless more than _MOST_TRIED sets lie in circles.
+    The order may be longer than the shortest one if more than _MOST_TRIED sets are in cycles.
     """
     if loaded is not None and any(loaded in sets for sets in jobs):
         rest = [_after(sets, loaded) for sets in jobs]
@@ -43,7 +42,7 @@ def order_of_sets(jobs: Sequence[Sequence[Set]], loaded: Set | None = None) -> l
 
 
 def _after(sets: Sequence[Set], loaded: Set) -> list[Set]:
-    """What a job still needs after its first stages on a set."""
+    """The sets that a job still needs after its first stages on `loaded`."""
     left = list(sets)
     while left and left[0] == loaded:
         del left[0]
@@ -51,8 +50,7 @@ def _after(sets: Sequence[Set], loaded: Set) -> list[Set]:
 
 
 def _sorted(sets: list[Set], arcs: set[tuple[Set, Set]]) -> list[Set]:
-    """The sets with every arc's first before its second, else as they are; it ends before a
-    circle."""
+    """The sets in topological order, ties in their own order, without those on or behind cycles."""
     left, ordered = list(sets), []
     while ready := [one for one in left if not any((other, one) in arcs for other in left)]:
         ordered.append(ready[0])
@@ -61,7 +59,7 @@ def _sorted(sets: list[Set], arcs: set[tuple[Set, Set]]) -> list[Set]:
 
 
 def _in_circles(sets: list[Set], arcs: set[tuple[Set, Set]]) -> list[Set]:
-    """The sets that neither begin nor end every way through them: all circles are of these."""
+    """The sets that have paths from and to a cycle: all cycles consist of these."""
     backwards = {(second, first) for first, second in arcs}
     for way in (arcs, backwards):
         free = _sorted(sets, way)
