@@ -10,13 +10,19 @@ from runs import SIZE, TP
 
 from ltx_neuron.backends.manifest import sha256
 from ltx_neuron.commands import dispatch
-from ltx_neuron.files import MANIFEST
+from ltx_neuron.files import MANIFEST, read_json
 
 
-def content(folder) -> dict[str, str]:
-    """Digests of the files of weights and graphs, by their paths."""
+def content(folder) -> dict[str, object]:
+    """Digests of the files of weights and graphs, by their paths; of a manifest, its values. The
+    session's tests record their sizes in the manifests of the folder that they share."""
     files = [path for kind in ("weights", "graphs") for path in folder.glob(f"{kind}/*/*")]
-    return {str(path.relative_to(folder)): sha256(path) for path in files}
+    return {
+        str(path.relative_to(folder)): {**read_json(path), "sizes": None}
+        if path.name == MANIFEST
+        else sha256(path)
+        for path in files
+    }
 
 
 def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(

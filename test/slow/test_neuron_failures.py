@@ -220,7 +220,10 @@ def test_a_graph_that_is_too_large_for_the_compiler_is_told_with_what_to_do(
         "compile/compile_transformer.py", "--artifacts-dir", tmp_path, "--frame-rate", 25
     )
     assert code == 1 and "Traceback" not in stderr
-    assert "more instructions than the compiler allows" in stderr and "What to do: cut it" in stderr
+    assert (
+        "more instructions than the compiler allows" in stderr
+        and "What to do: use smaller" in stderr
+    )
     assert not list(tmp_path.rglob("manifest.json"))
 
 
