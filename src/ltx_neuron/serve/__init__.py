@@ -1,1 +1,1 @@
-"""ltx-neuron serve: the flags of the service, and which of its processes this one is."""
+"""ltx-neuron serve: the service's flags, and the roles of its processes."""

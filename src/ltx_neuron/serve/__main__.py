@@ -36,7 +36,7 @@ EXAMPLE = """ltx-neuron serve --neuron-gemma --gemma-root gemma-3-12b \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors"""
 _GB = 10**9
 _SWEEP_SECONDS = 30.0  # between two deletions of old jobs
-_LAST_SECONDS = 30.0  # for a worker without its parent, to end in good order
+_LAST_SECONDS = 30.0  # for a worker to end after its parent has died
 
 
 def build_parser() -> Parser:
@@ -58,7 +58,7 @@ def build_parser() -> Parser:
 
 
 def add_service(parser: argparse.ArgumentParser) -> None:
-    """Where the service listens and keeps its jobs, and for whom."""
+    """Flags of the address, the users and the job storage."""
     title = "Where the service listens, who may use it, and where it stores its jobs."
     add = parser.add_argument_group("service", title).add_argument
     help = "address to listen on (default: 127.0.0.1, this machine only)"
@@ -83,7 +83,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """How much clients may ask for, and how long it is kept."""
+    """Flags of the limits of requests and of storage."""
     title = "How much clients may request, and how long results are kept."
     group = parser.add_argument_group("limits", title)
 
@@ -110,13 +110,13 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UserError for flags that cannot be, or do not go together."""
+    """Raise UserError for invalid flags and combinations."""
     for flag in ("checkpoint_path", "gemma_root"):
         if getattr(args, flag) is None:
             name = flag.replace("_", "-")
             raise UserError(f"--{name} is missing\nexample: {EXAMPLE}")
     if args.image:
-        raise UserError("--image is said by requests; leave it out")
+        raise UserError("--image is not a flag of serve: requests send images; leave it out")
     limits = [name for name in vars(args) if name.startswith(("max_", "keep_"))]
     limits.remove("max_queue_per_token")
     for flag in ("rate", *limits):
@@ -127,14 +127,14 @@ def check(args: argparse.Namespace) -> None:
     new_token = "--tokens-file", "tokens.json", "--new-token", "NAME"
     if args.role != "worker" and not (is_local(args.host) or args.tokens_file):
         raise UserError(
-            f"--host {args.host} can be reached from other machines, and nobody is asked for a"
-            f" token. Make one: {command('serve', *new_token)}\nthen type --tokens-file tokens.json"
+            f"--host {args.host} is reachable from other machines, and no token is required. Make"
+            f" one: {command('serve', *new_token)}\nthen type --tokens-file tokens.json"
             " as well"
         )
 
 
 def is_local(host: str) -> bool:
-    """Whether an address is this machine's alone."""
+    """Whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -148,12 +148,12 @@ def open_queue(args: argparse.Namespace) -> "Queue":
 
 
 def database(args: argparse.Namespace) -> Path:
-    """The queue's database file; earlier versions took it as a URL."""
+    """The path of the queue's database; earlier versions took a URL."""
     if args.database is None:
         return args.data_dir.absolute() / "queue.sqlite"
     scheme, separator, path = args.database.rpartition(":///")
     if separator and scheme != "sqlite" or "://" in path:
-        raise UserError(f"--database {args.database}: the queue is in SQLite; type a file's path")
+        raise UserError(f"--database {args.database}: the queue uses SQLite; type a file's path")
     return Path(path).absolute()
 
 
@@ -162,12 +162,12 @@ def open_engine(args: argparse.Namespace) -> Engine:
 
 
 def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry":
-    """What is compiled. Raises UserError, with what to type, if nothing could be made."""
+    """The compiled sizes. Raises UserError with the command to type if none can run."""
     default = sizes.CompiledSize(flags.size(args), args.recipe)
     upsamplers = {kind for kind, path in engine.host.upsampler_paths.items() if path}
     registry = sizes.SizeRegistry(engine.workspace, default, upsamplers, flags.lora_sets(args))
     jobs = capability_jobs(registry)
-    if args.ray:  # the machines that run it check the rest
+    if args.ray:  # the replicas check the rest
         for stage in jobs[0].stages:
             engine.workspace.dit_program_for(jobs[0], stage)
     else:
@@ -177,19 +177,19 @@ def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry"
 
 
 def capability_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
-    """Jobs that a worker must be able to make: one of each set of LoRAs, without IC-LoRAs, which
-    no job has without a reference video."""
+    """Jobs that a worker must be able to run: one of each LoRA set, except IC-LoRAs, which need a
+    reference video."""
     without = {name: {"stage_1_loras": ()} for name in registry.reference_sets}
     return _probes(registry, {name: without.get(name, {}) for name in registry.lora_sets})
 
 
 def reference_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
-    """Jobs whose stages have the weight sets of IC-LoRAs; none of them runs."""
+    """Jobs with the weight sets of IC-LoRAs; none of them runs."""
     return _probes(registry, dict.fromkeys(registry.reference_sets, {}))
 
 
 def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
-    """A job of each set of LoRAs, some of whose fields are others."""
+    """A job of each LoRA set. sets: by name, the fields to replace."""
     compiled, chosen = registry.compiled, registry.default
     if compiled and chosen not in compiled:
         chosen = compiled[0]
@@ -200,11 +200,11 @@ def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
 
 
 def be_worker(args: argparse.Namespace) -> None:
-    """Make videos until the process is asked to end."""
+    """Run jobs until a signal ends the process."""
     if args.supervised:
         errors.end_with_parent(_LAST_SECONDS)
     name = server.worker_name(os.getpid())
-    # One worker has the devices: one that ends may still hold them.
+    # Only one worker can use the devices: one that is ending may still hold them.
     with exclusive(args.data_dir.absolute() / "worker", "serving"), open_engine(args) as engine:
         if args.ray:
             be_pool(args, engine)
@@ -213,7 +213,7 @@ def be_worker(args: argparse.Namespace) -> None:
 
 
 def be_pool(args: argparse.Namespace, engine: Engine) -> None:
-    """Have the machines of a Ray cluster make the videos."""
+    """Run jobs on the machines of a Ray cluster."""
     from ltx_neuron.fleet.pool import Pool
 
     registry = open_sizes(args, engine)
@@ -222,7 +222,7 @@ def be_pool(args: argparse.Namespace, engine: Engine) -> None:
 
 
 def be_api(args: argparse.Namespace) -> None:
-    """Answer until the process is asked to end, with or without a worker beside it."""
+    """Answer requests until a signal ends the process, with or without a worker."""
     queue, engine = open_queue(args), open_engine(args)
     if args.artifacts_url:
         from ltx_neuron.fleet.fetch import fetch
@@ -234,9 +234,9 @@ def be_api(args: argparse.Namespace) -> None:
         if registry.unrecorded:
             print(
                 f"graphs of {len(registry.unrecorded)} shapes record no size: they are not listed,"
-                f" and only a request for exactly their size gets them. Type"
-                f" {command('compile transformer')} with the flags of each size again: nothing is"
-                " compiled twice",
+                f" and only a request for exactly their size uses them. Type"
+                f" {command('compile transformer')} with the flags of each size to record it:"
+                " no graph is compiled twice",
                 flush=True,
             )
         submitter = jobs.JobSubmitter(

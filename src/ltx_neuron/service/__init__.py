@@ -1,13 +1,13 @@
-"""The service behind ltx-neuron serve: a durable queue, the API that fills it, and the
-workers that empty it.
+"""The service behind ltx-neuron serve: a durable queue, the API that submits jobs, and the workers
+that run them.
 
 app.py      the routes of /v1/videos, for OpenAI's client and others
-limits.py   limits of requests; tokens.py: bearer tokens; api_error.py: errors as clients see them
+limits.py   limits of requests; tokens.py: bearer tokens; api_error.py: errors
 openapi.py  /openapi.json; reference.py: the same as a page, /docs
-fields.py   a request's fields; sizes.py: the compiled size that it means; jobs.py: its job
-picture.py  uploaded images; media.py: sounds and videos; sandbox.py: the process that reads them
+fields.py   a request's fields; sizes.py: its compiled size; jobs.py: its job
+picture.py  uploaded images; media.py: sounds and videos; sandbox.py: the process that decodes them
 queue.py    every job and its state, in a database that outlives all processes (database.py)
-worker.py   a process that keeps an engine open and makes the queue's videos
-server.py   the process that answers, and supervises a worker
+worker.py   a process that keeps an engine open and runs jobs
+server.py   the API's process, which supervises a worker
 page.py     the page at /; preview.py: a picture of the video between two steps
 """

@@ -1,17 +1,17 @@
-"""What a client is told where its request cannot be met: OpenAI's error object, with a status."""
+"""The API's errors: OpenAI's error object and an HTTP status."""
 
 from typing import Any
 
 from typing_extensions import TypedDict
 
-# What a status is to OpenAI's clients.
+# OpenAI's error type for each status.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }
-# The codes of each status that a client may get.
+# The error codes of each status.
 ERRORS = {
     400: (
         *("profile_mismatch", "invalid_value", "missing_field", "unknown_field"),
@@ -33,7 +33,7 @@ ERRORS = {
     507: ("storage_full",),
 }
 _MAX_MESSAGE = 4000
-_SECONDS = 5  # until the same request may succeed
+_SECONDS = 5  # before a client should retry
 
 
 class ErrorFields(TypedDict):
@@ -48,11 +48,11 @@ class ErrorObject(TypedDict):
 
 
 class ApiError(Exception):
-    """A request that is refused, and why.
+    """A refused request.
 
     code   for programs: "profile_mismatch"
-    param  the field that is wrong
-    retry  seconds after which the same request may succeed; None where it never will
+    param  the wrong field
+    retry  seconds after which the same request may succeed; None: never
     more   further keys of the error object
     """
 
@@ -73,7 +73,7 @@ class ApiError(Exception):
     def content(self) -> ErrorObject:
         kind = _TYPES.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
-        # What a client sent may be in it: long, and with characters that no UTF-8 has.
+        # It may quote a client's text: long, or with lone surrogates.
         message = self.message[:_MAX_MESSAGE].encode(errors="replace").decode()
         param = self.param and self.param.encode(errors="replace").decode()
         error: Any = {"message": message, "type": kind, "param": param, "code": self.code}
@@ -81,13 +81,13 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """OpenAI's clients repeat 408, 409, 429 and all of 500 and above unless they are told."""
+        """OpenAI's clients repeat 408, 409, 429 and every 5xx unless a header forbids it."""
         headers = {"x-should-retry": "false" if self.retry is None else "true"}
         if self.retry is not None:
             headers["Retry-After"] = str(max(1, round(self.retry)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        if self.status in (408, 413):  # else the server reads the rest of the body, and drops it
+        if self.status in (408, 413):  # otherwise uvicorn reads and discards the rest of the body
             headers["Connection"] = "close"
         return headers
 

@@ -1,7 +1,7 @@
-"""The API: OpenAI's /v1/videos, and what a service must say of itself.
+"""The HTTP API: OpenAI's /v1/videos, the models, the queue, health and metrics.
 
-Every answer that is no video is JSON; every refusal is {"error": {message, type, param, code}}, but
-uvicorn's own 503 where there are too many connections.
+Every answer but a file is JSON. Every error is {"error": {message, type, param, code}}, except
+uvicorn's own 503 for too many connections.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ from ltx_neuron.service.sizes import SizeObject
 from ltx_neuron.service.tokens import Tokens
 
 _MAX_FIELDS, _MAX_PAGE = 64, 100
-_POLL_MS = {True: 2000, False: 500}  # while a job waits, and while it is made
+_POLL_MS = {True: 2000, False: 500}  # of a waiting job, of a running job
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-# Of status codes that frameworks answer by themselves.
+# Codes of the errors that Starlette and FastAPI raise.
 _CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
 _FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
 
@@ -56,8 +56,8 @@ _FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
 class Settings:
     """Limits of the API.
 
-    per_minute   POSTs of one token
-    sync_seconds until /v1/videos/sync gives up
+    per_minute   new jobs of one token
+    sync_seconds timeout of /v1/videos/sync
     """
 
     max_body_bytes: int = 256 * 2**20
@@ -111,7 +111,7 @@ class QueueObject(TypedDict):
 
 
 class Api:
-    """The routes' functions. Those that wait for nothing but the database run in threads."""
+    """The route functions. Those that only query the database are synchronous: threads run them."""
 
     def __init__(self, jobs: JobSubmitter, tokens: Tokens, settings: Settings):
         self.jobs, self.queue, self.tokens = jobs, jobs.queue, tokens
@@ -125,13 +125,13 @@ class Api:
         return self._answer(entry)
 
     async def create_and_wait(self, request: Request) -> Response:
-        """/v1/videos/sync: the video itself. A client that leaves cancels its job."""
+        """/v1/videos/sync: the video itself. If the client disconnects, its job is cancelled."""
         owner, entry = request.state.owner, await self._accept(request)
         waited, ended = 0.0, False
         try:
             while entry.status in OPEN:
                 if waited > self.settings.sync_seconds:
-                    raise ApiError(504, "timeout", "the video took too long; POST /v1/videos waits")
+                    raise ApiError(504, "timeout", "the video took too long; use POST /v1/videos")
                 if await request.is_disconnected():
                     raise ClientDisconnect
                 await asyncio.sleep(_POLL_MS[False] / 1000)
@@ -151,7 +151,7 @@ class Api:
         self.rate.take(owner)
         key = request.headers.get("idempotency-key")
         if key is not None and not _KEY.fullmatch(key):
-            message = "Idempotency-Key is 1 to 255 visible ASCII characters"
+            message = "Idempotency-Key: wanted 1 to 255 visible ASCII characters"
             raise invalid("Idempotency-Key", message)
         form = None
         try:
@@ -193,7 +193,7 @@ class Api:
         if variant not in _FILES:
             code = "feature_not_supported" if variant == "spritesheet" else "invalid_value"
             known = ", ".join((*_FILES, PREVIEW))
-            raise invalid("variant", f"variant is one of {known}", code)
+            raise invalid("variant", f"variant: wanted one of {known}", code)
         if entry.status == FAILED:
             assert entry.error
             raise ApiError(409, "video_failed", f"this video failed: {entry.error['message']}")
@@ -230,7 +230,7 @@ class Api:
         return entry
 
     async def authorize(self, request: Request) -> None:
-        """Find whose request it is; ApiError if it is nobody's, or not for this service."""
+        """Store a request's owner. Raises ApiError for a wrong token or a refused origin."""
         if refusal := request.state.refusal:
             raise refusal
         given = request.headers.get("authorization") or cookie_authorization(request)
@@ -238,19 +238,19 @@ class Api:
         if request.state.owner is None:
             raise ApiError(401, "invalid_api_key", "send a token: Authorization: Bearer TOKEN")
 
-    # --- what the service says of itself ----------------------------------------------------------
+    # --- models, queue and health -----------------------------------------------------------------
 
     def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     def model(self, id: str) -> Response:
         if id != self.jobs.model:
-            message = f"there is no model of this name here, only {self.jobs.model!r}"
+            message = f"unknown model; this service has only {self.jobs.model!r}"
             raise ApiError(404, "model_not_found", message, "model")
         return JSONResponse(self._model())
 
     def _model(self) -> ModelObject:
-        """The one model: with the sizes that are compiled, its recipes and LoRAs."""
+        """The service's model: its compiled sizes, recipes and LoRAs."""
         sizes = self.jobs.sizes
         compiled = sizes.compiled
         default = sizes.default if sizes.default in compiled else next(iter(compiled), None)
@@ -279,7 +279,7 @@ class Api:
         }
 
     def queue_state(self) -> Response:
-        """How many jobs there are, of all owners, and who works on them."""
+        """The number of jobs of all owners, and the workers' states."""
         counts, workers = self.queue.counts(), self.queue.workers().values()
         content = {"waiting": counts[QUEUED], "in_progress": counts[IN_PROGRESS]}
         alive = sum(state["alive"] for state in workers)
@@ -289,7 +289,7 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     def ready(self) -> Response:
-        """Whether a job that is accepted now would be made."""
+        """Whether a worker is alive to run a new job."""
         alive = sum(state["alive"] for state in self.queue.workers().values())
         content = {"status": "ready" if alive else "no worker is alive", "workers": alive}
         return JSONResponse(content, 200 if alive else 503)
@@ -303,12 +303,12 @@ def create_app(
 ) -> Callable:
     """The ASGI application of a service, with a page at / or without one."""
     api = Api(jobs, tokens, settings)
-    # What strangers send is no event of this service's log.
+    # Malformed uploads must not fill the service's log.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     app = FastAPI(
         title="ltx-neuron",
         description=openapi.DESCRIPTION,
-        docs_url=None,  # its pages load scripts of another site; ours is reference.py
+        docs_url=None,  # FastAPI's page loads scripts from another site; see reference.py
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -318,7 +318,7 @@ def create_app(
         ("POST", "/v1/videos", api.create, VideoObject, "Make a video", new),
         (
             *("POST", "/v1/videos/sync", api.create_and_wait, "video/mp4"),
-            *("Make a video and wait for it; a client that leaves cancels it", (*new, 504)),
+            *("Make a video and wait for it; disconnecting cancels it", (*new, 504)),
         ),
         ("POST", "/v1/videos/edits", api.unsupported, None, "", ()),
         ("POST", "/v1/videos/extensions", api.unsupported, None, "", ()),
@@ -331,9 +331,9 @@ def create_app(
             *("Download a video, its thumbnail, or a preview while it is made", (400, 404, 409)),
         ),
         ("DELETE", "/v1/videos/{id}", api.delete, DeletedVideo, "Cancel or delete a video", (404,)),
-        ("GET", "/v1/models", api.models, ModelList, "What is served: sizes, inputs, LoRAs", ()),
-        ("GET", "/v1/models/{id}", api.model, ModelObject, "The same of one model", (404,)),
-        ("GET", "/v1/queue", api.queue_state, QueueObject, "Jobs and workers, of all", ()),
+        ("GET", "/v1/models", api.models, ModelList, "List the model, its sizes and LoRAs", ()),
+        ("GET", "/v1/models/{id}", api.model, ModelObject, "Get the model by its name", (404,)),
+        ("GET", "/v1/queue", api.queue_state, QueueObject, "Count all owners' jobs", ()),
         ("GET", "/metrics", api.metrics, "text/plain", "For Prometheus", ()),
     ):
         content = {"content": {answer: {}}} if isinstance(answer, str) else {"model": answer}
@@ -351,8 +351,8 @@ def create_app(
             include_in_schema=answer is not None,
         )
     for path, function, summary in (
-        ("/health", api.health, "Whether the process lives"),
-        ("/ready", api.ready, "Whether a worker lives, else 503"),
+        ("/health", api.health, "Check that the process runs"),
+        ("/ready", api.ready, "Check that a worker is alive, else 503"),
     ):
         app.add_api_route(path, function, response_model=None, summary=summary)
     if page:
@@ -366,10 +366,8 @@ def create_app(
 
 
 class _Form(MultiPartParser):
-    """A multipart body, whose files go to the disk; one that is too large is refused as it arrives.
-
-    limits  of its files
-    """
+    """A parser of a multipart body that writes files to disk and refuses a file above its limit
+    while it arrives."""
 
     def __init__(self, request: Request, limits: UploadLimits):
         sizes = {"max_files": MAX_FILES, "max_fields": _MAX_FIELDS, "max_part_size": MAX_JSON_BYTES}
@@ -389,7 +387,7 @@ class _Form(MultiPartParser):
 
 
 async def _read_body(request: Request, limits: UploadLimits) -> tuple[dict[str, Any], Any]:
-    """A body's fields, and the form that must be closed after use, if it is one."""
+    """A body's fields. The second value is a form, which the caller closes, or None for JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         return parse_json(await request.body()), None
@@ -401,8 +399,8 @@ async def _read_body(request: Request, limits: UploadLimits) -> tuple[dict[str, 
         else:
             form = await request.form(max_fields=_MAX_FIELDS, max_part_size=MAX_JSON_BYTES)
     except (FormParserError, MultiPartException, UnicodeError):
-        # UnicodeError: a charset that cannot decode
-        raise ApiError(400, "invalid_body", "the body is no multipart/form-data") from None
+        # UnicodeError: the body does not match its charset
+        raise ApiError(400, "invalid_body", "the body is not valid multipart/form-data") from None
     fields: dict[str, Any] = {}
     if len(form) == 1 and next(iter(form)).lstrip().startswith("{"):  # curl -d
         raise ApiError(
@@ -410,31 +408,31 @@ async def _read_body(request: Request, limits: UploadLimits) -> tuple[dict[str, 
         )
     for key, value in form.multi_items():
         if key in fields:
-            raise invalid(key[:64], f"{key[:64]} is there twice; leave one out")
+            raise invalid(key[:64], f"{key[:64]} is sent twice; leave one out")
         fields[key] = value
     return fields, form
 
 
 def _preview(entry: Entry) -> Response:
-    """What a video that is being made looks like so far."""
+    """The latest preview of a running video, a JPEG."""
     picture = entry.status in OPEN and (entry.detail or {}).get(PREVIEW)
     if not picture:
-        message = f"there is no preview of a video that is {entry.status}, or not yet"
+        message = f"no preview is available; this video is {entry.status}"
         raise ApiError(404, "preview_not_found", message)
     headers = {"Cache-Control": "no-store"}
     return Response(base64.b64decode(picture), media_type="image/jpeg", headers=headers)
 
 
 def _not_found(id: str, param: str | None = None) -> ApiError:
-    return ApiError(404, "video_not_found", f"there is no video {id[:64]!r} of yours", param)
+    return ApiError(404, "video_not_found", f"you have no video {id[:64]!r}", param)
 
 
 def _counting(app: Callable, api: Api) -> Callable:
-    """The application, whose answers are counted. No BaseHTTPMiddleware: that wraps what receiving
-    a body raises into an ExceptionGroup.
+    """The application, with its answers counted for /metrics. BaseHTTPMiddleware would wrap errors
+    raised while a body is received into an ExceptionGroup.
 
-    Starlette answers an unexpected error and raises it again, at which uvicorn closes the
-    connection that the client's next request is on. So it is logged here, and goes no further.
+    Starlette answers an unexpected error and raises it again. uvicorn would then close a connection
+    that may carry the client's next request. So the error is logged here and not raised again.
     """
 
     async def counted(scope: dict, receive: Callable, send: Callable) -> None:
@@ -457,27 +455,27 @@ def _counting(app: Callable, api: Api) -> Callable:
             if not answered:
                 raise
             logging.getLogger("uvicorn.error").exception(
-                "an error of the service in %s %s", scope["method"], scope["path"]
+                "unexpected error in %s %s", scope["method"], scope["path"]
             )
 
     return counted
 
 
 def handle_error(_: Request, error: Exception) -> Response:
-    """An error as a client is told of it."""
+    """The API's answer to an error."""
     match error:
         case ApiError():
             told = error
         case HTTPException():
             code = _CODES.get(error.status_code, "error")
             told = ApiError(error.status_code, code, str(error.detail))
-        case RequestValidationError():  # of a query
+        case RequestValidationError():  # in the query string
             mistake = error.errors()[0]
             name, (got, wanted) = mistake["loc"][-1], got_and_wanted(mistake)
             told = invalid(name, f"{name}: got {got}, {wanted}")
         case sqlite3.OperationalError():
-            message = "the queue's database does not answer"
+            message = "the queue's database is not available"
             told = ApiError(503, "storage_unavailable", message, retry=5)
         case _:
-            told = ApiError(500, "internal_error", "the service made a mistake")
+            told = ApiError(500, "internal_error", "an internal error of the service")
     return JSONResponse(told.content, told.status, told.headers)

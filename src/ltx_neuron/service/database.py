@@ -1,7 +1,7 @@
 """The queue's SQLite database: its tables, and connections for any number of threads.
 
-It is in WAL mode: readers never wait, there is one writer at a time, and a transaction is synced to
-the disk before it returns.
+In WAL mode, readers never wait and there is one writer at a time. A transaction is synced to the
+disk before it returns.
 """
 
 import sqlite3
@@ -14,7 +14,7 @@ from typing import Any
 from ltx_neuron.errors import UserError
 
 _BUSY_SECONDS = 30.0  # how long a writer waits for another process
-# What columns of `jobs` were called in databases of earlier versions.
+# Earlier names of columns of `jobs`.
 _RENAMED = {
     "kind": "batch_key",
     "line": "params",
@@ -23,44 +23,44 @@ _RENAMED = {
 }
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
-    number INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT,  -- the order of arrival, never used again
+    number INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT,  -- order of arrival, never reused
     id TEXT NOT NULL UNIQUE,
     owner TEXT NOT NULL,
     key TEXT,                       -- Idempotency-Key
-    digest TEXT NOT NULL,           -- of the request, which a key may not change
+    digest TEXT NOT NULL,           -- of the request; a repeated key must match it
     status TEXT NOT NULL,
     batch_key TEXT NOT NULL,        -- jobs with one key share loaded graphs and weights
-    params TEXT NOT NULL,           -- JSON: the job, as a prompts file spells it
-    public_fields TEXT NOT NULL,    -- JSON: what its owner sees of it
+    params TEXT NOT NULL,           -- JSON: the job, as in a prompts file
+    public_fields TEXT NOT NULL,    -- JSON: fields that its owner sees
     progress INTEGER NOT NULL,      -- percent
     detail TEXT,                    -- JSON: stage and step
     created_at FLOAT NOT NULL,
     started_at FLOAT,
     completed_at FLOAT,
     error TEXT,                     -- JSON
-    bytes INTEGER NOT NULL,         -- of its folder
+    bytes INTEGER NOT NULL,         -- size of its folder
     worker TEXT,
     lease_until FLOAT,
-    attempt INTEGER NOT NULL,       -- the fencing token: a worker with an older one owns nothing
+    attempt INTEGER NOT NULL,       -- the fencing token: writes with an older one are ignored
     crash_count INTEGER NOT NULL,   -- workers that crashed since its last finished stage
     UNIQUE (owner, key)
 );
 CREATE INDEX IF NOT EXISTS jobs_by_status ON jobs (status, owner, number);
 CREATE INDEX IF NOT EXISTS jobs_by_owner ON jobs (owner, number);
-CREATE TABLE IF NOT EXISTS owners (  -- when a job of theirs was taken last: whose turn it is
+CREATE TABLE IF NOT EXISTS owners (  -- when a job of theirs started last, for fair turns
     owner TEXT NOT NULL PRIMARY KEY,
     served_at FLOAT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS workers (
     worker TEXT NOT NULL PRIMARY KEY,
     seen_at FLOAT NOT NULL,
-    state TEXT NOT NULL             -- JSON: what it has loaded, and what it has done so far
+    state TEXT NOT NULL             -- JSON: loaded batch key, totals
 );
 """
 
 
 class Database:
-    """A database file, made with its tables where it is absent. UserError for another file."""
+    """A database file, created if absent. Raises UserError if the file is no such database."""
 
     def __init__(self, path: Path):
         self.path, self._idle = Path(path), deque[sqlite3.Connection]()
@@ -86,20 +86,20 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that writes: all of the block is done, or nothing."""
+        """A write transaction: all changes of the block, or none."""
         with self._connected() as connection, connection:
-            # A transaction that reads first and then writes would fail where another wrote between.
+            # A transaction that reads first would fail if another one wrote before its own write.
             connection.execute("BEGIN IMMEDIATE")
             yield connection
 
     def write(self, sql: str, **values: Any) -> int:
-        """Run one statement; the number of rows that it changed."""
+        """Run one statement; return the number of changed rows."""
         with self.writing() as connection:
             return connection.execute(sql, values).rowcount
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
-        """A connection that no other thread uses meanwhile."""
+        """A connection that no other thread uses at the same time."""
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -120,7 +120,7 @@ class Database:
 
 
 def _rename_columns(connection: sqlite3.Connection) -> None:
-    """Give the columns of an earlier version's database their names of now."""
+    """Rename the columns of an earlier version's database."""
     columns = {row["name"] for row in connection.execute("PRAGMA table_info(jobs)")}
     for old in _RENAMED.keys() & columns:
         connection.execute(f"ALTER TABLE jobs RENAME COLUMN {old} TO {_RENAMED[old]}")

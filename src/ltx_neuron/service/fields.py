@@ -1,6 +1,5 @@
-"""What a request says: OpenAI's fields, those that other servers of its video API have, and the
-SamplingFields, GuidanceFields, VideoFields and DetailFields of a JobSpec. A JobSpec's files are
-uploads here."""
+"""The fields of a request: OpenAI's, those of other servers with this API, and the SamplingFields,
+GuidanceFields, VideoFields and DetailFields of a JobSpec. Requests upload a JobSpec's files."""
 
 import base64
 import binascii
@@ -48,21 +47,21 @@ _FLAG = re.compile(r"--([a-z][a-z0-9-]*[a-z0-9])")
 UNSUPPORTED = ("lora", "image_url", "n")
 _LISTS = ("images", "video_conditioning")
 _IMAGES = ("input_reference", "image_reference", "images")
-# Fields that are sounds and videos: their JobSpec's fields, and what is in their files.
+# Fields for sounds and videos: their JobSpec field and their kind.
 _MEDIA = {
     "audio_reference": ("audio_path", "audio"),
     "video_reference": ("video_path", "video"),
     "video_conditioning": ("video_conditioning", "video"),
     "conditioning_attention_mask": ("conditioning_attention_mask", "video"),
 }
-# A JobSpec's fields, as requests spell them.
+# JobSpec fields with other names in requests.
 _SPELLED = {
     "image": "images",
     "audio_path": "audio_reference",
     "video_path": "video_reference",
     "ic_lora": "lora_set",
 }
-# Fields that say the same.
+# Fields with the same meaning.
 _EITHER = (
     ("seconds", "num_frames"),
     ("size", "width"),
@@ -73,15 +72,15 @@ _NOT_SUPPORTED = "feature_not_supported"
 
 
 def _file(value: Any) -> BinaryIO:
-    """An upload, or what a data URL holds."""
+    """The file of an upload or of a data URL."""
     if isinstance(value, UploadFile):
         value.file.seek(0)
         return value.file
     if not isinstance(value, str):
         raise ValueError("wanted a file, or an object with a data URL")
     if not value.startswith("data:"):
-        # The service fetches nothing: a URL could name what only this machine may read.
-        message = "only data URLs are read, as in data:image/png;base64,..."
+        # The service downloads nothing: a URL could name a file that only this machine may read.
+        message = "only data URLs are supported, as in data:image/png;base64,..."
         raise PydanticCustomError(_NOT_SUPPORTED, message)
     head, _, content = value.partition(",")
     try:
@@ -100,7 +99,7 @@ _IMAGE_URL, _AUDIO_URL, _VIDEO_URL = map(_data_url, ("image/png", "audio/wav", "
 
 
 class HeldImage(Fields):
-    """An image to be held, not yet decoded."""
+    """An image condition, not yet decoded."""
 
     data: Annotated[
         bytes, BeforeValidator(lambda value: _file(value).read()), WithJsonSchema(_IMAGE_URL)
@@ -127,7 +126,7 @@ class HeldVideo(Fields):
 
 
 class WeightedVideo(HeldVideo):
-    """A reference video, or the attention mask of all."""
+    """A reference video, or the attention mask of all references."""
 
     strength: Strength = 1.0
 
@@ -135,8 +134,8 @@ class WeightedVideo(HeldVideo):
 class Media(NamedTuple):
     """A sound or a video of a request.
 
-    param  the field that it came in
-    field  of the JobSpec that it is for
+    param  its request field
+    field  its JobSpec field
     kind   "audio" or "video"
     """
 
@@ -156,7 +155,7 @@ class Media(NamedTuple):
 
 
 def _reference(key: str) -> Callable[[Any], Any]:
-    """Reads a field that is a file, or a data URL, or an object with that under a key."""
+    """A validator of a file, a data URL, or an object with the data URL under `key`."""
 
     def read(value: Any) -> Any:
         if isinstance(value, UploadFile | str):
@@ -164,7 +163,7 @@ def _reference(key: str) -> Callable[[Any], Any]:
         if isinstance(value, dict) and value.get("file_id") is not None:
             message = "file_id is not supported here; send the file, or a data URL"
             raise PydanticCustomError(_NOT_SUPPORTED, message)
-        if isinstance(value, dict) and key == "image_url":  # other keys are OpenAI's own
+        if isinstance(value, dict) and key == "image_url":  # OpenAI's object may have other keys
             return {key: value.get(key)}
         return value
 
@@ -186,7 +185,7 @@ def _sides(value: Any) -> Any:
 
 
 def _schema(key: str, url: dict[str, str], **more: Any) -> WithJsonSchema:
-    """Of a field that `_reference` reads. more: further properties of the object."""
+    """The schema of a field that `_reference` reads. more: further properties of the object."""
     described = {"type": "object", "properties": {key: url, **more}, "required": [key]}
     file = {"type": "string", "format": "binary", "description": "a file of a multipart body"}
     return WithJsonSchema({"anyOf": [described, url, file, {"type": "null"}]})
@@ -211,16 +210,16 @@ _AS_TEXT = WithJsonSchema({"type": "string", "pattern": f"^{_SIZE.pattern}$|^aut
 
 
 def _names_of(model: type[Fields]) -> dict[str, list[str]]:
-    """Every field with the names that it may be said by."""
+    """Every field with its accepted names."""
     return {field: names_of(field, model) for field in model.model_fields}
 
 
 def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
-    """What a client reads: all names of a field; the flags' defaults are not the service's."""
+    """Complete the schema: add all names of a field, remove the flags' defaults."""
     for field, names in _names_of(model).items():
         for other in names[1:]:
             schema["properties"][other] = schema["properties"][field] | {
-                "description": f"{field} by another name"
+                "description": f"same as {field}"
             }
     extra = {"type": "object", "description": "any of these fields"}
     schema["properties"] |= {"extra_params": extra}
@@ -233,8 +232,8 @@ def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
 
 
 class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
-    """The body of POST /v1/videos. Left out, the size is the service's default or the nearest one
-    that is compiled."""
+    """The body of POST /v1/videos. If the size is omitted, the service uses its default or the
+    nearest compiled size."""
 
     model_config = ConfigDict(json_schema_extra=_finish_schema)
 
@@ -243,23 +242,23 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     video_cfg_guidance_scale: float | None = Field(
         None, validation_alias=AliasChoices("video_cfg_guidance_scale", "guidance_scale")
     )
-    model: str | None = Field(None, description="the name that GET /v1/models lists")
+    model: str | None = Field(None, description="the model's name in GET /v1/models")
     lora_set: str | None = Field(None, description="one of the model's lora_sets")
     size: Annotated[tuple[int, int] | None, BeforeValidator(_sides), _AS_TEXT] = Field(
         None, description="WIDTHxHEIGHT"
     )
     input_reference: Reference = Field(
-        None, description="an image held at frame 0: a file, or {image_url: a data URL}"
+        None, description="image condition at frame 0: a file, or {image_url: a data URL}"
     )
-    image_reference: Reference = Field(None, description="input_reference by another name")
+    image_reference: Reference = Field(None, description="same as input_reference")
     images: tuple[HeldImage, ...] = Field((), max_length=MAX_IMAGES)
     audio_reference: SoundReference = Field(
-        None, description="a sound that the video is made for: a file, or {audio_url: a data URL}"
+        None, description="sound to generate the video for: a file, or {audio_url: a data URL}"
     )
     video_reference: VideoReference = Field(
         None,
-        description="a video of which start_time to end_time are made anew, or that extend makes"
-        " longer: a file, or {video_url: a data URL}",
+        description="video to regenerate from start_time to end_time, or to lengthen by extend"
+        " seconds: a file, or {video_url: a data URL}",
     )
     extend: float | None = Field(
         None, description=ConditionFields.model_fields["extend"].description
@@ -277,12 +276,12 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     @field_validator("images", "video_stg_blocks", "audio_stg_blocks", mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
-        """A list, which a form spells as text."""
+        """Parse the JSON text of a form's list."""
         return _json(value) if isinstance(value, str) else value
 
     @property
     def held(self) -> dict[str, HeldImage]:
-        """The images by the fields that they came in; the references at frame 0."""
+        """The image conditions by request field; the references are at frame 0."""
         references = {name: getattr(self, name) for name in ("input_reference", "image_reference")}
         several = {f"images[{index}]": image for index, image in enumerate(self.images)}
         return {name: image for name, image in (references | several).items() if image}
@@ -309,7 +308,7 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
 
     @property
     def spec(self) -> JobSpec:
-        """What is said but the size and the files."""
+        """The JobSpec without the size and the files."""
         names = {"prompt", "extend"}
         for fields in (GuidanceFields, DetailFields, SamplingFields):
             names |= set(fields.model_fields)
@@ -317,7 +316,7 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
 
     @property
     def digest(self) -> str:
-        """Of all that was said: what an idempotency key stands for."""
+        """Digest of the request. A repeated idempotency key must match it."""
         images = {
             name: [digest(image.data.hex()), image.frame, image.strength, image.crf]
             for name, image in self.held.items()
@@ -332,46 +331,46 @@ KNOWN = {name for names in _NAMES.values() for name in names}
 
 
 def field_of(name: str) -> str:
-    """A request's field for a JobSpec's."""
+    """The request's name of a JobSpec field."""
     return _SPELLED.get(name, name)
 
 
 def spelled(text: str) -> str:
-    """A text that names flags, in the names of a request's fields."""
+    """Replace the flags in a text by request fields."""
     return _FLAG.sub(lambda match: field_of(match[1].replace("-", "_")), text)
 
 
 def kind_of(name: str) -> str:
-    """Of the file that a multipart body has under a name: "image", "audio" or "video"."""
+    """The kind of a multipart body's file, by its field: "image", "audio" or "video"."""
     _, kind = _MEDIA.get(name.partition("[")[0], ("image", "image"))
     return kind
 
 
 def read_request(fields: Mapping[str, Any]) -> VideoRequest:
     """Read a body's fields: JSON values, or texts and files of a multipart body. Raises ApiError
-    that names the first field that is wrong."""
+    for the first wrong field."""
     said = _merged(fields)
     try:
         request = VideoRequest.model_validate(said)
     except ValidationError as error:
         mistake = error.errors(include_url=False, include_context=False)[0]
         raise _api_error(mistake, said) from None
-    if (count := len(request.held)) > MAX_IMAGES:  # a reference is one of them
+    if (count := len(request.held)) > MAX_IMAGES:  # references included
         raise invalid("images", f"got {count} images in all, wanted at most {MAX_IMAGES}")
     return request
 
 
 def _api_error(mistake: Mapping[str, Any], said: dict[str, Any]) -> ApiError:
-    """An error of pydantic's, under the name that was said."""
+    """The ApiError of a pydantic error, with the field's name in the request."""
     kind, (field, *place) = mistake["type"], mistake["loc"]
     if field == "prompt":
         if kind == "string_too_long":
-            message = f"prompt has {len(mistake['input'])} characters, {MAX_PROMPT} at most"
+            message = f"prompt: got {len(mistake['input'])} characters, wanted at most {MAX_PROMPT}"
             return invalid("prompt", message, "prompt_too_long")
-        message = "prompt is missing: a text that says what to show"
+        message = "prompt is missing; send a text that describes the video"
         return invalid("prompt", message, "missing_field")
     name = next((name for name in _NAMES[field] if name in said), field)
-    # A client knows a field by the name that it is sent under.
+    # Name the field as the client sent it.
     url = {"data": "image_url", "file": f"{kind_of(name)}_url"}
     place = [url.get(part, part) for part in place]
     param = f"{name}[{place.pop(0)}]" if name in _LISTS and place else name
@@ -381,7 +380,7 @@ def _api_error(mistake: Mapping[str, Any], said: dict[str, Any]) -> ApiError:
 
 
 def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields that say something, those of extra_params beside the others."""
+    """All fields with a value, including those of extra_params."""
     merged = _unbracketed(fields)
     extra = merged.pop("extra_params", None) or {}
     try:
@@ -389,7 +388,7 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:
         extra = None
     if not isinstance(extra, dict):
-        raise invalid("extra_params", "extra_params is a JSON object")
+        raise invalid("extra_params", "extra_params: wanted a JSON object")
     if twice := sorted(merged.keys() & extra.keys()):
         raise invalid(twice[0], f"{twice[0]} is a field and a key of extra_params; leave one out")
     said = {}
@@ -402,29 +401,29 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
             raise invalid(key[:64], f"unknown field {key[:64]!r}; known: {known}", "unknown_field")
         elif value is None or (key, value) == ("size", "auto"):
             continue
-        elif value != "" or key in ("prompt", "negative_prompt"):  # "" is a text as well
+        elif value != "" or key in ("prompt", "negative_prompt"):  # "" is a valid prompt
             said[key] = value
     for names in (*_EITHER, *_NAMES.values()):
         both = [name for name in names if name in said]
         if len(both) > 1:
-            raise invalid(both[0], f"{' and '.join(both)} say the same; leave one out")
+            raise invalid(both[0], f"{' and '.join(both)} set the same value; leave one out")
     return said
 
 
 def _unbracketed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """input_reference[image_url], as OpenAI's client writes an object in a multipart body, as an
-    object; name[] as a list's name."""
+    """Convert a multipart body's names: input_reference[image_url], as OpenAI's client sends an
+    object, to an object; name[] to a list."""
     plain: dict[str, Any] = {}
     for key, value in fields.items():
         if match := _BRACKETS.fullmatch(key):
             inner = plain.setdefault(match[1], {})
             if not isinstance(inner, dict):
-                raise invalid(match[1], f"{match[1]} is there as a value and as an object")
+                raise invalid(match[1], f"{match[1]} is sent as a value and as an object")
             inner[match[2]] = value
         else:
             name = key.removesuffix("[]")
             if name in plain:
-                raise invalid(name[:64], f"{name[:64]} is there twice; leave one out")
+                raise invalid(name[:64], f"{name[:64]} is sent twice; leave one out")
             plain[name] = value
     return plain
 

@@ -1,4 +1,4 @@
-"""From a request to a job in the queue, and from there to a Job for the engine."""
+"""Converts a request to a queued job, and a queued job to a Job for the engine."""
 
 import dataclasses
 import errno
@@ -32,17 +32,17 @@ from ltx_neuron.service.sandbox import BadFile
 from ltx_neuron.service.sizes import CompiledSize, SizeObject, SizeRegistry
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
-PREVIEW = "preview"  # in a job's detail while it is made: a JPEG in base64
+PREVIEW = "preview"  # key in a running job's detail: a JPEG in base64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class JobSubmitter:
     """Turns requests into jobs of the queue.
 
-    model             the name that clients know the checkpoint by
-    max_queued        how many jobs may wait, and how many of one owner
-    max_queued_bytes  of the files of the jobs that wait
-    limits            of one file of a request
+    model             the checkpoint's name in the API
+    max_queued        number of waiting jobs: of all owners, of one owner
+    max_queued_bytes  size of the waiting jobs' files
+    limits            of one uploaded file
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class JobSubmitter:
         self.limits = limits or UploadLimits()
 
     def accept(self, request: VideoRequest, owner: str, key: str | None = None) -> Entry:
-        """The job of a request, on the disk; for a key that was used, that of then. Raises
+        """Store a request's job on disk. A repeated key returns the earlier job. Raises
         ApiError."""
         with _refusing():
             if before := self.queue.of_key(owner, key, request.digest):
@@ -69,7 +69,7 @@ class JobSubmitter:
                 raise ApiError(
                     404,
                     "model_not_found",
-                    f"there is no model {request.model[:64]!r} here, only {self.model!r}",
+                    f"unknown model {request.model[:64]!r}; this service has only {self.model!r}",
                     "model",
                 )
             return self._submit(request, owner, key)
@@ -96,7 +96,7 @@ class JobSubmitter:
             entry, kept = self.queue.submit(new, *self.max_queued, self.max_queued_bytes)
             return entry
         except UserError as error:
-            message = spelled(error.spelled(field_of)).replace(f"{folder}/", "")  # not told
+            message = spelled(error.spelled(field_of)).replace(f"{folder}/", "")  # a private path
             named = [*map(field_of, error.fields), *re.findall(r"\w+", message)]
             raise invalid(next(filter(KNOWN.__contains__, named), None), message) from None
         finally:
@@ -104,14 +104,14 @@ class JobSubmitter:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _job(self, request: VideoRequest, folder: Path) -> tuple[Job, list[str]]:
-        """The job of a request, with its files in a folder, and what was rounded for it."""
+        """A request's job, with its files in `folder`, and notes on rounded values."""
         images = tuple(
             ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
             for number, held in enumerate(request.held.values())
         )
         sizes, wanted, notes = self.sizes, request.wanted, []
         spec = request.spec.model_copy(update=self._media(request, folder))
-        if request.video_reference:  # whose file says the size
+        if request.video_reference:  # its file has the size
             chosen = CompiledSize(Size(), wanted.recipe or sizes.default.recipe)
             if wanted.seconds is not None:
                 raise invalid("seconds", "seconds does not go with video_reference; leave it out")
@@ -132,7 +132,7 @@ class JobSubmitter:
         return flags.job_of(spec.model_copy(update=said)), notes
 
     def _media(self, request: VideoRequest, folder: Path) -> dict[str, Any]:
-        """Write the sounds and videos of a request into a job's folder; their JobSpec's fields."""
+        """Write a request's sounds and videos into a job's folder; return their JobSpec fields."""
         fields: dict[str, Any] = {}
         for number, each in enumerate(request.media):
             path = folder / f"{each.kind}-{number}"
@@ -154,18 +154,18 @@ class JobSubmitter:
         return fields
 
     def _references(self, request: VideoRequest, spec: JobSpec) -> tuple[ReferenceVideo, ...]:
-        """The references of a request, which its set of LoRAs must have an IC-LoRA for."""
+        """A request's references. Raises ApiError if its LoRA set has no IC-LoRA."""
         fields = self.sizes.loras(request.lora_set, self.sizes.default)
         if not fields["stage_1_loras"]:
             known = ", ".join(map(repr, self.sizes.reference_sets)) or "none"
-            message = f"video_conditioning needs a lora_set with an IC-LoRA; there are: {known}"
+            message = f"video_conditioning needs a lora_set with an IC-LoRA; available: {known}"
             raise invalid("video_conditioning", message, "feature_not_supported")
         return references_of(spec.model_copy(update=_lora_files(fields)))
 
     def _images(
         self, request: VideoRequest, images: tuple[ImageCondition, ...], folder: Path
     ) -> tuple[ImageCondition, ...]:
-        """The images, decoded into a job's folder."""
+        """Decode the images into a job's folder; return them as conditions."""
         for image, (param, held) in zip(images, request.held.items(), strict=True):
             target = folder / image.path
             upload = target.with_suffix(".upload")
@@ -176,10 +176,10 @@ class JobSubmitter:
                 check_image(target)
             except BadFile as error:
                 raise invalid(param, f"{param}: {error}", "invalid_image") from None
-            except UserError:  # its size is all that can be wrong with our own PNG
+            except UserError:  # only the size of our own PNG can be wrong
                 message = (
-                    f"{param}: no video can have its size; wanted {MIN_SIDE} to {MAX_SIDE} pixels"
-                    f" on each side, {MAX_IMAGE_PIXELS} in all at most"
+                    f"{param}: a video cannot have its size; wanted {MIN_SIDE} to {MAX_SIDE} pixels"
+                    f" on each side, at most {MAX_IMAGE_PIXELS} in all"
                 )
                 raise invalid(param, message, "invalid_image") from None
             finally:
@@ -187,7 +187,7 @@ class JobSubmitter:
         return tuple(dataclasses.replace(image, path=str(folder / image.path)) for image in images)
 
     def _check_possible(self, job: Job) -> None:
-        """Refuse what the checkpoint and the command's files are not for."""
+        """Raise ApiError for a job that lacks an upsampler or that the recipe excludes."""
         if missing := job.upsamplers.keys() - self.sizes.upsamplers:
             message = f"this service has no {missing.pop()} upsampler"
             raise invalid("upscale", message, "feature_not_supported")
@@ -195,7 +195,7 @@ class JobSubmitter:
             job.resolved_guidance.check(self.sizes.workspace.transformer.num_layers)
 
     def _batch_key(self, job: Job) -> str:
-        """What jobs have in common that run on the same loaded graphs and weights."""
+        """A key of the jobs that share loaded graphs and weights."""
         workspace = self.sizes.workspace
         names = [workspace.dit_program_for(job, stage)[0].name for stage in job.stages]
         loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
@@ -204,13 +204,13 @@ class JobSubmitter:
 
 @contextmanager
 def _refusing():
-    """Say the queue's and the disk's errors as a client is told of them."""
+    """Raise errors of the queue and the disk as ApiError."""
     try:
         yield
     except QueueFull as error:
         raise busy(str(error), "queue_full") from None
     except KeyUsed:
-        message = "this Idempotency-Key stands for another request; send another"
+        message = "this Idempotency-Key was used for another request; send another key"
         raise ApiError(409, "idempotency_conflict", message) from None
     except OSError as error:
         if error.errno not in _FULL:
@@ -219,13 +219,13 @@ def _refusing():
 
 
 def job_of(line: dict[str, Any], folder: Path) -> Job:
-    """The Job of a line, as a prompts file's; what it is given lies in the job's folder."""
+    """The Job of a queued job's parameters. Its input files are in `folder`."""
     spec = JobSpec().with_line(line)
     return flags.job_of(spec.with_paths(lambda path: str(folder / path.name)))
 
 
 def _lora_files(fields: dict[str, tuple]) -> dict[str, tuple[LoraFile, ...]]:
-    """A JobSpec's LoRAs of a Job's."""
+    """A Job's LoRAs as JobSpec fields."""
     return {
         name: tuple(LoraFile(str(lora.path.absolute()), lora.strength) for lora in fields[field])
         for name, field in zip(LORAS, LORA_FIELDS, strict=True)
@@ -233,14 +233,14 @@ def _lora_files(fields: dict[str, tuple]) -> dict[str, tuple[LoraFile, ...]]:
 
 
 def _output_size(job: Job) -> Size:
-    """Of the video that comes out; a job that makes one longer has its windows' size."""
+    """The output video's size; an extended video is longer than its job's size."""
     if longer := job.extension:
         return dataclasses.replace(job.size, num_frames=longer.num_frames)
     return job.size
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of the files in a folder."""
+    """Size of a folder's files in bytes."""
     total = 0
     with suppress(FileNotFoundError):
         for path in folder.iterdir():
@@ -250,11 +250,11 @@ def folder_bytes(folder: Path) -> int:
 
 
 class VideoObject(SizeObject):
-    """A job as OpenAI's client knows it, and what is ours.
+    """A video as OpenAI's client reads it, with fields of our own.
 
-    notes   on what was rounded
-    detail  the step that it is at and how long the steps took
-    ahead   how many waiting jobs came before it
+    notes   on rounded values
+    detail  current step, and times of the steps
+    ahead   number of waiting jobs before it
     """
 
     id: str
@@ -275,10 +275,10 @@ class VideoObject(SizeObject):
 
 
 def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> VideoObject:
-    """A job as clients know it."""
+    """The VideoObject of a job."""
     ended, detail = entry.completed_at, entry.detail
     if detail and PREVIEW in detail:
-        detail = detail | {PREVIEW: True}  # the picture itself is asked for by itself
+        detail = detail | {PREVIEW: True}  # clients download the picture separately
     fields: Any = {
         **entry.public_fields,
         "id": entry.id,

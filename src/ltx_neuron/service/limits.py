@@ -1,5 +1,5 @@
-"""Limits of requests: their bodies, their rate, and the sites that may send them. Limits of
-connections are uvicorn's (server.py), and those of the proxy in front."""
+"""Limits of requests: body size, rate and origin. uvicorn (server.py) and the proxy limit
+connections."""
 
 import asyncio
 import time
@@ -10,17 +10,17 @@ from starlette.datastructures import Headers
 
 from ltx_neuron.service.api_error import ApiError, busy
 
-BODY_SECONDS = 60.0  # until a request's body is there, and a second more for each MiB of it
-MAX_JSON_BYTES = 32 * 2**20  # of what is held in memory: uploads go to the disk
+BODY_SECONDS = 60.0  # to receive a body, plus 1 s for each MiB
+MAX_JSON_BYTES = 32 * 2**20  # held in memory, unlike uploads
 LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 
 
 class RequestLimits:
-    """ASGI middleware: bounds a body's size and the time that it takes, and refuses what a foreign
-    web page sends through its visitor's browser.
+    """ASGI middleware: limits a body's size and transfer time, and refuses requests from other
+    sites' pages.
 
-    max_bytes  of a body; JSON may have MAX_JSON_BYTES of them
-    local      the service has no tokens: only this machine's own names are accepted as its host
+    max_bytes  of a body; of JSON at most MAX_JSON_BYTES
+    local      without tokens: only Host names of this machine are accepted
     """
 
     def __init__(self, app: Callable, max_bytes: int, local: bool):
@@ -37,14 +37,14 @@ class RequestLimits:
         await self.app(scope, _Body(receive, most), send)
 
     def _refused(self, headers: Headers, max_bytes: int) -> ApiError | None:
-        """Why a request is refused by its headers alone; the app says so."""
+        """The error of a request with unacceptable headers; the app raises it."""
         host = headers.get("host", "")
         if self.local and _name(host) not in LOCAL_HOSTS:
-            # A page whose name was rebound to this machine would be taken for its own.
-            return ApiError(403, "wrong_host", "this service answers to localhost alone")
+            # DNS rebinding: another site's name may resolve to this machine.
+            return ApiError(403, "wrong_host", "this service accepts only localhost as its host")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
-            return ApiError(403, "wrong_origin", "this service takes no requests of other sites")
+            return ApiError(403, "wrong_origin", "this service refuses requests of other sites")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > max_bytes:
             return _too_large(max_bytes)
@@ -52,11 +52,11 @@ class RequestLimits:
 
 
 def _name(host: str) -> str | None:
-    """The name in a Host header; None where that is not only a host and a port."""
+    """The name in a Host header; None if the header is not a host with an optional port."""
     plain = all(char.isalnum() or char in ".-:[]" for char in host)
     try:
         return urlsplit(f"//{host}").hostname if plain else None
-    except ValueError:  # brackets around what is no address
+    except ValueError:  # brackets without an IPv6 address
         return None
 
 
@@ -65,20 +65,20 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 class _Body:
-    """What receives a request's body: no more than so many bytes, and in a bounded time."""
+    """Receives a request's body within a size and a time limit."""
 
     def __init__(self, receive: Callable, max_bytes: int):
         self.receive, self.left, self.max_bytes = receive, max_bytes, max_bytes
         self.until, self.whole = time.monotonic() + BODY_SECONDS, False
 
     async def __call__(self) -> dict:
-        if self.whole:  # what comes now is that the client has left
+        if self.whole:  # the next message is the disconnect
             return await self.receive()
         try:
             seconds = max(0.0, self.until - time.monotonic())
             message = await asyncio.wait_for(self.receive(), seconds)
         except TimeoutError:
-            text = f"the body was not there within {BODY_SECONDS:g} s and 1 s for each MiB"
+            text = f"the body did not arrive within {BODY_SECONDS:g} s and 1 s for each MiB"
             raise ApiError(408, "request_timeout", text) from None
         size = len(message.get("body", b""))
         self.left, self.until = self.left - size, self.until + size / 2**20
@@ -89,18 +89,18 @@ class _Body:
 
 
 class TokenBucket:
-    """How many requests an owner may make: `per_minute`, a third of them at once."""
+    """Limits each owner to `per_minute` requests, a third of them at once."""
 
     def __init__(self, per_minute: float):
         self.per_second, self.max_burst = per_minute / 60, max(1.0, per_minute / 3)
         self._left: dict[str, tuple[float, float]] = {}
 
     def take(self, owner: str) -> None:
-        """Count a request of an owner; ApiError if it is one too many."""
+        """Count an owner's request. Raises ApiError above the limit."""
         now = time.monotonic()
         left, before = self._left.get(owner, (self.max_burst, now))
         left = min(self.max_burst, left + (now - before) * self.per_second)
         if left < 1:
             retry = (1 - left) / self.per_second
-            raise busy("too many requests in too short a time", "rate_limited", retry)
+            raise busy("too many requests; wait, then repeat this one", "rate_limited", retry)
         self._left[owner] = left - 1, now

@@ -1,8 +1,8 @@
-"""An uploaded sound or video, decoded once by a process of its own before the service opens it.
+"""Checks an uploaded sound or video: a separate process decodes it once before it is used.
 
     python -m ltx_neuron.service.media FILE audio|video SECONDS PIXELS
 
-The container must be one of FORMATS. Others, such as playlists, can name further files.
+The container must be one of FORMATS: others, such as playlists, can refer to further files.
 """
 
 import sys
@@ -22,7 +22,7 @@ _CPU_SECONDS = 120
 
 @dataclass(frozen=True)
 class UploadLimits:
-    """Limits of one file that comes with a request.
+    """Limits of one uploaded file.
 
     image_pixels  of a decoded image
     image_bytes, audio_bytes, video_bytes  of a file
@@ -38,7 +38,7 @@ class UploadLimits:
     video_pixels: int = 4096 * 2304
 
     def bytes_of(self, kind: str) -> int:
-        """The most bytes of a file. kind: "image", "audio" or "video"."""
+        """The maximum size of a file. kind: "image", "audio" or "video"."""
         return getattr(self, f"{kind}_bytes")
 
 
@@ -53,7 +53,7 @@ def check(source: Path, kind: str, limits: UploadLimits) -> None:
 
 
 def _decode(path: str, kind: str, max_seconds: float, max_pixels: int) -> None:
-    """Decode a file whole, and refuse it at the first thing that is wrong with it."""
+    """Decode a whole file; refuse it at the first problem."""
     import av
     from av.error import FFmpegError
 
@@ -67,18 +67,18 @@ def _decode(path: str, kind: str, max_seconds: float, max_pixels: int) -> None:
                 tracks = {"audio": tracks["audio"]}
             tracks = [tracks[name] for name in ("video", "audio") if name in tracks]
             for frame in container.decode(tracks):
-                assert isinstance(frame, av.AudioFrame | av.VideoFrame)  # of such tracks alone
+                assert isinstance(frame, av.AudioFrame | av.VideoFrame)  # tracks has no others
                 if frame.time is not None and frame.time > max_seconds:
                     sandbox.refuse(f"it is longer than {max_seconds:g} s")
                 if isinstance(frame, av.VideoFrame) and frame.width * frame.height > max_pixels:
                     size = f"{frame.width}x{frame.height}"
-                    sandbox.refuse(f"it has frames of {size} pixels, {max_pixels} in all at most")
+                    sandbox.refuse(f"its frames have {size} pixels, wanted at most {max_pixels}")
                 decoded += 1
     except (FFmpegError, OSError, ValueError, MemoryError):
         decoded = 0
     if not decoded:
         what = "sound" if kind == "audio" else "video"
-        sandbox.refuse(f"it is no {what} that can be read; wanted {FORMATS[kind]}")
+        sandbox.refuse(f"it is not a readable {what}; wanted {FORMATS[kind]}")
 
 
 if __name__ == "__main__":

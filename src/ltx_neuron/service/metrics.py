@@ -1,5 +1,4 @@
-"""/metrics, as Prometheus reads them: the queue as it is, what its workers have done, and what was
-answered."""
+"""/metrics for Prometheus: the queue's state, the workers' totals and the counts of answers."""
 
 from collections.abc import Iterator
 
@@ -13,11 +12,11 @@ __all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
 
 
 class Metrics:
-    """The numbers of one service."""
+    """The metrics of one service."""
 
     def __init__(self, queue: Queue):
         self.queue, self.registry = queue, CollectorRegistry()
-        what = "requests that were answered"
+        what = "answered requests"
         self.requests = Counter("ltx_requests", what, ["method", "status"], registry=self.registry)
         self.registry.register(self)
 
@@ -25,25 +24,25 @@ class Metrics:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator:
-        """What Prometheus' registry asks for: read from the database at that moment."""
+        """Read the metrics from the database, at each scrape."""
         counts = self.queue.counts()
         jobs = GaugeMetricFamily("ltx_jobs", "jobs by status", labels=["status"])
         for status, count in counts.items():
             jobs.add_metric([status], count)
         yield jobs
-        yield GaugeMetricFamily("ltx_queue_length", "jobs that wait", counts[QUEUED])
-        what = "how long the oldest waiting job has waited"
+        yield GaugeMetricFamily("ltx_queue_length", "waiting jobs", counts[QUEUED])
+        what = "waiting time of the oldest waiting job"
         yield GaugeMetricFamily("ltx_queue_wait_seconds", what, self.queue.oldest_wait())
         yield from _of_workers(list(self.queue.workers().values()))
 
     def describe(self) -> list:
-        """Nothing: else the registry would collect before there is anything."""
+        """Return nothing: the registry then collects nothing at registration."""
         return []
 
 
 def _of_workers(states: list[dict]) -> Iterator:
     alive = sum(state["alive"] for state in states)
-    yield GaugeMetricFamily("ltx_workers", "workers that are alive", alive)
+    yield GaugeMetricFamily("ltx_workers", "live workers", alive)
     for name, what in (
         ("videos", "videos made"),
         ("steps", "denoising steps"),

@@ -1,5 +1,5 @@
-"""What /openapi.json says beyond FastAPI's own: the body of a new video with an example of each
-kind of job, examples of parameters, and the codes of errors.
+"""Additions to FastAPI's /openapi.json: the body of a new video with an example of each kind of
+job, examples of parameters, and error codes.
 
 A test sends every example to the service.
 """
@@ -38,7 +38,7 @@ JSON_EXAMPLES: dict[str, dict[str, Any]] = {
         "negative_prompt": "blurry",
     },
 }
-# A multipart body of each kind of job; a value with a dot is the name of a file that is sent.
+# A multipart body of each kind of job. A value with a dot is a file's name.
 FORM_EXAMPLES: dict[str, dict[str, str]] = {
     "text to video": {"prompt": _WAVES, "size": "768x512", "seconds": "5"},
     "image to video": {"prompt": _WAVES, "input_reference": "beach.png"},
@@ -58,7 +58,7 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 def responses(statuses: tuple[int, ...]) -> dict[int | str, dict[str, Any]]:
-    """FastAPI's description of an operation's errors: these, and those of any operation."""
+    """FastAPI's description of an operation's errors: these, and those of every operation."""
     return {
         status: {"model": ErrorObject, "description": " or ".join(f"`{c}`" for c in ERRORS[status])}
         for status in sorted({*statuses, 401, 403, 500, 503})
@@ -66,7 +66,7 @@ def responses(statuses: tuple[int, ...]) -> dict[int | str, dict[str, Any]]:
 
 
 def body() -> dict[str, Any]:
-    """Of a new video, for FastAPI's `openapi_extra`."""
+    """The body of a new video, for FastAPI's `openapi_extra`."""
     schema = {"$ref": _REFERENCE.format(model=VideoRequest.__name__)}
     kinds = {"application/json": JSON_EXAMPLES, "multipart/form-data": FORM_EXAMPLES}
     content = {
@@ -77,16 +77,16 @@ def body() -> dict[str, Any]:
 
 
 def describe(app: FastAPI, model: str) -> dict[str, Any]:
-    """The application's description, complete. model: the name of the model that is served."""
+    """The complete OpenAPI description. model: the served model's name."""
     described = app.openapi()
     schema = VideoRequest.model_json_schema(ref_template=_REFERENCE)
     components = described["components"]
     components["schemas"] |= schema.pop("$defs") | {VideoRequest.__name__: schema}
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-    described["security"] = [{"token": []}, {}]  # without tokens, this machine's users
+    described["security"] = [{"token": []}, {}]  # {}: a service without tokens
     for path, operations in described["paths"].items():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # our own error is a 400
+            operation["responses"].pop("422", None)  # a validation error is a 400 here
             for parameter in operation.get("parameters", ()):
                 example = _PARAMETERS[parameter["name"]]
                 parameter["example"] = model if "/models/" in path else example

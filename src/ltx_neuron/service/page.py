@@ -1,4 +1,4 @@
-"""The page at /: one static form, whose script uses the API with a session cookie."""
+"""The page at /: a static form. Its script calls the API with a session cookie."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ _HEADERS = {
 
 
 def add_page(app: FastAPI, tokens: Tokens, authorize: Callable) -> None:
-    """Add the routes of the page's files, and /session, which keeps a token in a cookie."""
+    """Add the page's files, and /session, which stores a token in a cookie."""
     files = {path.name for path in _WEB.iterdir()}
 
     def file(request: Request) -> Response:
@@ -31,10 +31,10 @@ def add_page(app: FastAPI, tokens: Tokens, authorize: Callable) -> None:
         return FileResponse(_WEB / name, headers=_HEADERS)
 
     def session(request: Request) -> Response:
-        """Whose session it is. POST begins one with the token of its Authorization header."""
+        """The session's owner. POST starts a session with the Authorization header's token."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         answer = JSONResponse({"owner": request.state.owner if tokens.hashes else None})
-        # Behind a proxy that ends TLS, only the browser knows the scheme.
+        # Behind a TLS proxy, only the browser knows the scheme.
         safe = request.headers.get("origin", "").startswith("https:")
         rules = {"httponly": True, "samesite": "strict", "secure": safe}
         if request.method == "DELETE":
@@ -56,8 +56,8 @@ def add_page(app: FastAPI, tokens: Tokens, authorize: Callable) -> None:
 
 
 def cookie_authorization(request: Request) -> str | None:
-    """The Authorization header that the session cookie of a request stands for. None if the page
-    did not send the request: a browser adds the cookie to what other ports of this host send."""
+    """The Authorization header for a request's session cookie. None unless the page sent the
+    request: browsers also add the cookie to requests from pages on other ports."""
     site = request.headers.get("sec-fetch-site", "same-origin")
     # RequestLimits compares Origin with Host. Browsers leave it out of the page's own GETs.
     own = request.method in ("GET", "HEAD") or "origin" in request.headers

@@ -1,4 +1,4 @@
-"""Periodic work in a thread of its own."""
+"""Periodic work in a thread."""
 
 import threading
 import traceback
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def run_periodically(function: Callable[[], object], seconds: float, name: str) -> Iterator[None]:
-    """Call a function now and then every so many seconds, in a thread, while the block runs. Its
-    errors are printed, and it is called again: a disk may be full for a moment."""
+    """Call a function at once and then every `seconds`, in a thread, while the block runs. Errors
+    are printed and the calls continue: a disk may be full only for a moment."""
     ended = threading.Event()
 
     def repeat() -> None:

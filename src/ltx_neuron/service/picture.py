@@ -1,4 +1,4 @@
-"""An uploaded picture, decoded in a process of its own: what comes back is a PNG that we wrote.
+"""Decodes an uploaded picture in a separate process and writes it anew as PNG.
 
 python -m ltx_neuron.service.picture IN OUT PIXELS
 """
@@ -14,7 +14,7 @@ _SECONDS = 20
 
 
 def decode(source: Path, target: Path, max_pixels: int = MAX_PIXELS) -> None:
-    """Write the picture of a file as PNG. sandbox.BadFile where it is none that is taken."""
+    """Write a file's picture as PNG. Raises sandbox.BadFile for an unreadable or large picture."""
     module = "ltx_neuron.service.picture"
     sandbox.run(module, source, target, max_pixels, seconds=_SECONDS)
     if not target.is_file():
@@ -22,22 +22,22 @@ def decode(source: Path, target: Path, max_pixels: int = MAX_PIXELS) -> None:
 
 
 def _convert(source: str, target: str, max_pixels: int) -> None:
-    """Decode the first picture of a file, and write it with the same pixels as PNG."""
+    """Write the first picture of a file as PNG, with the same pixels."""
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None  # ours is checked before anything is decoded
+    Image.MAX_IMAGE_PIXELS = None  # max_pixels is checked before decoding
     try:
         with Image.open(source, formats=FORMATS) as image:
             width, height = image.size
             if width * height > max_pixels:
-                sandbox.refuse(f"it has {width}x{height} pixels, {max_pixels} in all at most")
-            # PNG has no CMYK; what ltx-neuron generate makes of one is RGB as well.
+                sandbox.refuse(f"it has {width}x{height} pixels, wanted at most {max_pixels}")
+            # PNG has no CMYK: it becomes RGB, as in ltx-neuron generate.
             plain = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else None
-            # The orientation travels on: who reads the PNG applies it.
+            # Readers of the PNG apply the orientation in its EXIF data.
             exif = {"exif": image.getexif()} if image.getexif() else {}
             (plain or image.convert("RGB")).save(target, format="PNG", compress_level=1, **exif)
     except (OSError, SyntaxError, ValueError, MemoryError):
-        sandbox.refuse(f"it is no picture that can be read; wanted {', '.join(FORMATS)}")
+        sandbox.refuse(f"it is not a readable picture; wanted {', '.join(FORMATS)}")
 
 
 if __name__ == "__main__":

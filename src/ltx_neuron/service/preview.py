@@ -1,12 +1,11 @@
-"""What a video looks like between two steps: its latents as a small picture, without the decoder.
+"""Previews of a video between two steps: small pictures from its latents, without the decoder.
 
-A pixel of a latent stands for 32x32 pixels, and its 128 channels times a matrix are their mean
-colour, nearly. The matrix is fitted to the checkpoint's own encoder, by least squares over pictures
-that are made up: clouds of colour, in which neighbours resemble each other as in photographs. It is
-kept in the artifacts, so that a checkpoint's is fitted once.
+A latent pixel covers 32x32 pixels. A matrix maps its 128 channels to their approximate mean colour.
+The matrix is fitted to the checkpoint's encoder by least squares over synthetic pictures: colour
+clouds whose neighbouring pixels resemble each other as in photographs. The artifacts cache it.
 
-Latents between steps are noise for the most part. What is shown is what the step predicts that they
-will be without it: along the line from the latents before the step to those after it.
+Latents between steps are mostly noise. The preview shows the step's prediction without noise, which
+is on the line from the latents before the step to those after it.
 """
 
 import time
@@ -26,17 +25,17 @@ from ltx_neuron.files import read_json, write_json
 from ltx_neuron.job import Stage
 from ltx_neuron.sampling.latents import SPACE_SCALE, unpatchify_video
 
-SECONDS = 0.25  # at least, between two pictures
-LONGEST = 256  # side of a picture
-_SIDE, _PICTURES, _SEED = 256, 12, 0  # of what the matrix is fitted to: 64 pixels of latents each
-_RIDGE = 1.0  # what the pictures say nothing of stays near 0
+SECONDS = 0.25  # minimum time between two pictures
+LONGEST = 256  # maximum side of a picture
+_SIDE, _PICTURES, _SEED = 256, 12, 0  # the synthetic pictures: 64 latent pixels each
+_RIDGE = 1.0  # ridge regularization
 
 
 class Previews:
-    """Pictures of what an engine is denoising, none within SECONDS of the last.
+    """Previews of the video that an engine denoises, at most one every SECONDS.
 
-    Where steps take longer than that, each is read back from the ranks once: 1.6 MB for 121 frames
-    of 768x512 in bfloat16. Where they are shorter, two in SECONDS are.
+    A step longer than SECONDS reads the latents back from the ranks once: 1.6 MB for 121 frames of
+    768x512 in bfloat16. Shorter steps do so twice every SECONDS.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
@@ -45,14 +44,14 @@ class Previews:
         self._before: tuple[Stage, int, Tensor] | None = None
 
     def after_step(self, stage: Stage, number: int) -> bytes | None:
-        """A JPEG of the frame in the middle, if it is time for one."""
-        if number == 0:  # of another stage or job, which may be another owner's
+        """A JPEG of the middle frame; None within SECONDS of the last one."""
+        if number == 0:  # of another stage or job, perhaps another owner's
             self._before = None
         if self.clock() - self._shown < SECONDS:
             return None
         run, before = self.engine.stage_run, self._before
         assert run
-        if number == 0:  # what the steps begin with is on the host
+        if number == 0:  # the initial latents are on the host
             before = stage, -1, middle(unpatchify_video(run.video, run.latent_shape))
         if (clean := run.predicted_video()) is not None:
             self._shown = self.clock()
@@ -68,12 +67,12 @@ class Previews:
 
 
 def middle(video: Tensor) -> Tensor:
-    """The latents in the middle of a video (1, 128, F, h, w): (h, w, 128)."""
+    """The latents of the middle frame of a video (1, 128, F, h, w): (h, w, 128)."""
     return video[0, :, video.shape[2] // 2].permute(1, 2, 0).float()
 
 
 def predicted(before: Tensor, after: Tensor, sigma: float, sigma_next: float) -> Tensor:
-    """Latents without noise, as an Euler step from one sigma to the next has them in mind."""
+    """The latents without noise that an Euler step from one sigma to the next predicts."""
     return before + (after - before) * (sigma / (sigma - sigma_next))
 
 
@@ -89,7 +88,7 @@ def picture(latent: Tensor, matrix: Tensor) -> bytes:
 
 
 def previews_of(engine: Engine) -> Previews | None:
-    """None, which is said, where a checkpoint has no encoder to fit them to."""
+    """An engine's Previews; None, with a printed note, if the checkpoint has no encoder."""
     try:
         return Previews(engine)
     except (UserError, RunError) as error:
@@ -101,7 +100,7 @@ def previews_of(engine: Engine) -> Previews | None:
 
 
 def matrix_of(engine: Engine) -> Tensor:
-    """The checkpoint's (129, 3): from the artifacts, or fitted now."""
+    """The checkpoint's matrix (129, 3): cached, or fitted now."""
     workspace, host = engine.workspace, engine.host
     identity = digest([workspace.checkpoint.fingerprint, _SIDE, _PICTURES, _SEED, _RIDGE])
     path = workspace.artifacts / "preview" / f"{identity[:16]}.json"
@@ -111,15 +110,15 @@ def matrix_of(engine: Engine) -> Tensor:
             return matrix
     there = "video_encoder" in vars(host)
     matrix = fitted(host.encode_image)
-    if not there:  # few jobs hold an image
+    if not there:  # free it: few jobs have an image
         vars(host).pop("video_encoder", None)
-    with suppress(OSError):  # a folder that is not to be written: fitted again by the next worker
+    with suppress(OSError):  # read-only folder: the next worker fits the matrix again
         write_json(path, {"matrix": matrix.tolist()})
     return matrix
 
 
 def fitted(encode: Callable[[Tensor], Tensor]) -> Tensor:
-    """The matrix by which latents are the mean colours of their pixels, nearly.
+    """The least-squares matrix (129, 3) from latents to the mean colours of their pixels.
 
     encode  pixels (1, 3, 1, H, W) in [-1, 1] to latents (1, 128, 1, H/32, W/32)
     """
@@ -131,13 +130,13 @@ def fitted(encode: Callable[[Tensor], Tensor]) -> Tensor:
         colours.append(functional.avg_pool2d(pixels, SPACE_SCALE).flatten(1).T)
     known = with_one(torch.cat(latents)).double()
     ridge = _RIDGE * torch.eye(known.shape[1], dtype=torch.double)
-    ridge[-1, -1] = 0  # the constant is free
+    ridge[-1, -1] = 0  # no penalty on the constant
     wanted = torch.cat(colours).double()
     return torch.linalg.solve(known.T @ known + ridge, known.T @ wanted).float()
 
 
 def clouds(side: int, generator: torch.Generator) -> Tensor:
-    """A picture (3, side, side) in [0, 1]: noise of every size, the larger the stronger."""
+    """A picture (3, side, side) in [0, 1]: noise at every scale, stronger at larger scales."""
     total, cells = torch.zeros(3, side, side), 2
     while cells <= side:
         noise = torch.randn(1, 3, cells, cells, generator=generator)
@@ -148,5 +147,5 @@ def clouds(side: int, generator: torch.Generator) -> Tensor:
 
 
 def with_one(latent: Tensor) -> Tensor:
-    """A channel of ones beside the others: what is multiplied with it is the constant."""
+    """Append a channel of ones, for the constant row of the matrix."""
     return torch.cat([latent, torch.ones_like(latent[..., :1])], -1)

@@ -1,12 +1,12 @@
-"""The durable queue: every job from the moment it is accepted until it is deleted.
+"""The durable queue: every job from its acceptance to its deletion.
 
     queued -> in_progress -> completed | failed
-       \\----------\\-> cancelled (gone, for its owner)
+       \\----------\\-> cancelled (hidden from its owner)
 
-A worker takes jobs on a lease that it renews. If it dies, the lease ends and the job is given to
-another worker, which resumes from the state that the first left in the job's folder. Every write of
-a worker carries the job's attempt number (a fencing token), so a worker presumed dead cannot
-overwrite newer results, and no job ends twice.
+A worker takes jobs on a lease that it renews. If it dies, the lease ends and another worker takes
+the job. That worker resumes from the state in the job's folder. Every write of a worker carries the
+job's attempt number (a fencing token), so a worker presumed dead cannot overwrite newer results,
+and no job ends twice.
 """
 
 import json
@@ -29,7 +29,7 @@ OPEN = QUEUED, IN_PROGRESS
 STATUSES = QUEUED, IN_PROGRESS, COMPLETED, FAILED, CANCELLED
 _CRASHED = {
     "code": "worker_lost",
-    "message": "every worker that had this job died before it finished a further stage",
+    "message": "every worker that ran this job crashed before it finished another stage",
 }
 _JOB_ID = re.compile(r"video_[0-9a-f]{32}")
 _DAY = 86400.0
@@ -45,7 +45,7 @@ _IS_OWNED = f"number = :number AND attempt = :attempt AND worker = :worker AND {
 
 @dataclass(frozen=True)
 class Entry:
-    """A job as the database has it: the columns of its table."""
+    """A job: one row of the table `jobs`."""
 
     number: int
     id: str
@@ -71,7 +71,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class NewJob:
-    """What is put into the queue. `id` comes from `Queue.new_id`; its folder is filled already."""
+    """A new job. `Queue.new_id` makes its `id`; its folder has the job's files already."""
 
     id: str
     owner: str
@@ -84,18 +84,18 @@ class NewJob:
 
 
 class QueueFull(Exception):
-    """There are as many jobs waiting as may wait: of all owners, or of this one."""
+    """Too many jobs wait: of all owners, or of this one."""
 
 
 class KeyUsed(Exception):
-    """An idempotency key that stands for another request."""
+    """An idempotency key that was used for another request."""
 
 
 class Queue:
-    """The jobs of one service: a database file, and a folder for each job's files.
+    """The jobs of one service: a database, and a folder for each job's files.
 
-    lease        seconds for which a worker has a job before it must renew
-    max_crashes  so many workers may die over a job before it has failed
+    lease        seconds that a worker owns a job before it must renew
+    max_crashes  number of worker crashes after which a job fails
     clock        seconds since 1970
     """
 
@@ -120,7 +120,7 @@ class Queue:
         return f"video_{secrets.token_hex(16)}"
 
     def folder_of(self, id: str) -> Path:
-        """Where a job's files are. Its id is one of ours, never what a client sent."""
+        """The folder of a job's files. `id` is one of ours, never a client's text."""
         assert _JOB_ID.fullmatch(id), id
         return self.folder / id
 
@@ -133,9 +133,9 @@ class Queue:
         max_queued_of_owner: int = 1_000_000,
         max_bytes: int = 2**62,
     ) -> tuple[Entry, bool]:
-        """Accept a job; it is on the disk when this returns. With an idempotency key that was used
-        for the same request, the earlier job; the second value says whether it is a new one.
-        QueueFull if as many jobs wait as may, or their files have `max_bytes`."""
+        """Accept a job; it is on disk when this returns. A repeated idempotency key returns the
+        earlier job. The second value is true for a new job. Raises KeyUsed if the key's request
+        differs, and QueueFull if too many jobs wait or their files exceed `max_bytes`."""
         values = _encoded(vars(new))
         with self.database.writing() as connection:
             rows = connection.execute(_SELECT_OF_KEY, values)
@@ -147,11 +147,11 @@ class Queue:
                 values,
             ).fetchone()
             if waiting >= max_queued:
-                raise QueueFull(f"{max_queued} jobs are waiting, and no more may")
+                raise QueueFull(f"the queue is full: {max_queued} jobs are waiting")
             if of_owner >= max_queued_of_owner:
-                raise QueueFull(f"{max_queued_of_owner} of your jobs are waiting, and no more may")
+                raise QueueFull(f"the queue is full: {max_queued_of_owner} of your jobs wait")
             if total + new.bytes > max_bytes:
-                raise QueueFull(f"files of {total} bytes are waiting, {max_bytes} at most may")
+                raise QueueFull(f"the queue is full: its files have {total} of {max_bytes} bytes")
             values |= {"status": QUEUED, "created_at": self.clock()}
             values |= {"progress": 0, "attempt": 0, "crash_count": 0}
             columns, places = ", ".join(values), ", ".join(f":{name}" for name in values)
@@ -159,11 +159,11 @@ class Queue:
             return _entries(connection.execute(sql, values))[0], True
 
     def of_key(self, owner: str, key: str | None, digest: str) -> Entry | None:
-        """The job that an idempotency key stands for. KeyUsed if that is another request."""
+        """The job of an idempotency key. Raises KeyUsed if its request differs."""
         return _same_request(self.database.read(_SELECT_OF_KEY, owner=owner, key=key), digest)
 
     def get(self, owner: str, id: str) -> Entry | None:
-        """An owner's job; None for another's, as for one that does not exist."""
+        """An owner's job; None if it is absent or another owner's."""
         if not _JOB_ID.fullmatch(id):
             return None
         sql = f"SELECT * FROM jobs WHERE id = :id AND {_IS_VISIBLE}"
@@ -172,7 +172,7 @@ class Queue:
     def page(
         self, owner: str, after: int | None = None, limit: int = 20, newest_first: bool = True
     ) -> tuple[list[Entry], bool]:
-        """Some of an owner's jobs in order, behind the job numbered `after`; are there more?"""
+        """A page of an owner's jobs after the job numbered `after`, and whether more follow."""
         comparison, order = ("<", "DESC") if newest_first else (">", "ASC")
         rows = self.database.read(
             f"SELECT * FROM jobs WHERE {_IS_VISIBLE}"
@@ -185,14 +185,14 @@ class Queue:
         return _entries(rows[:limit]), len(rows) > limit
 
     def ahead_of(self, entry: Entry) -> int:
-        """How many waiting jobs came before one."""
+        """The number of waiting jobs before one."""
         sql = "SELECT count(*) FROM jobs WHERE status = 'queued' AND number < :number"
         return self.database.read(sql, number=entry.number)[0][0]
 
     def cancel(self, owner: str, id: str) -> bool:
-        """Take a job from its owner's sight, whatever its state. A running one is released by its
-        worker within a step; its files are deleted then. False if there is none."""
-        # The key is free again: the same request may be made once more.
+        """Hide a job from its owner, in any state. A running job's worker releases it within a
+        step; then its files are deleted. False if there is no such job."""
+        # This frees the key: the client may send the same request again.
         sql = f"UPDATE jobs SET status = 'cancelled', key = NULL WHERE id = :id AND {_IS_VISIBLE}"
         changed = self.database.write(sql, id=id, owner=owner)
         if changed:
@@ -202,11 +202,11 @@ class Queue:
     # --- the workers' side ------------------------------------------------------------------------
 
     def next_batch_key(self, loaded: str | None = None, max_delay: float = 0.0) -> str | None:
-        """The batch key of the job whose turn it is: of the owner who was served longest ago. A
-        worker stays with the key that it has loaded while no other job has waited longer than
-        `max_delay` seconds. None if nothing waits."""
+        """The batch key of the next job: that of the owner who was served longest ago. A worker
+        keeps its loaded key while no other job has waited longer than `max_delay` seconds. None if
+        no job waits."""
         now = self.clock()
-        # The other columns are those of the row with the least number: an owner's first job.
+        # SQLite takes the other columns from the row with the minimum: an owner's first job.
         first = self.database.read(
             "SELECT batch_key, created_at, min(number) AS first,"
             " coalesce(served_at, 0) AS last_served"
@@ -223,7 +223,7 @@ class Queue:
         return loaded if self.database.read(more, now=now, loaded=loaded) else key
 
     def claim(self, worker: str, batch_key: str, count: int) -> list[Entry]:
-        """Give a worker up to `count` jobs with a batch key, in turn among their owners."""
+        """Assign a worker up to `count` jobs with a batch key, alternating between owners."""
         now, entries = self.clock(), []
         with self.database.writing() as connection:
             self._release(connection, "lease_until < :now", crashed=True, now=now)
@@ -235,7 +235,7 @@ class Queue:
                 {"now": now, "batch_key": batch_key, "count": count},
             ).fetchall()
             for place, (number, owner) in enumerate(chosen):
-                # Of owners who are served at once, the later ones keep their turn.
+                # Distinct times: of owners who are served together, the later ones keep their turn.
                 connection.execute(
                     "INSERT INTO owners VALUES (:owner, :now)"
                     " ON CONFLICT DO UPDATE SET served_at = :now",
@@ -250,13 +250,13 @@ class Queue:
         return entries
 
     def owns(self, entry: Entry) -> bool:
-        """Whether a worker still has the job that it took: nobody cancelled it, or gave it away."""
+        """Whether a worker still owns its job: it was not cancelled or assigned to another."""
         return bool(self.database.read(f"SELECT 1 FROM jobs WHERE {_IS_OWNED}", **_claim(entry)))
 
     def report(
         self, entry: Entry, progress: int, detail: dict | None = None, stage_ended: bool = False
     ) -> bool:
-        """Store how far a job is. False if the worker does not own it any more."""
+        """Store a job's progress. False if the worker no longer owns it."""
         now = self.clock()
         return self._update_owned(
             entry,
@@ -271,15 +271,15 @@ class Queue:
         )
 
     def keep(self, entry: Entry, name: str) -> None:
-        """A worker wrote a file of its job: here it is in the job's folder already."""
+        """Keep a file that a worker wrote. Nothing to do: it is in the job's folder already."""
 
     def complete(self, entry: Entry, bytes: int = 0, detail: dict | None = None) -> bool:
-        """A job's video is on the disk. False if the worker does not own the job any more."""
+        """Mark a job as completed. False if the worker no longer owns it."""
         done = "status = 'completed', progress = 100, bytes = :bytes, detail = :detail"
         return self._end(entry, done, bytes=bytes, detail=detail)
 
     def fail(self, entry: Entry, code: str, message: str) -> bool:
-        """A job cannot be made. False if the worker does not own it any more."""
+        """Mark a job as failed. False if the worker no longer owns it."""
         error = {"code": code, "message": message}
         return self._end(entry, "status = 'failed', detail = NULL, error = :error", error=error)
 
@@ -288,22 +288,22 @@ class Queue:
         return self._update_owned(entry, assignments, now=self.clock(), **values)
 
     def _update_owned(self, entry: Entry, assignments: str, **values: Any) -> bool:
-        """Change a job that is still its worker's, in this attempt; whether it was."""
+        """Change a job if this attempt still owns it; return whether it did."""
         sql = f"UPDATE jobs SET {assignments} WHERE {_IS_OWNED}"
         return self.database.write(sql, **_claim(entry), **_encoded(values)) > 0
 
     def release_job(self, entry: Entry) -> None:
-        """Give back a job that was cancelled, or that is not to be worked on: it waits again."""
+        """Release a job. It waits again unless it was cancelled."""
         with self.database.writing() as connection:
             mine = "number = :number AND attempt = :attempt"
             self._release(connection, mine, crashed=False, **_claim(entry))
         self.remove_cancelled()
 
     def release_worker(self, worker: str, crashed: bool = False) -> None:
-        """A worker has ended, or has begun anew: its jobs wait again, and it is not alive until it
-        is heard again. What it has done still counts.
+        """Release the jobs of a worker that ended or restarted. It is not alive until its next
+        heartbeat; its totals remain.
 
-        crashed  over the jobs that it had begun
+        crashed  whether it crashed, which counts for the jobs that it had begun
         """
         with self.database.writing() as connection:
             self._release(connection, "worker = :worker", crashed, worker=worker)
@@ -314,8 +314,8 @@ class Queue:
     def _release(
         self, connection: sqlite3.Connection, where: str, crashed: bool, **values: Any
     ) -> None:
-        """Make claimed jobs wait again. If their worker crashed over those that it had begun, that
-        is counted; a job over which too many crashed has failed."""
+        """Make claimed jobs wait again. A crash counts for the jobs that the worker had begun; a
+        job with too many crashes fails."""
         connection.execute(
             "UPDATE jobs SET worker = NULL, lease_until = NULL,"
             " crash_count = crash_count + (:crashed AND status = 'in_progress')"
@@ -329,7 +329,7 @@ class Queue:
         )
 
     def renew(self, worker: str, state: dict) -> None:
-        """A worker's heartbeat: it keeps its jobs, and says what it has loaded and done."""
+        """A worker's heartbeat: renew its leases and store its state."""
         now = self.clock()
         values = {"worker": worker, "now": now, "until": now + self.lease}
         with self.database.writing() as connection:
@@ -345,10 +345,10 @@ class Queue:
     # --- deleting ---------------------------------------------------------------------------------
 
     def sweep(self, days: float, max_bytes: int, orphans_after: float = 3600.0) -> None:
-        """End leases that ran out; delete what was cancelled, jobs that ended more than `days` ago,
-        the oldest ended ones beyond `max_bytes`, and folders that no job has.
+        """Expire leases. Delete cancelled jobs, jobs that ended more than `days` ago, the oldest
+        ended jobs above `max_bytes`, and folders without a job.
 
-        orphans_after  seconds: an upload fills its folder before its job is there
+        orphans_after  seconds: an upload fills its folder before its job exists
         """
         now = self.clock()
         # SQLite's integers have 64 bits.
@@ -367,13 +367,13 @@ class Queue:
         self._remove_orphans(now - orphans_after)
 
     def remove_cancelled(self) -> None:
-        """Delete cancelled jobs that no worker holds."""
+        """Delete cancelled jobs that no worker owns."""
         free = "status = 'cancelled' AND (worker IS NULL OR lease_until < :now)"
         self._remove(free, now=self.clock())
 
     def _remove(self, where: str, **values: Any) -> None:
-        """Delete jobs. Their rows go first: a job in the database has its files, and a folder that
-        is left behind is an orphan."""
+        """Delete jobs. Rows go first: every job in the database has its files, and a remaining
+        folder is an orphan."""
         with self.database.writing() as connection:
             rows = connection.execute(f"DELETE FROM jobs WHERE {where} RETURNING id", values)
             ids = [row["id"] for row in rows]
@@ -381,7 +381,7 @@ class Queue:
             shutil.rmtree(self.folder_of(id), ignore_errors=True)
 
     def _remove_orphans(self, before: float) -> None:
-        """Delete folders that no job has and that nobody has touched since a time."""
+        """Delete folders without a job that have not changed since a time."""
         old = []
         for folder in self.folder.glob("video_*"):
             with suppress(FileNotFoundError):
@@ -399,13 +399,13 @@ class Queue:
         return dict.fromkeys(STATUSES, 0) | {row[0]: row[1] for row in rows}
 
     def oldest_wait(self) -> float:
-        """Seconds for which the oldest waiting job has waited."""
+        """Seconds that the oldest waiting job has waited."""
         now = self.clock()
         sql = "SELECT :now - min(created_at) FROM jobs WHERE status = 'queued'"
         return self.database.read(sql, now=now)[0][0] or 0.0
 
     def workers(self) -> dict[str, dict]:
-        """The last state of every worker, with `alive` for those heard within a lease."""
+        """The last state of every worker; `alive` if its last heartbeat is within a lease."""
         rows, now = self.database.read("SELECT * FROM workers"), self.clock()
         return {
             worker: {**json.loads(state), "alive": now - seen_at < self.lease}
@@ -414,12 +414,12 @@ class Queue:
 
 
 def _claim(entry: Entry) -> dict[str, Any]:
-    """What a worker's writes name of a job that it took."""
+    """The values that identify a worker's claim of a job in its writes."""
     return {"number": entry.number, "attempt": entry.attempt, "worker": entry.worker}
 
 
 def _encoded(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as columns hold them: objects as JSON."""
+    """Values as the columns store them: objects as JSON."""
     return {k: json.dumps(v) if isinstance(v, dict) else v for k, v in values.items()}
 
 
@@ -431,7 +431,7 @@ def _entries(rows: Iterable[sqlite3.Row]) -> list[Entry]:
 
 
 def _same_request(rows: Iterable[sqlite3.Row], digest: str) -> Entry | None:
-    """The job of an idempotency key, if there is one. KeyUsed if it is of another request."""
+    """The job of an idempotency key, if any. Raises KeyUsed if its request differs."""
     earlier = next(iter(_entries(rows)), None)
     if earlier and earlier.digest != digest:
         raise KeyUsed

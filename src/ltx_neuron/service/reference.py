@@ -1,4 +1,4 @@
-"""The page at /docs: /openapi.json for people, without scripts, made when the service starts."""
+"""The page at /docs: /openapi.json as HTML without scripts, made when the service starts."""
 
 import json
 from collections.abc import Iterable
@@ -82,7 +82,7 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
 
 
 def _example(kind: str, path: str, fields: dict[str, Any]) -> str:
-    """An example's body; of a form the command that sends it."""
+    """An example's body; for a form, the curl command that sends it."""
     if kind == "application/json":
         return f"<pre>{escape(json.dumps(fields, indent=2))}</pre>"
     words = [f"curl http://127.0.0.1:8000{path}"]
@@ -106,7 +106,7 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A schema in a few words, with a link to what it names."""
+    """A schema in a few words, with links to other schemas."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f'<a href="#{name}">{name}</a>'
@@ -141,6 +141,6 @@ def _prose(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """A text whose parts between backquotes are code."""
+    """A text with its backquoted parts as code."""
     parts = escape(text).split("`")
     return "".join(f"<code>{part}</code>" if n % 2 else part for n, part in enumerate(parts))

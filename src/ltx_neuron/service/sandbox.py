@@ -1,5 +1,5 @@
-"""Reads a stranger's file in a process of its own. The process has little memory and time, inherits
-no secrets, and a crash of it refuses the file and nothing else.
+"""Decodes an untrusted file in a separate process. The process has little memory and time, and
+inherits no secrets. If it crashes, only the file is refused.
 """
 
 import resource
@@ -11,15 +11,15 @@ from typing import NoReturn
 
 _MEMORY_BYTES = 3 * 2**30  # address space; a decoded picture has up to 8 bytes a pixel, twice
 _REFUSED = 3
-_at_once = threading.BoundedSemaphore(2)  # each may take all of _MEMORY_BYTES
+_at_once = threading.BoundedSemaphore(2)  # each may use all of _MEMORY_BYTES
 
 
 class BadFile(Exception):
-    """A file that is not taken; the text is for its sender."""
+    """A refused file; the text is for its sender."""
 
 
 def run(module: str, *arguments: object, seconds: int) -> None:
-    """Run a module of this package's. Raises BadFile if it refuses its file, or does not end."""
+    """Run a module of this package. Raises BadFile if it refuses its file, crashes or hangs."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     try:
         with _at_once:
@@ -42,7 +42,7 @@ def run(module: str, *arguments: object, seconds: int) -> None:
 
 
 def limit(seconds: int) -> None:
-    """Bound what this process may take."""
+    """Limit the resources of this process."""
     for what, most in (
         (resource.RLIMIT_AS, _MEMORY_BYTES),
         (resource.RLIMIT_CPU, seconds),
@@ -54,6 +54,6 @@ def limit(seconds: int) -> None:
 
 
 def refuse(why: str) -> NoReturn:
-    """End this process: its file is not taken."""
+    """End this process and refuse its file."""
     print(why, flush=True)
     sys.exit(_REFUSED)

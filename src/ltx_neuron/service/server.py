@@ -1,4 +1,4 @@
-"""The process that answers: the API's server, and the worker that it supervises."""
+"""The API's server process, and the worker that it supervises."""
 
 import signal
 import socket
@@ -14,13 +14,13 @@ from ltx_neuron.service.queue import Queue
 
 MAX_CONNECTIONS = 200  # uvicorn answers 503 on further ones
 _KEEP_ALIVE_SECONDS = 5
-_END_SECONDS = 30  # for a worker, until it is killed
-_LONGEST_WAIT = 30.0  # before a worker that dies at once, again and again, is started anew
-_LONG_ENOUGH = 60.0  # for a worker to have lived
+_END_SECONDS = 30  # for a worker to end, before it is killed
+_LONGEST_WAIT = 30.0  # maximum delay before a worker that crashes at once is restarted
+_LONG_ENOUGH = 60.0  # a worker that ran longer is restarted at once
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server. It prints where it listens: port 0 is any free one."""
+    """uvicorn's server. It prints its address: port 0 is any free port."""
 
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets)
@@ -31,7 +31,7 @@ class Server(uvicorn.Server):
 
 
 def serve(app: Callable, host: str, port: int) -> None:
-    """Answer until the process is asked to end."""
+    """Answer requests until a signal ends the process."""
     config = uvicorn.Config(
         app,
         host=host,
@@ -50,13 +50,13 @@ def serve(app: Callable, host: str, port: int) -> None:
 
 
 def worker_name(pid: int) -> str:
-    """By which the queue knows a worker's process."""
+    """The queue's name for a worker process."""
     return f"{socket.gethostname()[:40]}:{pid}"
 
 
 @contextmanager
 def supervise_worker(command: list[str], queue: Queue) -> Iterator[None]:
-    """Keep a worker running while the block runs; if it dies, its jobs are free at once."""
+    """Keep a worker running while the block runs. If it dies, its jobs are released at once."""
     ending, process = threading.Event(), None
 
     def keep() -> None:
@@ -64,7 +64,7 @@ def supervise_worker(command: list[str], queue: Queue) -> Iterator[None]:
         wait = 1.0
         while not ending.is_set():
             began = time.monotonic()
-            # Its stdin ends with this process: errors.end_with_parent.
+            # Its stdin closes when this process ends: errors.end_with_parent.
             process = subprocess.Popen([*command, "--supervised"], stdin=subprocess.PIPE)
             code = process.wait()
             if process.stdin:

@@ -1,8 +1,8 @@
-"""The video sizes that are compiled, and which of them a request means.
+"""The compiled video sizes, and the selection of one for a request.
 
-Compiling records the sizes that graphs were compiled for in their manifests. The transformer's
-graphs know a size by its tokens alone, so a recorded size offers its transpose too, and a two-stage
-size those of its stages.
+A manifest records the sizes that its graphs were compiled for. The transformer's graphs depend only
+on the number of tokens. So a recorded size also offers its transpose, and a two-stage size those of
+its stages.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,31 +34,31 @@ from ltx_neuron.workspace import Workspace
 NO_LORAS: dict[str, dict[str, tuple]] = {"default": dict.fromkeys(LORA_FIELDS, ())}
 _MAX_LISTED = 12  # sizes in a message
 _AS_THESE = {
-    "images": "images held as these are",
-    "references": "reference videos as these are",
+    "images": "images at these frames",
+    "references": "such reference videos",
     "attention_mask": "their mask",
 }
 
 
 class RequestedSize(VideoFields):
-    """What a request says of the size; None is what it does not say."""
+    """The size fields of a request; None for an omitted field."""
 
     seconds: float | None = Field(
-        default=None, ge=0.01, le=3600, description="from the first frame to the last"
+        default=None, ge=0.01, le=3600, description="duration from the first to the last frame"
     )
     two_stage: bool | None = Field(
         default=None, description=SizeFields.model_fields["two_stage"].description
     )
 
     def frames(self, rate: float) -> int | None:
-        """Frames at a rate: of whole seconds one more than their product."""
+        """The number of frames at a frame rate; whole seconds have one more than their product."""
         if self.seconds is None or self.num_frames is not None:
             return self.num_frames
         return round(self.seconds * rate) + 1
 
 
 class SizeObject(TypedDict):
-    """A compiled size as clients know it."""
+    """A compiled size in the API's answers."""
 
     size: str
     seconds: str
@@ -99,17 +99,17 @@ class CompiledSize(NamedTuple):
 
 
 def seconds_of(size: Size) -> str:
-    """From the first frame to the last: whole for 8k+1 frames at 24 fps, as 121 are 5 s."""
+    """Seconds from the first to the last frame: whole for 8k+1 frames at 24 fps, as 121 are 5 s."""
     return f"{(size.num_frames - 1) / size.frame_rate:.4g}"
 
 
 class SizeRegistry:
     """The sizes that a workspace has graphs for.
 
-    default     the size and recipe of a request that does not say
-    upsamplers  kinds of latent upsamplers that there are: two stages need the spatial one
-    lora_sets   the LoRAs that a request may choose by a name, as a Job's fields; "default" are
-                those of one that does not say
+    default     size and recipe of requests that omit them
+    upsamplers  kinds of available latent upsamplers; two stages need the spatial one
+    lora_sets   a Job's LoRA fields by the set's name, which a request sends; "default" is for
+                requests without a name
     """
 
     def __init__(
@@ -121,18 +121,18 @@ class SizeRegistry:
     ):
         self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
         self.lora_sets = lora_sets
-        self._read: dict[Path, int] | None = None  # manifests and when they changed, as read last
+        self._read: dict[Path, int] | None = None  # manifests and their change times, as last read
         self._recorded: list[CompiledSize] = []
         self._compiled: list[CompiledSize] = []
         self._inputs: dict[str, list[CompiledSize]] = {}
-        # Buckets whose size no manifest records. A request for exactly that size gets them.
+        # Buckets without a recorded size. Only a request for exactly that size uses them.
         self.unrecorded: list[str] = []
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- the compiled sizes -----------------------------------------------------------------------
 
     @property
     def compiled(self) -> list[CompiledSize]:
-        """Every recorded size that runs, the smallest first. Manifests are read again if one was
+        """Every recorded size that can run, the smallest first. Manifests are read again if one was
         added, changed or removed."""
         found = {}
         for path in (Path(self.workspace.artifacts) / "graphs").glob(f"*/{MANIFEST}"):
@@ -150,14 +150,14 @@ class SizeRegistry:
 
     @property
     def inputs(self) -> dict[str, list[CompiledSize]]:
-        """The sizes that take a file, by the request's field that it comes in; of a video that is
-        made anew, the sizes that it may have."""
+        """The sizes that accept a file, by the file's request field. For video_reference, the sizes
+        that the file may have."""
         _ = self.compiled  # read again
         return self._inputs
 
     @property
     def reference_sets(self) -> list[str]:
-        """The names of the sets of LoRAs that take reference videos."""
+        """The names of the LoRA sets that use reference videos."""
         sets = self.lora_sets.items()
         return [name for name, f in sets if f["stage_1_loras"] and not f["stage_2_loras"]]
 
@@ -185,16 +185,16 @@ class SizeRegistry:
         return found
 
     def loras(self, name: str | None, chosen: CompiledSize) -> dict[str, Any]:
-        """A Job's LoRAs by the name of their set: those of stage 2 only where dev has one. Raises
-        ApiError for an unknown name."""
+        """A LoRA set's fields of a Job; those of stage 2 only with the dev recipe. Raises ApiError
+        for an unknown name."""
         if (key := name or "default") not in self.lora_sets:
             known = ", ".join(map(repr, self.lora_sets))
-            raise invalid("lora_set", f"lora_set {key[:64]!r} is not there; known: {known}")
+            raise invalid("lora_set", f"unknown lora_set {key[:64]!r}; known: {known}")
         fields = self.lora_sets[key]
         return fields if chosen.refines else fields | {"stage_2_loras": ()}
 
     def _fits(self, chosen: CompiledSize, **inputs: Any) -> bool:
-        """Whether a legal size can be made: with a Job's inputs it has a graph for every stage."""
+        """Whether every stage of a legal size has a graph for a Job's inputs."""
         if chosen.size.two_stage and "spatial" not in self.upsamplers:
             return False
         if chosen.refines and not all(f["stage_2_loras"] for f in self.lora_sets.values()):
@@ -205,17 +205,17 @@ class SizeRegistry:
                 reference.check(job.size.first)
             for stage in job.stages:
                 self.workspace.dit_program_for(job, stage)
-        except UserError:  # absent, damaged, or cut otherwise
+        except UserError:  # absent, damaged, or with other blocks_per_graph
             return False
         return True
 
-    # --- what a request means ---------------------------------------------------------------------
+    # --- selection --------------------------------------------------------------------------------
 
     def choose(self, requested: RequestedSize, **inputs: Any) -> tuple[CompiledSize, list[str]]:
-        """The compiled size that a request means, with a Job's inputs, and what was rounded for it.
+        """The compiled size for a request with a Job's inputs, and notes on rounded values.
 
-        Omitted fields are free, and near the default. Raises ApiError if nothing that is compiled
-        is within a rounding of the given ones.
+        Omitted fields get the values nearest to the default. Raises ApiError if no compiled size
+        matches the other fields within a rounding.
         """
         exact = self._exact(requested)
         if exact and self._fits(exact, **inputs):
@@ -233,7 +233,7 @@ class SizeRegistry:
         return chosen, _rounded(requested, chosen)
 
     def _exact(self, requested: RequestedSize) -> CompiledSize | None:
-        """The default with what a request says, to the letter; None if no video can be that."""
+        """The default with a request's exact values; None if a video cannot have them."""
         default = self.default.size
         frames = requested.frames(requested.frame_rate or default.frame_rate)
         given = dict(requested) | {"num_frames": frames}
@@ -245,7 +245,7 @@ class SizeRegistry:
         return CompiledSize(size, requested.recipe or self.default.recipe)
 
     def check_retake(self, job: Job) -> None:
-        """Raise ApiError where no graph makes a video like the job's anew."""
+        """Raise ApiError if no graph can regenerate or extend the job's video."""
         chosen = CompiledSize(job.size, job.recipe)
         if not self._fits(chosen, retake=job.retake):
             message = f"video_reference of {chosen} is not compiled (with extend: its windows)"
@@ -253,14 +253,14 @@ class SizeRegistry:
             raise _not_compiled(message, compiled, "video_reference")
 
     def _mismatch(self, requested: RequestedSize, inputs: list[str]) -> ApiError:
-        """inputs: those that what is compiled lacks graphs for."""
+        """inputs: names of the inputs without a fitting graph."""
         given = requested.model_dump(exclude_none=True)
         what = ", ".join(f"{name} {value}" for name, value in given.items()) or "the default size"
         if inputs:
             files = " and ".join(_AS_THESE[name] for name in inputs)
             message = f"{what} is compiled for text alone, not for {files}"
         else:
-            message = f"{what} is not compiled, nor within a rounding of what is"
+            message = f"{what} is not compiled, and no compiled size is within a rounding"
         by_seconds = "seconds" in given and not {"height", "width"} & given.keys()
         compiled = self.compiled
         if "references" in inputs:
@@ -282,8 +282,8 @@ def _not_compiled(message: str, compiled: list[CompiledSize], param: str) -> Api
 
 
 def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | None, float, float]]:
-    """What a request says, None if nothing; what a size has; and how near is a rounding to the
-    model's multiples: `fps` 23.976 is 24, and 29.97 is 30."""
+    """By field: the requested value or None, the size's value, and the tolerance for a rounding to
+    the model's multiples: `fps` 23.976 is 24, and 29.97 is 30."""
     unit = SPACE_SCALE * (2 if size.two_stage else 1)
     frames, rate = requested.frames(size.frame_rate), size.frame_rate
     return {
@@ -295,7 +295,7 @@ def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | N
 
 
 def _is_near(requested: RequestedSize, candidate: CompiledSize) -> bool:
-    """Whether a compiled size is what a request says, but for a rounding."""
+    """Whether a compiled size matches a request within a rounding."""
     return (
         all(
             value is None or abs(value - got) < limit
@@ -307,7 +307,7 @@ def _is_near(requested: RequestedSize, candidate: CompiledSize) -> bool:
 
 
 def _distance(requested: RequestedSize, candidate: CompiledSize, default: CompiledSize) -> tuple:
-    """How far a compiled size is from what is requested, and in the rest from the default."""
+    """The distances of a compiled size from the requested values and from the default."""
     size, defaults = candidate.size, _compared(RequestedSize(), default.size)
     away = {
         name: abs(got / (defaults[name][1] if value is None else value) - 1)
@@ -322,9 +322,9 @@ def _distance(requested: RequestedSize, candidate: CompiledSize, default: Compil
 
 
 def _rounded(requested: RequestedSize, candidate: CompiledSize) -> list[str]:
-    """What of a request was rounded, in words."""
+    """Notes on the rounded values of a request."""
     return [
-        f"{name} {value:g} became {got:g}, which is compiled"
+        f"{name} {value:g} was rounded to {got:g}, a compiled value"
         for name, (value, got, _) in _compared(requested, candidate.size).items()
         if value not in (None, got)
     ]
@@ -335,7 +335,7 @@ def _pixels(size: Size) -> int:
 
 
 def _offered(record: dict) -> set[CompiledSize]:
-    """The sizes whose graphs may be those of a recorded one. None for a record that is damaged."""
+    """The sizes that a recorded size's graphs can make; empty for a damaged record."""
     try:
         recipe, whole = record["recipe"], Size(**{k: v for k, v in record.items() if k != "recipe"})
         whole.check()

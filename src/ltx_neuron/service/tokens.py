@@ -1,4 +1,4 @@
-"""Who may use the service: bearer tokens, of which only hashes are kept."""
+"""Bearer tokens. Files store only their hashes."""
 
 import hashlib
 import hmac
@@ -11,21 +11,21 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, whole_file
 from ltx_neuron.invocation import command
 
-LOCAL = "local"  # the one owner where there are no tokens
+LOCAL = "local"  # the only owner of a service without tokens
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _PREFIX = "ltxn_"
 
 
 class Tokens:
-    """The tokens of a file {"tokens": {name: SHA-256}}. They are random and long, so that a plain
-    hash cannot be searched."""
+    """The tokens of a file {"tokens": {name: SHA-256}}. They are random and long, so nobody can
+    search a plain hash."""
 
     def __init__(self, hashes: dict[str, str]):
         self.hashes = hashes
 
     @classmethod
     def load(cls, path: Path | None) -> "Tokens":
-        """Of a file; no tokens without one."""
+        """The tokens of a file; none without a path. Raises UserError for a damaged file."""
         if path is None:
             return cls({})
         hashes = read_json(path).get("tokens")
@@ -41,8 +41,8 @@ class Tokens:
         return cls(hashes)
 
     def owner_of(self, authorization: str | None) -> str | None:
-        """Whose token an Authorization header holds; LOCAL where none are asked for. Every hash is
-        compared, each in constant time."""
+        """The owner of an Authorization header's token; LOCAL for a service without tokens. Every
+        hash is compared, each in constant time."""
         if not self.hashes:
             return LOCAL
         scheme, _, token = (authorization or "").partition(" ")
@@ -55,9 +55,9 @@ class Tokens:
 
 
 def new_token(path: Path, name: str) -> str:
-    """Add a token for a name to a file, in the place of an earlier one; it is told once."""
+    """Add a token for a name to a file and return it. It replaces an earlier one of this name."""
     if not _NAME.fullmatch(name):
-        raise UserError(f"--new-token {name!r}: a name has 1 to 64 of A-Z a-z 0-9 _ . @ -")
+        raise UserError(f"--new-token {name!r}: wanted 1 to 64 characters of A-Z a-z 0-9 _ . @ -")
     hashes = read_json(path).get("tokens", {}) if path.exists() else {}
     token = _PREFIX + secrets.token_urlsafe(32)
     content = {"tokens": {**hashes, name: _hash(token)}}

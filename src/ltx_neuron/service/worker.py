@@ -1,8 +1,7 @@
-"""A worker: one process that keeps an engine open and makes the queue's videos, those with one
-batch key together.
+"""A worker: one process that keeps an engine open and runs the queue's jobs, grouped by batch key.
 
-A heartbeat renews the leases of its jobs. At every step it reports progress, or reads whether it
-still owns the job: a cancelled job ends there, and the next one begins.
+A heartbeat renews the leases of its jobs. At every step it reports progress or checks that it still
+owns the job. A cancelled job ends at that step, and the next job begins.
 """
 
 import base64
@@ -33,27 +32,27 @@ from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.preview import previews_of
 from ltx_neuron.service.queue import Entry, Queue
 
-PROMPT_BATCH_SIZE = 4  # jobs taken at a time: their prompts are encoded in one batch
-MAX_JOBS_PER_RUN = 32  # jobs until the engine's records are read and begun anew
+PROMPT_BATCH_SIZE = 4  # jobs claimed at a time: their prompts are encoded in one batch
+MAX_JOBS_PER_RUN = 32  # jobs after which the engine's records are collected and cleared
 POLL_SECONDS = 0.1  # how often an idle worker looks for jobs
-REPORT_SECONDS = 0.25  # between two writes of progress; ownership is read at every step
-MAX_SWITCH_DELAY_S = 60.0  # that other jobs wait for those with the loaded batch key
-DENOISED = 90  # percent, when the decoding is left
-_FAILURES = 3  # runs in a row that end all jobs, until the process is begun anew
-_TILE = 512  # the longest side of a thumbnail
+REPORT_SECONDS = 0.25  # between two progress reports; ownership is checked at every step
+MAX_SWITCH_DELAY_S = 60.0  # maximum wait of other jobs for those with the loaded batch key
+DENOISED = 90  # percent of progress, when only decoding remains
+_FAILURES = 3  # consecutive failed runs before the process restarts
+_TILE = 512  # maximum side of a thumbnail
 TIMES = "denoise_steps_ms"  # in a job's detail, as in the latency report
 
 
 class Gone(Exception):
-    """A job that is not this worker's any more: cancelled, or given to another."""
+    """A job that this worker no longer owns: it was cancelled, or assigned to another."""
 
 
 class Worker:
     """Runs the queue's jobs on an engine, until `stop` is set.
 
-    queue     on other machines than its own fleet's RemoteQueue
-    name      by which the queue knows this process
-    previews  whether it makes pictures of a video between two steps
+    queue     a Queue; on other machines a RemoteQueue
+    name      of this process in the queue
+    previews  whether to make preview pictures between steps
     """
 
     def __init__(self, queue: Queue, engine: Engine, name: str, previews: bool = False):
@@ -61,8 +60,8 @@ class Worker:
         self.previews = previews_of(engine) if previews else None
         self.stop = threading.Event()
         self.batch_key: str | None = None
-        self._taken: dict[int, tuple[Job, Entry]] = {}  # by id(job), of the run under way
-        self._seen: dict[int, dict] = {}  # what is shown of each: its steps' times, a preview
+        self._taken: dict[int, tuple[Job, Entry]] = {}  # by id(job), of the current run
+        self._seen: dict[int, dict] = {}  # each job's details: its steps' times, a preview
         self._count, self._reported, self._failures = 0, 0.0, 0
         self._state = {"pid": os.getpid(), "batch_key": None, "videos": 0, "steps": 0, "phases": {}}
         self._state |= {"step_seconds": 0.0}
@@ -70,9 +69,9 @@ class Worker:
         engine.progress = False
 
     def run(self) -> None:
-        """Work until `stop` is set. Its jobs wait again afterwards, unless they are done."""
+        """Run jobs until `stop` is set. Then unfinished jobs wait again."""
         workspace = self.engine.workspace
-        # Before the first job: whoever goes on with it computes with what is chosen here.
+        # Measured before the first job: a worker that resumes it must use the same arithmetic.
         _ = workspace.arithmetic
         store_choices(workspace.artifacts)
         self._state["identity"] = code_identity(workspace)
@@ -89,7 +88,7 @@ class Worker:
             self.queue.release_worker(self.name)
 
     def _run_batch(self) -> None:
-        """One run of the engine, over jobs with one batch key that are taken as it goes."""
+        """Run the engine once, over jobs with one batch key that are claimed meanwhile."""
         self._count, self._state["batch_key"] = 0, self.batch_key
         if not (jobs := self._take()):
             return
@@ -108,7 +107,7 @@ class Worker:
                     self._failed(outcome)
             self._failures = 0
         except Exception:
-            # A rank or the device has failed: the engine has closed itself, and opens anew.
+            # A rank or the device has failed: the engine closed itself, and will open again.
             traceback.print_exc()
             self.queue.release_worker(self.name, crashed=True)
             self._failures += 1
@@ -122,7 +121,7 @@ class Worker:
     # --- taking jobs ------------------------------------------------------------------------------
 
     def _take(self) -> list[Job]:
-        """Further jobs with the batch key that is loaded; none if it is another's turn."""
+        """Claim further jobs with the loaded batch key; none if another key is next."""
         if self.stop.is_set() or self._count >= MAX_JOBS_PER_RUN:
             return []
         key = self.batch_key
@@ -133,12 +132,12 @@ class Worker:
             try:
                 job = job_of(entry.params, self._folder(entry).absolute())
                 self.engine.preflight.check([job])
-            except UserError as error:  # what it needs was there when it was accepted
+            except UserError as error:  # a file was removed after the job was accepted
                 print(f"{entry.id}: {error}", flush=True)
-                self.queue.fail(entry, "profile_mismatch", "what this job needs is not there now")
+                self.queue.fail(entry, "profile_mismatch", "files that this job needs are missing")
                 continue
             self._taken[id(job)] = job, entry
-            times = (entry.detail or {}).get(TIMES, {})  # of the stages before this worker's
+            times = (entry.detail or {}).get(TIMES, {})  # of stages that earlier workers finished
             self._seen[id(job)] = {TIMES: times}
             jobs.append(job)
         self._count += len(jobs)
@@ -157,7 +156,7 @@ class Worker:
         return run_identity(job, self.engine.workspace, self.engine.options)
 
     def _resume(self, job: Job) -> JobRun | None:
-        """The run of a worker that died over this job, after its last finished stage."""
+        """Resume a dead worker's run of this job after its last finished stage."""
         path = self._state_path(job)
         if not path.is_file():
             return None
@@ -165,7 +164,7 @@ class Worker:
             run = progress.restore_state(
                 path, job, self._identity(job), self.engine.workspace.dtype, exact=True
             )
-        except UserError:  # made by another version of this toolkit, or a machine that rounds else
+        except UserError:  # saved by another version, or with other arithmetic
             return None
         print(f"{self._entry(job).id}: resumed, {len(run.stages_left)} stages left", flush=True)
         return run
@@ -173,7 +172,7 @@ class Worker:
     # --- while it runs ----------------------------------------------------------------------------
 
     def _step(self, stage: Stage, number: int) -> None:
-        """Report a step; raise Gone if the job is not this worker's any more."""
+        """Report a step. Raises Gone if this worker no longer owns the job."""
         job, now = self.engine.job, time.monotonic()
         assert job
         entry, last = self._entry(job), number + 1 == stage.steps
@@ -189,7 +188,7 @@ class Worker:
             raise Gone(entry.id)
 
     def _see(self, job: Job, stage: Stage, number: int) -> None:
-        """Note a step's time and, now and then, what the video looks like."""
+        """Record a step's time and, at intervals, a preview."""
         seen = self._seen[id(job)]
         before = seen[TIMES].get(stage.name, [])[:number]
         ms = round(self.engine.recorder.last_step(stage.name), 3)
@@ -198,9 +197,9 @@ class Worker:
             seen[PREVIEW] = base64.b64encode(picture).decode()
 
     def _stage(self, run: JobRun) -> None:
-        """Keep a finished stage's latents, from which another worker could go on."""
+        """Save a finished stage's latents, from which another worker could resume."""
         entry = self._entry(run.job)
-        with suppress(OSError):  # on a full disk there is nothing to go on from
+        with suppress(OSError):  # the disk is full: nobody can resume
             progress.save_state(path := self._state_path(run.job), run, self._identity(run.job))
             self.queue.keep(entry, path.name)
         left = run.stages_left
@@ -209,7 +208,7 @@ class Worker:
         self.queue.report(entry, percent, detail, stage_ended=True)
 
     def _write(self, clip: Clip) -> None:
-        """Write a video while it is decoded; where that overlaps denoising, in another thread."""
+        """Write a video while it is decoded, in another thread if that overlaps denoising."""
         entry, recorder = self._entry(clip.job), self.engine.recorder
         folder, chunks = self._folder(entry), self._while_owned(entry, clip.chunks)
         clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
@@ -218,7 +217,7 @@ class Worker:
         write_sidecar(folder / VIDEO, clip.job, recorder, self.engine.workspace)
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
-        """A clip's chunks; raises Gone once its job is not this worker's any more."""
+        """A clip's chunks. Raises Gone once this worker no longer owns the job."""
         for chunk in chunks:
             if not self.queue.owns(entry):
                 raise Gone(entry.id)
@@ -226,7 +225,7 @@ class Worker:
             del chunk
 
     def _hand_over(self, result: Result) -> None:
-        """Complete the job of a video whose files are written."""
+        """Complete a job whose files are written."""
         entry = self._entry(result.job)
         folder, state = self._folder(entry), self._state_path(result.job)
         kept = state.stat().st_size if state.is_file() else 0
@@ -237,22 +236,22 @@ class Worker:
         self._state["videos"] += 1
 
     def _failed(self, failure: Failure) -> None:
-        """End a job that failed alone, or release one that is not this worker's any more."""
+        """Fail a job that failed alone, or release one that this worker no longer owns."""
         entry, error = self._entry(failure.job), failure.error
         if isinstance(error, Gone):
             self.queue.release_job(entry)
             return
         print(f"{entry.id} failed", flush=True)
         traceback.print_exception(error)
-        # Other errors' texts may name what is this machine's alone.
+        # The texts of other errors may name private things of this machine.
         what = str(error) if isinstance(error, RunError) else type(error).__name__
         full = isinstance(error, OSError) and "storage_full"
         self.queue.fail(entry, full or "internal_error", f"the video could not be made: {what}")
 
-    # --- what others see of it --------------------------------------------------------------------
+    # --- state for the queue ----------------------------------------------------------------------
 
     def _keep_records(self) -> None:
-        """Add the engine's records to what this worker has done, and begin new ones: they grow."""
+        """Add the engine's records to this worker's totals, and clear them: they grow."""
         report = make_report(self.engine.recorder, self.engine.workspace, {})
         phases = self._state["phases"]
         for phase in report["phases"]:
@@ -269,7 +268,7 @@ class Worker:
 
 
 def _percent(job: Job, stage: Stage, done: int) -> int:
-    """How far a job is after so many steps of a stage."""
+    """A job's progress in percent, after `done` steps of a stage."""
     keys = [each.key for each in job.stages]  # windows share their name
     steps = [each.steps for each in job.stages]
     before = sum(steps[: keys.index(stage.key)])
@@ -277,7 +276,7 @@ def _percent(job: Job, stage: Stage, done: int) -> int:
 
 
 def with_thumbnail(chunks: Iterator[Tensor], job: Job, path: Path) -> Iterator[Tensor]:
-    """A clip's chunks; the frame in the middle is written as JPEG when it comes by."""
+    """A clip's chunks. Writes the middle frame as a JPEG when it passes."""
     doubled = "temporal" in UPSCALES.get(job.upscale, ())
     index = job.size.num_frames // (1 if doubled else 2)
     for chunk in chunks:
