@@ -114,7 +114,7 @@ def _write_assets(assets: TinyAssets, sizes: TinySizes, config: dict, model_vers
 
 
 def picture():
-    """A PIL image for image-to-video: a house under an evening sky, easy to recognise in a video."""
+    """A PIL image for image-to-video: a house under an evening sky, easy to recognise."""
     from PIL import Image, ImageDraw
 
     width, height = IMAGE_SIZE
