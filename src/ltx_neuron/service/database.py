@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     id TEXT NOT NULL UNIQUE,
     owner TEXT NOT NULL,
     key TEXT,                       -- Idempotency-Key
-    digest TEXT NOT NULL,           -- of the request; a repeated key must match it
+    digest TEXT NOT NULL,           -- of the request: a repeated key must match it
     status TEXT NOT NULL,
     batch_key TEXT NOT NULL,        -- jobs with one key share loaded graphs and weights
     params TEXT NOT NULL,           -- JSON: the job, as in a prompts file

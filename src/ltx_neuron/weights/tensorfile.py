@@ -236,7 +236,7 @@ class TensorFile:
     def _byte_range(
         self, name: str, start: int = 0, stop: int | None = None
     ) -> tuple[int, int, tuple[int, ...]]:
-        """(offset in the file, bytes, shape) of a tensor's rows start..stop; a scalar is one row."""
+        """(offset in the file, bytes, shape) of rows start..stop; a scalar is one row."""
         shape = self.shapes[name]
         row_bytes = prod(shape[1:]) * self._stored_dtype(name).itemsize
         rows = (stop if stop is not None else shape[0] if shape else 1) - start
