@@ -511,7 +511,7 @@ def shard(model: str, args: argparse.Namespace) -> None:
         opened = workspace(args, writes=False, tuned=False)
         if args.verify:
             for path in opened.verify(model, sets):
-                print(f"whole, and bit for bit the source: {path}")
+                print(f"whole, and bit-identical to the source: {path}")
         else:
             for path in opened.shard(model, sets, args.num_workers):
                 print(f"weights: {path}")

@@ -34,7 +34,7 @@ class Needs(NamedTuple):
 
     @property
     def options(self) -> dict:
-        """The options of a Ray actor with these resources. CPU and GPU have special names in Ray."""
+        """The options of a Ray actor with these resources. Ray names CPU and GPU differently."""
         own = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(self.kind)
         taken = {own: self.count} if own else {"resources": {self.kind: self.count}}
         return {"num_cpus": 0, **taken}
