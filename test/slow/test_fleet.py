@@ -209,7 +209,7 @@ def test_a_command_without_a_cluster_or_without_room_says_what_to_type(
         with pytest.raises(UserError, match=what):
             make_batch(args)
     monkeypatch.setattr(flags, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs ray, which(.|\n)*pip install"):
+    with pytest.raises(UserError, match="needs ray, and(.|\n)*pip install"):
         flags.check_fleet(args)
 
 
