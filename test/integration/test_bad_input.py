@@ -519,7 +519,7 @@ this file
 {size} --num-frames 25 --audio-path {bad}/sound.wav -> type --num-frames 9
 {size} --audio-path {bad}/mute.mkv -> has no sound
 {size} --audio-path {bad}/sound.wav --audio-start-time 5 -> smaller
-{size} --recipe dev --audio-path {bad}/sound.wav --audio-skip-step 1 -> is not guided
+{size} --recipe dev --audio-path {bad}/sound.wav --audio-skip-step 1 -> not apply to a given sound
 """)
 
 

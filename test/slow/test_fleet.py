@@ -209,7 +209,7 @@ def test_a_command_without_a_cluster_or_without_room_says_what_to_type(
         with pytest.raises(UserError, match=what):
             make_batch(args)
     monkeypatch.setattr(flags, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs ray, which(.|\n)*pip install"):
+    with pytest.raises(UserError, match="needs ray, and(.|\n)*pip install"):
         flags.check_fleet(args)
 
 
@@ -402,7 +402,7 @@ def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
         other = asking(profile, 2)
         with pytest.raises(UserError, match="4 ranks need 4 different logical cores"):
             ray.get(other.cores.remote())
-        with pytest.raises(UserError, match="2,3,4,5 are cores of more than one chip"):
+        with pytest.raises(UserError, match="2,3,4,5: the cores are of several chips"):
             ray.get(asking(profile, 4).cores.remote())
 
 

@@ -139,7 +139,7 @@ def test_a_wheel_makes_a_clip_of_the_demo_in_an_empty_folder(clip, installed):
 def test_a_wheel_names_its_program_and_no_script(clip, installed):
     words = ["prepare", "--checkpoint-path", ASSETS.checkpoint, "--gemma-root", ASSETS.gemma_root]
     absent = run([installed, *words, *SMALL.split(), "--neuron-vae", "--dry-run"], clip)
-    assert "to make" in absent.stdout
+    assert "missing" in absent.stdout
     generate = ["generate", *words[1:], *SMALL.split(), "--neuron-vae"]
     generate += ["--prompt", "x", "--output-path", "x.mp4"]
     process = subprocess.run(

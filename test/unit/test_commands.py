@@ -132,7 +132,7 @@ def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_o
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["whole"] * 2
     dispatch(["verify", *common, *files])
-    assert capsys.readouterr().out.count("bit for bit") == 2
+    assert capsys.readouterr().out.count("bit-identical") == 2
     (rank,) = tmp_path.glob("weights/gemma3-*/rank0.safetensors")
     content = bytearray(rank.read_bytes())
     content[-1] ^= 1

@@ -165,7 +165,7 @@ GUIDANCE_MISTAKES = {
     "unknown key 'video_cgf'; did you mean video_cfg?\nKeys: video_cfg, ": ["video_cgf=3"],
     "--guidance video_cfg: no value; type for example --guidance video_cfg=3": ["video_cfg"],
     "--guidance a2v: got 'x', wanted a valid number": ["a2v=x"],
-    "--guidance video_cfg is there twice; leave one out": ["video_cfg=3", "video_cfg=4"],
+    "--guidance video_cfg is given twice; leave one out": ["video_cfg=3", "video_cfg=4"],
     "--guidance video_cfg=... and --video-cfg-guidance-scale set the same value; leave one out": [
         *("video_cfg=3", "--video-cfg-guidance-scale", "3")
     ],

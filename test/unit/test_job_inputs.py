@@ -641,7 +641,7 @@ def test_a_side_of_0_is_no_side_left_out():
 
 TIMES = dict(start_time=0.0, end_time=0.1)
 WRONG_CALLS = {
-    "video needs end_time: which": dict(video="a.mp4", start_time=0.5),
+    "video needs end_time: type the seconds": dict(video="a.mp4", start_time=0.5),
     "start_time needs video FILE": dict(start_time=0.5),
     "audio=5 is of type int": dict(audio=5),
     "attention_mask=5 is of type int": dict(attention_mask=5),

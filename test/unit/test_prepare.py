@@ -110,7 +110,7 @@ def test_times_are_those_of_the_last_preparation_or_measured_or_not_known(tiny, 
     parts = parts_of(workspace, [Job("", SMALL)], RunOptions())
     preparation = Preparation(workspace, parts, "prepare")
     assert "(of a copied sample)" in preparation.table()
-    assert "not known yet  to make" in rows(preparation)[graphs]
+    assert "not known yet  missing" in rows(preparation)[graphs]
     large = parts[0]._replace(make=lambda: time.sleep(0.1), size=10**9)
     Preparation(
         workspace, [large, parts[1]._replace(make=lambda: time.sleep(0.1))], "prepare"
@@ -119,7 +119,7 @@ def test_times_are_those_of_the_last_preparation_or_measured_or_not_known(tiny, 
     assert "(as last time)" in again.table() and 10**9 < again.took["rate"] < 10**10
     assert "about 0 s" in rows(again)[graphs]
     parts[1].folders[0].mkdir(parents=True)
-    assert "begun" in rows(again)[graphs]
+    assert "partial" in rows(again)[graphs]
 
 
 def test_damaged_records_stop_nothing(tiny, tmp_path):
@@ -163,7 +163,7 @@ def test_a_time_is_in_the_unit_that_a_person_reads(seconds, text):
 def test_a_dry_run_writes_nothing(typed, tmp_path, capsys):
     assert code_of("prepare", *typed, "--neuron-gemma", "--dry-run") == 0
     printed = capsys.readouterr().out
-    assert printed.count("to make") == 4 and not (tmp_path / "artifacts").exists()
+    assert printed.count("missing") == 4 and not (tmp_path / "artifacts").exists()
 
 
 def test_flags_of_generate_that_decide_nothing_are_taken_and_not_listed(typed, capsys):
@@ -220,7 +220,7 @@ def test_one_that_is_stopped_says_how_to_go_on(typed, monkeypatch, capsys):
     monkeypatch.setattr(Workspace, "shard", stop)
     assert code_of("prepare", *typed) == 130
     said = capsys.readouterr().err
-    assert f"to go on, type: {invocation.command('prepare', *typed)}" in said
+    assert f"to continue, type: {invocation.command('prepare', *typed)}" in said
 
 
 def test_generate_names_prepare_with_its_own_flags_and_a_script_names_scripts(

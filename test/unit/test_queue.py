@@ -182,7 +182,7 @@ def test_of_requests_at_once_with_one_key_one_makes_a_job(queue):
 
 def test_a_full_queue_refuses_what_waits_beyond_its_room(queue):
     put(queue, max_queued_of_owner=1)
-    with pytest.raises(QueueFull, match="1 of your jobs are waiting"):
+    with pytest.raises(QueueFull, match="1 of your jobs wait"):
         put(queue, max_queued_of_owner=1)
     put(queue, owner="bob", max_queued_of_owner=1, max_queued=2)
     with pytest.raises(QueueFull, match="2 jobs are waiting"):

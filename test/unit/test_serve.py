@@ -23,7 +23,7 @@ def test_the_database_is_a_file_however_it_is_spelled():
     for name in ("q.sqlite", "sqlite:///q.sqlite"):
         assert database(parsed("--database", name)) == Path("q.sqlite").absolute()
     for url in ("postgresql://me@host/jobs", "postgresql:///jobs"):
-        with pytest.raises(UserError, match="the queue is in SQLite; type a file's path"):
+        with pytest.raises(UserError, match="the queue uses SQLite; type a file's path"):
             database(parsed("--database", url))
 
 

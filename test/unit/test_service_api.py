@@ -227,11 +227,11 @@ def picture(size: tuple[int, int]) -> bytes:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b"\0\0\0\x18ftypmp42" + bytes(1000), "no picture that can be read"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no picture that can be read"),
+        (b"\0\0\0\x18ftypmp42" + bytes(1000), "not a readable picture"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a readable picture"),
         (picture((12_000, 12_000)), "12000x12000 pixels"),
-        (picture((64, 64))[:-30], "no picture that can be read"),
-        (picture((1, 1)), "input_reference: no video can have its size; wanted 2 to"),
+        (picture((64, 64))[:-30], "not a readable picture"),
+        (picture((1, 1)), "input_reference: a video cannot have its size; wanted 2 to"),
     ],
     ids=["an mp4", "an svg", "a bomb", "half a picture", "one pixel"],
 )

@@ -358,14 +358,14 @@ def test_what_is_no_picture_is_refused_and_nothing_is_written(tmp_path):
     Image.new("RGB", (64, 64)).save(whole, format="PNG")
     for content in (b"", b"\0\0\0\x18ftypmp42", whole.getvalue()[:60], b"%PDF-1.4"):
         source.write_bytes(content)
-        with pytest.raises(sandbox.BadFile, match="no picture that can be read"):
+        with pytest.raises(sandbox.BadFile, match="not a readable picture"):
             picture.decode(source, target)
         assert not target.exists()
 
 
 def test_a_bomb_is_refused_by_its_header(tmp_path):
     source = image_file(tmp_path / "bomb.png", size=(300, 300))
-    with pytest.raises(sandbox.BadFile, match="300x300 pixels, 1000 in all at most"):
+    with pytest.raises(sandbox.BadFile, match="300x300 pixels, wanted at most 1000"):
         picture.decode(source, tmp_path / "b.png", max_pixels=1000)
 
 
@@ -391,7 +391,7 @@ def test_without_tokens_there_is_one_owner_and_a_broken_file_is_refused(tmp_path
         (tmp_path / "tokens.json").write_text(content)
         with pytest.raises(UserError, match="--new-token NAME"):
             Tokens.load(tmp_path / "tokens.json")
-    with pytest.raises(UserError, match="a name has"):
+    with pytest.raises(UserError, match="wanted 1 to 64 characters"):
         new_token(tmp_path / "tokens.json", "../ada")
 
 

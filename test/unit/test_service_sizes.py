@@ -121,8 +121,8 @@ def test_a_size_a_rounding_away_is_taken_and_said():
     got, notes = chosen(RequestedSize(height=720, width=1280, num_frames=192), size)
     assert got == size
     assert notes == [
-        "height 720 became 704, which is compiled",
-        "num_frames 192 became 193, which is compiled",
+        "height 720 was rounded to 704, a compiled value",
+        "num_frames 192 was rounded to 193, a compiled value",
     ]
     exact = chosen(RequestedSize(frame_rate=23.976), SMALL)  # its sound has as many tokens as at 24
     assert exact == (Size(512, 768, 121, 23.976), [])
@@ -183,5 +183,5 @@ def test_a_set_of_loras_is_chosen_by_its_name():
     size = found.choose(RequestedSize())[0]
     assert found.loras("anime", size)["loras"] == ("style",)
     assert found.loras(None, size) == found.loras("default", size) == plain
-    with pytest.raises(ApiError, match="lora_set 'noir' is not there; known: 'default', 'anime'"):
+    with pytest.raises(ApiError, match="unknown lora_set 'noir'; known: 'default', 'anime'"):
         found.loras("noir", size)

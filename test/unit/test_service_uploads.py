@@ -220,7 +220,7 @@ def test_a_file_beyond_the_limits_of_what_it_shows_is_refused(tmp_path, files):
     for name, kind, limits, words in (
         ("sound.wav", "audio", UploadLimits(seconds=5), "longer than 5 s"),
         ("film.mp4", "video", UploadLimits(seconds=0.5), "longer than 0.5 s"),
-        ("film.mp4", "video", UploadLimits(video_pixels=6000), "96x64 pixels, 6000 in all"),
+        ("film.mp4", "video", UploadLimits(video_pixels=6000), "96x64 pixels, wanted at most 6000"),
     ):
         (tmp_path / name).write_bytes(files[name])
         with pytest.raises(sandbox.BadFile, match=words):

@@ -1,6 +1,6 @@
 """The command line: ltx-neuron VERB.
 
-The module of a verb is imported when the verb is typed, so that help comes without torch.
+Only the typed verb's module is imported, so that help needs no torch.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 
 from ltx_neuron import __version__, errors, invocation
 
-# Verb -> the function of its command line, and what it does
+# Verb -> its command-line function, and a line of help
 VERBS = {
     "prepare": ("commands.prepare:main", "shard and compile everything that a generation needs"),
     "generate": ("commands.generate:main", "generate a video with sound from a prompt"),
@@ -19,23 +19,23 @@ VERBS = {
     "shard": ("commands.shard:main", "shard the weights of one model"),
     "compile": ("commands.compile:main", "compile the graphs of one model"),
     "verify": ("commands.verify:main", "check the sharded weights of all models"),
-    "plan": ("plan.__main__:main", "memory and time of a generation, before anything is made"),
-    "doctor": ("doctor.__main__:main", "what is wrong with this machine, and how to correct it"),
+    "plan": ("plan.__main__:main", "estimate the memory and time of a generation"),
+    "doctor": ("doctor.__main__:main", "find this machine's problems and print their fixes"),
     "tune": ("tune.__main__:main", "find the fastest settings of a size on this machine"),
     "report": ("report.__main__:main", "print, compare and draw latency reports"),
     "artifacts": ("artifacts.__main__:main", "copy weights and graphs to and from other machines"),
-    "lint": ("lint.__main__:main", "check the graphs by the rules of neuronx-cc"),
-    "demo": ("commands.demo:main", "where the demo's files are, and what to type for a clip"),
+    "lint": ("lint.__main__:main", "check the graphs against the rules of neuronx-cc"),
+    "demo": ("commands.demo:main", "print the demo's files and the commands for a clip"),
 }
 
 
 def main(verb: str = "") -> None:
-    """Run what was typed. verb: the one of a clone's script."""
+    """Run the typed command. verb: that of a clone's script."""
     errors.run(partial(dispatch, [*verb.split(), *sys.argv[1:]]))
 
 
 def dispatch(argv: list[str]) -> None:
-    """Run the verb that the words begin with. Raises UserError for an unknown one."""
+    """Run the verb in the first word. Raises UserError for an unknown one."""
     if argv[:1] == ["--version"]:
         print(f"ltx-neuron {__version__}")
         return
@@ -44,18 +44,19 @@ def dispatch(argv: list[str]) -> None:
 
 
 def choose(verb: str, choices: dict[str, str], argv: list[str]) -> tuple[str, list[str]]:
-    """The first word, one of the choices, and the words after it.
+    """The first word, one of the choices, and the words after it. --help prints the choices and
+    exits.
 
-    verb     whose choices they are; "" for the verbs themselves
-    choices  each with a line of help. --help prints them and exits.
-    Raises UserError for another word, which names the nearest choice.
+    verb     the verb that has the choices; "" for the verbs themselves
+    choices  help by choice
+    Raises UserError, with the nearest choice, for another word.
     """
     typed, kind = invocation.command(verb), "model" if verb else "verb"
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {typed} {kind.upper()} [flags]\n")
         for name, line in choices.items():
             print(f"  {name:12} {line}")
-        print(f"\n{typed} {kind.upper()} --help has the flags of one.")
+        print(f"\n{typed} {kind.upper()} --help prints the flags of one.")
         sys.exit(0 if argv else 2)
     if argv[0] not in choices:
         near = get_close_matches(argv[0], choices, 1)

@@ -7,7 +7,7 @@ from ltx_neuron import flags, invocation
 from ltx_neuron.commands import choose
 from ltx_neuron.sampling.latents import video_latent_shape
 
-# Model -> what has graphs, and what is done
+# Model -> a line of help, and the description
 _MODELS = {
     "transformer": (
         "the DiT, for the size of a generation",

@@ -1,4 +1,4 @@
-"""ltx-neuron demo: a small trained model, and what to type for a clip of it."""
+"""ltx-neuron demo: a small trained model, and the commands for a clip."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ _PROMPT = "a red circle glides slowly to the right on a navy ground"
 
 
 def main(argv: list[str]) -> None:
-    description = "Say where the demo's files are, and print the two commands that make a clip."
+    description = "Print the paths of the demo's files and the two commands for a clip."
     parser = Parser(prog=invocation.command("demo"), description=description)
     help = "folder of the demo's files (default: the one in the package)"
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help=help)
@@ -20,8 +20,8 @@ def main(argv: list[str]) -> None:
     assets = assets_in(folder) if folder else ASSETS
     if absent := [path for path in assets if not path.exists()]:
         raise UserError(
-            f"the demo's files (25 MB) are not here: no {absent[0]}\nA wheel has none of them. Take"
-            " the folder src/ltx_neuron/demo of the repository, or of the source distribution, and"
+            f"the demo's files (25 MB) are missing: no {absent[0]}\nA wheel has none of them. Get"
+            " the folder src/ltx_neuron/demo of the repository or of the source distribution, and"
             f" type: {invocation.command('demo', 'DIR')}"
         )
     for name, path in assets._asdict().items():

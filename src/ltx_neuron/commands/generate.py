@@ -18,12 +18,12 @@ _EXAMPLE = """ltx-neuron generate --neuron-gemma --gemma-root gemma-3-12b \\
 _BATCH_DESCRIPTION = "Generate the videos of a prompts file. Models are loaded once."
 _BATCH_EXAMPLE = """ltx-neuron batch prompts.jsonl --neuron-gemma --gemma-root gemma-3-12b \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors --output-dir outputs"""
-# What most people type, for the usage line
+# Typical flags, for the usage line
 _TYPICAL = {
     "generate": "--prompt TEXT --output-path FILE",
     "batch": "PROMPTS_FILE --output-dir DIR",
 }
-# What weights and graphs depend on, by the flags' names in a Namespace
+# Flags that weights and graphs depend on, by their names in a Namespace
 _DECIDING = {
     *("checkpoint_path", "gemma_root", "artifacts_dir", "profile", "profile_set", "tp_degree"),
     *("dtype", "neuron_gemma", "neuron_vae", "upscale"),
@@ -35,14 +35,14 @@ _DECIDING = {
 def build_parser(
     verb: str = "generate", description: str = _DESCRIPTION, example: str = _EXAMPLE
 ) -> Parser:
-    """verb: generate, batch, or prepare, which lists the flags that decide what it makes."""
+    """verb: generate, batch or prepare; help of prepare shows only flags of weights and graphs."""
     parser = flags.parser(description, example, gemma=True)
     parser.prog, parser.typical = invocation.command(verb), _TYPICAL.get(verb, "")
     flags.add_job(parser)
     flags.add_run(parser)
     flags.add_outputs(parser)
     if verb == "batch":
-        help = "many videos: a JSON object a line, with flags as keys"
+        help = "many videos: one JSON object per line, with flags as keys"
         parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE", help=help)
         for other in ("--prompts-file", "--output-path"):
             advanced(parser._option_string_actions[other])
@@ -56,8 +56,8 @@ def build_parser(
 def words_of(
     parser: argparse.ArgumentParser, words: list[str], wanted: Callable[[str], bool]
 ) -> list[str]:
-    """The flags that are wanted, by their names in a Namespace, with their values as they were
-    typed."""
+    """The typed words of some flags and their values. wanted: takes a flag's name in a
+    Namespace."""
     kept, keeps = [], False
     for word in words:
         if word.startswith("--"):
@@ -68,7 +68,7 @@ def words_of(
 
 
 def arguments(argv: list[str], verb: str = "generate") -> argparse.Namespace:
-    """The parsed flags; `deciding`: the words of those that prepare takes."""
+    """The parsed flags. Their `deciding` holds the typed words of the flags for prepare."""
     parser = build_parser(verb, *((_BATCH_DESCRIPTION, _BATCH_EXAMPLE) if verb == "batch" else ()))
     args = parser.parse_args(argv)
     args.deciding = words_of(parser, parser.words, lambda dest: dest in _DECIDING)

@@ -1,6 +1,6 @@
-"""ltx-neuron prepare: the weights and graphs that a generation needs, made in one process.
+"""ltx-neuron prepare: makes the weights and graphs of a generation in one process.
 
-Killed at any moment and typed again, it goes on; when everything is there, it does nothing.
+A killed run continues when the command is typed again. If everything exists, it does nothing.
 """
 
 import argparse
@@ -31,19 +31,19 @@ from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.workspace import Workspace
 
-_DESCRIPTION = """Shard the weights and compile the graphs that a generation needs. Takes all flags
-of generate; those that decide nothing here are not listed, and ignored."""
+_DESCRIPTION = """Shard the weights and compile the graphs that a generation needs. Accepts all
+flags of generate; flags without effect on weights and graphs are ignored and not listed."""
 _EXAMPLE = """ltx-neuron prepare --neuron-gemma --gemma-root gemma-3-12b \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors --height 512 --width 768"""
-_SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure how fast weights are written
+_SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure the write rate
 
 
 class Part(NamedTuple):
     """Weights or graphs that are made together.
 
-    folders  by their identities' digests: where they are when they are finished
-    make     makes those that are missing
-    size     bytes of weights; None of graphs, whose size is not known before
+    folders  final folders of the identities
+    make     makes the missing ones
+    size     bytes of weights; None for graphs, whose size is unknown before compilation
     """
 
     title: str
@@ -54,36 +54,36 @@ class Part(NamedTuple):
 
     @property
     def bytes_there(self) -> int:
-        """That it takes on disk now."""
+        """Current size on disk."""
         folders = filter(Path.is_dir, self.folders)
         return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
 
 
 class Preparation:
-    """Parts on a workspace: which of them are missing, and making these.
+    """The parts of a workspace. Finds the missing ones and makes them.
 
-    command  what the user types to go on
+    command  what the user types to continue
     """
 
     def __init__(self, workspace: Workspace, parts: list[Part], command: str):
         self.workspace, self.parts, self.command = workspace, parts, command
-        # What earlier ones took on this machine: "rate", bytes of weights a second; "seconds" of
-        # parts; "folders" for which the ranks' own compiler has run.
+        # Records of this machine: "rate", bytes of weights per second; "seconds" of parts;
+        # "folders" of graphs that the ranks' compiler has compiled.
         file = choices_file(workspace.artifacts)
         self._file = file.with_name(f"preparation-{file.name}")
         self.took: dict[str, Any] = {"rate": None, "seconds": {}, "folders": []}
-        with suppress(UserError):  # there is none, or it is damaged
+        with suppress(UserError):  # no file, or a damaged one
             self.took |= read_json(self._file)
         self.missing = [part for part in parts if not self._is_there(part)]
 
     def _is_there(self, part: Part) -> bool:
-        """Raises UserError for a folder that is damaged."""
+        """Raises UserError for a damaged folder."""
         made = [identity for identity in part.identities if self.workspace.is_made(identity)]
         for identity in made:
             artifacts.find(self.workspace.artifacts, identity, self.command)
         if len(made) < len(part.identities):
             return False
-        # The manifests say nothing of the ranks' own compiler.
+        # The manifests do not record the ranks' compiler.
         known = {*map(str, part.folders)} <= {*self.took["folders"]}
         return known or not self._compiled_by_ranks(part)
 
@@ -92,14 +92,14 @@ class Preparation:
         ranks = profile.backend == "torchdist" and profile.compile_backend != "export"
         return ranks and part.size is None
 
-    # --- what is said beforehand ------------------------------------------------------------------
+    # --- the estimate -----------------------------------------------------------------------------
 
     def table(self) -> str:
         rows = [["part", "size on disk", "time", "state"]]
         for part in self.parts:
-            size, state, expected = part.size or part.bytes_there or None, "there", "-"
+            size, state, expected = part.size or part.bytes_there or None, "finished", "-"
             if part in self.missing:
-                state = "begun" if any(map(Path.is_dir, part.folders)) else "to make"
+                state = "partial" if any(map(Path.is_dir, part.folders)) else "missing"
                 expected = self._expected(part)
             rows.append([part.title, format_bytes(size), expected, state])
         lines = columns(rows, left=(0, -1))
@@ -112,7 +112,7 @@ class Preparation:
 
     @cached_property
     def rate(self) -> tuple[float, str]:
-        """Bytes of weights that are written a second, and where that is known from."""
+        """Bytes of weights written per second, and the source of this value."""
         if self.took["rate"]:
             return self.took["rate"], "as last time"
         return measured_rate(self.workspace.checkpoint_path, self.place), "of a copied sample"
@@ -126,26 +126,26 @@ class Preparation:
         return f"about {format_seconds(seconds)}" if seconds else "not known yet"
 
     def _key(self, part: Part) -> str:
-        """Names a part's graphs, whatever code they are of."""
+        """A key of a part's graphs that does not depend on the code's version."""
         names = (path.name.rpartition("-")[0] for path in part.folders)
         profile = self.workspace.profile
         return " ".join([profile.name, profile.backend, profile.compile_backend, *names])
 
     @property
     def place(self) -> Path:
-        """The artifacts folder, or where it will be."""
+        """The artifacts folder, or its nearest existing parent."""
         folder = self.workspace.artifacts.absolute()
         return next(path for path in (folder, *folder.parents) if path.is_dir())
 
     def check_space(self) -> None:
-        """Raise UserError where the disk has no room for the weights that are missing."""
+        """Raise UserError if the disk has no room for the missing weights."""
         needed = sum(max(0, (part.size or 0) - part.bytes_there) for part in self.missing)
         check_space(self.place, needed, "the weights need")
 
     # --- making -----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Make the missing parts in their order, and keep how long each took."""
+        """Make the missing parts in order, and record the seconds of each."""
         for number, part in enumerate(self.missing, 1):
             print(f"{number} of {len(self.missing)}: {part.title}", flush=True)
             began, whole = time.monotonic(), not part.bytes_there
@@ -153,7 +153,7 @@ class Preparation:
             seconds = time.monotonic() - began
             if part.size is None and whole:
                 self.took["seconds"][self._key(part)] = round(seconds, 1)
-            elif part.size and whole and part.size >= _SAMPLE_BYTES:  # of less, the start counts
+            elif part.size and whole and part.size >= _SAMPLE_BYTES:  # else startup dominates
                 self.took["rate"] = part.size / seconds
             if self._compiled_by_ranks(part):
                 self.took["folders"] += map(str, part.folders)
@@ -161,8 +161,8 @@ class Preparation:
 
 
 def measured_rate(checkpoint: Path, folder: Path) -> float:
-    """Bytes a second at which a sample from the middle of a checkpoint is read, hashed and written
-    to the disk of a folder."""
+    """The rate, in bytes per second, of reading a sample from the middle of a checkpoint, hashing
+    it, and writing it to the disk of a folder."""
     size = checkpoint.stat().st_size
     count, began = min(size, _SAMPLE_BYTES), time.monotonic()
     hasher = blake3()
@@ -176,13 +176,13 @@ def measured_rate(checkpoint: Path, folder: Path) -> float:
     return count / (time.monotonic() - began)
 
 
-# --- what a generation needs ----------------------------------------------------------------------
+# --- the parts of a generation --------------------------------------------------------------------
 
 
 def parts_of(
     workspace: Workspace, jobs: list[Job], options: RunOptions, workers: int | None = None
 ) -> list[Part]:
-    """The weights and graphs of the jobs, in the order in which they are made."""
+    """The weights and graphs of the jobs, in the order of their making."""
 
     parts = []
 
@@ -223,7 +223,7 @@ def parts_of(
 
 
 def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
-    """What would be generated; prompts count for nothing. Raises UserError for what cannot be."""
+    """The jobs of the flags; prompts are ignored. Raises UserError for impossible jobs."""
     if args.prompts_file:
         lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
         jobs = [line.job for line in lines]
@@ -236,9 +236,9 @@ def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
 
 def main(argv: list[str]) -> None:
     parser = generate.build_parser("prepare", _DESCRIPTION, _EXAMPLE)
-    help = "threads that write (default: one a file)"
+    help = "threads that write (default: one per file)"
     parser.add_argument("--num-workers", type=int, metavar="N", help=help)
-    help = "print what is missing, with its size and time, and make nothing"
+    help = "print the missing parts with their sizes and times, and make nothing"
     parser.add_argument("--dry-run", action="store_true", help=help)
     args = parser.parse_args(argv)
     if args.num_workers is not None and args.num_workers < 1:
@@ -261,11 +261,11 @@ def main(argv: list[str]) -> None:
         try:
             preparation.run()
         except KeyboardInterrupt:
-            print(f"\nstopped; to go on, type: {command}", file=sys.stderr)
+            print(f"\nstopped; to continue, type: {command}", file=sys.stderr)
             raise
-    for job in jobs:  # whose graphs another size may have made
+    for job in jobs:  # another size may have made their graphs
         workspace.record_size(job, job.buckets_to_compile)
-    done = "all parts are finished" if missing else "everything is there, nothing to do"
+    done = "all parts are finished" if missing else "everything exists, nothing to do"
     print(f"{done}: {workspace.artifacts}\nNow type the same flags and a prompt:")
     words = generate.words_of(
         parser, parser.words, lambda dest: dest not in ("num_workers", "dry_run")

@@ -3,7 +3,7 @@
 from ltx_neuron import flags, invocation
 from ltx_neuron.commands import choose
 
-# Model -> what has weights, and what is done with them
+# Model -> a line of help, and the description
 _MODELS = {
     "transformer": ("the DiT, also with LoRAs merged in", "Shard the DiT's weights"),
     "gemma3": (

@@ -1,4 +1,4 @@
-"""ltx-neuron verify: the sharded weights of all models."""
+"""ltx-neuron verify: checks the sharded weights of all models."""
 
 from ltx_neuron import flags, invocation
 from ltx_neuron.artifacts import finished_weights
@@ -27,6 +27,6 @@ def main(argv: list[str]) -> None:
     for model in models:
         if workspace and (model != "gemma3" or args.gemma_root):
             for path in workspace.verify(model, sets if model == "dit" else ((),)):
-                print(f"whole, and bit for bit the source: {path}")
+                print(f"whole, and bit-identical to the source: {path}")
         else:
             verify_finished(model, args.artifacts_dir)

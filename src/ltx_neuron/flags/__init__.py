@@ -1,8 +1,8 @@
-"""The flags of the scripts, spelled and checked in one place, and what they are turned into.
+"""The flags of all commands: their definitions, their checks, and their conversion to objects.
 
-A script parses its flags once, into a Job, Outputs, RunOptions and a Workspace; nothing below it
-sees an argparse.Namespace. A job's flags are the fields of sampling.spec.JobSpec, as are the keys
-of a prompts file's line and, some of them, the fields of a request.
+A command parses its flags once, into a Job, Outputs, RunOptions and a Workspace. Modules below it
+never see an argparse.Namespace. A job's flags are the fields of sampling.spec.JobSpec. So are the
+keys of a line of a prompts file and some fields of a request.
 """
 
 import argparse
@@ -41,16 +41,15 @@ from ltx_neuron.sampling.spec import (
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.workspace import Workspace, reshard, verify_finished
 
-# --- of all scripts -------------------------------------------------------------------------------
+# --- common flags ---------------------------------------------------------------------------------
 
 
-# The groups of --help-all, each with what it is about.
+# The groups of --help-all, with their descriptions.
 _GROUPS = {
     "model and machine": (
-        "Which files of the model are read, where the weights and graphs made of them are stored,"
-        " and which hardware they are for."
+        "The model's files, the folder of the weights and graphs made from them, and the hardware."
     ),
-    "video": "What is generated: its content, its size, and how it is sampled.",
+    "video": "The generated video: its content, its size, and its sampling.",
     "guidance": (
         "Keys of --guidance, with their defaults (with the res_2s sampler):\n"
         "  video_cfg 3, video_stg 1 (0), video_stg_blocks 28, video_rescale 0.7 (0.45), a2v 3,\n"
@@ -60,15 +59,15 @@ _GROUPS = {
         " in ltx-pipelines."
     ),
     "sound, videos and LoRAs": (
-        "What a video is generated from besides its prompt and images. The shard command merges"
-        " LoRAs into the weights once; other commands name the same LoRAs at the same strengths."
+        "Inputs of a video besides its prompt and images. The shard command merges LoRAs into the"
+        " weights once; other commands name the same LoRAs at the same strengths."
     ),
-    "models": "Where the models run, and which files they need besides the checkpoint.",
+    "models": "Where the models run, and their files besides the checkpoint.",
     "fleet": "Many machines, connected by Ray (pip install ltx-neuron[fleet]).",
-    "output": "Which files are written, and how an interrupted run continues.",
-    "sharding": "From what the weight files are made, or that they are only checked.",
+    "output": "Output files, and resuming an interrupted run.",
+    "sharding": "The source of the weight files, or only a check of them.",
 }
-# Of a job's fields, those that --help shows.
+# The fields of a job that --help shows.
 _MOST_USED = {
     *("prompt", "negative_prompt", "height", "width", "num_frames", "frame_rate", "seed"),
     *("num_inference_steps", "recipe", "two_stage", "image", "lora", "distilled_lora"),
@@ -77,9 +76,9 @@ _MOST_USED = {
 
 
 def parser(description: str | None, example: str, gemma: bool, required: bool = True) -> Parser:
-    """A parser with the flags common to all the scripts.
+    """A parser with the flags common to all commands.
 
-    gemma     whether the script reads Gemma's folder too
+    gemma     whether the command also reads Gemma's folder
     required  whether the checkpoint (and Gemma's folder) must be named
     """
     parser = Parser(description=description, epilog=f"example:\n  {example}")
@@ -97,7 +96,7 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
 
 
 def add_profile(parser: argparse.ArgumentParser, names: Iterable[str] = PROFILES) -> None:
-    """The hardware, and how the models are placed on it. names: of the profiles to choose from."""
+    """Flags of the hardware and the model's placement on it. names: the available profiles."""
     add = group(parser, "model and machine").add_argument
     help = f"one of {', '.join(names)} (default: detected)"
     add("--profile", metavar="NAME", help=help)
@@ -114,13 +113,13 @@ def add_profile(parser: argparse.ArgumentParser, names: Iterable[str] = PROFILES
 
 
 def group(parser: argparse.ArgumentParser, title: str) -> argparse._ActionsContainer:
-    """The group of a title, one of those above, made when it is first asked for."""
+    """The group with a title of _GROUPS; the first call creates it."""
     made = (each for each in parser._action_groups if each.title == title)
     return next(made, None) or parser.add_argument_group(title, _GROUPS[title])
 
 
-MODEL_FILES = {  # flags, and what hub.local_path calls their files
-    "checkpoint_path": None,  # of a recipe
+MODEL_FILES = {  # flags, and their files' kinds for hub.local_path
+    "checkpoint_path": None,  # the recipe
     "gemma_root": "gemma",
     "spatial_upsampler_path": "spatial",
     "temporal_upsampler_path": "temporal",
@@ -128,8 +127,8 @@ MODEL_FILES = {  # flags, and what hub.local_path calls their files
 
 
 def local(args: argparse.Namespace, flag: str) -> Any:
-    """The local Path of one of MODEL_FILES, None where it was not typed. What a Hub name stands for
-    is downloaded, at the first call. Raises UserError."""
+    """The local Path of one of MODEL_FILES, None without the flag. The first call downloads the
+    file of a Hub name. Raises UserError."""
     name, kind = getattr(args, flag, None), MODEL_FILES[flag]
     recipe = getattr(args, "recipe", None) or Job.recipe
     return name and hub.local_path(name, kind or recipe)
@@ -138,8 +137,8 @@ def local(args: argparse.Namespace, flag: str) -> Any:
 def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True) -> Workspace:
     """The checkpoint, profile and artifacts of the common flags.
 
-    writes  whether the script writes into the artifacts folder, which is then checked for it
-    tuned   whether it takes what a tuning chose, as whatever compiles or runs graphs does
+    writes  whether the command writes into the artifacts folder; if so, check that it can
+    tuned   whether to use tuned settings; commands that compile or run graphs do
     """
     profile = resolve(args.profile, tuple(args.profile_set))
     if writes:
@@ -157,11 +156,11 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
     return opened
 
 
-# --- of a job -------------------------------------------------------------------------------------
+# --- flags of a job -------------------------------------------------------------------------------
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
-    """What one generation is asked to make: the flags that a prompts file's line may have too."""
+    """Flags of one generation. A line of a prompts file accepts the same."""
     video = group(parser, "video")
     _add(video, ["prompt", *SamplingFields.model_fields])
     add_sampler(parser)
@@ -177,23 +176,23 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampler(parser: argparse.ArgumentParser) -> None:
-    """Which sampler: of what makes or times a generation. It changes no graph."""
+    """The flag of the sampler, which changes no graph."""
     _add(group(parser, "video"), ["sampler"])
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
-    """The size of the video that comes out, in how many stages, and the images it holds."""
+    """Flags of the output's size, the number of stages, and the image conditions."""
     _add(group(parser, "video"), SizeFields.model_fields)
 
 
 def add_loras(parser: argparse.ArgumentParser) -> None:
-    """The LoRAs merged into weight sets; at run time they name the sets."""
+    """Flags of LoRAs. Sharding merges them into weight sets; at run time they name the sets."""
     _add(group(parser, "sound, videos and LoRAs"), LoraFields.model_fields)
 
 
 def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) -> None:
-    """What a video is made from besides its prompt and images. shape_only: the flags that graphs
-    depend on, of the scripts that compile them."""
+    """Flags of the inputs besides prompt and images. shape_only: only those that graphs depend on,
+    for the compile commands."""
     inputs = group(parser, "sound, videos and LoRAs")
     _add(inputs, ConditionFields.model_fields)
     _add(inputs, ["ic_lora"] if shape_only else DetailFields.model_fields)
@@ -208,7 +207,7 @@ def _add(parser: argparse._ActionsContainer, fields: Iterable[str]) -> None:
             advanced(action)
 
 
-# Flags that take further values: a field, the fields of these and how they are shown.
+# Flags with further values: by field, the fields of these values and the text for help.
 _FURTHER = {
     "audio_path": (("audio_start_time", "audio_max_duration"), "FILE [START_S [LENGTH_S]]"),
     "video_path": (("start_time", "end_time"), "FILE [START_S END_S]"),
@@ -217,7 +216,7 @@ _FURTHER = {
 
 
 class _WithFurther(argparse.Action):
-    """A flag of several fields, one value each."""
+    """A flag that sets several fields, one per value."""
 
     def __call__(self, parser, namespace, values: Any, option_string=None):
         fields = (self.dest, *_FURTHER[self.dest][0])
@@ -228,7 +227,7 @@ class _WithFurther(argparse.Action):
 
 
 def _options(name: str, field: FieldInfo) -> dict[str, Any]:
-    """What argparse takes for a field. Values stay text: the field says what may be in it."""
+    """argparse's options for a field. Values stay text: JobSpec validates them."""
     further, title = _FURTHER.get(name, ((), field.title))
     if field.default is False:
         return {"action": "store_true"}
@@ -249,7 +248,7 @@ def _options(name: str, field: FieldInfo) -> dict[str, Any]:
 
 
 def spec(args: argparse.Namespace) -> JobSpec:
-    """What the flags of a job say, those of them that a script has. Raises UserError."""
+    """The job's fields from the flags that the command has. Raises UserError."""
     values = {name: getattr(args, name, None) for name in JobSpec.model_fields}
     values = {name: value for name, value in values.items() if value is not None}
     guidance = _guidance_of(getattr(args, "guidance", []))
@@ -263,7 +262,7 @@ def spec(args: argparse.Namespace) -> JobSpec:
 
 
 def _guidance_of(settings: list[str]) -> dict[str, Any]:
-    """The fields that the values of --guidance set."""
+    """The fields that --guidance sets."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -277,7 +276,7 @@ def _guidance_of(settings: list[str]) -> dict[str, Any]:
         if not equals:
             raise UserError(f"--guidance {setting}: no value; type for example --guidance {key}=3")
         if field in values:
-            raise UserError(f"--guidance {key} is there twice; leave one out")
+            raise UserError(f"--guidance {key} is given twice; leave one out")
         is_list = field.endswith("_blocks")
         values[field] = [word for word in text.split(",") if word] if is_list else text
     return values
@@ -292,16 +291,15 @@ def _stage_strengths(values: dict[str, Any]) -> dict[str, Any]:
     names = "distilled_lora_strength_stage_1", "distilled_lora_strength_stage_2"
     if len(pairs) > 1 or any(len(each) != 3 for each in given) or values.keys() & {*names}:
         raise UserError(
-            "--distilled-lora with two strengths, of stage 1 and stage 2: these hold for each"
-            " --distilled-lora; type the same two for all of them, and leave"
-            " --distilled-lora-strength-stage-1 and -2 out"
+            "--distilled-lora with two strengths, of stage 1 and stage 2: type the same two for"
+            " each --distilled-lora, and leave --distilled-lora-strength-stage-1 and -2 out"
         )
     return {"distilled_lora": [path for path, *_ in given], **dict(zip(names, *pairs, strict=True))}
 
 
 @contextmanager
 def _as_typed(args: argparse.Namespace) -> Iterator[None]:
-    """Have errors inside the block name a value of --guidance as it was typed."""
+    """Errors raised in the block quote a value of --guidance as the user typed it."""
     typed = {
         field: f"--guidance {key}"
         for key, field in GUIDANCE_KEYS.items()
@@ -314,12 +312,12 @@ def _as_typed(args: argparse.Namespace) -> Iterator[None]:
 
 
 def job(args: argparse.Namespace) -> Job:
-    """The job of the flags of `add_job`, whose recipe is settled."""
+    """The job of `add_job`'s flags. Their recipe must be set."""
     return _job(args, spec(args))
 
 
 def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
-    """What makes a Job of a prompts file's line, on top of the command's own flags."""
+    """A function from a line of a prompts file to its Job. The command's flags are the defaults."""
     command = spec(args)
     return lambda line: _job(args, command.with_line(line))
 
@@ -332,24 +330,24 @@ def _job(args: argparse.Namespace, said: JobSpec) -> Job:
 
 
 def shape(args: argparse.Namespace, recipe: str) -> Job:
-    """The job of the flags of `add_size` and `add_conditions(shape_only=True)`: what graphs are
-    compiled for. Its prompt is empty."""
+    """The job to compile graphs for, from the flags of `add_size` and
+    `add_conditions(shape_only=True)`. Its prompt is empty."""
     said = spec(args).model_copy(update={"recipe": recipe})
     if said.video_path is not None and said.extend is None:
-        # Whichever seconds of it are made anew: the graphs are the same.
+        # The graphs do not depend on the seconds that are regenerated.
         seconds = size_of(said, _upright(args)).seconds
         said = said.model_copy(update={"start_time": 0.0, "end_time": seconds})
     return job_of(said, _upright(args))
 
 
 def size(args: argparse.Namespace) -> Size:
-    """What was typed, or what the file of --video-path has."""
+    """The size of the flags, or of the file of --video-path."""
     return size_of(spec(args), _upright(args))
 
 
 def lora_sets(args: argparse.Namespace) -> dict[str, dict[str, WeightSet]]:
-    """What requests may choose by name: the command's own LoRAs as "default", and those of
-    --lora-sets. Each as a Job's fields."""
+    """A Job's LoRA fields by the name in requests: "default" for the command's LoRAs, and the sets
+    of --lora-sets."""
     command, known = spec(args), ", ".join(LORAS).replace("_", "-")
     sets = {"default": lora_fields(command)}
     for name, line in (read_json(args.lora_sets) if args.lora_sets else {}).items():
@@ -362,9 +360,9 @@ def lora_sets(args: argparse.Namespace) -> dict[str, dict[str, WeightSet]]:
 
 
 def recipe(args: argparse.Namespace) -> str:
-    """The recipe asked for; without one, what the file's name says, else distilled.
+    """The recipe of --recipe, else of the checkpoint's file name, else distilled.
 
-    The checkpoint's metadata cannot tell them apart.
+    The checkpoint's metadata does not distinguish them.
     """
     if args.recipe:
         return args.recipe
@@ -376,23 +374,23 @@ def recipe(args: argparse.Namespace) -> str:
 
 
 def _upright(args: argparse.Namespace) -> bool:
-    """Whether images and videos are taken as they are shown: as --compat's releases do not."""
+    """Whether to apply the orientation stored in images and videos. --compat's releases do not."""
     return not COMPAT[getattr(args, "compat", None)].as_stored
 
 
-# --- of runs --------------------------------------------------------------------------------------
+# --- flags of a run -------------------------------------------------------------------------------
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """How a generation runs, and the files that it takes besides the checkpoint."""
+    """Flags of a run, and of model files besides the checkpoint."""
     add_models(parser)
     add_fleet(parser)
-    help = "many videos: a JSON object a line, with flags as keys"
+    help = "many videos: one JSON object per line, with flags as keys"
     group(parser, "video").add_argument("--prompts-file", type=Path, metavar="FILE", help=help)
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
-    """What an engine takes besides the checkpoint: of whatever runs one."""
+    """Flags of an engine besides the checkpoint, for commands that run one."""
     add = group(parser, "models").add_argument
     help = "encode prompts on the device (default: on the host's CPU)"
     add("--neuron-gemma", action="store_true", help=help)
@@ -411,21 +409,21 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:
-    """Where else the work is done: of what runs many jobs."""
+    """Flags of a Ray cluster, for commands that run many jobs."""
     add = group(parser, "fleet").add_argument
     help = "run on every chip of a Ray cluster: auto (the cluster that this machine is in),"
     help += " HOST:PORT, or local (the chips of this machine)"
     advanced(add("--ray", metavar="ADDRESS", help=help))
-    help = "most engines that run at once (default: one a chip)"
+    help = "maximum number of engines that run at once (default: one per chip)"
     advanced(add("--replicas", type=int, metavar="N", help=help))
-    help = "where machines download missing weights and graphs: a URL that `artifacts push` filled"
+    help = "store with missing weights and graphs: a URL that `artifacts push` filled"
     advanced(add("--artifacts-url", metavar="URL", help=help))
 
 
 def check_fleet(args: argparse.Namespace, many: object = True) -> None:
-    """Raise UserError for flags of a fleet without one, and where Ray is not installed.
+    """Raise UserError for fleet flags without --ray, or if Ray is not installed.
 
-    many  false where there is one job alone
+    many  false for a single job
     """
     if args.ray and not many:
         raise UserError("--ray needs --prompts-file: a single video runs on one machine")
@@ -436,16 +434,16 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
         raise UserError(f"--replicas {args.replicas}: wanted 1 or more")
     if args.ray and not find_spec("ray"):
         raise UserError(
-            "--ray needs ray, which this Python does not have\n"
+            "--ray needs ray, and this Python does not have it\n"
             'Type: pip install "ltx-neuron[fleet]"'
         )
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """What a generation writes, and where it goes on from."""
+    """Flags of a generation's output files and of resuming."""
     add = group(parser, "output").add_argument
     add("--output-path", type=Path, metavar="FILE", help="the video, as .mp4")
-    help = "folder of the videos of --prompts-file, and of results.json"
+    help = "folder for the videos of --prompts-file and results.json"
     add("--output-dir", type=Path, metavar="DIR", help=help)
     help = "continue an interrupted run: with the state beside --output-path, or decode the latents"
     help += " of a --save-tensors FILE"
@@ -482,11 +480,11 @@ def outputs(args: argparse.Namespace) -> Outputs:
     )
 
 
-# --- of the shard scripts -------------------------------------------------------------------------
+# --- flags of sharding ----------------------------------------------------------------------------
 
 
 def add_sharding(parser: argparse.ArgumentParser) -> None:
-    """What the shard scripts share: checking instead of writing, and another source of weights."""
+    """Flags of the shard commands."""
     add = group(parser, "sharding").add_argument
     help = "write nothing: check sharded weights against their digests and, with --checkpoint-path,"
     help += " bit for bit against the checkpoint"
@@ -494,13 +492,13 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
     help = "shard from a finished folder in place of --checkpoint-path, for another --tp-degree or"
     help += " --dtype"
     add("--from-shards", type=Path, metavar="DIR", help=help)
-    help = "threads that write (default: one a file)"
+    help = "threads that write (default: one per file)"
     advanced(add("--num-workers", type=int, metavar="N", help=help))
 
 
 def shard(model: str, args: argparse.Namespace) -> None:
-    """Do what the flags of a shard script say: cut or verify the weights of `model`, "dit",
-    "gemma3" or "vae", and print the folders. Raises UserError for flags that exclude others."""
+    """Run a shard command: shard or verify the weights of `model` ("dit", "gemma3" or "vae"), and
+    print the folders. Raises UserError for flags that cannot be combined."""
     _check_sharding(args)
     tp = resolve(args.profile, tuple(args.profile_set)).degree(args.tp_degree)
     sets = weight_sets(lora_fields(spec(args))) if "lora" in args else ((),)
@@ -511,7 +509,7 @@ def shard(model: str, args: argparse.Namespace) -> None:
         opened = workspace(args, writes=False, tuned=False)
         if args.verify:
             for path in opened.verify(model, sets):
-                print(f"whole, and bit for bit the source: {path}")
+                print(f"whole, and bit-identical to the source: {path}")
         else:
             for path in opened.shard(model, sets, args.num_workers):
                 print(f"weights: {path}")
@@ -533,8 +531,8 @@ def _check_sharding(args: argparse.Namespace) -> None:
         )
     if not (args.from_shards or args.checkpoint_path or args.verify):
         raise UserError(
-            "no weights to shard; type --checkpoint-path FILE, or --from-shards DIR to shard"
-            " finished weights again"
+            "no weights to shard; type --checkpoint-path FILE, or --from-shards DIR to reshard"
+            " finished weights"
         )
     if not args.verify:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")

@@ -1,5 +1,5 @@
-"""The Job of a JobSpec: its fields, with what its files say of themselves. Raises UserError where
-one field needs or excludes another."""
+"""Convert a JobSpec to a Job: read facts from its files. Raises UserError if one field needs or
+excludes another."""
 
 import dataclasses
 import os
@@ -16,13 +16,13 @@ from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
 
 
 def job_of(spec: JobSpec, upright: bool = True) -> Job:
-    """The job. upright: whether images and videos are taken as they are shown."""
+    """The job. upright: whether to apply the orientation stored in images and videos."""
     spec = spec.model_copy(update={"recipe": spec.recipe or Job.recipe})
     masks = spec.conditioning_attention_mask
     if len(masks) > 1:
         raise FieldError(
-            f"got {len(masks)} times {{conditioning_attention_mask}}, wanted one mask, which is for"
-            " all references"
+            f"got {len(masks)} times {{conditioning_attention_mask}}, wanted one mask for all"
+            " references"
         )
     _check_owner(spec, "audio_path", ("audio_start_time", "audio_max_duration"))
     sound = None
@@ -44,9 +44,10 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
 
 
 def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_path")) -> Size:
-    """The size of the fields, or what the file of video_path has. named: before its path."""
+    """The size of the fields, or of the file of video_path. named: text before its path in
+    errors."""
     said = {name: getattr(spec, name) for name in SIZES}
-    # 0 is said as well, and equals False.
+    # 0 equals False, but is a given value.
     typed = {name: v for name, v in said.items() if v is not None and v is not False}
     if spec.video_path is None:
         return Size(**typed)
@@ -54,23 +55,23 @@ def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_pat
     if typed:
         names = _listed(typed)
         raise FieldError(
-            f"{names} cannot be combined with {{video_path}}: the video gets the file's own size"
-            f" and frame rate, in one stage; leave out {names}"
+            f"{names} cannot be combined with {{video_path}}: the video gets the file's size and"
+            f" frame rate, in one stage; leave out {names}"
         )
     return video_size(spec.video_path, named, spec.extend, window, upright)
 
 
 def check_resumed(spec: JobSpec) -> None:
-    """Raise UserError for a file that an interrupted run began from, and that is gone."""
+    """Raise UserError if an input file of an interrupted run is missing."""
     named = {name: [getattr(spec, name)] for name in ("audio_path", "video_path")}
     for name in ("image", "video_conditioning", "conditioning_attention_mask"):
         named[name] = [each.path for each in getattr(spec, name)]
     for flag, path in ((flag_of(name), path) for name, paths in named.items() for path in paths):
         if path is not None and not os.path.exists(path):  # False of a name that no file may have
             raise UserError(
-                f"--resume needs {flag} {path}, and there is no such file: a run is resumed"
-                f" only with the same inputs. Type {flag} with the present path of this file, or"
-                " leave --resume out"
+                f"--resume needs {flag} {path}, and there is no such file: a resumed run needs the"
+                f" same inputs. Type {flag} with the present path of this file, or leave --resume"
+                " out"
             )
 
 
@@ -78,7 +79,7 @@ def check_resumed(spec: JobSpec) -> None:
 
 
 def retake_of(spec: JobSpec, named: str = flag_of("video_path")) -> Retake | None:
-    """The video that is made anew or longer, where one is. named: before its path."""
+    """The video to regenerate or extend, if any. named: text before its path in errors."""
     part = "start_time", "end_time", "regenerate"
     _check_owner(spec, "video_path", (*part, "extend"))
     if spec.video_path is None:
@@ -95,8 +96,8 @@ def retake_of(spec: JobSpec, named: str = flag_of("video_path")) -> Retake | Non
     for name in part[:2]:
         if getattr(spec, name) is None:
             raise FieldError(
-                f"{{video_path}} needs {{{name}}}: which seconds to generate again? Type for"
-                " example {start_time} 0.5 {end_time} 1"
+                f"{{video_path}} needs {{{name}}}: type the seconds to regenerate, for example"
+                " {start_time} 0.5 {end_time} 1"
             )
     assert spec.start_time is not None and spec.end_time is not None
     regenerate = spec.regenerate or Retake.regenerate
@@ -104,7 +105,7 @@ def retake_of(spec: JobSpec, named: str = flag_of("video_path")) -> Retake | Non
 
 
 def references_of(spec: JobSpec) -> tuple[ReferenceVideo, ...]:
-    """The references, with what their files and the IC-LoRAs' metadata say of them."""
+    """The references, with facts from their files and the IC-LoRAs' metadata."""
     given = spec.video_conditioning
     scales = reference_scale(_loras(spec.ic_lora)) if given else ()
     return tuple(
@@ -123,7 +124,7 @@ def _listed(fields: Iterable[str], separator: str = " ") -> str:
 
 
 def _check_owner(spec: JobSpec, owner: str, fields: tuple[str, ...]) -> None:
-    """Raise FieldError for what says something of another field that is not there."""
+    """Raise FieldError if one of `fields` is set without the field that it details."""
     said = _said(spec, fields)
     if said and getattr(spec, owner) is None:
         raise FieldError(f"{_listed(said)} needs {{{owner}}} FILE")
@@ -133,7 +134,7 @@ def _check_owner(spec: JobSpec, owner: str, fields: tuple[str, ...]) -> None:
 
 
 def _guidance(spec: JobSpec) -> Guidance | None:
-    """The guidance that is said, on top of the version's defaults; None without any."""
+    """The guidance of the fields, with the sampler's defaults; None without such fields."""
     said = {stream: _said(spec, tuple(guidance_fields(stream))) for stream in ("video", "audio")}
     if not (names := said["video"] + said["audio"]):
         return None
@@ -141,8 +142,8 @@ def _guidance(spec: JobSpec) -> Guidance | None:
     sound = spec.audio_path is not None
     if sound and said["audio"]:
         raise FieldError(
-            f"{_listed(said['audio'], ', ')} cannot be combined with {{audio_path}}: a given sound"
-            " is not guided; leave it out"
+            f"{_listed(said['audio'], ', ')} cannot be combined with {{audio_path}}: guidance does"
+            " not apply to a given sound; leave it out"
         )
     defaults = default_guidance(spec.sampler, sound)
     changed = {
@@ -159,7 +160,7 @@ def _guidance(spec: JobSpec) -> Guidance | None:
 
 
 def lora_fields(spec: JobSpec) -> dict[str, WeightSet]:
-    """A Job's LoRAs, by its fields: of all stages, and of stage 1 and 2 besides."""
+    """A Job's LoRAs by its fields: of all stages, of stage 1 and of stage 2."""
     distilled = spec.distilled_lora
     given = spec.distilled_lora_strength_stage_1, spec.distilled_lora_strength_stage_2
     stage_1, stage_2 = _loras(spec.ic_lora), _loras(distilled)
@@ -181,13 +182,13 @@ def lora_fields(spec: JobSpec) -> dict[str, WeightSet]:
 
 
 def _loras(given: tuple[LoraFile, ...], strength: float = 1.0) -> WeightSet:
-    """strength  of those that do not say their own"""
+    """strength: the default of files without one."""
     return tuple(
         Lora(hub.local_path(path, "lora"), strength if own is None else own) for path, own in given
     )
 
 
 def weight_sets(fields: dict[str, WeightSet]) -> tuple[WeightSet, ...]:
-    """The weight sets that a Job's LoRAs name: of stage 1 and of stage 2."""
+    """The weight sets of a Job's LoRAs: for stage 1 and for stage 2."""
     every, first, second = fields.values()
     return tuple(dict.fromkeys([every + first, every + second]))

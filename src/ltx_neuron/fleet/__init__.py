@@ -1,1 +1,1 @@
-"""Many chips on many machines: Ray runs replicas, the queue owns the jobs."""
+"""Many chips on many machines: Ray runs replicas of the engine; a durable queue stores the jobs."""

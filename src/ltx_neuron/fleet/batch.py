@@ -1,5 +1,5 @@
 """--prompts-file with --ray: the lines become jobs of a durable queue beside the outputs, and the
-cluster's replicas make them. What lands in --output-dir is what one machine writes."""
+cluster's replicas run them. --output-dir gets the same files as from one machine."""
 
 import shutil
 from argparse import Namespace
@@ -19,18 +19,18 @@ from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, NewJob, Queue
 from ltx_neuron.workspace import Workspace
 
-FOLDER = ".ltx-fleet"  # of --output-dir: the queue and the files of its jobs
+FOLDER = ".ltx-fleet"  # in --output-dir: the queue and its jobs' files
 OWNER = "batch"
-_MAX_FAILURES = 3  # replicas that end at once, until the command does
+_MAX_FAILURES = 3  # consecutive early failures of replicas before the command fails
 
 
 def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> None:
-    """Make the videos of a prompts file's lines; exit code 1 where one failed."""
+    """Generate the videos of a prompts file's lines; exit code 1 if one failed."""
     outputs, options = flags.outputs(args), flags.run_options(args)
     assert outputs.folder  # Outputs.check_batch
     if outputs.report:
         raise UserError(
-            "--perf-dump-path cannot be combined with --ray: a latency report is of one machine"
+            "--perf-dump-path cannot be combined with --ray: a latency report covers one machine"
         )
     read = Engine(workspace, Recorder(), options).preflight.files_read([line.job for line in lines])
     batch.check_outputs(lines, outputs.folder, None, read | {"--prompts-file": args.prompts_file})
@@ -51,9 +51,9 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
 
 
 def _make(lines: list[Line], args: Namespace, queue: Queue, folder: Path, results: Results) -> None:
-    """Have replicas make the lines; record each when it has ended, its video under its name."""
+    """Run the lines on replicas. Records each finished line and moves its video to its name."""
     left = _submit(lines, queue)
-    # As replicas read them: LoRAs are found from every folder.
+    # As replicas parse them: with absolute paths of LoRAs.
     jobs = [flags.job_of(line.job.spec) for line in lines]
     sets = list({stage.loras for job in jobs for stage in job.stages})
     max_replicas = min(args.replicas or len(lines), len(lines))
@@ -72,7 +72,7 @@ def _make(lines: list[Line], args: Namespace, queue: Queue, folder: Path, result
             else:
                 continue
             del left[id]
-            queue.cancel(OWNER, id)  # with its files
+            queue.cancel(OWNER, id)  # deletes its files
         if not left:
             pool.stop.set()
 
@@ -82,8 +82,8 @@ def _make(lines: list[Line], args: Namespace, queue: Queue, folder: Path, result
 
 
 def _submit(lines: list[Line], queue: Queue) -> dict[str, Line]:
-    """The lines by the ids of their jobs: those of an interrupted run, and new ones for lines that
-    failed then or say another thing now."""
+    """The lines by their jobs' ids: jobs of an interrupted run, and new jobs for lines that failed
+    or changed."""
     by_number, left = {line.number: line for line in lines}, {}
     for entry in queue.page(OWNER, limit=10**9)[0]:
         line = by_number.get(entry.public_fields["line"])
@@ -95,7 +95,7 @@ def _submit(lines: list[Line], queue: Queue) -> dict[str, Line]:
 
 
 def _submit_new(line: Line, queue: Queue) -> Entry:
-    """Put a line's job into the queue, with copies of the files that it is given."""
+    """Submit a line's job to the queue, with copies of its input files."""
     id, names = queue.new_id(), {}
     folder = queue.folder_of(id)
     folder.mkdir()
@@ -109,21 +109,21 @@ def _submit_new(line: Line, queue: Queue) -> Entry:
 
 
 def _take_video(line: Line, made: Path, video: Path) -> None:
-    """Move a finished video out of its job's folder. Its JSON names the files as the user did."""
+    """Move a finished video out of its job's folder. Its JSON contains the user's own paths."""
     described = read_json(made.with_suffix(".json")) | line.job.describe()
     write_json(video.with_suffix(".json"), described)
-    if made.is_file():  # else it was taken just before a kill
+    if made.is_file():  # else a killed run has already moved it
         made.replace(video)
 
 
 def _capability_jobs(jobs: list[Job]) -> list[Job]:
-    """A job of every size and weight set, with whose making a replica begins. Files are not there
-    yet."""
+    """A job of every size and weight set. Jobs with input files are left out: a replica does not
+    have these files when it checks."""
     plain = [job for job in jobs if not job.files]
     return list({(job.size, job.recipe, job.upscale, job.stages): job for job in plain}.values())
 
 
 def _batch_key(job: Job) -> str:
-    """What jobs have in common that run on the same loaded graphs and weights."""
+    """A key that jobs share if they run on the same loaded graphs and weights."""
     loras = f"{digest(job.identity['loras'])[:8]} " if job.all_loras else ""
     return f"{job.recipe} {loras}{' '.join(bucket.name for bucket in job.buckets)}"[:255]

@@ -1,4 +1,4 @@
-"""Ray: how this process joins it, and what a replica takes of it."""
+"""Ray: connecting this process to a cluster, and the resources of a replica."""
 
 import logging
 import os
@@ -15,14 +15,14 @@ from ltx_neuron.backends import environment
 from ltx_neuron.errors import UserError
 from ltx_neuron.profiles import Profile
 
-LOCAL = "local"  # the address of a Ray of one's own, on this machine alone
+LOCAL = "local"  # the address of a private Ray on this machine
 VISIBLE = "NEURON_RT_VISIBLE_CORES"
-_STORE_BYTES = 256 * 2**20  # of a local one: a few finished videos
-_ANSWERS = 10.0  # seconds within which a head does
+_STORE_BYTES = 256 * 2**20  # object store of a local Ray: a few finished videos
+_ANSWERS = 10.0  # seconds to wait for the head's connection
 
 
 class Needs(NamedTuple):
-    """What one replica takes of a node: so many of one of Ray's resources."""
+    """The resources of one replica: `count` of one of Ray's kinds."""
 
     kind: str
     count: int
@@ -34,17 +34,17 @@ class Needs(NamedTuple):
 
     @property
     def options(self) -> dict:
-        """The options of an actor that takes it. CPU and GPU have names of their own there."""
+        """The options of a Ray actor with these resources. Ray names CPU and GPU differently."""
         own = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(self.kind)
         taken = {own: self.count} if own else {"resources": {self.kind: self.count}}
         return {"num_cpus": 0, **taken}
 
     def capacity(self) -> int:
-        """How many replicas the cluster's living nodes have room for, were they empty."""
+        """The number of replicas that the cluster's living nodes could run if they were idle."""
         return sum(int(has.get(self.kind, 0) // self.count) for _, has in _living_nodes())
 
     def too_small(self) -> str:
-        """Why no replica finds a place: what one takes, and what the cluster has."""
+        """An error message: the resources that a replica needs, and those of each node."""
         kinds, nodes = {"CPU", "GPU", self.kind}, []
         for address, has in _living_nodes():
             counts = ", ".join(f"{kind} {n:g}" for kind, n in has.items() if kind in kinds)
@@ -53,21 +53,21 @@ class Needs(NamedTuple):
         if self.kind == "neuron_cores":
             declared = f"--resources '{{\"neuron_cores\": {self.count}}}'"
         return (
-            f"no node of the Ray cluster has {self.kind} {self.count}, which a replica takes; it"
-            f" has:{''.join(nodes)}\nStart one that says so: ray start --address=HEAD:6379"
+            f"no node of the Ray cluster has {self.kind} {self.count} for a replica; it has:"
+            f"{''.join(nodes)}\nStart a node with it: ray start --address=HEAD:6379"
             f" {declared}"
         )
 
 
 def _living_nodes() -> list[tuple[str, dict[str, float]]]:
-    """The address and the resources of each."""
+    """Each living node's address and resources."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return [(node["NodeManagerAddress"], node["Resources"]) for node in nodes]
 
 
 @contextmanager
 def connected(address: str, profile: Profile) -> Iterator[None]:
-    """Be a driver of the Ray at an address while the block runs. UserError where there is none."""
+    """Connect to the Ray at an address while the block runs. Raises UserError if there is none."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     own = {}
     if address == LOCAL:
@@ -84,9 +84,9 @@ def connected(address: str, profile: Profile) -> Iterator[None]:
         raise UserError(
             f"--ray {address}: this machine could not join it ({said[0]})\nStart Ray on the head:"
             " ray start --head, and on this machine: ray start --address=HEAD:6379; then type"
-            f" --ray auto. --ray {LOCAL} uses this machine alone"
+            f" --ray auto. --ray {LOCAL} uses only this machine"
         ) from None
-    if main:  # Ray puts one of its own in its place
+    if main:  # Ray replaces the handler
         signal.signal(signal.SIGTERM, handler)
     try:
         yield
@@ -95,20 +95,20 @@ def connected(address: str, profile: Profile) -> Iterator[None]:
 
 
 def _check_answers(address: str) -> None:
-    """Raise OSError where nothing listens at HOST:PORT: Ray itself would try for four minutes."""
+    """Raise OSError if nothing listens at HOST:PORT. Ray itself would retry for four minutes."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.removeprefix("ray://"), int(port)), _ANSWERS).close()
 
 
 def check_cores(profile: Profile, tp: int) -> list[int]:
-    """The logical cores that Ray gave this process. UserError unless they are `tp` cores of one
-    chip: between chips a step would take several times as long, and Ray promises nothing."""
+    """The logical cores that Ray assigned to this process. Raises UserError unless they are `tp`
+    cores of one chip. Ray may mix chips, and a step across chips takes several times as long."""
     if profile.device != "neuron":
         return []
     if VISIBLE not in os.environ:
         raise UserError(
-            f"{VISIBLE} is not set: Ray tells a replica by it which cores are its own.\nUnset"
+            f"{VISIBLE} is not set: Ray assigns a replica's cores with it.\nUnset"
             " RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES where Ray is started"
         )
     cores = environment.cores(profile, tp)
@@ -116,10 +116,10 @@ def check_cores(profile: Profile, tp: int) -> list[int]:
     a_chip = profile.chip.cores // profile.lnc
     if tp <= a_chip and len({core // a_chip for core in cores}) > 1:
         raise UserError(
-            f"{VISIBLE}={os.environ[VISIBLE]} are cores of more than one chip, which has {a_chip}:"
-            f" the replica gives them back.\nLet nothing on this node take other than {a_chip}"
-            " neuron_cores at a time"
+            f"{VISIBLE}={os.environ[VISIBLE]}: the cores are of several chips, wanted one chip"
+            f" ({a_chip} cores). The replica releases them.\nOn this node, run only Ray tasks that"
+            f" take {a_chip} neuron_cores at a time"
         )
-    # For whoever reads it further on, in the form in which Ray itself does.
+    # A list of single cores, as Ray writes it.
     os.environ[VISIBLE] = ",".join(map(str, cores))
     return cores

@@ -1,5 +1,4 @@
-"""The weights and graphs that a machine lacks, from where `ltx-neuron artifacts push` has sent
-them."""
+"""Download missing weights and graphs from a store that `ltx-neuron artifacts push` filled."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -13,9 +12,12 @@ from ltx_neuron.workspace import Workspace
 
 
 def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) -> None:
-    """Take from a store what a workspace could use and does not have. Of processes on one machine
-    that do so at once, one pulls a folder and the others wait. UserError where the store does not
-    answer, or is damaged. sets: the DiT's."""
+    """Download the weights and graphs of a workspace that it lacks. If several processes on one
+    machine do so at once, one pulls a folder and the others wait.
+
+    sets  weight sets of the DiT
+    Raises UserError if the store does not answer or is damaged.
+    """
     models = ["gemma3"] if options.neuron_gemma else []
     models += ["vae", "sound"] if options.neuron_vae else []
     sources = [workspace.source("dit", loras) for loras in sets]

@@ -1,7 +1,7 @@
-"""The pool: one replica on each chip that a Ray cluster has, as long as the process lives.
+"""The pool keeps one replica running on each chip of a Ray cluster.
 
-Nodes may join, and get replicas; a replica that dies loses its job to another, and is replaced
-where there is room.
+Nodes may join at any time. If a replica dies, the pool starts another, and the queue gives its job
+to a live one.
 """
 
 import os
@@ -28,15 +28,15 @@ from ltx_neuron.job import Job
 from ltx_neuron.profiles import resolve
 from ltx_neuron.service.queue import Queue
 
-_LOOK_SECONDS = 0.5  # between two looks at the cluster
-_LONG_ENOUGH = 60.0  # for a replica to have lived; one that made a video has as well
-_LONGEST_WAIT = 30.0  # before replicas that die at once, again and again, are started anew
-_LAST_SECONDS = 15.0  # for replicas to end in good order
-_MAX_CALLS = 64  # of the queue's actor at once
+_LOOK_SECONDS = 0.5  # between two checks of the cluster
+_LONG_ENOUGH = 60.0  # a replica that ends sooner without a video has failed early
+_LONGEST_WAIT = 30.0  # maximum delay before replicas that fail early are restarted
+_LAST_SECONDS = 15.0  # for replicas to finish when the pool ends
+_MAX_CALLS = 64  # concurrent calls of the queue's actor
 
 
 class _Member(NamedTuple):
-    """A replica: the name by which the queue knows it, its actor, and when it was started."""
+    """A replica: its name in the queue, its actor, and its start time."""
 
     name: str
     actor: Any
@@ -47,12 +47,12 @@ class Pool:
     """Runs a queue's jobs on a cluster, until `stop` is set.
 
     queue            its database and files are on this machine
-    args             the flags by which a replica opens its engine
-    capability_jobs  jobs that a replica must be able to make
-    max_replicas     None: one a chip
-    max_failures     so many replicas may end at once without a video while none works, and there
-                     must be room for one at the beginning; None: it waits for better times
-    sets             weight sets of the DiT that jobs need, besides those of capability_jobs
+    args             flags for a replica's engine
+    capability_jobs  jobs that a replica must be able to run
+    max_replicas     None: one per chip
+    max_failures     consecutive early failures before run() raises, if no replica works; run() also
+                     raises if the cluster has no room at the start. None: retry forever
+    sets             further weight sets of the DiT that jobs need
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Pool:
         self.capability_jobs, self.sets = capability_jobs, sets
         self.max_replicas, self.max_failures = max_replicas or 10**6, max_failures
         self.stop = threading.Event()
-        self.members: dict[ray.ObjectRef, _Member] = {}  # by what is there once it has ended
+        self.members: dict[ray.ObjectRef, _Member] = {}  # by the reference of run()'s result
         self.profile = profile = resolve(args.profile, tuple(args.profile_set))
         self.needed = cluster.Needs.of(profile, profile.degree(args.tp_degree))
         self._failures, self._not_before = 0, 0.0
-        self._lack: str | None = None  # why there is no room, as it was said last
+        self._lack: str | None = None  # the last message about missing room
 
     def run(self, look: Callable[[], object] = lambda: None) -> None:
         """Keep replicas running. look: called twice a second."""
         for name, state in self.queue.workers().items():
-            if state["alive"]:  # of a pool that was killed: this one is alone on the queue
+            if state["alive"]:  # left by a killed pool: only one pool uses the queue
                 self.queue.release_worker(name, crashed=True)
         with cluster.connected(self.args.ray, self.profile):
             self._start_queue_actor()
@@ -100,7 +100,7 @@ class Pool:
         self._queue_ended = self.queue_actor.until_it_dies.remote()
 
     def _fill(self) -> None:
-        """Start the replicas that there is room for."""
+        """Start replicas until the cluster or max_replicas is full."""
         room = self.needed.capacity()
         lack = "" if room else self.needed.too_small()
         if lack and self.max_failures and self._lack is None:
@@ -118,15 +118,15 @@ class Pool:
             self.members[ended] = _Member(name, made, time.monotonic())
 
     def _wait(self) -> None:
-        """Wait a little, and take note of the replicas that ended meanwhile."""
+        """Wait for _LOOK_SECONDS at most, and handle replicas that ended."""
         ended, _ = ray.wait([self._queue_ended, *self.members], timeout=_LOOK_SECONDS)
         if self._queue_ended in ended:
-            raise RunError("the process that hands out the jobs (Ray actor QueueActor) has died")
+            raise RunError("the queue's process (Ray actor QueueActor) has died")
         for reference in ended:
             self._ended(reference)
 
     def _ended(self, reference: ray.ObjectRef) -> None:
-        """A replica has died: its jobs are free at once."""
+        """Handle a replica's end: release its jobs, and record the failure."""
         member = self.members.pop(reference)
         state = self.queue.workers().get(member.name, {})
         self.queue.release_worker(member.name, crashed=True)
@@ -134,7 +134,7 @@ class Pool:
             error = ray.get(reference)
         except Exception as raised:
             error = raised
-        ray.kill(member.actor)  # one that raised still has its chip
+        ray.kill(member.actor)  # after an exception the actor still holds its chip
         why = _reason(error)
         lived = state.get("videos") or time.monotonic() - member.began > _LONG_ENOUGH
         self._failures = 0 if lived else self._failures + 1
@@ -146,11 +146,11 @@ class Pool:
             raise kind(why)
 
     def _end(self) -> None:
-        """End the replicas in good order; their jobs wait again."""
+        """Stop the replicas; their unfinished jobs wait again."""
         with suppress(RayError):
             for member in self.members.values():
                 member.actor.stop.remote()
-            if self._working():  # else there is nothing to wait for: they only start
+            if self._working():  # else they are still starting, and have no jobs
                 ended = [*self.members]
                 ray.wait(ended, num_returns=len(ended), timeout=_LAST_SECONDS)
         for member in self.members.values():
@@ -160,15 +160,15 @@ class Pool:
         self.members.clear()
 
     def _working(self) -> bool:
-        """Whether a replica has begun to take jobs."""
+        """Whether a replica is ready for jobs."""
         states = self.queue.workers()
         return any(states.get(each.name, {}).get("alive") for each in self.members.values())
 
 
 def _reason(error: Exception | None) -> str:
-    """Why a replica ended, in few words; its traceback is in its own log."""
+    """Why a replica ended, in one line; its log has the traceback."""
     if error is None:
-        return "it was asked to"
+        return "it was stopped"
     cause = getattr(error, "cause", None) or error
     if isinstance(error, UserError | RunError):
         return str(cause)
@@ -177,7 +177,7 @@ def _reason(error: Exception | None) -> str:
 
 
 def absolute(args: Namespace) -> Namespace:
-    """Flags whose paths mean the same in other processes' working folders."""
+    """The flags with absolute paths, for processes in other working folders."""
     values: dict[str, Any] = dict(vars(args))
     for key, value in values.items():
         if isinstance(value, Path):

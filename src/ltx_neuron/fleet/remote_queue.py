@@ -1,8 +1,6 @@
-"""The queue for workers on other machines: an actor beside the API that has the queue and its
-files, and the replicas' side of it.
+"""The queue for workers on other machines: an actor on the API's machine, and a client of it.
 
-A job's inputs travel with its claim, and its video with its completion: each once, through Ray's
-object store.
+A claim returns a job's inputs, and a completion sends its video. Ray's object store carries both.
 """
 
 import shutil
@@ -23,14 +21,14 @@ STATE = state_path(Path(VIDEO)).name
 
 
 class QueueActor:
-    """An actor on the API's machine: nothing else writes what replicas send."""
+    """An actor on the API's machine. Only it writes the replicas' files."""
 
     def __init__(self, database: Path, folder: Path, lease: float):
         self.queue = Queue(database, folder, lease=lease)
         self._writing = threading.Lock()
 
     def until_it_dies(self) -> None:
-        """Never returns: a caller that waits for it learns when the actor has died."""
+        """Never returns. Waiting for its result ends when the actor dies."""
         threading.Event().wait()
 
     def call(self, method: str, *args, **more):
@@ -38,7 +36,7 @@ class QueueActor:
         return getattr(self.queue, method)(*args, **more)
 
     def claim(self, *args) -> list[tuple[Entry, dict[str, bytes]]]:
-        """Jobs for a worker, each with the files in its folder."""
+        """Claim jobs for a worker; each comes with the files in its folder."""
         return [(entry, self._files(entry)) for entry in self.queue.claim(*args)]
 
     def _files(self, entry: Entry) -> dict[str, bytes]:
@@ -48,8 +46,8 @@ class QueueActor:
         return {path.name: path.read_bytes() for path in sent}
 
     def keep(self, entry: Entry, files: dict[str, bytes]) -> bool:
-        """Write files of a job that is still the worker's, each whole."""
-        # One at a time: an earlier worker's come before a later one has the job, or not at all.
+        """Write a job's files, each whole. Returns False if the worker no longer owns the job."""
+        # The lock keeps a former owner from writing after a later one.
         with self._writing:
             if not self.queue.owns(entry):
                 return False
@@ -62,7 +60,7 @@ class QueueActor:
     def complete(
         self, entry: Entry, bytes: int, detail: dict | None, files: dict[str, bytes]
     ) -> bool:
-        """A job's video is there: write it, and say so."""
+        """Write a job's video and complete the job. Returns False for a worker that lost it."""
         if not (self.keep(entry, files) and self.queue.complete(entry, bytes, detail)):
             return False
         (self.queue.folder_of(entry.id) / STATE).unlink(missing_ok=True)
@@ -70,13 +68,13 @@ class QueueActor:
 
 
 class RemoteQueue:
-    """The queue as a worker on any machine calls it. scratch: a folder of the worker's own."""
+    """The queue's client for a worker on any machine. scratch: the worker's private folder."""
 
     def __init__(self, actor, lease: float, scratch: Path):
         self.actor, self.lease, self.scratch = actor, lease, scratch
 
     def __getattr__(self, method: str) -> Callable:
-        """All other methods are those of the queue itself."""
+        """Forward all other methods to the queue."""
         return partial(self._call, method)
 
     def _call(self, method: str, *args, **more):

@@ -1,6 +1,6 @@
-"""A replica: an actor that has a chip, keeps an engine up on it, and makes the queue's videos.
+"""A replica: a Ray actor that keeps an engine open on one chip and runs the queue's jobs.
 
-Importing this imports no torch: it reads the environment then, which is not yet as it should be.
+This module must not import torch: torch reads environment variables that are not set yet.
 """
 
 import os
@@ -12,10 +12,11 @@ from pathlib import Path
 
 
 class Replica:
-    """What Ray places. Its methods run in threads: `stop` while `run` works.
+    """The Ray actor. Its methods run in threads, so that `stop` can be called during `run`.
 
-    name         by which the queue knows it
-    queue_actor  the QueueActor, and the queue's `lease`
+    name         of this worker in the queue
+    queue_actor  the QueueActor
+    lease        of the queue, in seconds
     args         the command's flags; paths are the same on all machines
     """
 
@@ -25,13 +26,13 @@ class Replica:
         self.stopped = threading.Event()
 
     def stop(self) -> None:
-        """Take no further job; `run` returns when those that were taken are made."""
+        """Claim no further jobs. `run` returns when the claimed ones are done."""
         self.stopped.set()
 
     def run(self, capability_jobs: list, sets: Sequence = ()) -> None:
-        """Make videos until `stop` is called. UserError if this machine cannot.
+        """Run jobs until `stop` is called. Raises UserError if this machine cannot.
 
-        capability_jobs  jobs that it must be able to make
+        capability_jobs  jobs that it must be able to run
         sets             weight sets that other jobs need
         """
         from ltx_neuron import flags
@@ -51,8 +52,8 @@ class Replica:
                 needed = {stage.loras for job in capability_jobs for stage in job.stages} | {*sets}
                 own = flags.weight_sets(flags.lora_fields(flags.spec(args)))
                 fetch(args.artifacts_url, workspace, options, needed or own)
-            except UserError as error:  # all that is needed may be here
-                print(f"{self.name}: nothing was fetched: {error}", flush=True)
+            except UserError as error:  # this machine may already have all files
+                print(f"{self.name}: nothing was downloaded: {error}", flush=True)
         scratch = tempfile.TemporaryDirectory(prefix="ltx-neuron-")
         with scratch as folder, Engine(workspace, Recorder(), options) as engine:
             try:
@@ -60,11 +61,11 @@ class Replica:
             except UserError as error:
                 if args.artifacts_url:
                     raise
-                advice = "Or take it from where it was made: --artifacts-url URL"
+                advice = "Or download it from another machine's store: --artifacts-url URL"
                 raise UserError(f"{error}\n{advice}") from None
             queue = RemoteQueue(self.queue_actor, self.lease, Path(folder))
             previews = not getattr(args, "no_page", True)  # a batch has no page
-            # The queue has what workers use of one.
+            # RemoteQueue has the methods that a worker calls.
             worker = Worker(queue, engine, self.name, previews)  # pyright: ignore[reportArgumentType]
             worker.stop = self.stopped
             on = f"cores {','.join(map(str, cores))}" if cores else workspace.profile.name
@@ -73,8 +74,8 @@ class Replica:
 
 
 def forget_rays_threads() -> None:
-    """Undo that Ray limits a worker's threads to the CPUs that it asked for: the profile says how
-    many compute, and results change with their number. What the user set stays."""
+    """Undo Ray's limit on a worker's threads, unless the user set one. The profile decides the
+    number of threads, and results depend on it."""
     users = Path("/proc/self/environ").read_bytes().split(b"\0")
     if not any(setting.startswith(b"OMP_NUM_THREADS=") for setting in users):
         os.environ.pop("OMP_NUM_THREADS", None)
