@@ -101,7 +101,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = {}
     for key, value in pairs:
         if key in values:
-            raise UserError(f"the key {key!r} is there twice; leave one out")
+            raise UserError(f"the key {key!r} is given twice; leave one out")
         values[key] = value
     return values
 
@@ -138,7 +138,7 @@ def run(
         try:
             run = restore_state(path, job, identity_of(job), engine.workspace.dtype)
         except UserError:  # the line or its weights changed since
-            print(f"line {number} begins anew: {path} does not fit it")
+            print(f"line {number} starts over: {path} is from another run")
             return None
         print(f"resumed: line {number}; {run.left}")
         return run

@@ -115,8 +115,8 @@ class Engine:
         if self.forked:
             raise UserError(
                 f"process {os.getpid()} was forked from process {self._process}, which opened this"
-                " pipeline and whose ranks answer it alone. Start the process with"
-                ' multiprocessing.get_context("spawn"), and open a pipeline of its own in it'
+                " pipeline and whose ranks answer only it. Start processes with"
+                ' multiprocessing.get_context("spawn"), and open a pipeline in each'
             )
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
-"""Finished: the weights and graphs of one checkpoint on one profile that are there, found by the
-identity of each; for what is not, the command that makes it."""
+"""Finished: finds the existing weight sets and graphs of one checkpoint on one profile by their
+identities. Errors for missing ones have the command that makes them."""
 
 import os
 from collections.abc import Iterable
@@ -38,12 +38,12 @@ from ltx_neuron.weights.lora import MergedSource, WeightSet
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
-MAX_TIMESTEPS = 4  # how many more distinct timesteps than needed a found graph may have
+MAX_TIMESTEPS = 4  # a suitable graph has fewer surplus timesteps
 
 
 class Finished:
-    """What was made for a checkpoint on a profile. Paths are the user's; nothing is read before it
-    is needed. Raises UserError for whatever does not fit together."""
+    """Existing artifacts of a checkpoint on a profile. Reads files when they are needed, and raises
+    UserError for those that do not fit together."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Finished:
         self._typed = profile.settings
         self.tuned_settings: tuned_settings.TunedSettings | None = None
         self._said = ""
-        self.prepare_command = ""  # of a run that names one command for all that is missing
+        self.prepare_command = ""  # if set, errors have it instead of each artifact's command
         self._checked_attention = False
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
@@ -71,8 +71,8 @@ class Finished:
         self._sources: dict[tuple[str, WeightSet], Source] = {}
 
     def take_tuned(self) -> None:
-        """Take what ltx-neuron tune chose for this device and model, if it did and the
-        profile does not say tuned=no. What was typed still wins."""
+        """Apply the tuned settings for this device and model, if there are any and the profile does
+        not have tuned=no. Settings that the user typed take precedence."""
         if not self.profile.tuned:
             return
         config = self.transformer.digest
@@ -84,7 +84,7 @@ class Finished:
     def say_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
         """Print once which tuned settings are in use, if there are any.
 
-        buckets  of a size that is not asked for yet
+        buckets  of a further size
         """
         self.dit_profile(buckets)
         line = self.tuned_settings.line() if self.tuned_settings else ""
@@ -105,8 +105,8 @@ class Finished:
         return config
 
     def source(self, model: str, loras: WeightSet = ()) -> Source:
-        """The weights of a model, one of MODELS; of the DiT with LoRAs merged in. UserError where
-        one of them is not of this model."""
+        """The weights of a model, one of MODELS; of the DiT with LoRAs merged in. Raises UserError
+        for a LoRA of another model."""
         if (model, loras) not in self._sources:
             files: list[TensorFile] = [self.checkpoint]
             heads = self.transformer.heads
@@ -123,17 +123,17 @@ class Finished:
 
     @cached_property
     def video_decoder(self):
-        """The sizes of the video decoder; UserError where the ranks cannot run it."""
+        """The video decoder's configuration. Raises UserError if the ranks do not support it."""
         return video_decoder_config(self.checkpoint.config)
 
     @cached_property
     def audio_decoder(self):
-        """The sizes of the mel decoder; UserError where the ranks cannot run it."""
+        """The mel decoder's configuration. Raises UserError if the ranks do not support it."""
         return audio_decoder_config(self.checkpoint.config)
 
     @cached_property
     def vocoder(self):
-        """The sizes of the vocoder; UserError where the ranks cannot run it."""
+        """The vocoder's configuration. Raises UserError if the ranks do not support it."""
         return vocoder_config(self.checkpoint.config)
 
     @cached_property
@@ -149,13 +149,13 @@ class Finished:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """What the host computes with."""
+        """The host's arithmetic: dtype and libraries."""
         found = arithmetic(self.profile.host_dtype, self.dtype, self.artifacts)
         return found._replace(libraries=fastest_libraries(self.artifacts))
 
     @property
     def identity(self) -> dict:
-        """What the outputs of a run depend on besides the job: recorded in reports and sidecars."""
+        """What a run's outputs depend on besides the job, for reports and sidecars."""
         return {
             "checkpoint": self.checkpoint.fingerprint,
             **({"weights": "float8, dequantised"} if self.checkpoint.scales else {}),
@@ -169,8 +169,7 @@ class Finished:
         }
 
     def prompt_cache(self, neuron_gemma: bool) -> PromptCache:
-        """The contexts of earlier runs with this encoder, on the ranks (`neuron_gemma`) or on the
-        host."""
+        """The cache of this encoder's contexts, on the ranks (`neuron_gemma`) or on the host."""
         profile, libraries = self.profile, self.arithmetic.libraries._asdict()
         device = {"device": "host", "host_products": libraries}
         if neuron_gemma:
@@ -183,7 +182,7 @@ class Finished:
             "transformer_config": self.transformer.digest,
             "dtype": self.dtype_name,
             "code": artifacts.code_digest(profile.backend, *code),
-            # They decide how sums are divided.
+            # Thread counts change the order of sums.
             "threads": [profile.host_threads, profile.rank_threads(self.tp)],
             "torch": torch.__version__,
             **device,
@@ -195,7 +194,7 @@ class Finished:
     # --- identities -------------------------------------------------------------------------------
 
     def weights_identity(self, source: Source) -> dict:
-        """Of the rank files that are cut from a model's weights."""
+        """The identity of the rank files of a model's weights."""
         model = source.model.name
         return {
             "kind": "weights",
@@ -222,14 +221,14 @@ class Finished:
         }
 
     def dit_profile(self, buckets: Iterable[Bucket], used: bool = True) -> Profile:
-        """The profile of the DiT's graphs of a size, given as its stages' buckets. used: whether
-        they are compiled or run."""
+        """The profile of the DiT's graphs of one size. buckets: its stages'; used: whether the
+        caller compiles or runs them."""
         if not self.tuned_settings:
             return self.profile
         return self.tuned_settings.profile_of_size(self.profile, buckets, used)
 
     def graphs_of(self, job: Job) -> dict[str, object]:
-        """What of a job's graphs its latents depend on."""
+        """The settings of a job's graphs that affect its latents."""
         profile = self.dit_profile(job.buckets)
         return {
             "blocks_per_graph": profile.blocks_per_graph,
@@ -238,7 +237,7 @@ class Finished:
         }
 
     def check_attention(self, profile: Profile) -> None:
-        """Raise UserError where the weights do not suit a profile's attention."""
+        """Raise UserError if the weights do not suit the profile's attention."""
         if profile.attention == "nki_const_max" and not self._checked_attention:
             head_dim = self.transformer.video.head_dim
             check_const_max(self.source("dit"), head_dim, self.dtype)
@@ -253,18 +252,18 @@ class Finished:
         }
 
     def dit_identities(self, buckets: list[Bucket]) -> list[dict]:
-        """The DiT step for each bucket, of one size."""
+        """Identities of the DiT step for each bucket of one size."""
         profile = self.dit_profile(buckets)
         return [self._dit_identity(bucket, profile) for bucket in buckets]
 
     def _divides(self, bucket: Bucket, profile: Profile) -> bool:
-        """Whether a bucket's graphs are sequence parallel."""
+        """Whether a bucket's graphs use sequence parallelism."""
         return profile.sequence_parallel and may_divide(bucket, self.tp)
 
-    # Of the other models, by the names of their programs.
+    # Identities of the other models' programs, by the programs' names.
 
     def text_identities(self, buckets: Iterable[int]) -> dict[str, dict]:
-        """The text encoder for these buckets of tokens, and the connectors."""
+        """The text encoder for these token buckets, and the connectors."""
         profile, config = self.profile, self.transformer.digest
         identities = {}
         for tokens in buckets:
@@ -276,7 +275,7 @@ class Finished:
         return identities | {"connectors": connectors | {"attention": profile.connector_attention}}
 
     def tile_identities(self, clip: tuple[int, int, int]) -> dict[str, dict]:
-        """The video decoder for every shape of the tiles of a clip's latent (F, h, w)."""
+        """The video decoder for every tile shape of a clip's latent (F, h, w)."""
         config = self.video_decoder.digest
         return {
             tile_program_name(tile): self._graph_identity("vae", "x".join(map(str, tile)), config)
@@ -284,7 +283,7 @@ class Finished:
         }
 
     def sound_identities(self, latents: int) -> dict[str, dict]:
-        """Mel decoder and vocoder for the spans of so many latents of sound."""
+        """Mel decoder and vocoder for the spans of a sound with this number of latents."""
         latents, rows = span_sizes(latents)
         configs = {
             spectrogram_program_name(latents): self.audio_decoder,
@@ -295,11 +294,11 @@ class Finished:
             for name, config in configs.items()
         }
 
-    # --- finding what was made --------------------------------------------------------------------
+    # --- finding artifacts ------------------------------------------------------------------------
 
     def weights(self, model: str, loras: WeightSet = (), command: str = "") -> Path:
-        """The folder of a model's rank files, one of MODELS, of the DiT with these LoRAs merged in.
-        command: what makes them, where more than this set alone is to be made."""
+        """The folder of the rank files of a model, one of MODELS; of the DiT with these LoRAs.
+        command: for the error if they are missing; by default one that makes only these."""
         identity = self.weights_identity(self.source(model, loras))
         return self._find(identity, command or self._shard_command(model, {"--lora": loras}))
 
@@ -307,8 +306,7 @@ class Finished:
         return self.weights("dit", loras)
 
     def check_dit_weights(self, jobs: Iterable[Job]) -> None:
-        """Raise UserError where a stage's weight set is missing, with the commands that make all
-        that are."""
+        """Raise UserError for missing weight sets, with the commands that make all of them."""
         different = {tuple(stage.loras for stage in job.stages): job for job in jobs}
         commands = {}
         for sets, job in different.items():
@@ -323,28 +321,27 @@ class Finished:
             self.weights("dit", loras, "\n".join(commands))
 
     def _shard_command(self, model: str, loras: dict[str, WeightSet]) -> str:
-        """What makes the weight sets of a model that LoRAs name, given by their flags."""
+        """The command that makes a model's weight sets. loras: by their flags."""
         given = [(flag, lora) for flag, several in loras.items() for lora in several]
         words = [word for flag, x in given for word in (flag, hub.spelled(x.path), x.strength)]
         return self._command(shard_verb(model), *words, gemma=model == "gemma3")
 
     def tile_programs(self, clip: tuple[int, int, int]) -> dict[str, Manifest]:
-        """The compiled video decoder, a program per shape of the tiles of a clip, given as its
-        latent (F, h, w)."""
+        """The compiled video decoder, a program per tile shape of a clip's latent (F, h, w)."""
         frames, height, width = 8 * clip[0] - 7, 32 * clip[1], 32 * clip[2]
         flags = "--height", height, "--width", width, "--num-frames", frames
         command = self._command("compile vae", *flags)
         return self._programs(self.tile_identities(clip), command)
 
     def sound_programs(self, size: Size, latents: int) -> dict[str, Manifest]:
-        """The compiled mel decoder and vocoder, for the spans of so many latents of sound. size:
-        what they are compiled for."""
+        """The compiled mel decoder and vocoder for the spans of a sound with this number of
+        latents. size: for the command."""
         flags = "--num-frames", size.num_frames, "--frame-rate", size.frame_rate
         command = self._command("compile vae", *flags)
         return self._programs(self.sound_identities(latents), command)
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
-        """The compiled text encoder, a program per bucket of tokens, and the connectors."""
+        """The compiled text encoder, a program per token bucket, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
         command = self._command("compile gemma3", gemma=True)
         return self._programs(self.text_identities(buckets), command)
@@ -353,8 +350,8 @@ class Finished:
         return {name: Manifest(self._find(each, command)) for name, each in identities.items()}
 
     def dit_program_for(self, job: Job, stage: Stage) -> tuple[Bucket, Manifest]:
-        """The compiled step for a stage: the graph with the fewest distinct timesteps that are
-        enough. Raises UserError with the command that compiles it."""
+        """The compiled step for a stage: the graph with the fewest sufficient timesteps. Raises
+        UserError with the command that compiles it."""
         needed = job.bucket(stage).timesteps
         candidates = [job.bucket(stage, needed + more) for more in range(MAX_TIMESTEPS)]
         profile = self.dit_profile(job.buckets)
@@ -365,8 +362,8 @@ class Finished:
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
     def compiled_sizes(self) -> dict[str, list[dict]]:
-        """The buckets that the DiT is compiled for on this profile, however it is cut, by name:
-        each with the video sizes that its manifests record."""
+        """The DiT's compiled buckets on this profile, with any number of blocks per graph: their
+        names -> the video sizes in their manifests."""
         wanted = self._graph_identity("dit", "", self.transformer.digest)
         fields = ("model", "config", "tp", "dtype", "backend", "code", "torch")
         sizes: dict[str, list[dict]] = {}
@@ -377,18 +374,18 @@ class Finished:
         return sizes
 
     def is_made(self, identity: dict) -> bool:
-        """Whether the folder of an identity is finished; its files are not looked at."""
+        """Whether the folder of an identity is finished, without a check of its files."""
         return os.path.isfile(artifacts.folder(self.artifacts, identity) / artifacts.MANIFEST)
 
     def _find(self, identity: dict, command: str) -> Path:
-        """The finished folder of an identity, checked once; UserError with the command to type."""
+        """The finished folder of an identity, checked once. Raises UserError with `command`."""
         key = digest(identity)
         if key not in self._found:
             self._found[key] = artifacts.find(self.artifacts, identity, command)
         return self._found[key]
 
     def _command(self, verb: str, *flags, gemma: bool = False) -> str:
-        """What to type to make something of this workspace."""
+        """The command that makes an artifact of this workspace."""
         if self.prepare_command:
             return self.prepare_command
         words = ["--checkpoint-path", hub.spelled(self.checkpoint_path)]
@@ -404,8 +401,8 @@ class Finished:
         return invocation.command(verb, *words) + (f"\n{tuned}" if tuned else "")
 
     def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-        """The different shapes of the tiles in which the ranks decode a clip's latent (F, h, w):
-        each has graphs of its own."""
+        """The distinct shapes of the tiles in which the ranks decode a clip's latent (F, h, w).
+        Each has its own graphs."""
         from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
 
         cut = tiles.cut(clip, tiles.tiling_for_ranks(self.profile, clip, self.tp))
@@ -420,6 +417,6 @@ def shard_verb(model: str) -> str:
 
 def _shape_flags(job: Job) -> list:
     """The flags of compile transformer for a job's graphs."""
-    # An IC-LoRA's metadata says how its references are scaled.
+    # An IC-LoRA's metadata has the scale of its references.
     loras = ["ic_lora"] if job.references else []
     return job.spec.words([*SizeFields.model_fields, *loras, *ConditionFields.model_fields])

@@ -1,5 +1,5 @@
-"""What ltx-neuron generate does once its flags are parsed: run a job or a batch on an engine, write
-the files that were asked for, and print the latency table."""
+"""Runs a job or a batch on an engine for ltx-neuron generate, writes the output files, and prints
+the latency table."""
 
 import platform
 from dataclasses import dataclass
@@ -30,20 +30,20 @@ from ltx_neuron.report import table
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.workspace import Workspace
 
-# Beside Python, what a video depends on.
+# Packages that affect outputs.
 _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a generation writes, and where it goes on from.
+    """Output files of a generation, and the state to resume from.
 
-    video    the MP4; beside it lie a JSON of the same name and, while it is made, the run's state
+    video    the MP4; beside it a JSON of the same name and, during the run, its resume file
     folder   of a batch: 0001.mp4 and so on, results.json
     frames   a folder for every frame as PNG
     tensors  a safetensors file for every named intermediate
     report   a JSON file for the latency report
-    resume   True: go on from the state beside `video`; a path: from that file
+    resume   True: from the resume file beside `video`; a path: from that file
     """
 
     video: Path | None = None
@@ -54,9 +54,9 @@ class Outputs:
     resume: bool | str | None = None
 
     def check(self, inputs: dict[str, Path]) -> None:
-        """Raise UserError unless all that is asked for can be written, each to a file of its own.
+        """Raise UserError unless every output is writable and has a file of its own.
 
-        inputs  what the job reads: files and folders by flag
+        inputs  files and folders that the job reads, by flag
         """
         require(self.video, "--output-path", "--prompt", "Type for example --output-path out.mp4")
         assert self.video
@@ -73,12 +73,12 @@ class Outputs:
             check_writable(path, f"{name.split()[-1]} FILE")
         if self.frames:
             check_folder(self.frames, "--save-frames DIR")
-            # Those that are there, and those that another output has the name of: how many are
-            # written is not known yet.
+            # The number of frames is unknown here: check existing ones, and outputs that are named
+            # like one.
             names = {path.name for path in (*frames_in(self.frames), *outputs.values())}
             for name in sorted(filter(FRAME_NAME.fullmatch, {*names, "frame_00000.png"})):
                 outputs[f"{name} of --save-frames"] = self.frames / name
-        # Its own state it may go on from by name as well.
+        # --resume may name the run's own state.
         resumed = Path(self.resume) if isinstance(self.resume, str) else None
         if resumed and resumed != progress.state_path(self.video):
             inputs = inputs | {"--resume": resumed}
@@ -88,7 +88,7 @@ class Outputs:
             check_frames(self.frames)
 
     def check_batch(self, prompt: str | None) -> None:
-        """Raise UserError for outputs that a batch does not have, or cannot write."""
+        """Raise UserError for outputs that a batch does not have or that are not writable."""
         example = "Type for example --output-dir outputs"
         require(self.folder, "--output-dir", "--prompts-file", example)
         for flag, value in {
@@ -107,14 +107,14 @@ class Outputs:
 
 
 def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outputs) -> None:
-    """Make one video. Raises UserError before anything loads where something does not fit."""
+    """Make one video. User's mistakes raise UserError before a model loads."""
     recorder = Recorder()
     engine = Engine(workspace, recorder, options)
     outputs.check(engine.preflight.files_read([job]))
     assert outputs.video
     state = progress.state_path(outputs.video)
     with progress.logging_failure(progress.log_path(outputs.video), state), engine:
-        # Once, when `run` has checked the job: what it names is there then.
+        # Called first after `run` has checked the job, so its files exist.
         identity = cache(partial(run_identity, job, workspace, options))
         engine.on_stage_end = lambda run: progress.save_state(state, run, identity())
 
@@ -129,7 +129,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
                     clip.chunks = write_frames(outputs.frames, clip.chunks)
                 clip.write_mp4(outputs.video)
 
-        # Tensors are written first, and hold all frames: no video without them.
+        # Tensors include all frames and are written before the video.
         (result,) = engine.run([job], resume=resume, write=None if outputs.tensors else write)
         assert isinstance(result, Result)
         if outputs.tensors:
@@ -146,7 +146,7 @@ def generate_batch(
     options: RunOptions,
     outputs: Outputs,
 ) -> None:
-    """Make the videos of a prompts file's lines; exit code 1 where one failed."""
+    """Make the videos of a prompts file's lines. Exits with 1 if one failed."""
     recorder = Recorder()
 
     def save(clip: Clip, path: Path) -> None:
@@ -173,8 +173,8 @@ def generate_batch(
 
 
 def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
-    """Everything that the latents depend on: a run is resumed only where all of it is the same.
-    Files count by their content, wherever they lie."""
+    """Everything on which the latents depend, which must be equal to resume a run. Files count by
+    content, not by path."""
     return {
         **job.with_paths(content_digest).identity,
         "profile": workspace.profile.name,
@@ -189,19 +189,18 @@ def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
 def interrupted_run(
     job: Job, outputs: Outputs, identity: dict, dtype: torch.dtype
 ) -> JobRun | None:
-    """The run that --resume names; None where there is none to continue."""
+    """The run that --resume selects; None for a new one."""
     assert outputs.video
     state = progress.state_path(outputs.video)
     if outputs.resume is None:
         if state.is_file():
             print(
-                f"{state} is of an interrupted run; this one begins anew (--resume continues that"
-                " one)"
+                f"starting over; {state} is from an interrupted run, which --resume would continue"
             )
         return None
     path = Path(outputs.resume) if isinstance(outputs.resume, str) else state
     if outputs.resume is True and not path.is_file():
-        print(f"nothing to resume: there is no {path}; beginning anew")
+        print(f"nothing to resume: no such file {path}; starting over")
         return None
     run = progress.restore_state(path, job, identity, dtype)
     print(f"resuming from {path}: {run.left}")
@@ -209,7 +208,7 @@ def interrupted_run(
 
 
 def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
-    """The latency report of all that was recorded so far."""
+    """The latency report of all recorded phases so far."""
     packages = {package: package_version(package) or "absent" for package in _PACKAGES}
     versions = {"python": platform.python_version(), **packages}
     identity = code_identity(workspace)
@@ -218,7 +217,7 @@ def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
 
 
 def show(report: dict, outputs: Outputs) -> None:
-    """Print the latency table, and write the report where it was asked for."""
+    """Print the latency table, and write the report if requested."""
     if outputs.report:
         write_json(outputs.report, report)
     print(table.table(report))
@@ -232,7 +231,7 @@ def write_sidecar(video: Path, job: Job, recorder: Recorder, workspace: Workspac
 
 
 def sidecar(job: Job, report: dict) -> dict:
-    """What made a video: enough to make it again."""
+    """Everything needed to reproduce a video."""
     seconds = {phase["name"]: 0.0 for phase in report["phases"]}
     for phase in report["phases"]:
         seconds[phase["name"]] += phase["seconds"] + phase.get("overlapped_seconds", 0.0)
@@ -247,5 +246,5 @@ def sidecar(job: Job, report: dict) -> dict:
 
 
 def code_identity(workspace: Workspace) -> dict:
-    """What a run's outputs depend on besides the job, with the code that traced its graphs."""
+    """What a run's outputs depend on besides the job, with the digest of the graphs' code."""
     return workspace.identity | {"code": code_digest(workspace.profile.backend)}

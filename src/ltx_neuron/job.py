@@ -44,8 +44,7 @@ class Stage(NamedTuple):
 
     sigmas     the noise levels from the first step's to 0: one more than there are steps
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
-    upsampled  starts from the spatially upsampled latents of the previous stage, not from noise
-    alone
+    upsampled  starts from the previous stage's upsampled latents, not from noise alone
     loras      merged into its weights
     sampler    "euler", or "res_2s" with two evaluations of the model per step
     window     of an extended video: each has its own stage 1

@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before a model loads, checked in one place."""
+"""All checks before a model loads."""
 
 import math
 from dataclasses import replace
@@ -23,13 +23,13 @@ from ltx_neuron.workspace import Workspace
 
 
 class Preflight:
-    """Checks jobs against a workspace. What cannot change while a process runs is checked once.
+    """Checks jobs against a workspace. Weight files and host models are checked once per process.
 
-    neuron_gemma   whether prompts are encoded on the ranks
-    neuron_vae     whether latents are decoded there
-    tiles          the programs that decode the tiles of the jobs that were checked last
-    sound          those that decode their sound
-    decoder_stays  whether these fit the device beside the transformer
+    neuron_gemma   whether the ranks encode prompts
+    neuron_vae     whether the ranks decode latents
+    tiles          programs of the video decoder for the last checked jobs
+    sound          programs of the audio decoders for them
+    decoder_stays  whether the decoders fit the device beside the transformer
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Preflight:
         self._checked_weight_files = False
 
     def files_read(self, jobs: list[Job]) -> dict[str, Path]:
-        """The files and folders that are read for the jobs, by flag: no output may lie there."""
+        """The files and folders that the jobs read, by flag. No output may be one of them."""
         workspace, upsamplers = self.workspace, self.host.upsampler_paths
         named = {
             "--checkpoint-path": workspace.checkpoint_path,
@@ -56,10 +56,8 @@ class Preflight:
         return {name: Path(path) for name, path in named.items() if path}
 
     def check(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
-        """Find all that the jobs need; returns the compiled step by (id(job), stage).
-
-        First what was typed is checked, then the files it names, then what must be made from them.
-        Raises UserError with what to type. Nothing is loaded.
+        """Check the jobs' settings, then their files, then their weight sets and graphs. Loads
+        nothing. Returns the compiled step by (id(job), stage); raises UserError.
         """
         workspace = self.workspace
         for job in jobs:
@@ -80,7 +78,7 @@ class Preflight:
         try:
             compiled = self._find_artifacts(jobs)
         except UserError:
-            # What does not fit the device need not be made: say that instead.
+            # If the job does not fit the device either, raise that error instead.
             for job in {tuple(job.buckets): job for job in jobs}.values():
                 workspace.check_plan_fits(job, self.neuron_gemma)
             raise
@@ -94,15 +92,15 @@ class Preflight:
 
     @property
     def sound_on_ranks(self) -> bool:
-        """Whether the ranks decode sound as well: not that of a release that does it in bf16."""
+        """Whether the ranks decode sound as well; they do so only in fp32."""
         return self.neuron_vae and self.host.audio_dtype == torch.float32
 
     def decodes_on_ranks(self, latents: int) -> bool:
-        """Whether the ranks decode a sound of so many latents."""
+        """Whether the ranks decode a sound with this number of latents."""
         return spectrogram_program_name(span_sizes(latents)[0]) in self.sound
 
     def _check_weight_files(self, jobs: list[Job]) -> None:
-        """Read the headers of all weight files and the tokenizer, once an engine."""
+        """Read the headers of all weight files and the tokenizer, once per engine."""
         workspace = self.workspace
         for loras in {stage.loras: None for job in jobs for stage in job.stages}:
             workspace.source("dit", loras)
@@ -120,7 +118,7 @@ class Preflight:
         self._checked_weight_files = True
 
     def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
-        """The compiled step of every stage; the weight sets are there as well then."""
+        """The compiled step of every stage. Raises UserError for missing graphs or weight sets."""
         workspace = self.workspace
         compiled = {
             (id(job), stage): CompiledStep(*workspace.dit_program_for(job, stage))
@@ -136,7 +134,7 @@ class Preflight:
             self.tiles, self.sound = {}, {}
             for latent in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in jobs):
                 self.tiles |= workspace.tile_programs(latent)
-        decoded = [job for job in jobs if not job.sound]  # what is given is not decoded
+        decoded = [job for job in jobs if not job.sound]  # an input sound is not decoded
         sounds = {job.audio_latents: size for job in decoded if (size := sound_size(job))}
         if self.sound_on_ranks and sounds:
             workspace.weights("sound")
@@ -147,25 +145,25 @@ class Preflight:
 
 
 def check_distilled_loras(jobs: list[Job]) -> None:
-    """Raise UserError where stage 2 of dev lacks the distilled LoRA, or nothing is for one."""
+    """Raise UserError if stage 2 of dev lacks the distilled LoRA, or no stage uses a given one."""
     refining = [job for job in jobs if job.recipe == "dev" and job.stages[-1].upsampled]
     if not all(job.stage_2_loras for job in refining):
         raise UserError(
-            "--recipe dev --two-stage needs --distilled-lora: stage 2 refines in 3 steps, which"
-            f" only the distilled LoRA makes enough\nDownload it: {lora.DOWNLOAD}"
+            "--recipe dev --two-stage needs --distilled-lora: stage 2 has 3 steps, too few without"
+            f" the distilled LoRA\nDownload it: {lora.DOWNLOAD}"
         )
     given = [job for job in jobs if job.stage_2_loras]
-    # Of several jobs those in one stage may have it from the command's own flags.
+    # In a batch, one-stage jobs may have it from the command's own flags.
     if any(job.recipe == "distilled" for job in given) or given and not refining:
         raise UserError(
-            "--distilled-lora is for stage 2 of --recipe dev --two-stage, and nothing here runs"
-            " that; a LoRA for every stage is --lora PATH [STRENGTH]"
+            "--distilled-lora is for stage 2 of --recipe dev --two-stage, which no job runs; for a"
+            " LoRA in every stage type --lora PATH [STRENGTH]"
         )
 
 
 def sound_size(job: Job) -> Size | None:
-    """The size whose decoders are compiled for the job's sound. None for an extended video that is
-    shorter than a span: there may be no size of just as many latents, and the host decodes it."""
+    """The size for which the decoders of a job's sound are compiled. None if the host decodes it:
+    for an extended video shorter than a span, whose number of latents may be no size's."""
     if not job.extension:
         return job.size
     if job.audio_latents < SPAN_LATENTS:
@@ -177,7 +175,7 @@ def sound_size(job: Job) -> Size | None:
 def _host_models(job: Job) -> list[str]:
     """Names of the host models a job runs."""
     names = ["video_decoder"]
-    names += [] if job.sound else ["audio_decoder", "vocoder"]  # what is given is not decoded
+    names += [] if job.sound else ["audio_decoder", "vocoder"]  # an input sound is not decoded
     names += [f"{kind}_upsampler" for kind in job.upsamplers]
     names += ["video_encoder"] if job.images or job.retake or job.references else []
     names += ["audio_encoder"] if job.sound or job.retake else []

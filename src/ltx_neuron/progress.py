@@ -1,8 +1,8 @@
-"""A job under way, and what is kept of it on disk so that --resume can go on to the same bits.
+"""A running job, and its resume file on disk, from which --resume continues to the same bits.
 
-After every stage the contexts, the latents so far and the noise generator's state are written
-beside the output. A --save-tensors file holds the latents of a finished run: with it the decoding
-alone can be run again. A run that fails also leaves a log there, of why.
+After every stage a run writes its contexts, latents and the noise generator's state beside the
+output. --resume with a --save-tensors file, which has a finished run's latents, repeats only the
+decoding. A failed run also writes a log with the cause.
 """
 
 import json
@@ -32,19 +32,19 @@ from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.weights.turns import order_of_sets
 
 SUFFIX, LOG_SUFFIX = ".resume.safetensors", ".failure.log"
-_SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # by which one is known
+_SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # they identify a sidecar
 _IDENTITY, _GENERATOR = "job", "generator_state"
 _CONTEXTS = ("video_context", "audio_context")
 _NEGATIVE_CONTEXTS = ("negative_video_context", "negative_audio_context")
 
 
 class JobRun:
-    """A job under way.
+    """A running job.
 
-    contexts   of its prompt and, where a pass uses it, of its negative prompt
-    generator  draws the noise of all stages, one after the other, in the reference's order
+    contexts   of its prompt and, if a pass uses it, of its negative prompt
+    generator  draws the noise of all stages in the reference's order
     tensors    the named intermediates so far, as --save-tensors writes them
-    error      what ended this job alone, in a batch
+    error      the error of this job, in a batch
     """
 
     def __init__(
@@ -64,26 +64,25 @@ class JobRun:
 
     @property
     def stages_left(self) -> list[Stage]:
-        """The stages that are still to be run."""
+        """The unfinished stages."""
         return [stage for stage in self.job.stages if f"{stage.key}_video" not in self.tensors]
 
     @property
     def left(self) -> str:
-        """That in words."""
+        """The unfinished stages as text."""
         stages = self.stages_left
         if len(stages) > 1 and (window := stages[0].window):
             return f"windows {window.number} to {window.count} of {window.count} are left"
         return f"{', '.join(stage.title for stage in stages) or 'the decoding'} is left"
 
     def finish(self, stage: Stage, video: Tensor, audio: Tensor) -> None:
-        """Take a stage's latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
+        """Store a stage's latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         self.tensors[f"{stage.key}_video"] = video
         self.tensors[f"{stage.key}_audio"] = audio
 
 
 class StageGroup(NamedTuple):
-    """Stages of a job that run one after the other, on one weight set; none where its latents are
-    there."""
+    """Consecutive stages of a job on one weight set; empty if the job already has its latents."""
 
     run: JobRun
     stages: list[Stage]
@@ -92,10 +91,10 @@ class StageGroup(NamedTuple):
 def stage_groups(
     runs: list[JobRun], weights_of: Callable[[WeightSet], Path], loaded: Path | None
 ) -> list[StageGroup]:
-    """The order of work: jobs as they come, but for the fewest swaps of weights.
+    """The order of stages: that of the jobs, except to minimise swaps of weights.
 
     weights_of  the folder of a weight set
-    loaded      the one whose weights are there already
+    loaded      the loaded weight set's folder
     """
     left = {run: run.stages_left for run in runs}
     groups = [StageGroup(run, []) for run in runs if not left[run]]
@@ -110,30 +109,30 @@ def stage_groups(
 
 
 def state_path(output_path: Path) -> Path:
-    """Where the run that makes `output_path` keeps its state."""
+    """The resume file of a video's run."""
     return output_path.with_suffix(SUFFIX)
 
 
 def log_path(video: Path) -> Path:
-    """Where a run that fails to make a video says why."""
+    """The failure log of a video's run."""
     return video.with_suffix(LOG_SUFFIX)
 
 
 def beside(video: Path) -> dict[str, Path]:
-    """What a run writes beside a video without being asked to, by kind."""
+    """The files that a run always writes beside its video, by kind."""
     return {"JSON": video.with_suffix(".json"), "state": state_path(video), "log": log_path(video)}
 
 
 def check_replaceable(video: Path, flag: str) -> None:
-    """Raise UserError where a file that nobody named would be replaced and is not one of ours."""
+    """Raise UserError if a run would replace a file beside the video that no run wrote."""
     for kind, path in beside(video).items():
         if os.path.lexists(path) and not (path.is_file() and _IS_OURS[kind](path)):
             raise not_ours(path, flag)
 
 
 def is_state(path: Path) -> bool:
-    """Whether `save_state` wrote a file: a run may write over it, and removes it when it is done. A
-    --save-tensors file has no generator."""
+    """Whether `save_state` wrote a file; a run may replace and delete those. A --save-tensors file
+    has no generator state."""
     try:
         file = TensorFile(path, "")
     except UserError:
@@ -142,7 +141,7 @@ def is_state(path: Path) -> bool:
 
 
 def is_sidecar(path: Path) -> bool:
-    """Whether a file is the JSON that a run wrote beside its video; a latency report is not."""
+    """Whether a file is a run's sidecar JSON, not for example a latency report."""
     try:
         return read_json(path).keys() >= _SIDECAR_KEYS
     except UserError:
@@ -150,7 +149,7 @@ def is_sidecar(path: Path) -> bool:
 
 
 def is_log(path: Path) -> bool:
-    """Whether a file is the log that a run wrote beside its video."""
+    """Whether a file is a run's failure log."""
     return first_bytes(path, 100).partition(b"\n")[0].rstrip() == MARK.encode()
 
 
@@ -159,24 +158,24 @@ _IS_OURS = {"JSON": is_sidecar, "state": is_state, "log": is_log}
 
 def not_ours(path: Path, flag: str) -> UserError:
     return UserError(
-        f"{path} exists and is not a file of this toolkit; move it or choose another {flag}"
+        f"{path} exists and this toolkit did not write it; move it or choose another {flag}"
     )
 
 
 def write_run_tensors(path: Path, tensors: dict[str, Tensor], identity: dict) -> None:
-    """Write named tensors with the identity of the run they are of."""
+    """Write named tensors with their run's identity."""
     write_tensors(path, tensors, {_IDENTITY: json.dumps(identity)})
 
 
 def _latent_shapes(job: Job) -> dict[str, tuple[int, ...]]:
-    """Of the latents that go on in another process, by their names in --save-tensors."""
+    """Shapes of the latents in a resume file, by their --save-tensors names."""
     shapes = {}
     for stage in job.stages:
         clip = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
         sound = (1, latents.AUDIO_CHANNELS, job.size.audio_frames, latents.MEL_BINS)
         shapes[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *clip)
         shapes[f"{stage.key}_audio"] = sound
-    if job.extension:  # what its windows go on from
+    if job.extension:  # its windows need the known latents
         shapes["video_latent"] = (1, latents.VIDEO_CHANNELS, *job.latent_shape)
     if job.extension or job.sound:
         shapes["audio_latent"] = (1, latents.AUDIO_CHANNELS, job.audio_latents, latents.MEL_BINS)
@@ -184,13 +183,13 @@ def _latent_shapes(job: Job) -> dict[str, tuple[int, ...]]:
 
 
 def _kept(job: Job) -> tuple[str, ...]:
-    """Names of a job's tensors that go on in another process."""
+    """Names of a job's tensors in its resume file."""
     sound = ("waveform", "waveform_rate") if job.sound else ()  # for its MP4
     return ("attention_mask", *_CONTEXTS, *sound, *_latent_shapes(job), "upsampled")
 
 
 def save_state(path: Path, run: JobRun, identity: dict) -> None:
-    """Write what `restore_state` needs."""
+    """Write a resume file for `restore_state`."""
     tensors = {name: run.tensors[name] for name in _kept(run.job) if name in run.tensors}
     for negative in run.contexts[1:]:
         tensors |= dict(zip(_NEGATIVE_CONTEXTS, (negative.video, negative.audio), strict=True))
@@ -200,18 +199,17 @@ def save_state(path: Path, run: JobRun, identity: dict) -> None:
 def restore_state(
     path: Path, job: Job, identity: dict, dtype: torch.dtype, exact: bool = False
 ) -> JobRun:
-    """The run as it was after its last finished stage.
+    """The run after its last finished stage.
 
-    Raises UserError for a file of another job, one that somebody changed, and one that is none;
-    `exact`: also of a machine whose frames may differ in rounding.
+    Raises UserError for a file of another job, a modified file and any other file. exact: also if
+    host arithmetic differs, so that frames may differ in rounding; otherwise this prints a warning.
     """
-    file = TensorFile(path, "leave --resume out to begin anew")
+    file = TensorFile(path, "leave --resume out to start over")
     _check_identity(path, file, identity, () if exact else CHOSEN_FIELDS)
     names = (*_kept(job), *_NEGATIVE_CONTEXTS, _GENERATOR)
     tensors = {name: file.read(name) for name in names if name in file.shapes}
     _check_tensors(path, tensors, job, dtype)
-    # A finished run's --save-tensors file lacks the negative prompt and the generator, which only
-    # further steps would need.
+    # --save-tensors files lack the negative prompt and the generator, which only steps need.
     contexts = [
         Contexts(tensors[video], tensors[audio], tensors["attention_mask"], None)
         for video, audio in (_CONTEXTS, _NEGATIVE_CONTEXTS)
@@ -223,8 +221,8 @@ def restore_state(
         run.generator.set_state(tensors[_GENERATOR])
     elif run.stages_left:
         raise UserError(
-            f"--resume {path} lacks {run.stages_left[0].title} and what is needed to run it; leave"
-            " it out to begin anew"
+            f"--resume {path} lacks {run.stages_left[0].title} and the state to run it; leave it"
+            " out to start over"
         )
     return run
 
@@ -236,24 +234,24 @@ def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tu
         differences = artifacts.differences(json.loads(json.dumps(identity)), stored)
     except (KeyError, ValueError, AttributeError, TypeError):
         raise UserError(
-            f"--resume {path} is not what a run of {command('generate')} left; leave it out to"
-            " begin anew"
+            f"--resume {path} is not a resume file of {command('generate')}; leave it out to start"
+            " over"
         ) from None
     for key, here, there in (each for each in differences if each[0] in may_differ):
         print(
-            f"--resume {path} is of a run with {key} {there}, and this machine's is {here}: its"
-            " frames may differ from that run's in rounding"
+            f"--resume {path} is from a run with {key} {there}, this machine's is {here}: its frames"
+            " may differ in rounding"
         )
     if differences := [each for each in differences if each[0] not in may_differ]:
         listed = "; ".join(f"{key}: got {got}, wanted {want}" for key, want, got in differences)
         raise UserError(
-            f"--resume {path} is of another run: {listed}.\nType the flags of that run, or leave"
+            f"--resume {path} is from another run: {listed}.\nType that run's flags, or leave"
             " --resume out"
         )
 
 
 def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype) -> None:
-    """Refuse a file that lacks tensors, or whose latents or sound somebody changed."""
+    """Raise UserError for missing tensors, and for latents or sound with another shape or dtype."""
     later = {f"{stage.key}_{stream}" for stage in job.stages[1:] for stream in ("video", "audio")}
     needed = [name for name in _kept(job) if name not in {*later, "upsampled"}]
     problems = [f"{name}: missing" for name in needed if name not in tensors]
@@ -270,16 +268,15 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torc
     if problems:
         listed = "\n  ".join(problems)
         raise UserError(
-            f"--resume {path} does not hold this run's tensors:\n  {listed}\nLeave it out to begin"
-            " anew"
+            f"--resume {path} does not have this run's tensors:\n  {listed}\nLeave it out to start"
+            " over"
         )
 
 
 @contextmanager
 def logging_failure(log: Path, state: Path | None = None) -> Iterator[None]:
-    """Where the block fails through no mistake of the user's, write to `log` what is known of the
-    failure, and of the machine at that moment; where it leaves a `state`, say so. Where all is
-    well, neither file is left."""
+    """Write `log`, with the error and the machine's load, if the block fails other than by a user's
+    mistake. Print how to resume if the block wrote `state`. After a success delete both files."""
 
     def written() -> int | None:
         return state.stat().st_mtime_ns if state and state.is_file() else None
@@ -289,11 +286,11 @@ def logging_failure(log: Path, state: Path | None = None) -> Iterator[None]:
         yield
     except BaseException as error:
         if written() not in (None, before):
-            message = f"kept: {state}; the same command with --resume goes on from there"
+            message = f"kept: {state}; type the same command with --resume to continue"
             print(message, file=sys.stderr)
-        # A full disk is the user's to mend as well.
+        # The user must fix a full disk as well.
         if isinstance(error, Exception) and not isinstance(error, UserError | OSError):
-            with suppress(OSError):  # the error itself is said all the same
+            with suppress(OSError):  # the error itself is still raised
                 _write_log(log, error)
                 print(f"log: {log}", file=sys.stderr)
         raise

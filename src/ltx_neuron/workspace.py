@@ -1,8 +1,7 @@
-"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the
-commands share.
+"""Workspace: makes the weight sets and graphs of one checkpoint on one profile, compares them with
+their sources, and checks whether a generation fits the device.
 
-It makes weight sets and graphs, compares them with what they are of, and knows whether they fit
-the device. What is there it finds as Finished does.
+Its base class Finished finds existing ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -67,16 +66,16 @@ from ltx_neuron.weights.tensorfile import DTYPES
 
 
 class Workspace(Finished):
-    """Makes what is not there."""
+    """Makes missing weight sets and graphs."""
 
-    # --- cutting rank files -----------------------------------------------------------------------
+    # --- sharding ---------------------------------------------------------------------------------
 
     def shard(
         self, model: str, sets: Iterable[WeightSet] = ((),), workers: int | None = None
     ) -> list[Path]:
-        """Write the rank files of a model, one of MODELS, of the DiT once for every set of LoRAs;
-        returns the folders. With those of the video decoder come those of sound."""
-        # One that does not fit is refused before anything is written.
+        """Write the rank files of a model, one of MODELS; for the DiT, of every set of LoRAs; for
+        the video decoder, also those of sound. Returns the folders."""
+        # Wrong sources raise before anything is written.
         sources = [source for loras in sets for source in self.sources_of(model, loras)]
         specs_of = [self._specs(source) for source in sources]
         paths = []
@@ -84,14 +83,14 @@ class Workspace(Finished):
             identity = self.weights_identity(source)
             path, dtype = artifacts.folder(self.artifacts, identity), DTYPES[identity["dtype"]]
             if not shard_weights(source, path, identity, self.tp, dtype, specs, workers):
-                print(f"already there, nothing to do (--verify checks every byte): {path}")
+                print(f"already complete (--verify checks every byte): {path}")
             paths.append(path)
         return paths
 
     def verify(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
         """Compare the finished rank files of a model, one of MODELS, with their manifests and bit
-        for bit with the checkpoint and Gemma's files. Raises UserError that lists what differs;
-        returns the folders. sets: the DiT's."""
+        for bit with the checkpoint and Gemma's files. Returns the folders; raises UserError with
+        the differences. sets: of the DiT's LoRAs."""
         paths = []
         for loras in sets:
             for source in self.sources_of(model, loras):
@@ -103,7 +102,7 @@ class Workspace(Finished):
         return paths
 
     def weight_bytes(self, source: Source) -> int:
-        """Of the rank files of a model's weights, finished or not."""
+        """Bytes of a model's rank files, whether they exist or not."""
         identity = self.weights_identity(source)
         path, dtype = artifacts.folder(self.artifacts, identity), DTYPES[identity["dtype"]]
         if is_finished(path, identity):
@@ -111,12 +110,12 @@ class Workspace(Finished):
         return set_bytes(self._specs(source), self.tp, dtype)
 
     def sources_of(self, model: str, loras: WeightSet) -> list[Source]:
-        """What is sharded by one command."""
+        """The sources of one shard command."""
         return [self.source(name, loras) for name in _models_of(model)]
 
     def _specs(self, source: Source) -> list[ShardSpec]:
-        """How the tensors of a model are distributed over its files. UserError where they are not
-        those of the model."""
+        """How a model's tensors are distributed over its rank files. Raises UserError if they are
+        not the model's."""
         parts = {
             "dit": self._dit_parts,
             "gemma3": self._gemma3_parts,
@@ -129,8 +128,8 @@ class Workspace(Finished):
         check_specs(specs, weights, host)
         return specs
 
-    # Of a model: the programs that take its weights on the ranks, the shapes of those that stay on
-    # the host, and the layouts in which tensors are stored otherwise than in the checkpoint.
+    # For each model: the programs with its weights on the ranks, the shapes of the host's weights,
+    # and layouts of tensors that rank files store differently from the checkpoint.
 
     def _dit_parts(self) -> tuple[list[Program], dict, dict]:
         (bucket,) = Job("").buckets
@@ -149,7 +148,7 @@ class Workspace(Finished):
             "video_connector.learnable_registers": (REGISTERS, config.video_connector.inner),
             "audio_connector.learnable_registers": (REGISTERS, config.audio_connector.inner),
         }
-        # The aggregate projections are stored layer by layer, as the encoder multiplies them.
+        # The encoder multiplies the aggregate projections layer by layer.
         by_layer = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
         layouts = {f"{stream}_aggregate_embed.weight": by_layer for stream in ("video", "audio")}
         return [encoder, connectors], host, layouts
@@ -168,8 +167,8 @@ class Workspace(Finished):
     # --- compiling graphs -------------------------------------------------------------------------
 
     def compile_dit(self, buckets: list[Bucket], job: Job | None = None) -> list[Path]:
-        """Trace the DiT step for each bucket, of one size, that is not there yet; returns the
-        folders. job: whose size and recipe their manifests record, also those that are there."""
+        """Trace the DiT step for each missing bucket of one size; returns all folders. job: its
+        size and recipe are recorded in all manifests."""
         profile = self.dit_profile(buckets)
         self.check_attention(profile)
         comm, cut = registry.comm(profile, self.tp), profile.blocks_per_graph
@@ -182,7 +181,7 @@ class Workspace(Finished):
             programs.append(partial(dit_program, self.transformer, *arguments))
         for tokens in sorted(whole):
             print(
-                f"{tokens} video tokens do not divide over {self.tp} ranks: compiled without"
+                f"{tokens} video tokens are not divisible by {self.tp} ranks: compiled without"
                 " sequence parallelism"
             )
         paths = self._compile(self.dit_identities(buckets), programs, profile)
@@ -191,13 +190,13 @@ class Workspace(Finished):
         return paths
 
     def record_size(self, job: Job, buckets: list[Bucket]) -> None:
-        """Have the manifests of the DiT's graphs name the job's size and recipe."""
+        """Record the job's size and recipe in the manifests of the DiT's graphs."""
         for identity in self.dit_identities(buckets):
             path = artifacts.folder(self.artifacts, identity)
             record_size(path, asdict(job.size) | {"recipe": job.recipe})
 
     def compile_text(self) -> list[Path]:
-        """Trace the text encoder for every bucket of tokens, and the connectors."""
+        """Trace the text encoder for every token bucket, and the connectors."""
         gemma, config, profile = self.gemma, self.transformer, self.profile
         gemma.check_tensor_parallel(self.tp)
         check_text_fits(profile, self.tp, self.dtype_name, gemma, config)
@@ -209,14 +208,13 @@ class Workspace(Finished):
         return self._compile(self.text_identities(buckets).values(), programs)
 
     def compile_vae(self, clip: tuple[int, int, int]) -> list[Path]:
-        """Trace the video decoder for every shape of a clip's tiles; `clip` is its latent (F, h,
-        w)."""
+        """Trace the video decoder for every tile shape of a clip's latent (F, h, w)."""
         tiles, decoder = self.tile_shapes(clip), self.video_decoder
         programs = [partial(tile_program, decoder, tile, self.dtype) for tile in tiles]
         return self._compile(self.tile_identities(clip).values(), programs)
 
     def compile_sound(self, latents: int) -> list[Path]:
-        """Trace mel decoder and vocoder for the spans of so many latents of sound."""
+        """Trace mel decoder and vocoder for the spans of a sound with this number of latents."""
         span, rows = span_sizes(latents)
         spectrogram = partial(spectrogram_program, self.audio_decoder, span)
         waveform = partial(waveform_program, self.vocoder, rows)
@@ -228,8 +226,8 @@ class Workspace(Finished):
         programs: Iterable[Callable[[], Program]],
         profile: Profile | None = None,
     ) -> list[Path]:
-        """Compile each program of an identity that is not there yet; returns all folders. Where
-        another process compiles one, this waits and takes it. profile: another than the run's."""
+        """Compile the programs of missing identities; returns all folders. Waits for one that
+        another process compiles. profile: by default the run's."""
         profile, identities = profile or self.profile, [*identities]
         paths = [artifacts.folder(self.artifacts, identity) for identity in identities]
         named = [*zip(paths, identities, programs, strict=True)]
@@ -248,14 +246,14 @@ class Workspace(Finished):
 
     @property
     def compiler_cache(self) -> Path:
-        """Where compilers that run in the ranks keep what they made."""
+        """The cache folder of compilers that run in the ranks."""
         return self.artifacts / "compiled"
 
     # --- whether a generation fits the device -----------------------------------------------------
 
     def check_plan_fits(self, job: Job, neuron_gemma: bool) -> None:
-        """Raise UserError where a generation does not fit, by the plan: its graphs are exported for
-        that. neuron_gemma: whether the prompt is encoded on the ranks."""
+        """Raise UserError if a generation does not fit by the plan, for which its graphs are
+        exported. neuron_gemma: whether the ranks encode the prompt."""
         gemma = self.gemma if neuron_gemma else None
         profile = self.dit_profile(job.buckets, used=False)
         check_fits(self.checkpoint, profile, job, self.tp, self.dtype_name, gemma)
@@ -267,11 +265,11 @@ class Workspace(Finished):
         decoders: list[Manifest],
         loras: WeightSet = (),
     ) -> CoreMemory:
-        """What a generation needs of a core, by what was counted when its graphs were compiled and
-        by the sizes of its rank files.
+        """The memory that a generation needs per core, from the costs in its graphs' manifests and
+        the sizes of its rank files.
 
         decoders  manifests of the decoders of video and sound on the ranks
-        loras     of any of its weight sets, which are of one size
+        loras     of any of its weight sets, which have the same size
         """
         models = {manifest.identity["model"] for manifest in decoders}
         return CoreMemory(
@@ -283,8 +281,7 @@ class Workspace(Finished):
         )
 
     def check_compiled_fits(self, memory: CoreMemory, job: Job, neuron_gemma: bool) -> None:
-        """Raise UserError where a generation does not fit, by its compiled_memory: nothing is
-        exported."""
+        """Raise UserError if a generation does not fit by its compiled_memory. Exports nothing."""
         limit, needed = self.profile.memory_bytes_per_core, memory.needed(self.profile)
         if limit is not None and needed > limit:
             self.check_plan_fits(job, neuron_gemma)  # names a size that fits
@@ -293,7 +290,7 @@ class Workspace(Finished):
 
 
 def _rank_bytes(folder: Path) -> int:
-    """Bytes of one rank's weights: its file, whose header is small beside them."""
+    """Bytes of one rank's weights: those of its file, whose header is negligible."""
     return rank_path(folder, 0).stat().st_size
 
 
@@ -303,16 +300,16 @@ def _rank_bytes(folder: Path) -> int:
 def reshard(
     folder: Path, artifacts_dir: Path, model: str, tp: int, dtype: str, workers: int | None = None
 ) -> Path:
-    """Make the rank files of another tp or dtype from a finished folder, without the checkpoint.
+    """Make rank files of another tp or dtype from a finished folder, without the checkpoint.
 
-    Returns their folder. Raises UserError where the finished ones cannot give that tp or dtype.
+    Returns their folder. Raises UserError if the finished ones do not suit that tp or dtype.
     """
     source = RankSource(folder)
-    if source.model.name == "sound" and model == "vae":  # both are sharded by one command
+    if source.model.name == "sound" and model == "vae":  # one command shards both
         dtype = "float32"
     elif source.model.name != model:
         raise UserError(
-            f"{folder} holds weights of {source.model.name}, wanted {model}: type"
+            f"{folder} has weights of {source.model.name}, wanted {model}: type"
             f" {command(shard_verb(source.model.name))}"
         )
     source.check(tp, DTYPES[dtype])
@@ -320,7 +317,7 @@ def reshard(
     path = artifacts.folder(artifacts_dir, identity)
     specs = shard_specs(source, tp, {})
     if not shard_weights(source, path, identity, tp, DTYPES[dtype], specs, workers):
-        print(f"already there, nothing to do: {path}")
+        print(f"already complete: {path}")
     return path
 
 
@@ -335,7 +332,7 @@ def verify_finished(model: str, artifacts_dir: Path) -> None:
         )
     for path in folders:
         check_whole(path, verify(path), command(shard_verb(model), "--checkpoint-path", "FILE"))
-        print(f"whole: {path} (with --checkpoint-path it is compared with the source as well)")
+        print(f"whole: {path} (--checkpoint-path compares it with the source as well)")
 
 
 def _models_of(model: str) -> tuple[str, ...]:

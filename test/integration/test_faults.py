@@ -68,18 +68,18 @@ def test_the_decoding_alone_runs_again_from_saved_tensors(run, tmp_path, capsys)
 def test_another_runs_latents_are_refused_by_the_flags_that_differ(run, tmp_path, capsys):
     assert run.here(tmp_path, resume=run.tensors, seed=11, prompt="a blue fox") == 2
     differ = "prompt: got a red fox, wanted a blue fox; seed: got 10, wanted 11"
-    assert f"is of another run: {differ}" in capsys.readouterr().err
+    assert f"is from another run: {differ}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_no_state_of_a_run_is_refused(run, tmp_path, tiny, capsys):
     assert run.here(tmp_path / "out", resume=tiny.lora) == 2
     said = capsys.readouterr().err
-    assert "leave" in said and "to begin anew" in said and "Traceback" not in said
+    assert "leave" in said and "to start over" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("content", [b"", b"no safetensors file"])
 def test_what_is_no_safetensors_file_is_no_state(tmp_path, content):
     (tmp_path / "state").write_bytes(content)
-    with pytest.raises(UserError, match="leave --resume out to begin anew"):
+    with pytest.raises(UserError, match="leave --resume out to start over"):
         restore_state(tmp_path / "state", Job("a red fox"), {}, torch.float32)

@@ -71,5 +71,5 @@ def test_a_state_of_another_lora_is_refused(engine_of, jobs, tmp_path):
     assert restore_state(path, moved, identity(moved), torch.float32).stages_left == []
     for loras in ((), (Lora(copy, 0.7),), jobs[1].stage_1_loras):
         other = Job(job.prompt, job.size, job.seed, loras=loras)
-        with pytest.raises(UserError, match="is of another run: loras: got"):
+        with pytest.raises(UserError, match="is from another run: loras: got"):
             restore_state(path, other, identity(other), torch.float32)

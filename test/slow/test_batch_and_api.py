@@ -220,7 +220,7 @@ def test_a_state_that_is_not_the_lines_own_is_not_taken_up(overlapping, tmp_path
         state.write_bytes(content)
         run_batch([Line(1, job, "")], engine, tmp_path, take, Job.describe)
         (tmp_path / RESULTS).unlink()
-        assert "line 1 begins anew" in capsys.readouterr().out and not state.exists()
+        assert "line 1 starts over" in capsys.readouterr().out and not state.exists()
         assert torch.equal(made.pop(), wanted.frames)
 
 

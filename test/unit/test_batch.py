@@ -191,10 +191,10 @@ BAD = {
         {"prompt": "a", "upscale": "x4"},
         "--upscale: got 'x4', wanted 'spatial', 'temporal' or 'both'",
     ),
-    "a key twice": ('{"prompt": "a", "seed": 1, "seed": 2}', "the key 'seed' is there twice"),
+    "a key twice": ('{"prompt": "a", "seed": 1, "seed": 2}', "the key 'seed' is given twice"),
     "a key twice inside": (
         '{"prompt": "a", "seed": {"b": 1, "b": 2}}',
-        "the key 'b' is there twice",
+        "the key 'b' is given twice",
     ),
     "a flag in two spellings": (
         {"prompt": "a", "fps": 24, "frame_rate": 25},

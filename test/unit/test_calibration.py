@@ -238,8 +238,8 @@ def test_a_run_begun_with_another_choice_is_resumed_and_the_difference_is_said(t
     here = identity | {"host_dtype": "float32", "host_dtype_speed": 1}
     run = progress.restore_state(path, job, here, torch.float32)
     assert run.stages_left == []
-    assert "host_dtype bfloat16, and this machine's is float32" in capsys.readouterr().out
-    with pytest.raises(UserError, match="is of another run: seed: got 10, wanted 11"):
+    assert "host_dtype bfloat16, this machine's is float32" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is from another run: seed: got 10, wanted 11"):
         progress.restore_state(path, job, here | {"seed": 11}, torch.float32)
     # A worker's next attempt may be on another machine: it begins anew rather than mix the two.
     with pytest.raises(UserError, match="host_dtype: got bfloat16, wanted float32"):

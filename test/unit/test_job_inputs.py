@@ -168,7 +168,7 @@ MISTAKES = {
         sound=SoundCondition(FILE, float("nan"))
     ),
     "--audio-max-duration: got 0.0, wanted more than 0": dict(sound=SoundCondition(FILE, 0.0, 0.0)),
-    "--start-time 0.5 --end-time 0.5: wanted seconds of which": dict(retake=Retake(FILE, 0.5, 0.5)),
+    "--start-time 0.5 --end-time 0.5: wanted a start": dict(retake=Retake(FILE, 0.5, 0.5)),
     "--start-time -1 --end-time 0.5: wanted": dict(retake=Retake(FILE, -1.0, 0.5)),
     "reaches beyond the 0.708 s of": dict(retake=Retake(FILE, 0.5, 0.8)),
     "type at most --end-time 0.708": dict(retake=Retake(FILE, 5.0, 8.0)),

@@ -162,7 +162,7 @@ def test_a_sidecar_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
         path.write_text(content)
         said = refused(Outputs(video=tmp_path / "out.mp4"))
         assert said == (
-            f"{path} exists and is not a file of this toolkit; move it or choose another"
+            f"{path} exists and this toolkit did not write it; move it or choose another"
             " --output-path"
         )
     path.write_text(json.dumps(SIDECAR))
@@ -182,11 +182,11 @@ def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
 def test_a_state_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
     path = tmp_path / "out.resume.safetensors"
     path.write_bytes(b"weights of mine")
-    assert f"{path} exists and is not a file of this" in refused(Outputs(tmp_path / "out.mp4"))
+    assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
     write_tensors(path, {"a": torch.zeros(1)}, {})
-    assert f"{path} exists and is not a file of this" in refused(Outputs(tmp_path / "out.mp4"))
+    assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
     progress.write_run_tensors(path, {"a": torch.zeros(1)}, {})  # as --save-tensors does
-    assert f"{path} exists and is not a file of this" in refused(Outputs(tmp_path / "out.mp4"))
+    assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
     write_state(path)
     Outputs(tmp_path / "out.mp4").check({})
 
@@ -195,7 +195,7 @@ def test_a_log_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
     path = tmp_path / "out.failure.log"
     for content in (b"", b"ltx-neuronal notes\n", b"notes\nltx-neuron\n", b"\xff\xfe"):
         path.write_bytes(content)
-        assert f"{path} exists and is not a file of this" in refused(Outputs(tmp_path / "out.mp4"))
+        assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
     path.write_text(f"{MARK}\nall was well\n")
     Outputs(tmp_path / "out.mp4").check({})
 
@@ -203,7 +203,7 @@ def test_a_log_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("absent")])
 def test_what_is_no_file_is_not_replaced(tmp_path, make):
     make(tmp_path / "out.json")
-    assert "not a file of this toolkit" in refused(Outputs(tmp_path / "out.mp4"))
+    assert "this toolkit did not write it" in refused(Outputs(tmp_path / "out.mp4"))
 
 
 # --- frames ---------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_files_of_others_in_the_folder_of_a_batch_are_not_replaced(tmp_path, nam
     lines = lines_of(2)
     (tmp_path / name).write_bytes(b"of others")
     said = refused_batch(lines, tmp_path)
-    assert f"{name} exists and is not a file of this toolkit; move it or choose another" in said
+    assert f"{name} exists and this toolkit did not write it; move it or choose another" in said
 
 
 def test_what_an_earlier_batch_made_is_replaced(tmp_path):

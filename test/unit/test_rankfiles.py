@@ -998,7 +998,7 @@ def test_what_rank_files_cannot_give_is_refused(made, tmp_path):
     for model, tp, dtype, words in (
         ("dit", 2, "float32", "cannot be widened again"),
         ("dit", 8, "bfloat16", "does not divide"),
-        ("gemma3", 2, "bfloat16", "holds weights of dit"),
+        ("gemma3", 2, "bfloat16", "has weights of dit"),
     ):
         with pytest.raises(UserError, match=words):
             reshard(made("dit", 4, "bfloat16"), tmp_path, model, tp, dtype)

@@ -196,7 +196,7 @@ def test_what_does_not_divide_is_compiled_whole_and_said(tiny, tmp_path, capsys)
     workspace = Workspace(tiny.checkpoint, profile, tmp_path, TP, "float32")
     folders = workspace.compile_dit([Bucket(18, 18, 1, 8), Bucket(24, 18, 1, 8)])
     assert capsys.readouterr().out == (
-        "18 video tokens do not divide over 4 ranks: compiled without sequence parallelism\n"
+        "18 video tokens are not divisible by 4 ranks: compiled without sequence parallelism\n"
     )
     taken = [Manifest(folder).graphs["head"]["inputs"] for folder in folders]
     assert ["rank_one_hot" in inputs for inputs in taken] == [False, True]

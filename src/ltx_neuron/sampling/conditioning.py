@@ -142,7 +142,7 @@ def initial_states(
     """The initial state of a stage's video and audio.
 
     upsampled  whether this is the second stage, which has no references
-    tensors  the encoded inputs, by their names in --save-tensors
+    tensors  encoded inputs by their --save-tensors names
     start    (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, a file's or the previous stage's latents
     images   each with its latent (1, 128, 1, h, w) at this stage's size
     window   of an extended video
@@ -262,8 +262,8 @@ def _of_window(
 def attention_bias(
     target_tokens: int, groups: list[tuple[int, Tensor | None]], dtype: torch.dtype
 ) -> Tensor:
-    """The bias (T, T) of the video's self-attention for all heads: the logarithm of the attention
-    weight between two tokens, or the dtype's lowest number for none.
+    """The bias (T, T) of the video's self-attention, the same for all heads: the logarithm of the
+    attention weight between two tokens, or the dtype's lowest number for weight 0.
 
     target_tokens  number of the clip's tokens, which come first
     groups  appended tokens in order: (count, weights), weights (count,), or None for images and for

@@ -1,5 +1,5 @@
-"""What a video may be made from besides its prompt: images, a sound, a video to change, references.
-What follows from it for the graphs, what is wrong before a model loads, and the flags for it.
+"""Inputs of a video besides its prompt: images, a sound, a video to retake, references. Checks them
+before a model loads; gives their effects on the graphs' shapes and their fields of a JobSpec.
 
 Shapes: F latent frames, h, w latent rows and columns.
 """
@@ -22,7 +22,7 @@ from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.size import Size
 
-# Field of Inputs -> its field of a JobSpec, what that takes, and the flag's values.
+# Field of Inputs -> field of JobSpec, its kind of file, and the flag's values.
 _FILES = {
     "images": ("image", "an image", "FILE [FRAME_IDX [STRENGTH [CRF]]]"),
     "references": ("video_conditioning", "a video", "FILE STRENGTH"),
@@ -30,7 +30,7 @@ _FILES = {
     "retake": ("video_path", "a video", "FILE"),
     "attention_mask": ("conditioning_attention_mask", "a video", "FILE STRENGTH"),
 }
-# Field -> those that it needs.
+# Field -> required fields.
 _NEEDS = {
     "{ic_lora}": ("{video_conditioning}", "{two_stage}", "{recipe} distilled"),
     "{video_conditioning}": ("{ic_lora}", "{two_stage}", "{recipe} distilled"),
@@ -39,14 +39,14 @@ _NEEDS = {
     "{sampler} res_2s": ("{two_stage}", "{recipe} dev"),
     "{skip_stage_2}": ("{two_stage}",),
 }
-# Field -> those that it cannot be combined with.
+# Field -> excluded fields.
 _EXCLUDES = {
     "{video_path}": (
         "{audio_path}",
         "{image}",
         "{two_stage}",
         "{upscale}",
-        # They need what it excludes.
+        # These need one of the fields above.
         "{ic_lora}",
         "{video_conditioning}",
         "{conditioning_attention_mask}",
@@ -63,7 +63,7 @@ Crf = Annotated[int, Field(ge=0, le=51)]
 
 
 class WeightedFile(NamedTuple):
-    """PATH STRENGTH: a reference video, or the mask of all."""
+    """PATH STRENGTH: a reference video, or the attention mask of all references."""
 
     path: str
     strength: Strength
@@ -80,7 +80,7 @@ class ImageCondition:
     crf: Crf = 33
 
     def check(self, num_frames: int) -> None:
-        """Raise FieldError for a frame that a clip of so many does not have."""
+        """Raise FieldError for a frame outside a clip of `num_frames`."""
         if self.frame_index >= num_frames:
             raise FieldError(
                 "{image} {path}: frame {frame} is outside the clip's 0..{last}",
@@ -92,8 +92,8 @@ class ImageCondition:
 
 @dataclass(frozen=True)
 class SoundCondition:
-    """A file whose sound the video is made for (audio to video): `max_duration` seconds from
-    `start_time` on, by default as long as the video."""
+    """The input sound of audio to video: `max_duration` seconds of a file from `start_time`, by
+    default the video's length."""
 
     path: str | Path
     start_time: float = 0.0
@@ -102,11 +102,11 @@ class SoundCondition:
 
 @dataclass(frozen=True)
 class Retake:
-    """A video file of which the seconds from `start_time` to `end_time` are made anew: of
-    `regenerate` "video", "audio" or "both". The other stream is kept whole.
+    """Regenerates the seconds from `start_time` to `end_time` of a video file: its `regenerate`
+    "video", "audio" or "both". The other stream is kept whole.
 
-    extend  seconds that are made anew at its end or, below 0, before its beginning, in place of
-            those; source_frames are what the file has, and all kept
+    extend         instead: seconds to add at its end or, below 0, before its beginning
+    source_frames  frames of the file, all kept, if it is extended
     """
 
     path: str | Path
@@ -117,7 +117,7 @@ class Retake:
     source_frames: int = 0
 
     def check(self, seconds: float) -> None:
-        """Raise UserError for what cannot be made of a file of so many seconds."""
+        """Raise UserError for a range outside a file of `seconds`."""
         start, end = self.start_time, self.end_time
         if self.extend:
             if (start, end, self.regenerate) != (0, 0, "both"):
@@ -128,8 +128,8 @@ class Retake:
             return
         if not 0 <= start < end:
             raise UserError(
-                f"--start-time {start:g} --end-time {end:g}: wanted seconds of which the first"
-                " comes before the second, as in --start-time 0.5 --end-time 1"
+                f"--start-time {start:g} --end-time {end:g}: wanted a start before the end, in"
+                " seconds, as in --start-time 0.5 --end-time 1"
             )
         if end > seconds:
             last = math.floor(seconds * 1000) / 1000
@@ -141,12 +141,12 @@ class Retake:
 
 @dataclass(frozen=True)
 class ReferenceVideo:
-    """A video that an IC-LoRA was trained to take as a reference.
+    """A reference video for an IC-LoRA.
 
-    strength    1 shows it as it is, 0 as noise
-    num_frames  frames that the file has
-    space_scale, time_scale  how many pixels and frames of the video that is made one of the
-                reference's stands for: of the IC-LoRA's metadata
+    strength    1: clean reference, 0: noise
+    num_frames  frames of the file
+    space_scale, time_scale  pixels and frames of the generated video per pixel and frame of the
+                reference, from the IC-LoRA's metadata
     """
 
     path: str | Path
@@ -156,20 +156,20 @@ class ReferenceVideo:
     time_scale: int = 1
 
     def pixels(self, size: Size) -> tuple[int, int, int]:
-        """Frames, height and width that are encoded beside a clip of a size: 8k+1 of the frames
-        that are there, frame 0, 1, 1 + time_scale, 1 + 2 time_scale, ..."""
+        """The encoded frames, height and width for a clip of this size: 8k+1 of the file's frames
+        0, 1, 1 + time_scale, 1 + 2 time_scale, ..."""
         there = min(self.num_frames, size.num_frames)
         taken = 1 + -(-(there - 1) // self.time_scale)
         frames = (taken - 1) // TIME_SCALE * TIME_SCALE + 1
         return frames, size.height // self.space_scale, size.width // self.space_scale
 
     def latent_shape(self, size: Size) -> tuple[int, int, int]:
-        """(F, h, w) of its latent beside a clip of a size."""
+        """(F, h, w) of its latent for a clip of this size."""
         frames, height, width = self.pixels(size)
         return video_latent_shape(height, width, frames)
 
     def check(self, stage_1: Size) -> None:
-        """Raise UserError for a reference that cannot stand beside stage 1."""
+        """Raise UserError for a reference that does not fit stage 1's size."""
         flag = f"--video-conditioning {self.path}"
         counts = self.num_frames, self.space_scale, self.time_scale
         if min(counts) < 1:
@@ -191,8 +191,8 @@ class ReferenceVideo:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """A video, black to white, of how much each part of a reference is attended to, all of it
-    times `strength`."""
+    """A video, black (0) to white (1), of the attention weights of references' tokens, times
+    `strength`."""
 
     path: str | Path
     strength: float = 1.0
@@ -202,7 +202,7 @@ Condition = ImageCondition | SoundCondition | Retake | ReferenceVideo | Attentio
 
 
 class EncodedClip(NamedTuple):
-    """A video as it is encoded: 8k+1 frames of so many rows and columns, `whole` or in tiles."""
+    """A video to encode: (8k+1 frames, rows, columns), `whole` or in tiles."""
 
     pixels: tuple[int, int, int]
     whole: bool = False
@@ -210,12 +210,12 @@ class EncodedClip(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(ABC):
-    """What a video is made from besides its prompt, and how it is taken.
+    """Inputs of a video besides its prompt, and their settings.
 
-    skip_stage_2      of a two-stage run: the half-size result is decoded
-    images_as_guides  an image at frame 0 is a keyframe as the others are
-    sampler           "euler" or "res_2s", which HQ uses
-    upright           images and videos are taken as they are shown, not as they are stored
+    skip_stage_2      of a two-stage run: decode the half-size result
+    images_as_guides  append an image at frame 0 as a keyframe, like the others
+    sampler           "euler" or "res_2s" (HQ)
+    upright           apply EXIF orientation and display matrices
     """
 
     images: tuple[ImageCondition, ...] = ()
@@ -231,30 +231,30 @@ class Inputs(ABC):
     @property
     @abstractmethod
     def size(self) -> Size:
-        """Of the video that is made."""
+        """Of the generated video; for an extended one, of a window."""
 
-    # --- what follows from them -------------------------------------------------------------------
+    # --- shapes of graphs -------------------------------------------------------------------------
 
     @property
     def has_media(self) -> bool:
-        """Whether there is a sound or a video among them."""
+        """Whether the inputs include a sound or a video."""
         return bool(self.sound or self.retake or self.references)
 
     def appended_references(self, upsampled: bool) -> tuple[ReferenceVideo, ...]:
-        """The references whose tokens a stage appends: stage 1 alone has them."""
+        """The references of a stage; only stage 1 has them."""
         return () if upsampled else self.references
 
     def appended_tokens(self, upsampled: bool, rows: int, columns: int) -> int:
-        """Tokens of a stage, of so many latent rows and columns, behind the clip's own: those of
-        images that do not take a frame's place, and of references."""
+        """Tokens appended to the clip's in a stage with these latent rows and columns: those of
+        keyframes and references."""
         guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.images)
         references = self.appended_references(upsampled)
         shapes = (reference.latent_shape(self.size.first) for reference in references)
         return guides * rows * columns + sum(map(math.prod, shapes))
 
     def timesteps(self, upsampled: bool) -> int:
-        """Distinct timesteps among a stage's video tokens, one for each denoise mask and one for
-        what is free. Of a retake tokens are made anew or kept: 2, whatever is asked for."""
+        """Distinct timesteps among a stage's video tokens: one for each distinct denoise mask. A
+        retake always has 2, for free and kept tokens."""
         if self.retake:
             return 2
         conditions = (*self.images, *self.appended_references(upsampled))
@@ -262,13 +262,13 @@ class Inputs(ABC):
 
     @property
     def fixes_timesteps(self) -> bool:
-        """Whether a graph is compiled for these inputs alone; else it is text to video's, and
-        another one of an image at frame 0."""
+        """Whether the inputs determine the number of timesteps. Otherwise graphs with 1 and with 2
+        are compiled, for text to video and for an image at frame 0."""
         return bool(self.images or self.references or self.retake)
 
     @property
     def extension(self) -> Extension | None:
-        """How the retaken video is made longer, where it is; the size is that of a window."""
+        """The extension of the video, if the job extends one; `size` is then a window's."""
         if self.retake is None or not self.retake.extend:
             return None
         frames, rate = self.size.num_frames, self.size.frame_rate
@@ -276,19 +276,19 @@ class Inputs(ABC):
 
     @property
     def encoded_clips(self) -> list[EncodedClip]:
-        """The videos that are encoded before the first stage, see host.conditions."""
+        """The videos that host.conditions encodes before the first stage."""
         stage_1, clips = self.size.first, []
         if self.retake:
             frames = self.size.num_frames
-            if longer := self.extension:  # what windows see, and a frame where they are before it
+            if longer := self.extension:  # the known part; one frame more if it comes last
                 frames = TIME_SCALE * (longer.known_latents + longer.before - 1) + 1
             clips.append(EncodedClip((frames, *stage_1.sides)))
         return clips + [EncodedClip(each.pixels(stage_1), whole=True) for each in self.references]
 
-    # --- the files and fields ---------------------------------------------------------------------
+    # --- files and fields -------------------------------------------------------------------------
 
     def _conditions(self) -> list[tuple[str, str, Condition]]:
-        """Each condition with its field, and its name: numbered where there may be several."""
+        """(field, name, condition) of each condition; names in lists are numbered."""
         found = []
         for field in _FILES:
             value = getattr(self, field)
@@ -300,12 +300,12 @@ class Inputs(ABC):
 
     @property
     def files(self) -> dict[str, Path]:
-        """What is read, by flag."""
+        """The input files by flag."""
         paths = [(_FILES[field][0], each.path) for field, _, each in self._conditions()]
         return {f"{flag_of(name)} {path}": Path(path) for name, path in paths}
 
     def with_paths(self, rename: Callable[[Path], str]) -> Self:
-        """The same with every file under another name."""
+        """A copy with every file's path renamed."""
 
         def renamed(value: Any) -> Any:
             if isinstance(value, tuple):
@@ -326,7 +326,7 @@ class Inputs(ABC):
 
     @property
     def spec_fields(self) -> dict[str, Any]:
-        """The fields of a JobSpec that ask for the files."""
+        """The fields of a JobSpec for the files."""
         fields: dict[str, Any] = {
             "image": self.images,
             "video_conditioning": tuple(
@@ -345,16 +345,16 @@ class Inputs(ABC):
             fields["conditioning_attention_mask"] = masks
         return fields
 
-    # --- what is wrong ----------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def check_types(self) -> None:
-        """Raise UserError for what is of another type than is annotated."""
+        """Raise UserError for a field with a wrong type."""
         check_fields(self)
         for _, name, condition in self._conditions():
             check_fields(condition, f"{name}.")
 
     def check_inputs(self) -> None:
-        """Raise UserError for a file that is not there and for what cannot be made of it."""
+        """Raise UserError for an unreadable file, or for a condition that does not fit the clip."""
         for field, _, condition in self._conditions():
             name, what, values = _FILES[field]
             flag = flag_of(name)
@@ -368,7 +368,7 @@ class Inputs(ABC):
 
 
 def check_together(given: dict[str, bool]) -> None:
-    """Raise FieldError for fields that need or exclude others; `given`: whether each is there."""
+    """Raise FieldError for missing or conflicting fields. given: whether each field is given."""
     for field, excluded in _EXCLUDES.items():
         wrong = [other for other in excluded if given.get(other)]
         if given.get(field) and wrong:
@@ -385,5 +385,5 @@ def check_together(given: dict[str, bool]) -> None:
 
 
 def held_mask(strength: float) -> float:
-    """The denoise mask of what is held so strongly, 1 - strength, as fp32 has it."""
+    """The denoise mask of a condition, 1 - strength, rounded to fp32."""
     return torch.tensor(1.0 - strength, dtype=torch.float32).item()

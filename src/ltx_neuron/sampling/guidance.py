@@ -1,5 +1,5 @@
-"""Guidance of the dev recipe: scales per stream, which passes they need, and what each pass leaves
-out.
+"""Guidance of the dev recipe: scales per stream, the passes that they need, and the attentions that
+each pass skips.
 
 Source: ltx-core components/guiders.py, ltx-pipelines utils/{constants,helpers}.py.
 """
@@ -22,19 +22,19 @@ class StreamGuidance:
     cfg_scale: float = 1.0  # away from the negative prompt
     stg_scale: float = 0.0  # away from the prediction without self-attention in stg_blocks
     stg_blocks: tuple[int, ...] = ()
-    # away from the prediction in which video and audio do not see each other
+    # away from the prediction without audio-video cross-attention
     modality_scale: float = 1.0
-    # share of the conditional prediction's standard deviation that is kept
+    # 0 to 1: how far the conditional prediction's standard deviation is restored
     rescale_scale: float = 0.0
-    # how many steps repeat the last prediction after each that computes one
+    # steps that repeat a prediction after each computed one
     skip_step: int = 0
 
     def weights(self) -> list[float]:
-        """(cfg - 1, stg, modality - 1, rescale): what the graph multiplies with."""
+        """The graph's factors: (cfg - 1, stg, modality - 1, rescale)."""
         return [self.cfg_scale - 1, self.stg_scale, self.modality_scale - 1, self.rescale_scale]
 
     def computes(self, step: int) -> bool:
-        """Whether a step predicts anew, or repeats the last prediction."""
+        """Whether a step computes a prediction; otherwise it repeats the last one."""
         return step % (self.skip_step + 1) == 0
 
 
@@ -50,7 +50,7 @@ class Guidance:
         return self.video, self.audio
 
     def check(self, layers: int) -> None:
-        """Raise UserError for what is of another type and for blocks the model does not have."""
+        """Raise UserError for wrong types, and for STG blocks beyond the model's layers."""
         check_fields(self, "guidance.")
         for name, stream in (("video", self.video), ("audio", self.audio)):
             check_fields(stream, f"guidance.{name}.")
@@ -62,7 +62,7 @@ class Guidance:
                 )
 
     def passes(self) -> tuple[str, ...]:
-        """The passes that some stream needs; one whose weight is zero in both is not run."""
+        """The passes with a nonzero weight in either stream."""
         needed = {
             "uncond": any(not isclose(s.cfg_scale, 1.0) for s in self.streams),
             "perturbed": any(not isclose(s.stg_scale, 0.0) for s in self.streams),
@@ -75,8 +75,8 @@ class Guidance:
         return torch.tensor([stream.weights() for stream in self.streams])
 
     def keep(self, name: str, layers: int, dtype: torch.dtype) -> Tensor:
-        """Which attentions a pass computes in each block, (layers, 4): video and audio
-        self-attention, a2v, v2a; 0 is left out (the graphs' field `keep`)."""
+        """The attentions of a pass in each block, (layers, 4): video and audio self-attention, a2v,
+        v2a; 0: skipped (the graphs' input `keep`)."""
         kept = torch.ones(layers, 4)
         if name == "perturbed":
             for column, stream in enumerate(self.streams):
@@ -87,20 +87,20 @@ class Guidance:
         return kept.to(dtype)
 
     def enabled_steps(self, steps: Iterable[int], max_steps: int) -> Tensor:
-        """(max_steps, 2) fp32: which streams each evaluation computes, by the numbers of the steps
-        that they are of; rows beyond them are not read."""
+        """(max_steps, 2) fp32: whether each evaluation computes video and audio. steps: each
+        evaluation's step number; surplus rows are not used."""
         enabled = torch.ones(max_steps, 2)
         for row, step in enumerate(steps):
             enabled[row] = torch.tensor([float(stream.computes(step)) for stream in self.streams])
         return enabled
 
 
-# Of LTX-2.3.
+# LTX-2.3's.
 _STREAM = StreamGuidance(
     cfg_scale=3.0, stg_scale=1.0, stg_blocks=(28,), modality_scale=3.0, rescale_scale=0.7
 )
 DEFAULTS, DEFAULT_STEPS = Guidance(_STREAM, replace(_STREAM, cfg_scale=7.0)), 30
-# Of HQ, whose sampler is res_2s: sharper, without STG.
+# HQ's (res_2s sampler): sharper, without STG.
 _HQ_STREAM = StreamGuidance(cfg_scale=3.0, modality_scale=3.0, rescale_scale=0.45)
 HQ_DEFAULTS = Guidance(_HQ_STREAM, replace(_HQ_STREAM, cfg_scale=7.0, rescale_scale=1.0))
 HQ_STEPS = 15
@@ -128,13 +128,13 @@ NEGATIVE_PROMPT = (
 
 
 def default_guidance(sampler: str = "euler", sound: bool = False) -> Guidance:
-    """The recipe's own; `sound`: it is given, so that nothing of it is guided."""
+    """The dev recipe's default. sound: whether the sound is an input and not guided."""
     guidance = HQ_DEFAULTS if sampler == "res_2s" else DEFAULTS
     return replace(guidance, audio=StreamGuidance()) if sound else guidance
 
 
 def check_guidable(fields: Iterable[str], recipe: str | None) -> None:
-    """Raise FieldError where fields that steer guidance are asked of the recipe that has none."""
+    """Raise FieldError for guidance in the distilled recipe. fields: those that were given."""
     if recipe == "distilled":
         what = ", ".join(f"{{{name}}}" for name in fields) or "guidance"
         raise FieldError(

@@ -1,12 +1,12 @@
-"""JobSpec: what a user may say of one video. Each field is a flag and a key of a prompts file's
-line. Those of SamplingFields, GuidanceFields and VideoFields are fields of an HTTP body as well.
+"""JobSpec: a user's settings of one video. Each field is a flag and a key of a prompts file's line.
+Those of SamplingFields, GuidanceFields and VideoFields are fields of an HTTP body as well.
 
-The scripts' flags with their help, the validation of flags, lines, bodies and the Python API, the
-schema of a body, and the way back from a job (`JobSpec.line`, `JobSpec.words`) come from these
-fields. A field's description is the flag's help, and its title is the name of the flag's value.
+These fields define the flags and their help, the validation of flags, lines, bodies and the Python
+API, the schema of a body, and a job's line and flags (`JobSpec.line`, `JobSpec.words`). A field's
+description is the flag's help, and its title is the name of the flag's value.
 """
 
-# Literals of what other modules list, which pydantic evaluates.
+# Pydantic evaluates Literals of other modules' tuples.
 # pyright: reportInvalidTypeForm=false
 
 import dataclasses
@@ -37,7 +37,7 @@ from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
 from ltx_neuron.sampling.size import FRAME_RATES, Size
 from ltx_neuron.sampling.upscaling import UPSCALES
 
-SEED = 10  # where none is given
+SEED = 10  # the default
 RECIPES = "distilled", "dev"
 HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
 
@@ -53,22 +53,22 @@ def _option(
     """A field.
 
     value  the name of the flag's value in its help
-    names  the field's own and other names of it
+    names  the field's own name and its aliases
     """
     alias = AliasChoices(*names) if names else None
     return Field(default, description=help, title=value, validation_alias=alias, **limits)
 
 
 class LoraFile(NamedTuple):
-    """PATH [STRENGTH]: 1 where none is said."""
+    """PATH [STRENGTH], by default 1."""
 
     path: str
     strength: float | None = None
 
 
 def _repeats(value: Any) -> Any:
-    """Each time that a repeatable flag is given: one path, [path, ...] or [[path, ...], ...]."""
-    if isinstance(value, tuple):  # of another spec
+    """Normalise a repeatable flag's values: one path, [path, ...] or [[path, ...], ...]."""
+    if isinstance(value, tuple):  # from another JobSpec
         return value
     nested = isinstance(value, list) and value and not isinstance(value[0], str)
     listed = value if nested else [value]
@@ -97,14 +97,14 @@ Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
 def _has_switch(value: Any, depth: int = 2) -> bool:
-    """Whether a value is True or False, or a list of so many levels holds one."""
+    """Whether a value is True or False, or a list with one up to `depth` levels deep."""
     if isinstance(value, list) and depth:
         return any(_has_switch(each, depth - 1) for each in value)
     return isinstance(value, bool)
 
 
 class Fields(BaseModel):
-    """Fields that are validated alike: text is text, and True and False are no numbers."""
+    """Base class: True and False are invalid as text and as numbers."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -117,7 +117,7 @@ class Fields(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_list(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse a list that is too long before each of its values is validated, and a switch."""
+        """Refuse a too long list before its values are validated, and True and False."""
         assert info.field_name
         field = cls.model_fields[info.field_name]
         most = next((each.max_length for each in field.metadata if isinstance(each, MaxLen)), None)
@@ -148,7 +148,7 @@ class SamplingFields(Fields):
 
 
 class VideoFields(Fields):
-    """Of what a video is, on each surface."""
+    """The video's size and recipe, the same for flags, lines and HTTP bodies."""
 
     height: int | None = _option(
         f"a multiple of 32; of 64 in two stages (default: {Size.height})", "PIXELS", ge=1, le=16_384
@@ -159,7 +159,7 @@ class VideoFields(Fields):
     num_frames: int | None = _option(
         f"a multiple of 8, plus 1 (default: {Size.num_frames})", "N", ge=1, le=100_000
     )
-    frame_rate: float | None = _option(  # what MP4 holds and the sound's latents can follow
+    frame_rate: float | None = _option(  # limits of MP4 and of the sound's latents
         f"frames per second (default: {Size.frame_rate:g})",
         "FPS",
         names=("frame_rate", "fps"),
@@ -211,41 +211,41 @@ class LoraFields(Fields):
 
 
 class ConditionFields(Fields):
-    """What graphs depend on, of what a video is made from besides its prompt and images."""
+    """Inputs besides prompt and images that graphs depend on."""
 
     audio_path: str | None = _option("generate the video for the sound in this file", "FILE")
     video_path: str | None = _option(
         "retake: generate the seconds START_S to END_S of this video again", "FILE"
     )
     extend: float | None = _option(
-        "make the video of --video-path longer at its end or, below 0, at its beginning, in windows"
-        " of --num-frames",
+        "extend the video of --video-path at its end or, below 0, at its beginning, in windows of"
+        " --num-frames",
         "SECONDS",
     )
     video_conditioning: WeightedFiles = _option(
         "a reference video for --ic-lora; repeatable", "PATH STRENGTH", default=()
     )
     conditioning_attention_mask: WeightedFiles = _option(
-        "a video that masks the references: white is attended to, black is not",
+        "attention weights of the references as a video: white is 1, black 0",
         "PATH STRENGTH",
         default=(),
     )
     skip_stage_2: StrictBool = _option("end --two-stage after stage 1, at half size", default=False)
     images_as_guides: StrictBool = _option(
-        "keyframe interpolation: append every --image as a guide, the one at frame 0 too (dev"
-        " recipe, two stages)",
+        "keyframe interpolation: append every --image as a guide, also at frame 0 (dev recipe, two"
+        " stages)",
         default=False,
     )
 
 
 class DetailFields(Fields):
-    """Of these conditions, what no graph depends on."""
+    """Settings of these inputs that no graph depends on."""
 
     audio_start_time: float | None = _option(
         "where in --audio-path the video begins (default: 0)", "SECONDS", ge=0
     )
     audio_max_duration: float | None = _option(
-        "how much of --audio-path is read (default: the video's length)", "SECONDS", gt=0
+        "seconds of --audio-path to use (default: the video's length)", "SECONDS", gt=0
     )
     start_time: float | None = _option("beginning of the retake in --video-path", "SECONDS")
     end_time: float | None = _option("end of the retake in --video-path", "SECONDS")
@@ -269,7 +269,7 @@ def _skip(stream: str) -> Any:
 
 
 class GuidanceFields(Fields):
-    """Named as in ltx-pipelines: the modality's scale after the direction that it weakens."""
+    """Named as in ltx-pipelines: a stream's modality scale after the cross-attention into it."""
 
     video_cfg_guidance_scale: float | None = _scale("classifier-free guidance of the video; 1: off")
     video_stg_guidance_scale: float | None = _scale(
@@ -293,7 +293,7 @@ class GuidanceFields(Fields):
     audio_skip_step: int | None = _skip("sound")
 
 
-# The keys of --guidance, each with its field.
+# Keys of --guidance -> fields.
 GUIDANCE_KEYS = {
     field.removesuffix("_scale").removesuffix("_guidance"): field
     for field in GuidanceFields.model_fields
@@ -301,7 +301,7 @@ GUIDANCE_KEYS = {
 
 
 def guidance_fields(stream: str) -> dict[str, str]:
-    """The fields of a stream's guidance, each with its field of StreamGuidance."""
+    """Fields of a stream's guidance -> fields of StreamGuidance."""
     return {
         f"{stream}_cfg_guidance_scale": "cfg_scale",
         f"{stream}_stg_guidance_scale": "stg_scale",
@@ -315,7 +315,7 @@ def guidance_fields(stream: str) -> dict[str, str]:
 class JobSpec(
     GuidanceFields, DetailFields, ConditionFields, LoraFields, SizeFields, SamplingFields
 ):
-    """All that may be said of one video; None where nothing is."""
+    """All settings of one video; None: not given."""
 
     prompt: str = _option("description of the video and its sound", "TEXT", default="")
     sampler: Literal[tuple(SAMPLERS)] = _option(
@@ -323,14 +323,14 @@ class JobSpec(
     )
 
     def with_line(self, line: Mapping[str, Any]) -> Self:
-        """This with what a line of a prompts file says: its keys are flags without their dashes.
+        """A copy with the values of a prompts file's line, whose keys are flags without dashes.
 
-        false and null say nothing. A line's images and references are added; its LoRAs, [] too,
-        take the place of these. Raises UserError.
+        false and null mean not given. A line's images and references are added; its LoRAs, also [],
+        replace these. Raises UserError.
         """
         said = by_field({key: None if value is False else value for key, value in line.items()})
         said, values = validated(said), {}
-        if "video_path" in said.model_fields_set:  # its file says the size
+        if "video_path" in said.model_fields_set:  # its file determines the size
             values = {name: SizeFields.model_fields[name].default for name in SIZES}
         values |= {name: getattr(said, name) for name in said.model_fields_set}
         for name in ("image", "video_conditioning", "conditioning_attention_mask"):
@@ -338,7 +338,7 @@ class JobSpec(
         return self.model_copy(update=values)
 
     def with_paths(self, rename: Callable[[Path], str]) -> Self:
-        """The same, its images, sound and videos under other names."""
+        """A copy with the paths of images, sound and videos renamed."""
         values = dict(self)
         for name in ("audio_path", "video_path"):
             values[name] = values[name] and rename(Path(values[name]))
@@ -352,11 +352,11 @@ class JobSpec(
         return self.model_copy(update=values)
 
     def line(self) -> dict[str, Any]:
-        """The line of a prompts file that says this, as JSON."""
+        """The equivalent line of a prompts file, as JSON."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def words(self, names: Iterable[str]) -> list[Any]:
-        """The flags that say some of the fields."""
+        """The flags and values of some fields."""
         line, words = self.line(), []
         for name in names:
             value = line.get(name, False)
@@ -370,14 +370,14 @@ LORAS = ("lora", "ic_lora", "distilled_lora")
 
 
 def names_of(field: str, model: type[BaseModel] | None = None) -> list[str]:
-    """The names of a field of a model, by default of JobSpec, its own first."""
+    """A field's names, its own first, in a model, by default JobSpec."""
     alias = (model or JobSpec).model_fields[field].validation_alias
     return [*map(str, alias.choices)] if isinstance(alias, AliasChoices) else [field]
 
 
 def by_field(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line's values by their fields, but null. Raises UserError for a key that is unknown, or
-    that says again what another one does."""
+    """A line's values by field, without nulls. Raises UserError for an unknown key, and for two
+    keys of one field."""
     known = {name: field for field in JobSpec.model_fields for name in names_of(field)}
     keys = {}
     for key, value in line.items():
@@ -391,7 +391,7 @@ def by_field(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validated(values: Mapping[str, Any]) -> JobSpec:
-    """The JobSpec of its fields' values. Raises FieldError."""
+    """A JobSpec from its fields' values. Raises FieldError."""
     try:
         return JobSpec.model_validate(dict(values))
     except ValidationError as error:
@@ -411,8 +411,8 @@ def validated(values: Mapping[str, Any]) -> JobSpec:
 
 
 def _place(mistake: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, str]:
-    """Which file of a repeatable flag a mistake is about, after a space, and which of its values;
-    "" and "got" where that is not known."""
+    """A mistake's file of a repeatable flag, after a space, and the name of its value; "" and "got"
+    if unknown."""
     name, *place = mistake["loc"]
     if len(place) < 2 or place[1] in (0, "path"):
         return "", "got"
@@ -438,7 +438,7 @@ _WORDS = {
 
 
 def got_and_wanted(mistake: Mapping[str, Any]) -> tuple[str, str]:
-    """What was got, cut short, and what is wanted, by an error of pydantic's."""
+    """The given value, shortened, and the wanted one, from a pydantic error."""
     got, wanted = mistake["input"], mistake["msg"].partition(", unable to parse")[0]
     got = [*got.args] if isinstance(got, ArgsKwargs) else got
     if mistake["type"] == "too_many_values":
