@@ -239,8 +239,8 @@ def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tu
         ) from None
     for key, here, there in (each for each in differences if each[0] in may_differ):
         print(
-            f"--resume {path} is from a run with {key} {there}, this machine's is {here}: its frames"
-            " may differ in rounding"
+            f"--resume {path} is from a run with {key} {there}, this machine's is {here}:"
+            " its frames may differ in rounding"
         )
     if differences := [each for each in differences if each[0] not in may_differ]:
         listed = "; ".join(f"{key}: got {got}, wanted {want}" for key, want, got in differences)

@@ -295,7 +295,7 @@ def test_an_interrupted_run_leaves_no_file_under_its_final_name(tmp_path, monkey
 def test_a_directory_that_holds_a_real_gemma_is_refused(tmp_path):
     root = assets_in(tmp_path).gemma_root
     root.mkdir()
-    with pytest.raises(UserError, match="holds gemma but no ltx-2.3-tiny.safetensors"):
+    with pytest.raises(UserError, match="contains gemma but no ltx-2.3-tiny.safetensors"):
         make_tiny(tmp_path)
     assert list(tmp_path.iterdir()) == [root]
 

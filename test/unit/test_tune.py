@@ -266,7 +266,7 @@ def test_rows_of_another_request_or_a_damaged_journal_are_not_taken(tmp_path, ca
     assert Journal(path, ASKED | {"request": "2"}, {}).rows == []
     assert Journal(path, ASKED, {}, force=True).rows == []
     path.write_text('{"request": 1}')
-    assert Journal(path, ASKED, {}).rows == [] and "begins again" in capsys.readouterr().out
+    assert Journal(path, ASKED, {}).rows == [] and "starts again" in capsys.readouterr().out
 
 
 def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path):
@@ -378,7 +378,7 @@ def test_a_size_tuned_under_other_settings_of_the_run_is_not_taken(tiny, tmp_pat
 # What lies where the file should be -> what is said; the run goes on without it.
 STALE = {
     "not JSON": ("{", "cannot be read as JSON"),
-    "another identity": ('{"identity": {}, "run": {}, "sizes": {}}', "another than its name"),
+    "another identity": ('{"identity": {}, "run": {}, "sizes": {}}', "does not match its name"),
     "no sizes": ({}, "is not what a tuning writes ('sizes')"),
     "sizes in a list": ({"sizes": []}, "is not what a tuning writes"),
     "a size without settings": ({"sizes": {"a": {"run": {}}}}, "is not what a tuning writes"),
