@@ -1,5 +1,5 @@
-"""The parser of every command: --help prints the flags that most people type, --help-all prints all
-of them, and renamed flags are accepted by their earlier names for one version."""
+"""The parser of every command. --help prints the most used flags, and --help-all prints all. It
+accepts earlier names of renamed flags for one version."""
 
 import argparse
 import re
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-# Earlier names of flags, by their present ones. A name that ends with = takes the earlier flag's
-# value. A command accepts those whose present flag it has.
+# Earlier name of a flag -> its present one. If that ends with =, the earlier flag's value follows.
+# A command accepts the earlier names of its own flags.
 RENAMED = {
     "--again": "--force",
     "--artifacts-from": "--artifacts-url",
@@ -23,22 +23,22 @@ RENAMED = {
     "--role front": "--role api",
     "--turns": "--rounds",
 }
-RENAMED_UNTIL = "0.3.0"  # the version that takes the earlier names no longer
+RENAMED_UNTIL = "0.3.0"  # this version no longer accepts the earlier names
 _WIDTH, _HELP_COLUMN = 100, 34
 
 
 def advanced(action: argparse.Action) -> argparse.Action:
-    """Have --help leave a flag out; --help-all shows it."""
+    """Hide a flag from --help; --help-all shows it."""
     vars(action)["advanced"] = True
     return action
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, so that a typo is an error. Its errors are the mistake and,
-    for an unknown flag, the nearest one.
+    """A parser without abbreviations, so that a typo is an error. For an unknown flag, the error
+    names the nearest one.
 
-    typical  what most people type besides what is required: ends the usage line
-    words    what was parsed, by the present names of the flags
+    typical  the most used optional flags, for the end of the usage line
+    words    the parsed words, with the flags' present names
     """
 
     typical = ""
@@ -48,8 +48,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, add_help=False, allow_abbrev=False)
         options = {"action": _Help, "nargs": 0, "dest": "help", "default": argparse.SUPPRESS}
         add = self.add_argument
-        advanced(add("-h", "--help", help="print the most used flags, and end", **options))
-        advanced(add("--help-all", help="print all flags, and end", **options))
+        advanced(add("-h", "--help", help="print the most used flags and exit", **options))
+        advanced(add("--help-all", help="print all flags and exit", **options))
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:  # type: ignore[override]
         self.words = self.present(sys.argv[1:] if args is None else args)
@@ -62,12 +62,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("the following arguments are required", "required and missing")
-        message = re.sub(r"(--[\w-]+)(/--[\w-]+)+", r"\1", message)  # one of a flag's names
+        message = re.sub(r"(--[\w-]+)(/--[\w-]+)+", r"\1", message)  # keep a flag's first name
         self.exit(2, f"error: {message}\nAll flags: {self.prog} --help-all\n")
 
     def present(self, words: Sequence[str]) -> list[str]:
-        """The words with the present names of flags in the place of earlier ones; a note on stderr
-        for each."""
+        """Replace earlier names of flags by the present ones. Prints a note on stderr for each."""
         rest, present = list(words), []
         while rest:
             word = rest.pop(0)
@@ -132,7 +131,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Prints the help, and ends."""
+    """Prints the help and exits."""
 
     def __call__(self, parser: Any, namespace, values, option_string=None):
         print(parser.format_help(everything=option_string == "--help-all"), end="")
@@ -140,7 +139,7 @@ class _Help(argparse.Action):
 
 
 def _wrapped(text: str, width: int = _WIDTH, first: str = "", others: str = "") -> str:
-    """Each line of a text by itself, with what its first and its other lines begin with."""
+    """Wrap each line of a text separately. first, others: prefixes of its first and other lines."""
     wrapper = textwrap.TextWrapper(
         width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
     )
@@ -148,7 +147,7 @@ def _wrapped(text: str, width: int = _WIDTH, first: str = "", others: str = "") 
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Help of at most 100 columns, with a flag's value once for all of its names."""
+    """Help of at most 100 columns, which prints a flag's value once for all of its names."""
 
     def __init__(self, prog: str, every_name: bool = False):
         width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 50)).columns)
@@ -171,6 +170,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return _wrapped(text, width).splitlines()
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        if isinstance(action.metavar, str) and " " in action.metavar:  # says how many values
+        if isinstance(action.metavar, str) and " " in action.metavar:  # it lists all values
             return action.metavar
         return super()._format_args(action, default_metavar)

@@ -1,7 +1,7 @@
-"""Files of the Hugging Face Hub, named where a path could stand: OWNER/REPO[@REVISION][/FILE].
+"""Hugging Face Hub names in place of paths: OWNER/REPO[@REVISION][/FILE].
 
-huggingface_hub downloads them into its cache, with its token, its endpoint and its offline mode.
-What the cache has is taken as it is, without a request.
+huggingface_hub downloads the files into its cache, with its token, endpoint and offline mode. A
+cached file is used without a request.
 """
 
 import errno
@@ -19,8 +19,7 @@ from ltx_neuron.errors import UserError, refusal
 from ltx_neuron.format import format_bytes
 
 RELEASE = "Lightricks/LTX-2.3"
-# What OWNER/REPO alone stands for: the files that Lightricks' MODELS-LTX-2.3.md lists, and theirs
-# in fp8.
+# The files of OWNER/REPO without FILE, from Lightricks' MODELS-LTX-2.3.md; also those in fp8.
 RELEASED: dict[str, dict[str, str]] = {
     RELEASE: {
         "distilled": "ltx-2.3-22b-distilled-1.1.safetensors",
@@ -43,12 +42,12 @@ _may_download = ContextVar("may_download", default=True)
 
 
 class NotDownloaded(UserError):
-    """A file of the Hub is not in the cache, and may not be downloaded now."""
+    """A file of the Hub is not in the cache, and downloads are disabled."""
 
 
 @contextmanager
 def no_downloads() -> Iterator[None]:
-    """Within it, local_path raises NotDownloaded in place of a download."""
+    """In this context, local_path raises NotDownloaded instead of downloading."""
     token = _may_download.set(False)
     try:
         yield
@@ -57,13 +56,13 @@ def no_downloads() -> Iterator[None]:
 
 
 def local_path(name: str | Path, kind: str) -> Path:
-    """The path of a file, or of Gemma's folder. What a Hub name stands for is downloaded once.
+    """The path of a file or of Gemma's folder. Downloads the files of a Hub name once.
 
-    An existing path wins. A name that can only be a path is returned as it is. Raises UserError
-    where the Hub lacks the file or does not give it, and where it does not fit the disk.
+    An existing path takes precedence. A name that can only be a path is returned unchanged.
 
     kind  "distilled" or "dev" (a checkpoint of this recipe), "gemma", "lora", "spatial" or
           "temporal" (an upsampler)
+    Raises UserError if the Hub lacks or refuses the file, or the disk has no room for it.
     """
     if not (match := _match(name)):
         return Path(name)
@@ -83,7 +82,7 @@ def local_path(name: str | Path, kind: str) -> Path:
 
 
 def absolute(name: str | Path) -> str:
-    """An absolute path for processes in other folders; a Hub name as it is."""
+    """An absolute path, for processes in other folders; a Hub name unchanged."""
     return str(name) if _match(name) else os.path.abspath(name)
 
 
@@ -94,7 +93,7 @@ def _match(name: str | Path) -> re.Match | None:
 
 
 def spelled(path: str | Path) -> str:
-    """A path as the user may type it: what is in the Hub's cache by its Hub name."""
+    """A path as the user may type it: the Hub name of a file in the Hub's cache."""
     if not (match := _CACHED.fullmatch(str(path))):
         return str(path)
     storage, owner, repo, commit, file = match.groups()
@@ -104,7 +103,7 @@ def spelled(path: str | Path) -> str:
 
 
 def download(name: str, *options: str) -> str:
-    """The hf command that downloads what a Hub name stands for."""
+    """The hf command that downloads a Hub name's files."""
     [(repo, revision, file)] = _NAME.findall(name)
     options += ("--revision", revision) if revision else ()
     return shlex.join(["hf", "download", repo, *([file] if file else []), *options])
@@ -116,12 +115,12 @@ def download_released(kind: str) -> str:
 
 
 def download_again(path: Path) -> str:
-    """The hf command that replaces a damaged file of the cache; "" for another file."""
+    """The hf command that replaces a damaged file of the cache; "" for any other file."""
     return download(spelled(path), "--force-download") if _CACHED.fullmatch(str(path)) else ""
 
 
 def nearest(path: str | Path) -> str:
-    """Of an absent path, " (nearest: PATH)" where one of almost the same name is."""
+    """For a missing path, " (nearest: PATH)" if its folder has a similar name; else ""."""
     folder, wanted = os.path.split(path)
     with suppress(OSError, ValueError):  # no folder, or a character that no path can have
         for near in get_close_matches(wanted, os.listdir(folder or "."), 1):
@@ -130,7 +129,7 @@ def nearest(path: str | Path) -> str:
 
 
 def _cached(repo: str, revision: str, file: str, kind: str) -> Path | None:
-    """The file or Gemma's folder, where the cache has all of it."""
+    """The file or Gemma's folder, if the cache has all of it."""
     from huggingface_hub import try_to_load_from_cache
 
     if not file and kind != "gemma":
@@ -147,7 +146,7 @@ def _cached(repo: str, revision: str, file: str, kind: str) -> Path | None:
 
 
 def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
-    """Download what a name stands for; returns the file's name there, "" of Gemma's folder."""
+    """Download a name's files. Returns the file's name in the repository, "" for Gemma's folder."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
     if not _may_download.get():
@@ -165,8 +164,8 @@ def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
         disk = next(each for each in (cache, *cache.parents) if each.exists())
         if size > (free := shutil.disk_usage(disk).free):
             raise UserError(
-                f"{what}: {format_bytes(size)} do not fit {cache}, which has {format_bytes(free)}"
-                " free\nFree some space, or choose a larger disk with HF_HOME=DIR"
+                f"{what}: {format_bytes(size)} do not fit {cache}: {format_bytes(free)} free\n"
+                "Free some space, or choose a larger disk with HF_HOME=DIR"
             )
         print(f"downloading {what} ({format_bytes(size)}) to {cache}", flush=True)
     for each in sorted(files, key=lambda each: listed[each].size or 0):
@@ -175,7 +174,7 @@ def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
 
 
 def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
-    """Which of a repository's files are downloaded."""
+    """The files of a repository to download."""
     if kind == "gemma":
         if absent := {*_GEMMA} - {*listed}:
             raise UserError(
@@ -195,7 +194,7 @@ def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
 
 @contextmanager
 def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
-    """Raise what huggingface_hub raises inside the block as a UserError."""
+    """Convert huggingface_hub's exceptions in the block to UserError."""
     from huggingface_hub import constants
     from huggingface_hub import errors as of
 
@@ -217,7 +216,7 @@ def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
         text += "HF_HUB_OFFLINE forbids a download"
         fix = f"Unset HF_HUB_OFFLINE, or type where there is a network: {download(name)}"
     except Exception as error:
-        if isinstance(error, OSError) and error.filename:  # of the cache's folder
+        if isinstance(error, OSError) and error.filename:  # a file of the cache
             raise refusal(error) from None
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             text = f"{name}: the disk of {constants.HF_HUB_CACHE} is full"
@@ -226,7 +225,7 @@ def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
             cause = error.__cause__ or error
             said = f"{type(cause).__name__}: {cause}".partition("\n")[0][:150]
             text = f"{name}: no such file here{nearest(name)}, and no download from {url} ({said})"
-            fix = "Check the network and the token (hf auth whoami), then type the same again"
+            fix = "Check the network and the token (hf auth whoami), then type the command again"
     else:
         return
     raise UserError(f"{text}\n{fix}") from None

@@ -1,7 +1,7 @@
-"""The spelling of commands in messages: as the user started this process.
+"""Commands in messages, spelled as the user started this process.
 
-A clone has scripts (shards/, compile/, src/generate_ltx23.py); an installed package has the program
-ltx-neuron alone.
+A clone has scripts (shards/, compile/, src/generate_ltx23.py). An installed package has only the
+program ltx-neuron.
 """
 
 import shlex
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]  # of a clone
-# Each verb that is a script of a clone as well.
+# Verb -> the clone's script for it.
 SCRIPTS = {
     "shard transformer": "shards/shard_backbone_weights.py",
     "shard gemma3": "shards/shard_gemma3_weights.py",
@@ -29,7 +29,7 @@ def by_script() -> bool:
 
 
 def command(verb: str, *words: object) -> str:
-    """What to type for a verb of ltx-neuron, such as "shard transformer", and its flags."""
+    """The command to type for a verb of ltx-neuron, such as "shard transformer", and its flags."""
     if not by_script():
         typed = [*_program(), *verb.split()]
     elif verb in SCRIPTS:
@@ -40,8 +40,8 @@ def command(verb: str, *words: object) -> str:
 
 
 def _program() -> list[str | Path]:
-    """ltx-neuron; its path where PATH has another one or none; this Python's -m where there is no
-    such program, as in a checkout that is not installed."""
+    """ltx-neuron; its path if PATH has another one or none; python -m ltx_neuron if this Python has
+    no such program, as in a checkout that is not installed."""
     path = Path(sys.argv[0])
     if path.name != _PROGRAM:
         path = Path(sys.executable).with_name(_PROGRAM)
@@ -57,5 +57,5 @@ def _python() -> str | Path:
 
 
 def _from_here(path: Path) -> Path:
-    """A path as it is typed in this folder."""
+    """A path relative to this folder if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
