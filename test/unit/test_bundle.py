@@ -221,7 +221,7 @@ def test_a_bundle_is_whole_or_not_there(ran, tmp_path, monkeypatch):
 def test_a_bundle_replaces_no_file(ran, tmp_path):
     kept = tmp_path / "kept.tar.gz"
     kept.write_text("mine")
-    for path, said in ((kept, "is there already"), (ran / "report.md", "ends with")):
+    for path, said in ((kept, "already exists"), (ran / "report.md", "ends with")):
         with pytest.raises(UserError, match=said):
             bundle.check_target(path)
     with pytest.raises(UserError, match="cannot be written"):

@@ -148,7 +148,7 @@ def test_on_a_sound_trn2_nothing_blocks_and_the_end_of_nxd_is_told(doctor):
     assert texts["profile"] == "trn2.3xlarge: 4 ranks, backend nxd"
     assert texts["python"].startswith("3.12.3 in ")
     assert texts["driver"] == "2.29.0.0 (SDK 2.31)" and "neuronx-cc 2.26.6360.0+a1" in texts["sdk"]
-    assert texts["cores"] == "4 of 4 logical cores are on chips that nobody uses, 4 wanted"
+    assert texts["cores"] == "4 of 4 logical cores are on free chips, 4 wanted"
     assert texts["can run here"].startswith("cpu, trn2.3xlarge; not cuda")
     assert "SDK 2.34 ends NxD" in texts["nxd"]
 
@@ -191,7 +191,7 @@ WRONG = {
         Trn2(packages=OLD),
         (),
         "blocks: nxd",
-        "this one is older",
+        "this SDK is too old",
         "SDK 2.27 to 2.33 with torch 2.9",
     ),
     "an SDK after NxD": (
@@ -227,7 +227,7 @@ WRONG = {
         ("--profile-set", "backend=torchdist"),
         "blocks: sdk",
         "neuronx-cc 1.0.post1 is a package of the public index",
-        "pip uninstall neuronx-cc; name Neuron's own pip repository",
+        "pip uninstall neuronx-cc; add Neuron's own pip repository",
     ),
     "an islpy with which the compiler fails": (
         Trn2(packages={**NXD_29, "islpy": "2026.2.1"}),
@@ -240,7 +240,7 @@ WRONG = {
         Trn2(programs=(), environment={"PATH": "/nowhere"}),
         (),
         "blocks: sdk",
-        "neither in PATH nor beside this Python",
+        "neither in PATH nor in this Python's folder",
         "pip install --force-reinstall",
     ),
     "kernels that are Neuron's by name alone": (
@@ -268,7 +268,7 @@ WRONG = {
         Trn2(packages=TORCH_NEURON, python="3.11.9"),
         ("--profile-set", "backend=torchdist"),
         "blocks: python",
-        "from 3.12 on",
+        "needs 3.12 or later",
         "python3.12 -m venv",
     ),
     "a busy chip": (
@@ -276,7 +276,7 @@ WRONG = {
         (),
         "blocks: cores",
         (
-            "0 of 4 logical cores are on chips that nobody uses, 4 wanted; in use by "
+            "0 of 4 logical cores are on free chips, 4 wanted; in use by "
             "113985 (python src/generate_ltx23.py)"
         ),
         "kill 113985",
@@ -326,21 +326,21 @@ WRONG = {
         Trn2(environment={"NEURON_LOGICAL_NC_CONFIG": "1"}),
         (),
         "blocks: lnc",
-        "NEURON_LOGICAL_NC_CONFIG says 1; profile trn2.3xlarge is compiled for 2",
+        "1 from NEURON_LOGICAL_NC_CONFIG; profile trn2.3xlarge compiles for 2",
         "unset NEURON_LOGICAL_NC_CONFIG",
     ),
     "LNC of the machine": (
         Trn2(lnc_file="NEURON_LOGICAL_NC_CONFIG=1"),
         (),
         "blocks: lnc",
-        "logical_nc_config says 1",
+        "1 from /opt/aws/neuron/logical_nc_config",
         "sudo tee",
     ),
     "LNC of the driver": (
         Trn2(listed=[chip(lnc=1, cores=8)]),
         (),
         "blocks: lnc",
-        "neuron-ls says 1",
+        "1 from neuron-ls",
         "CONFIG=2",
     ),
     "an unknown instance": (
@@ -375,7 +375,7 @@ WRONG = {
         Trn2(packages={**NXD_29, "torchaudio": "2.9.0+cu128"}, broken=("torchaudio",)),
         (),
         "note: torchaudio",
-        "does not load beside this torch (OSError: no symbol)",
+        "does not load with this torch (OSError: no symbol)",
         "pip uninstall torchaudio",
     ),
     "a PyAV that does not load": (
@@ -464,9 +464,9 @@ RELEASES = {
     (2, 27): ("supported", True),
     (2, 29): ("supported", True),
     (2, 31): ("maintenance", True),
-    (2, 33): ("out of the machine images", True),
+    (2, 33): ("not in the machine images", True),
     (2, 34): ("no longer", False),
-    None: ("older", False),
+    None: ("too old", False),
 }
 
 
@@ -568,7 +568,7 @@ def test_a_model_that_is_mapped_and_larger_than_memory_is_a_note(doctor, tiny):
     _, others, _ = doctor(Trn2(meminfo="MemAvailable: 100 kB\n"), *flags)
     (memory,) = [f for f in others if f["check"] == "host memory"]
     assert memory["state"] == "note", memory
-    assert "are mapped, and what has no room is read from the disk again" in memory["text"]
+    assert "are mapped; parts without room are read from the disk again" in memory["text"]
 
 
 def test_a_model_larger_than_the_machine_or_its_disk_blocks(doctor, tiny, monkeypatch):
@@ -577,7 +577,7 @@ def test_a_model_larger_than_the_machine_or_its_disk_blocks(doctor, tiny, monkey
     _, others, _ = doctor(Trn2(meminfo="MemAvailable: 100 kB\n", disk=1000), *flags)
     blocks = {f["check"]: f for f in others if f["state"] == "blocks"}
     assert (
-        "of one model's weights are held at once" in blocks["host memory"]["text"]
+        "of one model's weights are loaded at once" in blocks["host memory"]["text"]
         and "memory" in blocks["host memory"]["fix"]
     )
     assert (
@@ -603,9 +603,7 @@ def test_what_does_not_fit_the_chip_blocks_with_what_does(doctor, tiny, monkeypa
 def test_a_check_that_falls_over_is_a_finding(doctor, monkeypatch):
     monkeypatch.setattr(System, "memory", lambda self: 1 / 0)
     code, others, _ = doctor(Trn2())
-    assert code == 0 and any(
-        "could not be looked at to the end: ZeroDivisionError" in f["text"] for f in others
-    )
+    assert code == 0 and any("this check failed: ZeroDivisionError" in f["text"] for f in others)
 
 
 def test_a_malformed_flag_is_an_error_and_not_a_finding(tmp_path, monkeypatch):
@@ -618,7 +616,7 @@ def test_the_table_ends_with_a_verdict(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main([], system, probed)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "cannot run what was asked: cores"
+    assert lines[-1] == "this run is blocked by: cores"
     assert any(line.strip().startswith("> end them: kill 113985") for line in lines)
 
 

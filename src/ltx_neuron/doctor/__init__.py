@@ -1,6 +1,6 @@
-"""Finds what blocks a generation on this machine, each with the command that corrects it:
-ltx-neuron doctor
+"""ltx-neuron doctor: finds problems that block a generation on this machine, and prints the command
+that fixes each.
 
-`system` reads facts about the machine, `sdk` knows the Neuron SDK's releases, `neuron` and `checks`
-turn facts into findings.
+`system` reads facts about the machine, `sdk` lists the Neuron SDK's releases, and `neuron` and
+`checks` convert facts to findings.
 """

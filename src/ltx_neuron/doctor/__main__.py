@@ -1,12 +1,12 @@
-"""Check this machine for problems that block a generation. Each is printed with the command that
-corrects it. The doctor changes nothing.
+"""Check this machine for problems that block a generation, and print the command that fixes each.
+The doctor changes nothing.
 
   ltx-neuron doctor
   ltx-neuron doctor --checkpoint-path CKPT --gemma-root DIR --height 512 --width 768
 
-Without files it checks the machine. With files it also checks these files, the weights and graphs
-made of them, and whether the video's size fits into memory. Exit code 0: nothing blocks (commands
-for missing weights and graphs are listed); 1: something blocks; 2: a wrong flag.
+Without files it checks the machine. With files it also checks them, the weights and graphs made
+from them, and whether the video's size fits into memory. Exit code 0: nothing blocks (commands for
+missing weights and graphs are listed); 1: something blocks; 2: a wrong flag.
 
   ltx-neuron doctor --bundle report.tar.gz --bundle-add outputs
 
@@ -44,13 +44,13 @@ def build_parser() -> argparse.ArgumentParser:
     add = flags.group(parser, "models").add_argument
     add("--spatial-upsampler-path", type=Path, metavar="FILE", help="check this file too")
     add("--temporal-upsampler-path", type=Path, metavar="FILE", help="check this file too")
-    help = "check what is needed to decode video and sound on the device too"
+    help = "also check the requirements for decoding video and sound on the device"
     add("--neuron-vae", action="store_true", help=help)
     flags.add_size(parser)
     flags.add_loras(parser)
     bundle.add_flags(parser)
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object in place of the table"
+        "--json", action="store_true", help="print one JSON object instead of the table"
     )
     return parser
 
@@ -58,10 +58,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(
     argv: list[str] | None = None, system: System | None = None, machine: "Machine | None" = None
 ) -> None:
-    """Print the findings; exit with 1 where one blocks. `system` and `machine` are those of this
-    machine unless given."""
+    """Print the findings; exit with 1 if one blocks. `system` and `machine` default to this
+    machine's."""
     system, argv = system or System(), sys.argv[1:] if argv is None else argv
-    # Without torch nothing else can be looked at: the flags' own module imports it.
+    # Without torch no other check can run: the flags' module imports it.
     if error := system.import_error("torch"):
         fix = "make venv; on a Neuron machine: README, Install"
         show([Finding("torch", "blocks", f"cannot be imported: {error}", fix)], "--json" in argv)
@@ -78,7 +78,7 @@ def main(
 
 
 def show(findings: list[Finding], as_json: bool) -> None:
-    """Print the findings; exit with 1 where one blocks."""
+    """Print the findings; exit with 1 if one blocks."""
     can_run = all(finding.state != "blocks" for finding in findings)
     content = {
         "can_run": can_run,

@@ -1,8 +1,8 @@
-"""A bug report in one file: texts that a run left, cut to size, without prompts, secrets and names,
-and what can be said of the machine. ltx-neuron doctor --bundle writes it.
+"""ltx-neuron doctor --bundle: a bug report in one file. It has facts about the machine and the
+shortened logs and reports of earlier runs, without prompts, secrets and names.
 
-Nothing that is packed is chosen by what it is not: a file is taken because its name is one of those
-below. Weights, latents, videos, images and prompts files have none of these names.
+Files are packed only if their names match the patterns below. Names of weights, latents, videos,
+images and prompts files match none.
 """
 
 import argparse
@@ -30,25 +30,25 @@ from ltx_neuron.machine import installed_packages, load, probe
 from ltx_neuron.progress import is_log
 
 REPOSITORY = Path(__file__).parents[3]
-WORK_DIR = Path("outputs/on-device")  # of test/device, unless it is given another
+WORK_DIR = Path("outputs/on-device")  # default work folder of test/device
 NAMES = (".tar.gz", ".tgz")
-FOLDER = "ltx-neuron-bundle"  # that it unpacks to
+FOLDER = "ltx-neuron-bundle"  # the archive's top folder
 CONTENTS = "contents.txt"
-# A log is told by how it begins and, above all, by how it ends.
+# The report has the beginning and the end of a long log.
 HEAD_BYTES, TAIL_BYTES = 64 * 2**10, 2**20
 TOTAL_BYTES = 64 * 2**20
 DOCTOR_SECONDS = 120
 _LOGS = ("*.failure.log",)
-_COMPILER = ("log-neuron-cc*.txt", "command*.txt")  # NxD's and TorchNeuron's name them so
+_COMPILER = ("log-neuron-cc*.txt", "command*.txt")  # logs of NxD and of TorchNeuron
 _RUN = ("report.md", "report.json", "logs/*.log", "*/perf.json", "*/video.json")
-# TorchNeuron's, kept where TORCH_NEURONX_PRESERVE_COMPILATION_ARTIFACTS=1: graphs as text, and the
-# compiler's own logs (neuron_dynamo_backend/config.py of its sources, early 2026).
+# TorchNeuron keeps these if TORCH_NEURONX_PRESERVE_COMPILATION_ARTIFACTS=1: graphs as text and the
+# compiler's logs (neuron_dynamo_backend/config.py of its sources, early 2026).
 _DEBUG = ("*.txt", "*.log", "*.mlir")
 _REPORTS = {"profile", "versions", "identity"}  # keys of a latency report and of a video's JSON
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    title = "One file with the texts of earlier runs. It holds no weights, videos or secrets."
+    title = "One file with logs and reports of earlier runs, without weights, videos and secrets."
     add = parser.add_argument_group("bug report", title).add_argument
     help = "write a bug report: findings, versions, reports, logs and compiler messages"
     add("--bundle", type=Path, metavar="FILE.tar.gz", help=help)
@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def write(args: argparse.Namespace, system: System) -> None:
-    """Pack what runs have left, whether they ended well or not, and say what was packed."""
+    """Pack the logs and reports of successful and failed runs, and print the list of files."""
     check_target(args.bundle)
     for path in args.bundle_add:
         if not path.exists():
@@ -81,7 +81,7 @@ def write(args: argparse.Namespace, system: System) -> None:
     packed = pack(args.bundle, texts, files, Redactor(os.environ, args.with_prompts))
     print(*packed.lines(), sep="\n")
     if not (args.work_dir / "report.json").is_file():
-        print(f"no run of test/device is in {args.work_dir}: --work-dir DIR names another folder")
+        print(f"no run of test/device is in {args.work_dir}; choose another with --work-dir DIR")
     size = args.bundle.stat().st_size
     print(f"bundle: {args.bundle} ({size:,} bytes). Read it before you send it")
 
@@ -94,7 +94,8 @@ class Found(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What a bundle has, by name in bytes, and what it has not, by path with the reason."""
+    """A bundle's files (name: bytes), the omitted files (path: reason), and the number of removed
+    texts by kind."""
 
     sizes: dict[str, int]
     left_out: dict[str, str]
@@ -104,29 +105,29 @@ class Packed(NamedTuple):
         taken = ", ".join(f"{count} {what}" for what, count in sorted(self.taken_out.items()))
         rows = [f"{size:>9}  {name}" for name, size in self.sizes.items()]
         rows += [f"left out   {path}: {why}" for path, why in self.left_out.items()]
-        return [*rows, f"taken out of these texts: {taken or 'nothing'}"]
+        return [*rows, f"removed from these texts: {taken or 'nothing'}"]
 
 
 def check_target(path: Path) -> None:
-    """Raise UserError unless a bundle may be written to `path`. It replaces no file at all: what
-    was there may be an input, or the report of another failure."""
+    """Raise UserError unless a bundle can be written to `path`. It never replaces a file, because
+    that may be an input or another report."""
     if not path.name.endswith(NAMES):
         raise UserError(f"--bundle {path}: wanted a name that ends with {' or '.join(NAMES)}")
     if os.path.lexists(path):
-        raise UserError(f"--bundle {path} is there already\nType another name, or remove it")
+        raise UserError(f"--bundle {path} already exists\nType another name, or remove it")
     check_writable(path, "--bundle FILE.tar.gz")
 
 
 def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> Iterator[Found]:
-    """The files to pack, the most telling ones first.
+    """The files to pack, the most important first.
 
     work_dir   of test/device
     artifacts  folders of weights and graphs
-    added      files, and folders of runs that were started by hand
+    added      files, and folders of other runs
     """
     yield from _in(work_dir, _RUN, "run", deep=False)
     yield from _in(work_dir, _LOGS, "run")
-    # Where README's command leaves it.
+    # README's command writes its log here.
     yield from (file for file in _in(Path.cwd(), _LOGS, "here", deep=False) if is_log(file.path))
     for path in added:
         if path.is_dir():
@@ -145,7 +146,7 @@ def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> I
 
 def _in(folder: Path, patterns: Iterable[str], name: str, deep: bool = True) -> Iterator[Found]:
     for pattern in patterns:
-        with suppress(OSError):  # a folder that goes meanwhile, or that may not be entered
+        with suppress(OSError):  # the folder was removed or is not readable
             for path in sorted(folder.rglob(pattern) if deep else folder.glob(pattern)):
                 yield Found(f"{name}/{path.relative_to(folder)}", path)
 
@@ -158,7 +159,7 @@ def _is_report(path: Path) -> bool:
 
 
 def debug_folders() -> list[Path]:
-    """Where TorchNeuron keeps what it compiled, if it was told to."""
+    """The folders in which TorchNeuron keeps compilation artifacts, if it keeps them."""
     named = os.environ.get("TORCH_NEURONX_DEBUG_DIR")
     if named:
         return [Path(named)]
@@ -166,8 +167,8 @@ def debug_folders() -> list[Path]:
 
 
 def read(path: Path) -> str:
-    """A text, of a long one how it begins and ends. Raises OSError for what is no text file."""
-    if path.is_symlink():  # to anything at all
+    """A file's text; of a long one, the beginning and the end. Raises OSError for other files."""
+    if path.is_symlink():  # its target is not checked
         raise OSError("a link")
     check_regular(path)
     size = path.stat().st_size
@@ -178,7 +179,7 @@ def read(path: Path) -> str:
         if len(head) >= size:
             return head.decode(errors="replace")
         file.seek(size - TAIL_BYTES)
-        # From whole line to whole line: half a prompt would not be known as one.
+        # Cut at line ends: the redactor would not recognize half a prompt.
         tail = file.read(TAIL_BYTES).partition(b"\n")[2]
     head = head.rpartition(b"\n")[0]
     cut = f"\n[... {size - len(head) - len(tail)} of {size} bytes are cut out here ...]\n"
@@ -188,7 +189,7 @@ def read(path: Path) -> str:
 def pack(
     path: Path, texts: Mapping[str, str], files: Iterable[Found], redactor: Redactor
 ) -> Packed:
-    """Write the bundle: `texts` by name, then the files that can be read."""
+    """Write the bundle: `texts` by name, then the readable files."""
     members, left_out, total = dict(texts), {}, 0
     taken: set[Path] = set()
     for file in files:
@@ -204,7 +205,7 @@ def pack(
         if total > TOTAL_BYTES:
             total -= len(text)
             left_out[str(file.path)] = (
-                f"the bundle has {format_bytes(TOTAL_BYTES)} of texts already"
+                f"the bundle already has {format_bytes(TOTAL_BYTES)} of texts"
             )
             continue
         members[_free(file.name, members)] = text
@@ -225,18 +226,18 @@ def pack(
 
 
 def _free(name: str, members: Mapping[str, object]) -> str:
-    """The name, or one with a number where two folders have files of one name."""
+    """The name, with a number if another member has it."""
     number, free = 1, name
     while free in members:
         number, free = number + 1, f"{name}.{number + 1}"
     return free
 
 
-# --- what is said of the machine ------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def facts(system: System, repository: Path, artifacts: Iterable[Path]) -> dict[str, str]:
-    """Texts about the machine and what is installed on it, by name."""
+    """Texts about the machine and its packages, by name."""
     environment = told_environment(os.environ)
     kernel_log = (system.output("dmesg") or "").splitlines()
     texts = {
@@ -254,7 +255,7 @@ def facts(system: System, repository: Path, artifacts: Iterable[Path]) -> dict[s
 
 
 def commit(system: System, repository: Path = REPOSITORY) -> str:
-    """The commit of this checkout, and how many files differ from it."""
+    """The commit of this checkout, and the number of changed files."""
     git = ("git", "-C", str(repository))
     name = (system.output(*git, "rev-parse", "HEAD") or "unknown").strip()
     changed = (system.output(*git, "status", "--porcelain") or "").splitlines()
@@ -275,7 +276,7 @@ def _versions(system: System, repository: Path) -> Iterator[str]:
 
 
 def _artifacts(folder: Path) -> Iterator[str]:
-    """The weights and graphs that lie in a folder: their files, and what they were made for."""
+    """The weights and graphs of a folder: their files and identities."""
     for path in sorted((*folder.glob("weights/*"), *folder.glob("graphs/*"))):
         name = f"{path.parent.name}/{path.name}"
         try:
@@ -290,7 +291,7 @@ def _artifacts(folder: Path) -> Iterator[str]:
 
 
 def doctor(flags: Iterable[object]) -> str:
-    """What the doctor says now, or why it says nothing."""
+    """The doctor's output, or a line that it did not end."""
     command = [sys.executable, "-m", "ltx_neuron.doctor", *map(str, flags)]
     try:
         done = subprocess.run(

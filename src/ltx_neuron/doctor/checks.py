@@ -43,8 +43,8 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Examination:
-    """What every check gets: what was typed, its job and weight sets, the resolved profile, and
-    where facts come from."""
+    """The input of every check: the flags, their job and weight sets, the resolved profile, and the
+    sources of facts."""
 
     args: argparse.Namespace
     job: Job
@@ -59,7 +59,7 @@ class Examination:
 
     @property
     def models(self) -> list[str]:
-        """Those of MODELS that the ranks run."""
+        """The models that the ranks run."""
         gemma, decoders = self.args.gemma_root, self.args.neuron_vae
         return ["dit", *["gemma3"] * bool(gemma), *["vae", "sound"] * decoders]
 
@@ -69,19 +69,19 @@ class Examination:
 
 
 def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[Finding]:
-    """All findings, in the order of the table; a fact that cannot be had is a finding as well.
-    Nothing is downloaded. Raises UserError for a flag's wrong value."""
+    """All findings, in the order of the table; a check that fails is a finding as well. Downloads
+    nothing. Raises UserError for a flag's wrong value."""
     with hub.no_downloads():
         return _examine(args, system, machine)
 
 
 def _examine(args: argparse.Namespace, system: System, machine: Machine) -> list[Finding]:
     for flag in flags.MODEL_FILES:
-        with suppress(hub.NotDownloaded):  # `files` reports it
+        with suppress(hub.NotDownloaded):  # the check `files` reports it
             setattr(args, flag, flags.local(args, flag))
     images, recipe = flags.spec(args).image, args.recipe or Job.recipe
     job = Job("", flags.size(args), images=images, recipe=recipe)
-    profile = PROFILES.get(machine.instance, PROFILES["cpu"])  # while none is resolved
+    profile = PROFILES.get(machine.instance, PROFILES["cpu"])  # until one is resolved
     sets = flags.weight_sets(flags.lora_fields(flags.spec(args)))
     examination = Examination(args, job, sets, profile, machine, system)
     instance = machine.instance or "no known EC2 instance type"
@@ -106,7 +106,7 @@ def _examine(args: argparse.Namespace, system: System, machine: Machine) -> list
         except UserError as error:
             findings.append(blocked(check.__name__, error))
         except Exception as error:
-            text = f"could not be looked at to the end: {type(error).__name__}: {error}"
+            text = f"this check failed: {type(error).__name__}: {error}"
             findings.append(Finding(check.__name__, "note", text))
     return findings
 
@@ -126,14 +126,14 @@ def packages(examination: Examination) -> Iterator[Finding]:
     if not low <= numbers < high:
         wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
         fix = f'pip install "{wanted}"'
-        if examination.profile.device == "neuron":  # torch-neuronx is for one torch alone
+        if examination.profile.device == "neuron":  # a torch-neuronx supports only one torch
             fix = f"in an environment of its own: {install_runtime(examination.profile.backend)}"
         yield Finding("torch", "blocks", f"torch is {version or 'absent'}, wanted {wanted}", fix)
     elif examination.profile.backend == "nxd" and numbers != sdk.NXD_TORCH:
         yield Finding(
             "torch",
             "blocks",
-            f"torch is {version}; NxD needs {sdk.dotted(sdk.NXD_TORCH)}, the last of PyTorch/XLA",
+            f"torch is {version}; NxD needs {sdk.dotted(sdk.NXD_TORCH)}, PyTorch/XLA's last",
             f"in an environment of its own: {install_runtime('nxd')}; or, with torch-neuronx 2.13,"
             " --profile-set backend=torchdist",
         )
@@ -149,12 +149,12 @@ def packages(examination: Examination) -> Iterator[Finding]:
 
 
 def media(examination: Examination) -> Iterator[Finding]:
-    """PyAV, whose wheel has ffmpeg's libraries, and torchaudio, which nothing needs."""
+    """PyAV, with ffmpeg's libraries in its wheel, and the optional torchaudio."""
     system = examination.system
     if system.version("av"):
         text = "PyAV encodes libx264 and aac; no ffmpeg command is needed"
         if error := system.import_error("av"):
-            text = f"PyAV, which has ffmpeg's libraries, does not load: {error}"
+            text = f"PyAV (with ffmpeg's libraries) does not load: {error}"
         elif lacking := [codec for codec in ("libx264", "aac") if not _encodes(codec)]:
             text = error = f"this build of PyAV cannot encode {', '.join(lacking)}"
         again = "pip install --force-reinstall --only-binary :all: av"
@@ -163,8 +163,8 @@ def media(examination: Examination) -> Iterator[Finding]:
     text = version or "absent, and not needed"
     if error := version and system.import_error("torchaudio"):
         text = (
-            f"{version} does not load beside this torch ({error}). An empty module takes its "
-            "place, and nothing here needs it"
+            f"{version} does not load with this torch ({error}). An empty module replaces it; "
+            "nothing here needs it"
         )
     yield judged("torchaudio", not error, text, "pip uninstall torchaudio", "note")
 
@@ -174,27 +174,27 @@ def _encodes(codec: str) -> bool:
 
     try:
         av.codec.Codec(codec, "w")
-    except Exception:  # PyAV's error for it has had several types
+    except Exception:  # the type differs between PyAV's versions
         return False
     return True
 
 
 def host(examination: Examination) -> Iterator[Finding]:
-    """Free memory and disk, compared with the size of the weights where files are given."""
+    """Free memory and disk, compared with the size of the weights if files are given."""
     system, weights = examination.system, weight_bytes(examination)
     memory = system.memory()
     available, need = memory.get("MemAvailable"), max(weights.values(), default=0)
     if available is None:
-        text = "/proc/meminfo cannot be read, so memory is not compared with what is needed"
+        text = "/proc/meminfo cannot be read, so free memory is unknown"
         yield Finding("host memory", "note", text)
     else:
         text = f"{format_bytes(available)} of {format_bytes(memory.get('MemTotal', 0))} available"
         mapped = examination.profile.maps_weights
         if need:
-            how = "mapped" if mapped else "held at once"
+            how = "mapped" if mapped else "loaded at once"
             text += f"; {format_bytes(need)} of one model's weights are {how}"
             if mapped and need > available:
-                text += ", and what has no room is read from the disk again"
+                text += "; parts without room are read from the disk again"
         fix = "end other programs, or use a machine with more memory"
         short = "note" if mapped else "blocks"
         yield judged("host memory", need <= available, text, fix, short)
@@ -204,22 +204,22 @@ def host(examination: Examination) -> Iterator[Finding]:
     if weights and not _rank_files_exist(examination):
         need = sum(weights.values()) + GRAPH_BYTES
         text += f", {format_bytes(need)} wanted for rank files and graphs"
-    fix = "type --artifacts-dir with a folder of a larger disk, or delete what is not needed"
+    fix = "type --artifacts-dir with a folder of a larger disk, or delete unneeded files"
     yield judged("disk", need <= free, text, fix)
 
 
 def weight_bytes(examination: Examination) -> dict[str, int]:
-    """Bytes of the rank files of every model, all ranks together, from the headers of the published
-    files; empty without those, or where they are broken."""
+    """Bytes of the rank files by model, of all ranks together, from the headers of the published
+    files. Empty without such files, or if they are damaged."""
     if not examination.args.checkpoint_path:
         return {}
     try:
         workspace = examination.workspace()
         sources = {model: workspace.source(model) for model in examination.models}
     except UserError:
-        return {}  # `files` reports it
+        return {}  # the check `files` reports it
     size = DTYPES[examination.args.dtype].itemsize
-    sizes = {"sound": 4}  # bytes of a float32: sound is decoded in it whatever the run's dtype
+    sizes = {"sound": 4}  # bytes of a float32, the sound decoder's only dtype
     return {
         model: sizes.get(model, size) * sum(math.prod(source.shape(n)) for n in source.names)
         for model, source in sources.items()
@@ -238,17 +238,17 @@ def _rank_files_exist(examination: Examination) -> bool:
 
 
 def files(examination: Examination) -> Iterator[Finding]:
-    """The published files, read as strictly as the scripts read them: every name, shape and length,
-    but no data."""
+    """The published files: checks every tensor's name, shape and length as strictly as the other
+    commands, and reads no data."""
     args = examination.args
     if args.checkpoint_path:
         yield attempt("checkpoint", lambda: _checkpoint(examination))
     else:
-        yield Finding("checkpoint", "note", "not looked at: type --checkpoint-path FILE")
+        yield Finding("checkpoint", "note", "not checked: type --checkpoint-path FILE")
     if args.gemma_root:
         yield attempt("gemma", lambda: _gemma(examination))
     else:
-        yield Finding("gemma", "note", "not looked at: type --gemma-root DIR")
+        yield Finding("gemma", "note", "not checked: type --gemma-root DIR")
     for kind in ("spatial", "temporal"):
         if getattr(args, f"{kind}_upsampler_path"):
             yield attempt(f"{kind} upsampler", partial(_upsampler, args, kind))
@@ -257,7 +257,7 @@ def files(examination: Examination) -> Iterator[Finding]:
 def _checkpoint(examination: Examination) -> str:
     workspace = examination.workspace()
     for loras in examination.weight_sets:
-        workspace.source("dit", loras)  # raises UserError unless every tensor of the DiT is there
+        workspace.source("dit", loras)  # raises UserError if a tensor of the DiT is missing
     models = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
     config, float8 = workspace.transformer, workspace.checkpoint.describe_float8()
@@ -275,7 +275,7 @@ def _gemma(examination: Examination) -> str:
     load_tokenizer(root)
     if checkpoint and os.path.isfile(checkpoint):
         workspace = examination.workspace()
-        # Raise UserError unless Gemma is the one that the checkpoint's connectors were made for.
+        # Raise UserError unless Gemma matches the checkpoint's connectors.
         _ = workspace.gemma
         _ = workspace.source("gemma3")
     return (
@@ -293,8 +293,8 @@ def _upsampler(args: argparse.Namespace, kind: str) -> str:
 
 
 def fits(examination: Examination) -> Iterator[Finding]:
-    """Whether a generation of the requested size fits the device's memory, by the plan's
-    arithmetic. Nothing without a checkpoint, or where the profile has no limit."""
+    """Whether a generation of the requested size fits the device's memory, according to the plan.
+    No finding without a checkpoint or a limit of the profile."""
     args, limit = examination.args, examination.profile.memory_bytes_per_core
     if limit is None or not args.checkpoint_path or not os.path.isfile(args.checkpoint_path):
         return
@@ -303,7 +303,7 @@ def fits(examination: Examination) -> Iterator[Finding]:
         text = args.gemma_root is not None
         examination.workspace().check_plan_fits(examination.job, text)
         core = f"fits the {format_bytes(limit)} of a core"
-        return f"{core}, by the plan's arithmetic ({command('plan')})"
+        return f"{core}, according to {command('plan')}"
 
     yield attempt("device memory", check_memory)
 
@@ -318,7 +318,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         workspace = examination.workspace()
         size.check()
     except UserError as error:
-        if os.path.isfile(args.checkpoint_path):  # else `files` reports it
+        if os.path.isfile(args.checkpoint_path):  # otherwise the check `files` reports it
             yield blocked("artifacts", error)
         return
 
@@ -353,7 +353,7 @@ def _finished(programs: Sized) -> str:
 
 
 def can_run(examination: Examination) -> Iterator[Finding]:
-    """The profiles that this machine can run, and what it lacks for the others."""
+    """The profiles that this machine can run, and the reasons for the others."""
     can, cannot = [], []
     for name, profile in PROFILES.items():
         try:

@@ -1,4 +1,4 @@
-"""A finding: one fact, whether it blocks a generation, and the command that corrects it."""
+"""A finding: one fact, whether it blocks a generation, and the command that fixes it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ State = Literal["ok", "note", "todo", "blocks"]
 class Finding:
     """One line of the doctor's table.
 
-    check  what was looked at, in a word or two
-    state  ok; note: works, but is good to know; todo: files that are still to be made; blocks
+    check  the checked item, in a word or two
+    state  ok; note: works, with a remark; todo: files are not made yet; blocks
     text   the fact
-    fix    the command that corrects or makes it
+    fix    the command that fixes the problem or makes the files
     """
 
     check: str
@@ -27,16 +27,15 @@ class Finding:
 
 
 def blocked(check: str, error: UserError, state: State = "blocks") -> Finding:
-    """The finding of a UserError: its first line is the fact, its other lines are the fix."""
+    """The finding of a UserError: its first line is the fact, the others are the fix."""
     text, _, fix = str(error).partition("\n")
     return Finding(check, state, text, fix)
 
 
 def attempt(check: str, fact: Callable[[], object], missing: State = "blocks") -> Finding:
-    """The finding of a function that returns a fact, shown as text, or raises UserError.
+    """The finding of a function that returns a fact or raises UserError.
 
-    missing  the state in case of an error, unless the error is about a file that is damaged or may
-             not be read: that blocks
+    missing  the state after an error; errors of damaged or unreadable files always block
     """
     try:
         return Finding(check, "ok", str(fact()))
@@ -49,12 +48,12 @@ def attempt(check: str, fact: Callable[[], object], missing: State = "blocks") -
 
 
 def judged(check: str, good: bool, text: str, fix: str, otherwise: State = "blocks") -> Finding:
-    """A finding that is ok where the fact is `good`; else it has the other state, and the fix."""
+    """A finding that is ok if `good`; otherwise it has the other state and the fix."""
     return Finding(check, "ok", text) if good else Finding(check, otherwise, text, fix)
 
 
 def table(findings: list[Finding]) -> str:
-    """The findings as lines of text, with the verdict as the last one."""
+    """The findings as lines of text. The last line is the verdict."""
     width = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:
@@ -64,12 +63,10 @@ def table(findings: list[Finding]) -> str:
 
 
 def verdict(findings: list[Finding]) -> str:
-    """One sentence: what blocks, else what is still to be made."""
+    """One line with the blocking checks, or else the files to make."""
     blocks, todo = (
         dict.fromkeys(f.check for f in findings if f.state == state) for state in ("blocks", "todo")
     )
     if blocks:
-        return f"cannot run what was asked: {'; '.join(blocks)}"
-    return "nothing stands in the way of what was asked" + (
-        f"; still to be made: {'; '.join(todo)}" if todo else ""
-    )
+        return f"this run is blocked by: {'; '.join(blocks)}"
+    return "nothing blocks this run" + (f"; still to make: {'; '.join(todo)}" if todo else "")

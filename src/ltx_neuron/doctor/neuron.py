@@ -9,7 +9,7 @@ from ltx_neuron.doctor.finding import Finding, judged
 from ltx_neuron.doctor.system import System
 from ltx_neuron.profiles import NKI_KERNELS, Profile
 
-DRIVER = "sudo modprobe neuron; where that finds no module: sudo apt-get install aws-neuronx-dkms"
+DRIVER = "sudo modprobe neuron; if it finds no module: sudo apt-get install aws-neuronx-dkms"
 TOOLS = "sudo apt-get install aws-neuronx-tools && export PATH=/opt/aws/neuron/bin:$PATH"
 _PACKAGES = ("neuronx-cc", "neuronx-distributed", "torch-neuronx", "torch-xla", "libneuronxla")
 _OTHER_ENVIRONMENT = (
@@ -21,8 +21,8 @@ _LNC_FILE = "/opt/aws/neuron/logical_nc_config"
 
 
 def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Finding]:
-    """All findings of this module. On a machine without Neuron chips there are none, unless the
-    profile needs chips.
+    """All findings of this module: none on a machine without Neuron chips, unless the profile needs
+    chips.
 
     tp     ranks
     chips  Neuron chips of the machine
@@ -32,12 +32,12 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
             yield Finding(
                 "driver",
                 "blocks",
-                f"no Neuron device (/dev/neuron*), which profile {profile.name} runs on",
+                f"no Neuron device (/dev/neuron*); profile {profile.name} needs one",
                 f"on a trn2 instance: {DRIVER}. Here: --profile cpu",
             )
         return
     driver = system.driver
-    text = "device files are there, but no driver is loaded"
+    text = "device files exist, but no driver is loaded"
     if driver:
         text = driver + sdk.release_suffix("driver", driver)
     yield judged("driver", driver is not None, text, DRIVER)
@@ -47,13 +47,13 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
 
 
 def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterator[Finding]:
-    """The SDK's packages in this environment, their release, and whether the profile's backend may
-    be used with it."""
+    """The SDK's packages in this environment, their release, and its support of the profile's
+    backend."""
     low, high = sdk.PYTHON[profile.backend]
     if profile.device == "neuron" and not low <= sdk.version_numbers(system.python)[:2] < high:
         text = (
-            f"Python {system.python}; backend {profile.backend} has wheels from"
-            f" {sdk.dotted(low)} on, below {sdk.dotted(high)}"
+            f"Python is {system.python}; backend {profile.backend} needs {sdk.dotted(low)} or"
+            f" later, below {sdk.dotted(high)}"
         )
         yield Finding("python", "blocks", text, "python3.12 -m venv DIR, and README, Install")
     installed = {name: version for name in _PACKAGES if (version := system.version(name))}
@@ -69,9 +69,9 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             yield Finding(
                 "sdk",
                 "blocks",
-                f"{name} {version} is a package of the public index with the name of the SDK's",
-                f"pip uninstall {name}; name Neuron's own pip repository to pip, as the Neuron"
-                " setup guide says, and install again",
+                f"{name} {version} is a package of the public index with an SDK package's name",
+                f"pip uninstall {name}; add Neuron's own pip repository as in the Neuron setup"
+                " guide, and install again",
             )
     release, of_driver = sdk.release_of("compiler", compiler), sdk.release_of("driver", driver)
     if release and of_driver and of_driver < release:
@@ -86,7 +86,7 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
     if compiler:
         yield from _compiler(compiler, system)
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
-        return  # what is missing is a finding of `checks.packages`
+        return  # `checks.packages` reports a missing package
     state, usable = sdk.nxd_support(release)
     yield judged("nxd", usable, state, _OTHER_ENVIRONMENT)
     if usable and release and release >= (2, 30):
@@ -94,25 +94,24 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             "nxd",
             "note",
             f"SDK 2.34 ends NxD on Trainium2: keep this environment at {sdk.dotted(sdk.NXD_LAST)}"
-            " or older. What comes after it is --profile-set backend=torchdist with"
-            " torch-neuronx 2.13",
+            " or older. Its successor is --profile-set backend=torchdist with torch-neuronx 2.13",
         )
 
 
 def _kernels(profile: Profile, system: System) -> Iterator[Finding]:
-    """The packages of the NKI kernels that the profile's attention launches."""
+    """The packages of the NKI kernels for the profile's attention."""
     for name in NKI_KERNELS.get(profile.attention, ()):
         kernel = KERNELS[name]
         if error := system.import_error(kernel.package):
             text = (
-                f"attention={profile.attention} wants the kernels of {kernel.package}, which cannot"
-                f" be imported: {error}"
+                f"attention={profile.attention} needs the kernels of {kernel.package}; importing"
+                f" it failed: {error}"
             )
             yield Finding("nki", "blocks", text, kernel.missing)
 
 
 def _compiler(version: str, system: System) -> Iterator[Finding]:
-    """What keeps neuronx-cc of that version from running."""
+    """Problems that keep neuronx-cc of this version from running."""
     islpy = system.version("islpy")
     if sdk.version_numbers(islpy) >= sdk.ISLPY_TOO_NEW:
         yield Finding(
@@ -125,8 +124,8 @@ def _compiler(version: str, system: System) -> Iterator[Finding]:
         yield Finding(
             "sdk",
             "blocks",
-            f"neuronx-cc {version} is installed, but its program is neither in PATH nor beside"
-            " this Python",
+            f"neuronx-cc {version} is installed, but its program is neither in PATH nor in this"
+            " Python's folder",
             "install it again: pip install --force-reinstall --no-deps neuronx-cc",
         )
 
@@ -142,7 +141,7 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
         yield Finding(
             "cores",
             "note",
-            "neuron-ls is not there or does not answer, so free cores are not counted; "
+            "neuron-ls is missing or does not answer, so free cores are not counted; "
             + (f"chips in use: {'; '.join(in_use)}" if in_use else "no process has a chip open"),
             TOOLS,
         )
@@ -150,11 +149,11 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
         total = sum(len(device.cores) for device in devices)
         free = sum(len(device.cores) for device in devices if not device.holders)
         holders = sorted({holder for device in devices for holder in device.holders})
-        text = f"{free} of {total} logical cores are on chips that nobody uses, {tp} wanted"
+        text = f"{free} of {total} logical cores are on free chips, {tp} wanted"
         text += f"; in use by {_describe_processes(holders)}" if holders else ""
         pids = " ".join(str(pid) for pid, _ in holders)
         fix = (
-            f"end them: kill {pids}; wait a few seconds and type the same again"
+            f"end them: kill {pids}; wait a few seconds and type the command again"
             if holders
             else "type a smaller --tp-degree"
         )
@@ -171,7 +170,7 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
 
 
 def _count_cores(cores: str) -> int:
-    """The number of cores in a list such as 0-3,8 (here 5); 0 for what is no such list."""
+    """The number of cores in a list such as 0-3,8 (here 5); 0 for another text."""
     total = 0
     for part in cores.split(","):
         first, dash, last = part.strip().partition("-")
@@ -189,10 +188,9 @@ def _describe_processes(processes: Iterable[tuple[int, str]]) -> str:
 
 
 def lnc(profile: Profile, system: System) -> Finding:
-    """Whether the runtime's LNC (physical cores of a logical one) is the one that graphs are
-    compiled for.
+    """Whether the runtime's LNC (physical cores per logical core) matches the compiled graphs.
 
-    The runtime takes it from the environment, else from its file, else it is what neuron-ls shows.
+    The runtime reads it from the environment or else from its file. neuron-ls shows the default.
     """
     wanted = str(profile.lnc)
     listed = sorted({str(device.lnc) for device in system.devices() or () if device.lnc})
@@ -206,11 +204,11 @@ def lnc(profile: Profile, system: System) -> Finding:
     elif not settings and listed:
         settings = {"neuron-ls": ", ".join(listed)}
     wrong = [name for name, value in settings.items() if value != wanted]
-    text = ", ".join(f"{name} says {value}" for name, value in settings.items())
+    text = ", ".join(f"{value} from {name}" for name, value in settings.items())
     text = text or "not set; 2 is Trainium2's default"
     good = not wrong or profile.device != "neuron"
     if not good:
-        text = f"{text}; profile {profile.name} is compiled for {wanted}"
+        text = f"{text}; profile {profile.name} compiles for {wanted}"
     fixes = {
         _LNC_FILE: f"echo NEURON_LOGICAL_NC_CONFIG={wanted} | sudo tee {_LNC_FILE}",
         "neuron-ls": f"export NEURON_LOGICAL_NC_CONFIG={wanted}",

@@ -1,5 +1,4 @@
-"""Takes out of texts what a bug report must not carry: prompts, secrets, and the names of people
-and machines."""
+"""Removes prompts, secrets, and names of people and machines from the texts of a bug report."""
 
 import ast
 import getpass
@@ -12,15 +11,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-# Variables of the environment that a report may have: what the stack reads.
+# Environment variables that a report may contain: those of the software stack.
 _TOLD = re.compile(
     "(NEURON|LTX|TORCH|PYTORCH|TORCHINDUCTOR|XLA|PJRT|NKI|OMP|GOMP|KMP|MKL|OPENBLAS|GLOO|MALLOC)_"
 )
 _SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|(^|_)(KEY|PAT)(_|$)|APIKEY", re.I)
-_SHORTEST_SECRET, _SHORTEST_PROMPT = 6, 5  # characters; shorter ones are in other words as well
+_SHORTEST_SECRET, _SHORTEST_PROMPT = 6, 5  # characters; shorter ones occur in other words
 
-# A prompt as commands, JSON, Python and lists of processes show it. Of three groups the second one
-# is the prompt.
+# A prompt in commands, JSON, Python and process lists. The second of three groups is the prompt.
 _QUOTED = r"""(?=['"])(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+"""  # a word of a command line
 _COMMAND = re.compile(rf"(--(?:negative-)?prompt[ =])({_QUOTED})()", re.S)
 _WHOLE_WORD = re.compile(r"""('--(?:negative-)?prompt=)((?:[^']|'"'"')*)(')""")
@@ -28,13 +26,13 @@ _UNQUOTED = re.compile(r"(--(?:negative-)?prompt[ =])(?!['\"<])([^\n]*?)(?=\s--[
 _FIELD = re.compile(
     r"""(\b(?:negative_)?prompt["']?\s*[:=]\s*)("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')()""", re.S
 )
-# The table of times, which is wrapped.
+# The wrapped table of times.
 _TABLE = (
     re.compile(r"(,\s+prompt\s+)(.{1,5000}?)(,\s+seed\s+\d)", re.S),
     re.compile(r"(,\s+negative_prompt\s+)(.{1,5000}?)(,\s+recipe\s)", re.S),
 )
 _ALL = (_COMMAND, _WHOLE_WORD, _UNQUOTED, _FIELD, *_TABLE)
-# What looks like a secret, wherever it stands. Of two groups, the first one stays.
+# Patterns of secrets. The text of the first group is kept.
 _SECRETS = tuple(
     re.compile(pattern, flags)
     for pattern, flags in (
@@ -51,7 +49,7 @@ _SECRETS = tuple(
         ),
     )
 )
-# Names that say nothing of a person.
+# Names that identify nobody.
 _COMMON = {"root", "ubuntu", "ec2-user", "ssm-user", "admin", "user", "nobody", "runner"}
 _COMMON |= {"localhost", "neuron", "trn2", "trainium"}
 _PLACES = (
@@ -62,17 +60,17 @@ _PLACES = (
 
 
 def told_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a report may have; one whose name sounds like a secret is none of them."""
+    """The variables that a report may contain, except those with a secret's name."""
     names = sorted(filter(_TOLD.match, environment))
     return {name: environment[name] for name in names if not _SECRET_NAME.search(name)}
 
 
 class Redactor:
-    """Called with a text, returns it without what must not leave the machine. `counts` says how
-    often what was taken out.
+    """Called with a text, returns it without prompts, secrets and names. `counts` has the number of
+    removed texts by kind.
 
-    environment  whose secrets are taken out wherever they stand
-    prompts      leave prompts in
+    environment  its secrets are removed from all texts
+    prompts      keep prompts
     """
 
     def __init__(self, environment: Mapping[str, str], prompts: bool = False):
@@ -92,7 +90,7 @@ class Redactor:
                 self._names.append((re.compile(rf"(?<!\w){re.escape(name)}(?!\w)"), shown))
 
     def learn(self, text: str) -> None:
-        """Remember the prompts that a text shows as such: others may quote them."""
+        """Record the prompts of a text: others may quote them."""
         for pattern in (_COMMAND, _WHOLE_WORD):
             self._prompts |= {_unquoted(match[2]) for match in pattern.finditer(text)}
         for pattern in _TABLE:
@@ -119,8 +117,8 @@ class Redactor:
         return text
 
     def _known(self) -> list[re.Pattern]:
-        """The prompts and their lines as texts may have them, the longest first: plain, in a
-        shell's words, in JSON and in Python, and wrapped."""
+        """Patterns of the recorded prompts and their lines, the longest first: plain, quoted for a
+        shell, in JSON and in Python, each also wrapped."""
         known = {part for prompt in self._prompts for part in (prompt, *prompt.splitlines())}
         known = {text for text in known if len(text) >= _SHORTEST_PROMPT}
         quoted = {as_word(text)[1:-1] for text in known for as_word in (repr, json.dumps)}
@@ -138,13 +136,13 @@ def _is_secret(value: str) -> bool:
 
 
 def _wrapped(text: str) -> re.Pattern:
-    """Finds a text also where it is broken into lines, at spaces and after hyphens."""
+    """A pattern for a text that may be wrapped at spaces and after hyphens."""
     words = (re.escape(word).replace(r"\-", r"\-\s*") for word in text.split())
     return re.compile(r"\s+".join(words))
 
 
 def _without_prompt(match: re.Match) -> str:
-    """What is left of a match: the placeholder quoted as the prompt was."""
+    """The replacement of a match: a placeholder with the prompt's quotes."""
     if match[2] == "None":
         return match[0]
     quote = match[2][:1] if match[2][:1] in ("'", '"') else ""
@@ -152,7 +150,7 @@ def _without_prompt(match: re.Match) -> str:
 
 
 def _unquoted(word: str) -> str:
-    """A word of a command line as the program got it."""
+    """A word of a command line as the program receives it."""
     parts = re.findall(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(.)|([^\s'"\\]+)""", word, re.S)
     return "".join(
         single + re.sub(r"\\(.)", r"\1", double, flags=re.S) + escaped + plain
@@ -163,5 +161,5 @@ def _unquoted(word: str) -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's number without a name
+    except (KeyError, OSError):  # a container's user id without a name
         return ""

@@ -1,7 +1,7 @@
 """Facts about a machine: files below a root, outputs of commands, installed packages.
 
-Every source of facts is a field of System, so that tests replace it by folders and tables. Nothing
-here raises for what is absent or unreadable: the fact is then None or empty.
+Every source of facts is a field of System, so that tests can replace it. A missing or unreadable
+fact raises nothing: it is None or empty.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from typing import NamedTuple
 
 from ltx_neuron.machine import package_version
 
-TOOLS = "/opt/aws/neuron/bin"  # where the Neuron packages put their commands, often outside PATH
+TOOLS = "/opt/aws/neuron/bin"  # commands of the Neuron packages, often outside PATH
 COMMAND_SECONDS = 20.0  # a tool that waits for a broken driver must not stop the doctor
 
 
 class Device(NamedTuple):
-    """One chip as neuron-ls shows it."""
+    """One chip in neuron-ls's list."""
 
     index: int
     cores: tuple[int, ...]  # numbers of its logical cores
-    lnc: int | None  # physical cores of a logical one
+    lnc: int | None  # physical cores per logical core
     holders: tuple[tuple[int, str], ...]  # (pid, command) of the processes that use it
 
 
 def output_of(*command: str) -> str | None:
-    """A command's standard output; None where the command is absent, fails or takes too long."""
+    """A command's standard output; None if the command is missing, fails or takes too long."""
     path = path_of(command[0])
     if path is None:
         return None
@@ -55,7 +55,7 @@ def path_of(command: str) -> str | None:
 
 
 def import_error(module: str) -> str | None:
-    """Why a module cannot be imported; None where it can."""
+    """Why a module cannot be imported; None if it can."""
     try:
         importlib.import_module(module)
     # A wheel for another torch fails with OSError, RuntimeError or whatever its C++ throws.
@@ -66,7 +66,7 @@ def import_error(module: str) -> str | None:
 
 
 def free_bytes(path: Path) -> int:
-    """Free bytes of the file system that a path is on, or would be if it were made."""
+    """Free bytes of a path's file system. The path may be missing."""
     nearest = next(
         folder
         for folder in (Path(path).absolute(), *Path(path).absolute().parents)
@@ -77,7 +77,7 @@ def free_bytes(path: Path) -> int:
 
 @dataclass(frozen=True)
 class System:
-    """Where facts about a machine come from; the defaults are this machine's.
+    """The sources of facts about a machine; the defaults are this machine's.
 
     output  called with the words of a command, see `output_of`
     prefix  folder of the Python environment
@@ -93,14 +93,14 @@ class System:
     prefix: str = sys.prefix
 
     def text(self, path: str) -> str | None:
-        """A small file's text; None where it cannot be read."""
+        """A small file's text; None if it cannot be read."""
         try:
             return (self.root / path).read_text().strip()
         except (OSError, UnicodeDecodeError):
             return None
 
     def program(self, name: str) -> str | None:
-        """Path of a program in PATH or beside this Python, where the ranks look for it."""
+        """Path of a program in PATH or in this Python's folder, as the ranks find it."""
         folders = [self.environment.get("PATH", os.defpath), f"{self.prefix}/bin"]
         return shutil.which(name, path=os.pathsep.join(folders))
 
@@ -111,8 +111,7 @@ class System:
 
     @property
     def lnc_file(self) -> str | None:
-        """The machine's own LNC setting (deploy/eks/prerequisites.rst of the SDK's
-        documentation)."""
+        """The machine's LNC setting (deploy/eks/prerequisites.rst of the SDK's documentation)."""
         lines = (self.text("opt/aws/neuron/logical_nc_config") or "").splitlines()
         values = [
             line.partition("=")[2].strip()
@@ -122,7 +121,7 @@ class System:
         return values[-1] if values else None
 
     def memory(self) -> dict[str, int]:
-        """The bytes of /proc/meminfo, by its names."""
+        """The values of /proc/meminfo in bytes, by name."""
         rows = (line.split() for line in (self.text("proc/meminfo") or "").splitlines())
         return {
             row[0].rstrip(":"): int(row[1]) * 1024
@@ -131,8 +130,8 @@ class System:
         }
 
     def devices(self) -> list[Device] | None:
-        """The chips that `neuron-ls --json-output` lists; None where it is absent or its output is
-        not understood."""
+        """The chips in `neuron-ls --json-output`; None if it is missing or its output is not
+        understood."""
         try:
             rows = json.loads(self.output("neuron-ls", "--json-output") or "")
             return [
@@ -153,7 +152,7 @@ class System:
     def holders(self) -> dict[str, list[tuple[int, str]]]:
         """(pid, command) of the processes that have a chip's device file open, by the file's name.
 
-        It needs no neuron-ls. Only root sees the processes of other users.
+        This needs no neuron-ls. Only root sees the processes of other users.
         """
         opened = set()
         for link in (self.root / "proc").glob("[0-9]*/fd/*"):
