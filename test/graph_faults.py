@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
 
-TOLD = "result is needed while tracing"  # lint's words where a graph would end in the middle
+TOLD = "tracing needs its result"  # lint's words where a graph would end in the middle
 OWN = "(makes|holds) a tensor of its own"
 
 
@@ -47,7 +47,7 @@ def _solved(x: Tensor, index: Tensor) -> Tensor:
 
 FAULTS = {
     "a float64 constant": Fault(
-        lambda x, index: (x.double() * 0.1).to(x.dtype), "f64 arises", "f64 arises"
+        lambda x, index: (x.double() * 0.1).to(x.dtype), "f64 is introduced", "f64 is introduced"
     ),
     "a value fetched by .item()": Fault(
         lambda x, index: x * x.float().sum().item(), "only at run time", TOLD
@@ -58,10 +58,12 @@ FAULTS = {
         "rank 0 has .* rank 3 has",
     ),
     "an arange as long as the data says": Fault(_counted, "cannot be exported", TOLD),
-    "a complex rotation": Fault(_rotated, "c64 arises", "c64 arises"),
+    "a complex rotation": Fault(_rotated, "c64 is introduced", "c64 is introduced"),
     "a sort": Fault(lambda x, index: x.sort(-1).values, "no sort", "no sort"),
     "int64 arithmetic": Fault(
-        lambda x, index: x * (index.long() * 3).to(x.dtype), "s64 arises", "arithmetic on int64"
+        lambda x, index: x * (index.long() * 3).to(x.dtype),
+        "s64 is introduced",
+        "arithmetic on int64",
     ),
     "boolean indexing": Fault(lambda x, index: x[x > 0].sum(), "only at run time", TOLD),
     "a branch on data": Fault(_chosen, "cannot be exported", TOLD),

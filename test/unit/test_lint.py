@@ -33,9 +33,9 @@ from ltx_neuron.tiny import TinySizes
 TP = 4
 TEXTS = {path.stem: path.read_text() for path in Path(__file__).with_name("hlo").glob("*.txt")}
 CAPTURED = {
-    "float64": "f64 arises",
+    "float64": "f64 is introduced",
     "int64": "arithmetic on int64; neuronx-cc to 2.27 computes it as int32; 2.28 by its own",
-    "complex": "c64 arises",
+    "complex": "c64 is introduced",
     "sort": "no sort",
     "triangular_solve": "NCC_EVRF001",
     "nonzero": "known only at run time",
@@ -102,18 +102,18 @@ def in_place(x):
 COMPILED = {
     "a value fetched by .item()": (
         lambda x: x * x.float().sum().item(),
-        "f64 arises|only at run time",
+        "f64 is introduced|only at run time",
     ),
     "several tensors in one collective": (
         lambda x: [
             functional.wait_tensor(t)
             for t in functional.all_reduce_coalesced([x, x * 2], "sum", GROUP)
         ],
-        "all_reduce_coalesced.*alone",
+        "all_reduce_coalesced.*support only",
     ),
     "a broadcast": (
         lambda x: functional.wait_tensor(functional.broadcast(x, 0, GROUP)),
-        "broadcast.*alone",
+        "broadcast.*support only",
     ),
     "a maximum over the ranks": (
         lambda x: functional.wait_tensor(functional.all_reduce(x, "max", GROUP)),
@@ -124,7 +124,7 @@ COMPILED = {
         "NCC_EVRF061",
     ),
     "a collective that writes into its input": (in_place, "writes into one of its inputs"),
-    "an int64 range": (lambda x: x * torch.arange(8), "s64 arises"),
+    "an int64 range": (lambda x: x * torch.arange(8), "s64 is introduced"),
 }
 
 
@@ -279,12 +279,12 @@ HLO = (
     [
         ("f32[<=2]{0} add(f32[2]{0} %a.1, f32[2]{0} %a.1)", "only at run time"),
         ("f32[?]{0} add(f32[2]{0} %a.1, f32[2]{0} %a.1)", "only at run time"),
-        ("f16[2]{0} convert(%a.1)", "f16 arises"),
+        ("f16[2]{0} convert(%a.1)", "f16 is introduced"),
         ("f8e4m3fn[2]{0} convert(%a.1)", "NCC_EVRF051"),
         ('f32[2]{0} custom-call(%a.1), custom_call_target="Other"', "NCC_EHCA005"),
         (
             "f32[2]{0} all-to-all(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}",
-            "given all-gather, all-reduce, reduce-scatter alone",
+            "support only all-gather, all-reduce, reduce-scatter",
         ),
         (
             "f32[8]{0} all-gather(%a.1), replica_groups={{0,1},{2,3}}, dimensions={0}",
@@ -330,8 +330,8 @@ def test_the_same_fault_of_many_graphs_is_told_once_with_every_graph():
         Finding(graph, f"sort.{i} (sort)", "no sort", "sort on the host")
         for i, graph in enumerate(("head", "tail"))
     ]
-    told = table([*faults, Finding("tail", "add.3 (add)", "f64 arises", "make it fp32")])
-    assert told.count("no sort") == 1 and told.count("f64 arises") == 1
+    told = table([*faults, Finding("tail", "add.3 (add)", "f64 is introduced", "make it fp32")])
+    assert told.count("no sort") == 1 and told.count("f64 is introduced") == 1
     assert (
         told.index("head")
         < told.index("tail")

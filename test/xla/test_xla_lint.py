@@ -86,7 +86,7 @@ COLLECTIVES = {
     ),
     "an all-to-all": (
         lambda x, index: exchanged(x),
-        "given all-gather, all-reduce, reduce-scatter alone",
+        "support only all-gather, all-reduce, reduce-scatter",
     ),
     "a sum of integers": (lambda x, index: reduced(index), "NCC_EVRF061"),
 }

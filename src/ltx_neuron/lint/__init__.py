@@ -1,11 +1,9 @@
-"""Checks that neuronx-cc takes the toolkit's graphs: against its documented limits, before anyone
-pays for a compile.
+"""ltx-neuron lint: checks the toolkit's graphs against the documented limits of neuronx-cc, without
+the compiler.
 
-  ltx-neuron lint
-
-One table of rules (rules.py) and two front ends that read graphs into operations: fx.py for what
-TorchNeuron is given (exported programs, AOT graphs of torch.compile) and hlo.py for what
-ModelBuilder is given (the HLO text that torch_xla traces, lower.py).
+One table of rules (rules.py) and two front ends that convert graphs to operations: fx.py for
+TorchNeuron's input (exported programs, AOT graphs of torch.compile) and hlo.py for ModelBuilder's
+input (the HLO text of torch_xla's traces, lower.py).
 """
 
 from ltx_neuron.lint.fx import Recorder, check_fx

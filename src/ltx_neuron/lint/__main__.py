@@ -22,9 +22,9 @@ from ltx_neuron.lint.cases import dtype_of, programs
 from ltx_neuron.lint.rules import Finding, Operation, Reading, compare_ranks
 from ltx_neuron.profiles import PROFILES, Profile, resolve
 
-# The front ends: each has a TITLE, `comm`, which makes the Comm that it traces with for a number of
-# ranks, `require`, which raises UserError where a package is missing, and `read`: (program, name of
-# its graph, tp, dtype, title) to a Reading.
+# The front ends. Each has a TITLE and functions: `comm` returns the Comm for tracing a number of
+# ranks, `require` raises UserError if a package is missing, and `read` maps (program, name of its
+# graph, tp, dtype, title) to a Reading.
 PARTS = (fx, lower)
 
 
@@ -36,18 +36,18 @@ def survey(
     only: str = "",
     dump_dir: Path | None = None,
 ) -> list[Finding]:
-    """Read every graph of the programs whose name contains `only`, as the first and as the last
-    rank, and print a line for each. Returns the findings.
+    """Read every graph of the programs whose name contains `only`, as the first and the last rank,
+    and print a line for each. Returns the findings.
 
     dump_dir  folder for the text of every graph
-    Raises UserError where no name contains `only`.
+    Raises UserError if no name contains `only`.
     """
     all_findings, ranks = [], (0, tp - 1)
     cases = [*programs(profile, tp, dtype)]
     selected = [(case, make) for case, make in cases if only in case]
     if not selected:
         known = "; ".join(case for case, _ in cases)
-        raise UserError(f"--only {only!r} is in no program's name; known: {known}")
+        raise UserError(f"--only {only!r}: no program's name contains it; known: {known}")
     print(
         f"\n{part.TITLE}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks"
         f" {ranks}\n{_LINE.format(*_HEAD)}"
@@ -74,7 +74,7 @@ _IN_A_FILE_NAME = str.maketrans({" ": "_", ":": None, ",": None})
 def _read(
     part: ModuleType, case: str, make: Callable, rank: int, tp: int, dtype: torch.dtype
 ) -> dict[str, Reading]:
-    """Every graph of a program as a rank traces it, by title."""
+    """Every graph of a program by title, traced by one rank."""
     with fake_process_group(tp, rank):
         program = make(comm=part.comm(tp))
         names = {f"{case}: {name}": name for name in program.graphs}
@@ -85,14 +85,14 @@ _PRODUCTS = (
     *("dot", "aten.mm.default", "aten.addmm.default", "aten.bmm.default"),
     *("convolution", "aten.convolution.default"),
 )
-# A line is printed as soon as its graph is read: its columns cannot wait for the widest.
+# Each line is printed as soon as its graph is read, so the widths are fixed.
 _LINE = "{:>10}  {:<28}{:<20}{:<15}{:<9}{:<10}{}"
 _HEAD = (*("operations", "collectives", "dtypes", "fp32 products", "dynamic", "findings"), "graph")
 
 
 def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> tuple:
-    """A graph's cells of the table. Products in fp32 are counted because they are several times
-    slower than in bf16."""
+    """A graph's cells of the table. It counts fp32 products because they are several times slower
+    than in bf16."""
     forms = collections.Counter(f"over {o.collective.group}" for o in operations if o.collective)
     reductions = ", ".join(f"{count} {form}" for form, count in forms.items()) or "-"
     kinds = [kind for operation in operations for kind in operation.results]
@@ -105,7 +105,7 @@ def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> tu
 
 
 def table(findings: list[Finding]) -> str:
-    """The findings as text. A fault that several graphs share is listed once, with all of them."""
+    """The findings as text. A fault of several graphs is listed once, with all of them."""
     shared: dict[tuple, list[Finding]] = {}
     for finding in findings:
         kind = finding.operation.rpartition("(")[2]

@@ -1,5 +1,5 @@
-"""The graphs that lint reads: all of the toolkit's, tiny and at the released width, with one block
-and with two."""
+"""The graphs that lint reads: all of the toolkit, at tiny and released width, with one and two
+blocks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,13 +26,13 @@ from ltx_neuron.profiles import Profile
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import released_config, tiny_config
 
-FLOAT32 = "float32"  # ends the name of a program that is so in every run
+FLOAT32 = "float32"  # suffix of programs that are float32 in every run
 BLOCKS = (1, 2)  # graphs of more blocks repeat these
 
 
 class Width(NamedTuple):
-    """A checkpoint's config, the DiT's tokens, the video decoder's tile and the latents of sound:
-    those of a small clip, or of 512x768 with 121 frames."""
+    """A checkpoint's config, the DiT's tokens, the video decoder's tile and the latents of sound,
+    for a small clip or for 512x768 with 121 frames."""
 
     config: dict
     gemma: GemmaConfig
@@ -43,7 +43,7 @@ class Width(NamedTuple):
 
 
 def widths(tp: int) -> dict[str, Width]:
-    """The sizes to check by name, with heads enough for tp ranks."""
+    """The sizes to check by name, with enough heads for tp ranks."""
     sizes = TinySizes(heads=max(4, tp), gemma_heads=max(8, tp))
     gemma = replace(
         GEMMA_3_12B,
@@ -60,7 +60,7 @@ def widths(tp: int) -> dict[str, Width]:
 
 
 def dtype_of(case: str, dtype: torch.dtype) -> torch.dtype:
-    """What a program is traced in, in a run in `dtype`."""
+    """The dtype for tracing a program, in a run in `dtype`."""
     return torch.float32 if case.endswith(FLOAT32) else dtype
 
 
@@ -68,7 +68,7 @@ def programs(
     profile: Profile, tp: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[..., Program]]]:
     """Every program by name, with a function of `comm=` that makes it. Modules are on the meta
-    device, where they take no memory. Raises UserError for a tp that does not divide the heads."""
+    device and take no memory. Raises UserError for a tp that does not divide the heads."""
     common = dict(tp=tp, dtype=dtype)
     kernel, other = profile.attention, profile.connector_attention
     for name, width in widths(tp).items():
@@ -110,8 +110,8 @@ def programs(
 
 
 def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
-    """Every kind of the DiT's buckets. Those of retakes and of masked references differ from the
-    others in what one block, the head and the tail take: they are read with one block alone."""
+    """Every kind of the DiT's buckets. Buckets of retakes and masked references only change the
+    inputs of a block, the head and the tail, so they are read with one block only."""
     own = Bucket(width.video_tokens, width.audio_tokens, timesteps=1, max_steps=8)
     images = replace(own, timesteps=2)
     buckets = {"text to video": own, "image to video": images}
@@ -119,14 +119,14 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
         buckets["retake"] = replace(images, audio_timesteps=2)
     buckets |= {f"{kind}, guided": replace(each, guided=True) for kind, each in buckets.items()}
     if blocks == BLOCKS[0]:
-        # Stage 1 of an IC-LoRA, which is distilled, with a reference as large as the clip.
+        # Stage 1 of a distilled IC-LoRA, with a reference as large as the clip.
         tokens = 2 * width.video_tokens
         buckets["masked reference"] = replace(images, video_tokens=tokens, biased=True)
     return buckets
 
 
 def _decoders(width: Width, dtype: torch.dtype) -> dict[str, Callable[[], Program]]:
-    """What decodes a clip, without collectives. Sound is float32 in every run."""
+    """The decoders, which have no collectives. Sound is float32 in every run."""
     config, (span, rows) = width.config, span_sizes(width.sound)
     return {
         "video decoder": partial(tile_program, video_decoder_config(config), width.tile, dtype),

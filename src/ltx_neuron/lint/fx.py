@@ -1,4 +1,4 @@
-"""The FX front end: reads exported programs and AOT graphs, as TorchNeuron is given them."""
+"""The FX front end: reads exported programs and AOT graphs, TorchNeuron's input."""
 
 import operator
 from typing import Any
@@ -47,7 +47,7 @@ EXPORTED = _aten(
     split_with_sizes.default repeat_interleave.self_int expand.default squeeze.dim
     """
 ) | {"ltx_neuron.attention_cte.default", "ltx_neuron.attention_const_max.default"}
-# What torch.compile makes of the same modules: composite operations are taken apart.
+# Operations of torch.compile's graphs of the same modules: composite operations are decomposed.
 TRACED = _aten(
     """
     _to_copy.default pow.Tensor_Scalar mm.default addmm.default convolution.default t.default
@@ -81,7 +81,7 @@ def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -
     process group of `tp` ranks."""
     try:
         exported = trace(program, name, dtype)
-    # What torch.export raises of a graph that it cannot make; the refusal is a finding.
+    # torch.export cannot export this graph: that is a finding.
     except RuntimeError as error:
         wrong = f"cannot be exported: {str(error).strip().splitlines()[0]}"
         do = "fix every size, branch on no data, make every tensor an input"
@@ -97,12 +97,12 @@ def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -
 
 
 def text(exported: torch.export.ExportedProgram) -> str:
-    """Code and signature of a graph, without source locations: equal on every rank or wrong."""
+    """Code and signature of a graph, without source locations. It must be the same on all ranks."""
     return "\n".join([exported.graph_module.code, str(exported.graph_signature)])
 
 
 def compiled(exported: torch.export.ExportedProgram) -> fx.GraphModule:
-    """The AOT graph that torch.compile gives a backend for an exported graph. Nothing is run."""
+    """The AOT graph that torch.compile passes to a backend for an exported graph. Runs nothing."""
     recorder = Recorder()
     with torch.no_grad():
         recorder(
@@ -114,8 +114,8 @@ def compiled(exported: torch.export.ExportedProgram) -> fx.GraphModule:
 
 
 def operations(graph: fx.Graph) -> list[Operation]:
-    """Every operation of a graph but the output, python's own unpacking of tuples, and waiting for
-    a collective."""
+    """Every operation of a graph except the output, Python's unpacking of tuples, and waits for
+    collectives."""
     nodes = [
         node for node in graph.nodes if node.op != "output" and node.target is not operator.getitem
     ]
@@ -133,7 +133,7 @@ def _operation(node: fx.Node) -> Operation:
 
 
 def kinds(node: fx.Node) -> tuple[Kind, ...]:
-    """The tensors that a node stands for, and the numbers that are not known yet."""
+    """The tensors of a node's value, and its symbolic numbers."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     symbols = tuple(
@@ -161,7 +161,7 @@ def _collective(node: fx.Node) -> Collective:
 
 
 class Recorder:
-    """A torch.compile backend that keeps every graph it is given and runs it as it is:
+    """A torch.compile backend that records every graph and runs it unchanged:
     torch.compile(f, backend=recorder)."""
 
     def __init__(self):

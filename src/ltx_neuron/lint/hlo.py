@@ -1,24 +1,23 @@
-"""The HLO front end: reads the text of what torch_xla traced, as ModelBuilder hands it to
+"""The HLO front end: reads the HLO text of torch_xla's traces, which ModelBuilder passes to
 neuronx-cc."""
 
 import re
 
 from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Target, check
 
-# What the graphs lower to. All but logistic (every SiLU's, so every LLM's on Trainium) are in the
-# compiler's published list of XLA operators (Neuron docs, neuron-cc-ops-xla).
+# The operations of the lowered graphs. The compiler's published list of XLA operators has all but
+# logistic, which every SiLU uses (Neuron docs, neuron-cc-ops-xla).
 _PLAIN = """
     parameter constant tuple get-tuple-element convert broadcast reshape transpose slice concatenate
     add subtract multiply divide maximum clamp exponential tanh logistic sqrt rsqrt power compare
     select log sine dot convolution reduce batch-norm-training
 """
-# torch_xla keeps an all-gather or reduce-scatter before the next collective by one number of its
-# result, as in every model of NxD that is sequence parallel.
+# torch_xla orders an all-gather or reduce-scatter before the next collective by gathering one
+# number of its result, as in every sequence-parallel model of NxD.
 OPERATIONS = {*_PLAIN.split(), "gather of one number"}
 _INDICES = "parameter constant convert reshape broadcast tuple get-tuple-element"
 MAY_INDEX = {*_INDICES.split()}
-# Most operands of the collectives that are allowed, with the scalar by which torch_xla keeps them
-# in order.
+# Maximum operands of the allowed collectives, with the scalar by which torch_xla orders them.
 MOST_TENSORS = {"all-reduce": 16, "all-gather": 2, "reduce-scatter": 2}
 COLLECTIVES = {*MOST_TENSORS, "all-to-all", "collective-permute", "collective-broadcast"}
 
@@ -32,7 +31,7 @@ _NAME = re.compile(r"%?([\w.\-]+)$")
 
 
 def target(tp: int) -> Target:
-    """What an HLO graph of `tp` ranks may hold."""
+    """The allowed content of an HLO graph for `tp` ranks."""
     return Target(
         operations=frozenset(OPERATIONS),
         collectives=MOST_TENSORS,
@@ -43,12 +42,12 @@ def target(tp: int) -> Target:
 
 
 def check_hlo(text: str, tp: int, graph: str = "graph") -> list[Finding]:
-    """Findings in a graph given as HLO text, for a group of `tp` ranks."""
+    """Findings in a graph's HLO text, for a group of `tp` ranks."""
     return check(graph, operations(text), target(tp))
 
 
 def operations(text: str) -> list[Operation]:
-    """Every instruction of every computation. Raises ValueError for a text that holds none."""
+    """Every instruction of every computation. Raises ValueError for a text without any."""
     parsed, kinds, roots, computation = [], {}, {}, ""
     for line in text.splitlines():
         opened = _COMPUTATION.match(line)
@@ -69,7 +68,7 @@ def _operation(computation: str, instruction: re.Match, kinds: dict, roots: dict
     """An instruction of a computation.
 
     kinds  of every instruction's results, by (computation, label)
-    roots  name of every computation's last operation: what a reduction reduces by
+    roots  name of every computation's last operation, which is a reduction's operator
     """
     arguments, attributes = _split(instruction["rest"])
     name, label = instruction["name"].removesuffix("-start"), instruction["label"]
@@ -86,8 +85,8 @@ def _operation(computation: str, instruction: re.Match, kinds: dict, roots: dict
 
 
 def _split(rest: str) -> tuple[list[str], str]:
-    """The comma-separated arguments of an instruction, and the attributes that follow them. `rest`
-    begins after the opening parenthesis."""
+    """The comma-separated arguments of an instruction, and the attributes after them. `rest` begins
+    after the opening parenthesis."""
     parts, depth, start = [], 1, 0
     for index, letter in enumerate(rest):
         depth += (letter in "([{") - (letter in ")]}")
@@ -116,8 +115,7 @@ def _reduction(attributes: str, roots: dict) -> str:
 
 
 def _group(attributes: str) -> str:
-    """The replica groups as {{0,1},{2,3}}, which may also be written [2,2]<=[4]; empty if there are
-    none."""
+    """The replica groups as {{0,1},{2,3}}, also of the form [2,2]<=[4]; empty if there are none."""
     short = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[\d+\](?!T)", attributes)
     if short:
         count, size = int(short[1]), int(short[2])

@@ -1,9 +1,9 @@
-"""Lowers graphs to HLO, as ModelBuilder would hand them to neuronx-cc: torch_xla traces them on a
-CPU, for any number of ranks.
+"""Lowers graphs to HLO, as ModelBuilder does for neuronx-cc: torch_xla traces them on a CPU, for
+any number of ranks.
 
-Nothing is run and no weight is made: inputs and parameters are placeholders, so full-width graphs
-take no memory. torch_xla is imported when it is first needed. Where the models call an NKI kernel,
-attention in plain operations is lowered: NKI is not needed here.
+Tracing runs nothing. Inputs and parameters are placeholders, so full-width graphs take no memory.
+torch_xla is imported at its first use. NKI is not needed: attention in plain operations replaces
+its kernels.
 """
 
 import os
@@ -26,16 +26,16 @@ from ltx_neuron.models.programs import Program
 
 TITLE = "HLO (ModelBuilder)"
 INSTALL = """torch_xla {problem}.
-It wants the torch of its own number, so give it a venv of its own:
+It needs torch of the same version, so make a separate venv:
   test/xla/make_xla_venv.sh /path/to/venv-xla
   PYTHONPATH=src /path/to/venv-xla/bin/python -m ltx_neuron.lint
 (torch==2.9.* and torch_xla==2.9.* from PyPI)"""
 
 
 def require() -> None:
-    """Import torch_xla for tracing on a CPU. Raises UserError that says what to install."""
-    os.environ["PJRT_DEVICE"] = "CPU"  # whatever the machine has: nothing is run
-    # Else all-reduces of groups that this one process is not part of are dropped.
+    """Import torch_xla for tracing on a CPU. Raises UserError with the packages to install."""
+    os.environ["PJRT_DEVICE"] = "CPU"  # on every machine: nothing is run
+    # Otherwise torch_xla drops all-reduces of groups without this process.
     os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"
     try:
         import torch_xla  # noqa: F401
@@ -47,10 +47,10 @@ def require() -> None:
     _lower_plain_attention()
 
 
-@cache  # an operation may be registered once a process
+@cache  # an operation can be registered only once per process
 def _lower_plain_attention() -> None:
-    """Take `matmul` for attention_const_max, whose reference rounds to types that are the kernel's
-    own."""
+    """Replace attention_const_max by `matmul`: its reference rounds to the kernel's private
+    types."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -60,13 +60,13 @@ def _lower_plain_attention() -> None:
 
 
 def comm(tp: int) -> XlaComm:
-    """The Comm that ModelBuilder traces with, for a group that is all ranks. NxD itself is not
-    needed."""
+    """The Comm of ModelBuilder's traces, for a group of all ranks. It does not need NxD."""
     return XlaComm(tp, [list(range(tp))])
 
 
 class Cut(Exception):
-    """Tracing would have to run the graph so far, to know a value. The text names the operation."""
+    """Tracing needs a value, for which it would have to run the graph. The text names the
+    operation."""
 
 
 _KERNELS = (
@@ -78,8 +78,8 @@ _KERNELS = (
 
 
 class _Guard(TorchDispatchMode):
-    """Raises Cut at operations whose result torch_xla would compute right away: by running what is
-    traced where it depends on data, on the host where it has no kernel."""
+    """Raises Cut at operations that torch_xla would run at once: those whose result's shape or
+    value depends on data, and those without an XLA kernel."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -87,7 +87,7 @@ class _Guard(TorchDispatchMode):
         if any(tensor.device.type == "xla" for tensor in tensors):
             dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
             depends = dynamic & {*function.tags}
-            if function is torch.ops.aten.index.Tensor:  # of a dynamic size only with a mask
+            if function is torch.ops.aten.index.Tensor:  # dynamic only with a mask
                 depends = depends and any(tensor.dtype is torch.bool for tensor in tensors)
             known = torch._C._dispatch_has_kernel_for_dispatch_key
             if depends or not any(known(function.name(), key) for key in _KERNELS):
@@ -96,18 +96,18 @@ class _Guard(TorchDispatchMode):
 
 
 def lower(function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple]) -> str:
-    """The HLO of a function of named tensors, given as (shape, dtype). Raises Cut where it cannot
-    be one graph.
+    """The HLO of a function of named tensors, given as (shape, dtype). Raises Cut if it is not one
+    graph.
 
-    Numbers and tensors that tracing made are parameters of the HLO too; they stand in comments at
-    its end.
+    Numbers and tensors that tracing creates are also parameters of the HLO. Comments at its end
+    list them.
     """
     require()
     import torch_xla
     from torch_xla.core import xla_builder
 
     internals = torch_xla._XLAC
-    # Or the last graph's collectives come into this one.
+    # Otherwise this graph would contain the last one's collectives.
     internals._set_all_reduce_token(str(torch_xla.device()), None)
     tensors = {
         name: xla_builder.create_placeholder_tensor(tuple(shape), dtype)
@@ -127,7 +127,7 @@ _BAKED = "// made while tracing:"
 
 
 def _described(tensor: Tensor) -> str:
-    """A parameter that tracing made: its first values, which are the tracing rank's."""
+    """A parameter that tracing created, with its first values on the tracing rank."""
     value = tensor.cpu()
     kind = "number" if value.dim() == 0 else f"tensor {tuple(value.shape)}"
     return f"{kind} {value.flatten()[:4].tolist()} {value.dtype}"
@@ -150,8 +150,8 @@ def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -
         text = lower(call, example)
     except Cut as cut:
         wrong = (
-            "its result is needed while tracing: the graph ends here, and what it gives is baked"
-            " into the next"
+            "tracing needs its result: the graph ends here, and the result is a constant of the"
+            " next one"
         )
         do = "keep it a tensor of fixed size: no .item(), no if, no mask"
         finding = Finding(graph, str(cut), wrong, do)

@@ -1,10 +1,10 @@
-"""What a graph may hold on Trainium2: rules over operations, whichever front end read them.
+"""The allowed content of graphs on Trainium2: rules over the operations from both front ends.
 
-Sources, as named in the findings: NCC_* are the compiler's documented error codes (Neuron SDK 2.32,
-compiler/error-codes); "TorchNeuron" is what its lowering of collectives maps (torch-neuronx,
-neuron_dynamo_backend). Of int64: neuronx-cc's release notes for SDK 2.32 (--native-int64 and
---implicit-integer-downcast, with the defaults of the release after it). What no document says the
-compiler takes is refused: the operations are those that the graphs need.
+Sources in the findings: NCC_* are the compiler's documented error codes (Neuron SDK 2.32,
+compiler/error-codes); "TorchNeuron" is its lowering of collectives (torch-neuronx,
+neuron_dynamo_backend). For int64: neuronx-cc's release notes for SDK 2.32 (--native-int64 and
+--implicit-integer-downcast, with the defaults of the release after it). The rules allow only
+operations that the graphs need, and refuse those without documented support.
 """
 
 import re
@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 class Kind(NamedTuple):
     """dtype and shape of a tensor. The dtype is in HLO's spelling (bf16, f32, s32, pred, ...), or
-    "symbol" for a number that is known only at run time; so is a dimension that is None."""
+    "symbol" for a number that is known only at run time. None is a dynamic dimension."""
 
     dtype: str
     shape: tuple[int | None, ...]
 
 
 class Collective(NamedTuple):
-    """How a collective travels.
+    """A collective's form.
 
-    reduction  its name, empty where there is none
-    group      the ranks, in the front end's own spelling
+    reduction  its name, empty for none
+    group      the ranks, in the front end's spelling
     waited     whether its result is awaited before use
     """
 
@@ -34,7 +34,7 @@ class Collective(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation of a graph. `name` says what it does, `label` is its own name in the graph."""
+    """One operation of a graph. `name` is its kind, and `label` its name in the graph."""
 
     name: str
     label: str
@@ -44,7 +44,7 @@ class Operation(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something the compiler would refuse or get silently wrong: where, what, and what to do."""
+    """A fault that the compiler refuses or miscompiles: its place, the fault, and the fix."""
 
     graph: str
     operation: str
@@ -53,10 +53,10 @@ class Finding(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A graph as a front end read it.
+    """A graph from a front end.
 
-    text   what the ranks are compared by
-    check  returns the graph's operations and what the rules find in them
+    text   must be the same on all ranks
+    check  returns the graph's operations and findings
     """
 
     text: str
@@ -64,12 +64,12 @@ class Reading(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a front end's graphs may hold.
+    """The allowed content of a front end's graphs.
 
     operations   allowed, besides the collectives
-    collectives  allowed, with the most operands one may have
+    collectives  allowed, with the maximum number of operands
     reduction    the only reduction, and `group` the only group: all ranks
-    may_index    operations that may carry int64, which compilers to 2.27 read as int32: right for
+    may_index    operations that may carry int64. Compilers to 2.27 read it as int32: right for
                  indices, wrong for arithmetic
     """
 
@@ -81,7 +81,7 @@ class Target(NamedTuple):
 
 
 DTYPES = {"bf16", "f32", "s32", "pred"}
-# Why another dtype is refused, by a pattern of its name, and what to do. The last is any other.
+# The reason for refusing a dtype and the fix, by a pattern of its name. The last matches any.
 REFUSED_DTYPES = {
     "^f64": (
         "NCC_ESPP004: float64 is not supported",
@@ -96,16 +96,13 @@ REFUSED_DTYPES = {
     "^u64": ("NCC_ESFH002: uint64 is not supported", "use int32"),
     "^c": (
         "NCC_EVRF004: complex numbers are not supported",
-        "keep real and imaginary parts apart, as rope.rotate does",
+        "separate real and imaginary parts, as rope.rotate does",
     ),
     "^f8": ("NCC_EVRF005, NCC_EVRF051: this 8-bit float is not supported on trn2", "use bfloat16"),
-    "": (
-        "NCC_ESPP004: not among the dtypes that the graphs were checked with",
-        "use bfloat16, float32, int32 or bool",
-    ),
+    "": ("NCC_ESPP004: not a dtype of the checked graphs", "use bfloat16, float32, int32 or bool"),
 }
 
-# Why an operation is refused, by a pattern of its name, and what to do. The last is any other.
+# The reason for refusing an operation and the fix, by a pattern of its name. The last matches any.
 REFUSED_OPERATIONS = {
     "sort": ("NCC_EVRF001: no sort", "sort on the host and make the result an input"),
     "topk": (
@@ -119,11 +116,11 @@ REFUSED_OPERATIONS = {
     "masked_select": ("NCC_EMOD025: its size depends on the data", "multiply by a mask of 0 and 1"),
     "index|gather": (
         "a gather: slow on the device, or NCC_EVRF056",
-        "multiply by a one-hot tensor, as the step's rows are chosen",
+        "multiply by a one-hot tensor, as for the step's rows",
     ),
     "scatter": ("NCC_EVRF016, NCC_EVRF060: limited", "add or concatenate instead"),
     "local_scalar_dense|item": (
-        "the value is fetched while tracing and baked in",
+        "tracing reads the value and makes it a constant",
         "keep it a tensor: no .item(), no if on it",
     ),
     "split_with_sizes.default along": (
@@ -142,18 +139,18 @@ REFUSED_OPERATIONS = {
     "while": ("control flow on data", "unroll the loop"),
     "conditional": ("control flow on data", "compute both and choose by a tensor of 0 and 1"),
     "custom-call": (
-        "NCC_EHCA005, NCC_EVRF015: a custom call the compiler does not know",
+        "NCC_EHCA005, NCC_EVRF015: a custom call unknown to the compiler",
         "write it with plain operations",
     ),
     "": (
-        "NCC_EVRF001, NCC_EUOC002: not among the operations that the graphs were checked with",
+        "NCC_EVRF001, NCC_EUOC002: not an operation of the checked graphs",
         "write it with those in ltx_neuron/lint, or make sure `neuronx-cc list-operators"
         " --framework XLA` has it and add it",
     ),
 }
 
 
-# The parts of softmax and LayerNorm that sum: rounded to bf16 at every step, they are off by
+# Operations with the sums of softmax and LayerNorm. Rounding each step to bf16 gives errors of
 # percents on long rows.
 SUMMING = {
     "exponential",
@@ -166,13 +163,13 @@ SUMMING = {
 
 
 def broken(operation: Operation, target: Target) -> Iterator[tuple[str, str]]:
-    """What is wrong with an operation, and what to do."""
+    """The faults of an operation, and their fixes."""
     taken, is_index = {k.dtype for k in operation.operands}, operation.name in target.may_index
-    # One that only passes through is reported where it arises.
+    # A dtype is reported only at the operation that introduces it.
     known = {*DTYPES, *taken, "symbol", *["s64"] * is_index}
     if arising := [kind.dtype for kind in operation.results if kind.dtype not in known]:
         why, do = _first(REFUSED_DTYPES, arising[0])
-        yield f"{arising[0]} arises here; {why}", do
+        yield f"{arising[0]} is introduced here; {why}", do
     if "s64" in taken and not is_index:
         why, do = _first(REFUSED_DTYPES, "s64")
         yield f"arithmetic on int64; {why}", do
@@ -183,7 +180,7 @@ def broken(operation: Operation, target: Target) -> Iterator[tuple[str, str]]:
         why = "NCC_EMOD025: a size or number that is known only at run time"
         yield why, "fix it when compiling, one bucket per size"
     if operation.name == "constant" and {k.shape for k in operation.results} - {(), (1,)}:
-        do = "make it an input or a parameter, so that every rank brings its own"
+        do = "make it an input or a parameter, so that each rank supplies its own"
         yield "the graph holds a tensor of its own", do
     if not operation.collective and operation.name not in target.operations:
         yield _first(REFUSED_OPERATIONS, operation.name)
@@ -199,32 +196,32 @@ def broken(operation: Operation, target: Target) -> Iterator[tuple[str, str]]:
 def _collective(
     operation: Operation, form: Collective, target: Target
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong first with a collective of another form than Comm's."""
+    """The first fault of a collective that differs from Comm's."""
     most, count = target.collectives.get(operation.name), len(operation.operands)
     if most is None:
         known = ", ".join(sorted(target.collectives))
-        yield f"TorchNeuron and ModelBuilder are given {known} alone", "sum through Comm"
+        yield f"TorchNeuron and ModelBuilder support only {known}", "sum through Comm"
     elif count > most:
         yield (
-            f"{count} tensors in one call; this form carries {most}",
+            f"{count} tensors in one call; this collective supports {most}",
             "one call each, or concatenate",
         )
     elif form.reduction not in ("", target.reduction):
         yield f"reduces by {form.reduction}; the models only sum", "sum through Comm"
     elif form.group != target.group:
         ranks = f"ranks {form.group or 'not named'}, wanted {target.group}"
-        yield f"{ranks}: the others would wait for ever", "sum through Comm"
+        yield f"{ranks}: the other ranks would wait forever", "sum through Comm"
     elif not form.waited:
         yield "its result is read before it is awaited", "wait_tensor first, as Comm does"
 
 
 def _first(refused: dict[str, tuple[str, str]], name: str) -> tuple[str, str]:
-    """The first entry whose pattern is in a name; the empty one of the last always is."""
+    """The first entry whose pattern matches a name; the last one matches always."""
     return next(entry for pattern, entry in refused.items() if re.search(pattern, name))
 
 
 def check(graph: str, operations: Iterable[Operation], target: Target) -> list[Finding]:
-    """What the rules find in a graph, in its order. The same fault of the same kind of operation is
+    """The findings in a graph, in its order. The same fault of the same kind of operation is
     reported once."""
     findings: dict[tuple, Finding] = {}
     for operation in operations:
@@ -235,8 +232,8 @@ def check(graph: str, operations: Iterable[Operation], target: Target) -> list[F
 
 
 def compare_ranks(graph: str, texts: dict[int, str]) -> list[Finding]:
-    """A finding if a graph's text, given by rank, depends on the rank that traced it: the ranks
-    would then run different programs."""
+    """A finding if a graph's text differs between ranks, which would then run different programs.
+    texts: by rank."""
     (first, expected), *others = texts.items()
     for rank, text in others:
         if text == expected:
