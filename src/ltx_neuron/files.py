@@ -1,5 +1,5 @@
-"""Files: writing them completely or not at all, reading files of others, locking a folder while it
-is made, and checking early that outputs can be written and overwrite no input.
+"""Files: atomic writes, reads of untrusted files, locks of folders, and early checks that outputs
+can be written and overwrite no input.
 """
 
 import errno
@@ -31,8 +31,8 @@ def whole_file(path: str | Path, suffix: str = "") -> Iterator[Path]:
     """The path of a temporary file beside `path`. On leaving the context it is synced to the disk
     and renamed to `path`, replacing an older file; on an error it is removed.
 
-    All complete files of this package are written so. (Rank files, which a later run of the sharder
-    continues, keep one .partial name until they are finished.)
+    All finished files of this package are written so. (A later run of the sharder continues rank
+    files, so these keep one .partial name until they are finished.)
 
     The temporary name is unique, so concurrent writers write separate files and the last one
     finished is kept. A killed process leaves its temporary file.
@@ -255,14 +255,14 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 def check_outputs(outputs: dict[str, Path], inputs: dict[str, Path]) -> None:
-    """Raise UserError if an output is an input, is inside an input folder, or is another output,
-    also through other spellings and symbolic links.
+    """Raise UserError if an output is an input, is inside an input folder, or is another output.
+    Other spellings and symbolic links are resolved.
 
     outputs  written files by description; the last word is the flag that changes their path
     inputs   files and folders that are read, by flag
     """
     read = {_real(path): name for name, path in inputs.items()}
-    for name, folder in inputs.items():  # which may contain links, like Hugging Face's cache
+    for name, folder in inputs.items():  # a folder may contain links, as Hugging Face's cache
         read |= {_real(path): name for path in Path(folder).rglob("*") if path.is_symlink()}
     files: dict[Path, str] = {}
     folders: dict[Path, str] = {}  # around an output
@@ -271,15 +271,13 @@ def check_outputs(outputs: dict[str, Path], inputs: dict[str, Path]) -> None:
         # Writing replaces a link itself, not its target.
         around = {*real.parents, *(_real(path.parent) / path.name).parents}
         if other := next((read[folder] for folder in around if folder in read), None):
-            raise UserError(
-                f"{name}: {path} lies in the folder of {other}, which is read; {advice}"
-            )
+            raise UserError(f"{name}: {path} is in the input folder of {other}; {advice}")
         if other := read.get(real) or files.get(real):
             raise UserError(f"{other} and {name} are the same file {path}; {advice}")
         above = next((folder for folder in real.parents if folder in files), real)
         if other := files.get(above) or folders.get(above):
             raise UserError(
-                f"{above} is a file for one and a folder for the other of {other} and {name};"
+                f"{above} is a file for one of {other} and {name} and a folder for the other;"
                 f" {advice}"
             )
         files[real] = name

@@ -1,4 +1,4 @@
-"""This machine's devices and CPU, which determine the profile, and its load."""
+"""This machine's devices and CPU, for choosing the profile, and its load."""
 
 import importlib.metadata
 import os
@@ -61,7 +61,7 @@ def processor() -> str:
 
 
 def instructions() -> list[str]:
-    """The instruction sets of this machine's CPU that determine its speed of multiplication."""
+    """This CPU's instruction sets that affect the speed of multiplication."""
     lines = [line for line in _lines_of("/proc/cpuinfo") if line.startswith(("flags", "Features"))]
     flags = {*lines[0].split()} if lines else set()
     return [name for name in _MULTIPLYING if name in flags]

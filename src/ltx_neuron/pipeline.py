@@ -41,7 +41,7 @@ from ltx_neuron.workspace import Workspace
 
 @dataclass
 class LTXPipelineOutput:
-    """What a call returns. Which fields are filled depends on output_type."""
+    """The result of a call. output_type determines which fields are set."""
 
     frames: Any = None  # "np": uint8 array (N, H, W, 3)
     audio: Any = None  # "np": float32 array (2, samples)
@@ -53,17 +53,17 @@ class LTXPipelineOutput:
 
 
 class LTXPipeline:
-    """The Python API, in diffusers' manner: from_pretrained(...), then call it. A context manager
-    that frees the device.
+    """The Python API, in the style of diffusers: from_pretrained(...), then call it. As a context
+    manager it frees the device.
 
-    Threads may share a pipeline: their calls run one after another. Processes may not.
+    A pipeline is thread-safe: calls are serialized. Processes cannot share one.
     """
 
     def __init__(self, engine: Engine, recipe: str):
         self.engine, self.recipe = engine, recipe
         self.loras: WeightSet = ()
         self.distilled_loras: WeightSet = ()
-        self._lock, self._thread = threading.Lock(), None  # the one whose call is under way
+        self._lock, self._thread = threading.Lock(), None  # the thread of the current call
 
     @classmethod
     def from_pretrained(
@@ -88,17 +88,17 @@ class LTXPipeline:
     ) -> "LTXPipeline":
         """Open a sharded and compiled checkpoint; models load at the first call.
 
-        The checkpoint, Gemma, upsamplers and LoRAs are local paths or names on the Hugging Face
-        Hub, OWNER/REPO[@REVISION][/FILE], which are downloaded.
+        The checkpoint, Gemma, upsamplers and LoRAs are local paths or Hugging Face Hub names,
+        OWNER/REPO[@REVISION][/FILE]. Their files are downloaded.
 
-        loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded:
-                                of calls that do not say their own
+        loras, distilled_loras  [(path, strength), ...], as merged during sharding: the defaults of
+                                calls
         neuron_gemma            encode prompts on the ranks, else on the host's CPU
-        neuron_vae              decode latents there, else on the host's CPU
-        profile_set             what --profile-set takes, as in ("attention=matmul",)
-        tuned                   take what ltx-neuron tune chose, as the command line does
+        neuron_vae              decode latents on the ranks, else on the host's CPU
+        profile_set             values of --profile-set, as in ("attention=matmul",)
+        tuned                   use the settings of ltx-neuron tune, as the command line does
 
-        Raises UserError as the command line does, with the command that makes what is missing.
+        Raises UserError, with the command that makes missing weights and graphs.
         """
         _check_known("dtype", dtype, DTYPES)
         _check_known("recipe", recipe, RECIPES)
@@ -134,19 +134,19 @@ class LTXPipeline:
         self.close()
 
     def close(self) -> None:
-        """Free the device; the next call loads again. While another thread's call runs, this waits
-        for its end; in a forked process it does nothing."""
+        """Free the device; the next call loads the models again. Waits for another thread's current
+        call. Does nothing in a forked process."""
         if not self.engine.forked:
             with self._exclusively("close"):
                 self.engine.close()
 
     @contextmanager
     def _exclusively(self, what: str) -> Iterator[None]:
-        """While no other thread is in a "call" or "close"."""
+        """Hold the lock of calls. what: "call" or "close", for the error."""
         if self._thread == threading.get_ident():
             raise UserError(
-                f"{what} inside a call of the same pipeline, as in its callback: that call is not"
-                " done. Do it after the call; an exception in the callback ends the call"
+                f"{what} inside a call of the same pipeline, as in its callback: that call has not"
+                " finished. Do it after the call; an exception in the callback ends the call"
             )
         with self._lock:
             self._thread = threading.get_ident()
@@ -189,20 +189,21 @@ class LTXPipeline:
         output_path: str | Path | None = None,
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None = None,
     ) -> LTXPipelineOutput:
-        """Generate one video, by default of 512x768 pixels, 121 frames at 24 a second.
+        """Generate one video, by default 512x768 pixels and 121 frames at 24 fps.
 
-        sampler               "res_2s" is HQ, of the dev recipe in two stages
-        image                 a path held at frame 0, or one or several ImageConditions
-        generator             a CPU generator to draw noise from; else one seeded with `seed`
-        loras                 in all stages, in place of the pipeline's own; () is none
-        distilled_loras       besides, in stage 2 of dev; ic_loras: in stage 1
-        audio                 a sound that the video is made for
-        video                 a Retake, or a path: made anew from start_time to end_time (regenerate
-                              "both", "video", "audio"), or longer by `extend` seconds (< 0: before)
-        reference             what ic_loras take, a path or one or several ReferenceVideos
-        attention_mask        a video of how much of the references is attended to
-        images_as_guides      an image at frame 0 is appended as the others are
-        output_type           "np" frames and waveform, "latent" the latents, "mp4" at output_path
+        sampler               "res_2s" is the HQ pipeline: the dev recipe in two stages
+        image                 path of an image condition at frame 0, or ImageConditions
+        generator             CPU generator for the noise; default: one seeded with `seed`
+        loras                 for all stages; replaces the pipeline's LoRAs, () removes them
+        distilled_loras       additional LoRAs in stage 2 of dev; ic_loras: in stage 1
+        audio                 sound to generate the video for
+        video                 Retake, or path of a video to regenerate from start_time to end_time
+                              (regenerate: "both", "video", "audio"), or to extend by `extend`
+                              seconds (< 0: at its beginning)
+        reference             reference video of ic_loras: a path or ReferenceVideos
+        attention_mask        video with the attention weights of the references
+        images_as_guides      append an image at frame 0 like the other images
+        output_type           "np": frames and waveform, "latent": latents, "mp4": file output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
         size = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
@@ -243,7 +244,7 @@ class LTXPipeline:
             require(output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'")
             assert output_path
             check_output_path(output_path)
-            job.check()  # before its files are looked at
+            job.check()  # before its files are read
             inputs = self.engine.preflight.files_read([job])
             check_outputs({"output_path": Path(output_path)}, inputs)
         options = {"keep": True, "decode": output_type != "latent", "generator": generator}
@@ -262,7 +263,7 @@ class LTXPipeline:
         with self._exclusively("call"):
             self.engine.on_step_end = callback_on_step_end and on_step_end
             (result,) = self.engine.run([job], **options)
-        assert isinstance(result, Result)  # one job that fails is an error
+        assert isinstance(result, Result)  # a failed job raises
         return _output(result, output_type, output_path)
 
     def _size_and_retake(
@@ -294,7 +295,7 @@ class LTXPipeline:
         ic: Sequence[tuple],
         two_stage: bool,
     ) -> dict[str, Any]:
-        """The recipe and LoRAs of a call as a Job's fields, else the pipeline's own."""
+        """The recipe and LoRAs of a call as a Job's fields; the pipeline's are the defaults."""
         own = self.distilled_loras if two_stage else ()
         return {
             "recipe": self.recipe,
@@ -305,13 +306,13 @@ class LTXPipeline:
 
 
 def _check_known(name: str, value, known: Iterable) -> None:
-    """Raise UserError for a value that is not among the known ones."""
+    """Raise UserError for an unknown value."""
     if value not in (names := list(known)):
-        raise UserError(f"{name} {value!r} is not known; known: {', '.join(map(str, names))}")
+        raise UserError(f"{name}: unknown {value!r}; known: {', '.join(map(str, names))}")
 
 
 def _plain(value):
-    """Python's number for one of numpy's, which neither torch's generators nor JSON take."""
+    """A numpy number as a Python number, for torch's generators and JSON."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -323,19 +324,19 @@ def _check_generator(generator: torch.Generator | None) -> None:
     check_type("generator", generator, torch.Generator | None)
     if generator is not None and generator.device.type != "cpu":
         raise UserError(
-            f"generator is on {generator.device}; wanted one on the CPU, where noise is drawn, as"
-            " in generator=torch.Generator().manual_seed(10)"
+            f"generator is on {generator.device}; wanted one on the CPU, as in"
+            " generator=torch.Generator().manual_seed(10)"
         )
 
 
 def _condition(name: str, value: Any, kind: Any) -> Any:
-    """A condition of a kind, which a path stands for as well."""
+    """A condition of a kind, given as such or as a path."""
     check_type(name, value, str | Path | kind | None)
     return kind(str(value)) if isinstance(value, str | Path) else value
 
 
 def _several(name: str, value: Any, kind: Any, of_path: Callable[[str], Any]) -> tuple:
-    """None, a path, or one or several conditions of a kind, as a tuple of conditions."""
+    """A tuple of conditions, given as None, a path, one or several conditions of a kind."""
     check_type(name, value, str | Path | kind | list | tuple | None)
     if isinstance(value, str | Path):
         value = of_path(str(value))
@@ -343,7 +344,7 @@ def _several(name: str, value: Any, kind: Any, of_path: Callable[[str], Any]) ->
 
 
 def _references(reference: Any, ic_loras: Sequence[tuple]) -> tuple[ReferenceVideo, ...]:
-    """A Job's references; those of a path are scaled as the LoRAs that take them say."""
+    """A Job's references. A path's reference gets the scale in the IC-LoRAs' metadata."""
 
     def of_path(path: str) -> ReferenceVideo:
         frames = footage(path, "reference").num_frames
@@ -353,12 +354,12 @@ def _references(reference: Any, ic_loras: Sequence[tuple]) -> tuple[ReferenceVid
 
 
 def _name(field: str) -> str:
-    """A JobSpec's field, as a call names it."""
+    """The argument's name for a JobSpec's field."""
     return {"video_path": "video", "audio_path": "audio"}.get(field, field)
 
 
 def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:
-    """What a call returns for a result."""
+    """A call's output for a result."""
     output = LTXPipelineOutput(
         frame_rate=result.job.output_frame_rate, sample_rate=result.sample_rate
     )

@@ -413,7 +413,7 @@ COMPILE_DIT: --image {image} 9 -> frame 9 | 0..8
 --perf-dump-path {bad}/folder -> is a folder | --perf-dump-path FILE
 --perf-dump-path {root}/out/video.json -> the JSON of --output-path | --perf-dump-path
 --save-tensors {ckpt} -> --checkpoint-path | --save-tensors | same file
---save-tensors {artifacts}/dit/rank_00.safetensors -> rank_00.safetensors lies in the folder of \
+--save-tensors {artifacts}/dit/rank_00.safetensors -> 00.safetensors is in the input folder of \
 --artifacts-dir | pass another --save-tensors
 --resume {bad}/text.safetensors --save-tensors {bad}/text.safetensors -> --resume and \
 --save-tensors are the same file
@@ -467,8 +467,8 @@ SHARD_DIT | other content.safetensors'
 --artifacts-dir {bad}/edited-torch -> torch | got 1.0.0 | rm -r | COMPILE_DIT
 --artifacts-dir {bad}/other-source -> source | got 0123456789ab | SHARD_DIT
 --artifacts-dir {bad}/other-layout -> layout: got 0, wanted | SHARD_DIT
---artifacts-dir {bad}/unfinished -> never finished | Make them again: | SHARD_DIT
-SHARD_DIT: --artifacts-dir {bad}/unfinished --verify -> never finished
+--artifacts-dir {bad}/unfinished -> not finished | Make them again: | SHARD_DIT
+SHARD_DIT: --artifacts-dir {bad}/unfinished --verify -> not finished
 --artifacts-dir {bad}/broken-manifest -> manifest.json cannot be read | rm -r | SHARD_DIT
 --artifacts-dir {bad}/missing-rank -> rank0.safetensors: missing | rm -r | SHARD_DIT
 --artifacts-dir {bad}/truncated-rank -> rank0.safetensors: | bytes, wanted | rm -r

@@ -195,10 +195,7 @@ class OfAGpu(torch.Generator):
 
 
 MISTAKES = {
-    "output_type": (
-        dict(output_type="gif"),
-        "output_type 'gif' is not known; known: np, latent, mp4",
-    ),
+    "output_type": (dict(output_type="gif"), "output_type: unknown 'gif'; known: np, latent, mp4"),
     "no path": (dict(output_type="mp4"), "output_path"),
     "size": (dict(height=65), "--height 65 is not a multiple of 32"),
     "guidance": (dict(guidance=DEFAULTS), "--recipe dev"),
@@ -228,9 +225,9 @@ def test_mistakes_are_plain_words_and_leave_the_models_loaded(api, mistake):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (dict(dtype="float16"), "dtype 'float16' is not known; known: bfloat16, float32"),
-        (dict(recipe="slow"), "recipe 'slow' is not known; known: distilled, dev"),
-        (dict(compat="1.0"), "compat '1.0' is not known; known: None, ltx-core-1.0.0"),
+        (dict(dtype="float16"), "dtype: unknown 'float16'; known: bfloat16, float32"),
+        (dict(recipe="slow"), "recipe: unknown 'slow'; known: distilled, dev"),
+        (dict(compat="1.0"), "compat: unknown '1.0'; known: None, ltx-core-1.0.0"),
         (dict(tp_degree="2"), "tp_degree='2' is of type str; wanted a whole number or None"),
     ],
 )

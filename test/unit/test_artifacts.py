@@ -247,7 +247,7 @@ def test_what_is_damaged_here_is_not_sent(made, tmp_path, identity):
 
 def test_a_manifest_of_another_folder_is_not_sent(made, tmp_path):
     folder(made, WEIGHTS).rename(made / "weights" / "dit-tp2-float32-01234567")
-    with pytest.raises(UserError, match="does not describe artifacts"):
+    with pytest.raises(UserError, match="is not a valid manifest"):
         push(Store(tmp_path / "store"), made, [])
 
 
@@ -318,7 +318,7 @@ def test_a_killed_pull_goes_on_with_the_file(url, made, tmp_path, copied, capsys
         pull(Store(url), here, ["weights"])
 
     assert in_a_process(killed_in_the_second_file) == -signal.SIGKILL
-    with pytest.raises(UserError, match="were never finished"):
+    with pytest.raises(UserError, match="are not finished"):
         find(here, WEIGHTS, "make them")
     names = [path.name for path in weights.iterdir() if not path.name.startswith(".")]
     assert names == ["rank0.safetensors"]  # nothing half has a final name
@@ -347,7 +347,7 @@ def test_a_killed_push_is_nothing_to_pull_and_goes_on_with_the_file(
 
     assert in_a_process(killed_in_the_second_file) == -signal.SIGKILL
     assert names_in(Store(lasting).files()) == []
-    with pytest.raises(UserError, match="holds no artifacts"):
+    with pytest.raises(UserError, match="has no artifacts"):
         pull(Store(lasting), tmp_path / "here", [])
     push(Store(lasting), made, ["weights"])
     sent = [name.rpartition("/")[2] for name in copied.put]
@@ -484,7 +484,7 @@ def test_a_link_in_a_stores_folder_is_not_followed(made, tmp_path, what):
     path = tmp_path / "store" / name / what
     path.rename(tmp_path / path.name)
     path.symlink_to(tmp_path / path.name)
-    said = "it is missing or has another size" if what != MANIFEST else "holds no artifacts"
+    said = "it is missing or has another size" if what != MANIFEST else "has no artifacts"
     with pytest.raises(UserError, match=said):
         pull(store, tmp_path / "here", [])
 
@@ -565,9 +565,9 @@ def test_a_store_that_may_not_be_entered_is_said_with_whose_credentials_count(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("pull", "EMPTY"), "holds no artifacts\nWanted: weights/, graphs/"),
+        (("pull", "EMPTY"), "has no artifacts\nWanted: weights/, graphs/"),
         (("push", "EMPTY", "--artifacts-dir", "EMPTY"), "no finished weights or graphs in"),
-        (("push", "EMPTY", "--only", "gemma3"), "--only gemma3 fits nothing in"),
+        (("push", "EMPTY", "--only", "gemma3"), "--only gemma3 matches nothing in"),
         (("pull", "EMPTY", "--again"), "--force needs push, got pull"),
         (("list", "EMPTY", "--verify"), "--verify needs pull, got list"),
         (("pull", "EMPTY", "--artifacts-dir", "/dev/null/x"), "is not a folder you may write to"),
@@ -604,7 +604,7 @@ def test_what_a_tuning_chose_travels_with_the_graphs_that_were_compiled_for_it(u
     pull(Store(url), tmp_path / "here", [])
     assert tuned_settings.load(tmp_path / "here", TUNED).run == written.run
     assert push(Store(url), made, []) == []
-    assert "settings of a tuning; 20" in table(Store(url), ["tuned"])
+    assert "tuned settings; 20" in table(Store(url), ["tuned"])
     assert push(Store(url), tuned(made, threads=2).path.parents[1], ["tuned"])
 
 
@@ -613,7 +613,7 @@ def test_ones_own_choice_is_never_replaced(made, tmp_path, capsys):
     tuned(made)
     push(Store(url), made, [])
     pull(Store(url), tmp_path / "here", ["tuned"])
-    assert f"kept: {own.path}, which differs from the store's" in capsys.readouterr().out
+    assert f"kept: {own.path} (the store's file differs)" in capsys.readouterr().out
     assert tuned_settings.load(tmp_path / "here", TUNED).run == {"threads": "8"}
 
 
@@ -623,7 +623,7 @@ def test_a_choice_of_another_name_or_that_is_damaged_is_refused(made, tmp_path):
     path = tmp_path / "store" / f"{name}.json"
     path.rename(path.with_name("trn2-tp4-bfloat16-12345678.json"))
     with pytest.raises(
-        UserError, match="12345678.json is damaged: its identity is that of another"
+        UserError, match="12345678.json is damaged: its identity does not match its name"
     ):
         pull(store, tmp_path / "here", [])
     path.with_name("trn2-tp4-bfloat16-12345678.json").write_text("{")
@@ -660,7 +660,9 @@ def test_a_part_of_a_store_is_chosen_by_kind_model_or_name(made, tmp_path, only)
 def test_a_choice_that_fits_nothing_lists_what_there_is(made, tmp_path):
     store = Store(tmp_path / "store")
     push(store, made, [])
-    with pytest.raises(UserError, match=r"(?s)--only weight fits nothing.*graphs/vae.*weights/dit"):
+    with pytest.raises(
+        UserError, match=r"(?s)--only weight matches nothing.*graphs/vae.*weights/dit"
+    ):
         pull(store, tmp_path / "here", ["graphs", "weight"])
     assert not (tmp_path / "here").exists()
 

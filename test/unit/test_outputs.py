@@ -76,7 +76,7 @@ def test_an_output_in_a_folder_that_is_linked_is_refused(tmp_path):
     (tmp_path / "linked").symlink_to("artifacts")
     for spelled in ("linked/out.mp4", "linked/../artifacts/new/out.mp4"):
         said = refused(Outputs(video=tmp_path / spelled), artifacts=tmp_path / "artifacts")
-        assert "lies in the folder of --artifacts, which is read" in said
+        assert "is in the input folder of --artifacts" in said
 
 
 def test_an_output_over_a_file_that_a_folder_links_to_is_refused(tmp_path):
@@ -93,7 +93,9 @@ def test_a_link_in_a_folder_that_is_read_is_not_replaced(tmp_path):
     (tmp_path / "artifacts").mkdir()
     link = tmp_path / "artifacts" / "out.mp4"
     link.symlink_to(tmp_path / "elsewhere.mp4")
-    assert "lies in" in refused(Outputs(video=link), artifacts=tmp_path / "artifacts")
+    assert "is in the input folder" in refused(
+        Outputs(video=link), artifacts=tmp_path / "artifacts"
+    )
 
 
 def test_two_outputs_in_one_file_or_one_in_the_other_are_refused(tmp_path):
@@ -102,8 +104,8 @@ def test_two_outputs_in_one_file_or_one_in_the_other_are_refused(tmp_path):
     assert "the state of --output-path and --save-tensors are the same file" in same
     for tensors, report in (("new", "new/report.json"), ("new/tensors", "new")):
         outputs = Outputs(video=video, tensors=tmp_path / tensors, report=tmp_path / report)
-        assert f"{tmp_path}/new is a file for one and a folder for the other" in refused(outputs)
-    assert "for the other of" in refused(Outputs(video=video, frames=video))
+        assert f"{tmp_path}/new is a file for one of " in refused(outputs)
+    assert "and a folder for the other" in refused(Outputs(video=video, frames=video))
     log = Outputs(video=video, report=tmp_path / "out.failure.log")
     assert "the log of --output-path and --perf-dump-path" in refused(log)
     assert os.listdir(tmp_path) == []
@@ -146,8 +148,8 @@ def test_the_api_writes_its_video_over_no_input(tmp_path, tiny):
         return str(error.value)
 
     assert f"--image {image} and output_path are the same file" in said(image)
-    assert "lies in the folder of --artifacts-dir" in said(tmp_path / "artifacts" / "out.mp4")
-    assert "lies in the folder of --gemma-root" in said(tiny.gemma_root / "out.mp4")
+    assert "is in the input folder of --artifacts-dir" in said(tmp_path / "artifacts" / "out.mp4")
+    assert "is in the input folder of --gemma-root" in said(tiny.gemma_root / "out.mp4")
     assert "lora.mp4 and output_path are the same file" in said(tmp_path / "lora.mp4")
     assert image.read_bytes() == tiny.image.read_bytes()
 

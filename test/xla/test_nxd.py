@@ -715,7 +715,7 @@ def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(
     with pytest.raises(DeviceFailure, match="NCC_EBVF030.*\n.*blocks_per_graph=2"):
         workspace.compile_dit([SHAPE.buckets[0]])
     assert [*tmp_path.glob("graphs/*/neuronx-cc/*/*/model/graph.hlo")]
-    with pytest.raises(UserError, match="never finished"):
+    with pytest.raises(UserError, match="not finished"):
         workspace.dit_program_for(SHAPE, SHAPE.stages[0])
 
 

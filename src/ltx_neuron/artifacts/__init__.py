@@ -1,9 +1,9 @@
-"""Where weights and graphs lie under --artifacts-dir, and the identities that say what they were
-made from and for. `ltx-neuron artifacts` sends them to other machines.
+"""The folders of weights and graphs under --artifacts-dir, and their identities. `ltx-neuron
+artifacts` copies them to other machines.
 
-Weights depend on (checkpoint, tp, dtype); graphs on (model config, bucket, tp, dtype, backend, cut,
-code, versions). They never mix. A folder is named by its identity; when the wanted one is absent,
-the nearest one there is names the difference.
+An identity lists all that a folder's content depends on: (checkpoint, tp, dtype) for weights,
+(model config, bucket, tp, dtype, backend, cut, code, versions) for graphs. Its digest is in the
+folder's name. If a folder is missing, the error names the differences from the nearest one.
 """
 
 import ast
@@ -18,8 +18,8 @@ from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.files import MANIFEST, check_readable, read_json
 from ltx_neuron.weights.rankfiles import verify
 
-LAYOUT = 3  # of rank files: raise it when what the sharders write changes
-# What the fields of an identity are to a person, where the name does not say it.
+LAYOUT = 3  # of rank files: increase it when the sharders' output changes
+# Descriptions of an identity's fields, for messages.
 _MEANINGS = {
     "source": "the checkpoint's content",
     "config": "the model's sizes",
@@ -27,7 +27,7 @@ _MEANINGS = {
     "torch": "the version of PyTorch",
     "bucket": "the video's size in tokens, the prompt's, or a tile's in latents",
 }
-# What makes a backend's graphs from them.
+# The code that traces the models, by backend.
 _TRACING = {
     "torchdist": ("backends/export",),
     "nxd": ("backends/nxd/compile", "backends/export", "backends/nki"),
@@ -45,14 +45,13 @@ def folder(artifacts: Path, identity: dict) -> Path:
 def find(artifacts: Path, identity: dict, command: str) -> Path:
     """The finished folder of an identity.
 
-    Raises UserError that names the fields in which the nearest one differs, and the command to
-    type.
+    Raises UserError with the command to type, and the fields that differ in the nearest folder.
     """
     path, what = folder(artifacts, identity), f"{identity['model']} {identity['kind']}"
     with in_words("--artifacts-dir"):
         finished = (path / MANIFEST).is_file()
     if finished:
-        check_readable(path / MANIFEST)  # one that may not be read is not damaged
+        check_readable(path / MANIFEST)  # an unreadable one is not damaged
         if (stored := stored_identity(path)) != identity:
             problems = [f"its {MANIFEST} {_differing(identity, stored)}"]
         else:
@@ -63,7 +62,7 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
         raise UserError(f"{listed}\nMake it again: rm -r {shlex.quote(str(path))} && {command}")
     if path.is_dir():
         raise UserError(
-            f"the {what} in {path} were never finished: there is no {MANIFEST}\nMake them again:"
+            f"the {what} in {path} are not finished: there is no {MANIFEST}\nMake them again:"
             f" {command}"
         )
     stored = map(stored_identity, finished_folders(artifacts, identity["kind"]))
@@ -72,19 +71,19 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
         raise UserError(f"no {what} in {artifacts}\nMake them: {command}")
 
     def distance(other: dict) -> tuple[int, bool]:
-        # Of two that are as near, the one of the same size tells more.
+        # Of two equal distances, prefer the same bucket.
         return len(differences(identity, other)), other.get("bucket") != identity.get("bucket")
 
     nearest = min(others, key=distance)
     raise UserError(
-        f"no fitting {what} in {artifacts}. The nearest {_differing(identity, nearest)}\nMake"
+        f"no matching {what} in {artifacts}. The nearest {_differing(identity, nearest)}\nMake"
         f" them: {command}"
     )
 
 
 def damage(path: Path, identity: dict, quick: bool = True) -> list[str]:
-    """What is wrong with the files of a finished folder; empty if they are whole. quick: of weights
-    compare the sizes only; graphs, which are small, are read in any case."""
+    """The problems of a finished folder's files; empty if they are whole. quick: compare only sizes
+    of weights; graphs are small and always read."""
     return verify(path, quick) if identity["kind"] == "weights" else damaged_graphs(path)
 
 
@@ -98,7 +97,7 @@ def differences(wanted: dict, stored: dict) -> list[tuple]:
 
 
 def _differing(wanted: dict, stored: dict | None) -> str:
-    """What two identities differ in, in words."""
+    """The differences of two identities, in words."""
     if stored is None:
         return "cannot be read"
     fields = []
@@ -109,7 +108,7 @@ def _differing(wanted: dict, stored: dict | None) -> str:
 
 
 def finished_weights(artifacts: Path, model: str) -> list[Path]:
-    """The folders of a model's finished weight sets; also those whose manifest cannot be read."""
+    """The folders of a model's finished weight sets, including those with a damaged manifest."""
     folders = finished_folders(artifacts, "weights")
     return [path for path in folders if (stored_identity(path) or {}).get("model", model) == model]
 
@@ -119,7 +118,7 @@ def finished_folders(artifacts: Path, kind: str) -> list[Path]:
 
 
 def stored_identity(path: Path) -> dict | None:
-    """What a finished folder was made from and for; None where its manifest cannot be read."""
+    """A finished folder's identity; None if its manifest cannot be read."""
     try:
         return {**read_json(path / MANIFEST)["identity"]}
     except (UserError, KeyError, TypeError):
@@ -127,14 +126,14 @@ def stored_identity(path: Path) -> dict | None:
 
 
 def code_digest(backend: str, *more: str) -> str:
-    """Identity of the traced code (every file of models/ and what a backend traces with), and of
-    `more` files or rooms: a graph made by other code is refused."""
+    """The digest of the traced code: models/, the backend's tracing, and `more` files or packages.
+    Graphs of other code are not used."""
     return _digest_of_code(("models", *_TRACING[backend], *more))
 
 
 @cache
 def _digest_of_code(names: tuple[str, ...]) -> str:
-    """Comments and docstrings do not count."""
+    """The digest of code without comments and docstrings."""
     hasher, package = hashlib.sha256(), Path(__file__).parents[1]
     for name in names:
         room = package / name

@@ -1,11 +1,11 @@
-"""Copy sharded weights and compiled graphs to a store, and from there to other machines.
+"""Copy sharded weights and compiled graphs to a store, and from it to other machines.
 
 push URL    upload the files that the store lacks
 pull URL    download the files that are missing or damaged here
 list URL    list the content of the store
 
-URL is a folder, s3://bucket/path, hf://owner/name/path, or any other URL of fsspec. Files are
-checked by their digests. After an interruption, the same command continues with the missing files.
+URL is a folder, s3://bucket/path, hf://owner/name/path, or any other URL of fsspec. Digests verify
+the files. After an interruption, the same command continues with the missing files.
 Cached prompts, calibrations and compiler caches are not copied.
 
 ltx-neuron artifacts push s3://bucket/ltx
@@ -31,7 +31,7 @@ _MODELS = {
     "vae": "video decoder",
     "sound": "mel decoder and vocoder",
 }
-_IN_NAME = ("kind", "model", "bucket", "tp", "dtype", "layout")  # of an identity: said elsewhere
+_IN_NAME = ("kind", "model", "bucket", "tp", "dtype", "layout")  # fields not listed again
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -41,10 +41,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("url", metavar="URL", help="the store")
     help = "folder of weights and graphs on this machine (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
-    help = "copy only these: a kind, a model, or a name that list prints, with * for any text;"
+    help = "copy only these: a kind, a model, or a name printed by list, with * for any text;"
     help += " repeatable (default: all)"
     add("--only", action="append", default=[], metavar="NAME", help=help)
-    help = "push: upload files that the store has too, which repairs a damaged store"
+    help = "push: also upload files that the store has, to repair a damaged store"
     add("--force", action="store_true", help=help)
     help = "pull: check every byte of the files here, not only the sizes of weights"
     add("--verify", action="store_true", help=help)
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def table(store: Store, only: list[str]) -> str:
-    """What a store has, for a person."""
+    """The content of a store, as text."""
     files = store.files()
     lines = []
     for name in selected(names_in(files), only, store.url):
@@ -78,15 +78,15 @@ def table(store: Store, only: list[str]) -> str:
         except UserError as error:
             facts = str(error)
         lines.append(f"{name}\n    {facts}")
-    return "\n".join(lines) or f"{store.url} holds no artifacts"
+    return "\n".join(lines) or f"{store.url} has no artifacts"
 
 
 def _facts(store: Store, name: str, files: dict[str, int]) -> str:
-    """What there is under a name, and all that it was made from and for."""
+    """The content and the identity of a name."""
     identity = opened(store, name).identity
     written = store.written(manifest_file(name))
     if is_tuned(name):
-        facts = ["settings of a tuning", written]
+        facts = ["tuned settings", written]
     else:
         model = _MODELS.get(identity["model"], identity["model"])
         bucket = f" {identity['bucket']}" if "bucket" in identity else ""
@@ -96,7 +96,7 @@ def _facts(store: Store, name: str, files: dict[str, int]) -> str:
             f"{format_bytes(sum(sizes))} in {len(sizes)} files, {written}",
         ]
         identity = {field: value for field, value in identity.items() if field not in _IN_NAME}
-    # As JSON: others wrote it.
+    # As JSON, because a store's text is not trusted.
     facts += [f"{field} {json.dumps(value)}" for field, value in identity.items()]
     return "; ".join(facts)
 

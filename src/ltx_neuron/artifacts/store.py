@@ -1,10 +1,10 @@
-"""A store: a place that fsspec reaches (a folder, S3, the Hugging Face hub, ...) with artifacts in
-it, in the folders that they have under --artifacts-dir.
+"""A store of artifacts at any URL of fsspec (a folder, S3, the Hugging Face Hub, ...). It has the
+same folders as --artifacts-dir.
 
     weights/<folder>/...  graphs/<folder>/...   the files of a finished folder; its manifest last
-    tuned/<profile>-....json                    what a tuning chose
+    tuned/<profile>-....json                    tuned settings
 
-Credentials are fsspec's own: nothing here reads, keeps or prints them.
+fsspec finds the credentials. This module never reads, stores or prints them.
 """
 
 import errno
@@ -20,23 +20,23 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import MANIFEST, whole_file
 
 KINDS = ("weights", "graphs", "tuned")
-# Of a folder, or of a tuning's file without its ending: never "..", nothing hidden.
+# The name of a folder or, without its suffix, of a file of tuned settings; never ".." or hidden.
 _NAME = re.compile(rf"(?:{'|'.join(KINDS)})/[A-Za-z0-9][A-Za-z0-9._-]*")
 _USER = re.compile(r"(://)[^/\s]*@")
 _ADVICE = (
-    "Wanted: a place that you may read (to push: write), as in /mnt/shared/ltx, s3://bucket/ltx or"
-    " hf://owner/name/ltx.\nCredentials are the ones of its own tools: aws configure, hf auth login"
+    "Wanted: a place with read access (push: write access), as in /mnt/shared/ltx, s3://bucket/ltx"
+    " or hf://owner/name/ltx.\nSet credentials with the store's tools: aws configure, hf auth login"
 )
 
 
 def without_user(text: str) -> str:
-    """A URL, or a text with URLs in it, without the user and password that one may hold."""
+    """A text without the user and password of URLs in it."""
     return _USER.sub(r"\1", text)
 
 
 def names_in(files: dict[str, int]) -> list[str]:
-    """What a store's files are of: weights/<folder>, graphs/<folder> of the finished folders, and
-    tuned/<file without its ending>."""
+    """The names of a store's artifacts: weights/<folder> and graphs/<folder> if finished, and
+    tuned/<file without its suffix>."""
     names = [file.removesuffix(f"/{MANIFEST}") for file in files if file.endswith(f"/{MANIFEST}")]
     tuned = [file for file in files if file.startswith("tuned/") and file.endswith(".json")]
     names += [file.removesuffix(".json") for file in tuned]
@@ -44,9 +44,9 @@ def names_in(files: dict[str, int]) -> list[str]:
 
 
 class Store:
-    """What a URL leads to. UserError where there is no code for its protocol.
+    """The store at a URL. Raises UserError if its protocol is not supported.
 
-    url  as it may be shown
+    url  without user and password
     """
 
     def __init__(self, url: str | Path):
@@ -67,8 +67,8 @@ class Store:
         self._local = isinstance(self.fs, LocalFileSystem)
 
     def files(self) -> dict[str, int]:
-        """The bytes of every file, by name as in weights/dit-tp4-bfloat16-.../rank0.safetensors.
-        Links, pipes and devices are none."""
+        """The bytes of every regular file by name, as in
+        weights/dit-tp4-bfloat16-.../rank0.safetensors."""
         found = {}
         for kind in KINDS:
             with self._in_words(), suppress(FileNotFoundError):
@@ -86,10 +86,10 @@ class Store:
             return self.fs.cat_file(self._place(name))
 
     def written(self, name: str) -> str:
-        """When a file was written, as in 2026-11-22T10:00:00Z; empty where that is unknown."""
+        """When a file was written, as in 2026-11-22T10:00:00Z; empty if unknown."""
         try:
             time = self.fs.modified(self._place(name)).astimezone(UTC)
-        except Exception:  # noqa: BLE001 - it is only shown
+        except Exception:  # noqa: BLE001 - the time is optional
             return ""
         return time.strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -99,14 +99,14 @@ class Store:
             self.fs.get_file(self._place(name), str(path), callback=callback)
 
     def put(self, path: Path, name: str, bar: tqdm) -> None:
-        """Copy a file into the store; one of that name is replaced."""
+        """Copy a file into the store. Replaces a file of that name."""
         place = self._place(name)
         with self._in_words(), _shown(bar, path) as callback:
             if self._local:
                 with whole_file(place) as partial:
                     self.fs.put_file(str(path), str(partial))
                 return
-            if self.fs.root_marker:  # it has folders; a store of objects has none to make
+            if self.fs.root_marker:  # it has folders; object stores do not
                 self.fs.makedirs(place.rpartition("/")[0], exist_ok=True)
             self.fs.put_file(str(path), place, callback=callback)
 
@@ -115,8 +115,8 @@ class Store:
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
-        """Say in words what goes wrong inside the block. What the system says of a path of this
-        machine is said elsewhere (errors.run)."""
+        """Convert errors of the store in the block. Errors of this machine's paths are passed on to
+        errors.run."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - each file system has errors of its own
@@ -126,20 +126,20 @@ class Store:
             raise self._refusal(error) from None
 
     def _refusal(self, error: Exception) -> UserError | RunError:
-        """What a file system refuses, by whether the user can mend it."""
+        """A UserError if the user can fix the file system's error, else a RunError."""
         said = without_user(f"{self.url}: {type(error).__name__}: {error}")
-        # A file system that can only be read has no put_file: NotImplementedError.
+        # A read-only file system has no put_file: NotImplementedError.
         of_user = PermissionError | FileNotFoundError | ValueError | NotImplementedError
         if isinstance(error, of_user) or "Credential" in type(error).__name__:
             return UserError(f"{said}\n{_ADVICE}")
-        return RunError(f"{said}\nType the same again: what has come so far is kept")
+        return RunError(f"{said}\nType the command again: it continues with the missing files")
 
 
 @contextmanager
 def _shown(bar: tqdm, path: Path) -> Iterator:
-    """What fsspec tells how many bytes it has copied from or to `path`: a bar shows it."""
+    """A callback for fsspec that shows the bytes copied from or to `path` in a bar."""
     from fsspec.callbacks import Callback
 
     before = bar.n
     yield Callback(hooks={"bar": lambda size, value, **_: bar.update(before + value - bar.n)})
-    bar.update(before + path.stat().st_size - bar.n)  # some file systems tell nothing
+    bar.update(before + path.stat().st_size - bar.n)  # some file systems call nothing

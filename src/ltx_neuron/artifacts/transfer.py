@@ -1,7 +1,7 @@
-"""push and pull: finished folders of artifacts to a store and from it, a file at a time.
+"""push and pull: copy finished folders of artifacts to and from a store, file by file.
 
-The manifest goes last and files are compared with it, so what was interrupted or damaged is never
-taken for whole. The same command goes on with the files that are missing.
+The manifest is copied last and the files are compared with it, so an interrupted or damaged copy is
+never used. The same command continues with the missing files.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ from ltx_neuron.weights.sharder import JOURNAL, PARTIAL
 
 
 class Described(NamedTuple):
-    """What the manifest of a folder says, or a tuning's file, beside which there are no others.
+    """The manifest of a folder, or a file of tuned settings.
 
     text   its content
-    files  the other files by name: "blake3" and "bytes" of weights, "sha256" of graphs
+    files  the folder's other files by name: "blake3" and "bytes" of weights, "sha256" of graphs
     """
 
     name: str
@@ -40,12 +40,12 @@ class Described(NamedTuple):
     files: dict[str, dict]
 
     def missing(self, stored: dict[str, int]) -> list[str]:
-        """The files that a store lacks or has in another size. stored: the bytes of all it has."""
+        """The files that a store lacks or has in another size. stored: its files' bytes by name."""
         sizes = {file: stored.get(f"{self.name}/{file}") for file in self.files}
         return [f for f, size in sizes.items() if size != self.files[f].get("bytes", size or 0)]
 
     def is_file(self, path: Path, file: str) -> bool:
-        """Whether `path` is one of the files; all of it is read."""
+        """Whether `path` has the content of a file; reads all of it."""
         if not path.is_file():
             return False
         entry = self.files[file]
@@ -56,9 +56,8 @@ class Described(NamedTuple):
 
 
 def described(name: str, text: bytes) -> Described:
-    """What `text` says of the artifacts of that name. ValueError where it is damaged, of another
-    name, or has files that our folders do not have. What a tuning chose is checked where it is read
-    (tune/tuned_settings.py)."""
+    """Parse the manifest of a name. Raises ValueError if it is damaged, of another name, or lists
+    unexpected files. tune/tuned_settings.py checks the content of tuned settings."""
     try:
         content, files = json.loads(text), {}
         identity = content["identity"]
@@ -68,9 +67,9 @@ def described(name: str, text: bytes) -> Described:
             fits = name == folder(Path(), identity).as_posix()
             files = (entries_in if identity["kind"] == "weights" else graph_entries)(content)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it describes no artifacts ({type(error).__name__}: {error})") from None
+        raise ValueError(f"it is not a manifest ({type(error).__name__}: {error})") from None
     if not fits:
-        raise ValueError("its identity is that of another name")
+        raise ValueError("its identity does not match its name")
     return Described(name, text, identity, files)
 
 
@@ -79,12 +78,12 @@ def is_tuned(name: str) -> bool:
 
 
 def manifest_file(name: str) -> str:
-    """The file, in a store or under the artifacts, that is last of those of a name."""
+    """The file of a name that is written last, in a store or under the artifacts."""
     return f"{name}.json" if is_tuned(name) else f"{name}/{MANIFEST}"
 
 
 def opened(store: Store, name: str) -> Described:
-    """What a store says of the artifacts of a name. UserError where that is damaged."""
+    """The manifest of a name in a store. Raises UserError if it is damaged."""
     try:
         return described(name, store.read(manifest_file(name)))
     except ValueError as error:
@@ -93,21 +92,21 @@ def opened(store: Store, name: str) -> Described:
 
 def _damaged(store: Store, name: str, file: str, why: str) -> UserError:
     return UserError(
-        f"{store.url}/{file} is damaged: {why}\nNothing of {name} is used. Where it was made, type:"
-        f" {command('artifacts', 'push', store.url, '--force', '--only', name)}"
+        f"{store.url}/{file} is damaged: {why}\n{name} is not used. On the machine that made it,"
+        f" type: {command('artifacts', 'push', store.url, '--force', '--only', name)}"
     )
 
 
 def selected(names: Iterable[str], only: list[str], where: object) -> list[str]:
-    """The names that a pattern fits: of a whole name, of a kind or of a model, as in graphs,
-    weights/dit* or vae; without patterns all. UserError for a pattern that fits none."""
+    """The names that match a pattern as a whole, by kind or by model, as in graphs, weights/dit* or
+    vae; all without patterns. Raises UserError for a pattern without a match."""
     names = sorted(names)
     fitting = set() if only else {*names}
     for pattern in only:
         fits = [name for name in names if any(fnmatchcase(w, pattern) for w in _words(name))]
         if not fits:
             listed = "\n  ".join(names)
-            raise UserError(f"--only {pattern} fits nothing in {where}, which has:\n  {listed}")
+            raise UserError(f"--only {pattern} matches nothing in {where}. It has:\n  {listed}")
         fitting |= {*fits}
     return [name for name in names if name in fitting]
 
@@ -118,10 +117,10 @@ def _words(name: str) -> tuple[str, str, str]:
 
 
 def push(store: Store, artifacts: Path, only: list[str], force: bool = False) -> list[str]:
-    """Send the finished folders of `artifacts` and what tunings chose to a store, each file that it
-    lacks; returns the names of those sent.
+    """Upload the finished folders of `artifacts` and tuned settings to a store: each file that it
+    lacks. Returns the uploaded names.
 
-    force  send also what is there: mends a store whose files are damaged
+    force  also upload files that the store has, to repair it
     """
     folders = [path for kind in ("weights", "graphs") for path in finished_folders(artifacts, kind)]
     names = [f"{path.parent.name}/{path.name}" for path in folders]
@@ -137,7 +136,7 @@ def push(store: Store, artifacts: Path, only: list[str], force: bool = False) ->
         try:
             ours = described(name, path.read_bytes())
         except ValueError as error:
-            raise UserError(f"{path} does not describe artifacts ({error})") from None
+            raise UserError(f"{path} is not a valid manifest ({error})") from None
         if force or not _is_stored(store, ours, stored):
             _push(store, artifacts, ours, {} if force else stored)
             sent.append(name)
@@ -146,27 +145,27 @@ def push(store: Store, artifacts: Path, only: list[str], force: bool = False) ->
 
 
 def _is_stored(store: Store, ours: Described, stored: dict[str, int]) -> bool:
-    """Whether a store has a whole folder of that name, as far as sizes tell. Another machine may
-    have compiled it to other bytes."""
+    """Whether a store has a whole folder of that name, judged by sizes. Another machine may have
+    compiled it to other bytes."""
     if manifest_file(ours.name) not in stored:
         return False
     try:
         theirs = opened(store, ours.name)
-    except UserError:  # damaged: it is written again
+    except UserError:  # damaged: write it again
         return False
     return theirs.text == ours.text if is_tuned(ours.name) else not theirs.missing(stored)
 
 
 def _push(store: Store, artifacts: Path, ours: Described, stored: dict[str, int]) -> None:
-    """Send the files of a folder that a store lacks, then its manifest. stored: what it has."""
-    # Of weights a file of the right size is this one: the identity tells the bytes. What there is
-    # of graphs may be another machine's.
+    """Upload a folder's missing files, then its manifest. stored: the store's sizes by name."""
+    # The identity of weights determines their bytes, so the size is enough. Stored graphs may be
+    # another machine's.
     missing = ours.missing(stored if ours.identity.get("kind") == "weights" else {})
     folder = artifacts / ours.name
     for file in missing:
         if not ours.is_file(folder / file, file):
             raise UserError(
-                f"{folder / file} is damaged: its content is not what its {MANIFEST} says\nMake it"
+                f"{folder / file} is damaged: its content does not match its {MANIFEST}\nMake it"
                 f" again: rm -r {shlex.quote(str(folder))}, then shard or compile it again"
             )
     files = {f"{ours.name}/{file}": (folder / file).stat().st_size for file in missing}
@@ -178,16 +177,16 @@ def _push(store: Store, artifacts: Path, ours: Described, stored: dict[str, int]
 
 
 def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) -> list[Path]:
-    """Take the artifacts of a store, each file that is missing or damaged in `artifacts`; returns
-    their folders, and the files of tunings.
+    """Download the artifacts of a store: each file that is missing or damaged in `artifacts`.
+    Returns their folders, and the files of tuned settings.
 
-    check  read also the finished weights that are here, of which else the sizes are compared
+    check  also read finished weights on this machine; otherwise only their sizes are compared
     """
     stored = store.files()
     if not (names := names_in(stored)):
         raise UserError(
-            f"{store.url} holds no artifacts\nWanted: weights/, graphs/ or tuned/ as"
-            f" {command('artifacts', 'push', 'URL')} sends them"
+            f"{store.url} has no artifacts\nWanted: weights/, graphs/ or tuned/ from"
+            f" {command('artifacts', 'push', 'URL')}"
         )
     paths = []
     for name in selected(names, only, store.url):
@@ -207,7 +206,7 @@ def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) ->
 
 
 def _pull_tuned(theirs: Described, artifacts: Path) -> Path:
-    """Take what a tuning chose where there is none of its name: one's own is never replaced."""
+    """Download tuned settings unless a file of that name exists: it is never replaced."""
     path = artifacts / manifest_file(theirs.name)
     if not path.is_file():
         with whole_file(path) as partial:
@@ -216,24 +215,24 @@ def _pull_tuned(theirs: Described, artifacts: Path) -> Path:
     elif path.read_bytes() == theirs.text:
         print(f"already there: {path}")
     else:
-        print(f"kept: {path}, which differs from the store's")
+        print(f"kept: {path} (the store's file differs)")
     return path
 
 
 def _is_whole(folder: Path, theirs: Described, check: bool) -> bool:
-    """Whether a folder is a finished one of the same identity. Another machine may have compiled it
+    """Whether a folder is finished and of the same identity. Another machine may have compiled it
     to other bytes."""
     if stored_identity(folder) != theirs.identity:
         return False
     try:
         return not damage(folder, theirs.identity, quick=not check)
-    except UserError:  # not even its manifest is whole
+    except UserError:  # its manifest is damaged
         return False
 
 
 def _pull(store: Store, folder: Path, theirs: Described, stored: dict[str, int]) -> None:
-    """Take what is missing or damaged in a folder, which is locked. UserError where the store or
-    the disk cannot give that. stored: the bytes of all that the store has."""
+    """Download the missing and damaged files of a locked folder. stored: the store's sizes by name.
+    Raises UserError if the store is damaged or the disk has no room."""
     name = theirs.name
     for file in theirs.missing(stored):
         raise _damaged(store, name, f"{name}/{file}", "it is missing or has another size")
@@ -241,17 +240,17 @@ def _pull(store: Store, folder: Path, theirs: Described, stored: dict[str, int])
     total = sum(stored[f"{name}/{file}"] for file in missing)
     check_space(folder.parent, total, f"{name} needs")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (*theirs.files, JOURNAL, MANIFEST):  # of killed runs
+    for file in (*theirs.files, JOURNAL, MANIFEST):  # left by killed runs
         remove_leftovers(folder / file)
         (folder / f"{file}{PARTIAL}").unlink(missing_ok=True)
     (folder / JOURNAL).unlink(missing_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)  # with it the folder would be finished
+    (folder / MANIFEST).unlink(missing_ok=True)  # the folder is unfinished from now on
     with tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
         for file in missing:
             with whole_file(folder / file) as partial:
                 store.get(f"{name}/{file}", partial, bar)
                 if not theirs.is_file(partial, file):
-                    why = f"its content is not what {MANIFEST} says"
+                    why = f"its content does not match {MANIFEST}"
                     raise _damaged(store, name, f"{name}/{file}", why)
     with whole_file(folder / MANIFEST) as partial:
         partial.write_bytes(theirs.text)
