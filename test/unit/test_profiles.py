@@ -224,13 +224,13 @@ def installed(monkeypatch, **packages):
 
 # settings, what is installed -> what the refusal says; None: none
 RUNTIMES = [
-    ("trn2.3xlarge", (), {}, "runs on neuronx-distributed, which is not installed"),
+    ("trn2.3xlarge", (), {}, "needs neuronx-distributed, which is not installed"),
     ("trn2.3xlarge", (), {"neuronx_distributed": "0.19"}, None),
     (
         "trn2.3xlarge",
         ("backend=torchdist",),
         {"neuronx_distributed": "0.19"},
-        "runs on torch-neuronx, which is not installed",
+        "needs torch-neuronx, which is not installed",
     ),
     (
         "trn2.48xlarge",
