@@ -26,7 +26,7 @@ REFUSED = {
     "no driver": (Machine("trn2.3xlarge"), "no /dev/neuron*: the Neuron driver is not loaded"),
     "another generation": (
         Machine("trn1.2xlarge", 1),
-        "this machine (trn1.2xlarge) has 1 Neuron devices and no profile",
+        "this machine (trn1.2xlarge) has 1 Neuron devices but no profile",
     ),
     "a container that hides the instance": (
         Machine("", 16),

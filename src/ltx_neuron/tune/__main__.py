@@ -152,7 +152,7 @@ class Tuning:
         }
         self.tuned.write()
         if lost := [key for key, size in self.tuned.sizes.items() if size["run"] != run]:
-            print(f"tuned with other run settings, so tune these sizes again: {', '.join(lost)}")
+            print(f"tune these sizes again, for the new run settings: {', '.join(lost)}")
 
 
 def main(argv: list[str] | None = None) -> None:
