@@ -121,7 +121,7 @@ def _memory_rows(plan: Plan) -> dict[str, str]:
 
 
 def _verdict(plan: Plan) -> str:
-    """Whether the job fits, and otherwise what would."""
+    """Whether the job fits; if not, the nearest size that does."""
     if plan.fits is None:
         return "unknown: this profile has no documented memory"
     if plan.fits:
