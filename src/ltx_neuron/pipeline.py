@@ -41,7 +41,7 @@ from ltx_neuron.workspace import Workspace
 
 @dataclass
 class LTXPipelineOutput:
-    """The result of a call. output_type determines the fields with values."""
+    """What a call returns. Which fields are filled depends on output_type."""
 
     frames: Any = None  # "np": uint8 array (N, H, W, 3)
     audio: Any = None  # "np": float32 array (2, samples)
@@ -95,7 +95,7 @@ class LTXPipeline:
                                 of calls that do not say their own
         neuron_gemma            encode prompts on the ranks, else on the host's CPU
         neuron_vae              decode latents there, else on the host's CPU
-        profile_set             as --profile-set, for example ("attention=matmul",)
+        profile_set             what --profile-set takes, as in ("attention=matmul",)
         tuned                   take what ltx-neuron tune chose, as the command line does
 
         Raises UserError as the command line does, with the command that makes what is missing.
@@ -145,8 +145,8 @@ class LTXPipeline:
         """While no other thread is in a "call" or "close"."""
         if self._thread == threading.get_ident():
             raise UserError(
-                f"{what} inside a call of the same pipeline, as in its callback: that call still"
-                " runs. Do it after the call; an exception in the callback ends the call"
+                f"{what} inside a call of the same pipeline, as in its callback: that call is not"
+                " done. Do it after the call; an exception in the callback ends the call"
             )
         with self._lock:
             self._thread = threading.get_ident()
@@ -358,7 +358,7 @@ def _name(field: str) -> str:
 
 
 def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:
-    """The output of a call for a result."""
+    """What a call returns for a result."""
     output = LTXPipelineOutput(
         frame_rate=result.job.output_frame_rate, sample_rate=result.sample_rate
     )
