@@ -225,7 +225,7 @@ class Engine:
             self.host,
             self.recorder,
             overlap=self.workspace.profile.overlap_decode,
-            # While it drives the ranks, the decoding thread finds out by itself.
+            # The decoding thread checks the ranks itself while it drives them.
             poll=(lambda: None) if self.options.neuron_vae else self.residency.poll,
             decode_video=self._decode_video,
             decode_audio=self._decode_audio,

@@ -16,18 +16,18 @@ _DENIED = (
     "you may not read or write it, or not enter its folder",
     "Change the permissions (chmod), or run as the owner",
 )
-# The system's errors on a path -> text, and what to do.
+# The system's errors on a path -> text and remedy.
 _SYSTEM_ERRORS = {
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
     errno.ENOENT: ("no such file", ""),
     errno.EISDIR: ("that is a folder, wanted a file", ""),
     errno.ENOTDIR: ("a part of this path is a file, wanted a folder", ""),
-    errno.ELOOP: ("its links lead in a circle", ""),
+    errno.ELOOP: ("its symbolic links form a loop", ""),
     errno.ENAMETOOLONG: ("this path is longer than the system allows", "Type a shorter one"),
     errno.EIO: (
         "its disk fails (input/output error)",
-        "Copy it from elsewhere to another disk; dmesg says more",
+        "Copy it from elsewhere to another disk; for details type dmesg",
     ),
     errno.EROFS: ("its file system is read-only", "Choose another place"),
 }

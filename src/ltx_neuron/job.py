@@ -269,8 +269,8 @@ class Job(Inputs):
             files = {f"file_{n}": f"{x.path} {x.strength:g}" for n, x in enumerate(self.loras)}
             named = " ".join(f"{{ic_lora}} {{{name}}}" for name in files)
             raise FieldError(
-                "{video_conditioning} is a reference for an {ic_lora}, and got {lora} alone, which"
-                f" is in every stage and takes none; type {named} in its place, or leave out"
+                "{video_conditioning} needs an {ic_lora}, and got {lora} alone, for every stage and"
+                f" without references; type {named} in its place, or leave out"
                 " {video_conditioning}",
                 **files,
             )

@@ -23,7 +23,7 @@ from ltx_neuron.workspace import Workspace
 
 
 class Preflight:
-    """Checks jobs against a workspace. Weight files and host models are checked once per process.
+    """Checks jobs against a workspace; their weight files and host models only once.
 
     neuron_gemma   whether the ranks encode prompts
     neuron_vae     whether the ranks decode latents

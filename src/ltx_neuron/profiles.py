@@ -1,8 +1,7 @@
-"""The hardware registry: what each machine has, and how the models are cut and placed on it.
+"""Hardware profiles: each machine's limits, and how models are split and placed on it.
 
-A profile is resolved once at start and handed down; no layer looks one up. Its entries are
-documented or published values, with their sources; nothing here was measured on Neuron hardware by
-us.
+A command resolves its profile once and passes it on. The values are documented or published, with
+sources; we measured none on Neuron hardware.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from ltx_neuron.machine import Machine, package_version, probe
 class Chip:
     """Documented limits of one accelerator chip."""
 
-    cores: int  # physical ones; `lnc` of them make a logical core, which is a rank
+    cores: int  # physical ones; `lnc` of them are a logical core, which is a rank
     flops: float  # dense bf16, per second
     memory_bytes: int
     memory_bytes_per_second: float
@@ -33,40 +32,38 @@ class Chip:
 
 @dataclass(frozen=True)
 class Profile:
-    """One way of running. `chip` is None where no limit is known and a percentage of one would mean
-    nothing.
+    """How models run on a kind of machine. `chip` is None if its limits are unknown.
 
     backend         "torchdist": one process per rank; "nxd": one process drives all ranks
     tp              ranks that share one model
     device          of a rank
-    compile_backend what runs its exported graphs: "export" op by op, others through torch.compile
-                    ("aot_eager" is TorchNeuron's way without its compiler)
+    compile_backend how a rank runs its exported graphs: "export" op by op, others through
+                    torch.compile ("aot_eager": TorchNeuron's path without its compiler)
     threads         CPU threads of one rank; 0: its share of the machine's
-    drain_every     of torchdist: wait for the device after so many launches, 0: at the end of a
+    drain_every     of torchdist: wait for the device after this number of launches; 0: after each
                     step
-    first_run_seconds  of torchdist: how long ranks may do nothing while they load, compile, or run
-                    what they have never run; and how long a compile step may take in all
+    first_run_seconds  of torchdist: time limit of idle ranks while they load, compile, or run a
+                    graph for the first time, and of a whole compile step
     blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the
                       whole step
     attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always
                     matmul and softmax
-    sequence_parallel  the video's tokens are divided over the ranks between the layers, for buckets
-                    whose tokens divide; others stay whole
-    host_dtype      of the host's video models; "auto": bfloat16 for a run in it where this
-                    machine's CPU is measured to be faster in it, else float32
-    vae_tile        pixels of a tile's longer side where latents are decoded, and `vae_overlap` of
-                    them that it shares with the next one; vae_tile_frames and vae_overlap_frames
-                    the same in time. The defaults are ltx-core's
-    vae_tile_latents  of --neuron-vae: at most so many latents (frames x rows x columns) in a tile;
-                      the overlaps are those above. 0: tiles as on the host
-    overlap_decode  while the host decodes and writes a clip, the ranks denoise the batch's next
-                    one, and sound is decoded beside pictures
-    resident        both models stay on the device; else one enters when the other has left
+    sequence_parallel  split the video's tokens over the ranks between layers, in buckets with a
+                    divisible number of tokens
+    host_dtype      of the host's video models; "auto": bfloat16 for a bfloat16 run if this
+                    machine's CPU measures faster with it, else float32
+    vae_tile        longer side of a decoder's tile in pixels, and vae_overlap, the pixels that two
+                    tiles share; vae_tile_frames and vae_overlap_frames: the same in time. The
+                    defaults are ltx-core's
+    vae_tile_latents  of --neuron-vae: maximum latents (frames x rows x columns) in a tile, with the
+                      overlaps above; 0: tiles as on the host
+    overlap_decode  the ranks denoise a batch's next clip while the host decodes one; the host
+                    decodes sound in parallel with pictures
+    resident        keep all models on the device; otherwise one at a time
     environment     of the processes that drive the device, set before torch is imported
     compiler_flags  of neuronx-cc by model, without --lnc
-    tuned           take the settings that ltx-neuron tune chose for this machine, if there are any
-    settings        what --profile-set changed, as it was typed; without `tuned`, which no result
-                    depends on by itself
+    tuned           use the saved settings of ltx-neuron tune for this machine, if there are any
+    settings        the user's --profile-set, without `tuned`, which affects no result by itself
     """
 
     name: str
@@ -101,24 +98,23 @@ class Profile:
 
     @property
     def return_hidden_states(self) -> bool:
-        """Whether the text graph hands back all layers (49 x tokens x width) as well."""
+        """Whether the text graph also returns all layers' states (49 x tokens x width)."""
         return self.device != "neuron"
 
     @property
     def connector_attention(self) -> str:
-        """Of the text connectors, which run once a prompt: what is good for the DiT's steps alone
-        is left out."""
+        """The attention kernel of the text connectors; nki_const_max is for the DiT only."""
         return "nki" if self.attention == "nki_const_max" else self.attention
 
     @property
     def maps_weights(self) -> bool:
-        """Whether ranks compute with the pages of their weight files: a CPU's do. A device has
-        weights of its own."""
+        """Whether ranks compute with the mapped pages of their weight files, as on a CPU. Other
+        devices have copies."""
         return self.device == "cpu"
 
     @property
     def cores(self) -> int | None:
-        """Logical cores of the machine, each good for a rank; None where it is not known."""
+        """Logical cores of the machine, one per rank; None if unknown."""
         return self.chip and self.chips * self.chip.cores // self.lnc
 
     @property
@@ -131,12 +127,11 @@ class Profile:
         return self.chip and self.chip.flops * self._chips_of(tp)
 
     def memory_bytes_per_second(self, tp: int) -> float | None:
-        """What `tp` ranks together read from their memory."""
+        """Memory bandwidth of `tp` ranks together."""
         return self.chip and self.chip.memory_bytes_per_second * self._chips_of(tp)
 
     def link_bytes_per_second(self, tp: int) -> float | None:
-        """What moves between `tp` ranks, all together; the slower link decides where they span
-        chips."""
+        """Bandwidth between `tp` ranks, all together; across chips, that of the slower link."""
         if self.chip is None:
             return None
         chip, chips = self.chip, self._chips_of(tp)
@@ -152,7 +147,7 @@ class Profile:
         return f"{dict(self.compiler_flags)[model]} --lnc={self.lnc}"
 
     def rank_threads(self, tp: int) -> int:
-        """CPU threads of one rank: fixed per machine, because results change with the count."""
+        """CPU threads of one rank: fixed per machine, because the number affects output bits."""
         return self.threads or max(1, (os.cpu_count() or 1) // tp)
 
     @property
@@ -161,15 +156,15 @@ class Profile:
         return os.cpu_count() or 1
 
     def degree(self, tp_degree: int | None) -> int:
-        """Tensor-parallel ranks: what --tp-degree says, else the profile's own number."""
+        """Tensor-parallel ranks: --tp-degree, by default the profile's number."""
         return self.tp if tp_degree is None else tp_degree
 
     def check_degree(self, tp: int) -> None:
-        """Raise UserError where the machine has too few cores for `tp` ranks, or its runtime takes
-        no such number (NxD Inference: "TP=2 is NOT valid with LNC=2 on trn2.3xlarge")."""
+        """Raise UserError if the machine has too few cores for `tp` ranks, or its runtime does not
+        support that number (NxD Inference: "TP=2 is NOT valid with LNC=2 on trn2.3xlarge")."""
         if self.device == "neuron" and tp != 1 and tp % 4:
             raise UserError(
-                f"--tp-degree is {tp}: the Neuron runtime takes 1 or a multiple of 4 cores of a"
+                f"--tp-degree is {tp}: the Neuron runtime supports 1 or a multiple of 4 cores of a"
                 f" {self.name}.\nType --tp-degree {self.tp}"
             )
         if self.cores is not None and tp > self.cores:
@@ -179,10 +174,10 @@ class Profile:
             )
 
 
-# Of attention's values, those that launch NKI kernels, with the models' operations that these do.
+# Values of `attention` with NKI kernels -> the models' operations that the kernels compute.
 NKI_KERNELS = {"nki": ("attention_cte",), "nki_const_max": ("attention_cte", "attention_const_max")}
 _HINTS = typing.get_type_hints(Profile)
-# Whose graphs are compiled with flags of their own.
+# Models with their own compiler flags.
 MODELS = ("dit", "gemma3", "connectors", "vae", "sound")
 _GIB = 2**30
 TRAINIUM2 = Chip(
@@ -199,12 +194,12 @@ TRAINIUM2 = Chip(
     ),
 )
 
-# The runtime's buffer for one collective, in bytes: read once, when the runtime starts, before a
-# size is known.
+# The runtime's buffer for one collective, in bytes. The runtime reads it once, at its start, before
+# the size is known.
 COLLECTIVES_BUFFER = "NEURON_RT_DBG_INTRA_RDH_CHANNEL_BUFFER_SIZE"
 _TRANSFORMER = "--model-type=transformer -O1 --auto-cast=none"
-# The first are the profile's; the tuner tries the others. On two blocks of Wan 2.1 the second took
-# 34.5 ms for 37.7 (Difflet, neuronx-cc 2.26); AWS adds both options to prefills.
+# The first are the profile's; the tuner tries the others. On two blocks of Wan 2.1 the second
+# reduced 37.7 ms to 34.5 (Difflet, neuronx-cc 2.26); AWS adds both options to prefills.
 DIT_FLAGS = tuple(
     f"{_TRANSFORMER} --tensorizer-options='--enable-ccop-compute-overlap{more}'"
     for more in (
@@ -219,10 +214,10 @@ _TRN2: dict[str, Any] = dict(
     device="neuron",
     compile_backend="neuron",
     attention="nki",
-    drain_every=60,  # the largest queue holds 63 launches
+    drain_every=60,  # the largest queue has 63 launches
     # Published compiles of one graph took 40 to 111 minutes (Wan 2.2, a VAE).
     first_run_seconds=7200,
-    # What a published decoder was compiled for as one graph: 8 x 16 latents of 121 frames.
+    # As a published decoder in one graph: 8 x 16 latents, 121 frames.
     vae_tile_latents=2048,
     lnc=2,
     chip=TRAINIUM2,
@@ -231,26 +226,26 @@ _TRN2: dict[str, Any] = dict(
         # (runtime configuration guide).
         ("NEURON_RT_EXEC_TIMEOUT", "600"),
         ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0"),
-        # Replica groups and targets are those of trn2 on a build machine too.
+        # A build machine without a device compiles for trn2 as well.
         ("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2"),
-        # TorchNeuron. 14 launches a step do not fit the default queue; published LTX runs use the
+        # TorchNeuron. A step's 14 launches do not fit the default queue; published LTX runs use the
         # largest (63).
         ("NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS", "63"),
-        # Reuse DMA rings: one set of addresses for each call of a step, at most 51 at the release's
-        # depth (a block per graph, guided). Rings that do not fit are built again at each launch.
+        # Reuse DMA rings: one set of addresses per call of a step, at most 51 at the release's
+        # depth (one block per graph, guided). Rings beyond the cache are rebuilt at each launch.
         ("NEURON_RT_IO_RING_CACHE_SIZE", "64"),
         # Both backends. Larger sums take a slower algorithm; the default is 40 MB, and the largest
         # sum of 512x768, 121 frames has 48 MiB. AWS's Wan 2.2 runs with this value.
         (COLLECTIVES_BUFFER, "167772160"),
-        # The rank that compiles holds the lock of the cache; others break it after 1200 s
+        # The compiling rank holds the cache's lock; other ranks break it after 1200 s by default
         # (FileLock.h).
         ("TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT", "7200"),
-        # A graph that does not lower is an error, not op by op.
+        # Raise for a graph that does not lower, instead of running it op by op.
         ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1"),
-        # A tensor left on the host is an error, not an upload per call.
+        # Raise for a tensor on the host, instead of uploading it at each call.
         ("TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY", "1"),
         ("NKI_ENABLE_TRACE_CACHE", "0"),  # a stale one replays old kernels
-        ("OMP_NUM_THREADS", "1"),  # rank_threads says how many
+        ("OMP_NUM_THREADS", "1"),  # rank_threads sets the number
     ),
     compiler_flags=(
         # Published LTX-2.3 port at TP=4 on trn2.3xlarge (SDK 2.28); ours casts nothing
@@ -265,7 +260,7 @@ _TRN2: dict[str, Any] = dict(
             ),
         ),
         ("connectors", _TRANSFORMER),
-        # Published for the same decoder on trn2, there in one graph.
+        # Published for the same decoder on trn2, in one graph.
         (
             "vae",
             "--model-type=unet-inference -O1 --auto-cast=none"
@@ -278,9 +273,8 @@ _TRN2: dict[str, Any] = dict(
 PROFILES = {
     profile.name: profile
     for profile in (
-        # The cut is TorchNeuron's fastest one (4 blocks per graph), so what is proven on a CPU is
-        # what runs there.
-        # Each rank would start a pool of processes.
+        # 4 blocks per graph, as on TorchNeuron, so that CPU tests cover the same graphs. One
+        # Inductor thread, because each rank would start a pool of processes.
         Profile(
             "cpu",
             "any machine",
@@ -292,7 +286,7 @@ PROFILES = {
             overlap_decode=False,
             environment=(("TORCHINDUCTOR_COMPILE_THREADS", "1"),),
         ),
-        # One GPU holds the DiT in bf16; not run by us, so no peaks are claimed.
+        # The DiT in bf16 fits one GPU. Not measured, so without limits.
         Profile(
             "cuda",
             "any machine with a CUDA build of PyTorch; not measured",
@@ -326,9 +320,8 @@ _INSTANCES["trn2u.48xlarge"] = "trn2.48xlarge"
 def resolve(
     name: str | None = None, settings: tuple[str, ...] = (), machine: Machine | None = None
 ) -> Profile:
-    """The profile of that name, else the machine's own, with `settings` (key=value each) in the
-    place of its values. Raises UserError, listing what is known, for an unknown name or key, and
-    for a value of another type."""
+    """The profile with this name, by default the machine's, changed by `settings` (key=value each).
+    Raises UserError for an unknown name or key, and for an invalid value."""
     name = name or detect(machine or probe())
     if name not in PROFILES:
         raise UserError(
@@ -343,7 +336,7 @@ def resolve(
     return dataclasses.replace(profile, settings=kept)
 
 
-# By device: what may run a rank's graphs.
+# Device -> the possible values of compile_backend.
 COMPILE_BACKENDS = {
     "cpu": ("export", "aot_eager", "inductor"),
     "cuda": ("export", "inductor"),
@@ -352,7 +345,7 @@ COMPILE_BACKENDS = {
 
 
 def _check(profile: Profile) -> None:
-    """Refuse values that do not go together."""
+    """Raise UserError for values that conflict."""
     known, on_neuron = COMPILE_BACKENDS[profile.device], profile.device == "neuron"
     right = {
         f"device={profile.device} needs compile_backend={' or '.join(known)}, got"
@@ -366,7 +359,7 @@ def _check(profile: Profile) -> None:
         ),
         f"lnc is 1 or 2, got {profile.lnc}": profile.lnc in (1, 2),
     }
-    # The rules of ltx-core's TilingConfig. So many pixels or frames are one latent:
+    # The rules of ltx-core's TilingConfig; `unit` is the pixels or frames of a latent.
     for unit, axis in ((32, ""), (8, "_frames")):
         size, overlap = f"vae_tile{axis}", f"vae_overlap{axis}"
         pixels, shared = getattr(profile, size), getattr(profile, overlap)
@@ -384,7 +377,7 @@ def _check(profile: Profile) -> None:
 
 
 def detect(machine: Machine) -> str:
-    """The name of the profile a machine has by itself."""
+    """The name of a machine's default profile."""
     known, here = _INSTANCES.get(machine.instance), machine.instance or "no known EC2 instance type"
     type_one = f"Type --profile with one of {', '.join(sorted(PROFILES))}"
     if known and not machine.neuron_devices:
@@ -394,15 +387,15 @@ def detect(machine: Machine) -> str:
         )
     if machine.neuron_devices and not known:
         raise UserError(
-            f"this machine ({here}) has {machine.neuron_devices} Neuron devices and no profile of"
-            f" its own; known are {', '.join(_INSTANCES)}.\n{type_one}"
+            f"this machine ({here}) has {machine.neuron_devices} Neuron devices but no profile;"
+            f" known: {', '.join(_INSTANCES)}.\n{type_one}"
         )
     return known or ("cuda" if machine.cuda_devices else "cpu")
 
 
 def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -> None:
-    """Raise UserError, saying what to install, where this machine lacks what the profile's backend
-    runs on."""
+    """Raise UserError, with the command that installs it, if the runtime of the profile's backend
+    is missing."""
     profile.check_degree(tp)
     if profile.device == "neuron":
         (package, _), install = _RUNTIMES[profile.backend], install_runtime(profile.backend)
@@ -410,7 +403,7 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
         if version is None:
             other = "torchdist" if profile.backend == "nxd" else "nxd"
             raise UserError(
-                f"profile {profile.name!r} runs on {package}, which is not installed.\nInstall it:"
+                f"profile {profile.name!r} needs {package}, which is not installed.\nInstall it:"
                 f" {install}; or type --profile-set backend={other} in an"
                 f" environment with {_RUNTIMES[other][0]}, or --profile cpu"
             )
@@ -430,17 +423,17 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
 
 
 def install_runtime(backend: str) -> str:
-    """What to type for the packages that a Neuron profile's backend runs on."""
+    """The command that installs the packages of a Neuron profile's backend."""
     return f'pip install "ltx-neuron[{_RUNTIMES[backend][1]}]"'
 
 
-# What Neuron profiles run on, by backend: a package, and the extra of this one that names all.
+# Backend of Neuron profiles -> its package, and our extra with all its packages.
 _RUNTIMES = {
     "nxd": ("neuronx-distributed", "neuron"),
     "torchdist": ("torch-neuronx", "torchneuron"),
 }
 _FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
-_TABLES = ("environment", "compiler_flags")  # --profile-set names their entries
+_TABLES = ("environment", "compiler_flags")  # --profile-set changes single entries
 _TYPES = {key: _HINTS[key] for key in _HINTS if key not in _FIXED + _TABLES}
 _MAY_BE_ZERO = (
     "blocks_per_graph",
@@ -477,7 +470,7 @@ def _changed(profile: Profile, setting: str) -> Profile:
 
 
 def _parsed(kind: Any, text: str, least: int) -> Any:
-    """A value of a type from what was typed; ValueError says what is wanted."""
+    """Parse a value of a type. Raises ValueError with the wanted form."""
     if kind is bool:
         if text not in ("yes", "no", "true", "false"):
             raise ValueError("yes or no")

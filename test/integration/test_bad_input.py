@@ -320,7 +320,7 @@ MISTAKES = table("""
 # the checkpoint
 --checkpoint-path {bad}/absent.safetensors -> no such file | CHECKPOINT
 --checkpoint-path {bad}/folder -> is a folder | one .safetensors file | CHECKPOINT
-COMPILE_DIT: --checkpoint-path {bad}/circle -> circle: its links lead in a circle
+COMPILE_DIT: --checkpoint-path {bad}/circle -> circle: its symbolic links form a loop
 --checkpoint-path {bad}/empty.safetensors -> empty | CHECKPOINT
 --checkpoint-path {bad}/text.safetensors -> not a whole safetensors | CHECKPOINT
 --checkpoint-path {bad}/truncated.safetensors -> truncated | bytes | CHECKPOINT

@@ -309,7 +309,7 @@ def test_a_forked_process_is_told_to_be_spawned_and_leaves_the_ranks_alone(api, 
     wanted, before = latents_of(api, 5), children()
 
     def use() -> None:
-        with pytest.raises(UserError, match="was forked from process .* Start the process with"):
+        with pytest.raises(UserError, match="was forked from process .* Start processes with"):
             latents_of(api, 5)
         api.close()
 

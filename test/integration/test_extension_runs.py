@@ -95,7 +95,7 @@ def test_a_film_without_sound_goes_on_from_silence(engine, film, tmp_path, capsy
                 packet.stream = copied
                 silent.mux(packet)
     known = conditions.encode(engine.host, longer(path, -1.0))["audio_latent"]
-    assert "has no sound: what is added goes on from silence" in capsys.readouterr().out
+    assert "has no sound: the new part continues from silence" in capsys.readouterr().out
     _, silence = engine.host.encode_audio(Sound(torch.zeros(2, 48000), 16000))
     assert torch.allclose(known[:, :, 30:50], silence[:, :, 30:50], atol=1e-5)
 

@@ -311,7 +311,7 @@ def test_nan_after_the_latents_fails_the_run_which_keeps_them(
             run()
     said = capsys.readouterr().err
     assert end.value.code == 1 and "Traceback" not in said
-    assert "error: NaN or Inf in what the vocoder returned" in said
+    assert "error: NaN or Inf in the outputs of the vocoder" in said
     assert "the same command with --resume" in said
     kept = sorted(path.name for path in video.parent.iterdir())
     assert kept == ["video.failure.log", "video.resume.safetensors"]

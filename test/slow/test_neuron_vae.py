@@ -150,7 +150,7 @@ def test_nan_in_a_tile_names_the_decoder_and_its_file(resumed, tiny, tmp_path, m
     monkeypatch.setattr(RankTiles, "__call__", broken)
     with pytest.raises(RunError) as error:
         resumed()
-    assert "NaN or Inf in what the video decoder returned" in str(error.value)
+    assert "NaN or Inf in the outputs of the video decoder" in str(error.value)
     assert str(tiny.checkpoint) in str(error.value)
     check_nothing_is_left(tmp_path, poisoned, f"fox{LOG_SUFFIX}")
 

@@ -124,7 +124,7 @@ def test_a_damaged_file_is_said_and_measured_anew(tmp_path, capsys, content):
         path.write_text(content)
     assert choice(tmp_path, "speed", lambda: 8) == 8
     said = capsys.readouterr().out
-    assert str(path) in said and said.endswith("; this machine is measured anew\n")
+    assert str(path) in said and said.endswith("; measuring this machine again\n")
     assert choice(tmp_path, "speed", fail) == 8
 
 
@@ -136,7 +136,7 @@ def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, ca
     store_choices(tmp_path)
     assert choice(tmp_path, "speed", fail) == 8
     assert read(tmp_path) == {}
-    assert capsys.readouterr().out.count("what was measured is not kept") == 1
+    assert capsys.readouterr().out.count("measurements are not saved") == 1
 
 
 def test_no_artifacts_folder_is_made_to_store_a_choice(tmp_path):

@@ -316,7 +316,7 @@ def test_a_writer_that_fails_ends_the_decoding_of_its_clip(decoding, tmp_path):
 def test_nan_in_a_late_tile_leaves_no_video(decoding, tmp_path):
     video = latent(LONG_SHAPE)
     video[:, :, -1] = float("nan")
-    with pytest.raises(RunError, match="in what the video decoder was given"):
+    with pytest.raises(RunError, match="in the inputs of the video decoder"):
         decoding(video, lambda clip: clip.write_mp4(tmp_path / "out.mp4"))
     assert len(decoding.calls) == 5 and list(tmp_path.iterdir()) == []
 
@@ -380,7 +380,7 @@ def test_a_model_whose_weights_are_broken_is_named_with_their_file(tiny, tmp_pat
 
     rewrite(getattr(tiny, path.removesuffix("_path")), broken, damage)
     model = model.removeprefix("fast ")
-    with pytest.raises(RunError, match=f"NaN or Inf in what the {model} returned") as error:
+    with pytest.raises(RunError, match=f"NaN or Inf in the outputs of the {model}") as error:
         run(host_models(tiny, **{path: broken}))
     assert str(broken) in str(error.value) and "Download the file again: " in str(error.value)
     assert (CHECKPOINT_DOWNLOAD in str(error.value)) == (path == "checkpoint")
@@ -389,7 +389,7 @@ def test_a_model_whose_weights_are_broken_is_named_with_their_file(tiny, tmp_pat
 @pytest.mark.parametrize("model", ["video decoder", "audio decoder", "spatial upsampler"])
 def test_a_model_that_was_given_nan_is_not_blamed(tiny, model, monkeypatch):
     monkeypatch.setitem(globals(), "latent", lambda shape: torch.full(shape, float("nan")))
-    with pytest.raises(RunError, match=f"in what the {model} was given: .*not its weights"):
+    with pytest.raises(RunError, match=f"in the inputs of the {model}: .*not its weights"):
         RUNS[model][1](host_models(tiny))
 
 
@@ -436,7 +436,7 @@ def test_statistics_that_nobody_reads_are_left_alone(tiny, tmp_path):
 def test_an_upsampler_of_the_other_kind_is_refused(tiny, kind, other):
     models = host_models(tiny, **{f"{kind}_upsampler_path": getattr(tiny, f"{other}_upsampler")})
     with pytest.raises(
-        UserError, match=f"--{kind}-upsampler-path wants a {kind} .* got a {other} one"
+        UserError, match=f"--{kind}-upsampler-path: wanted a {kind} .* got a {other} one"
     ):
         models.upsample(latent((1, 128, 3, 2, 3)), kind)
 
@@ -453,7 +453,7 @@ def test_a_spatial_upsampler_of_another_factor_is_refused(tiny, tmp_path):
 
 
 def test_a_file_that_describes_no_upsampler_is_refused(tiny):
-    with pytest.raises(UserError, match="got a file that describes none"):
+    with pytest.raises(UserError, match="got a file without one"):
         host_models(tiny, spatial_upsampler_path=tiny.checkpoint).upsample(
             latent((1, 128, 3, 2, 3))
         )

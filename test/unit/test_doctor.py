@@ -347,7 +347,7 @@ WRONG = {
         Trn2(instance="trn1.2xlarge"),
         (),
         "blocks: profile",
-        "has 1 Neuron devices and no profile",
+        "has 1 Neuron devices but no profile",
         "--profile",
     ),
     "an unknown profile": (

@@ -253,7 +253,7 @@ def special(tmp_path):
         tmp_path / "pipe": "that is a named pipe, wanted a regular file",
         tmp_path / "socket": "that is a socket, wanted a regular file",
         "/dev/zero": "that is a device, wanted a regular file",
-        tmp_path / "link": "its links lead in a circle",
+        tmp_path / "link": "its symbolic links form a loop",
         tmp_path / "file" / "x": "a part of this path is a file, wanted a folder",
     }
 

@@ -145,7 +145,7 @@ def test_a_mono_sound_is_taken_twice_and_said(tmp_path, host, capsys):
     check(a2v(path, 9))
     assert capsys.readouterr().out == ""
     got = encode(host, a2v(path, 9))
-    assert capsys.readouterr().out.count("its one channel of sound is taken for both") == 1
+    assert capsys.readouterr().out.count("mono sound, used for both channels") == 1
     assert got["waveform"].shape == (2, 8269)
     assert torch.equal(got["waveform"][0], got["waveform"][1])
     both = write_wav(tmp_path / "both.wav", tone(22050, 1.0)[:1].expand(2, -1), 22050)
@@ -206,7 +206,7 @@ def test_what_is_no_usable_sound_is_a_users_error(files, tmp_path):
         (files / "sound.wav", {"start_time": 1.999999}, "got 0.00 s of sound from --audio-start"),
         (surround, {}, "6 channels of sound, wanted 1 or 2.*ffmpeg -i IN -ac 2 OUT"),
         (odd, {}, "44999 samples of sound per second.*ffmpeg -i IN -ar 48000"),
-        (broken, {}, "nan.wav has samples that are no numbers"),
+        (broken, {}, "nan.wav has samples that are NaN or Inf"),
         (tiny_sound, {}, "got 0.00 s of sound, wanted 0.04 s"),
         (tmp_path / "none.wav", {}, "--audio-path"),
     ):
@@ -350,10 +350,7 @@ def test_what_is_wrong_with_references_and_masks_is_said_before_they_are_read(fi
     short = write_film(tmp_path / "short.mp4", picture_frames(12, 64, 96, 3))
     thin = write_film(tmp_path / "thin.mp4", picture_frames(9, 2, 1600, 3))
     for given, message in (
-        (
-            ic_lora(film, mask=AttentionMask(short, 1.0)),
-            "first 12 frames do not divide among the 4",
-        ),
+        (ic_lora(film, mask=AttentionMask(short, 1.0)), "got 12 frames for the 4 latent frames"),
         (ic_lora(film, mask=AttentionMask(files / "sound.wav", 1.0)), "sound.wav has no video"),
         (ic_lora(ReferenceVideo(short, 1.0, 25)), "got 12 frames, wanted 25"),
         (ic_lora(ReferenceVideo(thin, 1.0, 9), size=(640, 960)), "narrow.*--video-conditioning"),

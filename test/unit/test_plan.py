@@ -185,9 +185,9 @@ def test_what_does_not_fit_names_a_size_that_does(released):
         int(part) for part in made.nearest_that_fits.replace("x", " ").replace(",", "").split()[:3]
     )
     assert plan.plan(released, small, Job("", Size(height, width, frames)), 4, "bfloat16").fits
-    assert frames < 121 and "does not fit; the nearest that does" in table(made)
+    assert frames < 121 and "does not fit; the nearest size that fits" in table(made)
     none = plan.plan(released, TRN2, Job("", SMALL), 1, "bfloat16")
-    assert none.nearest_that_fits is None and "does not fit; no length of that size does" in table(
+    assert none.nearest_that_fits is None and "does not fit at any length of this size" in table(
         none
     )
 
@@ -239,7 +239,7 @@ def test_weights_that_ranks_map_need_no_memory_of_the_host_and_are_named_apart(r
     made = plan.plan(released, PROFILES["cpu"], Job("", Size(*USUAL)), 4, "bfloat16")
     assert made.host_bytes_to_load == 0
     assert made.host_bytes_mapped == 4 * made.dit_weight_bytes_per_rank
-    assert "37.17 GB: what memory has no room for is read from the disk again" in table(made)
+    assert "37.17 GB; pages beyond memory are read from the disk again" in table(made)
     on_a_device = planned(released, *USUAL)
     assert on_a_device.host_bytes_mapped == 0 and "files' pages" not in table(on_a_device)
 
@@ -277,7 +277,7 @@ FITS = [
         (),
         1,
         "bfloat16",
-        " GB a core, trn2.3xlarge has 25.77 GB (LNC=2).\nNo length of that",
+        " GB a core, trn2.3xlarge has 25.77 GB (LNC=2).\nNo length fits at",
     ),
     ("cpu", (), 1, "float32", None),
 ]

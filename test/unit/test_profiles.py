@@ -26,7 +26,7 @@ REFUSED = {
     "no driver": (Machine("trn2.3xlarge"), "no /dev/neuron*: the Neuron driver is not loaded"),
     "another generation": (
         Machine("trn1.2xlarge", 1),
-        "this machine (trn1.2xlarge) has 1 Neuron devices and no profile",
+        "this machine (trn1.2xlarge) has 1 Neuron devices but no profile",
     ),
     "a container that hides the instance": (
         Machine("", 16),
@@ -224,13 +224,13 @@ def installed(monkeypatch, **packages):
 
 # settings, what is installed -> what the refusal says; None: none
 RUNTIMES = [
-    ("trn2.3xlarge", (), {}, "runs on neuronx-distributed, which is not installed"),
+    ("trn2.3xlarge", (), {}, "needs neuronx-distributed, which is not installed"),
     ("trn2.3xlarge", (), {"neuronx_distributed": "0.19"}, None),
     (
         "trn2.3xlarge",
         ("backend=torchdist",),
         {"neuronx_distributed": "0.19"},
-        "runs on torch-neuronx, which is not installed",
+        "needs torch-neuronx, which is not installed",
     ),
     (
         "trn2.48xlarge",

@@ -242,8 +242,8 @@ def test_what_a_model_lacks_has_too_many_of_or_wants_otherwise_is_listed_before_
     lines = str(error.value).splitlines()[1:]
     assert [line.strip() for line in lines] == [
         "missing: new.weight",
-        "of no use: proj_out.weight",
         "proj_out.bias: [128] a rank, wanted [3]",
+        "unexpected: proj_out.weight",
     ]
 
 
@@ -591,7 +591,7 @@ def test_strict_loading_lists_every_problem_at_once(tmp_path):
             torch.float32,
         )
     message = str(error.value).splitlines()
-    assert message[0] == f"{path} does not hold this model's weights:"
+    assert message[0] == f"{path} does not have this model's weights:"
     assert [line.strip() for line in message[1:]] == [
         "missing: lost",
         "missing: lost too",
@@ -1002,7 +1002,7 @@ def test_what_rank_files_cannot_give_is_refused(made, tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             reshard(made("dit", 4, "bfloat16"), tmp_path, model, tp, dtype)
-    with pytest.raises(UserError, match="no finished weight set"):
+    with pytest.raises(UserError, match="not a finished weight set"):
         reshard(tmp_path, tmp_path, "dit", 2, "bfloat16")
     damaged = Path(shutil.copytree(made("dit", 4, "bfloat16"), tmp_path / "damaged"))
     rank = bytearray((damaged / rank_file(2)).read_bytes())

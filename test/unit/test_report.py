@@ -420,7 +420,7 @@ def test_comparison_shows_ratios_and_what_differs_between_the_jobs():
     [
         (
             lambda report: report.update(schema=2),
-            "not a latency report of schema 1: its schema is 2",
+            "not a latency report of schema 1, its schema is 2",
         ),
         (lambda report: report.pop("phases"), "missing phases"),
         (lambda report: report["phases"][1].pop("seconds"), r"missing phases\[1\].seconds"),
@@ -449,7 +449,8 @@ def test_a_limit_kept_passes_and_a_limit_exceeded_exits_1_with_both_numbers(tmp_
         )
     assert stop.value.code == 1
     assert (
-        capsys.readouterr().err == f"{path}: warm_step_ms.stage_1.median is 110, allowed is 109.5\n"
+        capsys.readouterr().err
+        == f"{path}: warm_step_ms.stage_1.median is 110, the limit is 109.5\n"
     )
     with pytest.raises(SystemExit):
         report_main([path, "--max", "phases.decode_video.seconds=0.003"])  # two of 2 ms, summed
@@ -460,7 +461,7 @@ def test_a_limit_kept_passes_and_a_limit_exceeded_exits_1_with_both_numbers(tmp_
     [
         (
             "warm_step_ms.stage1.median=1",
-            "is not a number of this report; near it: warm_step_ms.stage_1.median",
+            "is not a number of this report; similar names: warm_step_ms.stage_1.median",
         ),
         ("percent_of_peak=1", "has no value in this run"),
         ("profile=1", "profile is not a number"),

@@ -232,7 +232,7 @@ def test_an_error_of_one_rank_is_said_by_its_number_and_ends_all(toy, tmp_path):
     assert isinstance(error.value, UserError)  # a mistake the user can mend: no traceback
     assert (
         str(error.value)
-        == f"rank 1 of 2 failed: {tmp_path / rank_file(1)} does not hold this model's weights:\n"
+        == f"rank 1 of 2 failed: {tmp_path / rank_file(1)} does not have this model's weights:\n"
         "  missing: down.weight\n  unexpected: up.weight"
     )
 

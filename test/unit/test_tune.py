@@ -266,7 +266,7 @@ def test_rows_of_another_request_or_a_damaged_journal_are_not_taken(tmp_path, ca
     assert Journal(path, ASKED | {"request": "2"}, {}).rows == []
     assert Journal(path, ASKED, {}, force=True).rows == []
     path.write_text('{"request": 1}')
-    assert Journal(path, ASKED, {}).rows == [] and "starts again" in capsys.readouterr().out
+    assert Journal(path, ASKED, {}).rows == [] and "starts over" in capsys.readouterr().out
 
 
 def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path):
@@ -379,11 +379,11 @@ def test_a_size_tuned_under_other_settings_of_the_run_is_not_taken(tiny, tmp_pat
 STALE = {
     "not JSON": ("{", "cannot be read as JSON"),
     "another identity": ('{"identity": {}, "run": {}, "sizes": {}}', "does not match its name"),
-    "no sizes": ({}, "is not what a tuning writes ('sizes')"),
-    "sizes in a list": ({"sizes": []}, "is not what a tuning writes"),
-    "a size without settings": ({"sizes": {"a": {"run": {}}}}, "is not what a tuning writes"),
-    "no settings of the run": ({"sizes": {}, "run": None}, "is not what a tuning writes"),
-    "a number": ({"sizes": {}, "run": {"threads": 2}}, "a setting is no text"),
+    "no sizes": ({}, "is not a file of tuned settings ('sizes')"),
+    "sizes in a list": ({"sizes": []}, "is not a file of tuned settings"),
+    "a size without settings": ({"sizes": {"a": {"run": {}}}}, "is not a file of tuned settings"),
+    "no settings of the run": ({"sizes": {}, "run": None}, "is not a file of tuned settings"),
+    "a number": ({"sizes": {}, "run": {"threads": 2}}, "a setting is not text"),
 }
 
 
@@ -421,8 +421,7 @@ def test_a_tuning_with_other_versions_is_named_and_one_of_another_model_is_not(
     workspace.take_tuned()
     said = capsys.readouterr().out
     assert (
-        workspace.tuned_settings is None
-        and "was tuned with other versions, and is not taken" in said
+        workspace.tuned_settings is None and "was tuned with other versions and is ignored" in said
     )
 
 
@@ -430,7 +429,7 @@ def test_settings_that_do_not_go_with_what_was_typed_are_left_out(tiny, tmp_path
     kept = choose(opened(tiny, tmp_path), {"compile_backend": "aot_eager"}, {})
     profile = kept.profile_of_run(resolve("cpu", ("device=cuda",)))
     assert profile.compile_backend == "export"
-    assert "tuned settings are not taken: --profile-set" in capsys.readouterr().out
+    assert "tuned settings are ignored: --profile-set" in capsys.readouterr().out
 
 
 IGNORING = "--profile-set tuned=no"

@@ -305,7 +305,7 @@ def store_choices(artifacts_dir: Path) -> None:
             choices = own | _stored_choices(path)
             write_json(path, {"machine": this_machine(), "choices": choices})
     except OSError as error:
-        _print_once(f"{path} cannot be written ({reason(error)}): what was measured is not kept")
+        _print_once(f"{path} cannot be written ({reason(error)}): measurements are not saved")
 
 
 def _stored_choices(path: Path) -> dict[str, Any]:
@@ -317,9 +317,9 @@ def _stored_choices(path: Path) -> dict[str, Any]:
         content = read_json(path)
         choices = content.get("choices", {})
         if content.get("machine") != this_machine() or not isinstance(choices, dict):
-            raise UserError(f"{path} is not of this machine")
+            raise UserError(f"{path} is from another machine")
     except UserError as error:
-        _print_once(f"{error}; this machine is measured anew")
+        _print_once(f"{error}; measuring this machine again")
         return {}
     return choices
 

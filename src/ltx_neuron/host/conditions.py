@@ -162,16 +162,15 @@ def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
             " down, for example: ffmpeg -i IN -ac 2 OUT"
         )
     if not finite(sound.samples):
-        raise UserError(f"{flag} {path} has samples that are no numbers: pass another file")
+        raise UserError(f"{flag} {path} has samples that are NaN or Inf: pass another file")
     _check_rate(path, flag, sound.rate, SAMPLE_RATE)
 
 
 def _check_rate(path: str | Path, flag: str, rate: int, wanted: int) -> None:
     if not can_resample(rate, wanted):
         raise UserError(
-            f"{flag} {path} has {rate} samples of sound per second, which have too little in common"
-            f" with the {wanted} that are wanted; convert it, for example: ffmpeg -i IN -ar 48000"
-            " OUT"
+            f"{flag} {path} has {rate} samples of sound per second, which cannot be resampled to"
+            f" {wanted}; convert it, for example: ffmpeg -i IN -ar 48000 OUT"
         )
 
 
@@ -179,7 +178,7 @@ def _stereo(sound: Sound, typed: str) -> Sound:
     """The sound in two channels. A mono sound is duplicated, with a printed line."""
     if len(sound.samples) == CHANNELS:
         return sound
-    print(f"{typed}: its one channel of sound is taken for both, left and right")
+    print(f"{typed}: mono sound, used for both channels")
     return Sound(sound.samples.expand(CHANNELS, -1).contiguous(), sound.rate)
 
 
@@ -263,7 +262,7 @@ def _extended_sound(inputs: Inputs) -> Sound:
     path = retake.path
     sound = _retaken_sound(path, extension.source_seconds)
     if sound is None:
-        print(f"{RETAKE} {path} has no sound: what is added goes on from silence")
+        print(f"{RETAKE} {path} has no sound: the new part continues from silence")
         sound = Sound(torch.zeros(CHANNELS, 0), SAMPLE_RATE)
     samples, rate = _stereo(sound, f"{RETAKE} {path}")
     before = round(extension.silence * rate)
@@ -341,10 +340,9 @@ def _mask_frames(inputs: Inputs) -> int:
         latent_frames, _, _ = reference.latent_shape(inputs.size.first)
         if not mask_divides(frames, latent_frames):
             raise UserError(
-                f"{MASK} {mask.path}: its first {frames} frames do not divide among the"
-                f" {latent_frames} latent frames of the reference {reference.path}: wanted 1 + a"
-                f" multiple of {latent_frames - 1}; pass a mask and a reference of"
-                f" {inputs.size.num_frames} frames each"
+                f"{MASK} {mask.path}: got {frames} frames for the {latent_frames} latent frames of"
+                f" the reference {reference.path}, wanted 1 + a multiple of {latent_frames - 1};"
+                f" pass a mask and a reference of {inputs.size.num_frames} frames each"
             )
     return frames
 
@@ -388,8 +386,8 @@ def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:
     if got < wanted:
         raise UserError(
             f"{flag} {path}: got {got} frames, wanted {wanted}: the file is cut off, or its times"
-            " do not begin at 0. Write it anew, for example: ffmpeg -i IN -vf setpts=PTS-STARTPTS"
-            " -af asetpts=PTS-STARTPTS OUT"
+            " do not begin at 0. Rewrite it, for example: ffmpeg -i IN -vf setpts=PTS-STARTPTS -af"
+            " asetpts=PTS-STARTPTS OUT"
         )
 
 

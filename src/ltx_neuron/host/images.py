@@ -102,8 +102,8 @@ def _decode_image(path: str | Path, upright: bool) -> np.ndarray:
     height, width = picture.shape[:2]
     if min(height, width) < MIN_SIDE or max(height, width) > MAX_SIDE:
         raise UserError(
-            f"{path} has a size no video can have: got {width}x{height} pixels, wanted"
-            f" {MIN_SIDE} to {MAX_SIDE} on each side; pass another with --image FILE"
+            f"{path} has {width}x{height} pixels, wanted {MIN_SIDE} to {MAX_SIDE} on each side;"
+            " pass another with --image FILE"
         )
     return picture
 
@@ -122,7 +122,7 @@ def check_filling(
     if math.prod(_filling_size(size, height, width)) > MAX_IMAGE_PIXELS:
         raise UserError(
             f"{path} is too narrow to fill {width}x{height}: got {size[1]}x{size[0]} pixels, wanted"
-            f" a shape closer to the video's; crop it and pass it again with {flag} FILE"
+            f" an aspect ratio closer to the video's; crop it and pass it again with {flag} FILE"
         )
 
 

@@ -43,9 +43,8 @@ def import_ltx_core() -> None:
 class ModelSpec(NamedTuple):
     """The source of one model: its file, its constructor, and its tensors' names in the file.
 
-    name, flag, download  for messages: the model, the flag that names the file, and the command
-    that
-                          downloads it
+    name, flag, download  for messages: the model, its file's flag, and the command that downloads
+                          the file
     path      the safetensors file
     build     returns the module
     prefixes  prefix of a tensor's name in the module -> prefix in the file. The first entry is the
@@ -72,7 +71,7 @@ class ModelSpec(NamedTuple):
                 module = self.build()
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"the config in {self.path} describes no such model: {type(error).__name__}:"
+                f"the config in {self.path} does not fit the {self.name}: {type(error).__name__}:"
                 f" {error}\npass the published file with {self.flag} FILE: {self.download}"
             ) from None
         expected = {
@@ -82,7 +81,7 @@ class ModelSpec(NamedTuple):
         if problems := self._problems(expected):
             listing = "\n  ".join(problems)
             raise UserError(
-                f"{self.path} does not hold the {type(module).__name__} its config describes:\n "
+                f"{self.path} does not have the {type(module).__name__} of its config:\n "
                 f" {listing}\npass the published file with {self.flag} FILE: {self.download}"
             )
         return module
@@ -109,19 +108,19 @@ class ModelSpec(NamedTuple):
     def check_output(
         self, module: torch.nn.Module | None, given: tuple, output: torch.Tensor
     ) -> None:
-        """A hook of the module's forward: raise RunError if the output has NaN or Inf, which would
-        be a black picture, silence or noise."""
+        """A hook of the module's forward: raise RunError for NaN or Inf in the output, which would
+        give a black picture, silence or noise."""
         if finite(output):
             return
         if not all(finite(tensor) for tensor in given):
             raise RunError(
-                f"NaN or Inf in what the {self.name} was given: what was made before it is broken,"
-                f" not its weights in {self.path}\nType the same again, without --resume"
+                f"NaN or Inf in the inputs of the {self.name}: an earlier stage failed, not its"
+                f" weights in {self.path}\nType the same again, without --resume"
             )
         raise RunError(
-            f"NaN or Inf in what the {self.name} returned, though what it was given is finite: its"
-            f" weights in {self.path} are broken\nDownload the file again: {self.download}\nand"
-            " type the same again"
+            f"NaN or Inf in the outputs of the {self.name}, from finite inputs: its weights in"
+            f" {self.path} are damaged\nDownload the file again: {self.download}\nand type the same"
+            " again"
         )
 
     def _file(self) -> WeightFile:
@@ -132,7 +131,7 @@ class ModelSpec(NamedTuple):
         file = self._file()
         shapes = file.shapes
         if shapes.keys().isdisjoint(expected):
-            return [f"none of its {len(expected)} tensors is there"]
+            return [f"none of its {len(expected)} tensors"]
         own_prefix, problems = next(iter(self.prefixes.values())), []
         for name in shapes:
             if name.startswith(own_prefix) and name not in expected:
@@ -208,8 +207,8 @@ def _upsampler_config(kind: str, path: str | Path | None) -> dict:
     flag, download = f"--{kind}-upsampler-path", download_released(kind)
     if path is None:
         raise UserError(
-            f"{kind} upsampling needs its own model and got none: pass its file with {flag}"
-            f" FILE\nDownload it: {download}"
+            f"{kind} upsampling needs its own model: pass its file with {flag} FILE\nDownload it:"
+            f" {download}"
         )
     file = TensorFile(path, f"{download}\nand pass it with {flag} FILE")
     try:
@@ -222,11 +221,11 @@ def _upsampler_config(kind: str, path: str | Path | None) -> dict:
     kinds = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
     scale = config.get("spatial_scale", 2.0)
     if kinds != [kind] or (kind == "spatial" and scale != 2.0):
-        got = "a file that describes none"
+        got = "a file without one"
         if kinds:
             got = f"a {' and '.join(kinds)} one (spatial scale {scale})"
         raise UserError(
-            f"{flag} wants a {kind} latent upsampler of factor 2, got {got}: {path}\n"
+            f"{flag}: wanted a {kind} latent upsampler of factor 2, got {got}: {path}\n"
             f"pass the published {kind} x2 file with {flag} FILE: {download}"
         )
     return config

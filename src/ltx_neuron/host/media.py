@@ -110,7 +110,7 @@ def footage(path: str | Path, flag: str, upright: bool = True) -> Size:
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
         if not stream.average_rate:
-            raise ValueError("it does not say its frame rate")
+            raise ValueError("it has no frame rate")
         context, rate = stream.codec_context, float(stream.average_rate)
         number = stream.frames or sum(1 for _ in container.decode(stream))
         height, width = context.height, context.width
@@ -144,9 +144,9 @@ def _check_constant_rate(path: str | Path, flag: str) -> None:
         name = f"{Path(path).stem}-constant.mp4"
         command = shlex.join(["ffmpeg", "-i", str(path), "-vf", f"fps={round(rate, 3):g}", name])
         raise UserError(
-            f"{flag} {path} has a variable frame rate: its frames are shown for {min(steps):.4g} to"
-            f" {max(steps):.4g} s, {rate:.4g} per second on average, and it says {said:.4g}; wanted"
-            f" one rate.\nType: {command}"
+            f"{flag} {path} has a variable frame rate: frames last {min(steps):.4g} to"
+            f" {max(steps):.4g} s, {rate:.4g} per second on average, {said:.4g} by its header;"
+            f" wanted a constant rate.\nType: {command}"
         )
 
 
@@ -165,7 +165,7 @@ def _quarter_turns(frame, path: str | Path) -> int:
         name = f"{Path(path).stem}-upright.mp4"
         command = shlex.join(["ffmpeg", "-i", str(path), "-c:a", "copy", name])
         raise UserError(
-            f"{path} is shown mirrored or turned by no quarter turn; wanted an upright video.\n"
+            f"{path} is displayed mirrored or at an odd angle; wanted an upright video.\n"
             f"Type: {command}"
         )
     return upright[signs]
@@ -183,7 +183,7 @@ def timed_frames(path: str | Path, flag: str, seconds: float) -> int | None:
 
 
 def _packet_times(container, stream) -> list[float]:
-    """Seconds at which a video's frames begin, by its packets; empty where one has no time."""
+    """Start times of a video's frames in seconds, from its packets; empty if one has no time."""
     times = [packet.pts for packet in container.demux(stream) if packet.size]
     return [] if None in times else [float(time * stream.time_base) for time in times]
 

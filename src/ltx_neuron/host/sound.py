@@ -7,7 +7,7 @@ span of it if spans add little work. Spans depend only on the length, so the num
 not change the bits.
 """
 
-# A module's parts are Tensor | Module to type checkers: what is built here is known to be more.
+# To type checkers a module's parts are Tensor | Module, not the types that are built here.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 from collections.abc import Callable, Sequence

@@ -6,7 +6,7 @@ returns its result in pieces, and the following operations (residual sum, PixelN
 space) run while a piece is in cache.
 """
 
-# A module's parts are Tensor | Module to type checkers: what is built here is known to be more.
+# To type checkers a module's parts are Tensor | Module, not the types that are built here.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAssignmentType=false
 

@@ -6,7 +6,7 @@ vae.py, because the largest one depends on the size and on ltx-core's tiles. It 
 the measured peak at the sizes of its test.
 """
 
-# A module's parts are Tensor | Module to type checkers: what is built here is known to be more.
+# To type checkers a module's parts are Tensor | Module, not the types that are built here.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportReturnType=false
 

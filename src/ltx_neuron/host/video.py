@@ -33,9 +33,7 @@ _SOFTWARE, _MARKED = "Software", f"tEXtSoftware\0{files.MARK}".encode()
 def check_output_path(path: str | Path) -> None:
     """Raise UserError unless an MP4 can be written to `path`. Creates nothing."""
     if Path(path).suffix.lower() != ".mp4":
-        raise UserError(
-            f'the output is an MP4 file, got the name "{path}": pass --output-path FILE.mp4'
-        )
+        raise UserError(f'the output is an MP4 file, got "{path}"; pass --output-path FILE.mp4')
     files.check_writable(Path(path), "--output-path FILE.mp4")
 
 

@@ -51,7 +51,7 @@ from ltx_neuron.weights.tensorfile import DTYPES
 ASSUMED = {
     # Compiled graphs, scratch, runtime; published peaks suggest 1 to 3 GB.
     "runtime_bytes_per_core": 2 * 2**30,
-    "sdpa": "attention scores are never held (a flash kernel), but where a stage says so",
+    "sdpa": "a flash kernel never stores attention scores, unless a stage lists them",
 }
 
 
@@ -113,12 +113,12 @@ class Plan:
     # 0, and `host_bytes_mapped` has the files' bytes, which the system may evict.
     host_bytes_to_load: int
     host_bytes_mapped: int
-    host_bytes_to_encode: int  # images and videos that are given, with this machine's threads and
-    host_bytes_to_decode: int  # dtype, as decoding the video; 0 where none is given
-    host_dtype: str  # what this machine decodes in
+    host_bytes_to_encode: int  # input images and videos, 0 without any; like decoding, with this
+    host_bytes_to_decode: int  # machine's threads and dtype
+    host_dtype: str  # of decoding on this machine
     host_limit_bytes: int | None
     disk_bytes: int
-    float8: str  # what becomes of the checkpoint's float8 weights; empty where it has none
+    float8: str  # handling of the checkpoint's float8 weights, as text; empty without any
     collectives_buffer_bytes: int | None  # of the runtime, for one collective
     assumed: dict
     stages: list[StagePlan]
@@ -217,7 +217,7 @@ def check_fits(
     elif result.nearest_that_fits:
         advice = f"The nearest size that fits: {result.nearest_that_fits}"
     else:
-        advice = "No length of that size fits; type a larger --tp-degree, or --dtype bfloat16"
+        advice = "No length fits at this size; type a larger --tp-degree, or --dtype bfloat16"
     raise does_not_fit(profile, job.size, tp, needed, advice)
 
 
@@ -227,7 +227,7 @@ def does_not_fit(profile: Profile, size: Size, tp: int, needed: int, advice: str
     return UserError(
         f"{size.height}x{size.width}, {size.num_frames} frames at tp {tp} needs"
         f" {format_bytes(needed)} a core, {profile.name} has {format_bytes(limit)}"
-        f" (LNC={profile.lnc}).\n{advice}. All figures: {command('plan')}, with the same flags"
+        f" (LNC={profile.lnc}).\n{advice}. For details type {command('plan')} with the same flags"
     )
 
 

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     flags.add_size(parser)
     flags.add_conditions(parser, shape_only=True)
     flags.add_sampler(parser)
-    title = "What is planned besides the denoising steps, and how it is printed."
+    title = "The planned job besides the denoising steps, and the output's form."
     add = parser.add_argument_group("plan", title).add_argument
     help = "Gemma folder whose config.json is read (default: the sizes of Gemma3-12B)"
     add("--gemma-root", type=Path, metavar="DIR", help=help)
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--upscale", choices=list(UPSCALES), help=help)
     add("--json", action="store_true", help="print one JSON object in place of the tables")
     args = parser.parse_args(argv)
-    # What is said of files that are not taken is no part of the JSON.
+    # Warnings about ignored files go to stderr, not into the JSON.
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result, clip = planned(args)
     if args.json:
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
-    """The plan of what was typed, and that of a whole clip's time."""
+    """The plan of the parsed flags, and of a whole clip's time."""
     profile = resolve(args.profile, tuple(args.profile_set))
     checkpoint = Checkpoint(flags.local(args, "checkpoint_path"))
     shape = flags.shape(args, args.recipe or Job.recipe)

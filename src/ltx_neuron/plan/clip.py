@@ -161,9 +161,9 @@ class Clip:
         if profile.resident:
             return rows
         gemma3 = plan.tp * plan.gemma3_weight_bytes_per_rank
-        what = f"{format_bytes(gemma3)} to the ranks, one model in turn"
+        what = f"{format_bytes(gemma3)} to the ranks, one model at a time"
         before = self._host("load_gemma3", gemma3, "copy", what)
-        return [before, *rows, self._transformer("one model in turn")]
+        return [before, *rows, self._transformer("one model at a time")]
 
     def _transformer(self, why: str) -> Row:
         size = self.plan.tp * self.plan.dit_weight_bytes_per_rank
@@ -212,7 +212,7 @@ class Clip:
                 before = self.plan.stages[number - 1]
                 latent = video_latent_shape(before.height, before.width, self.job.size.num_frames)
                 if weight_sets(self.job) > 1:
-                    rows.append(self._transformer("stage 2's set in stage 1's place"))
+                    rows.append(self._transformer("stage 2's weight set replaces stage 1's"))
                 rows.append(self._upsampling(latent, "spatial"))
             rows += [*self._images(stage), self._steps(stage)]
         latent = self.job.latent_shape
@@ -237,7 +237,7 @@ class Clip:
         if self.tuned_step_ms:
             return self.tuned_step_ms, f"measured by {command('tune')}"
         if stage.forecast is None:
-            return None, f"not measured: {command('tune')} does"
+            return None, f"not measured; type {command('tune')}"
         return stage.forecast.middle, "the forecast's middle, not measured"
 
     def _upsampling(self, latent: tuple[int, int, int], kind: str) -> Row:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ltx_neuron.format import format_flops
 from ltx_neuron.profiles import Profile
 
-# Each from and to. Share of the documented peak that products are assumed to reach there:
+# Ranges. Assumed share of the documented peak in matrix products:
 _LINEAR = 0.72, 0.62
 _ATTENTION = 0.44, 0.35  # attention_cte: 44 % for Wan 2.2's self-attention (AWS); less for text
 _LARGE_SUM = 184e9, 102e9  # bytes per second that a rank sends, on one chip: assumed
@@ -19,7 +19,7 @@ _SMALL_SUM_MS = 0.02, 0.043  # of statistics: assumed
 _LAUNCH_MS = 0.47  # Python's part, per graph, on a CPU (benchmarks/nxd_on_cpu.md)
 _UNFUSED = 0.25, 0.35  # share of the elementwise traffic: assumed; the rest is fused
 _WAITING = 0.1, 0.13  # of all these: engines wait for each other, as traced in Wan 2.1 (Difflet)
-_MIDDLE = 0.56  # of the range: the published models lie in its upper half
+_MIDDLE = 0.56  # of the range: the published models are in its upper half
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def forecast(
         "linear": f"{format_flops(tp * linear)} at {_percent(_LINEAR)} of the peak, assumed",
         "attention": (
             f"{format_flops(tp * attention)} at {_percent(_ATTENTION)}: attention_cte on Wan 2.2"
-            " (AWS), and less"
+            " (AWS), and lower"
         ),
         "large sums": (
             f"{large}, {moved / 1e9:.1f} GB a rank at {_LARGE_SUM[1] / 1e9:.0f} to"
@@ -91,7 +91,7 @@ def forecast(
             f" at {_LAUNCH_MS} ms, on a CPU"
         ),
         "elementwise": f"{unfused / 1e9:.0f} GB a rank, {_percent(_UNFUSED)} not fused, assumed",
-        "waiting": f"{_percent(_WAITING)} of these: engines that wait, as in Wan 2.1 (Difflet)",
+        "waiting": f"{_percent(_WAITING)} of these: idle engines, as in Wan 2.1 (Difflet)",
     }
     parts = [Part(name, low, high, sources[name]) for name, (low, high) in ranges.items()]
     low, high = map(sum, zip(*ranges.values(), strict=True))

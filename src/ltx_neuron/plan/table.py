@@ -57,7 +57,7 @@ def _stage_rows(stage: StagePlan) -> list[tuple[str, str]]:
         rows.append(("sequence parallel", text))
     if stage.score_bytes_per_core:
         text = (
-            f"{format_bytes(stage.score_bytes_per_core)} a core are held in fp32, at least twice;"
+            f"{format_bytes(stage.score_bytes_per_core)} a core in fp32, stored at least twice;"
             f" {_ms(stage.score_ms)} to write and read all once"
         )
         rows.append(("attention scores", text))
@@ -103,13 +103,13 @@ def _memory_rows(plan: Plan) -> dict[str, str]:
     }
     if plan.host_bytes_mapped:
         rows["weights as files' pages"] = (
-            f"{gb(plan.host_bytes_mapped)}: what memory has no room for is read from the disk again"
+            f"{gb(plan.host_bytes_mapped)}; pages beyond memory are read from the disk again"
         )
     largest = max(stage.largest_collective_bytes for stage in plan.stages)
     buffer = plan.collectives_buffer_bytes
     if buffer is not None and largest > buffer:
         rows["collectives' buffer"] = (
-            f"{gb(buffer)}, the largest sum has {gb(largest)} and takes a slower algorithm. Type\n"
+            f"{gb(buffer)}, less than the largest sum's {gb(largest)}, which is slower. Type\n"
             f"{'':24}--profile-set environment.{COLLECTIVES_BUFFER}={largest}"
         )
     rows["disk for rank files"] = gb(plan.disk_bytes)
@@ -121,15 +121,15 @@ def _memory_rows(plan: Plan) -> dict[str, str]:
 
 
 def _verdict(plan: Plan) -> str:
-    """Whether the job fits, and otherwise what would."""
+    """Whether the job fits; if not, the nearest size that does."""
     if plan.fits is None:
-        return "this profile has no documented memory to compare with"
+        return "unknown: this profile has no documented memory"
     if plan.fits:
-        at_once = "both models resident as well" if plan.fits_resident else "one model at a time"
+        at_once = "even with both models resident" if plan.fits_resident else "one model at a time"
         return f"fits ({at_once})"
     if plan.nearest_that_fits:
-        return f"does not fit; the nearest that does: {plan.nearest_that_fits}"
-    return "does not fit; no length of that size does"
+        return f"does not fit; the nearest size that fits: {plan.nearest_that_fits}"
+    return "does not fit at any length of this size"
 
 
 def clip_table(clip: ClipPlan) -> str:
@@ -140,7 +140,7 @@ def clip_table(clip: ClipPlan) -> str:
         _clip_line("from prompt to MP4", "", _seconds(clip.seconds), f"overlapped: {clip.overlaps}")
     )
     if clip.batch_seconds is not None:
-        text = "the ranks denoise the next one meanwhile"
+        text = "the ranks denoise the next clip at the same time"
         lines.append(_clip_line("a clip of a batch", "", _seconds(clip.batch_seconds), text))
     return "\n".join(lines)
 

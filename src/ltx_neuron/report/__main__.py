@@ -17,7 +17,7 @@ from ltx_neuron.report.table import compare, exceeded, load, table
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print one report or compare two. Exits with 1 where a report exceeds a limit."""
+    """Print one report or compare two. Exits with 1 if a report exceeds a limit."""
     parser = Parser(prog=command("report"), description=__doc__)
     parser.add_argument("report", metavar="FILE", help="latency report of a run, JSON")
     parser.add_argument("other", nargs="?", metavar="FILE", help="a second report to compare with")
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         texts.append(compare(*runs))
     print("\n\n".join(texts))
     if options.plot:
-        from ltx_neuron.report.plot import plot  # matplotlib, only where it is asked for
+        from ltx_neuron.report.plot import plot  # imports matplotlib
 
         plot(runs, options.plot)
     if sentences:

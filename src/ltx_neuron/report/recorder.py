@@ -37,9 +37,8 @@ class Counters:
     collectives_per_step  "count", and "bytes" that one rank contributes
     flops_per_step        of all ranks: one number, or {stage: number}
     peak_flops            FLOP/s of all ranks together; None if the profile has no peak
-    weight_swaps          "count" of replaced weight sets on the ranks, and their "seconds", which
-    are
-                          part of the phase load_transformer
+    weight_swaps          "count" of replaced weight sets on the ranks, and their "seconds", part of
+                          the phase load_transformer
     """
 
     bytes_to_device_per_step: int = 0
@@ -200,14 +199,13 @@ class Recorder:
         return self._steps[stage][-1][0]
 
     def report(self, job: dict, profile: str, tp: int, versions: dict, identity: dict) -> dict:
-        """The latency report, schema 1, of the run up to now. Running phases of
-        other threads count up to now.
+        """The latency report, schema 1, of the run up to now, with running phases of other threads.
 
         versions  of packages
         identity  digests of the weights, graphs and code
         """
         if phase := self._open.get(threading.get_ident()):
-            raise RuntimeError(f"the report is asked for inside phase {phase.name}")
+            raise RuntimeError(f"report() was called inside phase {phase.name}")
         with self._counted_to_now() as now:
             end_to_end = now - self._began
             phases = [phase.entry() for phase in (*self._ended, *self._open.values())]

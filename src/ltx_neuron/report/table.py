@@ -28,7 +28,7 @@ def validate(report: object, source: str = "report") -> None:
     schema = report.get("schema") if isinstance(report, dict) else None
     if not isinstance(report, dict) or schema != 1:
         raise UserError(
-            f"{source} is not a latency report of schema 1: its schema is {schema}; make one:"
+            f"{source} is not a latency report of schema 1, its schema is {schema}; to make one:"
             f" {command('generate', '--perf-dump-path', 'FILE.json')}"
         )
     missing = _missing(report, "")
@@ -67,7 +67,7 @@ def table(report: dict) -> str:
     reason = "no flops or no warm step counted"
     if report["flops_per_step"] and measured:
         reason = "no peak for this profile"
-    launches = report.get("launches_per_step")  # earlier reports do not say
+    launches = report.get("launches_per_step")  # absent in earlier reports
     launched = launches and f"{launches['count']}, {_text(launches['host_ms'])} ms of the host"
     lines = [
         *textwrap.wrap(f"{title(report)}  {job}", WIDTH),
@@ -81,7 +81,7 @@ def table(report: dict) -> str:
         f"collectives per step      {collectives['count']}, {_text(collectives['bytes'] / 1e6)} MB",
         f"percent of peak           {reason if percent is None else f'{percent:.1f} %'}",
     ]
-    if (swaps := report.get("weight_swaps", {})).get("count"):  # earlier reports do not say
+    if (swaps := report.get("weight_swaps", {})).get("count"):  # absent in earlier reports
         lines.append(f"weight swaps              {swaps['count']}, {_text(swaps['seconds'])} s")
     return "\n".join(lines)
 
@@ -204,7 +204,7 @@ def exceeded(report: dict, limits: list[str], source: str = "report") -> list[st
                 "has no value in this run" if name in measured else "is not a number of this report"
             )
             near = difflib.get_close_matches(name, [key for key in measured if key != name], 5, 0.3)
-            raise UserError(f"{source}: {name} {reason}; near it: {', '.join(near)}")
+            raise UserError(f"{source}: {name} {reason}; similar names: {', '.join(near)}")
         if value > allowed:
-            sentences.append(f"{source}: {name} is {value:g}, allowed is {allowed:g}")
+            sentences.append(f"{source}: {name} is {value:g}, the limit is {allowed:g}")
     return sentences

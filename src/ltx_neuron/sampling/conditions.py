@@ -123,7 +123,7 @@ class Retake:
             if (start, end, self.regenerate) != (0, 0, "both"):
                 raise UserError(
                     "--extend cannot be combined with --start-time, --end-time or --regenerate: it"
-                    " generates both streams of what it adds; leave them out"
+                    " generates both streams of the new part; leave them out"
                 )
             return
         if not 0 <= start < end:

@@ -19,8 +19,8 @@ from torch import Tensor
 from ltx_neuron.errors import FieldError
 from ltx_neuron.sampling.latents import TIME_SCALE, audio_latent_frames, audio_seconds
 
-# Latents of the previous window that a window holds: 24 frames, a second at 24 fps, from which
-# motion and voices continue. More overlap needs more windows.
+# Latents of the previous window that a window keeps, so that motion and voices continue: 24 frames,
+# a second at 24 fps. More overlap needs more windows.
 OVERLAP = 3
 WINDOW_FRAMES = 121  # without --num-frames
 LEAST_SOURCE = TIME_SCALE + 1  # frames of the file
@@ -242,8 +242,8 @@ def check_source(frames: int) -> None:
     """Raise FieldError for a file with too few frames."""
     if frames < LEAST_SOURCE:
         raise FieldError(
-            f"{{extend}} goes on from a video of {LEAST_SOURCE} frames or more, and"
-            f" {{video_path}} has {frames}; pass a longer one"
+            f"{{extend}} needs a video of {LEAST_SOURCE} frames or more, and {{video_path}} has"
+            f" {frames}; pass a longer one"
         )
 
 

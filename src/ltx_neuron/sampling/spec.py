@@ -130,7 +130,7 @@ class Fields(BaseModel):
 
 class SamplingFields(Fields):
     negative_prompt: str | None = _option(
-        "dev recipe: what the video must not show (default: built in)", "TEXT"
+        "dev recipe: content to avoid (default: built in)", "TEXT"
     )
     seed: int = _option(
         f"seed of the noise (default: {SEED})", "N", default=SEED, ge=-(2**63), lt=2**64

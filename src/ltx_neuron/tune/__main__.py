@@ -49,7 +49,7 @@ def build_parser() -> Parser:
     parser.prog = command("tune")
     flags.add_size(parser)
     flags.add_loras(parser)
-    add = parser.add_argument_group("tuning", "What is tried, and for how long.").add_argument
+    add = parser.add_argument_group("tuning", "Settings to try, and limits.").add_argument
     help = f"keys of the profile to try (default: all): {', '.join(KEYS)}"
     add("--keys", nargs="+", default=list(KEYS), metavar="KEY ...", help=help)
     help = "time limit of one variant, with its compilation (default: 3600)"
@@ -152,7 +152,7 @@ class Tuning:
         }
         self.tuned.write()
         if lost := [key for key, size in self.tuned.sizes.items() if size["run"] != run]:
-            print(f"tuned with other run settings, so tune these sizes again: {', '.join(lost)}")
+            print(f"tune these sizes again, for the new run settings: {', '.join(lost)}")
 
 
 def main(argv: list[str] | None = None) -> None:

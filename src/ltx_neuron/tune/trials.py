@@ -52,7 +52,7 @@ class Journal:
             rows = [Row(**json.loads(line)) for line in lines[:-1]]
             request, fixed = content["request"], content["fixed"]
         except (ValueError, KeyError, TypeError) as error:
-            print(f"{self.path} is not a journal ({error}); the tuning starts again")
+            print(f"{self.path} is not a journal ({error}); the tuning starts over")
             return
         if request == self.request:
             self.rows, self.fixed = rows, fixed
@@ -168,4 +168,4 @@ def last_words(log: str, code: int) -> str:
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if code < 0:
         return f"its process was killed ({signal.Signals(-code).name})"
-    return (errors or lines or [f"ended with exit code {code} and no word"])[-1]
+    return (errors or lines or [f"ended with exit code {code} and no output"])[-1]

@@ -138,13 +138,13 @@ def load(artifacts: Path, identity: dict) -> TunedSettings | None:
         try:
             return _read(path, identity)
         except UserError as error:
-            print(f"tuned settings are not taken: {error}")
+            print(f"tuned settings are ignored: {error}")
             return None
     for other in path.parent.glob("*.json"):
         if what := _outdated(other, identity):
             print(
-                f"{other} was tuned with other {' and '.join(what)}, and is not taken:"
-                f" {command('tune')} tunes again"
+                f"{other} was tuned with other {' and '.join(what)} and is ignored; to tune again,"
+                f" type {command('tune')}"
             )
             break
     return None
@@ -158,7 +158,7 @@ def _read(path: Path, identity: dict) -> TunedSettings:
         sizes = {key: _checked(size) for key, size in content["sizes"].items()}
         return TunedSettings(path, identity, _settings(content["run"]), sizes)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{path} is not what a tuning writes ({error})") from None
+        raise UserError(f"{path} is not a file of tuned settings ({error})") from None
 
 
 def _checked(size: dict) -> dict:
@@ -169,7 +169,7 @@ def _settings(settings: dict) -> Settings:
     """The tunable settings of a file's table. Other keys are dropped, because the file may have
     been pulled from an artifact store."""
     if not all(isinstance(value, str) for value in settings.values()):
-        raise ValueError("a setting is no text")
+        raise ValueError("a setting is not text")
     return {key: value for key, value in settings.items() if key in (*RUN_KEYS, *GRAPH_KEYS)}
 
 
@@ -212,5 +212,5 @@ def applied(profile: Profile, settings: Settings) -> Profile:
     try:
         return resolve(profile.name, (*changes(profile, settings), *profile.settings))
     except UserError as error:
-        print(f"tuned settings are not taken: {error}")
+        print(f"tuned settings are ignored: {error}")
         return profile

@@ -152,7 +152,7 @@ class MergedSource(Source):
             elif suffix == _DOWN and targets.setdefault(name, key) != key:
                 problems.append(f"{key}: {targets[name]} is of the same weight; leave one out")
         if problems or not targets:
-            shown = listed(problems) or ["it holds no lora_A / lora_B tensors"]
+            shown = listed(problems) or ["it has no lora_A / lora_B tensors"]
             title = f"--lora {file.path} is not a LoRA of this model:"
             raise UserError("\n  ".join([title, *shown]))
         return list(targets)

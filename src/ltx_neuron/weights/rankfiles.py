@@ -116,8 +116,8 @@ class RankSource:
         self.folder = Path(folder)
         if not (self.folder / MANIFEST).is_file():
             raise UserError(
-                f"{folder} is no finished weight set: it has no {MANIFEST}.\nWanted: what a shard"
-                " script printed"
+                f"{folder} is not a finished weight set: it has no {MANIFEST}.\nWanted: a folder"
+                " that a shard command printed"
             )
         if problems := verify(self.folder, quick):
             raise UserError("\n  ".join([f"{folder} is damaged:", *problems]))
@@ -216,7 +216,7 @@ def open_rank_file(
             )
     if problems:
         raise UserError(
-            f"{path} does not hold this model's weights:\n  " + "\n  ".join(sorted(problems))
+            f"{path} does not have this model's weights:\n  " + "\n  ".join(sorted(problems))
         )
     _check_header(path, file)
     return file

@@ -127,12 +127,12 @@ def check_specs(
     shapes of `wanted`, and the host those of `host`."""
     stored = {spec.name: spec.stored for spec in specs}
     problems = [f"missing: {name}" for name in (wanted | host).keys() - stored.keys()]
-    problems += [f"of no use: {name}" for name in stored.keys() - (wanted | host).keys()]
+    problems += [f"unexpected: {name}" for name in stored.keys() - (wanted | host).keys()]
     for name, shape in (wanted | host).items():
         if stored.get(name, shape) != tuple(shape):
             problems.append(f"{name}: {list(stored[name])} a rank, wanted {list(shape)}")
     if problems:
-        title = "the files do not hold the weights of the model that their config describes:"
+        title = "the files do not have the weights of the model in their config:"
         raise UserError("\n  ".join([title, *listed(sorted(problems))]))
 
 
@@ -300,8 +300,8 @@ class _File:
         self.size = len(self.header) + self.ends[-1]
 
     def open(self, tensors: int, digest: str | None) -> bool:
-        """Open the file to append after its first `tensors` tensors; digest None starts the file
-        anew. Returns False unless the header and these tensors have that digest."""
+        """Open the file to append after its first `tensors` tensors; digest None starts a new file.
+        Returns False unless the header and these tensors have that digest."""
         if self.path.exists() and not self.partial.exists():
             # The last run was stopped between renaming this file and writing the manifest.
             os.replace(self.path, self.partial)
