@@ -197,9 +197,8 @@ class LTXPipeline:
         loras                 for all stages; replaces the pipeline's LoRAs, () removes them
         distilled_loras       additional LoRAs in stage 2 of dev; ic_loras: in stage 1
         audio                 sound to generate the video for
-        video                 Retake, or path of a video to regenerate from start_time to end_time
-                              (regenerate: "both", "video", "audio"), or to extend by `extend`
-                              seconds (< 0: at its beginning)
+        video                 Retake, or path of a video: regenerate it ("both", "video", "audio")
+                              from start_time to end_time, or extend it by seconds (< 0: before)
         reference             reference video of ic_loras: a path or ReferenceVideos
         attention_mask        video with the attention weights of the references
         images_as_guides      append an image at frame 0 like the other images

@@ -58,7 +58,7 @@ def import_error(module: str) -> str | None:
     """Why a module cannot be imported; None if it can."""
     try:
         importlib.import_module(module)
-    # A wheel for another torch fails with OSError, RuntimeError or whatever its C++ throws.
+    # A wheel for another torch fails with OSError, RuntimeError or any exception of its C++ code.
     except Exception as error:
         lines = str(error).strip().splitlines() or ["no text"]
         return f"{type(error).__name__}: {lines[0]}"

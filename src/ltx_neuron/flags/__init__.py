@@ -103,7 +103,7 @@ def add_profile(parser: argparse.ArgumentParser, names: Iterable[str] = PROFILES
     help = (
         "change a value of the profile; repeatable. Most used: host_dtype=float32 (arithmetic of"
         " the host's video models), blocks_per_graph=2 (transformer blocks in one graph),"
-        " tuned=no (ignore what tuning chose). An unknown key lists all keys"
+        " tuned=no (ignore tuned settings). An unknown key lists all keys"
     )
     advanced(add("--profile-set", action="append", default=[], metavar="KEY=VALUE", help=help))
     help = "number of tensor-parallel ranks (default: the profile's)"
