@@ -230,7 +230,7 @@ class Job(Inputs):
             f"{self.prompt}{self.negative_prompt}".encode()
         except UnicodeEncodeError:
             raise FieldError(
-                "{prompt} is not UTF-8 text; type it again in a terminal or a file that is UTF-8"
+                "{prompt} is not UTF-8 text; type it again in a UTF-8 terminal or file"
             ) from None
         if self.recipe == "distilled":
             self._check_unguided()
@@ -241,8 +241,8 @@ class Job(Inputs):
             )
         elif self.sound and self.guidance and self.guidance.audio != StreamGuidance():
             raise UserError(
-                "guidance.audio of a given sound: nothing of it is predicted, so nothing is guided;"
-                " give audio=StreamGuidance()"
+                "guidance.audio: an input sound is not predicted and has no guidance; pass"
+                " audio=StreamGuidance()"
             )
 
     def check_shape(self) -> None:

@@ -89,8 +89,8 @@ class Residency:
         if earlier and profile.device == "neuron" and profile.backend == "torchdist":
             print(
                 f"another size: the graphs of {', '.join(sorted(earlier))} stay in the device's"
-                " memory, because TorchNeuron never frees a graph. If it gets full, start this"
-                " process again"
+                " memory, because TorchNeuron never frees a graph. If it gets full, restart this"
+                " process"
             )
 
     def use_weights(self, loras: WeightSet) -> ModulationTables:

@@ -344,7 +344,7 @@ SHARD_DIT: --checkpoint-path absent.safetensors -> no such file | CHECKPOINT
 COMPILE_DIT: --checkpoint-path absent.safetensors -> no such file | CHECKPOINT
 # flags
 --height 100 -> --height 100 | multiple of 32 | 96 or 128
---width 31 -> --width 31 | multiple of 32 | nearest legal: 32
+--width 31 -> --width 31 | multiple of 32 | nearest valid: 32
 --height 0 -> --height: got '0', wanted at least 1
 --two-stage --height 96 --spatial-upsampler-path {spatial} -> multiple of 64 | 64 or 128
 --height tall -> --height | 'tall'

@@ -166,7 +166,7 @@ BAD = {
     "no number": ({"prompt": "a", "seed": "many"}, "--seed: got 'many', wanted a valid integer"),
     "no prompt": ({"seed": 1}, "--prompt is empty"),
     "illegal size": ({"prompt": "a", "height": 65}, "--height 65 is not a multiple of 32"),
-    "illegal length": ({"prompt": "a", "num_frames": 10}, "nearest legal: 9 or 17"),
+    "illegal length": ({"prompt": "a", "num_frames": 10}, "nearest valid: 9 or 17"),
     "guidance": (
         {"prompt": "a", "video_cfg_guidance_scale": 2},
         "the distilled recipe takes no --video-cfg-guidance-scale",

@@ -185,7 +185,7 @@ def test_windows_round_their_times_as_the_first_release_rounded_a_clips(seconds)
 
 @pytest.mark.timeout(60)  # it would have been cut into windows without end
 def test_a_window_of_no_more_than_its_overlap_is_refused():
-    with pytest.raises(UserError, match="can have 25 to 49 frames"):
+    with pytest.raises(UserError, match="length, 25 to 49 frames"):
         _ = Extension(1.0, 25, 17, 24.0).windows
 
 
@@ -294,10 +294,16 @@ WRONG = {
     "--height cannot be combined with --video-path": (26, "--extend", 1, "--height", 64),
     "--video-path cannot be combined with --two-stage": (26, "--extend", 1, "--two-stage"),
     "a video of 9 frames or more": (8, "--extend", 1),
-    "--num-frames 17 with --extend is the length": (26, "--extend", 1, "--num-frames", 17),
-    "which can have 25 to 49 frames here": (26, "--extend", 1, "--num-frames", 57),
-    "frames here: 3 latents of it are held": (26, "--extend", 1, "--num-frames", 24),
-    "nearest legal: 41 or 49.": (26, "--extend", 1, "--num-frames", 45),
+    "--num-frames 17: with --extend it is a window's length": (
+        26,
+        "--extend",
+        1,
+        "--num-frames",
+        17,
+    ),
+    "length, 25 to 49 frames here": (26, "--extend", 1, "--num-frames", 57),
+    "frames here: 3 latents overlap": (26, "--extend", 1, "--num-frames", 24),
+    "nearest valid: 41 or 49.": (26, "--extend", 1, "--num-frames", 45),
     "new frames. Type --num-frames 49.": (26, "--extend", 1, "--num-frames", 60),
 }
 

@@ -263,7 +263,7 @@ def say(format: str):
 
 BAD = "weight_scale is {}, wanted a finite number above 0"
 STORED = "weight is stored as F8_E4M3"
-MISSING = f"{STORED}, and its weight_scale is missing"
+MISSING = f"{STORED}, but its weight_scale is missing"
 REFUSED = {
     "NaN": (put("weight_scale", torch.tensor(float("nan"))), BAD.format("nan")),
     "infinite": (put("weight_scale", torch.tensor(float("inf"))), BAD.format("inf")),
@@ -278,10 +278,10 @@ REFUSED = {
     "missing, as metadata say": (leave_out("weight_scale", "input_scale"), MISSING),
     "missing, as input_scale says": (leave_out("weight_scale", listed=False), MISSING),
     "missing, as others say": (leave_out("weight_scale", "input_scale", listed=False), MISSING),
-    "without a weight": (leave_out("weight"), f"weight_scale is there, {QUERY}.weight is missing"),
+    "without a weight": (leave_out("weight"), f"exists, but {QUERY}.weight is missing"),
     "beside bfloat16": (
         put("weight", torch.ones(8, 4).bfloat16()),
-        f"weight_scale is there, {QUERY}.weight is BF16",
+        f"weight_scale exists, but {QUERY}.weight is BF16",
     ),
     "two scales": (
         put("scale_weight", torch.tensor(1.0)),
@@ -289,8 +289,8 @@ REFUSED = {
     ),
     "mxfp8": (say("mxfp8"), 'weight is quantised as {"format": "mxfp8"}, not implemented'),
     "rotated": (put("comfy_quant", note(**FORMAT, convrot=True)), "true}, not implemented"),
-    "a damaged note": (put("comfy_quant", note(**FORMAT)[:-1]), "comfy_quant is no JSON object"),
-    "blocks": (put("weight_scale_inv", torch.ones(1, 1)), "is there, which is of another layout"),
+    "a damaged note": (put("comfy_quant", note(**FORMAT)[:-1]), "comfy_quant is not a JSON object"),
+    "blocks": (put("weight_scale_inv", torch.ones(1, 1)), "is of an unknown layout"),
 }
 
 

@@ -208,7 +208,7 @@ MISTAKES = {
     "--sampler: got 'heun', wanted 'euler' or 'res_2s'": dict(sampler="heun"),
     "--num-inference-steps 32: type a number from 1 to 31": DEV
     | dict(sampler="res_2s", num_inference_steps=32),
-    "guidance.audio of a given sound": DEV | dict(sound=SOUND, guidance=DEFAULTS),
+    "guidance.audio: an input sound": DEV | dict(sound=SOUND, guidance=DEFAULTS),
 }
 
 
@@ -341,8 +341,7 @@ def test_a_lora_that_says_no_reference_scale_is_taken_with_factor_1_and_that_is_
     code, printed, error = generated(capsys, *words)
     assert code == 2 and "no such file: none" in error  # so nothing was loaded by then
     said_of_it = (
-        f"IC-LoRA {lora} says no reference scale: references are taken at the size of stage 1"
-        " (factor 1)"
+        f"IC-LoRA {lora} has no reference scale: references get the size of stage 1 (factor 1)"
     )
     assert said_of_it in printed.splitlines()
     line = {"ic-lora": str(lora), "video-conditioning": [words[3], 1.0]}

@@ -228,7 +228,7 @@ def test_pictures_of_others_are_neither_written_over_nor_removed(tmp_path):
     (folder / "notes.txt").write_text("kept")
     said = refused(Outputs(tmp_path / "out.mp4", frames=folder))
     assert said == (
-        f"{folder}/frame_00300.png exists and is not a frame that this toolkit wrote; pass an empty"
+        f"{folder}/frame_00300.png exists and this toolkit did not write it; pass an empty"
         " folder with --save-frames DIR"
     )
     list(write_frames(folder, [TWO_FRAMES[:1]]))  # frame_00001.png was ours, and is stale

@@ -996,7 +996,7 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
 
 def test_what_rank_files_cannot_give_is_refused(made, tmp_path):
     for model, tp, dtype, words in (
-        ("dit", 2, "float32", "cannot be widened again"),
+        ("dit", 2, "float32", "lacks precision"),
         ("dit", 8, "bfloat16", "does not divide"),
         ("gemma3", 2, "bfloat16", "has weights of dit"),
     ):

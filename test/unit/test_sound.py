@@ -205,7 +205,7 @@ def test_a_decode_of_minutes_of_sound_is_cancelled_within_a_graph(vocoders):
         ({"vocoder": {"vocoder": {"upsample_kernel_sizes": [12, 4, 4, 4, 4, 4]}}}, "[12, 4, 4"),
         ({"vocoder": {"bwe": {"hop_length": 90}}}, "do not fit"),
         ({"vocoder": {"bwe": {"upsample_rates": [6, 5, 2, 2, 4]}}}, "do not fit"),
-        ({"vocoder": {"bwe": None}}, "describes no released vocoder"),
+        ({"vocoder": {"bwe": None}}, "does not fit the released vocoder"),
     ],
 )
 def test_a_vocoder_unlike_the_released_one_is_refused_by_what_differs(change, named):
@@ -222,7 +222,7 @@ def test_a_vocoder_unlike_the_released_one_is_refused_by_what_differs(change, na
         ({"attn_resolutions": [16]}, "audio_vae.attn_resolutions is [16]"),
         ({"ch_mult": [1, 2]}, "audio_vae.ch_mult"),
         ({"mel_bins": 96}, "audio_vae.ch is 128"),
-        ({"num_res_blocks": "2"}, "describes no released audio_vae"),
+        ({"num_res_blocks": "2"}, "does not fit the released audio_vae"),
     ],
 )
 def test_a_mel_decoder_unlike_the_released_one_is_refused_by_what_differs(change, named):

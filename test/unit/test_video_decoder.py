@@ -116,7 +116,7 @@ def test_the_released_decoder_is_eleven_graphs_for_twenty_four_calls():
         ({"decoder_blocks": [["res_x_y", {"multiplier": 2}]]}, "'res_x_y'"),
         ({"decoder_blocks": [["attn_res_x", {}]]}, "'attn_res_x'"),
         ({"decoder_blocks": ["res_x"]}, "'res_x'"),
-        ({"patch_size": 2}, "make (8, 16, 16) positions of one"),
+        ({"patch_size": 2}, "upsample by (8, 16, 16)"),
         ({"decoder_base_channels": 0}, "vae.base_channels is 0"),
     ],
 )

@@ -219,6 +219,6 @@ def _check_values(section: str, values: dict, wanted: dict) -> None:
 
 def _no_sound(section: str, error: Exception) -> UserError:
     return UserError(
-        f"the checkpoint's config metadata describes no released {section}:"
+        f"the checkpoint's config metadata does not fit the released {section}:"
         f" {type(error).__name__}: {error}{HOST_DECODES}"
     )

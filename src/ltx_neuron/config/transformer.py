@@ -136,7 +136,7 @@ def transformer_config(metadata: dict) -> TransformerConfig:
         raise UserError(f"checkpoint config: transformer.{missing.args[0]} is absent") from None
     except TypeError as error:
         raise UserError(
-            f"checkpoint config: a list of the transformer section is none: {error}"
+            f"checkpoint config: wanted a list in the transformer section: {error}"
         ) from None
     config = TransformerConfig(**sizes, **others)
     check_numbers(config, "checkpoint config: transformer.")

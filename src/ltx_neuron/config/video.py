@@ -67,7 +67,7 @@ def video_decoder_config(metadata: dict) -> VideoDecoderConfig:
     got = (factors[0], *(factor * config.patch_size for factor in factors[1:]))
     if got != (8, 32, 32):
         raise UserError(
-            f"checkpoint config: vae.decoder_blocks make {got} positions of one in time, height and"
+            f"checkpoint config: vae.decoder_blocks upsample by {got} in time, height and"
             f" width, wanted (8, 32, 32){HOST_DECODES}"
         )
     return config

@@ -161,8 +161,8 @@ def check_frames(folder: Path) -> None:
     for path in frames_in(folder):
         if not _is_ours(path):
             raise UserError(
-                f"{path} exists and is not a frame that this toolkit wrote; pass an empty folder"
-                " with --save-frames DIR"
+                f"{path} exists and this toolkit did not write it; pass an empty folder with"
+                " --save-frames DIR"
             )
 
 

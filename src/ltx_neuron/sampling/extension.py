@@ -231,10 +231,10 @@ class Extension:
         least, most = self.window_range
         if not least <= self.window_frames <= most:
             raise FieldError(
-                f"{{num_frames}} {self.window_frames} with {{extend}} is the length of a window,"
-                f" which can have {least} to {most} frames here: {OVERLAP} latents of it are held,"
-                f" and there are {self.source_frames} known and {self.new_frames} new frames. Type"
-                f" {{num_frames}} {min(WINDOW_FRAMES, most)}"
+                f"{{num_frames}} {self.window_frames}: with {{extend}} it is a window's length,"
+                f" {least} to {most} frames here: {OVERLAP} latents overlap, and the video has"
+                f" {self.source_frames} known and {self.new_frames} new frames. Type {{num_frames}}"
+                f" {min(WINDOW_FRAMES, most)}"
             )
 
 

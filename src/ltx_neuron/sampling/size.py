@@ -53,24 +53,23 @@ class Size:
                 nearest = [below] if below >= value else [below, below + unit]
                 raise FieldError(
                     f"{{{name}}} {value} is not a multiple of"
-                    f" {unit}{' (two stages)' if self.two_stage else ''}; nearest legal:"
+                    f" {unit}{' (two stages)' if self.two_stage else ''}; nearest valid:"
                     f" {' or '.join(map(str, nearest))}"
                 )
         if self.num_frames < 1 or self.num_frames % TIME_SCALE != 1:
             below = max(1, (self.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
             raise FieldError(
-                f"{{num_frames}} {self.num_frames} is not of the form 8k+1; nearest legal:"
+                f"{{num_frames}} {self.num_frames} is not of the form 8k+1; nearest valid:"
                 f" {below} or {below + TIME_SCALE}"
             )
         least, most = FRAME_RATES
         if not least <= self.frame_rate <= most:  # NaN is refused as well
             raise FieldError(
                 f"{{frame_rate}}: got {self.frame_rate:g}, wanted {least} to {most}; type for"
-                " example {frame_rate} 24 or, where it is the rate of {video_path}, pass another"
-                " file"
+                " example {frame_rate} 24 or, if {video_path} has this rate, pass another file"
             )
         if self.audio_frames < 1:
             raise FieldError(
-                f"{self.num_frames} frames at {{frame_rate}} {self.frame_rate:g} last too short for"
-                " any sound; lower the frame rate or raise {num_frames}"
+                f"{self.num_frames} frames at {{frame_rate}} {self.frame_rate:g} are too short for"
+                " sound; lower the frame rate or raise {num_frames}"
             )

@@ -51,7 +51,7 @@ class WeightFile(TensorFile):
             elif self.dtypes[key] == FLOAT8:
                 float8.append(key)
             elif part != "bias" and self.dtypes.get(f"{module}.weight") == FLOAT8:
-                problems.append(f"{key} is there, which is of another layout")
+                problems.append(f"{key} is of an unknown layout")
         if not float8 and not beside:
             return
         formats = self._listed_formats()
@@ -92,17 +92,17 @@ class WeightFile(TensorFile):
             try:
                 fields = {**json.loads(bytes(self.read(beside[_NOTE]).tolist()))}
             except (ValueError, TypeError):
-                raise ValueError(f"{beside[_NOTE]} is no JSON object") from None
+                raise ValueError(f"{beside[_NOTE]} is not a JSON object") from None
         if fields and (fields.get("format") != _FORMAT or fields.keys() - _FIELDS):
             raise ValueError(f"{key} is quantised as {json.dumps(fields)}, not implemented")
         scales = [beside[part] for part in _SCALES if part in beside]
         if self.dtypes.get(key) != FLOAT8:
             stored = self.dtypes.get(key, "missing")
-            raise ValueError(f"{[*scales, *beside.values()][0]} is there, {key} is {stored}")
+            raise ValueError(f"{[*scales, *beside.values()][0]} exists, but {key} is {stored}")
         stored = f"{key} is stored as {FLOAT8}"
         if not scales:
             if wanted or beside or fields:
-                raise ValueError(f"{stored}, and its weight_scale is missing")
+                raise ValueError(f"{stored}, but its weight_scale is missing")
             return None
         name = scales[0].rpartition(".")[2]
         if len(scales) > 1:

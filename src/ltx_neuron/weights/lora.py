@@ -89,10 +89,10 @@ def reference_scale(loras: WeightSet) -> tuple[int, int]:
 
 @cache
 def _say_unscaled(paths: tuple[Path, ...]) -> None:
-    who, say = ("IC-LoRA", "says") if len(paths) == 1 else ("IC-LoRAs", "say")
+    who, say = ("IC-LoRA", "has") if len(paths) == 1 else ("IC-LoRAs", "have")
     print(
-        f"{who} {', '.join(map(str, paths))} {say} no reference scale: references are taken at the"
-        " size of stage 1 (factor 1)"
+        f"{who} {', '.join(map(str, paths))} {say} no reference scale: references get the size of"
+        " stage 1 (factor 1)"
     )
 
 
@@ -111,7 +111,7 @@ def _factor(loras: WeightSet, name: str) -> int:
     if len(said) > 1:
         listed = ", ".join(f"{factor} of {path}" for factor, path in said.items())
         raise UserError(
-            f"--ic-lora: the files want references of different {name}: {listed}; leave all but"
+            f"--ic-lora: the files need references with different {name}: {listed}; leave all but"
             " one out"
         )
     return next(iter(said), 1)
@@ -150,7 +150,7 @@ class MergedSource(Source):
             if problem := self._misfit(file, key, suffix, name):
                 problems.append(f"{key}: {problem}")
             elif suffix == _DOWN and targets.setdefault(name, key) != key:
-                problems.append(f"{key}: {targets[name]} is of the same weight; leave one out")
+                problems.append(f"{key}: same weight as {targets[name]}; leave one out")
         if problems or not targets:
             shown = listed(problems) or ["it has no lora_A / lora_B tensors"]
             title = f"--lora {file.path} is not a LoRA of this model:"

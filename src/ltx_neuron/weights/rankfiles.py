@@ -77,7 +77,7 @@ def entries_in(manifest: dict) -> dict[str, dict]:
     if not names_fit or {*entries} != {*file_names(tp, shared)}:
         raise ValueError(f"files {sorted(entries)[:8]}")
     if any(entry.keys() != {"bytes", "blake3", "header_blake3"} for entry in entries.values()):
-        raise ValueError("a file is described otherwise than by its size and digests")
+        raise ValueError("wanted size and digests of every file")
     return {name: entries[name] for name in file_names(tp, shared)}
 
 
@@ -135,8 +135,8 @@ class RankSource:
         check_heads(tp, self.heads)
         if dtype.itemsize > DTYPES[self.identity["dtype"]].itemsize:
             raise UserError(
-                f"{self.folder} is in {self.identity['dtype']}, which cannot be widened again:"
-                " shard the checkpoint with --dtype float32"
+                f"{self.folder} is in {self.identity['dtype']}, which lacks precision: shard the"
+                " checkpoint with --dtype float32"
             )
 
     def split(self, name: str) -> int | str | None:
