@@ -1,9 +1,8 @@
-"""A ComfyUI node that has an ltx-neuron service make a video with sound.
+"""A ComfyUI node that generates a video with sound on an ltx-neuron service.
 
-Copy this file into ComfyUI's folder custom_nodes and start ComfyUI again. The node is "LTX-2.3
-(ltx-neuron)" in the category "video". Where the service asks for a token, start ComfyUI with
-LTX_NEURON_TOKEN in its environment: ComfyUI writes the node's inputs, its `token` as well, into the
-files that it saves.
+Copy this file into ComfyUI's folder custom_nodes and restart ComfyUI. The node is "LTX-2.3
+(ltx-neuron)" in the category "video". If the service needs a token, set LTX_NEURON_TOKEN in
+ComfyUI's environment: ComfyUI saves the node's inputs, also `token`, in its output files.
 """
 
 import contextlib
@@ -23,15 +22,17 @@ from comfy_api.latest import InputImpl
 from PIL import Image
 
 TIMEOUT_SECONDS = 60  # of one request
-ATTEMPTS = 3  # where the connection fails
-POLL_SECONDS = 0.5  # where the service does not say when to ask again
+ATTEMPTS = 3  # if the connection fails
+POLL_SECONDS = 0.5  # if the service sends no interval
 
 
 class LTXNeuronVideo:
     """Posts a job to /v1/videos, waits for it, and downloads the video."""
 
     CATEGORY = "video"
-    DESCRIPTION = "Makes a video with sound on an ltx-neuron service, from text, an image, a sound."
+    DESCRIPTION = (
+        "Generates a video with sound on an ltx-neuron service from text, image and sound."
+    )
     RETURN_TYPES, RETURN_NAMES = ("VIDEO", "STRING"), ("video", "path")
     FUNCTION = "generate"
 
@@ -50,16 +51,16 @@ class LTXNeuronVideo:
                 ),
             },
             "optional": {
-                "image": ("IMAGE", {"tooltip": "Held at frame 0"}),
-                "audio": ("AUDIO", {"tooltip": "The video is made for this sound"}),
-                "token": ("STRING", {"default": "", "tooltip": "Saved files show it"}),
+                "image": ("IMAGE", {"tooltip": "Condition at frame 0"}),
+                "audio": ("AUDIO", {"tooltip": "Sound of the video"}),
+                "token": ("STRING", {"default": "", "tooltip": "ComfyUI saves it in its files"}),
             },
         }
 
     def generate(
         self, server, prompt, width, height, frames, seed, image=None, audio=None, token=""
     ):
-        """Returns a VIDEO and its path. Raises RuntimeError with the service's own message."""
+        """Returns a VIDEO and its path. Raises RuntimeError with the service's message."""
         service = Service(server, token or os.environ.get("LTX_NEURON_TOKEN"))
         fields = {"prompt": prompt, "size": f"{width}x{height}", "num_frames": frames, "seed": seed}
         files = {}
@@ -77,7 +78,7 @@ class LTXNeuronVideo:
                     time.sleep(0.1)
                 video, wait = service.ask(f"/{video['id']}")
                 progress.update_absolute(video["progress"])
-        except BaseException:  # interrupted in ComfyUI, or no answer: nobody waits for the video
+        except BaseException:  # interrupted in ComfyUI, or no answer: cancel the job
             service.delete(video["id"])
             raise
         if video["status"] != "completed":
@@ -110,13 +111,13 @@ class Service:
         return self.ask("", method="POST", body=b"".join(parts), kind=kind)
 
     def ask(self, path: str, method: str = "GET", **more) -> tuple[dict, float]:
-        """A video's object, and the seconds to wait until it is asked for again."""
+        """A video's object, and the seconds until the next poll."""
         content, headers = self.request(method, path, **more)
         wait = headers.get("openai-poll-after-ms")
         return json.loads(content), float(wait) / 1000 if wait else POLL_SECONDS
 
     def delete(self, id: str) -> None:
-        """Cancel a job; it may be gone, or the service."""
+        """Cancel a job, if it and the service still exist."""
         with contextlib.suppress(RuntimeError):
             self.request("DELETE", f"/{id}")
 
@@ -127,7 +128,7 @@ class Service:
             request.add_header("Content-Type", kind)
             request.add_header("Idempotency-Key", uuid.uuid4().hex)  # sent again: the same job
         if self.token:
-            # Unlike other headers it is not sent to where a server redirects.
+            # Unlike other headers it is not sent to the target of a redirect.
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         for left in reversed(range(ATTEMPTS)):
             try:

@@ -15,13 +15,13 @@ VERBS = {
     "prepare": ("commands.prepare:main", "shard and compile everything that a generation needs"),
     "generate": ("commands.generate:main", "generate a video with sound from a prompt"),
     "batch": ("commands.generate:batch", "generate the videos of a prompts file"),
-    "serve": ("serve.__main__:main", "answer OpenAI's video API, /v1/videos"),
+    "serve": ("serve.__main__:main", "serve OpenAI's video API, /v1/videos"),
     "shard": ("commands.shard:main", "shard the weights of one model"),
     "compile": ("commands.compile:main", "compile the graphs of one model"),
     "verify": ("commands.verify:main", "check the sharded weights of all models"),
     "plan": ("plan.__main__:main", "estimate the memory and time of a generation"),
     "doctor": ("doctor.__main__:main", "find this machine's problems and print their fixes"),
-    "tune": ("tune.__main__:main", "find the fastest settings of a size on this machine"),
+    "tune": ("tune.__main__:main", "find the fastest settings for a video size"),
     "report": ("report.__main__:main", "print, compare and draw latency reports"),
     "artifacts": ("artifacts.__main__:main", "copy weights and graphs to and from other machines"),
     "lint": ("lint.__main__:main", "check the graphs against the rules of neuronx-cc"),
@@ -56,7 +56,7 @@ def choose(verb: str, choices: dict[str, str], argv: list[str]) -> tuple[str, li
         print(f"usage: {typed} {kind.upper()} [flags]\n")
         for name, line in choices.items():
             print(f"  {name:12} {line}")
-        print(f"\n{typed} {kind.upper()} --help prints the flags of one.")
+        print(f"\n{typed} {kind.upper()} --help prints its flags.")
         sys.exit(0 if argv else 2)
     if argv[0] not in choices:
         near = get_close_matches(argv[0], choices, 1)

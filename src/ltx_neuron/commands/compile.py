@@ -21,9 +21,8 @@ _MODELS = {
     ),
     "vae": (
         "the decoders of video and sound, for --neuron-vae",
-        "Compile the video decoder for the tiles in which the ranks decode a clip of this size"
-        " (--neuron-vae), one set of graphs for each shape of tile, and mel decoder and vocoder for"
-        " the spans of its sound.",
+        "Compile the decoders for --neuron-vae: the video decoder for each tile shape of a clip of"
+        " this size, and the mel decoder and the vocoder for the spans of its sound.",
     ),
 }
 

@@ -32,7 +32,7 @@ from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.workspace import Workspace
 
 _DESCRIPTION = """Shard the weights and compile the graphs that a generation needs. Accepts all
-flags of generate; flags without effect on weights and graphs are ignored and not listed."""
+flags of generate, and ignores those without effect on weights and graphs."""
 _EXAMPLE = """ltx-neuron prepare --neuron-gemma --gemma-root gemma-3-12b \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors --height 512 --width 768"""
 _SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure the write rate

@@ -12,7 +12,7 @@ _MODELS = {
     ),
     "vae": (
         "the decoders of video and sound, for --neuron-vae",
-        "Copy the weights of the video decoder, the mel decoder and the vocoder, for --neuron-vae,",
+        "For --neuron-vae, copy the weights of the video decoder, mel decoder and vocoder",
     ),
 }
 
@@ -20,7 +20,7 @@ _MODELS = {
 def main(argv: list[str]) -> None:
     model, argv = choose("shard", {name: line for name, (line, _) in _MODELS.items()}, argv)
     name = "dit" if model == "transformer" else model
-    shared = " for all ranks each" if name == "vae" else " per rank"
+    shared = " per model" if name == "vae" else " per rank"
     example = f"ltx-neuron shard {model} --checkpoint-path ltx-2.3-22b-distilled.safetensors"
     if name == "gemma3":
         example += " \\\n    --gemma-root gemma-3-12b"

@@ -1,5 +1,5 @@
-"""Check this machine for problems that block a generation, and print the command that fixes each.
-The doctor changes nothing.
+"""Check this machine for problems that block a generation, and print a remedy for each. The doctor
+changes nothing.
 
   ltx-neuron doctor
   ltx-neuron doctor --checkpoint-path CKPT --gemma-root DIR --height 512 --width 768

@@ -400,23 +400,23 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)
     help = "for --upscale temporal|both"
     advanced(add("--temporal-upsampler-path", type=Path, metavar="FILE", help=help))
-    help = "encode prompts again, though --artifacts-dir has their contexts from an earlier run"
+    help = "encode prompts again, without the contexts cached in --artifacts-dir"
     advanced(add("--no-prompt-cache", action="store_true", help=help))
     help = "reproduce the numerics of a release of the reference"
     advanced(add("--compat", choices=[name for name in COMPAT if name], help=help))
-    help = "run one step before each stage and discard it, so that timings leave the cold step out"
+    help = "run one step before each stage and discard it, so that timings exclude the cold step"
     advanced(add("--warmup", action="store_true", help=help))
 
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:
     """Flags of a Ray cluster, for commands that run many jobs."""
     add = group(parser, "fleet").add_argument
-    help = "run on every chip of a Ray cluster: auto (the cluster that this machine is in),"
+    help = "run on every chip of a Ray cluster: auto (the cluster of this machine),"
     help += " HOST:PORT, or local (the chips of this machine)"
     advanced(add("--ray", metavar="ADDRESS", help=help))
     help = "maximum number of engines that run at once (default: one per chip)"
     advanced(add("--replicas", type=int, metavar="N", help=help))
-    help = "store with missing weights and graphs: a URL that `artifacts push` filled"
+    help = "download missing weights and graphs from this store of `artifacts push`"
     advanced(add("--artifacts-url", metavar="URL", help=help))
 
 
@@ -445,7 +445,7 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     add("--output-path", type=Path, metavar="FILE", help="the video, as .mp4")
     help = "folder for the videos of --prompts-file and results.json"
     add("--output-dir", type=Path, metavar="DIR", help=help)
-    help = "continue an interrupted run: with the state beside --output-path, or decode the latents"
+    help = "continue an interrupted run from the state beside --output-path, or decode the latents"
     help += " of a --save-tensors FILE"
     advanced(add("--resume", nargs="?", const=True, metavar="FILE", help=help))
     help = "write every frame as a PNG file too"
@@ -489,7 +489,7 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
     help = "write nothing: check sharded weights against their digests and, with --checkpoint-path,"
     help += " bit for bit against the checkpoint"
     add("--verify", action="store_true", help=help)
-    help = "shard from a finished folder in place of --checkpoint-path, for another --tp-degree or"
+    help = "shard from a finished folder instead of --checkpoint-path, for another --tp-degree or"
     help += " --dtype"
     add("--from-shards", type=Path, metavar="DIR", help=help)
     help = "threads that write (default: one per file)"

@@ -1,5 +1,5 @@
-"""Estimate a generation before anything is compiled: memory, FLOPs, collectives, the ideal time of
-a step and the time of a whole clip. Exit code 1 if it does not fit into memory.
+"""Estimate a generation before compilation: memory, FLOPs, collectives, the ideal time of a step
+and the time of a whole clip. Exit code 1 if it does not fit into memory.
 
 ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge --height 512 --width 768
 """
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     flags.add_sampler(parser)
     title = "The planned job besides the denoising steps, and the output's form."
     add = parser.add_argument_group("plan", title).add_argument
-    help = "Gemma folder whose config.json is read (default: the sizes of Gemma3-12B)"
+    help = "Gemma folder with config.json (default: the sizes of Gemma3-12B)"
     add("--gemma-root", type=Path, metavar="DIR", help=help)
     help = "dev recipe: steps of stage 1 (default: 30; res_2s sampler: 15)"
     add("--num-inference-steps", type=int, metavar="N", help=help)
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--neuron-vae", action="store_true", help="decode video and sound on the device")
     help = "enlarge the video after one stage: its size, its frame rate, or both"
     add("--upscale", choices=list(UPSCALES), help=help)
-    add("--json", action="store_true", help="print one JSON object in place of the tables")
+    add("--json", action="store_true", help="print one JSON object instead of the tables")
     args = parser.parse_args(argv)
     # Warnings about ignored files go to stderr, not into the JSON.
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():

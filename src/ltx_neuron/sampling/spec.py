@@ -176,7 +176,8 @@ class SizeFields(VideoFields):
         "denoise at half the size, then double it and refine", default=False
     )
     image: Images = _option(
-        "show this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, CRF 33)",
+        "condition on this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, CRF"
+        " 33)",
         "PATH [FRAME_IDX [STRENGTH [CRF]]]",
         default=(),
     )
@@ -215,7 +216,7 @@ class ConditionFields(Fields):
 
     audio_path: str | None = _option("generate the video for the sound in this file", "FILE")
     video_path: str | None = _option(
-        "retake: generate the seconds START_S to END_S of this video again", "FILE"
+        "retake: regenerate this video from START_S to END_S, in seconds", "FILE"
     )
     extend: float | None = _option(
         "extend the video of --video-path at its end or, below 0, at its beginning, in windows of"

@@ -2,10 +2,9 @@
 
   ltx-neuron serve --neuron-gemma --checkpoint-path CKPT --gemma-root DIR
 
---data-dir stores the jobs. The service may be killed and started again; it continues its queue. By
-default only this machine can reach it. To serve others, make a token for each of them with
---tokens-file tokens.json --new-token NAME, then start it with --tokens-file tokens.json --host
-0.0.0.0.
+--data-dir stores the jobs. A restarted service continues its queue. By default only this machine
+can reach it. To serve others, make a token for each of them with --tokens-file tokens.json
+--new-token NAME, then start the service with --tokens-file tokens.json --host 0.0.0.0.
 """
 
 import argparse
@@ -59,7 +58,7 @@ def build_parser() -> Parser:
 
 def add_service(parser: argparse.ArgumentParser) -> None:
     """Flags of the address, the users and the job storage."""
-    title = "Where the service listens, who may use it, and where it stores its jobs."
+    title = "The service's address, its users, and the folder of its jobs."
     add = parser.add_argument_group("service", title).add_argument
     help = "address to listen on (default: 127.0.0.1, this machine only)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=help)
@@ -71,7 +70,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
     advanced(add("--database", metavar="FILE", help=help))
     help = "hashes of the users' tokens; without it no token is needed"
     add("--tokens-file", type=Path, metavar="FILE.json", help=help)
-    help = "add a token for NAME to --tokens-file, print it once, and end"
+    help = "add a token for NAME to --tokens-file, print it once, and exit"
     add("--new-token", metavar="NAME", help=help)
     help = "name of the model in the API (default: the checkpoint's file name)"
     advanced(add("--model-name", metavar="NAME", help=help))
@@ -84,7 +83,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Flags of the limits of requests and of storage."""
-    title = "How much clients may request, and how long results are kept."
+    title = "Limits of requests, and of the time and space of results."
     group = parser.add_argument_group("limits", title)
 
     def add(flag: str, default: float | None, metavar: str, help: str) -> None:

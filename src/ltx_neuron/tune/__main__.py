@@ -1,4 +1,4 @@
-"""Measure which settings of a profile are fastest for a video size on this machine, and save them.
+"""Find the fastest settings of a profile for a video size on this machine, and save them.
 
   ltx-neuron tune --checkpoint-path CKPT --height 512 --width 768 --num-frames 121
 
