@@ -372,5 +372,5 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
     else:
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
         output.video_latent = result.tensors[upscaled[-1] if upscaled else result.job.seen]
-        output.audio_latent = result.tensors[result.job.heard]
+        output.audio_latent = result.tensors[result.heard]
     return output
