@@ -278,7 +278,7 @@ class Job(Inputs):
                 **files,
             )
         check_together(self.given | asked)
-        if self.recipe == "dev":
+        if self.recipe == "dev" and not self.references:
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
         self.check_inputs()
 
