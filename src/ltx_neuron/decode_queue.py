@@ -20,6 +20,7 @@ from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.compat import COMPAT, Compat
 from ltx_neuron.sampling.extension import joined
 from ltx_neuron.sampling.upscaling import UPSCALES
 
@@ -58,6 +59,7 @@ class Result:
     waveform: Tensor | None  # float32 (2, samples)
     sample_rate: int
     tensors: dict[str, Tensor]
+    heard: str  # the name of its sound's latents
 
     def clip(self) -> Clip:
         """The video as a Clip, if its frames were kept."""
@@ -99,6 +101,7 @@ class DecodeQueue:
     decode_video  latents (1, 128, F, h, w) to chunks of frames, uint8 (N, H, W, 3)
     decode_audio  latents (1, 8, Ta, 16) to a waveform (2, samples)
     overlap    decode in the background: `submit` returns at once
+    compat     the release that decides which stage's sound is decoded
     on_ranks   if the ranks decode: "each" (`submit` waits) or "last" (`drain` decodes all); "" for
                the host
     decode, isolate, write, hand_over: as in Engine.run
@@ -118,12 +121,13 @@ class DecodeQueue:
         poll: Callable[[], None] = lambda: None,
         decode_video: Callable[[Tensor], Iterator[Tensor]] | None = None,
         decode_audio: Callable[[Tensor], Tensor] | None = None,
+        compat: Compat = COMPAT[None],
         on_ranks: str = "",
     ):
         self.host, self.recorder, self.overlap, self.poll = host, recorder, overlap, poll
         self.decode, self.isolate, self.write, self.hand_over = decode, isolate, write, hand_over
         self.decode_video, self.on_ranks = decode_video or host.decode_video, on_ranks
-        self.decode_audio = decode_audio or host.decode_audio
+        self.decode_audio, self.compat = decode_audio or host.decode_audio, compat
         self._task: BackgroundTask | None = None
         self._waiting: list[JobRun] = []
 
@@ -172,18 +176,18 @@ class DecodeQueue:
         run.tensors = {}  # frees the memory of finished jobs in a long batch
         if job.extension:
             tensors["s1_video"], tensors["s1_audio"] = joined(job.extension, tensors)
-        video = tensors[job.seen]
+        video, heard = tensors[job.seen], job.heard(self.compat)
         if job.upscale:
             with self.recorder.phase("upsample"):
                 for kind in UPSCALES[job.upscale]:
                     video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
-        if job.sampler == "res_2s":
-            tensors["final_audio"] = tensors[job.heard].clone()
+        if heard != f"{job.stages[-1].key}_audio" and not (job.extension or job.sound):
+            tensors["final_audio"] = tensors[heard].clone()
         if job.sound:  # the input sound is muxed unchanged
             given = tensors["waveform"]
             sound, rate = lambda: given, int(tensors["waveform_rate"])
         else:
-            sound, rate = partial(self._sound, job, tensors[job.heard]), self.host.sample_rate
+            sound, rate = partial(self._sound, job, tensors[heard]), self.host.sample_rate
         if self.decode:
             with self._decoding(job, video, sound, rate) as clip:
                 if self.write:
@@ -192,7 +196,7 @@ class DecodeQueue:
                     tensors["frames"] = torch.cat(list(clip.chunks))
                 tensors["waveform"] = clip.waveform()
         frames, waveform = tensors.get("frames"), tensors.get("waveform")
-        result = Result(job, frames, waveform, rate, tensors)
+        result = Result(job, frames, waveform, rate, tensors, heard)
         if self.hand_over:
             self.hand_over(result)
         return result

@@ -229,6 +229,7 @@ class Engine:
             poll=(lambda: None) if self.options.neuron_vae else self.residency.poll,
             decode_video=self._decode_video,
             decode_audio=self._decode_audio,
+            compat=self.compat,
             on_ranks=on_ranks if self.options.neuron_vae else "",
             **options,
         )

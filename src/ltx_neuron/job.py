@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import Inputs, check_together
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
@@ -140,13 +141,15 @@ class Job(Inputs):
         windows'."""
         return "s1_video" if self.extension else f"{self.stages[-1].key}_video"
 
-    @property
-    def heard(self) -> str:
-        """The name of the latents of the video's sound: the last stage's, but for HQ the first
-        stage's, because its second stage refines only the picture."""
+    def heard(self, compat: Compat) -> str:
+        """The name of the latents of the video's sound: of two stages the last one's, but for dev
+        the first one's, because its second stage refines only the picture. Interpolated keyframes
+        have the last one's (ltx-pipelines 1.2.0, ti2vid_two_stages.py, keyframe_interpolation.py).
+        """
         if self.extension:
             return "s1_audio"
-        stage = self.stages[0 if self.sampler == "res_2s" else -1]
+        refined = self.images_as_guides or (compat.refined_sound and self.sampler == "euler")
+        stage = self.stages[0 if self.recipe == "dev" and not refined else -1]
         return f"{stage.key}_audio"
 
     @property
@@ -275,7 +278,7 @@ class Job(Inputs):
                 **files,
             )
         check_together(self.given | asked)
-        if self.recipe == "dev":
+        if self.recipe == "dev" and not self.references:
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
         self.check_inputs()
 

@@ -16,10 +16,9 @@ from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.flags.resolve import retake_of, size_of
-from ltx_neuron.host.media import footage
+from ltx_neuron.flags.resolve import reference_of, retake_of, size_of
 from ltx_neuron.host.video import check_output_path
-from ltx_neuron.job import Job, Stage
+from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
@@ -34,7 +33,7 @@ from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.spec import RECIPES, JobSpec
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
+from ltx_neuron.weights.lora import Lora, WeightSet
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -216,7 +215,7 @@ class LTXPipeline:
             upscale=upscale,
             images=_several("image", image, ImageCondition, ImageCondition),
             sound=_condition("audio", audio, SoundCondition),
-            references=_references(reference, ic_loras),
+            references=_references(reference, num_frames, ic_loras),
             attention_mask=_condition("attention_mask", attention_mask, AttentionMask),
             images_as_guides=images_as_guides,
             skip_stage_2=skip_stage_2,
@@ -342,12 +341,14 @@ def _several(name: str, value: Any, kind: Any, of_path: Callable[[str], Any]) ->
     return (value,) if isinstance(value, kind) else tuple(value or ())
 
 
-def _references(reference: Any, ic_loras: Sequence[tuple]) -> tuple[ReferenceVideo, ...]:
+def _references(
+    reference: Any, num_frames: int | None, ic_loras: Sequence[tuple]
+) -> tuple[ReferenceVideo, ...]:
     """A Job's references. A path's reference gets the scale in the IC-LoRAs' metadata."""
 
     def of_path(path: str) -> ReferenceVideo:
-        frames = footage(path, "reference").num_frames
-        return ReferenceVideo(path, 1.0, frames, *reference_scale(_loras(ic_loras)))
+        frames = Size.num_frames if num_frames is None else num_frames
+        return reference_of(path, 1.0, frames, _loras(ic_loras), "reference")
 
     return _several("reference", reference, ReferenceVideo, of_path)
 
@@ -372,5 +373,5 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
     else:
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
         output.video_latent = result.tensors[upscaled[-1] if upscaled else result.job.seen]
-        output.audio_latent = result.tensors[result.job.heard]
+        output.audio_latent = result.tensors[result.heard]
     return output

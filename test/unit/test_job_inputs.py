@@ -92,6 +92,15 @@ def test_references_are_appended_in_stage_1_alone():
     assert second == Bucket(72, AUDIO, 1, 8)
 
 
+def test_in_one_stage_and_in_the_dev_recipe_the_references_are_in_the_guided_stage_alone():
+    (only,) = job(ONE, references=(REFERENCE,), stage_1_loras=LORAS).buckets
+    assert only == Bucket(72 + 72, AUDIO, 2, 8)
+    mask = AttentionMask(FILE, 0.6)
+    first, second = job(**REFERRING | DEV, attention_mask=mask).buckets
+    assert first == Bucket(18 + 18, AUDIO, 2, 64, guided=True, biased=True)
+    assert second == Bucket(72, AUDIO, 1, 8)
+
+
 def test_a_scaled_reference_has_fewer_tokens():
     size = Size(128, 256, 17, two_stage=True)  # stage 1: 2 x 4 latents, 3 frames
     half = replace(REFERENCE, space_scale=2)
@@ -158,7 +167,7 @@ MISTAKES = {
     "--audio-path /nowhere/a.mp4: no such file": dict(sound=SoundCondition(MISSING)),
     "pass a sound as --audio-path FILE": dict(sound=SoundCondition(MISSING)),
     "pass a video as --video-path FILE": dict(retake=Retake(MISSING, 0, 1)),
-    "pass a video as --video-conditioning FILE STRENGTH": REFERRING
+    "pass a video or an image as --video-conditioning FILE STRENGTH": REFERRING
     | dict(references=(replace(REFERENCE, path=MISSING),)),
     "sound.start_time='0' is of type str": dict(sound=SoundCondition(FILE, "0")),
     "retake.end_time=None is of type NoneType": dict(retake=Retake(FILE, 0.0, None)),
@@ -182,9 +191,10 @@ MISTAKES = {
     "--video-path cannot be combined with --two-stage": dict(retake=RETAKE, size=TWO),
     "--video-path cannot be combined with --upscale": dict(retake=RETAKE, upscale="spatial"),
     "got no --ic-lora; type --ic-lora as well": REFERRING | dict(stage_1_loras=()),
-    "--ic-lora needs --video-conditioning --two-stage": dict(size=TWO, stage_1_loras=LORAS),
-    "got no --two-stage; type --two-stage as well": REFERRING | dict(size=ONE),
-    "got no --recipe distilled": REFERRING | dict(recipe="dev"),
+    "--ic-lora needs --video-conditioning": dict(size=TWO, stage_1_loras=LORAS),
+    f"--ic-lora {FILE} needs a reference": DEV | dict(stage_1_loras=LORAS),
+    "--sampler res_2s cannot be combined with --video-conditioning": DEV
+    | dict(sampler="res_2s", references=(REFERENCE,), stage_1_loras=LORAS),
     "--conditioning-attention-mask needs --video-conditioning": dict(
         attention_mask=AttentionMask(FILE, 1.0)
     ),
@@ -194,6 +204,9 @@ MISTAKES = {
     | dict(references=(replace(REFERENCE, strength=-1.0),)),
     "sides must be multiples of 64; type a --height and --width that are multiples of 128: 128x128"
     " or 128x256": REFERRING | dict(references=(replace(REFERENCE, space_scale=2),)),
+    "type a --height and --width that are multiples of 64: 64x64 or 128x64": dict(
+        size=Size(96, 64, 17), references=(replace(REFERENCE, space_scale=2),), stage_1_loras=LORAS
+    ),
     "--skip-stage-2 needs --two-stage": dict(skip_stage_2=True),
     "--upscale is for one-stage runs": dict(size=TWO, skip_stage_2=True, upscale="spatial"),
     "--images-as-guides needs --two-stage --recipe dev, got no --recipe dev": dict(
@@ -225,6 +238,9 @@ def test_what_can_be_made_is_not_refused():
     job(retake=Retake(FILE, 0, 17 / 24)).check()
     job(retake=RETAKE, recipe="dev").check()
     job(**REFERRING, attention_mask=AttentionMask(FILE, 0.0), skip_stage_2=True).check()
+    job(**REFERRING | {"size": ONE}, images=(ImageCondition(FILE),)).check()
+    for size in (ONE, TWO):
+        job(size, recipe="dev", references=(REFERENCE,), stage_1_loras=LORAS).check()
     job(**DEV, images_as_guides=True, images=(ImageCondition(FILE),)).check()
     job(**DEV, sampler="res_2s", num_inference_steps=31).check()
     # HQ has its distilled LoRA in both stages.
@@ -396,7 +412,6 @@ FLAGS_ALONE = {
         "a.mp4",
     ),
     "a.mp4: strength 'b', wanted a valid number": ("--conditioning-attention-mask", "a.mp4", "b"),
-    "--ic-lora is for --recipe distilled": ("--ic-lora", "a", "--recipe", "dev"),
     "--audio-cfg-guidance-scale, --v2a-guidance-scale cannot be combined with --audio-path": (
         *("--recipe", "dev", "--audio-path", FILE, "--video-cfg-guidance-scale", 2),
         *("--audio-cfg-guidance-scale", 2, "--v2a-guidance-scale", 1),

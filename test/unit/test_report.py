@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,13 +142,15 @@ def test_every_moment_counts_for_one_phase_and_overlapped_time_is_separate():
     latency.validate(report)
 
 
-def test_what_a_phase_waits_for_is_a_phase_of_its_own_and_none_of_its_time():
+def test_what_a_phase_waits_for_is_a_phase_of_its_own_and_none_of_its_time(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     recorder = Recorder()
 
     def decoded():
         with recorder.phase("decode_video"):
             for number in range(3):
-                time.sleep(0.02)
+                clock.now += 0.02
                 with recorder.paused():
                     yield number
 
@@ -156,13 +159,14 @@ def test_what_a_phase_waits_for_is_a_phase_of_its_own_and_none_of_its_time():
         for _ in range(3):
             with recorder.paused():
                 next(numbers)
-            time.sleep(0.01)
+            clock.now += 0.01
         with recorder.paused():
             assert list(numbers) == []
     report = recorder.report({}, "cpu", 1, {}, {})
     seconds = {phase["name"]: phase["seconds"] for phase in report["phases"]}
     assert list(seconds) == ["decode_video", "encode_mp4"] and len(report["phases"]) == 2
-    assert seconds["decode_video"] >= 0.06 and 0.03 <= seconds["encode_mp4"] < 0.06
+    assert seconds["decode_video"] == pytest.approx(0.06)
+    assert seconds["encode_mp4"] == pytest.approx(0.03)
     assert all("overlapped_seconds" not in phase for phase in report["phases"])
 
 

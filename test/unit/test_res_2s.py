@@ -14,6 +14,7 @@ from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.dit import next_latents
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
@@ -288,8 +289,18 @@ def test_hq_runs_on_the_graphs_of_the_dev_recipe_in_two_stages():
     assert GUIDED_MAX_STEPS >= 63 and DISTILLED_MAX_STEPS >= 7
 
 
-def test_the_sound_of_hq_is_stage_1s():
-    assert (HQ.heard, dataclasses.replace(HQ, sampler="euler").heard) == ("s1_audio", "s2_audio")
+@pytest.mark.parametrize(
+    ("changes", "releases"),
+    {
+        "the dev recipe": ({"sampler": "euler"}, ("s1_audio", "s2_audio")),
+        "HQ": ({}, ("s1_audio", "s1_audio")),
+        "keyframes": ({"sampler": "euler", "images_as_guides": True}, ("s2_audio", "s2_audio")),
+        "distilled": ({"sampler": "euler", "recipe": "distilled"}, ("s2_audio", "s2_audio")),
+    }.values(),
+)
+def test_the_sound_of_the_dev_recipe_is_stage_1s_as_upstream_decodes_it(changes, releases):
+    job = dataclasses.replace(HQ, **changes)
+    assert (job.heard(COMPAT[None]), job.heard(COMPAT["ltx-core-1.0.0"])) == releases
 
 
 MISTAKES = {

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from ltx_neuron import hub
 from ltx_neuron.errors import FieldError, UserError, flag_of
+from ltx_neuron.host.images import is_image
 from ltx_neuron.host.media import footage, video_size
 from ltx_neuron.job import LORA_FIELDS, SPEC_FIELDS, Job, Size
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
@@ -106,12 +107,24 @@ def retake_of(spec: JobSpec, named: str = flag_of("video_path")) -> Retake | Non
 
 def references_of(spec: JobSpec) -> tuple[ReferenceVideo, ...]:
     """The references, with facts from their files and the IC-LoRAs' metadata."""
-    given = spec.video_conditioning
-    scales = reference_scale(_loras(spec.ic_lora)) if given else ()
+    num_frames = Size.num_frames if spec.num_frames is None else spec.num_frames
     return tuple(
-        ReferenceVideo(path, strength, footage(path, "--video-conditioning").num_frames, *scales)
-        for path, strength in given
+        reference_of(path, strength, num_frames, _loras(spec.ic_lora))
+        for path, strength in spec.video_conditioning
     )
+
+
+def reference_of(
+    path: str,
+    strength: float,
+    num_frames: int,
+    ic_loras: WeightSet,
+    flag: str = flag_of("video_conditioning"),
+) -> ReferenceVideo:
+    """A reference of a file. num_frames: of the generated video, which an image has as well."""
+    still = is_image(path)
+    frames = num_frames if still else footage(path, flag).num_frames
+    return ReferenceVideo(path, strength, frames, *reference_scale(ic_loras), still)
 
 
 def _said(spec: JobSpec, names: tuple[str, ...]) -> list[str]:

@@ -8,7 +8,7 @@ The checks raise UserError for unsuitable files before a model is loaded.
 import math
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.images import check_filling, check_image, load_image
+from ltx_neuron.host.images import check_filling, check_image, decode_image, load_image
 from ltx_neuron.host.media import (
     Sound,
     first_frames,
@@ -301,6 +301,9 @@ def _check_references(inputs: Inputs) -> None:
     for reference in inputs.references:
         _, height, width = reference.pixels(inputs.size.first)
         sides = height, width
+        if reference.still:
+            check_image(reference.path, *sides, inputs.upright, REFERENCE)
+            continue
         _check_footage(reference.path, REFERENCE, reference.num_frames, sides, inputs.upright)
     if mask := inputs.attention_mask:
         _check_footage(mask.path, MASK, 1, inputs.size.first.sides, inputs.upright)
@@ -310,7 +313,10 @@ def _check_references(inputs: Inputs) -> None:
 def _encode_reference(host: HostModels, inputs: Inputs, reference: ReferenceVideo) -> Tensor:
     """The latent of every time_scale-th frame after frame 0; never in tiles."""
     path, there = reference.path, min(reference.num_frames, inputs.size.num_frames)
-    frames = _exactly(there, first_frames(path, REFERENCE, inputs.upright), path, REFERENCE)
+    if reference.still:  # not one repeated latent: the encoder is causal
+        frames = repeat(decode_image(path, inputs.upright, REFERENCE), there)
+    else:
+        frames = _exactly(there, first_frames(path, REFERENCE, inputs.upright), path, REFERENCE)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
     count, *sides = reference.pixels(inputs.size.first)
     # The encoder needs 8k+1 frames; upstream omits the last ones, too.

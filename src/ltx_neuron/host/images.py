@@ -17,6 +17,7 @@ from ltx_neuron.files import check_regular
 MAX_IMAGE_PIXELS = 89_478_485
 # The shortest and longest side that libx264 supports: one 2x2 block of colour, and 16384.
 MIN_SIDE, MAX_SIDE = 2, 16384
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 def load_image(
@@ -37,7 +38,7 @@ def load_image(
 
     upright  apply the EXIF orientation, as diffusers' load_image does; ltx-pipelines does not
     """
-    image = _decode_image(path, upright)
+    image = decode_image(path, upright)
     if crf != 0:
         image = _h264_round_trip(image, crf)
     check_filling(path, image.shape[:2], height, width)
@@ -57,9 +58,16 @@ def fill(image: np.ndarray, height: int, width: int) -> torch.Tensor:
     return pixels / 127.5 - 1.0
 
 
-def check_image(path: str | Path, height: int = 1, width: int = 1, upright: bool = True) -> None:
+def is_image(path: str | Path) -> bool:
+    """Whether a file has the name of an image, not of a video."""
+    return Path(path).suffix.lower() in _SUFFIXES
+
+
+def check_image(
+    path: str | Path, height: int = 1, width: int = 1, upright: bool = True, flag: str = "--image"
+) -> None:
     """Raise UserError if `load_image(path, height, width)` would."""
-    check_filling(path, _decode_image(path, upright).shape[:2], height, width)
+    check_filling(path, decode_image(path, upright, flag).shape[:2], height, width, flag)
 
 
 def content_digest(path: str | Path) -> str:
@@ -75,7 +83,7 @@ def content_digest(path: str | Path) -> str:
         return "unreadable"
 
 
-def _decode_image(path: str | Path, upright: bool) -> np.ndarray:
+def decode_image(path: str | Path, upright: bool, flag: str = "--image") -> np.ndarray:
     """Read an image file as uint8 (H, W, 3). Raises UserError for unusable images."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -86,24 +94,23 @@ def _decode_image(path: str | Path, upright: bool) -> np.ndarray:
                 picture = np.array(_eight_bit(stored).convert("RGB"))
         except FileNotFoundError:
             raise UserError(
-                f"there is no image {path}: pass an existing file with --image FILE"
+                f"there is no image {path}: pass an existing file with {flag} FILE"
             ) from None
         except PermissionError as error:
-            raise refusal(error, "--image") from None
+            raise refusal(error, flag) from None
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise UserError(
-                f"{path} is too large: {error}\npass a smaller image with --image FILE"
+                f"{path} is too large: {error}\npass a smaller image with {flag} FILE"
             ) from None
         except (OSError, SyntaxError, ValueError) as error:
             raise UserError(
-                f"{path} cannot be read as an image: {reason(error)}\n"
-                "pass another with --image FILE"
+                f"{path} cannot be read as an image: {reason(error)}\npass another with {flag} FILE"
             ) from None
     height, width = picture.shape[:2]
     if min(height, width) < MIN_SIDE or max(height, width) > MAX_SIDE:
         raise UserError(
             f"{path} has {width}x{height} pixels, wanted {MIN_SIDE} to {MAX_SIDE} on each side;"
-            " pass another with --image FILE"
+            f" pass another with {flag} FILE"
         )
     return picture
 

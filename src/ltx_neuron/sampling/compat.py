@@ -14,6 +14,9 @@ class Compat:
     positions     video positions are rounded to the run's dtype (1.1.3)
     vocoder       audio decoder and vocoder run in the run's dtype (1.1.0)
 
+    refined_sound the sound of a two-stage dev video is stage 2's, not stage 1's (ltx-pipelines, in
+                  ti2vid_two_stages.py until July 2026)
+
     Difference of ltx-pipelines 1.2.0 from earlier releases:
 
     retake_noise  the stream that a retake keeps begins as noise and is denoised to the kept part
@@ -27,6 +30,7 @@ class Compat:
     cross_sigma: bool = False
     positions: bool = False
     vocoder: bool = False
+    refined_sound: bool = False
     retake_noise: bool = False
     as_stored: bool = False
 
@@ -34,8 +38,13 @@ class Compat:
 COMPAT = {
     None: Compat(),
     "ltx-core-1.0.0": Compat(
-        conditioning=True, cross_sigma=True, positions=True, vocoder=True, as_stored=True
+        conditioning=True,
+        cross_sigma=True,
+        positions=True,
+        vocoder=True,
+        refined_sound=True,
+        as_stored=True,
     ),
-    "ltx-core-1.0.0-conditioning": Compat(conditioning=True, as_stored=True),
+    "ltx-core-1.0.0-conditioning": Compat(conditioning=True, refined_sound=True, as_stored=True),
     "ltx-pipelines-1.2.0": Compat(retake_noise=True, as_stored=True),
 }

@@ -25,15 +25,15 @@ from ltx_neuron.sampling.size import Size
 # Field of Inputs -> field of JobSpec, its kind of file, and the flag's values.
 _FILES = {
     "images": ("image", "an image", "FILE [FRAME_IDX [STRENGTH [CRF]]]"),
-    "references": ("video_conditioning", "a video", "FILE STRENGTH"),
+    "references": ("video_conditioning", "a video or an image", "FILE STRENGTH"),
     "sound": ("audio_path", "a sound", "FILE"),
     "retake": ("video_path", "a video", "FILE"),
     "attention_mask": ("conditioning_attention_mask", "a video", "FILE STRENGTH"),
 }
 # Field -> required fields.
 _NEEDS = {
-    "{ic_lora}": ("{video_conditioning}", "{two_stage}", "{recipe} distilled"),
-    "{video_conditioning}": ("{ic_lora}", "{two_stage}", "{recipe} distilled"),
+    "{ic_lora}": ("{video_conditioning}",),
+    "{video_conditioning}": ("{ic_lora}",),
     "{conditioning_attention_mask}": ("{video_conditioning}",),
     "{images_as_guides}": ("{two_stage}", "{recipe} dev"),
     "{sampler} res_2s": ("{two_stage}", "{recipe} dev"),
@@ -54,7 +54,7 @@ _EXCLUDES = {
         "{images_as_guides}",
         "{sampler} res_2s",
     ),
-    "{sampler} res_2s": ("{audio_path}",),
+    "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
 }
 
 FrameIndex = Annotated[int, Field(ge=0)]
@@ -141,10 +141,10 @@ class Retake:
 
 @dataclass(frozen=True)
 class ReferenceVideo:
-    """A reference video for an IC-LoRA.
+    """A reference for an IC-LoRA: a video, or an image that all frames of a video show.
 
     strength    1: clean reference, 0: noise
-    num_frames  frames of the file
+    num_frames  frames of the file; of an image, the generated video's
     space_scale, time_scale  pixels and frames of the generated video per pixel and frame of the
                 reference, from the IC-LoRA's metadata
     """
@@ -154,6 +154,7 @@ class ReferenceVideo:
     num_frames: int
     space_scale: int = 1
     time_scale: int = 1
+    still: bool = False  # the file is an image
 
     def pixels(self, size: Size) -> tuple[int, int, int]:
         """The encoded frames, height and width for a clip of this size: 8k+1 of the file's frames
@@ -168,8 +169,8 @@ class ReferenceVideo:
         frames, height, width = self.pixels(size)
         return video_latent_shape(height, width, frames)
 
-    def check(self, stage_1: Size) -> None:
-        """Raise UserError for a reference that does not fit stage 1's size."""
+    def check(self, size: Size) -> None:
+        """Raise UserError for a reference that does not fit stage 1 of a video of this size."""
         flag = f"--video-conditioning {self.path}"
         counts = self.num_frames, self.space_scale, self.time_scale
         if min(counts) < 1:
@@ -177,15 +178,16 @@ class ReferenceVideo:
                 f"{flag}: num_frames, space_scale and time_scale are {counts}, wanted 1 or more"
             )
         unit = SPACE_SCALE * self.space_scale
+        stage_1, wanted = size.first, unit * (2 if size.two_stage else 1)
         if any(side % unit for side in stage_1.sides):
             lower, upper = (
-                "x".join(str(2 * round_to(side / unit) * unit) for side in stage_1.sides)
+                "x".join(str(round_to(side / wanted) * wanted) for side in size.sides)
                 for round_to in (lambda count: max(1, math.floor(count)), math.ceil)
             )
             raise UserError(
                 f"{flag}: the IC-LoRA takes references of 1/{self.space_scale} of stage 1's size,"
                 f" {stage_1.height}x{stage_1.width}, whose sides must be multiples of {unit}; type"
-                f" a --height and --width that are multiples of {2 * unit}: {lower} or {upper}"
+                f" a --height and --width that are multiples of {wanted}: {lower} or {upper}"
             )
 
 
@@ -362,7 +364,7 @@ class Inputs(ABC):
         for image in self.images:
             image.check(self.size.num_frames)
         for reference in self.references:
-            reference.check(self.size.first)
+            reference.check(self.size)
         if self.retake:
             self.retake.check(self.size.seconds)
 

@@ -67,12 +67,13 @@ def _fingerprint(path: Path, version: tuple[int, int] | None) -> str:
 
 
 def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
-    """Raise UserError for a LoRA of the dev recipe's stage 1 that stage 2 does not have."""
+    """Raise UserError for a LoRA of the dev recipe's stage 1 that stage 2 does not have, where it
+    has no references."""
     others = [lora for lora in stage_1 if lora.path not in {each.path for each in stage_2}]
     if others:
         raise FieldError(
-            "{ic_lora} is for {recipe} distilled, got {path}; a LoRA for every stage is {lora} PATH"
-            " [STRENGTH]",
+            "{ic_lora} {path} needs a reference, {video_conditioning} FILE STRENGTH; a LoRA for all"
+            " stages is {lora} PATH [STRENGTH]",
             path=others[0].path,
         )
 
