@@ -105,7 +105,7 @@ class Given(recipes_oracle.Recipe):
             sigmas = LTX2Scheduler().execute(steps=job.steps, latent=self.counted_latent())
         first = [side // 2 for side in sizes] if job.two_stage else sizes
         loras = job.loras + job.stage_1_loras
-        self.predict = self._simple(loras) if job.video is None else self._guided()
+        self.predict = self._simple(loras) if job.video is None else self._guided(loras)
         video, audio = self._stage(*first, sigmas)
         tensors = {**self.inputs, **self.step0, "s1_video": video, "s1_audio": audio}
         if not job.two_stage or job.skip_stage_2:

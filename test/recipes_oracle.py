@@ -150,7 +150,7 @@ class Recipe(oracle.Denoising):
         latent = torch.empty(*first, job.width // factor // 32)
         counted = latent if job.sampler == "res_2s" else None  # HQ alone counts the tokens
         sigmas = LTX2Scheduler().execute(steps=job.steps, latent=counted)
-        self.predict = self._guided()
+        self.predict = self._guided(self.job.loras)
         video, audio = self._stage(job.height // factor, job.width // factor, sigmas)
         tensors = {"s1_video": video, "s1_audio": audio, **self.step0}
         if job.two_stage:
@@ -163,14 +163,14 @@ class Recipe(oracle.Denoising):
             tensors["s2_video"], tensors["s2_audio"] = last
         return tensors
 
-    def _guided(self):
+    def _guided(self, loras: tuple):
         from ltx_core.components.guiders import (
             MultiModalGuiderParams,
             create_multimodal_guider_factory,
         )
         from ltx_pipelines.utils.helpers import multi_modal_guider_factory_denoising_func
 
-        job, model, calls = self.job, self._transformer(self.job.loras), []
+        job, model, calls = self.job, self._transformer(loras), []
 
         def recorded(**inputs):
             calls.append(model(**inputs))

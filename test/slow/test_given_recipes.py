@@ -64,6 +64,12 @@ def test_a_guided_video_made_longer_in_one_window_equals_a_retake_of_the_longer_
     assert_longer_equals_the_oracle(opened(), contexts, job, wanted(job, Longer), GUIDED)
 
 
+def test_guided_references_in_one_stage_equal_ltx_pipelines(generate, wanted, files, tiny):
+    guided = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
+    job = ic_lora(files, tiny, two_stage=False, **guided)
+    assert_equals_the_oracle(generate(job), wanted(job), GUIDED)
+
+
 # --- bfloat16 -------------------------------------------------------------------------------------
 
 IN_BF16 = {

@@ -14,14 +14,17 @@ from helpers import (
     write_film,
     write_sound,
 )
+from PIL import Image
 from safetensors import safe_open
 
 from ltx_neuron import flags, preflight, progress
 from ltx_neuron.decode_queue import DecodeQueue
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
+from ltx_neuron.flags.resolve import references_of
 from ltx_neuron.host.arithmetic import FLOAT32
 from ltx_neuron.host.conditions import check, encode
+from ltx_neuron.host.images import fill
 from ltx_neuron.host.media import Sound, read_sound
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
@@ -31,6 +34,7 @@ from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
 from ltx_neuron.sampling.latents import sound_latent_frames
+from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.text.encoders import Contexts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -305,6 +309,27 @@ def test_a_reference_is_encoded_whole_in_its_own_size_and_step(
     assert got.keys() == {"reference_latent"}
     assert tuple(got["reference_latent"].shape[2:]) == reference.latent_shape(given.size)
     assert rel(got["reference_latent"], wanted) < ENCODED
+
+
+def test_an_image_as_a_reference_is_encoded_as_a_video_of_equal_frames(tmp_path, host, theirs):
+    picture = picture_frames(1, 100, 130, 5)[0].numpy()
+    path = tmp_path / "sheet.png"
+    Image.fromarray(picture).save(path)
+    spec = JobSpec(num_frames=17, video_conditioning=[(str(path), 1.0)])
+    (reference,) = references_of(spec)
+    assert reference.still and reference.num_frames == 17
+    given = ic_lora(reference, frames=17)
+    check(given)
+    seen = fill(picture, 64, 96).expand(-1, -1, 17, -1, -1)
+    with torch.no_grad():
+        assert rel(encode(host, given)["reference_latent"], theirs[0](seen)) < ENCODED
+
+
+def test_an_image_that_cannot_be_a_reference_is_refused_by_its_flag(tmp_path):
+    path = tmp_path / "sheet.png"
+    path.write_bytes(b"no image")
+    with pytest.raises(UserError, match="sheet.png cannot be read.*\n.*--video-conditioning FILE"):
+        check(ic_lora(ReferenceVideo(str(path), 1.0, 17, still=True), frames=17))
 
 
 def test_a_long_reference_is_not_encoded_in_tiles(files, host, theirs):

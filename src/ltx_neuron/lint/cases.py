@@ -119,9 +119,11 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
         buckets["retake"] = replace(images, audio_timesteps=2)
     buckets |= {f"{kind}, guided": replace(each, guided=True) for kind, each in buckets.items()}
     if blocks == BLOCKS[0]:
-        # Stage 1 of a distilled IC-LoRA, with a reference as large as the clip.
+        # Stage 1 of an IC-LoRA, with a reference as large as the clip.
         tokens = 2 * width.video_tokens
-        buckets["masked reference"] = replace(images, video_tokens=tokens, biased=True)
+        biased = replace(images, video_tokens=tokens, biased=True)
+        guided = replace(biased, guided=True)
+        buckets |= {"masked reference": biased, "masked reference, guided": guided}
     return buckets
 
 

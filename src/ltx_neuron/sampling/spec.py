@@ -190,7 +190,7 @@ class LoraFields(Fields):
         default=(),
     )
     ic_lora: LoraFiles = _option(
-        "distilled recipe: merge an IC-LoRA into stage 1 (default strength: 1); repeatable",
+        "merge an IC-LoRA into stage 1 (default strength: 1); repeatable",
         "PATH [STRENGTH]",
         default=(),
     )
@@ -224,7 +224,7 @@ class ConditionFields(Fields):
         "SECONDS",
     )
     video_conditioning: WeightedFiles = _option(
-        "a reference video for --ic-lora; repeatable", "PATH STRENGTH", default=()
+        "a reference video or image for --ic-lora; repeatable", "PATH STRENGTH", default=()
     )
     conditioning_attention_mask: WeightedFiles = _option(
         "attention weights of the references as a video: white is 1, black 0",
