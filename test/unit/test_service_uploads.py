@@ -190,7 +190,7 @@ def test_what_the_job_cannot_be_made_of_is_said_in_the_names_of_fields(service, 
         (film | part | {"seconds": "1"}, "seconds", "does not go with video_reference"),
         ({"video_reference": files["odd.mp4"]} | part, "video_reference", "multiples of 32"),
         (film | part | {"audio_reference": sound}, "video_reference", "audio_reference"),
-        (film | {"extend": "0.5", "num_frames": "17"}, "num_frames", "can have 25 to 33 frames"),
+        (film | {"extend": "0.5", "num_frames": "17"}, "num_frames", "25 to 33 frames here"),
         (film | {"extend": "61"}, "extend", "at most 60 s"),
     ):
         error = refused(service, **fields)
