@@ -267,7 +267,7 @@ class Engine:
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
         unknown, cache = {}, self.prompt_cache
-        for texts in (job.prompts for job, interrupted in runs if not interrupted):
+        for texts in (job.prompts(self.compat) for job, interrupted in runs if not interrupted):
             if texts in self._contexts or texts in unknown:
                 continue
             tokens = [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
@@ -283,7 +283,7 @@ class Engine:
                     if cache:
                         cache.write(tokens, self._contexts[texts])
         return [
-            interrupted or JobRun(job, self._contexts[job.prompts], generator)
+            interrupted or JobRun(job, self._contexts[job.prompts(self.compat)], generator)
             for job, interrupted in runs
         ]
 

@@ -15,6 +15,7 @@ from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import (
     NEGATIVE_PROMPT,
+    SHORT_NEGATIVE_PROMPT,
     Guidance,
     StreamGuidance,
     check_guidable,
@@ -212,14 +213,12 @@ class Job(Inputs):
         """Frames per second of the file, doubled by the temporal upsampler."""
         return self.size.frame_rate * (2 if self.upscale in ("temporal", "both") else 1)
 
-    @property
-    def prompts(self) -> tuple[str, ...]:
+    def prompts(self, compat: Compat) -> tuple[str, ...]:
         """The prompts to encode: the prompt, and the negative one if a pass uses it."""
-        if self.recipe == "dev" and "uncond" in self.resolved_guidance.passes():
-            return self.prompt, (
-                NEGATIVE_PROMPT if self.negative_prompt is None else self.negative_prompt
-            )
-        return (self.prompt,)
+        if self.recipe == "distilled" or "uncond" not in self.resolved_guidance.passes():
+            return (self.prompt,)
+        default = SHORT_NEGATIVE_PROMPT if compat.short_negative else NEGATIVE_PROMPT
+        return self.prompt, default if self.negative_prompt is None else self.negative_prompt
 
     def check(self) -> None:
         """Raise UserError for every mistake that can be detected before a model loads."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import read_video, tone
-from PIL import Image
+from PIL import Image, ImageCms
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.images import content_digest, load_image
@@ -106,6 +106,19 @@ def test_a_photograph_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(
     assert (got[0, :, 0] - as_pixels(shown)).abs().mean() < 0.1
     as_stored = load_image(path, *stored.size[::-1], crf=0, upright=False)
     assert torch.equal(as_stored, load_image(plain, *stored.size[::-1], crf=0))
+
+
+def test_an_images_colour_profile_is_applied_unless_it_is_damaged(tmp_path, capsys):
+    shown = Image.fromarray(picture(64, 96))
+    lab = ImageCms.createProfile("LAB")
+    stored = ImageCms.profileToProfile(shown, ImageCms.createProfile("sRGB"), lab, outputMode="LAB")
+    path, damaged = tmp_path / "profile.tiff", tmp_path / "damaged.png"
+    stored.save(path, icc_profile=ImageCms.ImageCmsProfile(lab).tobytes())
+    got = load_image(path, 64, 96, crf=0)
+    assert (got[0, :, 0] - as_pixels(shown)).abs().mean() < 0.02  # rounded twice to 8 bits
+    shown.save(damaged, icc_profile=b"no profile")
+    assert torch.equal(load_image(damaged, 64, 96, crf=0)[0, :, 0], as_pixels(shown))
+    assert "colour profile is ignored" in capsys.readouterr().out
 
 
 def as_pixels(image: Image.Image) -> torch.Tensor:

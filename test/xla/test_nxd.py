@@ -890,9 +890,9 @@ def latents_of(job: Job, workspace: Workspace) -> dict[str, Tensor]:
     workspace.compile_dit(job.buckets)
     streams = workspace.transformer.video, workspace.transformer.audio
     with Engine(workspace, Recorder()) as engine:
-        engine._contexts[job.prompts] = [
+        engine._contexts[job.prompts(engine.compat)] = [
             Contexts(*(randn(1, 1024, s.inner, seed=seed) for s in streams), None, None)
-            for seed, _ in enumerate(job.prompts)
+            for seed, _ in enumerate(job.prompts(engine.compat))
         ]
         (result,) = engine.run([job], decode=False)
     return {name: result.tensors[name] for name in LATENTS[:2]}

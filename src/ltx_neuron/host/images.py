@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_regular
+from ltx_neuron.host.colors import in_srgb
 
 # Pillow's limit between a large photograph and a decompression bomb.
 MAX_IMAGE_PIXELS = 89_478_485
@@ -36,7 +37,7 @@ def load_image(
     dropped. Raises UserError when `path` is not a readable image, or one too small or too large to
     use.
 
-    upright  apply the EXIF orientation, as diffusers' load_image does; ltx-pipelines does not
+    upright  apply the EXIF orientation and the colour profile; ltx-pipelines does since 1.2.0
     """
     image = decode_image(path, upright)
     if crf != 0:
@@ -90,8 +91,11 @@ def decode_image(path: str | Path, upright: bool, flag: str = "--image") -> np.n
         try:
             check_regular(path)
             with Image.open(path) as image:
-                stored = ImageOps.exif_transpose(image) if upright else image
-                picture = np.array(_eight_bit(stored).convert("RGB"))
+                if upright:
+                    shown = in_srgb(_eight_bit(ImageOps.exif_transpose(image)))
+                else:
+                    shown = _eight_bit(image).convert("RGB")
+                picture = np.array(shown)
         except FileNotFoundError:
             raise UserError(
                 f"there is no image {path}: pass an existing file with {flag} FILE"

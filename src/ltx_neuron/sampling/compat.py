@@ -14,6 +14,7 @@ class Compat:
     positions     video positions are rounded to the run's dtype (1.1.3)
     vocoder       audio decoder and vocoder run in the run's dtype (1.1.0)
 
+    short_negative  the default negative prompt without the words that 1.2.0 added
     refined_sound the sound of a two-stage dev video is stage 2's, not stage 1's (ltx-pipelines, in
                   ti2vid_two_stages.py until July 2026)
 
@@ -21,15 +22,17 @@ class Compat:
 
     retake_noise  the stream that a retake keeps begins as noise and is denoised to the kept part
 
-    Behaviour of all of them:
+    Behaviour of all of them (1.2.0 itself applies those of images):
 
-    as_stored     EXIF orientation and a video's display matrix are not applied
+    as_stored     the orientation and colour profile in an image and a video's display matrix are
+                  ignored
     """
 
     conditioning: bool = False
     cross_sigma: bool = False
     positions: bool = False
     vocoder: bool = False
+    short_negative: bool = False
     refined_sound: bool = False
     retake_noise: bool = False
     as_stored: bool = False
@@ -42,9 +45,10 @@ COMPAT = {
         cross_sigma=True,
         positions=True,
         vocoder=True,
+        short_negative=True,
         refined_sound=True,
         as_stored=True,
     ),
-    "ltx-core-1.0.0-conditioning": Compat(conditioning=True, refined_sound=True, as_stored=True),
+    "ltx-core-1.0.0-conditioning": Compat(conditioning=True, as_stored=True),
     "ltx-pipelines-1.2.0": Compat(retake_noise=True, as_stored=True),
 }

@@ -110,7 +110,7 @@ def default_steps(sampler: str) -> int:
     return HQ_STEPS if sampler == "res_2s" else DEFAULT_STEPS
 
 
-NEGATIVE_PROMPT = (
+SHORT_NEGATIVE_PROMPT = (  # ltx-pipelines before 1.2.0
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive"
     " noise, grainy texture, poor lighting, flickering, motion blur, distorted proportions,"
     " unnatural skin tones, deformed facial features, asymmetrical face, missing facial features,"
@@ -124,6 +124,10 @@ NEGATIVE_PROMPT = (
     " awkward pauses, incorrect timing, unnatural transitions, inconsistent framing, tilted camera,"
     " flat lighting, inconsistent tone, cinematic oversaturation, stylized filters, or AI"
     " artifacts."
+)
+NEGATIVE_PROMPT = (
+    "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
+    + SHORT_NEGATIVE_PROMPT
 )
 
 

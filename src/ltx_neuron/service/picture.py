@@ -25,17 +25,19 @@ def _convert(source: str, target: str, max_pixels: int) -> None:
     """Write the first picture of a file as PNG, with the same pixels."""
     from PIL import Image
 
+    from ltx_neuron.host.colors import in_srgb
+
     Image.MAX_IMAGE_PIXELS = None  # max_pixels is checked before decoding
     try:
         with Image.open(source, formats=FORMATS) as image:
             width, height = image.size
             if width * height > max_pixels:
                 sandbox.refuse(f"it has {width}x{height} pixels, wanted at most {max_pixels}")
-            # PNG has no CMYK: it becomes RGB, as in ltx-neuron generate.
+            # PNG has no CMYK: it becomes sRGB, as in ltx-neuron generate.
             plain = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else None
             # Readers of the PNG apply the orientation in its EXIF data.
             exif = {"exif": image.getexif()} if image.getexif() else {}
-            (plain or image.convert("RGB")).save(target, format="PNG", compress_level=1, **exif)
+            (plain or in_srgb(image)).save(target, format="PNG", compress_level=1, **exif)
     except (OSError, SyntaxError, ValueError, MemoryError):
         sandbox.refuse(f"it is not a readable picture; wanted {', '.join(FORMATS)}")
 
