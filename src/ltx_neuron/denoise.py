@@ -102,7 +102,7 @@ class StageRun:
         images        each with its latent (1, 128, 1, h, w) at this stage's size
         encoded       the job's sound and videos, by their names in --save-tensors
         """
-        self.stage, self.latent_shape = stage, video.shape[2:]
+        self.stage, self.latent_shape, self.audio_frames = stage, video.shape[2:], audio.shape[2]
         if job.sound:  # an input sound attends to the prompt in the negative pass as well
             contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
         # The sequence of each step; guidance replaces them.
@@ -232,6 +232,7 @@ class StageRun:
         video, audio = self._read(*LATENTS)
         if self.res_2s:
             video, audio = (stream.latent for stream in self.res_2s.streams)
+        audio = audio[:, : self.audio_frames]  # without a reference's tokens
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)
 
 

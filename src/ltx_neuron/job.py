@@ -185,11 +185,11 @@ class Job(Inputs):
         references = self.appended_references(stage.upsampled)
         return Bucket(
             video_tokens=frames * math.prod(sides) + appended,
-            audio_tokens=self.size.audio_frames,
+            audio_tokens=self.size.audio_frames + self.appended_audio(stage.upsampled),
             timesteps=timesteps or self.timesteps(stage.upsampled),
             max_steps=stage.max_steps,
             guided=stage.guided,
-            audio_timesteps=2 if self.retake else 1,
+            audio_timesteps=self.audio_timesteps(stage.upsampled),
             biased=bool(references and self.attention_mask),
         )
 

@@ -30,17 +30,20 @@ from ltx_neuron.host.media import (
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import can_resample
 from ltx_neuron.host.video import aac_rate
-from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceVideo
+from ltx_neuron.sampling.conditioning import reference_names
+from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceAudio, ReferenceVideo
 from ltx_neuron.sampling.latents import (
     SAMPLE_RATE,
     TIME_SCALE,
     audio_latent_frames,
     sound_latent_frames,
 )
+from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.finite import finite
 
 SOUND, RETAKE = "--audio-path", "--video-path"
 REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
+VOICE = "--reference-audio"
 CHANNELS = 2  # of the encoded sound
 _TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, for its reflection
 
@@ -76,7 +79,9 @@ def encode(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
     waveform          (2, N) float32, and waveform_rate, samples per second, of an input sound
     video_latent      (1, 128, F, h, w), of a retake; of an extended video, the clip from which
                       windows are cut, zero where it is new, like its audio_latent
-    reference_latent  (1, 128, F, h, w), then reference_latent_1 and so on
+    audio_reference   (1, 8, Tref, 16), of a voice or of a dubbed clip's sound, with its mel
+    reference_latent  (1, 128, F, h, w), then reference_latent_1 and so on; a dubbed clip has
+                      s2_reference_latent as well, at stage 2's size
     reference_attention  (1, M), a weight per token of all references, if there is a mask
     """
     tensors = {}
@@ -86,9 +91,13 @@ def encode(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
         tensors |= _encode_extension(host, inputs)
     elif inputs.retake:
         tensors |= _encode_retake(host, inputs)
-    for number, reference in enumerate(inputs.references):
-        name = f"reference_latent_{number}" if number else "reference_latent"
-        tensors[name] = _encode_reference(host, inputs, reference)
+    if inputs.reference_audio:
+        tensors |= _encode_reference_audio(host, inputs.reference_audio)
+    for upsampled in (False, True):
+        references = inputs.appended_references(upsampled)
+        names, size = reference_names(len(references), upsampled), inputs.stage_size(upsampled)
+        for name, reference in zip(names, references, strict=True):
+            tensors[name] = _encode_reference(host, inputs, reference, size)
     if inputs.attention_mask:
         tensors["reference_attention"] = _reference_attention(inputs, host.dtype)
     return tensors
@@ -180,6 +189,29 @@ def _stereo(sound: Sound, typed: str) -> Sound:
         return sound
     print(f"{typed}: mono sound, used for both channels")
     return Sound(sound.samples.expand(CHANNELS, -1).contiguous(), sound.rate)
+
+
+def read_reference_audio(path: str | Path, max_duration: float | None) -> Sound:
+    """A reference's sound in one or two channels, all of the file or `max_duration` seconds."""
+    sound = read_sound(path, VOICE, 0.0, max_duration)
+    if sound is None:
+        raise UserError(f"{VOICE} {path} holds no sound; pass another file")
+    if _is_too_short(sound):
+        raise UserError(f"{VOICE} {path} is too short to be encoded; pass a longer sound")
+    _check_format(sound, path, VOICE)
+    return sound
+
+
+def _encode_reference_audio(host: HostModels, reference: ReferenceAudio) -> dict[str, Tensor]:
+    sound = read_reference_audio(reference.path, reference.max_duration)
+    sound = _stereo(sound, f"{VOICE} {reference.path}")
+    mel, latent = host.encode_audio(sound)
+    if latent.shape[2] != reference.latents:
+        raise UserError(
+            f"{VOICE} {reference.path}: got {latent.shape[2]} audio latents, wanted"
+            f" {reference.latents}: the file has changed. Start again"
+        )
+    return {"mel": mel, "audio_reference": latent}
 
 
 # --- retake ---------------------------------------------------------------------------------------
@@ -310,7 +342,9 @@ def _check_references(inputs: Inputs) -> None:
         _mask_frames(inputs)
 
 
-def _encode_reference(host: HostModels, inputs: Inputs, reference: ReferenceVideo) -> Tensor:
+def _encode_reference(
+    host: HostModels, inputs: Inputs, reference: ReferenceVideo, size: Size
+) -> Tensor:
     """The latent of every time_scale-th frame after frame 0; never in tiles."""
     path, there = reference.path, min(reference.num_frames, inputs.size.num_frames)
     if reference.still:  # not one repeated latent: the encoder is causal
@@ -318,7 +352,7 @@ def _encode_reference(host: HostModels, inputs: Inputs, reference: ReferenceVide
     else:
         frames = _exactly(there, first_frames(path, REFERENCE, inputs.upright), path, REFERENCE)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
-    count, *sides = reference.pixels(inputs.size.first)
+    count, *sides = reference.pixels(size)
     # The encoder needs 8k+1 frames; upstream omits the last ones, too.
     pixels = pixels_of(taken, *sides)[:, :, :count]
     return host.encode_video(pixels.to(host.dtype), whole=True)

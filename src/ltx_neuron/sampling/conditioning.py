@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditions import ImageCondition, Inputs, held_mask
+from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceVideo, held_mask
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.latents import (
     audio_positions,
@@ -23,6 +23,7 @@ from ltx_neuron.sampling.latents import (
     keyframe_positions,
     patchify_audio,
     patchify_video,
+    reference_audio_positions,
     reference_positions,
     video_positions,
     video_seconds,
@@ -141,7 +142,7 @@ def initial_states(
 ) -> tuple[LatentState, LatentState]:
     """The initial state of a stage's video and audio.
 
-    upsampled  whether this is the second stage, which has no references
+    upsampled  whether this is the second stage, which has no references except a dubbed clip
     tensors  encoded inputs by their --save-tensors names
     start    (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, a file's or the previous stage's latents
     images   each with its latent (1, 128, 1, h, w) at this stage's size
@@ -154,8 +155,11 @@ def initial_states(
         start[0], frame_rate, images, compat.conditioning, positions_dtype, inputs.images_as_guides
     )
     audio = audio_state(start[1])
-    if inputs.references and not upsampled:
-        video = _with_references(video, inputs, start[0].shape[2:].numel(), tensors)
+    if references := inputs.appended_references(upsampled):
+        names = reference_names(len(references), upsampled)
+        latents = [tensors[name] for name in names]
+        own_tokens = start[0].shape[2:].numel()
+        video = _with_references(video, frame_rate, own_tokens, references, latents, tensors)
     if window:
         return _of_window(window, video, audio, frames, frame_rate, positions_dtype)
     if retake := inputs.retake:
@@ -167,7 +171,17 @@ def initial_states(
             audio = audio.retake(audio_seconds(start[1].shape[2]), *times)
             if retake.regenerate == "video":
                 audio = audio.freeze(noise)
-    return video, audio.freeze() if inputs.sound else audio
+    if inputs.appended_audio(upsampled):
+        # Stage 2 has stage 1's sound as its reference.
+        tokens = patchify_audio(start[1] if upsampled else tensors["audio_reference"])
+        audio = audio.append(tokens, reference_audio_positions(tokens.shape[1]), 0.0, tokens)
+    return video, audio.freeze() if inputs.freezes_sound(upsampled) else audio
+
+
+def reference_names(count: int, upsampled: bool) -> list[str]:
+    """The names of a stage's encoded reference videos in --save-tensors."""
+    name = "s2_reference_latent" if upsampled else "reference_latent"
+    return [f"{name}_{number}" if number else name for number in range(count)]
 
 
 def audio_state(latent: Tensor) -> LatentState:
@@ -216,19 +230,19 @@ def video_state(
 
 
 def _with_references(
-    video: LatentState, inputs: Inputs, own_tokens: int, tensors: Mapping[str, Tensor]
+    video: LatentState,
+    frame_rate: float,
+    own_tokens: int,
+    references: tuple[ReferenceVideo, ...],
+    latents: list[Tensor],
+    tensors: Mapping[str, Tensor],
 ) -> LatentState:
     """Append the references, with their mask as a bias. own_tokens: of the clip."""
     groups: list[tuple[int, Tensor | None]] = [(len(video.denoise_mask) - own_tokens, None)]
     weights = tensors.get("reference_attention")
-    for number, reference in enumerate(inputs.references):
-        latent = tensors[f"reference_latent_{number}" if number else "reference_latent"]
-        positions = reference_positions(
-            tuple(latent.shape[2:]),
-            inputs.size.frame_rate,
-            reference.space_scale,
-            reference.time_scale,
-        )
+    for reference, latent in zip(references, latents, strict=True):
+        scales = reference.space_scale, reference.time_scale
+        positions = reference_positions(tuple(latent.shape[2:]), frame_rate, *scales)
         tokens = patchify_video(latent)
         video = video.append(tokens, positions, held_mask(reference.strength))
         if weights is not None:

@@ -192,6 +192,19 @@ class ReferenceVideo:
 
 
 @dataclass(frozen=True)
+class ReferenceAudio:
+    """The sound of a file whose voice an IC-LoRA gives to the speaker.
+
+    latents       number of its audio latents
+    max_duration  seconds of the file to use, by default all of them
+    """
+
+    path: str | Path
+    latents: int
+    max_duration: float | None = None
+
+
+@dataclass(frozen=True)
 class AttentionMask:
     """A video, black (0) to white (1), of the attention weights of references' tokens, times
     `strength`."""
@@ -200,7 +213,9 @@ class AttentionMask:
     strength: float = 1.0
 
 
-Condition = ImageCondition | SoundCondition | Retake | ReferenceVideo | AttentionMask
+Condition = (
+    ImageCondition | SoundCondition | Retake | ReferenceVideo | ReferenceAudio | AttentionMask
+)
 
 
 class EncodedClip(NamedTuple):
@@ -214,6 +229,7 @@ class EncodedClip(NamedTuple):
 class Inputs(ABC):
     """Inputs of a video besides its prompt, and their settings.
 
+    dubbing           a clip to dub: a reference of both stages, whose sound is reference_audio
     skip_stage_2      of a two-stage run: decode the half-size result
     images_as_guides  append an image at frame 0 as a keyframe, like the others
     sampler           "euler" or "res_2s" (HQ)
@@ -225,6 +241,8 @@ class Inputs(ABC):
     retake: Retake | None = None
     references: tuple[ReferenceVideo, ...] = ()
     attention_mask: AttentionMask | None = None
+    reference_audio: ReferenceAudio | None = None
+    dubbing: ReferenceVideo | None = None
     skip_stage_2: bool = False
     images_as_guides: bool = False
     sampler: str = "euler"
@@ -240,18 +258,42 @@ class Inputs(ABC):
     @property
     def has_media(self) -> bool:
         """Whether the inputs include a sound or a video."""
-        return bool(self.sound or self.retake or self.references)
+        return bool(self.sound or self.retake or self.references or self.reference_audio)
+
+    def stage_size(self, upsampled: bool) -> Size:
+        """A stage's size."""
+        return self.size if upsampled else self.size.first
 
     def appended_references(self, upsampled: bool) -> tuple[ReferenceVideo, ...]:
-        """The references of a stage; only stage 1 has them."""
+        """The reference videos of a stage; only a dubbed clip is one of stage 2."""
+        if self.dubbing:
+            return (self.dubbing,)
         return () if upsampled else self.references
+
+    def appended_audio(self, upsampled: bool) -> int:
+        """Audio tokens appended to the clip's in a stage: in stage 1 those of the reference's
+        sound, and in stage 2 of dubbing those of stage 1's sound."""
+        if self.reference_audio is None:
+            return 0
+        if upsampled:
+            return self.size.audio_frames if self.dubbing else 0
+        return self.reference_audio.latents
+
+    def audio_timesteps(self, upsampled: bool) -> int:
+        """Distinct timesteps among a stage's audio tokens: 2 where some are held."""
+        return 2 if self.retake or (self.reference_audio and not upsampled) else 1
+
+    def freezes_sound(self, upsampled: bool) -> bool:
+        """Whether a stage does not change the sound: an input, or stage 1's with a reference."""
+        return bool(self.sound or (upsampled and self.reference_audio))
 
     def appended_tokens(self, upsampled: bool, rows: int, columns: int) -> int:
         """Tokens appended to the clip's in a stage with these latent rows and columns: those of
         keyframes and references."""
         guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.images)
         references = self.appended_references(upsampled)
-        shapes = (reference.latent_shape(self.size.first) for reference in references)
+        size = self.stage_size(upsampled)
+        shapes = (reference.latent_shape(size) for reference in references)
         return guides * rows * columns + sum(map(math.prod, shapes))
 
     def timesteps(self, upsampled: bool) -> int:

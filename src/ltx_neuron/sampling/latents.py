@@ -20,6 +20,7 @@ AUDIO_LATENTS_PER_SECOND = 25  # 16000 Hz / hop 160 / downsampling 4
 # Sizes of the audio encoder's mel spectrogram; the hop is in samples.
 _MEL_FRAMES_PER_LATENT, _HOP = 4, 160
 SAMPLE_RATE = 16000
+REFERENCE_GAP = 0.04  # seconds between the end of a reference's sound and the clip's beginning
 
 
 def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, int, int]:
@@ -140,6 +141,13 @@ def audio_positions(latent_frames: int) -> Tensor:
     """Mid-points (1, 1, Ta) in seconds, fp32, shifted so that a latent ends with the last sample on
     which it depends."""
     return _middles(audio_seconds(latent_frames))[None, None]
+
+
+def reference_audio_positions(latent_frames: int) -> Tensor:
+    """Mid-points (1, 1, Ta) in seconds, fp32, of a reference's sound: all before the clip, the end
+    0.04 s before its beginning. Source: ltx-pipelines 1.2.0 dubit.py."""
+    bounds = audio_seconds(latent_frames)
+    return _middles(bounds - bounds[-1].item() - REFERENCE_GAP)[None, None]
 
 
 def audio_seconds(latent_frames: int) -> Tensor:
