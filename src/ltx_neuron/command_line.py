@@ -55,13 +55,21 @@ class Parser(argparse.ArgumentParser):
         self.words = self.present(sys.argv[1:] if args is None else args)
         parsed, unknown = self.parse_known_args(self.words, namespace)
         if unknown:
-            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unknown: {' '.join(unknown)}{hint}")
+            self.error(self._unknown(unknown))
         return parsed
 
+    def _unknown(self, words: Sequence[str]) -> str:
+        near = get_close_matches(words[0].partition("=")[0], self._option_string_actions, 1)
+        return f"unknown: {' '.join(words)}" + (f"; did you mean {near[0]}?" if near else "")
+
     def error(self, message: str) -> NoReturn:
-        message = message.replace("the following arguments are required", "required and missing")
+        missing = "the following arguments are required"
+        if missing in message:  # perhaps because of a typo, which argparse would report later
+            flags = (word for word in self.words if word.startswith("--"))
+            known = self._option_string_actions
+            if typos := [flag for flag in flags if flag.partition("=")[0] not in known]:
+                message += f"; {self._unknown(typos)}"
+            message = message.replace(missing, "required and missing")
         message = re.sub(r"(--[\w-]+)(/--[\w-]+)+", r"\1", message)  # keep a flag's first name
         self.exit(2, f"error: {message}\nAll flags: {self.prog} --help-all\n")
 

@@ -66,6 +66,12 @@ def test_a_mistyped_word_names_the_nearest_one(words, nearest, capsys):
     assert f"did you mean {nearest}?" in capsys.readouterr().err
 
 
+def test_a_mistyped_flag_is_named_also_if_required_ones_are_missing(capsys):
+    assert ended("generate", "--promt", "rain") == 2
+    said = capsys.readouterr().err
+    assert "missing: --checkpoint-path" in said and "did you mean --prompt?" in said
+
+
 def test_a_mistyped_flag_names_the_nearest_one_and_the_help_of_its_verb(capsys):
     assert ended("shard", "transformer", "--num-worker", "1") == 2
     said = capsys.readouterr().err
