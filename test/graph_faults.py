@@ -16,7 +16,7 @@ from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
 
 TOLD = "tracing needs its result"  # lint's words where a graph would end in the middle
-OWN = "(makes|holds) a tensor of its own"
+OWN = "(makes|holds) a constant tensor"
 
 
 class Fault(NamedTuple):

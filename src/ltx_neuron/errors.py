@@ -134,7 +134,7 @@ def run(main: Callable[[], None]) -> None:
             _end(2, f"error: {error}")
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                advice = "Free some space and type the same again"
+                advice = "Free some space and run the command again"
                 _end(2, f"error: the disk is full: {error}\n{advice}")
             if not isinstance(error.filename, str | bytes | os.PathLike):
                 raise

@@ -196,5 +196,5 @@ def _remedy(weights: Path) -> Iterator[None]:
         for path in weights.glob("*.safetensors"):
             check_readable(path)  # ranks answer only with text, which may have this cause
         raise UserError(
-            f"{error}\nDelete {weights} and type the same again, which prints how to make it"
+            f"{error}\nDelete {weights} and run the command again, which prints how to make it"
         ) from None

@@ -228,7 +228,7 @@ def test_the_same_command_sends_and_takes_nothing_again(url, made, tmp_path, cop
     push(Store(url), made, [])
     pull(Store(url), tmp_path / "here", [])
     assert copied.put == copied.get == []
-    assert capsys.readouterr().out.count("already there: ") == 4
+    assert capsys.readouterr().out.count("already present: ") == 4
 
 
 def test_a_folder_that_was_never_finished_is_not_sent(made, tmp_path):

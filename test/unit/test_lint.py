@@ -39,7 +39,7 @@ CAPTURED = {
     "sort": "no sort",
     "triangular_solve": "NCC_EVRF001",
     "nonzero": "known only at run time",
-    "table": "holds a tensor of its own",
+    "table": "holds a constant tensor",
     "groups": "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}",
     "maximum": "reduces by maximum",
     "layer_norm": "computed in bf16",
@@ -295,7 +295,7 @@ HLO = (
             "ranks {{0,1},{2,3}}",
         ),
         ("f32[2]{0} all-reduce(%a.1), replica_groups={}, to_apply=%sum", "ranks {}"),
-        ("f32[2]{0} constant({1, 2})", "a tensor of its own"),
+        ("f32[2]{0} constant({1, 2})", "a constant tensor"),
     ],
 )
 def test_a_line_of_hlo_that_the_compiler_would_refuse_is_found(line, wanted):

@@ -37,7 +37,7 @@ MESSAGES = {
     'nrt_execute status=2 message="Invalid"': ("refused the graph", "compile again"),
     "status=7 Execution Queue Full": ("too many launches", "drain_every=8"),
     'nrt_execute status=1201 message="HBM uncorrectable"': ("core failed", "reboot"),
-    "Failed to bind 127.0.0.1:61234: Address already in use": ("find each other", "same again"),
+    "Failed to bind 127.0.0.1:61234: Address already in use": ("find each other", "command again"),
     "The PyTorch Neuron Runtime could not be initialized. Neuron Driver issues are logged": (
         "driver",
         "modprobe",

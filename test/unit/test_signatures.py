@@ -372,7 +372,7 @@ def test_two_buckets_share_every_weight(manifests):
 
 
 class Planted(torch.nn.Module):
-    """A graph of blocks that makes a tensor of its own."""
+    """A graph of blocks that makes a constant tensor."""
 
     def __init__(self, make):
         super().__init__()
@@ -391,7 +391,7 @@ def test_a_graph_that_makes_a_tensor_of_its_own_is_refused(make, tmp_path):
         )
         program.graphs["blocks"] = Graph(Planted(make), BlockInputs, BlockOutputs)
         with pytest.raises(
-            RuntimeError, match=rf"makes a tensor of its own \(aten\.{make.__name__}\.default\)"
+            RuntimeError, match=rf"makes a constant tensor \(aten\.{make.__name__}\.default\)"
         ):
             compile_program(program, tmp_path, {}, DTYPE)
     assert not (tmp_path / MANIFEST).exists()

@@ -140,7 +140,7 @@ def push(store: Store, artifacts: Path, only: list[str], force: bool = False) ->
         if force or not _is_stored(store, ours, stored):
             _push(store, artifacts, ours, {} if force else stored)
             sent.append(name)
-        print(f"{'pushed' if name in sent else 'already there'}: {name}")
+        print(f"{'pushed' if name in sent else 'already present'}: {name}")
     return sent
 
 
@@ -201,7 +201,7 @@ def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) ->
                 if not _is_whole(folder, theirs, check):  # another process may have pulled it
                     _pull(store, folder, theirs, stored)
                     continue
-        print(f"already there: {folder}")
+        print(f"already present: {folder}")
     return paths
 
 
@@ -213,7 +213,7 @@ def _pull_tuned(theirs: Described, artifacts: Path) -> Path:
             partial.write_bytes(theirs.text)
         print(f"pulled: {path}")
     elif path.read_bytes() == theirs.text:
-        print(f"already there: {path}")
+        print(f"already present: {path}")
     else:
         print(f"kept: {path} (the store's file differs)")
     return path

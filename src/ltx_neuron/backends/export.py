@@ -112,7 +112,7 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
     kinds = {spec.kind for spec in exported.graph_signature.input_specs}
     if not kinds <= {InputKind.PARAMETER, InputKind.USER_INPUT}:
         # Traced on meta, such a tensor has no value.
-        raise RuntimeError("the graph holds a tensor of its own; make it an input instead")
+        raise RuntimeError("the graph holds a constant tensor; make it an input instead")
     _drop_origin(exported)
     return exported
 
@@ -127,7 +127,7 @@ def _drop_origin(exported: torch.export.ExportedProgram) -> None:
         # Its device is meta. A rank would create it there, without a value.
         if "device" in node.kwargs:
             raise RuntimeError(
-                f"the graph makes a tensor of its own ({node.target}); make it an input instead"
+                f"the graph makes a constant tensor ({node.target}); make it an input instead"
             )
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node"):
             node.meta.pop(key, None)

@@ -41,7 +41,7 @@ TABLE = (
         (1005,),
         r"[Cc]ore\(s\) not available|[Cc]ores?.{0,40}(in use|held by)|NRT_EXEC_NC_BUSY",
         "another process holds the cores",
-        "see which: neuron-ls; end it, wait a few seconds and type the same again",
+        "see which: neuron-ls; end it, wait a few seconds and run the command again",
     ),
     Known(
         (),
@@ -68,7 +68,7 @@ TABLE = (
         "NRT_TIMEOUT",
         "a run did not end in time",
         "a first run may take minutes: export NEURON_RT_EXEC_TIMEOUT=1800; if it comes again on a"
-        " warm run, a rank hangs: end the process, wait a few seconds and type the same again",
+        " warm run, a rank hangs: end the process, wait a few seconds and run the command again",
     ),
     Known(
         (7,),
@@ -115,13 +115,13 @@ TABLE = (
         "NRT_HW_ERROR|NRT_EXEC_UNIT_UNRECOVERABLE|NRT_EXEC_HW_ERR|"
         "NRT_EXEC_COMPLETED_WITH_ERR|NRT_EXEC_OOB",
         "the core failed",
-        "type the same again; " + _RESET,
+        "run the command again; " + _RESET,
     ),
     Known(
         (1206,),
         "NRT_NETWORK_PROXY_FAILURE|Failed to bind|Address already in use|ncclInitGlobalComm failed",
         "the cores could not find each other",
-        "wait a minute for the last run's ports, and type the same again",
+        "wait a minute for the last run's ports, and run the command again",
     ),
     # neuronx-cc: a code identifies the failed pass; the last row matches any other code
     Known(

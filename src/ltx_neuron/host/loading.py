@@ -115,12 +115,12 @@ class ModelSpec(NamedTuple):
         if not all(finite(tensor) for tensor in given):
             raise RunError(
                 f"NaN or Inf in the inputs of the {self.name}: an earlier stage failed, not its"
-                f" weights in {self.path}\nType the same again, without --resume"
+                f" weights in {self.path}\nRun the command again, without --resume"
             )
         raise RunError(
             f"NaN or Inf in the outputs of the {self.name}, from finite inputs: its weights in"
-            f" {self.path} are damaged\nDownload the file again: {self.download}\nand type the same"
-            " again"
+            f" {self.path} are damaged\nDownload the file again: {self.download}\nand run the"
+            " command again"
         )
 
     def _file(self) -> WeightFile:

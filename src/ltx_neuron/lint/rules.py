@@ -135,7 +135,7 @@ REFUSED_OPERATIONS = {
         "NCC_EVRF006: random numbers of the device are not the host's",
         "draw on the host and make it an input",
     ),
-    "arange": ("the graph makes a tensor of its own", "make it an input"),
+    "arange": ("the graph makes a constant tensor", "make it an input"),
     "while": ("control flow on data", "unroll the loop"),
     "conditional": ("control flow on data", "compute both and choose by a tensor of 0 and 1"),
     "custom-call": (
@@ -181,7 +181,7 @@ def broken(operation: Operation, target: Target) -> Iterator[tuple[str, str]]:
         yield why, "fix it when compiling, one bucket per size"
     if operation.name == "constant" and {k.shape for k in operation.results} - {(), (1,)}:
         do = "make it an input or a parameter, so that each rank supplies its own"
-        yield "the graph holds a tensor of its own", do
+        yield "the graph holds a constant tensor", do
     if not operation.collective and operation.name not in target.operations:
         yield _first(REFUSED_OPERATIONS, operation.name)
     if operation.name in SUMMING and operation.operands[0].dtype != "f32":

@@ -160,7 +160,7 @@ class Ranks(ranks.Ranks):
                 raise RankError(
                     f"rank {rank} of {self.tp} could not be started: {type(error).__name__}"
                     f" {error}\nSomebody killed the process that starts ranks, or memory ran out"
-                    " (dmesg says so); type the same again"
+                    " (dmesg says so); run the command again"
                 ) from None
             finally:
                 rank_end.close()  # otherwise the host would not see the rank's end
