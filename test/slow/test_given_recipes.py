@@ -33,7 +33,7 @@ contexts, wanted, generate = given_runs.contexts, given_runs.wanted, given_runs.
 # falls out differently, and a floor of one rounding (2**-8 = 0.004).
 BF16_FACTOR, BF16_FLOOR = 2, 0.005
 SHOWS = 1e-3  # what a wrong way changes at least
-RETAKE_DEV = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
+DEV = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
 
 
 # --- the dev recipe -------------------------------------------------------------------------------
@@ -52,21 +52,36 @@ def test_a_guided_video_for_a_sound_in_one_stage_equals_ltx_pipelines(
     assert torch.equal(got["s1_audio"], got["audio_latent"]) and "s2_video" not in got
 
 
+@pytest.mark.parametrize("two_stage", [False, True])
+def test_a_guided_video_for_a_sound_and_images_equals_ltx_pipelines(
+    generate, wanted, files, tiny, two_stage
+):
+    """A first frame held in part, and a keyframe."""
+    job = a2v_dev(files, tiny) if two_stage else a2v_dev_in_one_stage(files, tiny)
+    job = replace(job, images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6)))
+    got = generate(job)
+    assert_equals_the_oracle(got, wanted(job), GUIDED)
+    assert torch.equal(got["s1_audio"], got["audio_latent"]) and ("s2_video" in got) == two_stage
+
+
 def test_a_guided_retake_equals_ltx_pipelines(generate, wanted, files):
-    job = retake(files, **RETAKE_DEV)
+    job = retake(files, **DEV)
     assert_equals_the_oracle(generate(job), wanted(job), GUIDED)
 
 
 def test_a_guided_video_made_longer_in_one_window_equals_a_retake_of_the_longer_clip(
     opened, contexts, wanted, files
 ):
-    job = longer(files, **RETAKE_DEV)
+    job = longer(files, **DEV)
     assert_longer_equals_the_oracle(opened(), contexts, job, wanted(job, Longer), GUIDED)
 
 
+def in_one_stage(files, tiny, **more):
+    return ic_lora(files, tiny, two_stage=False, **more)
+
+
 def test_guided_references_in_one_stage_equal_ltx_pipelines(generate, wanted, files, tiny):
-    guided = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
-    job = ic_lora(files, tiny, two_stage=False, **guided)
+    job = in_one_stage(files, tiny, **DEV)
     assert_equals_the_oracle(generate(job), wanted(job), GUIDED)
 
 
@@ -75,6 +90,14 @@ def test_guided_references_in_one_stage_equal_ltx_pipelines(generate, wanted, fi
 IN_BF16 = {
     "a retake of both": lambda files, tiny: retake(files),
     "masked references": lambda files, tiny: replace(ic_lora(files, tiny), skip_stage_2=True),
+    "references in one stage": lambda files, tiny: in_one_stage(files, tiny),
+    "references, guided": lambda files, tiny: in_one_stage(files, tiny, **DEV),
+    "a still": lambda files, tiny: in_one_stage(
+        files, tiny, references=((files / "held.mkv", 1.0),), attention_mask=None
+    ),
+    "a sound and images, guided": lambda files, tiny: replace(
+        a2v_dev_in_one_stage(files, tiny), images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6))
+    ),
 }
 
 
@@ -250,7 +273,7 @@ JOBS = {
     "both": lambda files, tiny: retake(files),
     "video": lambda files, tiny: retake(files, "video", seed=4),
     "audio": lambda files, tiny: retake(files, "audio", seed=4),
-    "both, guided": lambda files, tiny: retake(files, **RETAKE_DEV),
+    "both, guided": lambda files, tiny: retake(files, **DEV),
     "both, cut": lambda files, tiny: retake(files, film="cut"),
     "masked": lambda files, tiny: ic_lora(files, tiny, skip_stage_2=True),
     "masked in two stages": ic_lora,
