@@ -112,14 +112,18 @@ def generate(opened, contexts):
     def generate(
         given: given_oracle.Job, compat: str | None = None, dtype: str = "float32"
     ) -> dict[str, torch.Tensor]:
-        engine, job = opened(compat, dtype), told(given)
-        for stage in job.stages:
-            engine.workspace.compile_dit([job.bucket(stage)])
-        give_contexts(engine, job, partial(contexts, dtype=engine.workspace.dtype))
-        (result,) = engine.run([job], keep=True, decode=False)
-        return result.tensors
+        return run(opened(compat, dtype), given, contexts)
 
     return generate
+
+
+def run(engine: Engine, given: given_oracle.Job, contexts) -> dict[str, torch.Tensor]:
+    job = told(given)
+    for stage in job.stages:
+        engine.workspace.compile_dit([job.bucket(stage)])
+    give_contexts(engine, job, partial(contexts, dtype=engine.workspace.dtype))
+    (result,) = engine.run([job], keep=True, decode=False)
+    return result.tensors
 
 
 def told(job: given_oracle.Job) -> Job:

@@ -6,10 +6,12 @@ from dataclasses import replace
 import given_runs
 import pytest
 import torch
+from engines import opened_engine, opened_workspace
 from given_oracle import Given, KeptBeginsAsNoise, Stream
 from given_runs import (
     AUDIO,
     DUST,
+    FP32,
     GUIDED,
     VIDEO,
     Longer,
@@ -21,10 +23,16 @@ from given_runs import (
     ic_lora,
     interpolated,
     longer,
+    lora,
+    loras_of,
     retake,
+    run,
     scaled_ic_lora,
+    told,
 )
 from helpers import one_thread, rel  # noqa: F401
+
+from ltx_neuron.models.programs import may_divide
 
 files, workspace, opened = given_runs.files, given_runs.workspace, given_runs.opened  # fixtures
 contexts, wanted, generate = given_runs.contexts, given_runs.wanted, given_runs.generate
@@ -326,6 +334,30 @@ OTHERWISE = [
 
 def full_strength(references: tuple) -> tuple:
     return tuple((path, 1.0) for path, _ in references)
+
+
+# How many stages have tokens that four ranks can share; in the others every rank has all of them.
+DIVIDED = {"a sound and images": 1, "both, guided": 1, "masked in two stages": 2, "guides": 2}
+
+
+@pytest.fixture(scope="module")
+def divided(tiny, artifacts):
+    workspace = opened_workspace(tiny, artifacts, 1, tp=4, settings=("sequence_parallel=true",))
+    workspace.shard("dit", [(), loras_of(lora(tiny))])
+    with opened_engine(workspace, tiny) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("what", DIVIDED)
+def test_ranks_that_share_the_videos_tokens_equal_ltx_pipelines(
+    divided, contexts, wanted, files, tiny, what
+):
+    job = JOBS[what](files, tiny)
+    buckets = map(told(job).bucket, told(job).stages)
+    assert sum(may_divide(bucket, 4) for bucket in buckets) == DIVIDED[what]
+    assert_equals_the_oracle(
+        run(divided, job, contexts), wanted(job), GUIDED if job.video else FP32
+    )
 
 
 @pytest.mark.parametrize(("what", "change", "names"), OTHERWISE)
