@@ -5,6 +5,7 @@ Imported as `given_runs`."""
 import zlib
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import given_oracle
 import pytest
@@ -12,6 +13,7 @@ import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace, sharing
 from given_oracle import Given
 from helpers import STREAMS, picture_frames, rel, tone, write_film, write_sound
+from PIL import Image
 
 from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
@@ -42,13 +44,16 @@ AUDIO = (("cfg_scale", 5.0), ("stg_scale", 1.3), ("stg_blocks", (0,)), ("modalit
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """film: 17 frames of 64 x 64 with sound; cut: with half of it; mute: with none; short: 9 of
-    64 x 80 frames; mask: 9 striped ones. And sound."""
+    64 x 80 frames; held: a picture, and 17 frames of it; mask: 9 striped ones. And sound."""
     folder = tmp_path_factory.mktemp("media")
     film, seconds = picture_frames(17, 64, 64, 3), 17 / 20
     for name, sound in (("film", 1.0), ("cut", 0.5), ("mute", None)):
         sound = None if sound is None else tone(48000, seconds * sound)
         write_film(folder / f"{name}.mkv", film, 20, sound=sound)
     write_film(folder / "short.mkv", picture_frames(9, 64, 80, 40), 24)
+    picture = picture_frames(1, 64, 80, 70)
+    Image.fromarray(picture[0].numpy()).save(folder / "held.png")
+    write_film(folder / "held.mkv", picture.expand(17, -1, -1, -1), 25, lossless=True)
     # At a third of its size every other stripe is seen, at a sixth each of them.
     bright = (torch.arange(192) % 6 - 2).abs() < 2
     grey = 250 - 20 * torch.arange(9)[:, None] - torch.arange(192)
@@ -107,14 +112,18 @@ def generate(opened, contexts):
     def generate(
         given: given_oracle.Job, compat: str | None = None, dtype: str = "float32"
     ) -> dict[str, torch.Tensor]:
-        engine, job = opened(compat, dtype), told(given)
-        for stage in job.stages:
-            engine.workspace.compile_dit([job.bucket(stage)])
-        give_contexts(engine, job, partial(contexts, dtype=engine.workspace.dtype))
-        (result,) = engine.run([job], keep=True, decode=False)
-        return result.tensors
+        return run(opened(compat, dtype), given, contexts)
 
     return generate
+
+
+def run(engine: Engine, given: given_oracle.Job, contexts) -> dict[str, torch.Tensor]:
+    job = told(given)
+    for stage in job.stages:
+        engine.workspace.compile_dit([job.bucket(stage)])
+    give_contexts(engine, job, partial(contexts, dtype=engine.workspace.dtype))
+    (result,) = engine.run([job], keep=True, decode=False)
+    return result.tensors
 
 
 def told(job: given_oracle.Job) -> Job:
@@ -130,16 +139,12 @@ def told(job: given_oracle.Job) -> Job:
         more["retake"] = Retake(*job.retake)
     if job.attention_mask:
         more["attention_mask"] = AttentionMask(*job.attention_mask)
-    frames = {"film.mkv": 17, "short.mkv": 9}
     return Job(
         job.prompt,
         Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage),
         job.seed,
         images=tuple(ImageCondition(*image) for image in job.images),
-        references=tuple(
-            ReferenceVideo(path, strength, frames[path.name], *job.scales)
-            for path, strength in job.references
-        ),
+        references=tuple(reference(*given, job.scales) for given in job.references),
         images_as_guides=job.images_as_guides,
         skip_stage_2=job.skip_stage_2,
         loras=loras_of(job.loras),
@@ -147,6 +152,13 @@ def told(job: given_oracle.Job) -> Job:
         stage_2_loras=loras_of(job.refining_loras),
         **more,
     )
+
+
+def reference(path: Path, strength: float, scales: tuple[int, int]) -> ReferenceVideo:
+    """Of a file of `files`; of held.mkv's frames, the picture that they show."""
+    frames, still = {"short.mkv": 9}.get(path.name, 17), path.name == "held.mkv"
+    path = path.with_suffix(".png") if still else path
+    return ReferenceVideo(path, strength, frames, *scales, still)
 
 
 def lora(tiny) -> tuple:

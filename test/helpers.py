@@ -435,7 +435,7 @@ def picture_frames(count, height, width, seed):
     return torch.stack([128 + 110 * torch.sin(plane / 23) for plane in planes], -1).byte()
 
 
-def write_film(path, frames, rate=24, first=0, sound=None):
+def write_film(path, frames, rate=24, first=0, sound=None, lossless=False):
     """A video whose first frame has the number `first`, with 48000 samples a second, if any."""
     import av
 
@@ -445,8 +445,10 @@ def write_film(path, frames, rate=24, first=0, sound=None):
             samples = (sound * 2**15).short().T.reshape(1, -1).contiguous().numpy()
             samples = av.AudioFrame.from_ndarray(samples, format="s16", layout="stereo")
             samples.sample_rate = 48000
-        stream = container.add_stream("libx264", rate=rate, options={"crf": "12"})
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        codec, pixels = ("libx264rgb", "rgb24") if lossless else ("libx264", "yuv420p")
+        options = {"qp": "0"} if lossless else {"crf": "12"}
+        stream = container.add_stream(codec, rate=rate, options=options)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pixels
         for number, picture in enumerate(frames.numpy(), first):
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts = number

@@ -80,6 +80,7 @@ class Engine:
             audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
             profile=workspace.profile,
             arithmetic=workspace.arithmetic,
+            tiles_1_0_0=self.compat.tiles,
         )
         self.preflight = Preflight(workspace, self.host, options.neuron_gemma, options.neuron_vae)
         self.residency = Residency(workspace, recorder)

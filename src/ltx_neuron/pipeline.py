@@ -275,16 +275,16 @@ class LTXPipeline:
             fields["regenerate"] = None
         path = str(video) if isinstance(video, str | Path) else None
         spec = JobSpec.model_construct(video_path=path, **fields)
-        upright = not self.engine.compat.as_stored
+        orientation = self.engine.compat.orientation
         try:
             retake = retake_of(spec, "video")
             if isinstance(video, Retake):
                 own = {"video_path": str(video.path), "extend": video.extend or None}
                 spec, retake = spec.model_copy(update=own), video
-            size = size_of(spec, upright, "video")
+            size = size_of(spec, orientation == "shown", "video")
         except FieldError as error:
             raise UserError(error.spelled(_name)) from None
-        return {"size": size, "retake": retake, "upright": upright}
+        return {"size": size, "retake": retake, "orientation": orientation}
 
     def _recipe_fields(
         self,

@@ -54,7 +54,7 @@ class Profile:
                     machine's CPU measures faster with it, else float32
     vae_tile        longer side of a decoder's tile in pixels, and vae_overlap, the pixels that two
                     tiles share; vae_tile_frames and vae_overlap_frames: the same in time. The
-                    defaults are ltx-core's
+                    defaults are those of ltx-core since 1.1.3
     vae_tile_latents  of --neuron-vae: maximum latents (frames x rows x columns) in a tile, with the
                       overlaps above; 0: tiles as on the host
     overlap_decode  the ranks denoise a batch's next clip while the host decodes one; the host
@@ -83,9 +83,9 @@ class Profile:
     chip: Chip | None = None
     host_memory_bytes: int | None = None
     host_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    vae_tile: int = 512
+    vae_tile: int = 768
     vae_overlap: int = 64
-    vae_tile_frames: int = 64
+    vae_tile_frames: int = 80
     vae_overlap_frames: int = 24
     vae_tile_latents: int = 0
     overlap_decode: bool = True

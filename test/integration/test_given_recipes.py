@@ -70,7 +70,7 @@ def test_a_retake_of_both_streams_equals_ltx_pipelines(generate, wanted, files):
 
 @pytest.mark.parametrize("made", STREAMS)
 def test_a_retake_of_one_stream_equals_ltx_pipelines_of_each_release(generate, wanted, files, made):
-    """By default what is kept begins clean, as in 1.0.0; in 1.2.0 it begins as noise."""
+    """By default what is kept begins clean, as in 1.0.0; since 1.1.0 it begins as noise."""
     job = retake(files, made, seed=4)
     kept = {"video": "audio", "audio": "video"}[made]
     got = generate(job)

@@ -6,10 +6,12 @@ from dataclasses import replace
 import given_runs
 import pytest
 import torch
+from engines import opened_engine, opened_workspace
 from given_oracle import Given, KeptBeginsAsNoise, Stream
 from given_runs import (
     AUDIO,
     DUST,
+    FP32,
     GUIDED,
     VIDEO,
     Longer,
@@ -21,10 +23,16 @@ from given_runs import (
     ic_lora,
     interpolated,
     longer,
+    lora,
+    loras_of,
     retake,
+    run,
     scaled_ic_lora,
+    told,
 )
 from helpers import one_thread, rel  # noqa: F401
+
+from ltx_neuron.models.programs import may_divide
 
 files, workspace, opened = given_runs.files, given_runs.workspace, given_runs.opened  # fixtures
 contexts, wanted, generate = given_runs.contexts, given_runs.wanted, given_runs.generate
@@ -33,7 +41,7 @@ contexts, wanted, generate = given_runs.contexts, given_runs.wanted, given_runs.
 # falls out differently, and a floor of one rounding (2**-8 = 0.004).
 BF16_FACTOR, BF16_FLOOR = 2, 0.005
 SHOWS = 1e-3  # what a wrong way changes at least
-RETAKE_DEV = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
+DEV = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
 
 
 # --- the dev recipe -------------------------------------------------------------------------------
@@ -52,21 +60,36 @@ def test_a_guided_video_for_a_sound_in_one_stage_equals_ltx_pipelines(
     assert torch.equal(got["s1_audio"], got["audio_latent"]) and "s2_video" not in got
 
 
+@pytest.mark.parametrize("two_stage", [False, True])
+def test_a_guided_video_for_a_sound_and_images_equals_ltx_pipelines(
+    generate, wanted, files, tiny, two_stage
+):
+    """A first frame held in part, and a keyframe."""
+    job = a2v_dev(files, tiny) if two_stage else a2v_dev_in_one_stage(files, tiny)
+    job = replace(job, images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6)))
+    got = generate(job)
+    assert_equals_the_oracle(got, wanted(job), GUIDED)
+    assert torch.equal(got["s1_audio"], got["audio_latent"]) and ("s2_video" in got) == two_stage
+
+
 def test_a_guided_retake_equals_ltx_pipelines(generate, wanted, files):
-    job = retake(files, **RETAKE_DEV)
+    job = retake(files, **DEV)
     assert_equals_the_oracle(generate(job), wanted(job), GUIDED)
 
 
 def test_a_guided_video_made_longer_in_one_window_equals_a_retake_of_the_longer_clip(
     opened, contexts, wanted, files
 ):
-    job = longer(files, **RETAKE_DEV)
+    job = longer(files, **DEV)
     assert_longer_equals_the_oracle(opened(), contexts, job, wanted(job, Longer), GUIDED)
 
 
+def in_one_stage(files, tiny, **more):
+    return ic_lora(files, tiny, two_stage=False, **more)
+
+
 def test_guided_references_in_one_stage_equal_ltx_pipelines(generate, wanted, files, tiny):
-    guided = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
-    job = ic_lora(files, tiny, two_stage=False, **guided)
+    job = in_one_stage(files, tiny, **DEV)
     assert_equals_the_oracle(generate(job), wanted(job), GUIDED)
 
 
@@ -75,6 +98,14 @@ def test_guided_references_in_one_stage_equal_ltx_pipelines(generate, wanted, fi
 IN_BF16 = {
     "a retake of both": lambda files, tiny: retake(files),
     "masked references": lambda files, tiny: replace(ic_lora(files, tiny), skip_stage_2=True),
+    "references in one stage": lambda files, tiny: in_one_stage(files, tiny),
+    "references, guided": lambda files, tiny: in_one_stage(files, tiny, **DEV),
+    "a still": lambda files, tiny: in_one_stage(
+        files, tiny, references=((files / "held.mkv", 1.0),), attention_mask=None
+    ),
+    "a sound and images, guided": lambda files, tiny: replace(
+        a2v_dev_in_one_stage(files, tiny), images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6))
+    ),
 }
 
 
@@ -250,7 +281,7 @@ JOBS = {
     "both": lambda files, tiny: retake(files),
     "video": lambda files, tiny: retake(files, "video", seed=4),
     "audio": lambda files, tiny: retake(files, "audio", seed=4),
-    "both, guided": lambda files, tiny: retake(files, **RETAKE_DEV),
+    "both, guided": lambda files, tiny: retake(files, **DEV),
     "both, cut": lambda files, tiny: retake(files, film="cut"),
     "masked": lambda files, tiny: ic_lora(files, tiny, skip_stage_2=True),
     "masked in two stages": ic_lora,
@@ -303,6 +334,30 @@ OTHERWISE = [
 
 def full_strength(references: tuple) -> tuple:
     return tuple((path, 1.0) for path, _ in references)
+
+
+# How many stages have tokens that four ranks can share; in the others every rank has all of them.
+DIVIDED = {"a sound and images": 1, "both, guided": 1, "masked in two stages": 2, "guides": 2}
+
+
+@pytest.fixture(scope="module")
+def divided(tiny, artifacts):
+    workspace = opened_workspace(tiny, artifacts, 1, tp=4, settings=("sequence_parallel=true",))
+    workspace.shard("dit", [(), loras_of(lora(tiny))])
+    with opened_engine(workspace, tiny) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("what", DIVIDED)
+def test_ranks_that_share_the_videos_tokens_equal_ltx_pipelines(
+    divided, contexts, wanted, files, tiny, what
+):
+    job = JOBS[what](files, tiny)
+    buckets = map(told(job).bucket, told(job).stages)
+    assert sum(may_divide(bucket, 4) for bucket in buckets) == DIVIDED[what]
+    assert_equals_the_oracle(
+        run(divided, job, contexts), wanted(job), GUIDED if job.video else FP32
+    )
 
 
 @pytest.mark.parametrize(("what", "change", "names"), OTHERWISE)

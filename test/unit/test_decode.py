@@ -1,5 +1,6 @@
 """The host models against ltx-core's own, built by its own loader from the same tiny checkpoint."""
 
+import dataclasses
 import errno
 import json
 import subprocess
@@ -21,13 +22,14 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
 from ltx_neuron.job import Job
+from ltx_neuron.profiles import PROFILES
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text.encoders import Contexts
 
-# Long enough (10 latent frames are 73) that the reference's default tiling cuts it into two
+# Long enough (11 latent frames are 81) that the reference's default tiling cuts it into two
 # overlapping pieces.
-VIDEO_SHAPE = (1, 128, 10, 2, 3)
+VIDEO_SHAPE = (1, 128, 11, 2, 3)
 AUDIO_SHAPE = (1, 8, 5, 16)
 # Sums in another order move a value by about 1e-6, and frames are cut to whole numbers.
 FRAME_COUNTS = 1
@@ -110,31 +112,38 @@ def test_a_latent_is_upsampled_as_ltx_core_does(tiny, kind, shape):
 
 
 @cache
-def decoded_by_ltx_core(path, shape, dtype, tiled=True):
-    """Frames of a latent in the reference's default tiles, or in one piece."""
+def decoded_by_ltx_core(path, shape, dtype, tiles="1.2.0"):
+    """Frames of a latent in the default tiles of a release, or in one piece."""
     from ltx_core.model.video_vae import (
         VAE_DECODER_COMFY_KEYS_FILTER,
+        SpatialTilingConfig,
+        TemporalTilingConfig,
         TilingConfig,
         VideoDecoderConfigurator,
         decode_video,
     )
 
     decoder = reference(VideoDecoderConfigurator, path, VAE_DECODER_COMFY_KEYS_FILTER, dtype)
-    tiles = TilingConfig.default() if tiled else None
+    config = {
+        "1.2.0": TilingConfig(SpatialTilingConfig(768, 64), TemporalTilingConfig(80, 24)),
+        "1.0.0": TilingConfig.default(),
+    }.get(tiles)
     with torch.no_grad():
-        return torch.cat(list(decode_video(latent(shape).to(dtype), decoder, tiles)))
+        return torch.cat(list(decode_video(latent(shape).to(dtype), decoder, config)))
 
 
-def test_frames_are_decoded_in_the_references_default_tiles(tiny):
-    wanted, untiled = (
-        decoded_by_ltx_core(tiny.checkpoint, VIDEO_SHAPE, torch.float32, tiled)
-        for tiled in (True, False)
+@pytest.mark.parametrize("release", ["1.2.0", "1.0.0"])
+def test_frames_are_decoded_in_the_references_default_tiles(tiny, release):
+    wanted, *others = (
+        decoded_by_ltx_core(tiny.checkpoint, VIDEO_SHAPE, torch.float32, tiles).int()
+        for tiles in sorted(("1.2.0", "1.0.0", "none"), key=lambda tiles: tiles != release)
     )
-    got = torch.cat(list(host_models(tiny).decode_video(latent(VIDEO_SHAPE))))
-    assert got.shape == (73, 64, 96, 3)
+    models = host_models(tiny, tiles_1_0_0=release == "1.0.0")
+    got = torch.cat(list(models.decode_video(latent(VIDEO_SHAPE))))
+    assert got.shape == (81, 64, 96, 3)
     assert got.dtype == torch.uint8
-    assert (got.int() - wanted.int()).abs().max() <= FRAME_COUNTS
-    assert (got.int() - untiled.int()).abs().max() > 10 * FRAME_COUNTS
+    assert (got.int() - wanted).abs().max() <= FRAME_COUNTS
+    assert all((got.int() - other).abs().max() > 10 * FRAME_COUNTS for other in others)
 
 
 def test_frames_in_bfloat16_are_no_further_from_float32_than_ltx_cores_own(tiny):
@@ -244,6 +253,7 @@ def test_a_decoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path, dtyp
 
 
 # --- a clip is written while it is decoded --------------------------------------------------------
+TILES = dataclasses.replace(PROFILES["cpu"], vae_tile_frames=64)
 LONG_SHAPE = (1, 128, 26, 1, 2)  # 201 frames: groups of tiles begin every 5 latent frames
 CHUNKS = [32, 40, 40, 40, 49]
 
@@ -252,7 +262,7 @@ CHUNKS = [32, 40, 40, 40, 49]
 def decoding(tiny, request):
     """What decodes the latents of a job, by what writes it; nothing of it is left. `calls` of it
     has the tiles decoded so far."""
-    threads, host = set(threading.enumerate()), host_models(tiny)
+    threads, host = set(threading.enumerate()), host_models(tiny, profile=TILES)
     calls, forward = [], host.video_decoder.forward
 
     def decode(video, write):

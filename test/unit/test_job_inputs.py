@@ -597,9 +597,10 @@ def test_without_stage_2_half_the_size_is_decoded():
     assert job(TWO, skip_stage_2=True).latent_shape == (3, 2, 3)
 
 
-def test_compat_of_the_pipelines_1_2_0_is_the_noise_of_what_a_retake_keeps():
+def test_compat_of_the_pipelines_1_2_0_is_a_retakes_noise_and_the_orientations_that_it_ignores():
     ours, later = COMPAT[None], COMPAT["ltx-pipelines-1.2.0"]
-    assert later == replace(ours, retake_noise=True, as_stored=True)
+    assert later == replace(ours, retake_noise=True, orientation="turned")
+    assert not job(orientation="turned").upright and job().upright  # a video's display matrix
     assert not COMPAT["ltx-core-1.0.0"].retake_noise
 
 

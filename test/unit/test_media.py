@@ -92,7 +92,7 @@ STORED = {
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
 @pytest.mark.parametrize("orientation", STORED)
-def test_a_photograph_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(
+def test_a_photograph_is_taken_as_shown_or_as_stored_or_without_what_1_2_0_does_not_turn(
     tmp_path, orientation, suffix
 ):
     shown = Image.fromarray(picture(64, 96))
@@ -104,8 +104,13 @@ def test_a_photograph_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(
     stored.save(plain, quality=100)
     got = load_image(path, 64, 96, crf=0)
     assert (got[0, :, 0] - as_pixels(shown)).abs().mean() < 0.1
-    as_stored = load_image(path, *stored.size[::-1], crf=0, upright=False)
+    as_stored = load_image(path, *stored.size[::-1], crf=0, orientation="stored")
     assert torch.equal(as_stored, load_image(plain, *stored.size[::-1], crf=0))
+    turned = orientation in (3, 6, 8)  # mirrored ones are not
+    as_in_1_2_0 = load_image(
+        path, *(64, 96) if turned else as_stored.shape[3:], crf=0, orientation="turned"
+    )
+    assert torch.equal(as_in_1_2_0, got if turned else as_stored)
 
 
 def test_an_images_colour_profile_is_applied_unless_it_is_damaged(tmp_path, capsys):

@@ -150,12 +150,20 @@ def test_tiles_on_trainium_are_small_enough_and_of_few_shapes(clip):
 
 
 def test_elsewhere_tiles_are_ltx_cores_unless_the_profile_says_otherwise():
-    assert tiles_of("cpu", (16, 16, 24))[0] == (8, 11, 16)
+    assert tiles_of("cpu", (16, 32, 48))[0] == (10, 16, 24)
     assert tiles_of("cpu", (1, 3, 3), 4, "vae_tile=64", "vae_overlap=32") == [(1, 2, 2)] * 4
 
 
+def test_the_tiles_of_1_0_0_give_way_to_those_that_a_user_sets():
+    from ltx_neuron.host.tiles import TilingConfig, tiling
+
+    plain, own = resolve("cpu"), resolve("cpu", ("vae_tile=256",))
+    assert tiling(plain, compat_1_0_0=True) == TilingConfig.default() != tiling(plain)
+    assert tiling(own, compat_1_0_0=True) == tiling(own)
+
+
 @pytest.mark.parametrize(
-    "setting", ["vae_tile=65", "vae_overlap=512", "vae_tile_frames=8", "vae_overlap_frames=4"]
+    "setting", ["vae_tile=65", "vae_overlap=768", "vae_tile_frames=8", "vae_overlap_frames=4"]
 )
 def test_tiles_that_ltx_core_would_not_take_are_refused(setting):
     with pytest.raises(UserError, match=f"{setting.partition('=')[0]} is a multiple of"):

@@ -326,7 +326,7 @@ def _job(args: argparse.Namespace, said: JobSpec) -> Job:
     if getattr(args, "resume", None):
         check_resumed(said)
     with _as_typed(args):
-        return job_of(said, _upright(args))
+        return job_of(said, _orientation(args))
 
 
 def shape(args: argparse.Namespace, recipe: str) -> Job:
@@ -335,14 +335,14 @@ def shape(args: argparse.Namespace, recipe: str) -> Job:
     said = spec(args).model_copy(update={"recipe": recipe})
     if said.video_path is not None and said.extend is None:
         # The graphs do not depend on the seconds that are regenerated.
-        seconds = size_of(said, _upright(args)).seconds
+        seconds = size_of(said, _orientation(args) == "shown").seconds
         said = said.model_copy(update={"start_time": 0.0, "end_time": seconds})
-    return job_of(said, _upright(args))
+    return job_of(said, _orientation(args))
 
 
 def size(args: argparse.Namespace) -> Size:
     """The size of the flags, or of the file of --video-path."""
-    return size_of(spec(args), _upright(args))
+    return size_of(spec(args), _orientation(args) == "shown")
 
 
 def lora_sets(args: argparse.Namespace) -> dict[str, dict[str, WeightSet]]:
@@ -373,9 +373,8 @@ def recipe(args: argparse.Namespace) -> str:
     return guess
 
 
-def _upright(args: argparse.Namespace) -> bool:
-    """Whether to apply the orientation stored in images and videos. --compat's releases do not."""
-    return not COMPAT[getattr(args, "compat", None)].as_stored
+def _orientation(args: argparse.Namespace) -> str:
+    return COMPAT[getattr(args, "compat", None)].orientation
 
 
 # --- flags of a run -------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from ltx_neuron.sampling.spec import HQ_STRENGTHS, SIZES, JobSpec, LoraFile, gui
 from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
 
 
-def job_of(spec: JobSpec, upright: bool = True) -> Job:
-    """The job. upright: whether to apply the orientation stored in images and videos."""
+def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
+    """The job. orientation: see sampling.compat.Compat."""
     spec = spec.model_copy(update={"recipe": spec.recipe or Job.recipe})
     masks = spec.conditioning_attention_mask
     if len(masks) > 1:
@@ -31,14 +31,14 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
         start = spec.audio_start_time or 0.0
         sound = SoundCondition(spec.audio_path, start, spec.audio_max_duration)
     return Job(
-        size=size_of(spec, upright),
+        size=size_of(spec, orientation == "shown"),
         guidance=_guidance(spec),
         images=spec.image,
         sound=sound,
         retake=retake_of(spec),
         references=references_of(spec),
         attention_mask=AttentionMask(*masks[0]) if masks else None,
-        upright=upright,
+        orientation=orientation,
         **lora_fields(spec),
         **{name: getattr(spec, name) for name in SPEC_FIELDS},
     )
@@ -46,7 +46,7 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
 
 def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_path")) -> Size:
     """The size of the fields, or of the file of video_path. named: text before its path in
-    errors."""
+    errors. upright: apply the file's display matrix."""
     said = {name: getattr(spec, name) for name in SIZES}
     # 0 equals False, but is a given value.
     typed = {name: v for name, v in said.items() if v is not None and v is not False}

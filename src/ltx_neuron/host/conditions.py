@@ -51,7 +51,7 @@ _TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, for 
 def check(inputs: Inputs) -> None:
     """Raise UserError for files that cannot be encoded. Reads only the headers of videos."""
     for image in inputs.images:
-        check_image(image.path, *inputs.size.sides, inputs.upright)
+        check_image(image.path, *inputs.size.sides, inputs.orientation)
     if inputs.sound:
         rate = _read_sound_condition(inputs).rate
         _check_rate(inputs.sound.path, SOUND, rate, aac_rate(rate))
@@ -66,7 +66,7 @@ def encode_images(
     """The images with their latents (1, 128, 1, h, w) at a stage's size."""
     encoded = []
     for image in inputs.images:
-        pixels = load_image(image.path, height, width, image.crf, host.dtype, inputs.upright)
+        pixels = load_image(image.path, height, width, image.crf, host.dtype, inputs.orientation)
         encoded.append((image, host.encode_image(pixels)))
     return encoded
 
@@ -334,7 +334,7 @@ def _check_references(inputs: Inputs) -> None:
         _, height, width = reference.pixels(inputs.size.first)
         sides = height, width
         if reference.still:
-            check_image(reference.path, *sides, inputs.upright, REFERENCE)
+            check_image(reference.path, *sides, inputs.orientation, REFERENCE)
             continue
         _check_footage(reference.path, REFERENCE, reference.num_frames, sides, inputs.upright)
     if mask := inputs.attention_mask:
@@ -348,7 +348,7 @@ def _encode_reference(
     """The latent of every time_scale-th frame after frame 0; never in tiles."""
     path, there = reference.path, min(reference.num_frames, inputs.size.num_frames)
     if reference.still:  # not one repeated latent: the encoder is causal
-        frames = repeat(decode_image(path, inputs.upright, REFERENCE), there)
+        frames = repeat(decode_image(path, inputs.orientation, REFERENCE), there)
     else:
         frames = _exactly(there, first_frames(path, REFERENCE, inputs.upright), path, REFERENCE)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_regular
@@ -27,7 +27,7 @@ def load_image(
     width: int,
     crf: int = 33,
     dtype: torch.dtype = torch.float32,
-    upright: bool = True,
+    orientation: str = "shown",
 ) -> torch.Tensor:
     """The image as pixels (1, 3, 1, height, width) in [-1, 1], as
     ltx_pipelines.utils.media_io.load_image_conditioning.
@@ -37,9 +37,9 @@ def load_image(
     dropped. Raises UserError when `path` is not a readable image, or one too small or too large to
     use.
 
-    upright  apply the EXIF orientation and the colour profile; ltx-pipelines does since 1.2.0
+    orientation  see sampling.compat.Compat
     """
-    image = decode_image(path, upright)
+    image = decode_image(path, orientation)
     if crf != 0:
         image = _h264_round_trip(image, crf)
     check_filling(path, image.shape[:2], height, width)
@@ -65,10 +65,14 @@ def is_image(path: str | Path) -> bool:
 
 
 def check_image(
-    path: str | Path, height: int = 1, width: int = 1, upright: bool = True, flag: str = "--image"
+    path: str | Path,
+    height: int = 1,
+    width: int = 1,
+    orientation: str = "shown",
+    flag: str = "--image",
 ) -> None:
     """Raise UserError if `load_image(path, height, width)` would."""
-    check_filling(path, decode_image(path, upright, flag).shape[:2], height, width, flag)
+    check_filling(path, decode_image(path, orientation, flag).shape[:2], height, width, flag)
 
 
 def content_digest(path: str | Path) -> str:
@@ -84,17 +88,18 @@ def content_digest(path: str | Path) -> str:
         return "unreadable"
 
 
-def decode_image(path: str | Path, upright: bool, flag: str = "--image") -> np.ndarray:
+def decode_image(path: str | Path, orientation: str, flag: str = "--image") -> np.ndarray:
     """Read an image file as uint8 (H, W, 3). Raises UserError for unusable images."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             check_regular(path)
             with Image.open(path) as image:
-                if upright:
-                    shown = in_srgb(_eight_bit(ImageOps.exif_transpose(image)))
-                else:
+                if orientation == "stored":
                     shown = _eight_bit(image).convert("RGB")
+                else:
+                    turn = orientation == "shown" or _is_turned(image)
+                    shown = in_srgb(_eight_bit(ImageOps.exif_transpose(image) if turn else image))
                 picture = np.array(shown)
         except FileNotFoundError:
             raise UserError(
@@ -135,6 +140,11 @@ def check_filling(
             f"{path} is too narrow to fill {width}x{height}: got {size[1]}x{size[0]} pixels, wanted"
             f" an aspect ratio closer to the video's; crop it and pass it again with {flag} FILE"
         )
+
+
+def _is_turned(image: Image.Image) -> bool:
+    """Whether an image is stored in another quarter turn, and not mirrored."""
+    return image.getexif().get(ExifTags.Base.Orientation) in (3, 6, 8)
 
 
 def _eight_bit(image):

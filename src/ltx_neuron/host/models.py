@@ -52,6 +52,7 @@ class HostModels:
         audio_dtype: torch.dtype = torch.float32,
         profile: Profile | None = None,
         arithmetic: Arithmetic | None = None,
+        tiles_1_0_0: bool = False,
     ):
         """Nothing is read yet.
 
@@ -61,11 +62,12 @@ class HostModels:
         *_path           the upsamplers' files, or None
         audio_dtype      of audio decoder and vocoder. bfloat16 is audible, and ltx-core uses
         float32
-        profile          determines the video's tiles; None: ltx-core's
+        profile          determines the video's tiles; None: the defaults
         arithmetic       of the released video decoder and encoder, and in bfloat16 of upsamplers.
                          None: only the video decoder is ours, all others are ltx-core's
+        tiles_1_0_0      see Compat.tiles
         """
-        self.profile = profile
+        self.profile, self.tiles_1_0_0 = profile, tiles_1_0_0
         self.checkpoint_path = checkpoint_path
         self.config = config
         self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
@@ -149,7 +151,8 @@ class HostModels:
         from ltx_neuron.host import tiles
 
         if not rank_tiles:
-            return self.video_decoder, tiles.tiling(self.profile)
+            profile = self.profile or Profile
+            return self.video_decoder, tiles.tiling(profile, self.tiles_1_0_0)
         assert self.profile  # of the ranks
         decoder = tiles.TiledDecoder(rank_tiles, rank_tiles.at_once)
         return decoder, tiles.tiling_for_ranks(self.profile, clip, rank_tiles.at_once)

@@ -29,9 +29,12 @@ _SHAPE_COST = 0.1
 _LOOK_AHEAD = 4
 
 
-def tiling(profile: Profile | None) -> TilingConfig:
-    """The profile's tiles; ltx-core's by default and without a profile."""
-    if not profile:
+def tiling(profile: Profile | type[Profile] = Profile, compat_1_0_0: bool = False) -> TilingConfig:
+    """The profile's tiles, or the defaults of all profiles.
+
+    compat_1_0_0  ltx-core 1.0.0's, unless --profile-set has changed the profile's
+    """
+    if compat_1_0_0 and not any(setting.startswith("vae_") for setting in profile.settings):
         return TilingConfig.default()
     return _config(
         profile.vae_tile, profile.vae_tile_frames, profile.vae_overlap, profile.vae_overlap_frames

@@ -22,9 +22,8 @@ from ltx_core.model.video_vae import (
 from ltx_core.model.video_vae.resnet import UNetMidBlock3D
 from torch import nn
 
-from ltx_neuron.host import encoding
+from ltx_neuron.host import encoding, tiles
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
-from ltx_neuron.host.tiles import cut, tile_shape
 from ltx_neuron.host.winograd import (
     LARGEST_FILTERS,
     NUMBERS_AT_ONCE,
@@ -58,16 +57,16 @@ def decode_bytes(
     config      the checkpoint's parsed `config` metadata
     threads     cores that compute at the same time, each with scratch memory
     arithmetic  of the decoder
-    tiling      of the latent; by default ltx-core's
+    tiling      of the latent; by default every profile's
     """
     with torch.device("meta"):
         decoder = VideoDecoderConfigurator.from_config(config)
-    tiles = cut(latent, tiling or TilingConfig.default())
+    cuts = tiles.cut(latent, tiling or tiles.tiling())
     walk = _Walk(threads, arithmetic)
-    working = max(walk.decode(decoder, shape) for shape in set(map(tile_shape, tiles)))
+    working = max(walk.decode(decoder, shape) for shape in set(map(tiles.tile_shape, cuts)))
     # Tiles of one time span are blended into two float32 arrays, frames and their weights. The
     # frames that the next span changes are kept; the others are divided by their weights and wait.
-    spans = decoder._group_tiles_by_temporal_slice(tiles)
+    spans = decoder._group_tiles_by_temporal_slice(cuts)
     times = [span[0].out_coords[2] for span in spans]
     scale = decoder.video_downscale_factors
     frame = 3 * latent[1] * scale.height * latent[2] * scale.width  # numbers of one frame
@@ -101,9 +100,9 @@ def encode_bytes(
     clip = 3 * prod(pixels)
     copies = {torch.float32, dtype, arithmetic.dtype}
     given = clip * sum(copy.itemsize for copy in copies)
-    tiles = [pixels] if whole else encoding.tile_counts(pixels)
+    sizes = [pixels] if whole else encoding.tile_counts(pixels)
     walk = _Walk(threads, arithmetic)
-    working = max(walk.encode(encoder, tile) for tile in tiles)
+    working = max(walk.encode(encoder, size) for size in sizes)
     return _weights(encoder) + max(2 * _FLOAT32 * clip, given + working)
 
 

@@ -15,11 +15,11 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.spectrogram import resample
 
-# x264's output depends on its thread count, so that is fixed. Its macroblock tree reads
-# uninitialised memory if the width is not a multiple of 256 (seen with PyAV 18.1). It is disabled,
-# so that equal frames give equal bytes.
+# x264's output depends on its thread count, so that is fixed. Quality and speed are those of
+# ltx-pipelines since 1.1.3. The macroblock tree reads uninitialised memory if the width is not a
+# multiple of 256 (seen with PyAV 18.1). It is disabled, so that equal frames give equal bytes.
 X264_THREADS = 4
-X264_OPTIONS = {"mbtree": "0"}
+X264_OPTIONS = {"crf": "19", "preset": "veryfast", "mbtree": "0"}
 # AVColorSpace, AVColorPrimaries and AVColorTransferCharacteristic of ITU-R BT.709; AVColorRange of
 # 16..235.
 BT709, LIMITED_RANGE = 1, 1

@@ -13,29 +13,31 @@ class Compat:
                   (1.1.4)
     positions     video positions are rounded to the run's dtype (1.1.3)
     vocoder       audio decoder and vocoder run in the run's dtype (1.1.0)
+    tiles         the host decodes videos in tiles of 512 pixels and 64 frames, not 768 and 80, if
+                  --profile-set does not change them (1.1.3)
 
     short_negative  the default negative prompt without the words that 1.2.0 added
     refined_sound the sound of a two-stage dev video is stage 2's, not stage 1's (ltx-pipelines, in
                   ti2vid_two_stages.py until July 2026)
 
-    Difference of ltx-pipelines 1.2.0 from earlier releases:
+    Behaviour of ltx-pipelines that the default does not follow:
 
     retake_noise  the stream that a retake keeps begins as noise and is denoised to the kept part
-
-    Behaviour of all of them (1.2.0 itself applies those of images):
-
-    as_stored     the orientation and colour profile in an image and a video's display matrix are
-                  ignored
+                  (since 1.1.0)
+    orientation   "stored": orientation and colour profile of images and the display matrix of
+                  videos are ignored; "turned": of images, quarter turns and the profile are
+                  applied (since 1.2.0); "shown": everything is
     """
 
     conditioning: bool = False
     cross_sigma: bool = False
     positions: bool = False
     vocoder: bool = False
+    tiles: bool = False
     short_negative: bool = False
     refined_sound: bool = False
     retake_noise: bool = False
-    as_stored: bool = False
+    orientation: str = "shown"
 
 
 COMPAT = {
@@ -45,10 +47,11 @@ COMPAT = {
         cross_sigma=True,
         positions=True,
         vocoder=True,
+        tiles=True,
         short_negative=True,
         refined_sound=True,
-        as_stored=True,
+        orientation="stored",
     ),
-    "ltx-core-1.0.0-conditioning": Compat(conditioning=True, as_stored=True),
-    "ltx-pipelines-1.2.0": Compat(retake_noise=True, as_stored=True),
+    "ltx-core-1.0.0-conditioning": Compat(conditioning=True, orientation="stored"),
+    "ltx-pipelines-1.2.0": Compat(retake_noise=True, orientation="turned"),
 }

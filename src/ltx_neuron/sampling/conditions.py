@@ -233,7 +233,8 @@ class Inputs(ABC):
     skip_stage_2      of a two-stage run: decode the half-size result
     images_as_guides  append an image at frame 0 as a keyframe, like the others
     sampler           "euler" or "res_2s" (HQ)
-    upright           apply EXIF orientation and display matrices
+    orientation       what to apply of images' EXIF and of videos' display matrices: see
+                      compat.Compat
     """
 
     images: tuple[ImageCondition, ...] = ()
@@ -246,12 +247,17 @@ class Inputs(ABC):
     skip_stage_2: bool = False
     images_as_guides: bool = False
     sampler: str = "euler"
-    upright: bool = True
+    orientation: str = "shown"
 
     @property
     @abstractmethod
     def size(self) -> Size:
         """Of the generated video; for an extended one, of a window."""
+
+    @property
+    def upright(self) -> bool:
+        """Whether to apply the display matrices of videos."""
+        return self.orientation == "shown"
 
     # --- shapes of graphs -------------------------------------------------------------------------
 
