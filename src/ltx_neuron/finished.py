@@ -419,4 +419,5 @@ def _shape_flags(job: Job) -> list:
     """The flags of compile transformer for a job's graphs."""
     # An IC-LoRA's metadata has the scale of its references.
     loras = ["ic_lora"] if job.references else []
-    return job.spec.words([*SizeFields.model_fields, *loras, *ConditionFields.model_fields])
+    names = [*SizeFields.model_fields, "nag_scale", *loras, *ConditionFields.model_fields]
+    return job.spec.words(names)

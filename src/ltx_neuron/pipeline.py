@@ -167,6 +167,9 @@ class LTXPipeline:
         two_stage: bool = False,
         num_inference_steps: int | None = None,
         guidance: Guidance | None = None,
+        nag_scale: float | None = None,
+        nag_alpha: float = Job.nag_alpha,
+        nag_tau: float = Job.nag_tau,
         generator: torch.Generator | None = None,
         seed: int = Job.seed,
         upscale: str | None = None,
@@ -191,6 +194,8 @@ class LTXPipeline:
         """Generate one video, by default 512x768 pixels and 121 frames at 24 fps.
 
         sampler               "res_2s" is the HQ pipeline: the dev recipe in two stages
+        nag_scale             distilled recipe: avoid negative_prompt by normalized attention
+                              guidance, for example 11; 1: off
         image                 path of an image condition at frame 0, or ImageConditions
         generator             CPU generator for the noise; default: one seeded with `seed`
         loras                 for all stages; replaces the pipeline's LoRAs, () removes them
@@ -212,6 +217,9 @@ class LTXPipeline:
             num_inference_steps=_plain(num_inference_steps),
             negative_prompt=negative_prompt,
             guidance=guidance,
+            nag_scale=_plain(nag_scale),
+            nag_alpha=_plain(nag_alpha),
+            nag_tau=_plain(nag_tau),
             upscale=upscale,
             images=_several("image", image, ImageCondition, ImageCondition),
             sound=_condition("audio", audio, SoundCondition),

@@ -28,7 +28,7 @@ _DECIDING = {
     *("checkpoint_path", "gemma_root", "artifacts_dir", "profile", "profile_set", "tp_degree"),
     *("dtype", "neuron_gemma", "neuron_vae", "upscale"),
     *("prompts_file", *SizeFields.model_fields, *LoraFields.model_fields),
-    *ConditionFields.model_fields,
+    *("nag_scale", *ConditionFields.model_fields),
 }
 
 

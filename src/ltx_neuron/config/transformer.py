@@ -172,6 +172,7 @@ class Bucket:
                    step
     audio_timesteps  distinct timesteps among the audio tokens: 1, or 2 where some are kept (retake)
     biased         the video's self-attention takes a bias (a reference with an attention mask)
+    nag            the text attentions take a negative prompt (normalized attention guidance)
     """
 
     video_tokens: int
@@ -181,6 +182,7 @@ class Bucket:
     guided: bool = False
     audio_timesteps: int = 1
     biased: bool = False
+    nag: bool = False
 
     @property
     def name(self) -> str:
@@ -189,5 +191,5 @@ class Bucket:
             f"t{self.audio_timesteps}" if self.audio_timesteps > 1 else ""
         )
         shape = f"v{self.video_tokens}-{audio}-t{self.timesteps}-s{self.max_steps}"
-        kinds = {"-guided": self.guided, "-biased": self.biased}
+        kinds = {"-guided": self.guided, "-biased": self.biased, "-nag": self.nag}
         return shape + "".join(kind for kind, applies in kinds.items() if applies)

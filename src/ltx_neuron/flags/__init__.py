@@ -180,6 +180,11 @@ def add_sampler(parser: argparse.ArgumentParser) -> None:
     _add(group(parser, "video"), ["sampler"])
 
 
+def add_nag(parser: argparse.ArgumentParser) -> None:
+    """The flag of normalized attention guidance, which has graphs of its own."""
+    _add(group(parser, "video"), ["nag_scale"])
+
+
 def add_size(parser: argparse.ArgumentParser) -> None:
     """Flags of the output's size, the number of stages, and the image conditions."""
     _add(group(parser, "video"), SizeFields.model_fields)
@@ -193,6 +198,8 @@ def add_loras(parser: argparse.ArgumentParser) -> None:
 def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) -> None:
     """Flags of the inputs besides prompt and images. shape_only: only those that graphs depend on,
     for the compile commands."""
+    if shape_only:
+        add_nag(parser)
     inputs = group(parser, "sound, videos and LoRAs")
     _add(inputs, ConditionFields.model_fields)
     _add(inputs, ["ic_lora"] if shape_only else DetailFields.model_fields)

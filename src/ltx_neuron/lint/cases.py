@@ -110,8 +110,8 @@ def programs(
 
 
 def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
-    """Every kind of the DiT's buckets. Buckets of retakes and masked references only change the
-    inputs of a block, the head and the tail, so they are read with one block only."""
+    """Every kind of the DiT's buckets. Buckets of retakes, masked references and NAG only change
+    the inputs of a block, the head and the tail, so they are read with one block only."""
     own = Bucket(width.video_tokens, width.audio_tokens, timesteps=1, max_steps=8)
     images = replace(own, timesteps=2)
     buckets = {"text to video": own, "image to video": images}
@@ -124,6 +124,7 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
         biased = replace(images, video_tokens=tokens, biased=True)
         guided = replace(biased, guided=True)
         buckets |= {"masked reference": biased, "masked reference, guided": guided}
+        buckets["negative prompt"] = replace(own, nag=True)
     return buckets
 
 

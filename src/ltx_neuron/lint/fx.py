@@ -38,7 +38,7 @@ def _aten(names: str) -> set[str]:
 EXPORTED = _aten(
     """
     mul.Tensor add.Tensor sub.Tensor div.Tensor rsub.Scalar square.default sqrt.default
-    rsqrt.default sigmoid.default gelu.default clamp_min.default eq.Tensor to.dtype
+    rsqrt.default sigmoid.default gelu.default clamp_min.default abs.default eq.Tensor to.dtype
     clamp.default sin.default exp.default log.default reciprocal.default addcmul.default
     linear.default conv2d.default bmm.default softmax.int scaled_dot_product_attention.default
     layer_norm.default sum.dim_IntList sum.default mean.dim mean.default

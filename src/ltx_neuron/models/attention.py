@@ -5,7 +5,7 @@ Shapes: B batch, T queries, S keys and values, D head size, H heads of one rank 
 The kernels take (B, H, T, D) and (B, H, S, D); Attention takes tokens (B, T, dim).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -210,19 +210,25 @@ class Attention(nn.Module):
         """(B, T, H*D) -> (B, H, T, D)"""
         return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
-    def partial(
+    def attended(
         self,
         call: "AttentionCall",
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        statistics: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """This rank's summand of the output projection, (B, T, query_dim), from the projections
-        (B, T, H*D) and (B, S, H*D) twice, and the summed statistics of query (B, T, 1) and key
-        (B, S, 1)."""
+        contexts: Sequence[tuple[Tensor, Tensor]],
+        statistics: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """The attention of this rank's heads to each context, (B, T, H, D), from the projections:
+        the query (B, T, H*D), and each context's key and value (B, S, H*D). statistics: the summed
+        ones of the query (B, T, 1) and of each key (B, S, 1)."""
         query = self.split_heads(self.q_norm(query, statistics[0]))
-        key = self.split_heads(self.k_norm(key, statistics[1]))
+        return [
+            self._attended(call, query, self.split_heads(self.k_norm(key, statistic)), value)
+            for (key, value), statistic in zip(contexts, statistics[1:], strict=True)
+        ]
+
+    def _attended(
+        self, call: "AttentionCall", query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         if call.rope is not None:
             query, key = rotate(query, call.rope), rotate(key, call.key_rope or call.rope)
         value = self.split_heads(value)
@@ -230,7 +236,11 @@ class Attention(nn.Module):
         if call.keep is not None:
             # Spatio-temporal guidance: without attention each token keeps its own value.
             out = out * call.keep + value * (1 - call.keep)
-        out = out.transpose(1, 2)  # (B, T, H, D)
+        return out.transpose(1, 2)
+
+    def partial(self, call: "AttentionCall", out: Tensor) -> Tensor:
+        """This rank's summand of the output projection, (B, T, query_dim), from the attention of
+        its heads (B, T, H, D)."""
         # One gate per token and head, (B, T, H): zero logits pass the head through unchanged.
         gate = 2 * torch.sigmoid(self.to_gate_logits(call.x))
         return self.to_out[0].partial((out * gate.unsqueeze(-1)).flatten(-2))
@@ -245,6 +255,7 @@ class AttentionCall(NamedTuple):
     key_rope  tables of the keys, if they have other positions
     keep      (), guided graphs: 1 attends, 0 passes the values through (needs T = S)
     bias      (T, S), added to the scores of all heads
+    negative  normalized attention guidance: the negative prompt's context, (B, S, context_dim)
 
     x_divided, context_divided: a rank has T / tp of these tokens (sequence parallelism)
     """
@@ -256,6 +267,7 @@ class AttentionCall(NamedTuple):
     key_rope: Rope | None = None
     keep: Tensor | None = None
     bias: Tensor | None = None
+    negative: Sequence[Tensor] = ()
     x_divided: bool = False
     context_divided: bool = False
 
@@ -268,22 +280,66 @@ class AttentionCall(NamedTuple):
         return self._replace(x=x, context=context)
 
 
-def attend(comm: Comm, *calls: AttentionCall) -> list[Tensor]:
+    def projections(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The query, and each context's key and value."""
+        query, contexts = self.module.to_q(self.x), (self.context, *self.negative)
+        return query, [(self.module.to_k(each), self.module.to_v(each)) for each in contexts]
+
+
+def attend(comm: Comm, *calls: AttentionCall, nag: Tensor | None = None) -> list[Tensor]:
     """Run independent attentions with two grouped sums over the ranks: one of all statistics, one
-    of all outputs. Returns (B, T, query_dim) for each, or (B, T / tp, query_dim) if x is
-    divided."""
+    of all outputs. Returns (B, T, query_dim) for each, or (B, T / tp, query_dim) if x is divided.
+
+    nag  (3,) fp32, of calls with a negative context, see `normalized_guidance`: one sum more
+    """
     calls = [call.gathered(comm) for call in calls]
-    projections = [
-        (c.module.to_q(c.x), c.module.to_k(c.context), c.module.to_v(c.context)) for c in calls
-    ]
+    projections = [call.projections() for call in calls]
     # q_norm and k_norm span the heads of all ranks, so their sums of squares are summed first. The
     # statistics of all calls form one small message.
-    statistics = comm.sum(
-        *(ShardedRMSNorm.statistic(x) for query, key, _ in projections for x in (query, key))
+    normed = [(query, *(key for key, _ in contexts)) for query, contexts in projections]
+    summed = iter(comm.sum(*(ShardedRMSNorm.statistic(x) for each in normed for x in each)))
+    # Not a list: without guidance each output is projected before the next one is computed.
+    attended = (
+        call.module.attended(call, *projection, [next(summed) for _ in each])
+        for call, projection, each in zip(calls, projections, normed, strict=True)
     )
-    partials = [
-        call.module.partial(call, *projection, statistics[2 * i : 2 * i + 2])
-        for i, (call, projection) in enumerate(zip(calls, projections, strict=True))
-    ]
+    if nag is None:
+        outs = (out for (out,) in attended)
+    else:
+        outs = normalized_guidance(comm, nag, [*attended])
+    partials = [call.module.partial(call, out) for call, out in zip(calls, outs, strict=True)]
     outputs = sum_partials(comm, partials, [call.x_divided for call in calls])
     return [c.module.to_out[0].finish(out) for c, out in zip(calls, outputs, strict=True)]
+
+
+_SMALLEST_NORM = 1e-7  # keeps the quotient of two norms finite, as upstream
+
+
+def normalized_guidance(
+    comm: Comm, nag: Tensor, attended: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Normalized attention guidance (Chen et al. 2025, arXiv 2505.21179): each attention to a
+    prompt is moved away from the attention to the negative prompt, with one grouped sum over the
+    ranks.
+
+    nag       (3,) fp32: scale, alpha and tau
+    attended  the attentions to the prompt and to the negative prompt, (B, T, H, D) each
+
+    Per token, of all heads together: the L1 norm grows at most to tau times that of the prompt's
+    attention, and alpha mixes the result with it. Source: ComfyUI-KJNodes, LTX2_NAG.
+    """
+    scale, alpha, tau = nag.unbind(0)
+    positives = [positive.float() for positive, _ in attended]
+    # scale * positive - (scale - 1) * negative; equal attentions give themselves exactly.
+    guided = [
+        positive + (scale - 1) * (positive - negative.float())
+        for positive, (_, negative) in zip(positives, attended, strict=True)
+    ]
+    # The norms span the heads of all ranks, (B, T, 1, 1).
+    norms = iter(comm.sum(*(x.abs().sum((2, 3), keepdim=True) for x in (*positives, *guided))))
+    most = [next(norms) * tau for _ in positives]
+    results = []
+    for positive, moved, limit, norm in zip(positives, guided, most, norms, strict=True):
+        limited = moved * (limit / (norm + _SMALLEST_NORM)).clamp(max=1)
+        results.append((positive + alpha * (limited - positive)).to(attended[0][0].dtype))
+    return results

@@ -192,16 +192,21 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Each stream attends to its own text context, without RoPE: Tv x S and Ta x S."""
         v_norm, a_norm, v_gate, a_gate = self._modulated(video, audio, modulations, TEXT_ATTENTION)
-        v_context, a_context = inputs.video_context, inputs.audio_context  # (1, S, Dv), (1, S, Da)
+        contexts = [(inputs.video_context, inputs.audio_context)]  # (1, S, Dv), (1, S, Da)
+        if (nag := optional(inputs, "nag")) is not None:
+            contexts.append((inputs.negative_video_context, inputs.negative_audio_context))
         if self.modulated_prompt:
             # By the step's sigma: keys and values change every step and cannot be computed once.
-            v_prompt, a_prompt = self.prompt_scale_shift_table, self.audio_prompt_scale_shift_table
-            v_context = self._modulate_prompt(v_context, modulations[0], v_prompt)
-            a_context = self._modulate_prompt(a_context, modulations[1], a_prompt)
+            tables = self.prompt_scale_shift_table, self.audio_prompt_scale_shift_table
+            contexts = [[*map(self._modulate_prompt, c, modulations, tables)] for c in contexts]
+        (v_context, *v_negative), (a_context, *a_negative) = zip(*contexts, strict=True)
         v, a = attend(
             self.comm,
-            AttentionCall(self.attn2, v_norm, v_context, x_divided=self.divided),
-            AttentionCall(self.audio_attn2, a_norm, a_context),
+            AttentionCall(
+                self.attn2, v_norm, v_context, negative=v_negative, x_divided=self.divided
+            ),
+            AttentionCall(self.audio_attn2, a_norm, a_context, negative=a_negative),
+            nag=nag,
         )
         return video + v * v_gate, audio + a * a_gate
 

@@ -114,6 +114,7 @@ def dit_program(
         "divided": sequence_parallel,
         "masked": bucket.audio_timesteps > 1,
         "biased": bucket.biased,
+        "nag": bucket.nag,
     }
     kinds = tuple(kind for kind, applies in flags.items() if applies)
     inputs = {

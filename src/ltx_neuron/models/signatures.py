@@ -30,6 +30,8 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
   finite                    (1,), a number that is finite if all of a step's latents are
   *_hidden                  (1, T, D), the streams between the blocks
   *_context                 (1, S, D), the text, from the connectors
+  nag                       (3,), normalized attention guidance: scale, alpha, tau; it also has
+                            `negative_*_context`, the text of the negative prompt
   *_cos, *_sin              RoPE of a stream's self-attention, (1, heads of a rank, T, half a head)
   *_cross_cos, *_cross_sin  RoPE of the audio-video attentions, in seconds, with audio's heads
 
@@ -156,10 +158,16 @@ def stage_features(stage: int) -> type:
 # Of buckets with audio_timesteps > 1: the inputs that hold audio tokens.
 AUDIO_MASKS = ("audio_timestep_mask", "audio_denoise_mask", "audio_clean_latent")
 # Further inputs of some kinds of graphs, by the part of the step that reads them: guided passes,
-# sequence parallelism ("divided"), held audio tokens ("masked"), a bias of scores.
+# sequence parallelism ("divided"), held audio tokens ("masked"), a bias of scores, normalized
+# attention guidance.
 _MORE = {
     "head": {"guided": ("enabled_steps",), "divided": ("rank_one_hot",)},
-    "blocks": {"guided": ("keep", "enabled"), "masked": AUDIO_MASKS[:1], "biased": ("video_bias",)},
+    "blocks": {
+        "guided": ("keep", "enabled"),
+        "masked": AUDIO_MASKS[:1],
+        "biased": ("video_bias",),
+        "nag": ("nag", "negative_video_context", "negative_audio_context"),
+    },
     "tail": {"masked": AUDIO_MASKS},
     "guide": {"masked": AUDIO_MASKS[1:]},
 }
@@ -259,6 +267,9 @@ def dit_fields(
         }
     if bucket.biased:
         fields["video_bias"] = Field((t_video, t_video), dtype)
+    if bucket.nag:
+        negative = {f"negative_{s}_context": fields[f"{s}_context"] for s in ("video", "audio")}
+        fields |= negative | {"nag": Field((3,), fp32)}
     if sequence_parallel:
         own = t_video // tp
         fields["rank_one_hot"] = Field((1, tp), dtype, split=0)

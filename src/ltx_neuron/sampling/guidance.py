@@ -106,6 +106,11 @@ HQ_DEFAULTS = Guidance(_HQ_STREAM, replace(_HQ_STREAM, cfg_scale=7.0, rescale_sc
 HQ_STEPS = 15
 
 
+# Normalized attention guidance of the distilled recipe (models.attention.normalized_guidance), as
+# ComfyUI-KJNodes, LTX2_NAG, has them. Its scale is 11.
+NAG_ALPHA, NAG_TAU = 0.25, 2.5
+
+
 def default_steps(sampler: str) -> int:
     return HQ_STEPS if sampler == "res_2s" else DEFAULT_STEPS
 

@@ -32,6 +32,7 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.sampling.conditions import ImageCondition, WeightedFile
+from ltx_neuron.sampling.guidance import NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
 from ltx_neuron.sampling.size import FRAME_RATES, Size
@@ -130,7 +131,7 @@ class Fields(BaseModel):
 
 class SamplingFields(Fields):
     negative_prompt: str | None = _option(
-        "dev recipe: content to avoid (default: built in)", "TEXT"
+        "content to avoid, with the dev recipe or --nag-scale (default: built in)", "TEXT"
     )
     seed: int = _option(
         f"seed of the noise (default: {SEED})", "N", default=SEED, ge=-(2**63), lt=2**64
@@ -144,6 +145,27 @@ class SamplingFields(Fields):
     )
     upscale: Literal[tuple(UPSCALES)] | None = _option(
         "after one stage: double the size (spatial), the frame rate (temporal), or both"
+    )
+    nag_scale: float | None = _option(
+        "distilled recipe: avoid --negative-prompt by normalized attention guidance (NAG), for"
+        " example 11; 1: off (default: off)",
+        "SCALE",
+        ge=1,
+        le=100,
+    )
+    nag_alpha: float = _option(
+        f"share of NAG in a text attention (default: {NAG_ALPHA:g})",
+        "SHARE",
+        default=NAG_ALPHA,
+        ge=0,
+        le=1,
+    )
+    nag_tau: float = _option(
+        f"NAG's limit of a token's growth in a text attention (default: {NAG_TAU:g})",
+        "FACTOR",
+        default=NAG_TAU,
+        ge=0,
+        le=10,
     )
 
 

@@ -68,7 +68,8 @@ def size_key(buckets: Iterable[Bucket]) -> str:
     """The key of a size's tuned settings: the shapes of its stages, without their number of
     distinct timesteps."""
     shapes = (
-        f"v{bucket.video_tokens}-a{bucket.audio_tokens}{'-guided' if bucket.guided else ''}"
+        f"v{bucket.video_tokens}-a{bucket.audio_tokens}"
+        f"{'-guided' * bucket.guided}{'-nag' * bucket.nag}"
         for bucket in buckets
     )
     return "+".join(dict.fromkeys(shapes))
