@@ -305,8 +305,8 @@ class Job(Inputs):
             check_guidable([], self.recipe)
         if self.negative_prompt is not None and self.nag_scale is None:
             raise FieldError(
-                "{negative_prompt} needs {nag_scale} with the distilled recipe, or {recipe} dev; type"
-                " for example {nag_scale} 11"
+                "{negative_prompt} with the distilled recipe needs {nag_scale}; type {nag_scale} 11"
+                " as well.\nFor the full (dev) checkpoint type {recipe} dev"
             )
         if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
             raise FieldError(

@@ -9,7 +9,17 @@ import pytest
 import recipe_runs
 import recipes_oracle
 import torch
-from recipe_runs import GUIDED, assert_equals_the_oracle, generate, hq_job, image_job, told, told_hq
+from nag_oracle import Nag, guided
+from recipe_runs import (
+    GUIDED,
+    NIGHT,
+    assert_equals_the_oracle,
+    generate,
+    hq_job,
+    image_job,
+    told,
+    told_hq,
+)
 
 from ltx_neuron.errors import UserError
 
@@ -68,3 +78,11 @@ def test_hq_equals_ltx_pipelines_and_sounds_as_stage_1(opened, wanted, assets):
     want = {name: tensor for name, tensor in want.items() if "step0" not in name}
     assert_equals_the_oracle(got, want | {"final_audio": want["s1_audio"]})
     assert torch.equal(got["waveform"], engine.host.decode_audio(got["s1_audio"]))
+
+
+def test_a_negative_prompt_in_both_distilled_stages_equals_the_papers_equations(opened, assets):
+    job = image_job(assets, (0, 0.8))
+    with guided(Nag(11.0), *recipes_oracle.contexts(assets, NIGHT)):
+        want = recipes_oracle.generate(assets, job)
+    got = generate(opened(), told(job, nag_scale=11.0, negative_prompt=NIGHT))
+    assert_equals_the_oracle(got, want)

@@ -3,16 +3,18 @@ Each wrong way to do it is seen: ltx-pipelines makes other latents that way."""
 
 from dataclasses import replace
 
+import given_oracle
 import given_runs
 import pytest
 import torch
-from engines import opened_engine, opened_workspace
+from engines import give_contexts, opened_engine, opened_workspace
 from given_oracle import Given, KeptBeginsAsNoise, Stream
 from given_runs import (
     AUDIO,
     DUST,
     FP32,
     GUIDED,
+    RAIN,
     VIDEO,
     Longer,
     a2v,
@@ -31,6 +33,7 @@ from given_runs import (
     told,
 )
 from helpers import one_thread, rel  # noqa: F401
+from nag_oracle import Nag, guided
 
 from ltx_neuron.models.programs import may_divide
 
@@ -91,6 +94,32 @@ def in_one_stage(files, tiny, **more):
 def test_guided_references_in_one_stage_equal_ltx_pipelines(generate, wanted, files, tiny):
     job = in_one_stage(files, tiny, **DEV)
     assert_equals_the_oracle(generate(job), wanted(job), GUIDED)
+
+
+# --- normalized attention guidance ----------------------------------------------------------------
+
+WITH_NAG = {
+    "a sound": lambda files, tiny: a2v(files),
+    "a retake of both": lambda files, tiny: retake(files),
+    "masked references": ic_lora,
+}
+
+
+@pytest.mark.parametrize("kind", WITH_NAG)
+def test_a_negative_prompt_of_the_distilled_recipe_equals_the_papers_equations(
+    opened, contexts, files, tiny, kind
+):
+    job, engine = WITH_NAG[kind](files, tiny), opened()
+    video, audio = contexts(DUST)
+    if job.sound:  # it is not generated, so nothing guides it
+        audio = contexts(RAIN)[1]
+    with guided(Nag(11.0), video, audio):
+        want = given_oracle.generate(tiny, job, contexts)
+    asked = replace(told(job), nag_scale=11.0, negative_prompt=DUST)
+    engine.workspace.compile_dit(asked.buckets)
+    give_contexts(engine, asked, contexts)
+    (result,) = engine.run([asked], keep=True, decode=False)
+    assert_equals_the_oracle(result.tensors, want)
 
 
 # --- bfloat16 -------------------------------------------------------------------------------------

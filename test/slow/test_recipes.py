@@ -9,6 +9,7 @@ import recipes_oracle
 import torch
 from engines import sharing
 from helpers import rel
+from nag_oracle import Nag, guided
 from recipe_runs import (
     AUDIO,
     GUIDED,
@@ -60,6 +61,20 @@ def test_images_held_whole_or_in_part_equal_ltx_core_of_each_release(opened, wan
     job = image_job(assets, *HELD_IN_PART, release="1.0.0")
     as_published = generate(sharing(engine, compat="ltx-core-1.0.0"), told(job))
     assert_equals_the_oracle(as_published, wanted(job))
+
+
+@pytest.mark.parametrize(("tp", "settings"), [(2, ()), (4, ()), (4, ("sequence_parallel=true",))])
+def test_a_negative_prompt_on_several_ranks_equals_the_papers_equations(
+    opened, assets, tp, settings
+):
+    job, nag = image_job(assets, *HELD_IN_PART), Nag(5.0, 0.5, 1.5)
+    with guided(nag, *recipes_oracle.contexts(assets, NIGHT)):
+        want = recipes_oracle.generate(assets, job)
+    fields = dict(nag_scale=nag.scale, nag_alpha=nag.alpha, nag_tau=nag.tau)
+    engine = opened(tp, 2, settings)
+    got = generate(engine, told(job, **fields, negative_prompt=NIGHT))
+    assert_equals_the_oracle(got, want)
+    engine.close()
 
 
 def test_hq_goes_on_after_stage_1_and_after_a_warm_up_to_the_same_bits(opened, assets, tmp_path):

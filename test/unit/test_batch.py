@@ -174,7 +174,7 @@ BAD = {
     ),
     "negative prompt": (
         {"prompt": "a", "negative_prompt": "b"},
-        "the distilled recipe takes no --negative-prompt",
+        "--negative-prompt with the distilled recipe needs --nag-scale",
     ),
     "steps": ({"prompt": "a", "num_inference_steps": 30}, "other counts need --recipe dev"),
     "absent image": ({"prompt": "a", "image": "absent.png"}, "absent.png: no such file"),

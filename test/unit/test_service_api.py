@@ -254,7 +254,7 @@ def test_what_the_model_cannot_do_is_said_in_the_names_of_fields(service):
 
 def test_rules_between_fields_are_said_by_the_requests_field(service):
     for fields, param, words in (
-        ({"negative_prompt": "rain"}, "negative_prompt", "takes no negative_prompt"),
+        ({"negative_prompt": "rain"}, "negative_prompt", "needs nag_scale"),
         ({"num_steps": 20}, "num_inference_steps", "num_inference_steps 20: the distilled recipe"),
         ({"upscale": "spatial"}, "upscale", "this service has no spatial upsampler"),
     ):

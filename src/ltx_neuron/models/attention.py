@@ -226,9 +226,7 @@ class Attention(nn.Module):
             for (key, value), statistic in zip(contexts, statistics[1:], strict=True)
         ]
 
-    def _attended(
-        self, call: "AttentionCall", query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def _attended(self, call: "AttentionCall", query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if call.rope is not None:
             query, key = rotate(query, call.rope), rotate(key, call.key_rope or call.rope)
         value = self.split_heads(value)
@@ -278,7 +276,6 @@ class AttentionCall(NamedTuple):
             return self._replace(x=x, context=x)
         context = comm.all_gather(self.context) if self.context_divided else self.context
         return self._replace(x=x, context=context)
-
 
     def projections(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """The query, and each context's key and value."""

@@ -72,6 +72,7 @@ class StagePlan:
     passes: int  # of an evaluation: up to four with guidance; the counts are those of one
     video_tokens: int
     audio_tokens: int
+    nag: bool  # normalized attention guidance
     flops_per_step: int
     ideal_step_ms: float | None
     compute_ms: float | None
@@ -412,6 +413,7 @@ def _stage(
         passes=len(job.resolved_guidance.passes()) if stage.guided else 1,
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
+        nag=bucket.nag,
         flops_per_step=flops * tp,
         ideal_step_ms=ideal_ms,
         compute_ms=compute_ms,

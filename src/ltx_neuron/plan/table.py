@@ -19,7 +19,7 @@ def table(plan: Plan) -> str:
             steps += f", {stage.passes} passes each"
         lines.append(
             f"{stage.name}: {stage.height}x{stage.width}, {steps}, {stage.video_tokens:,} video and"
-            f" {stage.audio_tokens} audio tokens"
+            f" {stage.audio_tokens} audio tokens{', two text attentions (NAG)' * stage.nag}"
         )
         lines += [_labelled(f"  {label}", text) for label, text in _stage_rows(stage)]
     rows = [_labelled(label, text) for label, text in _memory_rows(plan).items()]

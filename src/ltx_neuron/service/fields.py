@@ -238,7 +238,11 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     model_config = ConfigDict(json_schema_extra=_finish_schema)
 
     prompt: str = Field(max_length=MAX_PROMPT, pattern=r"\S")
-    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT, description="dev recipe only")
+    negative_prompt: str | None = Field(
+        None,
+        max_length=MAX_PROMPT,
+        description=SamplingFields.model_fields["negative_prompt"].description,
+    )
     video_cfg_guidance_scale: float | None = Field(
         None, validation_alias=AliasChoices("video_cfg_guidance_scale", "guidance_scale")
     )

@@ -119,7 +119,7 @@ class JobSubmitter:
                 raise invalid("extend", f"extend {spec.extend:g}: wanted at most {most:g} s")
             said = wanted.model_dump(exclude_none=True)
         else:
-            inputs: dict[str, Any] = {"images": images}
+            inputs: dict[str, Any] = {"images": images, "nag_scale": spec.nag_scale}
             if request.video_conditioning:
                 inputs["references"] = self._references(request, spec)
                 masks = spec.conditioning_attention_mask

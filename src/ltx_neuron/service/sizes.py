@@ -37,7 +37,10 @@ _AS_THESE = {
     "images": "images at these frames",
     "references": "such reference videos",
     "attention_mask": "their mask",
+    "nag_scale": "nag_scale",
 }
+# Inputs whose graphs may be the only ones of their size -> the request's field
+_OWN_GRAPHS = {"references": "video_conditioning", "nag_scale": "nag_scale"}
 
 
 class RequestedSize(VideoFields):
@@ -150,8 +153,8 @@ class SizeRegistry:
 
     @property
     def inputs(self) -> dict[str, list[CompiledSize]]:
-        """The sizes that accept a file, by the file's request field. For video_reference, the sizes
-        that the file may have."""
+        """The sizes that accept a file or nag_scale, by the request field. For video_reference, the
+        sizes that the file may have."""
         _ = self.compiled  # read again
         return self._inputs
 
@@ -170,6 +173,7 @@ class SizeRegistry:
             inputs: dict[str, list[dict[str, Any]]] = {
                 "input_reference": [{"images": (ImageCondition("x"),)}],
                 "audio_reference": [{"sound": SoundCondition("x")}],
+                "nag_scale": [{"nag_scale": 11.0}],  # of any scale
                 "video_reference": [{"retake": Retake("x")}] if not size.two_stage else [],
                 "video_conditioning": [{"references": (one,)} for one in references],
                 "conditioning_attention_mask": [
@@ -221,8 +225,8 @@ class SizeRegistry:
         if exact and self._fits(exact, **inputs):
             return exact, []
         compiled = self.compiled
-        # Graphs for references may be the only ones of their size.
-        candidates = self._recorded if inputs.get("references") else compiled
+        own_graphs = any(map(inputs.get, _OWN_GRAPHS))
+        candidates = self._recorded if own_graphs else compiled
         near = [candidate for candidate in candidates if _is_near(requested, candidate)]
         fitting = [candidate for candidate in near if self._fits(candidate, **inputs)]
         if not fitting:
@@ -247,7 +251,7 @@ class SizeRegistry:
     def check_retake(self, job: Job) -> None:
         """Raise ApiError if no graph can regenerate or extend the job's video."""
         chosen = CompiledSize(job.size, job.recipe)
-        if not self._fits(chosen, retake=job.retake):
+        if not self._fits(chosen, retake=job.retake, nag_scale=job.nag_scale):
             message = f"video_reference of {chosen} is not compiled (with extend: its windows)"
             compiled = self.inputs.get("video_reference", [])
             raise _not_compiled(message, compiled, "video_reference")
@@ -263,8 +267,9 @@ class SizeRegistry:
             message = f"{what} is not compiled, and no compiled size is within a rounding"
         by_seconds = "seconds" in given and not {"height", "width"} & given.keys()
         compiled = self.compiled
-        if "references" in inputs:
-            compiled = self.inputs.get("video_conditioning", [])
+        for name, field in _OWN_GRAPHS.items():
+            if name in inputs:
+                compiled = self.inputs.get(field, [])
         return _not_compiled(message, compiled, "seconds" if by_seconds else "size")
 
 
