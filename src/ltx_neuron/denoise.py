@@ -132,9 +132,8 @@ class StageRun:
             assert video_state.bias is not None  # only references with a mask have a biased bucket
             shared["video_bias"] = video_state.bias
         if self.bucket.nag:
-            shared["nag"] = torch.tensor([job.nag_scale, job.nag_alpha, job.nag_tau])
-            shared["negative_video_context"] = contexts[1].video
-            shared["negative_audio_context"] = contexts[1].audio
+            named = {f"negative_{s}_context": getattr(contexts[1], s) for s in _STREAMS}
+            shared |= named | {"nag": job.nag}
         if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
             shared["rank_one_hot"] = torch.eye(self.ranks.tp)
         self.ranks.put(self.bucket.name, None, **shared)

@@ -14,8 +14,6 @@ from ltx_neuron.sampling.conditions import Inputs, check_together
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import (
-    NAG_ALPHA,
-    NAG_TAU,
     NEGATIVE_PROMPT,
     SHORT_NEGATIVE_PROMPT,
     Guidance,
@@ -103,9 +101,6 @@ class Job(Inputs):
     negative_prompt: str | None = None
     recipe: str = "distilled"
     guidance: Guidance | None = None  # dev recipe; None: the model version's defaults
-    nag_scale: float | None = None  # distilled recipe; None and 1: off
-    nag_alpha: float = NAG_ALPHA
-    nag_tau: float = NAG_TAU
     upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
     loras: WeightSet = ()  # in all stages
     stage_1_loras: WeightSet = ()  # further ones: IC-LoRAs or HQ's distilled LoRA
@@ -119,11 +114,6 @@ class Job(Inputs):
         if self.num_inference_steps is not None:
             return self.num_inference_steps
         return _RETAKE_STEPS if self.retake else default_steps(self.sampler)
-
-    @property
-    def nag(self) -> bool:
-        """Whether the text attentions have normalized attention guidance, in all stages."""
-        return self.nag_scale not in (None, 1)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -201,7 +191,7 @@ class Job(Inputs):
             guided=stage.guided,
             audio_timesteps=self.audio_timesteps(stage.upsampled),
             biased=bool(references and self.attention_mask),
-            nag=self.nag,
+            nag=self.nag is not None,
         )
 
     @property
@@ -226,8 +216,8 @@ class Job(Inputs):
 
     def prompts(self, compat: Compat) -> tuple[str, ...]:
         """The prompts to encode: the prompt, and the negative one if a pass or NAG uses it."""
-        guided = self.recipe == "dev" and "uncond" in self.resolved_guidance.passes()
-        if not (guided or self.nag):
+        uncond = self.recipe == "dev" and "uncond" in self.resolved_guidance.passes()
+        if not uncond and self.nag is None:
             return (self.prompt,)
         default = SHORT_NEGATIVE_PROMPT if compat.short_negative else NEGATIVE_PROMPT
         return self.prompt, default if self.negative_prompt is None else self.negative_prompt
@@ -289,25 +279,14 @@ class Job(Inputs):
                 **files,
             )
         check_together(self.given | asked)
-        if self.nag and self.recipe == "dev":
-            raise FieldError(
-                "{nag_scale} is for the distilled recipe; the guidance of {recipe} dev avoids the"
-                " negative prompt without it. Leave out {nag_scale}"
-            )
-        if self.nag_scale is None and (self.nag_alpha, self.nag_tau) != (NAG_ALPHA, NAG_TAU):
-            raise FieldError("{nag_alpha} and {nag_tau} need {nag_scale}; type {nag_scale} 11")
         if self.recipe == "dev" and not self.references:
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
         self.check_inputs()
 
     def _check_unguided(self) -> None:
-        if self.guidance is not None:
-            check_guidable([], self.recipe)
-        if self.negative_prompt is not None and self.nag_scale is None:
-            raise FieldError(
-                "{negative_prompt} with the distilled recipe needs {nag_scale}; type {nag_scale} 11"
-                " as well.\nFor the full (dev) checkpoint type {recipe} dev"
-            )
+        unread = self.negative_prompt is not None and self.nag_scale is None
+        if unread or self.guidance is not None:
+            check_guidable(["negative_prompt"] if unread else [], self.recipe)
         if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
             raise FieldError(
                 f"{{num_inference_steps}} {self.num_inference_steps}: the distilled recipe has one"

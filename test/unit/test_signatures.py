@@ -54,7 +54,7 @@ TP, DTYPE = 4, torch.bfloat16
 SOUND = "mel decoder", "vocoder"  # in float32 whatever the dtype
 BUCKET = Bucket(video_tokens=24, audio_tokens=18, timesteps=2, max_steps=8)
 GUIDED = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3, guided=True)
-HELD = Bucket(24, 18, timesteps=2, max_steps=8, audio_timesteps=2, biased=True)
+HELD = Bucket(24, 18, timesteps=2, max_steps=8, audio_timesteps=2, biased=True, nag=True)
 # All-reduces of a block: q/k norms of three stages; two streams x (three attentions, feed-forward)
 STATISTICS, ACTIVATIONS = 3, 8
 COLLECTIVES = {
@@ -87,7 +87,7 @@ def manifests(gemma, tmp_path_factory):
         "guided": partial(
             dit_program, config, GUIDED, blocks_per_graph=1, attention="nki", **common
         ),
-        "held audio and a bias, divided": partial(
+        "held audio, a bias and NAG, divided": partial(
             dit_program, config, HELD, blocks_per_graph=1, sequence_parallel=True, **common
         ),
         "gemma3": partial(gemma3_program, gemma, config, 128, states=True, **common),

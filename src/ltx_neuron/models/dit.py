@@ -172,16 +172,11 @@ class TransformerBlock(nn.Module):
         a_rope = Rope(inputs.audio_cos, inputs.audio_sin)
         v_keep = None if perturbations is None else perturbations.video_self
         a_keep = None if perturbations is None else perturbations.audio_self
+        bias = optional(inputs, "video_bias")
         v, a = attend(
             self.comm,
             AttentionCall(
-                self.attn1,
-                v_norm,
-                v_norm,
-                v_rope,
-                keep=v_keep,
-                bias=optional(inputs, "video_bias"),
-                x_divided=self.divided,
+                self.attn1, v_norm, v_norm, v_rope, keep=v_keep, bias=bias, x_divided=self.divided
             ),
             AttentionCall(self.audio_attn1, a_norm, a_norm, a_rope, keep=a_keep),
         )
@@ -199,13 +194,11 @@ class TransformerBlock(nn.Module):
             # By the step's sigma: keys and values change every step and cannot be computed once.
             tables = self.prompt_scale_shift_table, self.audio_prompt_scale_shift_table
             contexts = [[*map(self._modulate_prompt, c, modulations, tables)] for c in contexts]
-        (v_context, *v_negative), (a_context, *a_negative) = zip(*contexts, strict=True)
+        (v_context, *v_other), (a_context, *a_other) = zip(*contexts, strict=True)
         v, a = attend(
             self.comm,
-            AttentionCall(
-                self.attn2, v_norm, v_context, negative=v_negative, x_divided=self.divided
-            ),
-            AttentionCall(self.audio_attn2, a_norm, a_context, negative=a_negative),
+            AttentionCall(self.attn2, v_norm, v_context, negative=v_other, x_divided=self.divided),
+            AttentionCall(self.audio_attn2, a_norm, a_context, negative=a_other),
             nag=nag,
         )
         return video + v * v_gate, audio + a * a_gate

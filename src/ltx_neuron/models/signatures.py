@@ -30,8 +30,8 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
   finite                    (1,), a number that is finite if all of a step's latents are
   *_hidden                  (1, T, D), the streams between the blocks
   *_context                 (1, S, D), the text, from the connectors
-  nag                       (3,), normalized attention guidance: scale, alpha, tau; it also has
-                            `negative_*_context`, the text of the negative prompt
+  negative_*_context        the same of the negative prompt, for normalized attention guidance
+  nag                       (3,), its scale, alpha and tau
   *_cos, *_sin              RoPE of a stream's self-attention, (1, heads of a rank, T, half a head)
   *_cross_cos, *_cross_sin  RoPE of the audio-video attentions, in seconds, with audio's heads
 

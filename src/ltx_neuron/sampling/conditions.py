@@ -19,6 +19,7 @@ from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.files import check_readable
 from ltx_neuron.sampling.extension import Extension
 from ltx_neuron.sampling.fields import check_fields
+from ltx_neuron.sampling.guidance import NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.size import Size
 
@@ -38,6 +39,8 @@ _NEEDS = {
     "{images_as_guides}": ("{two_stage}", "{recipe} dev"),
     "{sampler} res_2s": ("{two_stage}", "{recipe} dev"),
     "{skip_stage_2}": ("{two_stage}",),
+    "{nag_alpha}": ("{nag_scale}",),
+    "{nag_tau}": ("{nag_scale}",),
 }
 # Field -> excluded fields.
 _EXCLUDES = {
@@ -55,6 +58,7 @@ _EXCLUDES = {
         "{sampler} res_2s",
     ),
     "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
+    "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
 }
 
 FrameIndex = Annotated[int, Field(ge=0)]
@@ -235,6 +239,8 @@ class Inputs(ABC):
     sampler           "euler" or "res_2s" (HQ)
     orientation       what to apply of images' EXIF and of videos' display matrices: see
                       compat.Compat
+    nag_*             normalized attention guidance of all stages of the distilled recipe; a scale
+                      of None or 1: off
     """
 
     images: tuple[ImageCondition, ...] = ()
@@ -248,6 +254,9 @@ class Inputs(ABC):
     images_as_guides: bool = False
     sampler: str = "euler"
     orientation: str = "shown"
+    nag_scale: float | None = None
+    nag_alpha: float = NAG_ALPHA
+    nag_tau: float = NAG_TAU
 
     @property
     @abstractmethod
@@ -260,6 +269,13 @@ class Inputs(ABC):
         return self.orientation == "shown"
 
     # --- shapes of graphs -------------------------------------------------------------------------
+
+    @property
+    def nag(self) -> torch.Tensor | None:
+        """Scale, alpha and tau of normalized attention guidance, (3,) fp32; None without it."""
+        if self.nag_scale in (None, 1):
+            return None
+        return torch.tensor([self.nag_scale, self.nag_alpha, self.nag_tau])
 
     @property
     def has_media(self) -> bool:
@@ -372,6 +388,9 @@ class Inputs(ABC):
             "{images_as_guides}": self.images_as_guides,
             "{skip_stage_2}": self.skip_stage_2,
             f"{{sampler}} {self.sampler}": True,
+            "{nag_scale}": self.nag_scale is not None,
+            "{nag_alpha}": self.nag_alpha != NAG_ALPHA,
+            "{nag_tau}": self.nag_tau != NAG_TAU,
         }
 
     @property

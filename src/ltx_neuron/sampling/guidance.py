@@ -145,6 +145,11 @@ def default_guidance(sampler: str = "euler", sound: bool = False) -> Guidance:
 def check_guidable(fields: Iterable[str], recipe: str | None) -> None:
     """Raise FieldError for guidance in the distilled recipe. fields: those that were given."""
     if recipe == "distilled":
+        if "negative_prompt" in fields:
+            raise FieldError(
+                "{negative_prompt} with the distilled recipe needs {nag_scale}; type {nag_scale} 11"
+                " as well.\nFor the full (dev) checkpoint type {recipe} dev"
+            )
         what = ", ".join(f"{{{name}}}" for name in fields) or "guidance"
         raise FieldError(
             f"the distilled recipe takes no {what}: a distilled checkpoint runs without guidance;"
