@@ -103,6 +103,7 @@ def test_a_line_of_a_job_says_all_of_it(tmp_path):
         Job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
         Job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
         Job("a", recipe="dev", guidance=DEFAULTS),
+        Job("a", negative_prompt="b", nag_scale=5.0, nag_alpha=0.5, nag_tau=3.0),
         Job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
         Job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
     ):

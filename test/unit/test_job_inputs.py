@@ -32,7 +32,7 @@ from ltx_neuron.sampling.conditions import (
     Retake,
     SoundCondition,
 )
-from ltx_neuron.sampling.guidance import DEFAULTS, Guidance, StreamGuidance
+from ltx_neuron.sampling.guidance import DEFAULTS, NEGATIVE_PROMPT, Guidance, StreamGuidance
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.weights.lora import Lora, reference_scale
 from ltx_neuron.workspace import Workspace
@@ -116,6 +116,38 @@ def test_only_stage_1_of_a_masked_reference_has_a_bias():
     masked = job(**REFERRING, attention_mask=AttentionMask(FILE, 0.6))
     assert [bucket.biased for bucket in masked.buckets] == [True, False]
     assert masked.buckets[0].name == "v36-a18-t2-s8-biased"
+
+
+def test_a_negative_prompt_of_the_distilled_recipe_has_graphs_of_its_own_in_every_stage():
+    avoiding = job(TWO, nag_scale=11.0)
+    assert [bucket.name for bucket in avoiding.buckets] == [
+        "v18-a18-t1-s8-nag",
+        "v72-a18-t1-s8-nag",
+    ]
+    others = (replace(avoiding, nag_scale=scale, nag_tau=1.0) for scale in (2, 100.0))
+    assert all(other.buckets == avoiding.buckets for other in others)
+    assert avoiding.prompts(COMPAT[None]) == ("rain", NEGATIVE_PROMPT)
+    assert replace(avoiding, negative_prompt="").prompts(COMPAT[None]) == ("rain", "")
+    for scale in (None, 1):
+        off = job(TWO, nag_scale=scale)
+        assert off.buckets == job(TWO).buckets and off.prompts(COMPAT[None]) == ("rain",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(recipe="dev", nag_scale=11.0), "--nag-scale cannot be combined with --recipe dev"),
+        (dict(nag_tau=5.0), "--nag-tau needs --nag-scale"),
+        (dict(nag_alpha=0.5), "--nag-alpha needs --nag-scale"),
+        (dict(nag_scale=0.9), "--nag-scale: got 0.9, wanted at least 1"),
+        (dict(nag_scale=5.0, nag_alpha=2.0), "--nag-alpha: got 2.0, wanted at most 1"),
+        (dict(negative_prompt="grey"), "--negative-prompt .* needs --nag-scale"),
+    ],
+)
+def test_a_negative_prompt_that_no_stage_reads_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        job(**fields).check()
+    job(negative_prompt="grey", nag_scale=1).check()  # off, for a line of a prompts file
 
 
 def test_a_reference_of_strength_0_needs_no_second_timestep():
@@ -538,6 +570,7 @@ def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_p
             skip_stage_2=True,
         ),
         job(size, recipe="dev", images=(image,), images_as_guides=True),
+        job(nag_scale=11.0),
     ]
     for kind in kinds:
         with pytest.raises(UserError) as error:

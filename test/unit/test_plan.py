@@ -466,6 +466,19 @@ def test_a_guided_step_is_timed_with_all_its_passes_and_its_forecast_is_of_one(r
     assert steps.rate.startswith("30 x 4 passes x ")
 
 
+def test_normalized_guidance_is_planned_with_one_attention_and_one_sum_more_in_each_block(released):
+    plain = planned(released, *USUAL).stages[0]
+    made = plan.plan(released, TRN2, Job("", Size(*USUAL), nag_scale=11.0), 4, "bfloat16")
+    assert ", two text attentions (NAG)\n" in table(made)
+    (stage,) = made.stages
+    assert stage.passes == 1 and stage.collectives_per_step["count"] == 12 * 48
+    # Keys and values of 1024 tokens, and their products with all queries
+    more = 48 * 4 * 1024 * (4096 * (4096 + stage.video_tokens) + 2048 * (2048 + stage.audio_tokens))
+    assert stage.flops_per_step - plain.flops_per_step == more
+    negative = 1024 * (4096 + 2048) * 2 + 3 * 4
+    assert stage.upload_bytes - plain.upload_bytes == negative
+
+
 def test_the_images_of_a_stage_are_encoded_before_it(clip):
     images = ImageCondition("a.png"), ImageCondition("b.png", 8)
     rows = clip(job=Job("", Size(512, 768, 121), images=images)).rows

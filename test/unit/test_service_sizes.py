@@ -128,6 +128,19 @@ def test_a_size_a_rounding_away_is_taken_and_said():
     assert exact == (Size(512, 768, 121, 23.976), [])
 
 
+def test_a_negative_prompt_of_the_distilled_recipe_gets_a_size_with_graphs_for_it():
+    both = registry(SMALL, TALL)
+    both.workspace.recorded |= Compiled(TALL, LARGE, nag_scale=3.0).recorded
+    assert {each.size for each in both.inputs["nag_scale"]} >= {SMALL, TALL, LARGE}
+    assert LARGE not in {each.size for each in both.compiled}
+    for scale in (2.0, 11.0):
+        assert both.choose(RequestedSize(two_stage=True), nag_scale=scale)[0].size == LARGE
+    with pytest.raises(ApiError) as caught:
+        registry(SMALL).choose(RequestedSize(), nag_scale=11.0)
+    assert caught.value.code == "profile_mismatch"
+    assert "for text alone, not for nag_scale. Compiled: nothing" in str(caught.value)
+
+
 def test_a_size_further_away_is_refused_with_what_is_compiled():
     for requested in (
         RequestedSize(height=1080, width=1920),

@@ -347,9 +347,9 @@ def test_a_size_is_found_by_its_shapes_whatever_its_timesteps(tiny, tmp_path):
     stages = Job("", two).buckets
     both = [replace(bucket, timesteps=count) for bucket in stages for count in (1, 2)]
     assert tuned_settings.size_key(both) == tuned_settings.size_key(stages) == "v8-a9+v32-a9"
-    assert tuned_settings.size_key(Job("", two, recipe="dev").buckets) != tuned_settings.size_key(
-        stages
-    )
+    for other in (dict(recipe="dev"), dict(nag_scale=11.0)):
+        key = tuned_settings.size_key(Job("", two, **other).buckets)
+        assert key != tuned_settings.size_key(stages)
 
 
 def test_what_is_typed_wins_key_by_key(tiny, tmp_path):

@@ -872,6 +872,7 @@ def given(assets, tmp_path_factory) -> dict[str, Job]:
     return {
         "retake": retake,
         "guided retake": replace(retake, **guided, negative_prompt="grey"),
+        "negative prompt": Job(PROMPT, Size(64, 64, 9), 3, negative_prompt="grey", nag_scale=5.0),
         "masked reference": Job(
             PROMPT,
             replace(SIZE, height=128, width=128),
@@ -907,13 +908,14 @@ def on_torchdist(assets, given, tmp_path_factory) -> dict[str, dict[str, Tensor]
 
 
 @pytest.mark.parametrize("settings", [(CUT,), (WHOLE, "sequence_parallel=true")])
-@pytest.mark.parametrize("name", ["retake", "guided retake", "masked reference"])
-def test_held_audio_tokens_and_a_bias_are_the_other_backends(
+@pytest.mark.parametrize("name", ["retake", "guided retake", "masked reference", "negative prompt"])
+def test_held_audio_tokens_a_bias_and_a_negative_prompt_are_the_other_backends(
     assets, workspace, given, on_torchdist, name, settings
 ):
     job, ours = given[name], open_workspace(assets, workspace.artifacts, *settings)
     (bucket,) = job.buckets
-    assert (bucket.audio_timesteps, bucket.biased) == ((1, True) if job.references else (2, False))
+    kinds = bucket.audio_timesteps > 1, bucket.biased, bucket.nag
+    assert kinds == ("retake" in name, "masked" in name, "negative" in name)
     got, wanted = latents_of(job, ours), on_torchdist[name]
     distances = {name: rel(got[name], wanted[name]) for name in wanted}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
