@@ -377,8 +377,8 @@ SHARD_DIT: --height 64 -> --height
 --num-steps 0 -> --num-inference-steps: got '0' | at least 1
 --negative-prompt blurry -> --negative-prompt | needs --nag-scale | --recipe dev
 --nag-scale 0.5 -> --nag-scale: got '0.5' | at least 1
---nag-scale 11 --recipe dev -> --nag-scale is for the distilled recipe | Leave out --nag-scale
---nag-tau 5 -> --nag-alpha and --nag-tau need --nag-scale
+--nag-scale 11 --recipe dev -> --nag-scale cannot be combined with --recipe dev
+--nag-tau 5 -> --nag-tau needs --nag-scale | type --nag-scale as well
 --video-cfg-guidance-scale 3 -> --video-cfg-guidance-scale | without guidance | --recipe dev
 --video-stg-guidance-scale 1 -> --video-stg-guidance-scale | without guidance | --recipe dev
 --video-stg-blocks 1 -> --video-stg-blocks | without guidance | --recipe dev
