@@ -284,9 +284,8 @@ class Job(Inputs):
         self.check_inputs()
 
     def _check_unguided(self) -> None:
-        unread = self.negative_prompt is not None and self.nag_scale is None
-        if unread or self.guidance is not None:
-            check_guidable(["negative_prompt"] if unread else [], self.recipe)
+        if self.guidance or (self.negative_prompt is not None and self.nag_scale is None):
+            check_guidable([] if self.guidance else ["negative_prompt"], self.recipe)
         if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
             raise FieldError(
                 f"{{num_inference_steps}} {self.num_inference_steps}: the distilled recipe has one"
