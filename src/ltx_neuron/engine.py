@@ -307,9 +307,10 @@ class Engine:
         """A stage with the shared inputs of its steps uploaded."""
         job, workspace = run.job, self.workspace
         modulation = self.residency.use_weights(stage.loras)
-        if job.has_media and not (stage.upsampled or "video_latent" in run.tensors):
+        has_media = job.dubbing if stage.upsampled else job.has_media
+        if has_media and "video_latent" not in run.tensors:
             with self.recorder.phase("encode_inputs"):
-                run.tensors |= conditions.encode(self.host, job)
+                run.tensors |= conditions.encode(self.host, job, stage.upsampled)
         start, ranks = self._initial_latents(run, stage), self.residency.ranks
         shared = workspace.transformer, workspace.dtype, modulation, self.compat
         with self.recorder.phase(f"denoise_{stage.name}"):
