@@ -307,8 +307,7 @@ class Engine:
         """A stage with the shared inputs of its steps uploaded."""
         job, workspace = run.job, self.workspace
         modulation = self.residency.use_weights(stage.loras)
-        has_media = job.dubbing if stage.upsampled else job.has_media
-        if has_media and "video_latent" not in run.tensors:
+        if job.has_media(stage.upsampled) and "video_latent" not in run.tensors:
             with self.recorder.phase("encode_inputs"):
                 run.tensors |= conditions.encode(self.host, job, stage.upsampled)
         start, ranks = self._initial_latents(run, stage), self.residency.ranks

@@ -144,11 +144,9 @@ class Job(Inputs):
 
     def heard(self, compat: Compat) -> str:
         """The name of the latents of the video's sound: of two stages the last one's, but for dev
-        the first one's, because its second stage refines only the picture, and for a dubbed clip.
-        Interpolated keyframes
-        have the last one's (ltx-pipelines 1.2.0, ti2vid_two_stages.py, keyframe_interpolation.py,
-        dubit.py).
-        """
+        and for a dubbed clip the first one's, because the second refines only the picture.
+        Interpolated keyframes have the last one's (ltx-pipelines 1.2.0, ti2vid_two_stages.py,
+        dubit.py, keyframe_interpolation.py)."""
         if self.extension or self.dubbing:
             return "s1_audio"
         refined = self.images_as_guides or (compat.refined_sound and self.sampler == "euler")
@@ -279,12 +277,6 @@ class Job(Inputs):
                 **files,
             )
         check_together(self.given | asked)
-        if self.dubbing and len(self.loras) != 1:
-            count = f"{len(self.loras)}; leave all but one out" if self.loras else ""
-            raise FieldError(
-                "{reference_video} needs one {lora}, the dubbing LoRA (it is in both stages), got"
-                f" {count or 'none; type {lora} PATH'}"
-            )
         if self.recipe == "dev" and not self.references:
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
         self.check_inputs()
@@ -306,8 +298,6 @@ class Job(Inputs):
         values = {name: getattr(self, name) for name in SPEC_FIELDS}
         if not self.retake:  # a retake's file determines its size
             values |= vars(self.size)
-            if self.dubbing:
-                values |= {"num_frames": None, "frame_rate": None}
         elif self.retake.extend:
             values["num_frames"] = self.size.num_frames
         for stream in ("video", "audio") if self.guidance else ():
@@ -317,7 +307,7 @@ class Job(Inputs):
         for name, field in zip(LORAS, LORA_FIELDS, strict=True):
             loras = getattr(self, field)
             values[name] = tuple(LoraFile(str(x.path.absolute()), x.strength) for x in loras)
-        return JobSpec.model_construct(**values, **self.spec_fields)
+        return JobSpec.model_construct(**values | self.spec_fields)
 
     def describe(self) -> dict:
         """The job as JSON, for the sidecar and the report."""

@@ -42,6 +42,7 @@ from ltx_neuron.sampling.conditions import (
 from ltx_neuron.sampling.latents import sound_latent_frames
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.weights.lora import Lora
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -394,18 +395,16 @@ def test_what_is_wrong_with_references_and_masks_is_said_before_they_are_read(fi
 # --- dubbing --------------------------------------------------------------------------------------
 
 
-def dubbed(path, frames=25, sides=(128, 192), strength=1.0):
+def dubbed(tiny, path, frames=25, sides=(128, 192), strength=1.0):
     size = Size(*sides, frames, two_stage=True)
     spec = JobSpec(reference_video=str(path), reference_strength=strength)
-    return Job("", size, **dubbing_of(spec, size, ()))
+    return Job("", size, **dubbing_of(spec, size, (Lora(tiny.lora),)))
 
 
-def test_a_dubbed_clip_is_encoded_for_each_stage_with_all_of_its_sound(
-    files, host, theirs, tmp_path
-):
-    # 20 of 25 frames' pictures, and the sound of all.
+def test_a_dubbed_clip_is_encoded_for_each_stage_with_all_of_its_sound(files, host, theirs, tiny):
+    # 17 of 25 frames' pictures, and the sound of all.
     path = files / "film.mp4"
-    given = dubbed(path, 17)
+    given = dubbed(tiny, path, 17)
     check(given)
     first, second = encode(host, given), encode(host, given, upsampled=True)
     assert first.keys() == {"reference_latent", "mel", "audio_reference"}
@@ -421,9 +420,9 @@ def test_a_dubbed_clip_is_encoded_for_each_stage_with_all_of_its_sound(
     assert latent.shape[2] > given.size.audio_frames == 18
 
 
-def test_a_long_clip_to_dub_is_encoded_in_tiles(files, host):
+def test_a_long_clip_to_dub_is_encoded_in_tiles(files, host, tiny):
     path = files / "long.mp4"
-    given = dubbed(path, 89, (64, 128))
+    given = dubbed(tiny, path, 89, (64, 128))
     got = encode(host, given)["reference_latent"]
     # As a retake is, of which upstream's tiles are shown above; no IC-LoRA's reference is.
     assert torch.equal(got, encode(host, retake(path, 89, (32, 64)))["video_latent"])
@@ -434,16 +433,16 @@ def test_a_long_clip_to_dub_is_encoded_in_tiles(files, host):
 
 @pytest.mark.parametrize("channels", [1, 6])
 def test_the_voice_of_a_dubbed_clip_has_one_or_two_channels(
-    host, tmp_path, capsys, channels, monkeypatch
+    host, tiny, tmp_path, capsys, channels, monkeypatch
 ):
     sound = Sound(tone(16000, 0.5)[:1].expand(channels, -1), 16000)
     monkeypatch.setattr("ltx_neuron.host.conditions.read_sound", lambda *a: sound)
     path = write_film(tmp_path / "clip.mkv", picture_frames(9, 64, 96, 3))
     if channels == 6:
         with pytest.raises(UserError, match="--reference-video .*clip.mkv has 6 channels"):
-            dubbed(path, 9)
+            dubbed(tiny, path, 9)
         return
-    encode(host, dubbed(path, 9))
+    encode(host, dubbed(tiny, path, 9))
     assert f"--reference-video {path}: mono sound, used for both" in capsys.readouterr().out
 
 

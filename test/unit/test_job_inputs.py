@@ -250,10 +250,6 @@ MISTAKES = {
     "--reference-video goes with --two-stage --recipe distilled, got no --two-stage; type"
     " --two-stage as well, or leave out --reference-video": DUBBED,
     "--recipe distilled, got no --recipe distilled": DUBBED | DEV,
-    "--reference-video needs one --lora, the dubbing LoRA (it is in both stages), got none; type"
-    " --lora PATH": DUBBED | dict(size=TWO, loras=()),
-    "--reference-video needs one --lora, the dubbing LoRA (it is in both stages), got 2; leave all"
-    " but one out": DUBBED | dict(size=TWO, loras=LORAS + LORAS),
     "--reference-video cannot be combined with --audio-path": DUBBED | dict(size=TWO, sound=SOUND),
     "--reference-video cannot be combined with --ic-lora": DUBBED | REFERRING,
     "--reference-video cannot be combined with --skip-stage-2": DUBBED
@@ -456,7 +452,7 @@ def voice_of(path) -> ReferenceAudio:
 
 
 def test_a_video_to_dub_says_its_length_and_rate_and_its_lora_the_scale(clip, ic_lora):
-    lora, film = ic_lora(downscale_factor="2", temporal_scale_factor="2"), clip(30, 64, 64, 29.97)
+    lora, film = ic_lora(downscale_factor="2", temporal_scale_factor="2"), clip(28, 64, 64, 29.97)
     dubbed = said(*DUBBING, film, "--lora", lora.path, "--reference-strength", 0.5)
     rate = 30000 / 1001  # not 29: the video keeps the clip's speed
     assert dubbed.size == Size(128, 128, 25, rate, two_stage=True)
@@ -490,6 +486,14 @@ def test_a_video_that_cannot_be_dubbed_ends_the_script(clip, ic_lora, tmp_path, 
     ):
         code, printed, error = generated(capsys, *DUBBING, *words, "--lora", lora)
         assert code == 2 and text in error and "Traceback" not in error
+        said_of_it += printed.count(cut)
+    needed = "needs one --lora, the dubbing LoRA (it is in both stages), got"
+    for loras, text in (
+        ((), f"--reference-video {needed} none; type --lora PATH"),
+        (("--lora", lora) * 2, f"--reference-video {needed} 2; leave all but one out"),
+    ):
+        code, printed, error = generated(capsys, *DUBBING, film, *loras)
+        assert code == 2 and text in error
         said_of_it += printed.count(cut)
     for _ in range(2):
         code, printed, _ = generated(capsys, *DUBBING, film, "--lora", lora)

@@ -49,7 +49,7 @@ def service(tmp_path_factory, files):
     none = dict.fromkeys(("loras", "stage_1_loras", "stage_2_loras"), ())
     held = {"images": (ImageCondition("x"), ImageCondition("x", 120, 0.8))}
     (folder / "a.mkv").write_bytes(files[".mkv"])
-    dubbing = dubbing_of(JobSpec(reference_video=str(folder / "a.mkv")), PAIR, ())
+    dubbing = dubbing_of(JobSpec(reference_video=str(folder / "a.mkv")), PAIR, (Lora(lora),))
     with opened(folder) as made:
         pose, dub = {"stage_1_loras": (Lora(lora),)}, {"loras": (Lora(lora),)}
         made.sizes.lora_sets = {"default": none, "pose": none | pose, "dub": none | dub}

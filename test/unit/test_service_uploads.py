@@ -157,7 +157,7 @@ def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compil
     assert error["code"] == "feature_not_supported" and "available: none" in error["message"]
     sizes.lora_sets |= {"dub": NONE | {"loras": (Lora(lora, 1.0),)}}
     assert refused(service, **dub)["code"] == "profile_mismatch"
-    dubbing = dubbing_of(JobSpec(reference_video=str(clip)), size, ())
+    dubbing = dubbing_of(JobSpec(reference_video=str(clip)), size, (Lora(lora),))
     graphs = Workspace(size, SMALL, **dubbing).recorded
     sizes.workspace.recorded |= graphs
     sizes._read = None  # as when a manifest is added
@@ -171,7 +171,7 @@ def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compil
     more = tone(48000, 1.2)
     long = write_film(tmp_path / "long.mkv", picture_frames(17, 64, 96, 1), sound=more)
     for fields, param, words in (
-        ({"reference_video": long.read_bytes()}, "reference_video", "with 1.20 s of sound is not"),
+        ({"reference_video": long.read_bytes()}, "reference_video", "with 1.24 s of sound is not"),
         ({"size": "512x512"}, "reference_video", "17 frames at 24 fps"),
         ({"num_frames": "9"}, "num_frames", "says how many (17 of its 17 frames, 24 fps)"),
         ({"seconds": "2"}, "seconds", "does not go with reference_video"),

@@ -144,6 +144,7 @@ def reference_of(
 
 def dubbing_of(spec: JobSpec, size: Size, loras: WeightSet) -> dict[str, Any]:
     """A Job's fields for the video to dub, if any: a reference of both stages, and its sound.
+    Raises UserError unless there is one LoRA.
 
     size   of the job, whose length is the video's
     loras  of all stages: the dubbing LoRA
@@ -151,13 +152,19 @@ def dubbing_of(spec: JobSpec, size: Size, loras: WeightSet) -> dict[str, Any]:
     _check_owner(spec, "reference_video", ("reference_strength",))
     if (path := spec.reference_video) is None:
         return {}
+    if len(loras) != 1:
+        count = f"{len(loras)}; leave all but one out" if loras else "none; type {lora} PATH"
+        raise FieldError(
+            "{reference_video} needs one {lora}, the dubbing LoRA (it is in both stages), got"
+            f" {count}"
+        )
     from ltx_neuron.host.conditions import DUBBED, read_reference_audio  # imports ltx-core
 
     strength = 1.0 if spec.reference_strength is None else spec.reference_strength
     sound = read_reference_audio(path, None, DUBBED)
     latents = sound_latent_frames(sound.samples.shape[1], sound.rate)
     return {
-        "dubbing": ReferenceVideo(path, strength, size.num_frames, dubbing_scale(loras)),
+        "dubbing": ReferenceVideo(path, strength, size.num_frames, dubbing_scale(loras[0])),
         "reference_audio": ReferenceAudio(path, latents),
     }
 

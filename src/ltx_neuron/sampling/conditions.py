@@ -275,9 +275,10 @@ class Inputs(ABC):
 
     # --- shapes of graphs -------------------------------------------------------------------------
 
-    @property
-    def has_media(self) -> bool:
-        """Whether the inputs include a sound or a video."""
+    def has_media(self, upsampled: bool = False) -> bool:
+        """Whether the inputs include a sound or a video for a stage."""
+        if upsampled:
+            return self.dubbing is not None
         return bool(self.sound or self.retake or self.references or self.reference_audio)
 
     def stage_size(self, upsampled: bool) -> Size:
@@ -413,6 +414,7 @@ class Inputs(ABC):
             fields |= {name: getattr(retake, name) for name in names}
         if clip := self.dubbing:
             fields |= {"reference_video": str(clip.path), "reference_strength": clip.strength}
+            fields |= {"num_frames": None, "frame_rate": None}  # the clip's
         if mask := self.attention_mask:
             masks = (WeightedFile(str(mask.path), mask.strength),)
             fields["conditioning_attention_mask"] = masks

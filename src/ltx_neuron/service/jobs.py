@@ -83,7 +83,7 @@ class JobSubmitter:
             job.check()
             if job.retake:
                 self.sizes.check_retake(job)
-            if job.has_media:
+            if job.has_media():
                 conditions.check(job)
             self._check_possible(job)
             line = job.with_paths(lambda path: path.name).spec.line()
@@ -177,7 +177,8 @@ class JobSubmitter:
             raise invalid("seconds", "seconds does not go with reference_video; leave it out")
         length = wanted.model_dump(include={"num_frames", "frame_rate"})
         clip = size_of(spec.model_copy(update=length | {"two_stage": True}))
-        return self.sizes.choose_dubbed(wanted, clip, dubbing_of(spec, clip, fields["loras"]))
+        chosen = self.sizes.choose_dubbed(wanted, clip, dubbing_of(spec, clip, fields["loras"]))
+        return chosen._replace(recipe=wanted.recipe or chosen.recipe)
 
     def _images(
         self, request: VideoRequest, images: tuple[ImageCondition, ...], folder: Path

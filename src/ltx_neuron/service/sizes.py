@@ -172,7 +172,7 @@ class SizeRegistry:
 
     def _sizes_of_inputs(self, audio_tokens: set[int]) -> dict[str, list[CompiledSize]]:
         """audio_tokens: the numbers that buckets with some held ones have."""
-        dubbed = {dubbing_scale(self.lora_sets[name]["loras"]) for name in self.dubbing_sets}
+        dubbed = {dubbing_scale(*self.lora_sets[name]["loras"]) for name in self.dubbing_sets}
         scales = {reference_scale(self.lora_sets[n]["stage_1_loras"]) for n in self.reference_sets}
         found: dict[str, list[CompiledSize]] = {}
         for each in self._recorded:

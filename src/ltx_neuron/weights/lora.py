@@ -88,9 +88,9 @@ def reference_scale(loras: WeightSet) -> tuple[int, int]:
     return space, time
 
 
-def dubbing_scale(loras: WeightSet) -> int:
+def dubbing_scale(lora: Lora) -> int:
     """The ratio of a stage's sides to those of the video to dub; there is none in time."""
-    return _factor(loras[:1], _FACTORS[0], "--lora")  # a job with several is refused
+    return _factor((lora,), _FACTORS[0], "--lora")
 
 
 @cache
