@@ -6,7 +6,7 @@ from dataclasses import replace
 import given_runs
 import pytest
 import torch
-from engines import opened_engine, opened_workspace
+from engines import give_contexts, opened_engine, opened_workspace
 from given_oracle import Given, KeptBeginsAsNoise, Stream, VoiceReference
 from given_runs import (
     AUDIO,
@@ -33,6 +33,7 @@ from given_runs import (
 )
 from helpers import one_thread, rel  # noqa: F401
 
+from ltx_neuron import progress
 from ltx_neuron.models.programs import may_divide
 
 files, workspace, opened = given_runs.files, given_runs.workspace, given_runs.opened  # fixtures
@@ -107,6 +108,7 @@ IN_BF16 = {
     "a sound and images, guided": lambda files, tiny: replace(
         a2v_dev_in_one_stage(files, tiny), images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6))
     ),
+    "dubbing": dubbed,
 }
 
 
@@ -135,6 +137,22 @@ def test_a_dubbed_clip_equals_ltx_pipelines(generate, wanted, files, tiny):
     assert_equals_the_oracle(got, want)
     # Stage 2 keeps stage 1's sound, so what is heard needs no tensor of its own.
     assert torch.equal(got["s2_audio"], got["s1_audio"])
+
+
+def test_a_dubbed_clip_resumed_after_stage_1_ends_with_the_same_bits(
+    generate, opened, contexts, files, tiny, tmp_path
+):
+    given = dubbed(files, tiny)
+    want, engine, job = generate(given), opened(), told(given)
+    state = tmp_path / "state.safetensors"
+    engine.on_stage_end = lambda run: state.exists() or progress.save_state(state, run, {})
+    give_contexts(engine, job, contexts)
+    [*engine.run([job], keep=True, decode=False)]
+    resumed = progress.restore_state(state, job, {}, torch.float32)
+    assert [stage.name for stage in resumed.stages_left] == ["stage_2"]
+    (result,) = engine.run([job], keep=True, decode=False, resume=lambda job: resumed)
+    for name in ("s1_audio", "s2_reference_latent", "s2_video", "s2_audio"):
+        assert torch.equal(result.tensors[name], want[name])
 
 
 # --- wrong ways -----------------------------------------------------------------------------------
@@ -425,7 +443,13 @@ def full_strength(references: tuple) -> tuple:
 
 
 # How many stages have tokens that four ranks can share; in the others every rank has all of them.
-DIVIDED = {"a sound and images": 1, "both, guided": 1, "masked in two stages": 2, "guides": 2}
+DIVIDED = {
+    "a sound and images": 1,
+    "both, guided": 1,
+    "masked in two stages": 2,
+    "guides": 2,
+    "dubbed": 2,
+}
 
 
 @pytest.fixture(scope="module")
