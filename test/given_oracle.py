@@ -5,6 +5,7 @@ Besides what oracle.py and recipes_oracle.py patch, in later releases
 
   a frozen stream has sigma 0, for its own text and for the stream that listens to it
   a reference has a time scale: it is read and placed in time by that
+  a clip to dub is a reference of both stages, and its sound's tokens lie before the clip
 
 The text contexts are the caller's; the mel spectrogram is ours, which test_input_media.py compares
 with its definition (torchaudio need not be there). Wrong ways to do it are subclasses of `Given`.
@@ -14,7 +15,7 @@ import dataclasses
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import oracle
@@ -36,6 +37,7 @@ class Job(recipes_oracle.Job):
     references      each (path, strength)
     scales          of their pixels and of their frames
     attention_mask  (path, strength)
+    dubbing         (path, strength)
     stage_1_loras   besides `loras`
     """
 
@@ -44,6 +46,7 @@ class Job(recipes_oracle.Job):
     references: tuple = ()
     scales: tuple[int, int] = (1, 1)
     attention_mask: tuple | None = None
+    dubbing: tuple | None = None
     images_as_guides: bool = False
     skip_stage_2: bool = False
     stage_1_loras: tuple = ()
@@ -81,8 +84,42 @@ def _encoders(assets, dtype: torch.dtype) -> tuple:
     return models, models.video_encoder(), models.audio_encoder()
 
 
+class VoiceReference(NamedTuple):
+    """AudioConditionByReferenceLatent of later releases: tokens behind the clip's, in time before
+    it: they end `gap` seconds before 0; None: they begin at 0."""
+
+    latent: Tensor
+    gap: float | None = 0.04
+    mask: float = 0.0
+
+    def apply_to(self, latent_state, latent_tools):
+        from ltx_core.types import AudioLatentShape
+
+        tokens = latent_tools.patchifier.patchify(self.latent)
+        shape = AudioLatentShape.from_torch_shape(self.latent.shape)
+        positions = latent_tools.patchifier.get_patch_grid_bounds(shape, CPU)
+        if self.gap is not None:
+            positions = positions - positions.max().item() - self.gap
+        mask = torch.full((1, tokens.shape[1], 1), self.mask)
+        added = dict(latent=torch.zeros_like(tokens), clean_latent=tokens, denoise_mask=mask)
+        joined = {name: torch.cat([getattr(latent_state, name), x], 1) for name, x in added.items()}
+        positions = torch.cat([latent_state.positions, positions], 2)
+        return dataclasses.replace(latent_state, **joined, positions=positions)
+
+
+class FromZeros(NamedTuple):
+    """An item whose tokens begin as zeros, as in later releases."""
+
+    item: Any
+
+    def apply_to(self, latent_state, latent_tools):
+        state, before = self.item.apply_to(latent_state, latent_tools), latent_state.latent.shape[1]
+        state.latent[:, before:] = 0
+        return state
+
+
 class Given(recipes_oracle.Recipe):
-    """The stages of a2vid_two_stage, retake, ic_lora and keyframe_interpolation."""
+    """The stages of a2vid_two_stage, retake, ic_lora, keyframe_interpolation and dubit."""
 
     def __init__(self, assets, job: Job, contexts, dtype: torch.dtype = FP32):
         from ltx_core.components.noisers import GaussianNoiser
@@ -145,6 +182,22 @@ class Given(recipes_oracle.Recipe):
         """The stream that a retake does not touch."""
         return Stream(latent, items=(self.region(0.0, 0.0),), frozen=True)
 
+    def dubbed(self, sound: Tensor | None) -> Stream:
+        """The sound of a stage of dubbing. sound: what the first one ended with."""
+        if sound is None:
+            return Stream(items=(VoiceReference(self.inputs["audio_reference"]),))
+        return Stream(sound, 0.0, (VoiceReference(sound),), frozen=True)
+
+    def seconds_of_voice(self) -> float:
+        """How much of the sound of the clip to dub is read at most: all."""
+        return 60.0  # without a limit 1.0.0 reads no Matroska
+
+    def references_of(self, first: bool) -> tuple:
+        """Each (path, strength), of a stage."""
+        if self.job.dubbing:
+            return (self.job.dubbing,)
+        return self.job.references if first else ()
+
     def region(self, start: float, end: float):
         from ltx_pipelines.retake import TemporalRegionMask
 
@@ -191,6 +244,10 @@ class Given(recipes_oracle.Recipe):
             path, start, duration = job.sound
             sound = self._sound(path, start, seconds if duration is None else duration)
             inputs["audio_latent"] = sound[:, :, :frames]
+        if job.dubbing:
+            sound = self._sound(job.dubbing[0], 0.0, self.seconds_of_voice())
+            assert sound is not None
+            inputs["audio_reference"] = sound
         return inputs
 
     def _sound(self, path, start: float, duration: float) -> Tensor | None:
@@ -229,7 +286,9 @@ class Given(recipes_oracle.Recipe):
         job, scale = self.job, 1.0 if video is None else sigmas[0]
         if job.retake:
             return tuple(self._retaken(kind) for kind in ("video", "audio"))
-        items = self._items(height, width, () if video is not None else job.references)
+        items = self._items(height, width, self.references_of(video is None))
+        if job.dubbing:
+            return Stream(video, scale, items), self.dubbed(audio)
         sound = self.given_sound(scale) if job.sound else Stream(audio, scale)
         return Stream(video, scale, items), sound
 
@@ -299,6 +358,8 @@ class Given(recipes_oracle.Recipe):
             )
         for item in items[len(images) :]:
             self.reference(getattr(item, "conditioning", item))
+        if job.dubbing:
+            items[len(images) :] = map(FromZeros, items[len(images) :])
         return tuple(items)
 
     def _read_slowly(self, *arguments, **named) -> Tensor:

@@ -16,6 +16,7 @@ from helpers import STREAMS, picture_frames, rel, tone, write_film, write_sound
 from PIL import Image
 
 from ltx_neuron.engine import Engine
+from ltx_neuron.flags.resolve import dubbing_of
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling import extension
 from ltx_neuron.sampling.conditions import (
@@ -26,6 +27,7 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.weights.lora import Lora
 
 FP32, GUIDED = 1e-5, 3e-5  # guidance multiplies what sums in another order change
@@ -44,12 +46,15 @@ AUDIO = (("cfg_scale", 5.0), ("stg_scale", 1.3), ("stg_blocks", (0,)), ("modalit
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """film: 17 frames of 64 x 64 with sound; cut: with half of it; mute: with none; short: 9 of
-    64 x 80 frames; held: a picture, and 17 frames of it; mask: 9 striped ones. And sound."""
+    64 x 80 frames; held: a picture, and 17 frames of it; mask: 9 striped ones; speech: 20 with more
+    sound than 17 have. And sound."""
     folder = tmp_path_factory.mktemp("media")
     film, seconds = picture_frames(17, 64, 64, 3), 17 / 20
     for name, sound in (("film", 1.0), ("cut", 0.5), ("mute", None)):
         sound = None if sound is None else tone(48000, seconds * sound)
         write_film(folder / f"{name}.mkv", film, 20, sound=sound)
+    speech = picture_frames(20, 64, 64, 7)
+    write_film(folder / "speech.mkv", speech, 20, sound=tone(48000, 1.0, 150.0))
     write_film(folder / "short.mkv", picture_frames(9, 64, 80, 40), 24)
     picture = picture_frames(1, 64, 80, 70)
     Image.fromarray(picture[0].numpy()).save(folder / "held.png")
@@ -139,9 +144,14 @@ def told(job: given_oracle.Job) -> Job:
         more["retake"] = Retake(*job.retake)
     if job.attention_mask:
         more["attention_mask"] = AttentionMask(*job.attention_mask)
+    size = Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage)
+    if job.dubbing:
+        path, strength = job.dubbing
+        spec = JobSpec(reference_video=str(path), reference_strength=strength)
+        more |= dubbing_of(spec, size, loras_of(job.loras))
     return Job(
         job.prompt,
-        Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage),
+        size,
         job.seed,
         images=tuple(ImageCondition(*image) for image in job.images),
         references=tuple(reference(*given, job.scales) for given in job.references),
@@ -226,6 +236,13 @@ def interpolated(tiny) -> given_oracle.Job:
     guided = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
     images = dict(images=((tiny.image, 0, 0.9), (tiny.image, 8, 0.5)), images_as_guides=True)
     return given_oracle.Job(RAIN, **sizes, **guided, **images, refining_loras=lora(tiny))
+
+
+def dubbed(files, tiny, **more) -> given_oracle.Job:
+    """17 of a clip's 20 frames, with all of its sound, behind an image."""
+    sizes = dict(height=64, width=128, num_frames=17, frame_rate=20.0, seed=41, two_stage=True)
+    given = dict(dubbing=(files / "speech.mkv", 0.8), images=((tiny.image, 0, 1.0),))
+    return given_oracle.Job(RAIN, **sizes | given | dict(loras=lora(tiny)) | more)
 
 
 def longer(files, **more) -> given_oracle.Job:

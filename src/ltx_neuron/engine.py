@@ -307,9 +307,9 @@ class Engine:
         """A stage with the shared inputs of its steps uploaded."""
         job, workspace = run.job, self.workspace
         modulation = self.residency.use_weights(stage.loras)
-        if job.has_media and not (stage.upsampled or "video_latent" in run.tensors):
+        if job.has_media(stage.upsampled) and "video_latent" not in run.tensors:
             with self.recorder.phase("encode_inputs"):
-                run.tensors |= conditions.encode(self.host, job)
+                run.tensors |= conditions.encode(self.host, job, stage.upsampled)
         start, ranks = self._initial_latents(run, stage), self.residency.ranks
         shared = workspace.transformer, workspace.dtype, modulation, self.compat
         with self.recorder.phase(f"denoise_{stage.name}"):

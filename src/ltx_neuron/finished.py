@@ -417,7 +417,7 @@ def shard_verb(model: str) -> str:
 
 def _shape_flags(job: Job) -> list:
     """The flags of compile transformer for a job's graphs."""
-    # An IC-LoRA's metadata has the scale of its references.
-    loras = ["ic_lora"] if job.references else []
+    # The metadata of an IC-LoRA and of a dubbing LoRA has the scale of references.
+    loras = ["ic_lora"] * bool(job.references) + ["lora"] * bool(job.dubbing)
     names = [*SizeFields.model_fields, "nag_scale", *loras, *ConditionFields.model_fields]
     return job.spec.words(names)

@@ -239,6 +239,7 @@ def sidecar(job: Job, report: dict) -> dict:
         **report["job"],
         "sigmas": {stage.name: list(stage.sigmas) for stage in job.stages},
         "weight_sets": job.identity["loras"],
+        "inputs": {flag: content_digest(path) for flag, path in job.files.items()},
         **{key: report[key] for key in ("profile", "tp", "versions", "identity")},
         "seconds": seconds,
         "torch_threads": torch.get_num_threads(),

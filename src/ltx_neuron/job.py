@@ -144,10 +144,10 @@ class Job(Inputs):
 
     def heard(self, compat: Compat) -> str:
         """The name of the latents of the video's sound: of two stages the last one's, but for dev
-        the first one's, because its second stage refines only the picture. Interpolated keyframes
-        have the last one's (ltx-pipelines 1.2.0, ti2vid_two_stages.py, keyframe_interpolation.py).
-        """
-        if self.extension:
+        and for a dubbed clip the first one's, because the second refines only the picture.
+        Interpolated keyframes have the last one's (ltx-pipelines 1.2.0, ti2vid_two_stages.py,
+        dubit.py, keyframe_interpolation.py)."""
+        if self.extension or self.dubbing:
             return "s1_audio"
         refined = self.images_as_guides or (compat.refined_sound and self.sampler == "euler")
         stage = self.stages[0 if self.recipe == "dev" and not refined else -1]
@@ -308,7 +308,7 @@ class Job(Inputs):
         for name, field in zip(LORAS, LORA_FIELDS, strict=True):
             loras = getattr(self, field)
             values[name] = tuple(LoraFile(str(x.path.absolute()), x.strength) for x in loras)
-        return JobSpec.model_construct(**values, **self.spec_fields)
+        return JobSpec.model_construct(**values | self.spec_fields)
 
     def describe(self) -> dict:
         """The job as JSON, for the sidecar and the report."""

@@ -16,7 +16,7 @@ from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.flags.resolve import reference_of, retake_of, size_of
+from ltx_neuron.flags.resolve import dubbing_of, reference_of, retake_of, size_of
 from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.profiles import resolve
@@ -181,6 +181,8 @@ class LTXPipeline:
         end_time: float | None = None,
         regenerate: str = Retake.regenerate,
         extend: float | None = None,
+        reference_video: str | Path | None = None,
+        reference_strength: float | None = None,
         reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None = None,
         attention_mask: str | Path | AttentionMask | None = None,
         images_as_guides: bool = False,
@@ -203,6 +205,9 @@ class LTXPipeline:
         audio                 sound to generate the video for
         video                 Retake, or path of a video: regenerate it ("both", "video", "audio")
                               from start_time to end_time, or extend it by seconds (< 0: before)
+        reference_video       video to dub, of two stages: its speakers say the prompt's words; its
+                              length and frame rate are the video's, and loras the dubbing LoRA;
+                              reference_strength: see --reference-strength
         reference             reference video of ic_loras: a path or ReferenceVideos
         attention_mask        video with the attention weights of the references
         images_as_guides      append an image at frame 0 like the other images
@@ -211,6 +216,8 @@ class LTXPipeline:
         """
         size = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         part = dict(start_time=start_time, end_time=end_time, regenerate=regenerate, extend=extend)
+        dubbed = dict(reference_video=reference_video, reference_strength=reference_strength)
+        recipe = self._recipe_fields(loras, distilled_loras, ic_loras, two_stage)
         job = Job(
             prompt,
             seed=_plain(seed),
@@ -228,8 +235,8 @@ class LTXPipeline:
             images_as_guides=images_as_guides,
             skip_stage_2=skip_stage_2,
             sampler=sampler,
-            **self._size_and_retake(video, size | part | {"two_stage": two_stage}),
-            **self._recipe_fields(loras, distilled_loras, ic_loras, two_stage),
+            **self._sized(video, size | part | dubbed | {"two_stage": two_stage}, recipe["loras"]),
+            **recipe,
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
 
@@ -272,13 +279,16 @@ class LTXPipeline:
         assert isinstance(result, Result)  # a failed job raises
         return _output(result, output_type, output_path)
 
-    def _size_and_retake(
-        self, video: str | Path | Retake | None, fields: dict[str, Any]
+    def _sized(
+        self, video: str | Path | Retake | None, fields: dict[str, Any], loras: WeightSet
     ) -> dict[str, Any]:
-        """A call's size and retake as a Job's fields; `fields` are a JobSpec's."""
+        """A call's size, and its retake or dubbed video, as a Job's fields; `fields` are a
+        JobSpec's, and `loras` those of all stages."""
         check_type("video", video, str | Path | Retake | None)
         fields = {name: _plain(value) for name, value in fields.items()}
         check_type("extend", fields["extend"], float | None)
+        check_type("reference_video", fields["reference_video"], str | Path | None)
+        fields["reference_video"] = fields["reference_video"] and str(fields["reference_video"])
         if fields["regenerate"] == Retake.regenerate:
             fields["regenerate"] = None
         path = str(video) if isinstance(video, str | Path) else None
@@ -290,9 +300,10 @@ class LTXPipeline:
                 own = {"video_path": str(video.path), "extend": video.extend or None}
                 spec, retake = spec.model_copy(update=own), video
             size = size_of(spec, orientation == "shown", "video")
+            dubbing = dubbing_of(spec, size, loras)
         except FieldError as error:
             raise UserError(error.spelled(_name)) from None
-        return {"size": size, "retake": retake, "orientation": orientation}
+        return {"size": size, "retake": retake, "orientation": orientation} | dubbing
 
     def _recipe_fields(
         self,

@@ -18,6 +18,7 @@ from ltx_neuron.models.programs import spectrogram_program_name
 from ltx_neuron.profiles import require_runtime
 from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
+from ltx_neuron.text.speech import names_speech, say_no_speech
 from ltx_neuron.weights import lora
 from ltx_neuron.workspace import Workspace
 
@@ -71,6 +72,10 @@ class Preflight:
         require_runtime(workspace.profile, workspace.tp)
         for job in jobs:
             conditions.check(job)
+            if job.reference_audio:
+                lora.say_silent(job.stages[0].loras)
+            if job.dubbing and not names_speech(job.prompt):
+                say_no_speech(conditions.DUBBED)
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
         self.host.check([name for name in models if name not in self._checked_models])
         self._checked_models.update(models)
@@ -177,7 +182,7 @@ def _host_models(job: Job) -> list[str]:
     names = ["video_decoder"]
     names += [] if job.sound else ["audio_decoder", "vocoder"]  # an input sound is not decoded
     names += [f"{kind}_upsampler" for kind in job.upsamplers]
-    names += ["video_encoder"] if job.images or job.retake or job.references else []
-    names += ["audio_encoder"] if job.sound or job.retake else []
+    names += ["video_encoder"] if job.images or job.encoded_clips else []
+    names += ["audio_encoder"] if job.sound or job.retake or job.reference_audio else []
     names += ["video_statistics"] if job.upsamplers else []
     return names

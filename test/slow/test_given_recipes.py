@@ -8,7 +8,7 @@ import given_runs
 import pytest
 import torch
 from engines import give_contexts, opened_engine, opened_workspace
-from given_oracle import Given, KeptBeginsAsNoise, Stream
+from given_oracle import Given, KeptBeginsAsNoise, Stream, VoiceReference
 from given_runs import (
     AUDIO,
     DUST,
@@ -22,6 +22,7 @@ from given_runs import (
     assert_equals_the_oracle,
     assert_longer_equals_the_oracle,
     distances,
+    dubbed,
     ic_lora,
     interpolated,
     longer,
@@ -35,6 +36,7 @@ from given_runs import (
 from helpers import one_thread, rel  # noqa: F401
 from nag_oracle import Nag, guided
 
+from ltx_neuron import progress
 from ltx_neuron.models.programs import may_divide
 
 files, workspace, opened = given_runs.files, given_runs.workspace, given_runs.opened  # fixtures
@@ -135,6 +137,7 @@ IN_BF16 = {
     "a sound and images, guided": lambda files, tiny: replace(
         a2v_dev_in_one_stage(files, tiny), images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6))
     ),
+    "dubbing": dubbed,
 }
 
 
@@ -151,6 +154,34 @@ def test_bfloat16_is_as_near_to_the_truth_as_ltx_pipelines_own(generate, wanted,
     assert {name for name in off if not off[name] <= BF16_FACTOR * allowed[name] + BF16_FLOOR} == (
         set()
     )
+
+
+# --- dubbing --------------------------------------------------------------------------------------
+
+
+def test_a_dubbed_clip_equals_ltx_pipelines(generate, wanted, files, tiny):
+    job = dubbed(files, tiny)
+    got, want = generate(job), wanted(job)
+    assert got["audio_reference"].shape[2] > got["s1_audio"].shape[2] == 21
+    assert_equals_the_oracle(got, want)
+    # Stage 2 keeps stage 1's sound, so what is heard needs no tensor of its own.
+    assert torch.equal(got["s2_audio"], got["s1_audio"])
+
+
+def test_a_dubbed_clip_resumed_after_stage_1_ends_with_the_same_bits(
+    generate, opened, contexts, files, tiny, tmp_path
+):
+    given = dubbed(files, tiny)
+    want, engine, job = generate(given), opened(), told(given)
+    state = tmp_path / "state.safetensors"
+    engine.on_stage_end = lambda run: state.exists() or progress.save_state(state, run, {})
+    give_contexts(engine, job, contexts)
+    [*engine.run([job], keep=True, decode=False)]
+    resumed = progress.restore_state(state, job, {}, torch.float32)
+    assert [stage.name for stage in resumed.stages_left] == ["stage_2"]
+    (result,) = engine.run([job], keep=True, decode=False, resume=lambda job: resumed)
+    for name in ("s1_audio", "s2_reference_latent", "s2_video", "s2_audio"):
+        assert torch.equal(result.tensors[name], want[name])
 
 
 # --- wrong ways -----------------------------------------------------------------------------------
@@ -298,6 +329,68 @@ class TimesAreNotShifted(Given):
         return super().reference(item)
 
 
+class VoiceFromZero(Given):
+    """Where trainers' audio-to-audio LoRAs have it."""
+
+    def dubbed(self, sound):
+        return reheld(super().dubbed(sound), gap=None)
+
+
+class VoiceWithoutAGap(Given):
+    def dubbed(self, sound):
+        return reheld(super().dubbed(sound), gap=0.0)
+
+
+class VoiceIsPartlyFree(Given):
+    def dubbed(self, sound):
+        return reheld(super().dubbed(sound), mask=0.05)
+
+
+def reheld(stream: Stream, **changed) -> Stream:
+    return stream._replace(items=tuple(item._replace(**changed) for item in stream.items))
+
+
+class VoiceIsCutToTheClip(Given):
+    def seconds_of_voice(self):
+        return self.job.num_frames / self.job.frame_rate
+
+
+class VoiceDrawsNoNoise(Given):
+    def drawn(self, kind, before, own_tokens):
+        if kind == "audio":
+            self.noiser.generator.set_state(before)
+            torch.randn(1, own_tokens, 128, generator=self.noiser.generator)
+
+
+class TheFilesVoiceInStage2(Given):
+    def dubbed(self, sound):
+        stream = super().dubbed(sound)
+        voice = VoiceReference(self.inputs["audio_reference"])
+        return stream if sound is None else stream._replace(items=(voice,))
+
+
+class NoVoiceInStage2(Given):
+    def dubbed(self, sound):
+        stream = super().dubbed(sound)
+        return stream if sound is None else stream._replace(items=())
+
+
+class NoPictureInStage2(Given):
+    def references_of(self, first):
+        return super().references_of(first) if first else ()
+
+
+class SoundIsNotFrozen(Given):
+    def dubbed(self, sound):
+        stream = super().dubbed(sound)
+        return stream if sound is None else stream._replace(noise_scale=0.909375, frozen=False)
+
+
+class LoraInStage1Alone(Given):
+    def loras_of_stage_2(self):
+        return ()
+
+
 GUIDED_AUDIO = "a sound, guided, in one stage"
 JOBS = {
     "a sound": lambda files, tiny: a2v(files),
@@ -316,6 +409,7 @@ JOBS = {
     "masked in two stages": ic_lora,
     "scaled": scaled_ic_lora,
     "guides": lambda files, tiny: interpolated(tiny),
+    "dubbed": dubbed,
 }
 VIDEO_1, AUDIO_1, VIDEO_2, AUDIO_2 = "s1_video", "s1_audio", "s2_video", "s2_audio"
 # The job, a wrong way to do it or what another one asks for, and the latents where it shows.
@@ -358,6 +452,18 @@ OTHERWISE = [
     ("scaled", lambda job: dict(scales=(1, 2)), [VIDEO_1]),
     ("scaled", lambda job: dict(scales=(2, 1)), [VIDEO_1]),
     ("guides", lambda job: dict(images_as_guides=False), [VIDEO_1, AUDIO_1, VIDEO_2]),
+    ("dubbed", VoiceFromZero, [AUDIO_1]),
+    ("dubbed", VoiceWithoutAGap, [AUDIO_1]),
+    ("dubbed", VoiceIsPartlyFree, [AUDIO_1]),
+    ("dubbed", VoiceIsCutToTheClip, [AUDIO_1, VIDEO_2]),
+    ("dubbed", VoiceDrawsNoNoise, [VIDEO_2]),
+    ("dubbed", TheFilesVoiceInStage2, [VIDEO_2]),
+    ("dubbed", NoVoiceInStage2, [VIDEO_2]),
+    ("dubbed", NoPictureInStage2, [VIDEO_2]),
+    ("dubbed", SoundIsNotFrozen, [VIDEO_2]),
+    ("dubbed", LoraInStage1Alone, [VIDEO_2]),
+    ("dubbed", lambda job: dict(dubbing=(job.dubbing[0], 1.0)), [VIDEO_1, VIDEO_2]),
+    ("dubbed", lambda job: dict(frame_rate=19.0), [VIDEO_1]),
 ]
 
 
@@ -366,7 +472,13 @@ def full_strength(references: tuple) -> tuple:
 
 
 # How many stages have tokens that four ranks can share; in the others every rank has all of them.
-DIVIDED = {"a sound and images": 1, "both, guided": 1, "masked in two stages": 2, "guides": 2}
+DIVIDED = {
+    "a sound and images": 1,
+    "both, guided": 1,
+    "masked in two stages": 2,
+    "guides": 2,
+    "dubbed": 2,
+}
 
 
 @pytest.fixture(scope="module")

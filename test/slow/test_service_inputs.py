@@ -1,4 +1,5 @@
-"""Videos that a service makes from uploaded videos: retake, extension and references of an IC-LoRA.
+"""Videos that a service makes from uploaded videos: retake, extension, references of an IC-LoRA and
+dubbing.
 They have the bytes that the engine makes of the same files where they lie."""
 
 from contextlib import closing
@@ -7,7 +8,7 @@ from io import BytesIO
 import given_runs
 import pytest
 from engines import give_contexts, sharing
-from given_runs import ic_lora, retake, told
+from given_runs import dubbed, ic_lora, retake, told
 from helpers import one_thread  # noqa: F401
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
@@ -52,7 +53,7 @@ def made(engine: Engine, job: Job, path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["retake", "extend", "IC-LoRA"])
+@pytest.mark.parametrize("kind", ["retake", "extend", "IC-LoRA", "dubbing"])
 def test_a_service_makes_the_bytes_that_the_engine_makes(
     kind, opened, contexts, files, tiny, tmp_path
 ):
@@ -67,6 +68,11 @@ def test_a_service_makes_the_bytes_that_the_engine_makes(
         mask = {"video_url": upload(files / "mask.mkv"), "strength": 0.8}
         fields = {"lora_set": "pose", "video_conditioning": videos, "size": "128x128", "fps": 25}
         fields |= {"conditioning_attention_mask": mask, "num_frames": 17}
+    elif kind == "dubbing":
+        job = told(dubbed(files, tiny, images=()))
+        sets["dub"] = NO_LORAS["default"] | {"loras": job.loras}
+        fields = {"reference_video": upload(files / "speech.mkv"), "reference_strength": 0.8}
+        fields |= {"lora_set": "dub", "size": "128x64"}
     else:
         given = retake(files)
         job = told(given)

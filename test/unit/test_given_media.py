@@ -21,7 +21,7 @@ from ltx_neuron import flags, preflight, progress
 from ltx_neuron.decode_queue import DecodeQueue
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.flags.resolve import references_of
+from ltx_neuron.flags.resolve import dubbing_of, references_of
 from ltx_neuron.host.arithmetic import FLOAT32
 from ltx_neuron.host.conditions import check, encode
 from ltx_neuron.host.images import fill
@@ -32,10 +32,17 @@ from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
+from ltx_neuron.sampling.conditions import (
+    AttentionMask,
+    ReferenceAudio,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
 from ltx_neuron.sampling.latents import sound_latent_frames
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.weights.lora import Lora
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -385,6 +392,60 @@ def test_what_is_wrong_with_references_and_masks_is_said_before_they_are_read(fi
             check(given)
 
 
+# --- dubbing --------------------------------------------------------------------------------------
+
+
+def dubbed(tiny, path, frames=25, sides=(128, 192), strength=1.0):
+    size = Size(*sides, frames, two_stage=True)
+    spec = JobSpec(reference_video=str(path), reference_strength=strength)
+    return Job("", size, **dubbing_of(spec, size, (Lora(tiny.lora),)))
+
+
+def test_a_dubbed_clip_is_encoded_for_each_stage_with_all_of_its_sound(files, host, theirs, tiny):
+    # 17 of 25 frames' pictures, and the sound of all.
+    path = files / "film.mp4"
+    given = dubbed(tiny, path, 17)
+    check(given)
+    first, second = encode(host, given), encode(host, given, upsampled=True)
+    assert first.keys() == {"reference_latent", "mel", "audio_reference"}
+    assert second.keys() == {"s2_reference_latent"}
+    with torch.no_grad():
+        for latent, sides in (
+            (first["reference_latent"], (64, 96)),
+            (second["s2_reference_latent"], (128, 192)),
+        ):
+            assert rel(latent, theirs[0](pixels(path, *sides, 17))) < ENCODED
+    mel, latent = sound_latent(theirs, host, path, 0.0, None)
+    assert torch.equal(first["mel"], mel) and torch.equal(first["audio_reference"], latent)
+    assert latent.shape[2] > given.size.audio_frames == 18
+
+
+def test_a_long_clip_to_dub_is_encoded_in_tiles(files, host, tiny):
+    path = files / "long.mp4"
+    given = dubbed(tiny, path, 89, (64, 128))
+    got = encode(host, given)["reference_latent"]
+    # As a retake is, of which upstream's tiles are shown above; no IC-LoRA's reference is.
+    assert torch.equal(got, encode(host, retake(path, 89, (32, 64)))["video_latent"])
+    (tiled, _), whole = given.encoded_clips, ReferenceVideo(path, 1.0, 89)
+    assert not tiled.whole
+    assert ic_lora(whole, frames=89, size=(32, 64)).encoded_clips[0].whole
+
+
+@pytest.mark.parametrize("channels", [1, 6])
+def test_the_voice_of_a_dubbed_clip_has_one_or_two_channels(
+    host, tiny, tmp_path, capsys, channels, monkeypatch
+):
+    sound = Sound(tone(16000, 0.5)[:1].expand(channels, -1), 16000)
+    monkeypatch.setattr("ltx_neuron.host.conditions.read_sound", lambda *a: sound)
+    path = write_film(tmp_path / "clip.mkv", picture_frames(9, 64, 96, 3))
+    if channels == 6:
+        with pytest.raises(UserError, match="--reference-video .*clip.mkv has 6 channels"):
+            dubbed(tiny, path, 9)
+        return
+    encode(host, dubbed(tiny, path, 9))
+    assert f"--reference-video {path}: mono sound, used for both" in capsys.readouterr().out
+
+
 # --- the job --------------------------------------------------------------------------------------
 
 
@@ -443,6 +504,8 @@ def test_the_models_of_a_job_are_those_that_encode_and_decode_what_it_has(files)
     assert {"audio_encoder", "video_encoder", "vocoder"} < with_video
     reference = (ReferenceVideo("a.mp4", 1.0, 9),)
     assert "video_encoder" in names(Job("a", size, references=reference))
+    both = Job("a", size, dubbing=reference[0], reference_audio=ReferenceAudio("a.mp4", 9))
+    assert {"audio_encoder", "video_encoder", "vocoder"} < set(names(both))
     assert not {"audio_encoder", "video_encoder"} & set(names(Job("a", size)))
 
 

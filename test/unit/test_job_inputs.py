@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import write_film
 from safetensors.torch import save_file
 from typed import parsed, run, said
 
@@ -18,6 +19,7 @@ from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.generate import run_identity
+from ltx_neuron.host.media import read_sound
 from ltx_neuron.host.video import write_video
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
@@ -28,13 +30,15 @@ from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
+    ReferenceAudio,
     ReferenceVideo,
     Retake,
     SoundCondition,
 )
 from ltx_neuron.sampling.guidance import DEFAULTS, NEGATIVE_PROMPT, Guidance, StreamGuidance
+from ltx_neuron.sampling.latents import sound_latent_frames
 from ltx_neuron.service.jobs import job_of
-from ltx_neuron.weights.lora import Lora, reference_scale
+from ltx_neuron.weights.lora import Lora, reference_scale, say_silent
 from ltx_neuron.workspace import Workspace
 
 ONE, TWO = Size(128, 192, 17), Size(128, 192, 17, two_stage=True)
@@ -45,6 +49,8 @@ REFERENCE = ReferenceVideo(FILE, 1.0, num_frames=25)
 LORAS = (Lora(Path(FILE)),)
 REFERRING = dict(size=TWO, references=(REFERENCE,), stage_1_loras=LORAS)
 DEV = dict(size=TWO, recipe="dev")
+VOICE = 25  # latents of its sound
+DUBBED = dict(dubbing=REFERENCE, reference_audio=ReferenceAudio(FILE, VOICE), loras=LORAS)
 
 
 def job(size=ONE, **given) -> Job:
@@ -155,6 +161,26 @@ def test_a_reference_of_strength_0_needs_no_second_timestep():
     assert nothing.buckets[0].timesteps == 1
 
 
+def test_a_dubbed_clip_is_a_reference_of_both_stages_before_whose_sound_is_a_voice():
+    dubbed = job(TWO, **DUBBED)
+    first, second = dubbed.buckets
+    assert first == Bucket(18 + 18, AUDIO + VOICE, 2, 8, audio_timesteps=2)
+    assert second == Bucket(72 + 72, AUDIO + AUDIO, 2, 8)  # stage 1's sound, frozen
+    assert dubbed.buckets_to_compile == dubbed.buckets
+    # One weight set. What is heard is stage 1's sound.
+    assert [stage.loras for stage in dubbed.stages] == [LORAS, LORAS]
+    assert dubbed.heard(COMPAT[None]) == "s1_audio"
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("images", [(), (ImageCondition(FILE),), (ImageCondition(FILE, 8, 0.7),)])
+def test_the_strength_of_a_dubbed_clip_changes_no_graph(images, strength):
+    whole = job(TWO, **DUBBED, images=images)
+    other = replace(whole, dubbing=replace(REFERENCE, strength=strength))
+    assert other.buckets == whole.buckets
+    assert whole.buckets[0].timesteps == 2 + len(images)
+
+
 def test_without_stage_2_neither_its_graph_nor_the_upsampler_is_needed():
     whole, half = job(TWO), job(TWO, skip_stage_2=True)
     assert half.buckets == whole.buckets[:1] and half.stages == whole.stages[:1]
@@ -223,11 +249,11 @@ MISTAKES = {
     "--video-path cannot be combined with --two-stage": dict(retake=RETAKE, size=TWO),
     "--video-path cannot be combined with --upscale": dict(retake=RETAKE, upscale="spatial"),
     "got no --ic-lora; type --ic-lora as well": REFERRING | dict(stage_1_loras=()),
-    "--ic-lora needs --video-conditioning": dict(size=TWO, stage_1_loras=LORAS),
+    "--ic-lora goes with --video-conditioning": dict(size=TWO, stage_1_loras=LORAS),
     f"--ic-lora {FILE} needs a reference": DEV | dict(stage_1_loras=LORAS),
     "--sampler res_2s cannot be combined with --video-conditioning": DEV
     | dict(sampler="res_2s", references=(REFERENCE,), stage_1_loras=LORAS),
-    "--conditioning-attention-mask needs --video-conditioning": dict(
+    "--conditioning-attention-mask goes with --video-conditioning": dict(
         attention_mask=AttentionMask(FILE, 1.0)
     ),
     f"--conditioning-attention-mask {FILE}: strength 1.5, wanted at most 1": REFERRING
@@ -239,20 +265,33 @@ MISTAKES = {
     "type a --height and --width that are multiples of 64: 64x64 or 128x64": dict(
         size=Size(96, 64, 17), references=(replace(REFERENCE, space_scale=2),), stage_1_loras=LORAS
     ),
-    "--skip-stage-2 needs --two-stage": dict(skip_stage_2=True),
+    "--skip-stage-2 goes with --two-stage": dict(skip_stage_2=True),
     "--upscale is for one-stage runs": dict(size=TWO, skip_stage_2=True, upscale="spatial"),
-    "--images-as-guides needs --two-stage --recipe dev, got no --recipe dev": dict(
+    "--images-as-guides goes with --two-stage --recipe dev, got no --recipe dev": dict(
         size=TWO, images_as_guides=True
     ),
-    "--images-as-guides needs --two-stage --recipe dev, got no --two-stage": dict(
+    "--images-as-guides goes with --two-stage --recipe dev, got no --two-stage": dict(
         recipe="dev", images_as_guides=True
     ),
-    "--sampler res_2s needs --two-stage --recipe dev": dict(size=TWO, sampler="res_2s"),
+    "--sampler res_2s goes with --two-stage --recipe dev": dict(size=TWO, sampler="res_2s"),
     "--sampler res_2s cannot be combined with --audio-path": DEV
     | dict(sampler="res_2s", sound=SOUND),
     "--sampler: got 'heun', wanted 'euler' or 'res_2s'": dict(sampler="heun"),
     "--num-inference-steps 32: type a number from 1 to 31": DEV
     | dict(sampler="res_2s", num_inference_steps=32),
+    "--reference-video goes with --two-stage --recipe distilled, got no --two-stage; type"
+    " --two-stage as well, or leave out --reference-video": DUBBED,
+    "--recipe distilled, got no --recipe distilled": DUBBED | DEV,
+    "--reference-video cannot be combined with --audio-path": DUBBED | dict(size=TWO, sound=SOUND),
+    "--reference-video cannot be combined with --ic-lora": DUBBED | REFERRING,
+    "--reference-video cannot be combined with --skip-stage-2": DUBBED
+    | dict(size=TWO, skip_stage_2=True),
+    f"--reference-video {FILE}: the IC-LoRA takes references of 1/2 of stage 1's size": DUBBED
+    | dict(size=TWO, dubbing=replace(REFERENCE, space_scale=2)),
+    "pass a video with sound as --reference-video FILE": DUBBED
+    | dict(size=TWO, dubbing=replace(REFERENCE, path=MISSING)),
+    "--reference-strength: got 1.5, wanted at most 1": DUBBED
+    | dict(size=TWO, dubbing=replace(REFERENCE, strength=1.5)),
     "guidance.audio: an input sound": DEV | dict(sound=SOUND, guidance=DEFAULTS),
 }
 
@@ -275,6 +314,7 @@ def test_what_can_be_made_is_not_refused():
         job(size, recipe="dev", references=(REFERENCE,), stage_1_loras=LORAS).check()
     job(**DEV, images_as_guides=True, images=(ImageCondition(FILE),)).check()
     job(**DEV, sampler="res_2s", num_inference_steps=31).check()
+    job(TWO, **DUBBED, images=(ImageCondition(FILE),)).check()
     # HQ has its distilled LoRA in both stages.
     job(**DEV, sampler="res_2s", stage_1_loras=LORAS, stage_2_loras=LORAS).check()
 
@@ -434,6 +474,79 @@ def test_a_reference_for_a_lora_of_every_stage_is_refused_with_the_flag_to_type(
     assert code == 2 and f"type --ic-lora {lora} 0.5 in its place" in error
 
 
+DUBBING = "--two-stage", "--height", 128, "--width", 128, "--reference-video"
+
+
+def voice_of(path) -> ReferenceAudio:
+    """All of a file's sound."""
+    samples, rate = read_sound(path, "")
+    return ReferenceAudio(path, sound_latent_frames(samples.shape[1], rate))
+
+
+def test_a_video_to_dub_says_its_length_and_rate_and_its_lora_the_scale(clip, ic_lora):
+    lora, film = ic_lora(downscale_factor="2", temporal_scale_factor="2"), clip(28, 64, 64, 29.97)
+    dubbed = said(*DUBBING, film, "--lora", lora.path, "--reference-strength", 0.5)
+    rate = 30000 / 1001  # not 29: the video keeps the clip's speed
+    assert dubbed.size == Size(128, 128, 25, rate, two_stage=True)
+    assert dubbed.output_frame_rate == rate
+    # Of scales the LoRA has that of pixels alone; the sound is not cut to the video.
+    assert dubbed.dubbing == ReferenceVideo(film, 0.5, 25, 2, 1)
+    assert dubbed.reference_audio == voice_of(film)
+    dubbed.check()
+
+
+def test_a_video_that_cannot_be_dubbed_ends_the_script(clip, ic_lora, tmp_path, capsys):
+    film, lora = clip(30, 64, 64, 25.0), ic_lora().path
+    short, silent = clip(5, 64, 64), tmp_path / "silent.mkv"
+    write_film(silent, torch.zeros(9, 64, 64, 3, dtype=torch.uint8))
+    counts, cut = "(25 of its 30 frames, 25 fps); leave it out", f"{film}: 25 of 30 frames are used"
+    said_of_it = 0
+    for words, text in (
+        (
+            (film, "--num-frames", 121),
+            f"--num-frames 121 does not go with --reference-video: {film} says how many {counts}",
+        ),
+        ((film, "--frame-rate", 24), "--frame-rate 24 does not go with --reference-video"),
+        ((short,), f"--reference-video {short} has 5 frames, wanted 9 or more"),
+        (
+            (silent,),
+            f"--reference-video {silent} has no sound, which the voice is taken from; a silent clip"
+            f" gets one by --video-path {silent} --start-time 0 --end-time 5 --regenerate audio",
+        ),
+        ((film, "--video-path", film), "cannot be combined with --video-path"),
+        ((tmp_path / "no.mp4",), "pass a video with sound as --reference-video FILE"),
+    ):
+        code, printed, error = generated(capsys, *DUBBING, *words, "--lora", lora)
+        assert code == 2 and text in error and "Traceback" not in error
+        said_of_it += printed.count(cut)
+    needed = "needs one --lora, the dubbing LoRA (it is in both stages), got"
+    for loras, text in (
+        ((), f"--reference-video {needed} none; type --lora PATH"),
+        (("--lora", lora) * 2, f"--reference-video {needed} 2; leave all but one out"),
+    ):
+        code, printed, error = generated(capsys, *DUBBING, film, *loras)
+        assert code == 2 and text in error
+        said_of_it += printed.count(cut)
+    for _ in range(2):
+        code, printed, _ = generated(capsys, *DUBBING, film, "--lora", lora)
+        said_of_it += printed.count(f"{cut} (8k+1)")
+    assert said_of_it == 1
+    assert "--reference-strength needs --reference-video FILE" in refused(
+        "--reference-strength", 0.5
+    )
+
+
+def test_a_dubbing_lora_without_layers_of_sound_is_said_once(tmp_path, capsys):
+    silent, voiced = (Lora(tmp_path / name) for name in ("pose.safetensors", "dub.safetensors"))
+    for lora, layer in ((silent, "attn1"), (voiced, "audio_attn1")):
+        save_file({f"blocks.0.{layer}.to_q.lora_A.weight": torch.zeros(1)}, lora.path)
+    for _ in range(2):
+        say_silent((silent,))
+        say_silent((voiced,))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"--lora {silent.path}: it has no layers of the sound")
+
+
 FLAGS_ALONE = {
     "--audio-start-time needs --audio-path": ("--audio-start-time", 1),
     "--audio-max-duration needs --audio-path": ("--audio-max-duration", 1),
@@ -501,16 +614,19 @@ def test_lines_of_a_prompts_file_mix_all_kinds(tmp_path, clip, ic_lora):
             {"video_path": path, "start_time": 0.1, "end_time": 0.3},
             {"ic_lora": lora, "video_conditioning": [path, 1.0], "skip_stage_2": True},
             {"recipe": "dev", "sampler": "res_2s", "images_as_guides": True},
+            {"reference_video": clip(17, 32, 64, 25.0), "lora": lora},
             command=command,
         )
     ]
-    plain, sound, retake, reference, hq = found
+    plain, sound, retake, reference, hq, dubbed = found
     assert plain == Job("rain", Size(128, 128, 9, two_stage=True))
     assert sound == replace(plain, sound=SoundCondition(FILE, 0.5))
     # The file's size takes the place of the command's.
     assert retake == Job("rain", Size(32, 64, 9), retake=Retake(path, 0.1, 0.3))
     assert reference.references == (ReferenceVideo(path, 1.0, 9),) and reference.skip_stage_2
     assert hq.sampler == "res_2s" and hq.images_as_guides
+    # The file's length takes the place of the command's, and no more of its size.
+    assert dubbed.size == Size(128, 128, 17, 25.0, two_stage=True)
 
 
 def test_a_line_whose_file_has_another_content_is_another_line(tmp_path):
@@ -537,6 +653,12 @@ def test_a_job_of_each_kind_is_the_same_again_from_its_line(tmp_path, clip, ic_l
             skip_stage_2=True,
         ),
         job(**DEV, images=(ImageCondition(path),), images_as_guides=True, sampler="res_2s"),
+        job(
+            replace(TWO, num_frames=9),
+            dubbing=ReferenceVideo(path, 0.5, 9),
+            reference_audio=voice_of(path),
+            loras=(ic_lora(),),
+        ),
     ]
     for kind in kinds:
         kind.check()
@@ -571,6 +693,12 @@ def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_p
         ),
         job(size, recipe="dev", images=(image,), images_as_guides=True),
         job(nag_scale=11.0),
+        job(
+            size,
+            dubbing=ReferenceVideo(path, 0.5, 9),
+            reference_audio=voice_of(path),
+            loras=(lora,),
+        ),
     ]
     for kind in kinds:
         with pytest.raises(UserError) as error:
@@ -590,15 +718,21 @@ def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_p
 def test_a_run_depends_on_what_each_of_its_files_holds_and_not_on_where_they_lie(
     tiny, tmp_path, ic_lora
 ):
-    files = [tmp_path / name for name in ("image", "sound", "reference", "mask", "video")]
+    files = [tmp_path / name for name in ("image", "sound", "reference", "mask", "video", "dubbed")]
     for file in files:
         file.write_bytes(b"before")
-    image, sound, reference, mask, video = map(str, files)
+    image, sound, reference, mask, video, dubbed = map(str, files)
     opened = workspace(tiny, tmp_path / "artifacts")
     kinds = [
         job(sound=SoundCondition(sound), images=(ImageCondition(image),)),
         job(**REFERRING, attention_mask=AttentionMask(mask, 1.0)),
         job(retake=Retake(video, 0.1, 0.2)),
+        job(
+            TWO,
+            dubbing=replace(REFERENCE, path=dubbed),
+            reference_audio=ReferenceAudio(dubbed, VOICE),
+            loras=(ic_lora(),),
+        ),
     ]
     references = (replace(REFERENCE, path=reference),)
     kinds[1] = replace(kinds[1], references=references, stage_1_loras=(ic_lora(),))
@@ -613,7 +747,7 @@ def test_a_run_depends_on_what_each_of_its_files_holds_and_not_on_where_they_lie
         assert run_identity(elsewhere, opened, RunOptions()) == before
     assert {flag.split()[0] for kind in kinds for flag in kind.files} == {
         *("--image", "--audio-path", "--video-conditioning", "--conditioning-attention-mask"),
-        "--video-path",
+        *("--video-path", "--reference-video"),
     }
 
 
@@ -678,6 +812,9 @@ def test_a_call_takes_paths_or_the_conditions_themselves(clip, ic_lora):
     assert reference.attention_mask == AttentionMask(path, 1.0)
     again = called(reference=[ReferenceVideo(path, 1.0, 9)], **given, skip_stage_2=True)
     assert again == reference
+    given = dict(two_stage=True, loras=[(lora.path, 1.0)], height=128, width=128)
+    dubbed = called(**given, reference_video=Path(path), reference_strength=0.5)
+    assert dubbed == said(*DUBBING, path, "--lora", lora.path, "--reference-strength", 0.5)
     hq = called("dev", two_stage=True, sampler="res_2s", images_as_guides=True)
     assert hq.steps == 15 and hq.images_as_guides
 
@@ -689,6 +826,8 @@ def test_a_side_of_0_is_no_side_left_out():
 
 TIMES = dict(start_time=0.0, end_time=0.1)
 WRONG_CALLS = {
+    "reference_video=5 is of type int": dict(reference_video=5),
+    "reference_strength needs reference_video FILE": dict(reference_strength=0.5),
     "video needs end_time: type the seconds": dict(video="a.mp4", start_time=0.5),
     "start_time needs video FILE": dict(start_time=0.5),
     "audio=5 is of type int": dict(audio=5),

@@ -27,6 +27,7 @@ from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
+    ReferenceAudio,
     ReferenceVideo,
     Retake,
     SoundCondition,
@@ -388,7 +389,7 @@ def encoded(pixels: tuple[int, int, int], whole: bool = False) -> int:
 
 def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded():
     """Images at the size of each stage, a retake in tiles, references whole and at the size of
-    stage 1, of a longer video what its windows see."""
+    stage 1, a dubbed clip in tiles at that of each, of a longer video what its windows see."""
     size = Size(512, 768, 121, two_stage=True)
     retake, reference = Retake("v.mp4", 0, 1), ReferenceVideo("r.mp4", 1.0, 121)
     for job, wanted in (
@@ -396,6 +397,7 @@ def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(
         (Job("", size, images=(ImageCondition("i.png"),)), encoded((1, 512, 768))),
         (Job("", Size(512, 768, 121), retake=retake), encoded((121, 512, 768))),
         (Job("", size, references=(reference,)), encoded((121, 256, 384), whole=True)),
+        (Job("", size, dubbing=reference), encoded((121, 512, 768))),
     ):
         checkpoint = SimpleNamespace(config=released_config())
         host = plan._on_the_host(checkpoint, IN_FLOAT32, job, torch.bfloat16)
@@ -447,6 +449,33 @@ def test_a_masked_reference_is_planned_with_its_tokens_its_scores_and_two_weight
         *("load_transformer", "encode_inputs", "denoise_stage_1", "load_transformer", "upsample")
     ]
     assert "attention scores" in table(plans[1]) and "attention scores  " not in table(plans[0])
+
+
+def test_a_dubbed_clip_is_planned_with_its_tokens_in_both_stages_and_one_weight_set(
+    released, clip, tmp_path
+):
+    file = tmp_path / "there"
+    file.touch()
+    size = Size(512, 768, 121, two_stage=True)
+    dubbed = Job(
+        "",
+        size,
+        dubbing=ReferenceVideo(file, 1.0, 121),
+        reference_audio=ReferenceAudio(file, 126),
+        loras=(Lora(file, 1.0),),
+    )
+    made = plan.plan(released, TRN2, dubbed, 4, "bfloat16")
+    lines = [line for line in table(made).splitlines() if line.startswith("stage_")]
+    for line, tokens in zip(lines, ("1,536", "6,144"), strict=True):
+        video, audio = f"{tokens} video + {tokens} reference", "126 audio + 126 reference tokens"
+        assert line.endswith(f"steps, {video} and {audio}")
+    plain = plan.plan(released, TRN2, Job("", size), 4, "bfloat16")
+    assert made.disk_bytes == plain.disk_bytes
+    assert "reference" not in table(plain)
+    rows = clip(of=made, job=dubbed, neuron_gemma=True).rows
+    inputs = [row.rate.partition(",")[0] for row in rows if row.name == "encode_inputs"]
+    assert inputs == ["video", "video", "sound"]
+    assert [row.name for row in rows].count("load_transformer") == 1
 
 
 def test_the_matrix_kernel_s_scores_are_planned_and_those_of_a_flash_kernel_are_none(released):

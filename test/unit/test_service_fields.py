@@ -42,6 +42,7 @@ URLS = {
     "video_reference": "video_url",
     "video_conditioning": "video_url",
     "conditioning_attention_mask": "video_url",
+    "reference_video": "video_url",
 }
 
 

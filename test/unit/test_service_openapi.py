@@ -15,8 +15,10 @@ pytest.importorskip("fastapi", reason="the extra is not installed: pip install -
 
 from service_app import FORM, SIZE, SMALL, Got, Sent, Service, Workspace, form, get, opened
 
+from ltx_neuron.flags.resolve import dubbing_of
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ImageCondition, ReferenceVideo, Retake
+from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service.api_error import ERRORS
 from ltx_neuron.weights.lora import Lora
 
@@ -31,27 +33,33 @@ def files(tmp_path_factory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("files")
     samples = (tone(8000, 6.0) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
     write_sound(folder / "a.wav", samples, 8000, "pcm_s16le", "stereo", "s16")
-    write_film(folder / "a.mp4", picture_frames(FILM.num_frames, *FILM.sides, 1))
+    film = picture_frames(FILM.num_frames, *FILM.sides, 1)
+    write_film(folder / "a.mp4", film)
+    write_film(folder / "a.mkv", film, sound=tone(48000, FILM.seconds))
     Image.new("RGB", (64, 64)).save(folder / "a.png")
     return {path.suffix: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory):
+def service(tmp_path_factory, files):
     """With graphs for each kind of job."""
     folder = tmp_path_factory.mktemp("service")
     lora = folder / "pose.safetensors"
     save_file({"x": torch.zeros(2)}, lora)
     none = dict.fromkeys(("loras", "stage_1_loras", "stage_2_loras"), ())
     held = {"images": (ImageCondition("x"), ImageCondition("x", 120, 0.8))}
+    (folder / "a.mkv").write_bytes(files[".mkv"])
+    dubbing = dubbing_of(JobSpec(reference_video=str(folder / "a.mkv")), PAIR, (Lora(lora),))
     with opened(folder) as made:
-        made.sizes.lora_sets = {"default": none, "pose": none | {"stage_1_loras": (Lora(lora),)}}
+        pose, dub = {"stage_1_loras": (Lora(lora),)}, {"loras": (Lora(lora),)}
+        made.sizes.lora_sets = {"default": none, "pose": none | pose, "dub": none | dub}
         made.sizes.upsamplers = {"spatial"}
         for more in (
             Workspace(SMALL, recipe="dev"),
             Workspace(SMALL, **held),
             Workspace(FILM, WINDOW, retake=Retake("x")),
             Workspace(PAIR, references=(ReferenceVideo("x", 1.0, FILM.num_frames),)),
+            Workspace(PAIR, **dubbing),
         ):
             made.sizes.workspace.recorded |= more.recorded
         yield made

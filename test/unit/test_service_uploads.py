@@ -30,8 +30,10 @@ from service_app import (
     opened,
 )
 
+from ltx_neuron.flags.resolve import dubbing_of
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake
+from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.serve.__main__ import capability_jobs, reference_jobs
 from ltx_neuron.service import media, sandbox
 from ltx_neuron.service.jobs import job_of
@@ -141,6 +143,44 @@ def test_references_and_their_mask_go_with_an_ic_lora(service, files):
     error = refused(service, video_conditioning=files["film.mp4"])
     assert error["code"] == "feature_not_supported" and "'pose'" in error["message"]
     assert refused(service, lora_set="pose", size="256x128")["param"] == "lora_set"
+
+
+def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compiled(
+    service, files, tmp_path
+):
+    sizes, size = service.sizes, Size(128, 256, 17, two_stage=True)
+    clip, lora = tmp_path / "clip.mkv", tmp_path / "dub.safetensors"
+    clip.write_bytes(files["heard.mkv"])
+    save_file({"x": torch.zeros(2)}, lora)
+    dub = {"lora_set": "dub", "reference_video": files["heard.mkv"]}
+    error = refused(service, reference_video=files["heard.mkv"])
+    assert error["code"] == "feature_not_supported" and "available: none" in error["message"]
+    sizes.lora_sets |= {"dub": NONE | {"loras": (Lora(lora, 1.0),)}}
+    assert refused(service, **dub)["code"] == "profile_mismatch"
+    dubbing = dubbing_of(JobSpec(reference_video=str(clip)), size, (Lora(lora),))
+    graphs = Workspace(size, SMALL, **dubbing).recorded
+    sizes.workspace.recorded |= graphs
+    sizes._read = None  # as when a manifest is added
+    job, video = made(service, **dub, reference_strength="0.5", size="256x128")
+    assert job.dubbing.strength == 0.5 and job.size == size
+    assert Path(job.reference_audio.path).read_bytes() == files["heard.mkv"]
+    assert (video["num_frames"], video["fps"], video["two_stage"]) == (17, 24, True)
+    made(service, **dub)  # any size for which it is compiled
+    (model,) = json.loads(get(service, "/v1/models").body)["data"]
+    assert {each["size"] for each in model["inputs"]["reference_video"]} == {"256x128", "128x256"}
+    more = tone(48000, 1.2)
+    long = write_film(tmp_path / "long.mkv", picture_frames(17, 64, 96, 1), sound=more)
+    for fields, param, words in (
+        ({"reference_video": long.read_bytes()}, "reference_video", "with 1.24 s of sound is not"),
+        ({"size": "512x512"}, "reference_video", "17 frames at 24 fps"),
+        ({"num_frames": "9"}, "num_frames", "says how many (17 of its 17 frames, 24 fps)"),
+        ({"seconds": "2"}, "seconds", "does not go with reference_video"),
+        ({"reference_video": files["film.mp4"]}, "reference_video", "has no sound"),
+        ({"two_stage": "false"}, "reference_video", "got no two_stage"),
+        ({"recipe": "dev"}, "reference_video", "got no recipe distilled"),
+    ):
+        error = refused(service, **dub | fields)
+        assert error["param"] == param and words in error["message"], error
 
 
 def test_a_worker_must_have_an_ic_loras_weights_and_no_reference_for_it(service):

@@ -202,7 +202,7 @@ def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) ->
         add_nag(parser)
     inputs = group(parser, "sound, videos and LoRAs")
     _add(inputs, ConditionFields.model_fields)
-    _add(inputs, ["ic_lora"] if shape_only else DetailFields.model_fields)
+    _add(inputs, ["lora", "ic_lora"] if shape_only else DetailFields.model_fields)
 
 
 def _add(parser: argparse._ActionsContainer, fields: Iterable[str]) -> None:

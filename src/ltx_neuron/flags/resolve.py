@@ -4,16 +4,26 @@ excludes another."""
 import dataclasses
 import os
 from collections.abc import Iterable
+from functools import cache
+from typing import Any
 
 from ltx_neuron import hub
 from ltx_neuron.errors import FieldError, UserError, flag_of
+from ltx_neuron.files import check_readable
 from ltx_neuron.host.images import is_image
 from ltx_neuron.host.media import footage, video_size
 from ltx_neuron.job import LORA_FIELDS, SPEC_FIELDS, Job, Size
-from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
+from ltx_neuron.sampling.conditions import (
+    AttentionMask,
+    ReferenceAudio,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
 from ltx_neuron.sampling.guidance import Guidance, check_guidable, default_guidance
+from ltx_neuron.sampling.latents import TIME_SCALE, sound_latent_frames
 from ltx_neuron.sampling.spec import HQ_STRENGTHS, SIZES, JobSpec, LoraFile, guidance_fields
-from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
+from ltx_neuron.weights.lora import Lora, WeightSet, dubbing_scale, reference_scale
 
 
 def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
@@ -30,8 +40,9 @@ def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
     if spec.audio_path:
         start = spec.audio_start_time or 0.0
         sound = SoundCondition(spec.audio_path, start, spec.audio_max_duration)
+    size, loras = size_of(spec, orientation == "shown"), lora_fields(spec)
     return Job(
-        size=size_of(spec, orientation == "shown"),
+        size=size,
         guidance=_guidance(spec),
         images=spec.image,
         sound=sound,
@@ -39,17 +50,20 @@ def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
         references=references_of(spec),
         attention_mask=AttentionMask(*masks[0]) if masks else None,
         orientation=orientation,
-        **lora_fields(spec),
+        **dubbing_of(spec, size, loras["loras"]),
+        **loras,
         **{name: getattr(spec, name) for name in SPEC_FIELDS},
     )
 
 
 def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_path")) -> Size:
-    """The size of the fields, or of the file of video_path. named: text before its path in
-    errors. upright: apply the file's display matrix."""
+    """The size of the fields, or of the file of video_path; reference_video's file has the length.
+    named: text before video_path's path in errors. upright: apply the file's display matrix."""
     said = {name: getattr(spec, name) for name in SIZES}
     # 0 equals False, but is a given value.
     typed = {name: v for name, v in said.items() if v is not None and v is not False}
+    if spec.reference_video is not None:
+        typed |= _dubbed_length(spec.reference_video, typed)
     if spec.video_path is None:
         return Size(**typed)
     window = None if spec.extend is None else typed.pop("num_frames", None)
@@ -64,7 +78,8 @@ def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_pat
 
 def check_resumed(spec: JobSpec) -> None:
     """Raise UserError if an input file of an interrupted run is missing."""
-    named = {name: [getattr(spec, name)] for name in ("audio_path", "video_path")}
+    files = "audio_path", "video_path", "reference_video"
+    named = {name: [getattr(spec, name)] for name in files}
     for name in ("image", "video_conditioning", "conditioning_attention_mask"):
         named[name] = [each.path for each in getattr(spec, name)]
     for flag, path in ((flag_of(name), path) for name, paths in named.items() for path in paths):
@@ -125,6 +140,60 @@ def reference_of(
     still = is_image(path)
     frames = num_frames if still else footage(path, flag).num_frames
     return ReferenceVideo(path, strength, frames, *reference_scale(ic_loras), still)
+
+
+def dubbing_of(spec: JobSpec, size: Size, loras: WeightSet) -> dict[str, Any]:
+    """A Job's fields for the video to dub, if any: a reference of both stages, and its sound.
+    Raises UserError unless there is one LoRA.
+
+    size   of the job, whose length is the video's
+    loras  of all stages: the dubbing LoRA
+    """
+    _check_owner(spec, "reference_video", ("reference_strength",))
+    if (path := spec.reference_video) is None:
+        return {}
+    if len(loras) != 1:
+        count = f"{len(loras)}; leave all but one out" if loras else "none; type {lora} PATH"
+        raise FieldError(
+            "{reference_video} needs one {lora}, the dubbing LoRA (it is in both stages), got"
+            f" {count}"
+        )
+    from ltx_neuron.host.conditions import DUBBED, read_reference_audio  # imports ltx-core
+
+    strength = 1.0 if spec.reference_strength is None else spec.reference_strength
+    sound = read_reference_audio(path, None, DUBBED)
+    latents = sound_latent_frames(sound.samples.shape[1], sound.rate)
+    return {
+        "dubbing": ReferenceVideo(path, strength, size.num_frames, dubbing_scale(loras[0])),
+        "reference_audio": ReferenceAudio(path, latents),
+    }
+
+
+def _dubbed_length(path: str, typed: dict[str, Any]) -> dict[str, Any]:
+    """The frames and the frame rate of a video to dub. typed: the given fields of a Size."""
+    flag = flag_of("reference_video")
+    check_readable(path, flag, f"; pass a video with sound as {flag} FILE")
+    video = footage(path, flag)
+    frames, rate = video.num_frames, video.frame_rate
+    used = max(1, (frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+    if given := [name for name in ("num_frames", "frame_rate") if name in typed]:
+        named = " ".join(f"{{{name}}} {typed[name]:g}" for name in given)
+        raise FieldError(
+            f"{named} does not go with {{reference_video}}: {{path}} says how many ({{counts}});"
+            " leave it out",
+            path=path,
+            counts=f"{used} of its {frames} frames, {rate:g} fps",
+        )
+    if used == 1:
+        raise UserError(f"{flag} {path} has {frames} frames, wanted {TIME_SCALE + 1} or more")
+    if used < frames:
+        _say_cut(path, used, frames)
+    return {"num_frames": used, "frame_rate": rate}
+
+
+@cache
+def _say_cut(path: str, used: int, frames: int) -> None:
+    print(f"{path}: {used} of {frames} frames are used (8k+1)")
 
 
 def _said(spec: JobSpec, names: tuple[str, ...]) -> list[str]:

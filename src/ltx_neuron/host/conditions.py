@@ -43,7 +43,7 @@ from ltx_neuron.weights.finite import finite
 
 SOUND, RETAKE = "--audio-path", "--video-path"
 REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
-VOICE = "--reference-audio"
+VOICE, DUBBED = "--reference-audio", "--reference-video"
 CHANNELS = 2  # of the encoded sound
 _TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, for its reflection
 
@@ -57,6 +57,9 @@ def check(inputs: Inputs) -> None:
         _check_rate(inputs.sound.path, SOUND, rate, aac_rate(rate))
     if inputs.retake:
         _check_source(inputs)
+    if inputs.reference_audio:
+        voice = inputs.reference_audio
+        read_reference_audio(voice.path, voice.max_duration, _voice_flag(inputs))
     _check_references(inputs)
 
 
@@ -71,8 +74,9 @@ def encode_images(
     return encoded
 
 
-def encode(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
-    """Tensors of a job's input sound and videos by name. Missing inputs have no entries.
+def encode(host: HostModels, inputs: Inputs, upsampled: bool = False) -> dict[str, Tensor]:
+    """Tensors of a job's input sound and videos by name, for a stage. Missing inputs have no
+    entries. upsampled: for stage 2, which has only the reference of a dubbed clip.
 
     mel               (1, 2, frames, 64) float32; for a retake only if its file has sound
     audio_latent      (1, 8, Ta, 16), as long as the video; if there is a mel
@@ -80,11 +84,18 @@ def encode(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
     video_latent      (1, 128, F, h, w), of a retake; of an extended video, the clip from which
                       windows are cut, zero where it is new, like its audio_latent
     audio_reference   (1, 8, Tref, 16), of a voice or of a dubbed clip's sound, with its mel
-    reference_latent  (1, 128, F, h, w), then reference_latent_1 and so on; a dubbed clip has
-                      s2_reference_latent as well, at stage 2's size
+    reference_latent  (1, 128, F, h, w), then reference_latent_1 and so on; in stage 2
+                      s2_reference_latent
     reference_attention  (1, M), a weight per token of all references, if there is a mask
     """
-    tensors = {}
+    references = inputs.appended_references(upsampled)
+    names, size = reference_names(len(references), upsampled), inputs.stage_size(upsampled)
+    tensors = {
+        name: _encode_reference(host, inputs, reference, size)
+        for name, reference in zip(names, references, strict=True)
+    }
+    if upsampled:
+        return tensors
     if inputs.sound:
         tensors |= _encode_sound(host, inputs)
     if inputs.extension:
@@ -92,12 +103,8 @@ def encode(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
     elif inputs.retake:
         tensors |= _encode_retake(host, inputs)
     if inputs.reference_audio:
-        tensors |= _encode_reference_audio(host, inputs.reference_audio)
-    for upsampled in (False, True):
-        references = inputs.appended_references(upsampled)
-        names, size = reference_names(len(references), upsampled), inputs.stage_size(upsampled)
-        for name, reference in zip(names, references, strict=True):
-            tensors[name] = _encode_reference(host, inputs, reference, size)
+        flag = _voice_flag(inputs)
+        tensors |= _encode_reference_audio(host, inputs.reference_audio, flag)
     if inputs.attention_mask:
         tensors["reference_attention"] = _reference_attention(inputs, host.dtype)
     return tensors
@@ -191,24 +198,36 @@ def _stereo(sound: Sound, typed: str) -> Sound:
     return Sound(sound.samples.expand(CHANNELS, -1).contiguous(), sound.rate)
 
 
-def read_reference_audio(path: str | Path, max_duration: float | None) -> Sound:
+def read_reference_audio(path: str | Path, max_duration: float | None, flag: str = VOICE) -> Sound:
     """A reference's sound in one or two channels, all of the file or `max_duration` seconds."""
-    sound = read_sound(path, VOICE, 0.0, max_duration)
+    sound = read_sound(path, flag, 0.0, max_duration)
+    if sound is None and flag == DUBBED:
+        raise UserError(
+            f"{flag} {path} has no sound, which the voice is taken from; a silent clip gets one by"
+            f" {RETAKE} {path} --start-time 0 --end-time 5 --regenerate audio"
+        )
     if sound is None:
-        raise UserError(f"{VOICE} {path} holds no sound; pass another file")
+        raise UserError(f"{flag} {path} holds no sound; pass another file")
     if _is_too_short(sound):
-        raise UserError(f"{VOICE} {path} is too short to be encoded; pass a longer sound")
-    _check_format(sound, path, VOICE)
+        raise UserError(f"{flag} {path} is too short to be encoded; pass a longer sound")
+    _check_format(sound, path, flag)
     return sound
 
 
-def _encode_reference_audio(host: HostModels, reference: ReferenceAudio) -> dict[str, Tensor]:
-    sound = read_reference_audio(reference.path, reference.max_duration)
-    sound = _stereo(sound, f"{VOICE} {reference.path}")
+def _voice_flag(inputs: Inputs) -> str:
+    """The flag of the file that reference_audio is read from."""
+    return DUBBED if inputs.dubbing else VOICE
+
+
+def _encode_reference_audio(
+    host: HostModels, reference: ReferenceAudio, flag: str
+) -> dict[str, Tensor]:
+    sound = read_reference_audio(reference.path, reference.max_duration, flag)
+    sound = _stereo(sound, f"{flag} {reference.path}")
     mel, latent = host.encode_audio(sound)
     if latent.shape[2] != reference.latents:
         raise UserError(
-            f"{VOICE} {reference.path}: got {latent.shape[2]} audio latents, wanted"
+            f"{flag} {reference.path}: got {latent.shape[2]} audio latents, wanted"
             f" {reference.latents}: the file has changed. Start again"
         )
     return {"mel": mel, "audio_reference": latent}
@@ -337,6 +356,10 @@ def _check_references(inputs: Inputs) -> None:
             check_image(reference.path, *sides, inputs.orientation, REFERENCE)
             continue
         _check_footage(reference.path, REFERENCE, reference.num_frames, sides, inputs.upright)
+    if clip := inputs.dubbing:
+        for size in (inputs.size.first, inputs.size):
+            frames, *sides = clip.pixels(size)
+            _check_footage(clip.path, DUBBED, frames, (sides[0], sides[1]), inputs.upright)
     if mask := inputs.attention_mask:
         _check_footage(mask.path, MASK, 1, inputs.size.first.sides, inputs.upright)
         _mask_frames(inputs)
@@ -345,17 +368,18 @@ def _check_references(inputs: Inputs) -> None:
 def _encode_reference(
     host: HostModels, inputs: Inputs, reference: ReferenceVideo, size: Size
 ) -> Tensor:
-    """The latent of every time_scale-th frame after frame 0; never in tiles."""
+    """The latent of every time_scale-th frame after frame 0; of an IC-LoRA never in tiles."""
+    flag = DUBBED if inputs.dubbing else REFERENCE
     path, there = reference.path, min(reference.num_frames, inputs.size.num_frames)
     if reference.still:  # not one repeated latent: the encoder is causal
-        frames = repeat(decode_image(path, inputs.orientation, REFERENCE), there)
+        frames = repeat(decode_image(path, inputs.orientation, flag), there)
     else:
-        frames = _exactly(there, first_frames(path, REFERENCE, inputs.upright), path, REFERENCE)
+        frames = _exactly(there, first_frames(path, flag, inputs.upright), path, flag)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
     count, *sides = reference.pixels(size)
     # The encoder needs 8k+1 frames; upstream omits the last ones, too.
     pixels = pixels_of(taken, *sides)[:, :, :count]
-    return host.encode_video(pixels.to(host.dtype), whole=True)
+    return host.encode_video(pixels.to(host.dtype), whole=not inputs.dubbing)
 
 
 def _reference_attention(inputs: Inputs, dtype: torch.dtype) -> Tensor:

@@ -70,9 +70,10 @@ class StagePlan:
     steps: int
     evaluations: int  # of the model: res_2s has two per step and one more
     passes: int  # of an evaluation: up to four with guidance; the counts are those of one
-    video_tokens: int
+    video_tokens: int  # appended ones included, like the audio's
     audio_tokens: int
     nag: bool  # normalized attention guidance
+    reference_tokens: tuple[int, int]  # of these, those of references: of video and of audio
     flops_per_step: int
     ideal_step_ms: float | None
     compute_ms: float | None
@@ -384,7 +385,8 @@ def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict
 def _stage(
     config: TransformerConfig, job: Job, stage: Stage, profile: Profile, tp: int, dtype: torch.dtype
 ) -> StagePlan:
-    bucket = job.bucket(stage)
+    bucket, references = job.bucket(stage), job.appended_references(stage.upsampled)
+    size = job.stage_size(stage.upsampled)
     divides = profile.sequence_parallel and may_divide(bucket, tp)
     program, step = _step(config, bucket, profile, tp, dtype, divides)
     flops, calls = step["flops"], [name for name, _ in next(iter(program.runs.values()))]
@@ -414,6 +416,10 @@ def _stage(
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
         nag=bucket.nag,
+        reference_tokens=(
+            sum(math.prod(each.latent_shape(size)) for each in references),
+            job.appended_audio(stage.upsampled),
+        ),
         flops_per_step=flops * tp,
         ideal_step_ms=ideal_ms,
         compute_ms=compute_ms,

@@ -31,7 +31,12 @@ from ltx_neuron.job import Job
 from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.profiles import Profile
-from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
+from ltx_neuron.sampling.latents import (
+    AUDIO_LATENTS_PER_SECOND,
+    SPACE_SCALE,
+    TIME_SCALE,
+    video_latent_shape,
+)
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
 # The factor of float32 on Trainium2, documented: 181 TFLOP/s per chip, against 667 in bf16.
@@ -179,13 +184,15 @@ class Clip:
             shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in counts.items())
             what, rate = f"video, {format_flops(flops)}, {shapes}", f"encode_video {self._dtype}"
             rows.append(self._host("encode_inputs", flops, rate, what))
-        if self.job.sound or self.job.retake:
+        voice = self.job.reference_audio
+        if self.job.sound or self.job.retake or voice:
             import_ltx_core()  # this part of it needs torchaudio
             from ltx_core.model.audio_vae import AudioEncoderConfigurator
 
-            shape = 2, AUDIO_SCALE * size.audio_frames, mel_sizes(self.config).bins
+            latents = voice.latents if voice else size.audio_frames
+            shape = 2, AUDIO_SCALE * latents, mel_sizes(self.config).bins
             flops = _counted(AudioEncoderConfigurator.from_config, self.config, *shape)
-            what = f"sound, {format_flops(flops)}, {size.seconds:.1f} s"
+            what = f"sound, {format_flops(flops)}, {latents / AUDIO_LATENTS_PER_SECOND:.1f} s"
             rows.append(self._host("encode_inputs", flops, "encode_video float32", what))
         return rows
 

@@ -17,13 +17,23 @@ def table(plan: Plan) -> str:
             steps += f" of {stage.evaluations} evaluations in all"
         if stage.passes > 1:
             steps += f", {stage.passes} passes each"
+        video, audio = _tokens(stage)
         lines.append(
-            f"{stage.name}: {stage.height}x{stage.width}, {steps}, {stage.video_tokens:,} video and"
-            f" {stage.audio_tokens} audio tokens{', two text attentions (NAG)' * stage.nag}"
+            f"{stage.name}: {stage.height}x{stage.width}, {steps}, {video} and {audio} tokens"
+            + ", two text attentions (NAG)" * stage.nag
         )
         lines += [_labelled(f"  {label}", text) for label, text in _stage_rows(stage)]
     rows = [_labelled(label, text) for label, text in _memory_rows(plan).items()]
     return "\n".join([*lines, "", *rows])
+
+
+def _tokens(stage: StagePlan) -> list[str]:
+    """The tokens of each stream, those of references apart."""
+    counts = zip((stage.video_tokens, stage.audio_tokens), stage.reference_tokens, strict=True)
+    return [
+        f"{count - held:,} {stream}" + (f" + {held:,} reference" if held else "")
+        for stream, (count, held) in zip(("video", "audio"), counts, strict=True)
+    ]
 
 
 def _labelled(label: str, text: str) -> str:

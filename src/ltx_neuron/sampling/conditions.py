@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -30,6 +31,8 @@ _FILES = {
     "sound": ("audio_path", "a sound", "FILE"),
     "retake": ("video_path", "a video", "FILE"),
     "attention_mask": ("conditioning_attention_mask", "a video", "FILE STRENGTH"),
+    "dubbing": ("reference_video", "a video with sound", "FILE"),
+    "reference_audio": ("reference_audio", "a sound", "FILE"),
 }
 # Field -> required fields.
 _NEEDS = {
@@ -41,6 +44,7 @@ _NEEDS = {
     "{skip_stage_2}": ("{two_stage}",),
     "{nag_alpha}": ("{nag_scale}",),
     "{nag_tau}": ("{nag_scale}",),
+    "{reference_video}": ("{two_stage}", "{recipe} distilled"),
 }
 # Field -> excluded fields.
 _EXCLUDES = {
@@ -59,6 +63,14 @@ _EXCLUDES = {
     ),
     "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
     "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
+    "{reference_video}": (
+        "{audio_path}",
+        "{video_path}",
+        "{ic_lora}",
+        "{video_conditioning}",
+        "{conditioning_attention_mask}",
+        "{skip_stage_2}",
+    ),
 }
 
 FrameIndex = Annotated[int, Field(ge=0)]
@@ -145,7 +157,8 @@ class Retake:
 
 @dataclass(frozen=True)
 class ReferenceVideo:
-    """A reference for an IC-LoRA: a video, or an image that all frames of a video show.
+    """A reference for an IC-LoRA: a video, or an image that all frames of a video show. A clip to
+    dub is one too.
 
     strength    1: clean reference, 0: noise
     num_frames  frames of the file; of an image, the generated video's
@@ -173,9 +186,10 @@ class ReferenceVideo:
         frames, height, width = self.pixels(size)
         return video_latent_shape(height, width, frames)
 
-    def check(self, size: Size) -> None:
-        """Raise UserError for a reference that does not fit stage 1 of a video of this size."""
-        flag = f"--video-conditioning {self.path}"
+    def check(self, size: Size, flag: str = "--video-conditioning") -> None:
+        """Raise UserError for a reference that does not fit stage 1 of a video of this size, and so
+        stage 2 neither."""
+        flag = f"{flag} {self.path}"
         counts = self.num_frames, self.space_scale, self.time_scale
         if min(counts) < 1:
             raise UserError(
@@ -277,9 +291,10 @@ class Inputs(ABC):
             return None
         return torch.tensor([self.nag_scale, self.nag_alpha, self.nag_tau])
 
-    @property
-    def has_media(self) -> bool:
-        """Whether the inputs include a sound or a video."""
+    def has_media(self, upsampled: bool = False) -> bool:
+        """Whether the inputs include a sound or a video for a stage."""
+        if upsampled:
+            return self.dubbing is not None
         return bool(self.sound or self.retake or self.references or self.reference_audio)
 
     def stage_size(self, upsampled: bool) -> Size:
@@ -320,17 +335,19 @@ class Inputs(ABC):
 
     def timesteps(self, upsampled: bool) -> int:
         """Distinct timesteps among a stage's video tokens: one for each distinct denoise mask. A
-        retake always has 2, for free and kept tokens."""
+        retake always has 2, for free and kept tokens, and a dubbed clip one of its own, so that no
+        graph depends on its strength."""
         if self.retake:
             return 2
-        conditions = (*self.images, *self.appended_references(upsampled))
-        return len({1.0, *(held_mask(each.strength) for each in conditions)})
+        dubbed = self.dubbing is not None
+        conditions = self.images if dubbed else (*self.images, *self.appended_references(upsampled))
+        return len({1.0, *(held_mask(each.strength) for each in conditions)}) + dubbed
 
     @property
     def fixes_timesteps(self) -> bool:
         """Whether the inputs determine the number of timesteps. Otherwise graphs with 1 and with 2
         are compiled, for text to video and for an image at frame 0."""
-        return bool(self.images or self.references or self.retake)
+        return bool(self.images or self.references or self.dubbing or self.retake)
 
     @property
     def extension(self) -> Extension | None:
@@ -349,6 +366,8 @@ class Inputs(ABC):
             if longer := self.extension:  # the known part; one frame more if it comes last
                 frames = TIME_SCALE * (longer.known_latents + longer.before - 1) + 1
             clips.append(EncodedClip((frames, *stage_1.sides)))
+        if clip := self.dubbing:
+            clips += [EncodedClip(clip.pixels(size)) for size in (stage_1, self.size)]
         return clips + [EncodedClip(each.pixels(stage_1), whole=True) for each in self.references]
 
     # --- files and fields -------------------------------------------------------------------------
@@ -358,6 +377,8 @@ class Inputs(ABC):
         found = []
         for field in _FILES:
             value = getattr(self, field)
+            if field == "reference_audio" and self.dubbing:  # the same file
+                continue
             if isinstance(value, tuple):
                 found += [(field, f"{field}[{index}]", each) for index, each in enumerate(value)]
             elif value:
@@ -372,6 +393,7 @@ class Inputs(ABC):
 
     def with_paths(self, rename: Callable[[Path], str]) -> Self:
         """A copy with every file's path renamed."""
+        rename = cache(rename)  # a dubbed clip is a voice as well
 
         def renamed(value: Any) -> Any:
             if isinstance(value, tuple):
@@ -409,6 +431,9 @@ class Inputs(ABC):
             fields["video_path"] = str(retake.path)
             names = ("extend",) if retake.extend else ("start_time", "end_time", "regenerate")
             fields |= {name: getattr(retake, name) for name in names}
+        if clip := self.dubbing:
+            fields |= {"reference_video": str(clip.path), "reference_strength": clip.strength}
+            fields |= {"num_frames": None, "frame_rate": None}  # the clip's
         if mask := self.attention_mask:
             masks = (WeightedFile(str(mask.path), mask.strength),)
             fields["conditioning_attention_mask"] = masks
@@ -432,6 +457,8 @@ class Inputs(ABC):
             image.check(self.size.num_frames)
         for reference in self.references:
             reference.check(self.size)
+        if self.dubbing:
+            self.dubbing.check(self.size, "--reference-video")
         if self.retake:
             self.retake.check(self.size.seconds)
 
@@ -448,7 +475,7 @@ def check_together(given: dict[str, bool]) -> None:
         missing = [other for other in needed if not given.get(other)]
         if given.get(field) and missing:
             raise FieldError(
-                f"{field} needs {' '.join(needed)}, got no {' '.join(missing)}; type"
+                f"{field} goes with {' '.join(needed)}, got no {' '.join(missing)}; type"
                 f" {' '.join(missing)} as well, or leave out {field}"
             )
 

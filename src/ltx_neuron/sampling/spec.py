@@ -253,6 +253,10 @@ class ConditionFields(Fields):
         "PATH STRENGTH",
         default=(),
     )
+    reference_video: str | None = _option(
+        "dub this video: its speakers say the prompt's words; needs the dubbing LoRA as --lora",
+        "FILE",
+    )
     skip_stage_2: StrictBool = _option("end --two-stage after stage 1, at half size", default=False)
     images_as_guides: StrictBool = _option(
         "keyframe interpolation: append every --image as a guide, also at frame 0 (dev recipe, two"
@@ -274,6 +278,12 @@ class DetailFields(Fields):
     end_time: float | None = _option("end of the retake in --video-path", "SECONDS")
     regenerate: Literal["both", "video", "audio"] | None = _option(
         "streams of --video-path that a retake generates again (default: both)"
+    )
+    reference_strength: float | None = _option(
+        "strength of --reference-video, 1: its pictures, 0: noise (default: 1)",
+        "STRENGTH",
+        ge=0,
+        le=1,
     )
 
 
@@ -355,6 +365,8 @@ class JobSpec(
         said, values = validated(said), {}
         if "video_path" in said.model_fields_set:  # its file determines the size
             values = {name: SizeFields.model_fields[name].default for name in SIZES}
+        if "reference_video" in said.model_fields_set:  # its file determines the length
+            values = {"num_frames": None, "frame_rate": None}
         values |= {name: getattr(said, name) for name in said.model_fields_set}
         for name in ("image", "video_conditioning", "conditioning_attention_mask"):
             values[name] = getattr(self, name) + getattr(said, name)
@@ -363,7 +375,7 @@ class JobSpec(
     def with_paths(self, rename: Callable[[Path], str]) -> Self:
         """A copy with the paths of images, sound and videos renamed."""
         values = dict(self)
-        for name in ("audio_path", "video_path"):
+        for name in ("audio_path", "video_path", "reference_video"):
             values[name] = values[name] and rename(Path(values[name]))
         for name in ("video_conditioning", "conditioning_attention_mask"):
             values[name] = tuple(

@@ -53,6 +53,7 @@ _MEDIA = {
     "video_reference": ("video_path", "video"),
     "video_conditioning": ("video_conditioning", "video"),
     "conditioning_attention_mask": ("conditioning_attention_mask", "video"),
+    "reference_video": ("reference_video", "video"),
 }
 # JobSpec fields with other names in requests.
 _SPELLED = {
@@ -263,6 +264,11 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
         None,
         description="video to regenerate from start_time to end_time, or to lengthen by extend"
         " seconds: a file, or {video_url: a data URL}",
+    )
+    reference_video: VideoReference = Field(
+        None,
+        description="video to dub with the prompt's words, which sets length and frame rate: a"
+        " file, or {video_url: a data URL}",
     )
     extend: float | None = Field(
         None, description=ConditionFields.model_fields["extend"].description

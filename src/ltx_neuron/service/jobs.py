@@ -12,7 +12,7 @@ from ltx_neuron import flags
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import whole_file
-from ltx_neuron.flags.resolve import references_of
+from ltx_neuron.flags.resolve import dubbing_of, references_of, size_of
 from ltx_neuron.host import conditions
 from ltx_neuron.host.images import MAX_IMAGE_PIXELS, MAX_SIDE, MIN_SIDE, check_image
 from ltx_neuron.job import LORA_FIELDS, Job, Size
@@ -83,7 +83,7 @@ class JobSubmitter:
             job.check()
             if job.retake:
                 self.sizes.check_retake(job)
-            if job.has_media:
+            if job.has_media():
                 conditions.check(job)
             self._check_possible(job)
             line = job.with_paths(lambda path: path.name).spec.line()
@@ -118,6 +118,10 @@ class JobSubmitter:
             if abs(spec.extend or 0) > (most := self.limits.seconds):
                 raise invalid("extend", f"extend {spec.extend:g}: wanted at most {most:g} s")
             said = wanted.model_dump(exclude_none=True)
+        elif request.reference_video:  # its file has the length
+            chosen = self._dubbed_size(request, spec)
+            said = vars(chosen.size) | wanted.model_dump(include={"two_stage"}, exclude_none=True)
+            said |= {"num_frames": None, "frame_rate": None}
         else:
             inputs: dict[str, Any] = {"images": images, "nag_scale": spec.nag_scale}
             if request.video_conditioning:
@@ -161,6 +165,20 @@ class JobSubmitter:
             message = f"video_conditioning needs a lora_set with an IC-LoRA; available: {known}"
             raise invalid("video_conditioning", message, "feature_not_supported")
         return references_of(spec.model_copy(update=_lora_files(fields)))
+
+    def _dubbed_size(self, request: VideoRequest, spec: JobSpec) -> CompiledSize:
+        """The size of a request for a video to dub. Raises ApiError if its LoRA set cannot dub."""
+        fields, wanted = self.sizes.loras(request.lora_set, self.sizes.default), request.wanted
+        if len(fields["loras"]) != 1:
+            known = ", ".join(map(repr, self.sizes.dubbing_sets)) or "none"
+            message = f"reference_video needs a lora_set with a dubbing LoRA; available: {known}"
+            raise invalid("reference_video", message, "feature_not_supported")
+        if wanted.seconds is not None:
+            raise invalid("seconds", "seconds does not go with reference_video; leave it out")
+        length = wanted.model_dump(include={"num_frames", "frame_rate"})
+        clip = size_of(spec.model_copy(update=length | {"two_stage": True}))
+        chosen = self.sizes.choose_dubbed(wanted, clip, dubbing_of(spec, clip, fields["loras"]))
+        return chosen._replace(recipe=wanted.recipe or chosen.recipe)
 
     def _images(
         self, request: VideoRequest, images: tuple[ImageCondition, ...], folder: Path

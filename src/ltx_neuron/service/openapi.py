@@ -50,6 +50,7 @@ FORM_EXAMPLES: dict[str, dict[str, str]] = {
         "end_time": "2",
     },
     "extend": {"prompt": "the dog runs away", "video_reference": "dog.mp4", "extend": "2"},
+    "dubbing": {"prompt": "a man says: bonjour", "lora_set": "dub", "reference_video": "hello.mkv"},
     "IC-LoRA": {"prompt": "a robot dances", "lora_set": "pose", "video_conditioning": "pose.mp4"},
 }
 _ID = "video_00000000000000000000000000000000"

@@ -5,6 +5,7 @@ on the number of tokens. So a recorded size also offers its transpose, and a two
 its stages.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -21,14 +22,15 @@ from ltx_neuron.job import LORA_FIELDS, Job, Size
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
+    ReferenceAudio,
     ReferenceVideo,
     Retake,
     SoundCondition,
 )
-from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
+from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, TIME_SCALE
 from ltx_neuron.sampling.spec import SIZES, SizeFields, VideoFields
 from ltx_neuron.service.api_error import ApiError, invalid
-from ltx_neuron.weights.lora import reference_scale
+from ltx_neuron.weights.lora import dubbing_scale, reference_scale
 from ltx_neuron.workspace import Workspace
 
 NO_LORAS: dict[str, dict[str, tuple]] = {"default": dict.fromkeys(LORA_FIELDS, ())}
@@ -147,7 +149,8 @@ class SizeRegistry:
             offered = set().union({self.default}, *map(_offered, chain(*recorded.values())))
             self._recorded = sorted(offered, key=lambda s: (s.recipe, _pixels(s.size), str(s)))
             self._compiled = [*filter(self._fits, self._recorded)]
-            self._inputs = self._sizes_of_inputs()
+            counts = re.findall(r"-a(\d+)t2", " ".join(recorded))  # of buckets with a voice
+            self._inputs = self._sizes_of_inputs({*map(int, counts)})
             self._read = found
         return self._compiled
 
@@ -164,7 +167,15 @@ class SizeRegistry:
         sets = self.lora_sets.items()
         return [name for name, f in sets if f["stage_1_loras"] and not f["stage_2_loras"]]
 
-    def _sizes_of_inputs(self) -> dict[str, list[CompiledSize]]:
+    @property
+    def dubbing_sets(self) -> list[str]:
+        """The names of the LoRA sets with one LoRA for all stages, as dubbing needs."""
+        sets = self.lora_sets.items()
+        return [name for name, f in sets if len(f["loras"]) == 1 and not f["stage_1_loras"]]
+
+    def _sizes_of_inputs(self, audio_tokens: set[int]) -> dict[str, list[CompiledSize]]:
+        """audio_tokens: the numbers that buckets with some held ones have."""
+        dubbed = {dubbing_scale(*self.lora_sets[name]["loras"]) for name in self.dubbing_sets}
         scales = {reference_scale(self.lora_sets[n]["stage_1_loras"]) for n in self.reference_sets}
         found: dict[str, list[CompiledSize]] = {}
         for each in self._recorded:
@@ -181,7 +192,14 @@ class SizeRegistry:
                     for one in references
                 ],
             }
-            if not size.two_stage or each.recipe == "dev":
+            if size.two_stage and each.recipe == "distilled":
+                inputs["reference_video"] = [
+                    _dubbing(size, count - size.audio_frames, scale)
+                    for count in audio_tokens
+                    for scale in dubbed
+                    if count > size.audio_frames
+                ]
+            else:
                 inputs["video_conditioning"] = inputs["conditioning_attention_mask"] = []
             for field, several in inputs.items():
                 if any(self._fits(each, **given) for given in several):
@@ -207,6 +225,8 @@ class SizeRegistry:
         try:
             for reference in job.references:
                 reference.check(job.size.first)
+            if job.dubbing:
+                job.dubbing.check(job.size)
             for stage in job.stages:
                 self.workspace.dit_program_for(job, stage)
         except UserError:  # absent, damaged, or with other blocks_per_graph
@@ -248,6 +268,32 @@ class SizeRegistry:
             return None
         return CompiledSize(size, requested.recipe or self.default.recipe)
 
+    def choose_dubbed(
+        self, requested: RequestedSize, clip: Size, dubbing: dict[str, Any]
+    ) -> CompiledSize:
+        """The compiled size for a video to dub that is nearest to the default. Raises ApiError if
+        there is none.
+
+        clip     has the video's frames and frame rate
+        dubbing  the Job's fields for it
+        """
+        compiled = self.inputs.get("reference_video", [])
+        fitting = [
+            each
+            for height, width in {each.size.sides for each in compiled}
+            if requested.height in (None, height) and requested.width in (None, width)
+            for each in [CompiledSize(replace(clip, height=height, width=width), "distilled")]
+            if self._fits(each, **dubbing)
+        ]
+        if not fitting:
+            seconds = dubbing["reference_audio"].latents / AUDIO_LATENTS_PER_SECOND
+            message = (
+                f"reference_video of {clip.num_frames} frames at {clip.frame_rate:g} fps with"
+                f" {seconds:.2f} s of sound is not compiled at this size"
+            )
+            raise _not_compiled(message, compiled, "reference_video")
+        return min(fitting, key=lambda each: _distance(requested, each, self.default))
+
     def check_retake(self, job: Job) -> None:
         """Raise ApiError if no graph can regenerate or extend the job's video."""
         chosen = CompiledSize(job.size, job.recipe)
@@ -271,6 +317,12 @@ class SizeRegistry:
             if name in inputs:
                 compiled = self.inputs.get(field, [])
         return _not_compiled(message, compiled, "seconds" if by_seconds else "size")
+
+
+def _dubbing(size: Size, latents: int, scale: int) -> dict[str, Any]:
+    """A Job's fields for a video to dub of this length, with `latents` of sound."""
+    video = ReferenceVideo("x", 1.0, size.num_frames, scale)
+    return {"dubbing": video, "reference_audio": ReferenceAudio("x", latents)}
 
 
 def _not_compiled(message: str, compiled: list[CompiledSize], param: str) -> ApiError:

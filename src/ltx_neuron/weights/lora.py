@@ -88,6 +88,11 @@ def reference_scale(loras: WeightSet) -> tuple[int, int]:
     return space, time
 
 
+def dubbing_scale(lora: Lora) -> int:
+    """The ratio of a stage's sides to those of the video to dub; there is none in time."""
+    return _factor((lora,), _FACTORS[0], "--lora")
+
+
 @cache
 def _say_unscaled(paths: tuple[Path, ...]) -> None:
     who, say = ("IC-LoRA", "has") if len(paths) == 1 else ("IC-LoRAs", "have")
@@ -97,14 +102,22 @@ def _say_unscaled(paths: tuple[Path, ...]) -> None:
     )
 
 
-def _factor(loras: WeightSet, name: str) -> int:
+@cache
+def say_silent(loras: WeightSet) -> None:
+    """Print a warning for LoRAs without a layer of the sound, which a reference's voice needs."""
+    if not any("audio" in key for lora in loras for key in lora.file().shapes):
+        names = ", ".join(str(lora.path) for lora in loras)
+        print(f"--lora {names}: it has no layers of the sound, so the voice may not be taken over")
+
+
+def _factor(loras: WeightSet, name: str, flag: str = "--ic-lora") -> int:
     """The LoRAs' common factor; 1 if no file has one."""
     said: dict[int, Path] = {}
     for lora in loras:
         text = lora.file().metadata.get(name, "1")
         if not (text.isascii() and text.isdigit() and int(text)):
             raise UserError(
-                f"--ic-lora {lora.path}: its metadata has {name} {text!r}, wanted a whole number"
+                f"{flag} {lora.path}: its metadata has {name} {text!r}, wanted a whole number"
                 " from 1; download the file again"
             )
         if int(text) != 1:

@@ -14,6 +14,7 @@ const FILES = {
   input_reference: ["First frame", "image/png, image/jpeg, image/webp"],
   audio_reference: ["Sound", "audio/*", "audio_start_time"],
   video_reference: ["Video to retake or extend", "video/*", "start_time", "end_time", "extend"],
+  reference_video: ["Video to dub", "video/*", "reference_strength"],
   video_conditioning: ["Reference video of the LoRAs", "video/*"],
 };
 const SIZED = ["size", "duration", "two_stage"];  // what a video to retake says itself
@@ -173,6 +174,7 @@ function narrow(wanted) {
     left = left.filter((size) => choice(size)[0] === field[name].value);
   }
   for (const name of SIZED) field[name].disabled = files.includes("video_reference");
+  field.duration.disabled ||= files.includes("reference_video");
   $("guidance").hidden = $("guided").disabled = field.recipe.value !== "dev";
 }
 
