@@ -12,7 +12,15 @@ from ltx_neuron.host.media import footage, video_size
 from ltx_neuron.job import LORA_FIELDS, SPEC_FIELDS, Job, Size
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, check_guidable, default_guidance
-from ltx_neuron.sampling.spec import HQ_STRENGTHS, SIZES, JobSpec, LoraFile, guidance_fields
+from ltx_neuron.sampling.size import NO_PICTURE
+from ltx_neuron.sampling.spec import (
+    HQ_STRENGTHS,
+    PICTURE_FIELDS,
+    SIZES,
+    JobSpec,
+    LoraFile,
+    guidance_fields,
+)
 from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
 
 
@@ -50,6 +58,10 @@ def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_pat
     said = {name: getattr(spec, name) for name in SIZES}
     # 0 equals False, but is a given value.
     typed = {name: v for name, v in said.items() if v is not None and v is not False}
+    if spec.sound_only:
+        if wrong := _said(spec, PICTURE_FIELDS):
+            raise FieldError(f"{{sound_only}} makes no picture: leave out {_listed(wrong)}")
+        typed |= dict(zip(("height", "width"), NO_PICTURE, strict=True))
     if spec.video_path is None:
         return Size(**typed)
     window = None if spec.extend is None else typed.pop("num_frames", None)
@@ -158,7 +170,7 @@ def _guidance(spec: JobSpec) -> Guidance | None:
             f"{_listed(said['audio'], ', ')} cannot be combined with {{audio_path}}: guidance does"
             " not apply to a given sound; leave it out"
         )
-    defaults = default_guidance(spec.sampler, sound)
+    defaults = default_guidance(spec.sampler, sound, spec.sound_only)
     changed = {
         stream: dataclasses.replace(
             getattr(defaults, stream),

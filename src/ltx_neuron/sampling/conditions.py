@@ -59,6 +59,15 @@ _EXCLUDES = {
     ),
     "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
     "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
+    "{sound_only}": (
+        "{audio_path}",
+        "{video_path}",
+        "{image}",
+        "{two_stage}",
+        "{upscale}",
+        "{ic_lora}",
+        "{video_conditioning}",
+    ),
 }
 
 FrameIndex = Annotated[int, Field(ge=0)]
@@ -241,6 +250,7 @@ class Inputs(ABC):
                       compat.Compat
     nag_*             normalized attention guidance of all stages of the distilled recipe; a scale
                       of None or 1: off
+    sound_only        make no video; `size` has no picture
     """
 
     images: tuple[ImageCondition, ...] = ()
@@ -257,6 +267,7 @@ class Inputs(ABC):
     nag_scale: float | None = None
     nag_alpha: float = NAG_ALPHA
     nag_tau: float = NAG_TAU
+    sound_only: bool = False
 
     @property
     @abstractmethod
@@ -330,7 +341,7 @@ class Inputs(ABC):
     def fixes_timesteps(self) -> bool:
         """Whether the inputs determine the number of timesteps. Otherwise graphs with 1 and with 2
         are compiled, for text to video and for an image at frame 0."""
-        return bool(self.images or self.references or self.retake)
+        return bool(self.images or self.references or self.retake or self.sound_only)
 
     @property
     def extension(self) -> Extension | None:
@@ -387,6 +398,7 @@ class Inputs(ABC):
         return {f"{{{_FILES[field][0]}}}": True for field, _, _ in self._conditions()} | {
             "{images_as_guides}": self.images_as_guides,
             "{skip_stage_2}": self.skip_stage_2,
+            "{sound_only}": self.sound_only,
             f"{{sampler}} {self.sampler}": True,
             "{nag_scale}": self.nag_scale is not None,
             "{nag_alpha}": self.nag_alpha != NAG_ALPHA,

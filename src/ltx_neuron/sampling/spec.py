@@ -253,6 +253,10 @@ class ConditionFields(Fields):
         "PATH STRENGTH",
         default=(),
     )
+    sound_only: StrictBool = _option(
+        "generate the sound alone, as .wav, of --num-frames at --frame-rate (dev recipe)",
+        default=False,
+    )
     skip_stage_2: StrictBool = _option("end --two-stage after stage 1, at half size", default=False)
     images_as_guides: StrictBool = _option(
         "keyframe interpolation: append every --image as a guide, also at frame 0 (dev recipe, two"
@@ -335,6 +339,10 @@ def guidance_fields(stream: str) -> dict[str, str]:
     }
 
 
+# Fields that sound alone does not have.
+PICTURE_FIELDS = ("height", "width", *guidance_fields("video"), "v2a_guidance_scale")
+
+
 class JobSpec(
     GuidanceFields, DetailFields, ConditionFields, LoraFields, SizeFields, SamplingFields
 ):
@@ -355,6 +363,8 @@ class JobSpec(
         said, values = validated(said), {}
         if "video_path" in said.model_fields_set:  # its file determines the size
             values = {name: SizeFields.model_fields[name].default for name in SIZES}
+        elif said.sound_only:  # nor has it the command's picture
+            values = {"two_stage": False, **dict.fromkeys(PICTURE_FIELDS)}
         values |= {name: getattr(said, name) for name in said.model_fields_set}
         for name in ("image", "video_conditioning", "conditioning_attention_mask"):
             values[name] = getattr(self, name) + getattr(said, name)
