@@ -47,7 +47,7 @@ class Line:
 
     @property
     def file(self) -> str:
-        return f"{self.number:04d}.mp4"
+        return f"{self.number:04d}.{'wav' if self.job.sound_only else 'mp4'}"
 
 
 def read_lines(

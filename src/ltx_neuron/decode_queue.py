@@ -16,7 +16,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import BackgroundTask, ahead
 from ltx_neuron.host.conditions import with_source
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.host.video import write_video
+from ltx_neuron.host.video import write_video, write_wav
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
@@ -30,7 +30,7 @@ UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}
 
 @dataclass
 class Clip:
-    """One job's video, which is decoded as its chunks are read.
+    """One job's video or sound, which is decoded as its chunks are read.
 
     chunks    frames in order of time, each uint8 (N, H, W, 3)
     waveform  waits for the sound and returns it: float32 (2, samples)
@@ -43,8 +43,16 @@ class Clip:
     sample_rate: int
     sound_is_ready: Callable[[], bool] = lambda: True
 
-    def write_mp4(self, path: Path) -> None:
-        """Write the video chunk by chunk."""
+    @property
+    def phase(self) -> str:
+        """The phase of `write` in a latency report."""
+        return "write_wav" if self.job.sound_only else "encode_mp4"
+
+    def write(self, path: Path) -> None:
+        """Write the MP4 chunk by chunk, or the WAV of sound alone."""
+        if self.job.sound_only:
+            write_wav(path, self.waveform(), self.sample_rate)
+            return
         rate, ready = self.job.output_frame_rate, self.sound_is_ready
         write_video(path, self.chunks, rate, self.waveform, self.sample_rate, ready)
 
@@ -54,7 +62,7 @@ class Result:
     """One job's video. `tensors` holds every named intermediate, as --save-tensors writes them."""
 
     job: Job
-    # uint8 (N, H, W, 3); None for latents only, or if `write` received them
+    # uint8 (N, H, W, 3); None for latents only, sound alone, or if `write` received them
     frames: Tensor | None
     waveform: Tensor | None  # float32 (2, samples)
     sample_rate: int
@@ -64,8 +72,9 @@ class Result:
     def clip(self) -> Clip:
         """The video as a Clip, if its frames were kept."""
         frames, waveform = self.frames, self.waveform
-        assert frames is not None and waveform is not None
-        return Clip(self.job, iter([frames]), lambda: waveform, self.sample_rate)
+        assert waveform is not None and (frames is not None or self.job.sound_only)
+        chunks = iter(() if frames is None else (frames,))
+        return Clip(self.job, chunks, lambda: waveform, self.sample_rate)
 
 
 @dataclass
@@ -176,8 +185,9 @@ class DecodeQueue:
         run.tensors = {}  # frees the memory of finished jobs in a long batch
         if job.extension:
             tensors["s1_video"], tensors["s1_audio"] = joined(job.extension, tensors)
-        video, heard = tensors[job.seen], job.heard(self.compat)
+        video, heard = tensors.get(job.seen), job.heard(self.compat)
         if job.upscale:
+            assert video is not None  # sound alone is not upscaled
             with self.recorder.phase("upsample"):
                 for kind in UPSCALES[job.upscale]:
                     video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
@@ -192,7 +202,7 @@ class DecodeQueue:
             with self._decoding(job, video, sound, rate) as clip:
                 if self.write:
                     self.write(clip)
-                else:
+                elif not job.sound_only:
                     tensors["frames"] = torch.cat(list(clip.chunks))
                 tensors["waveform"] = clip.waveform()
         frames, waveform = tensors.get("frames"), tensors.get("waveform")
@@ -203,7 +213,7 @@ class DecodeQueue:
 
     @contextmanager
     def _decoding(
-        self, job: Job, video: Tensor, sound: Callable[[], Tensor], rate: int
+        self, job: Job, video: Tensor | None, sound: Callable[[], Tensor], rate: int
     ) -> Iterator[Clip]:
         """A job's clip. If cores are free, pictures are decoded ahead, and sound in parallel."""
         chunks, sound, task = self._pictures(video), cache(sound), None
@@ -221,7 +231,9 @@ class DecodeQueue:
 
             yield Clip(job, self._awaited(chunks), waveform, rate, lambda: bool(task) and task.done)
 
-    def _pictures(self, video: Tensor) -> Generator[Tensor, None, None]:
+    def _pictures(self, video: Tensor | None) -> Generator[Tensor, None, None]:
+        if video is None:
+            return
         chunks = self.decode_video(video)
         with self.recorder.phase("decode_video"):
             for chunk in chunks:

@@ -6,6 +6,8 @@ contexts, RoPE tables, one modulation table per schedule, clean latents of image
 
 Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct timesteps of a step,
 `steps` rows of the compiled graph's schedule tables (at least as many as there are steps).
+
+For sound alone the video has no tokens, draws no noise and is not uploaded: Tv = 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +20,12 @@ from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import NotFiniteError, Ranks
-from ltx_neuron.config.transformer import Bucket, TransformerConfig
+from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import rope_tables
-from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES
+from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES, without_video
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import initial_states
@@ -33,7 +35,6 @@ from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.text.encoders import Contexts
 
-_STREAMS = ("video", "audio")
 _REMEMBERED_TABLES = 8  # per weight set; at most 11 MB for each distinct timestep
 
 
@@ -98,7 +99,8 @@ class StageRun:
     ) -> None:
         """Add noise to the streams and upload the inputs that all steps share.
 
-        video, audio  (1, 128, F, h, w) and (1, 8, Ta, 16): the initial latents
+        video, audio  (1, 128, F, h, w) and (1, 8, Ta, 16): the initial latents; h = w = 0 for
+                      sound alone
         images        each with its latent (1, 128, 1, h, w) at this stage's size
         encoded       the job's sound and videos, by their names in --save-tensors
         """
@@ -132,19 +134,24 @@ class StageRun:
             assert video_state.bias is not None  # only references with a mask have a biased bucket
             shared["video_bias"] = video_state.bias
         if (nag := job.nag) is not None:
-            named = {f"negative_{s}_context": getattr(contexts[1], s) for s in _STREAMS}
+            named = {f"negative_{s}_context": getattr(contexts[1], s) for s in STREAMS}
             shared |= named | {"nag": nag}
         if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
             shared["rank_one_hot"] = torch.eye(self.ranks.tp)
-        self.ranks.put(self.bucket.name, None, **shared)
+        self._put(shared)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.guided:
             # Repeated by skipped steps; the first step overwrites it.
             zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
-            self.ranks.put(self.bucket.name, guided_video=zeros[0], guided_audio=zeros[1])
+            self._put({"guided_video": zeros[0], "guided_audio": zeros[1]})
             given = job.resolved_guidance, stage.evaluations, contexts
             model = self.config.num_layers, self.dtype, self.compat.conditioning
             self.sequence = prepare_passes(self.ranks, self.bucket, *given, *model)
+
+    def _put(self, tensors: dict[str, Tensor]) -> None:
+        """Upload tensors of both streams, as far as the graphs have these."""
+        names = tensors if self.bucket.video_tokens else without_video(tensors)
+        self.ranks.put(self.bucket.name, None, **{name: tensors[name] for name in names})
 
     def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The sigmas (steps, 2, 2) and the modulation tables, (steps, U, 17, D) of each stream."""
@@ -155,7 +162,7 @@ class StageRun:
         # A frozen stream has sigma 0, in its own layers and in those of the other stream.
         own = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
         tables = {"sigmas": pairs, "step_numbers": torch.arange(max_steps, dtype=torch.int32)}
-        for i, stream in enumerate(_STREAMS):
+        for i, stream in enumerate(STREAMS):
             rows = own[i], masks[i], self.compat.cross_sigma, own[1 - i]
             tables[f"{stream}_modulation"] = self.modulation(stream, *rows)
         return tables
@@ -169,7 +176,7 @@ class StageRun:
             self.res_2s = Res2s(self.stage.sigmas, *streams)
 
     def _upload(self, video: Tensor, audio: Tensor) -> None:
-        self.ranks.put(self.bucket.name, video_latent=video, audio_latent=audio)
+        self._put({"video_latent": video, "audio_latent": audio})
 
     def step(self, number: int) -> float:
         """Run one step, from latents to the next latents. Returns the device's milliseconds."""
@@ -196,7 +203,7 @@ class StageRun:
         def predict(video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
             self._upload(video, audio)
             times.append(self._run(evaluation))
-            names = [f"guided_{s}" for s in _STREAMS] if guided else LATENTS
+            names = [f"guided_{s}" for s in STREAMS] if guided else LATENTS
             predictions = video, audio = self._read(*names)
             if not guided:
                 # The graph's Euler step to sigma 0 returns the prediction, with held tokens
@@ -229,10 +236,12 @@ class StageRun:
 
         Raises RunError unless every rank holds the same bits.
         """
-        digests = self.ranks.hashes(*LATENTS)
+        names = [f"{stream}_latent" for stream in self.bucket.streams]
+        digests = self.ranks.hashes(*names)
         if len(set(digests)) != 1:
             raise RunError(f"the ranks ended with different latents: {digests}")
-        video, audio = self._read(*LATENTS)
+        *videos, audio = self._read(*names)
+        (video,) = videos or [self.video]  # no tokens: sound alone
         if self.res_2s:
             video, audio = (stream.latent for stream in self.res_2s.streams)
         audio = audio[:, : self.audio_frames]  # without a reference's tokens
@@ -263,12 +272,12 @@ def prepare_passes(
     passes, aliases = [], {}
     for kind in PASSES:
         if kind not in guidance.passes():
-            aliases |= {f"{kind}_{stream}": f"cond_{stream}" for stream in _STREAMS}
+            aliases |= {f"{kind}_{stream}": f"cond_{stream}" for stream in bucket.streams}
             continue
         ranks.put(name, "keep", **{f"keep_{kind}": guidance.keep(kind, layers, dtype)})
         reads = {"keep": f"keep_{kind}"}
         if kind == "uncond":
-            for stream in _STREAMS:
+            for stream in bucket.streams:
                 reads[f"{stream}_context"] = f"negative_{stream}_context"
                 negative = {f"negative_{stream}_context": getattr(contexts[1], stream)}
                 ranks.put(name, f"{stream}_context", **negative)
@@ -276,7 +285,8 @@ def prepare_passes(
                 reads["enabled_steps"] = "enabled_always"
                 always = torch.ones(bucket.max_steps, 2)
                 ranks.put(name, "enabled_steps", enabled_always=always)
-        passes.append(("pass", reads, {f"{stream}_x0": f"{kind}_{stream}" for stream in _STREAMS}))
+        writes = {f"{stream}_x0": f"{kind}_{stream}" for stream in bucket.streams}
+        passes.append(("pass", reads, writes))
     ranks.define(name, "guided", [*passes, ("guide", aliases, {})])
     ranks.define(name, "repeat", [("guide", aliases, {})])
     return [

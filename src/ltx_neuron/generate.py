@@ -38,7 +38,8 @@ _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
 class Outputs:
     """Output files of a generation, and the state to resume from.
 
-    video    the MP4; beside it a JSON of the same name and, during the run, its resume file
+    video    the MP4, or the WAV of sound alone; beside it a JSON of the same name and, during the
+             run, its resume file
     folder   of a batch: 0001.mp4 and so on, results.json
     frames   a folder for every frame as PNG
     tensors  a safetensors file for every named intermediate
@@ -53,14 +54,16 @@ class Outputs:
     report: Path | None = None
     resume: bool | str | None = None
 
-    def check(self, inputs: dict[str, Path]) -> None:
+    def check(self, inputs: dict[str, Path], sound_only: bool = False) -> None:
         """Raise UserError unless every output is writable and has a file of its own.
 
         inputs  files and folders that the job reads, by flag
         """
         require(self.video, "--output-path", "--prompt", "Type for example --output-path out.mp4")
         assert self.video
-        check_output_path(self.video)
+        check_output_path(self.video, sound_only)
+        if sound_only and self.frames:
+            raise UserError("--sound-only makes no picture: leave out --save-frames")
         beside = progress.beside(self.video).items()
         named = {
             "--output-path": self.video,
@@ -110,7 +113,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     """Make one video. User's mistakes raise UserError before a model loads."""
     recorder = Recorder()
     engine = Engine(workspace, recorder, options)
-    outputs.check(engine.preflight.files_read([job]))
+    outputs.check(engine.preflight.files_read([job]), job.sound_only)
     assert outputs.video
     state = progress.state_path(outputs.video)
     with progress.logging_failure(progress.log_path(outputs.video), state), engine:
@@ -123,11 +126,11 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
 
         def write(clip: Clip) -> None:
             assert outputs.video
-            with recorder.phase("encode_mp4"):
+            with recorder.phase(clip.phase):
                 # Each file appears under its name only when whole.
                 if outputs.frames:
                     clip.chunks = write_frames(outputs.frames, clip.chunks)
-                clip.write_mp4(outputs.video)
+                clip.write(outputs.video)
 
         # Tensors include all frames and are written before the video.
         (result,) = engine.run([job], resume=resume, write=None if outputs.tensors else write)
@@ -136,7 +139,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
             progress.write_run_tensors(outputs.tensors, result.tensors, identity())
             write(result.clip())
     show(write_sidecar(outputs.video, job, recorder, workspace), outputs)
-    print(f"video: {outputs.video}")
+    print(f"{'sound' if job.sound_only else 'video'}: {outputs.video}")
 
 
 def generate_batch(
@@ -150,8 +153,8 @@ def generate_batch(
     recorder = Recorder()
 
     def save(clip: Clip, path: Path) -> None:
-        with recorder.phase("encode_mp4"):
-            clip.write_mp4(path)
+        with recorder.phase(clip.phase):
+            clip.write(path)
         write_sidecar(path, clip.job, recorder, workspace)
 
     assert outputs.folder

@@ -32,7 +32,7 @@ from ltx_neuron.sampling.schedules import (
     STAGE_2_SIGMAS,
     ltx2_schedule,
 )
-from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.size import NO_PICTURE, Size
 from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, LoraFile, guidance_fields, validated
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
@@ -139,7 +139,7 @@ class Job(Inputs):
     @property
     def seen(self) -> str:
         """The name of the latents of the video's frames: the last stage's, or the joined
-        windows'."""
+        windows'. Sound alone has none."""
         return "s1_video" if self.extension else f"{self.stages[-1].key}_video"
 
     def heard(self, compat: Compat) -> str:
@@ -201,7 +201,9 @@ class Job(Inputs):
 
     @property
     def resolved_guidance(self) -> Guidance:
-        return self.guidance or default_guidance(self.sampler, self.sound is not None)
+        return self.guidance or default_guidance(
+            self.sampler, self.sound is not None, self.sound_only
+        )
 
     @property
     def upsamplers(self) -> dict[str, str]:
@@ -248,11 +250,20 @@ class Job(Inputs):
                 "guidance.audio: an input sound is not predicted and has no guidance; pass"
                 " audio=StreamGuidance()"
             )
+        elif self.sound_only and self.resolved_guidance.video != StreamGuidance():
+            raise UserError(
+                "guidance.video: sound alone has no video to guide; pass video=StreamGuidance()"
+            )
 
     def check_shape(self) -> None:
         """Raise UserError for settings without a possible graph. The prompt does not matter."""
         self.check_types()
         check_fields(self.size)
+        if self.sound_only != (self.size.sides == NO_PICTURE):
+            raise UserError(
+                f"a size of {self.size} with sound_only={self.sound_only}: sound alone has height"
+                " and width 0, and a video more"
+            )
         validated(dict(self.spec))
         if self.extension:
             self.extension.check()
@@ -279,6 +290,12 @@ class Job(Inputs):
                 **files,
             )
         check_together(self.given | asked)
+        if self.sound_only and self.recipe != "dev":
+            raise FieldError(
+                "{sound_only} goes with {recipe} dev, got {recipe} {value}; type {recipe} dev as"
+                " well, or leave out {sound_only}",
+                value=self.recipe,
+            )
         if self.recipe == "dev" and not self.references:
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
         self.check_inputs()
@@ -299,10 +316,13 @@ class Job(Inputs):
         values = {name: getattr(self, name) for name in SPEC_FIELDS}
         if not self.retake:  # a retake's file determines its size
             values |= vars(self.size)
+            if self.sound_only:
+                values |= {"height": None, "width": None}
         elif self.retake.extend:
             values["num_frames"] = self.size.num_frames
         for stream in ("video", "audio") if self.guidance else ():
-            if stream == "video" or not self.sound:  # an input sound has none
+            # An input sound and the absent video of sound alone have none.
+            if not (self.sound_only if stream == "video" else self.sound):
                 scales = vars(getattr(self.guidance, stream))
                 values |= {name: scales[of] for name, of in guidance_fields(stream).items()}
         for name, field in zip(LORAS, LORA_FIELDS, strict=True):

@@ -48,7 +48,7 @@ class LTXPipelineOutput:
     sample_rate: int = 0
     video_latent: Tensor | None = None  # "latent": (1, 128, F, h, w)
     audio_latent: Tensor | None = None  # "latent": (1, 8, Ta, 16)
-    path: Path | None = None  # "mp4"
+    path: Path | None = None  # "mp4", "wav"
 
 
 class LTXPipeline:
@@ -187,6 +187,7 @@ class LTXPipeline:
         attention_mask: str | Path | AttentionMask | None = None,
         images_as_guides: bool = False,
         skip_stage_2: bool = False,
+        sound_only: bool = False,
         sampler: str = Job.sampler,
         ic_loras: Sequence[tuple] = (),
         output_type: str = "np",
@@ -210,13 +211,15 @@ class LTXPipeline:
                               reference_strength: see --reference-strength
         reference             reference video of ic_loras: a path or ReferenceVideos
         attention_mask        video with the attention weights of the references
-        images_as_guides      append an image at frame 0 like the other images
+        images_as_guides      append an image at frame 0 like the others
+        sound_only            generate no video (dev recipe); its file is a "wav"
         output_type           "np": frames and waveform, "latent": latents, "mp4": file output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
         size = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         part = dict(start_time=start_time, end_time=end_time, regenerate=regenerate, extend=extend)
         dubbed = dict(reference_video=reference_video, reference_strength=reference_strength)
+        stages = dict(two_stage=two_stage, sound_only=sound_only)
         recipe = self._recipe_fields(loras, distilled_loras, ic_loras, two_stage)
         job = Job(
             prompt,
@@ -235,7 +238,7 @@ class LTXPipeline:
             images_as_guides=images_as_guides,
             skip_stage_2=skip_stage_2,
             sampler=sampler,
-            **self._sized(video, size | part | dubbed | {"two_stage": two_stage}, recipe["loras"]),
+            **self._sized(video, size | part | dubbed | stages, recipe["loras"]),
             **recipe,
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
@@ -249,14 +252,16 @@ class LTXPipeline:
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None,
     ) -> LTXPipelineOutput:
         self.engine.check_process()
-        _check_known("output_type", output_type, ("np", "latent", "mp4"))
+        file = "wav" if job.sound_only else "mp4"
+        _check_known("output_type", output_type, ("np", "latent", file))
         check_type("output_path", output_path, str | Path | None)
         check_type("callback_on_step_end", callback_on_step_end, Callable | None)
         _check_generator(generator)
-        if output_type == "mp4":
-            require(output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'")
+        if output_type == file:
+            example = f"Give output_path='out.{file}'"
+            require(output_path, "output_path", f'output_type="{file}"', example)
             assert output_path
-            check_output_path(output_path)
+            check_output_path(output_path, job.sound_only)
             job.check()  # before its files are read
             inputs = self.engine.preflight.files_read([job])
             check_outputs({"output_path": Path(output_path)}, inputs)
@@ -264,14 +269,14 @@ class LTXPipeline:
 
         def write(clip: Clip) -> None:
             assert output_path
-            with self.engine.recorder.phase("encode_mp4"):
-                clip.write_mp4(Path(output_path))
+            with self.engine.recorder.phase(clip.phase):
+                clip.write(Path(output_path))
 
         def on_step_end(stage: Stage, step: int) -> None:
             assert callback_on_step_end
             callback_on_step_end(self, step, stage.sigmas[step], {"stage": stage.name})
 
-        if output_type == "mp4":
+        if output_type == file:
             options["write"] = write
         with self._exclusively("call"):
             self.engine.on_step_end = callback_on_step_end and on_step_end
@@ -303,7 +308,8 @@ class LTXPipeline:
             dubbing = dubbing_of(spec, size, loras)
         except FieldError as error:
             raise UserError(error.spelled(_name)) from None
-        return {"size": size, "retake": retake, "orientation": orientation} | dubbing
+        sized = {"size": size, "retake": retake, "orientation": orientation}
+        return sized | dubbing | {"sound_only": fields["sound_only"]}
 
     def _recipe_fields(
         self,
@@ -384,13 +390,14 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
     )
     if output_type == "np":
         frames, waveform = result.frames, result.waveform
-        assert frames is not None and waveform is not None
-        output.frames, output.audio = frames.numpy(), waveform.numpy()
-    elif output_type == "mp4":
+        assert waveform is not None
+        output.frames, output.audio = frames if frames is None else frames.numpy(), waveform.numpy()
+    elif output_type in ("mp4", "wav"):
         assert output_path
         output.path = Path(output_path)
     else:
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
-        output.video_latent = result.tensors[upscaled[-1] if upscaled else result.job.seen]
+        video = upscaled[-1] if upscaled else result.job.seen
+        output.video_latent = result.tensors.get(video)
         output.audio_latent = result.tensors[result.heard]
     return output

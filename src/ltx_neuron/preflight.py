@@ -89,8 +89,8 @@ class Preflight:
             raise
         for job in jobs:
             manifests = [compiled[id(job), stage].manifest for stage in job.stages]
-            decoders, loras = [*self.tiles.values(), *self.sound.values()], job.stages[0].loras
-            memory = workspace.compiled_memory(manifests, self.neuron_gemma, decoders, loras)
+            decoders = [*self.tiles.values(), *self.sound.values()]
+            memory = workspace.compiled_memory(manifests, self.neuron_gemma, decoders)
             workspace.check_compiled_fits(memory, job, self.neuron_gemma)
             self.decoder_stays = memory.decoder_stays(workspace.profile)
         return compiled
@@ -137,7 +137,8 @@ class Preflight:
         if self.neuron_vae:
             workspace.weights("vae")
             self.tiles, self.sound = {}, {}
-            for latent in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in jobs):
+            seen = [job for job in jobs if not job.sound_only]
+            for latent in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in seen):
                 self.tiles |= workspace.tile_programs(latent)
         decoded = [job for job in jobs if not job.sound]  # an input sound is not decoded
         sounds = {job.audio_latents: size for job in decoded if (size := sound_size(job))}
@@ -179,7 +180,7 @@ def sound_size(job: Job) -> Size | None:
 
 def _host_models(job: Job) -> list[str]:
     """Names of the host models a job runs."""
-    names = ["video_decoder"]
+    names = [] if job.sound_only else ["video_decoder"]
     names += [] if job.sound else ["audio_decoder", "vocoder"]  # an input sound is not decoded
     names += [f"{kind}_upsampler" for kind in job.upsamplers]
     names += ["video_encoder"] if job.images or job.encoded_clips else []

@@ -65,7 +65,7 @@ class JobRun:
     @property
     def stages_left(self) -> list[Stage]:
         """The unfinished stages."""
-        return [stage for stage in self.job.stages if f"{stage.key}_video" not in self.tensors]
+        return [stage for stage in self.job.stages if f"{stage.key}_audio" not in self.tensors]
 
     @property
     def left(self) -> str:
@@ -77,7 +77,8 @@ class JobRun:
 
     def finish(self, stage: Stage, video: Tensor, audio: Tensor) -> None:
         """Store a stage's latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
-        self.tensors[f"{stage.key}_video"] = video
+        if not self.job.sound_only:
+            self.tensors[f"{stage.key}_video"] = video
         self.tensors[f"{stage.key}_audio"] = audio
 
 
@@ -173,7 +174,8 @@ def _latent_shapes(job: Job) -> dict[str, tuple[int, ...]]:
     for stage in job.stages:
         clip = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
         sound = (1, latents.AUDIO_CHANNELS, job.size.audio_frames, latents.MEL_BINS)
-        shapes[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *clip)
+        if not job.sound_only:
+            shapes[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *clip)
         shapes[f"{stage.key}_audio"] = sound
     if job.extension:  # its windows need the known latents
         shapes["video_latent"] = (1, latents.VIDEO_CHANNELS, *job.latent_shape)

@@ -4,6 +4,7 @@ their sources, and checks whether a generation fits the device.
 Its base class Finished finds existing ones.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -175,7 +176,7 @@ class Workspace(Finished):
         programs, whole = [], set()
         for bucket in buckets:
             divides = self._divides(bucket, profile)
-            if profile.sequence_parallel and not divides:
+            if profile.sequence_parallel and bucket.video_tokens and not divides:
                 whole.add(bucket.video_tokens)
             arguments = bucket, self.tp, comm, self.dtype, cut, profile.attention, divides
             programs.append(partial(dit_program, self.transformer, *arguments))
@@ -259,21 +260,17 @@ class Workspace(Finished):
         check_fits(self.checkpoint, profile, job, self.tp, self.dtype_name, gemma)
 
     def compiled_memory(
-        self,
-        manifests: list[Manifest],
-        neuron_gemma: bool,
-        decoders: list[Manifest],
-        loras: WeightSet = (),
+        self, manifests: list[Manifest], neuron_gemma: bool, decoders: list[Manifest]
     ) -> CoreMemory:
-        """The memory that a generation needs per core, from the costs in its graphs' manifests and
-        the sizes of its rank files.
+        """The memory that a generation needs per core, from the weights and costs in its graphs'
+        manifests and the sizes of other rank files.
 
         decoders  manifests of the decoders of video and sound on the ranks
-        loras     of any of its weight sets, which have the same size
         """
+        weights = {n: shape for manifest in manifests for n, shape in manifest.weights().items()}
         models = {manifest.identity["model"] for manifest in decoders}
         return CoreMemory(
-            _rank_bytes(self.dit_weights(loras)),
+            sum(map(math.prod, weights.values())) * self.dtype.itemsize,
             _rank_bytes(self.weights("gemma3")) if neuron_gemma else 0,
             compiled_activations(manifests),
             sum(_rank_bytes(self.weights(model)) for model in models),

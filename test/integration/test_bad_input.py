@@ -378,7 +378,7 @@ SHARD_DIT: --height 64 -> --height
 --negative-prompt blurry -> --negative-prompt | needs --nag-scale | --recipe dev
 --nag-scale 0.5 -> --nag-scale: got '0.5' | at least 1
 --nag-scale 11 --recipe dev -> --nag-scale cannot be combined with --recipe dev
---nag-tau 5 -> --nag-tau needs --nag-scale | type --nag-scale as well
+--nag-tau 5 -> --nag-tau goes with --nag-scale | type --nag-scale as well
 --video-cfg-guidance-scale 3 -> --video-cfg-guidance-scale | without guidance | --recipe dev
 --video-stg-guidance-scale 1 -> --video-stg-guidance-scale | without guidance | --recipe dev
 --video-stg-blocks 1 -> --video-stg-blocks | without guidance | --recipe dev

@@ -102,7 +102,7 @@ def test_a_film_without_sound_goes_on_from_silence(engine, film, tmp_path, capsy
 
 def test_it_is_written_as_it_is_decoded(engine, film, tmp_path):
     path = tmp_path / "longer.mp4"
-    made(engine, longer(film, 1.0), write=lambda clip: clip.write_mp4(path))
+    made(engine, longer(film, 1.0), write=lambda clip: clip.write(path))
     assert read_video(path)["video_seconds"] == (FRAMES + 24) / RATE
 
 

@@ -48,7 +48,7 @@ def served(engine: Engine, folder, lora_sets: dict, **fields) -> bytes:
 def made(engine: Engine, job: Job, path) -> bytes:
     """The MP4 of a job."""
     engine.on_step_end = engine.on_stage_end = None
-    outcomes = engine.run([job], keep=True, write=lambda clip: clip.write_mp4(path))
+    outcomes = engine.run([job], keep=True, write=lambda clip: clip.write(path))
     assert len(list(outcomes)) == 1
     return path.read_bytes()
 

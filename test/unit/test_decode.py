@@ -283,7 +283,7 @@ def test_a_clip_is_written_as_it_is_decoded_and_has_the_bytes_of_the_whole_one(d
     def write(clip):
         chunks, clip.chunks = clip.chunks, None
         clip.chunks = (seen.append((len(c), len(decoding.calls))) or c for c in chunks)
-        clip.write_mp4(tmp_path / "streamed.mp4")
+        clip.write(tmp_path / "streamed.mp4")
 
     (result,) = decoding(latent(LONG_SHAPE), write)
     assert result.frames is None and result.waveform.shape[0] == 2
@@ -292,7 +292,7 @@ def test_a_clip_is_written_as_it_is_decoded_and_has_the_bytes_of_the_whole_one(d
         assert [tiles for _, tiles in seen] == [1, 2, 3, 4, 5]
     (whole,) = decoding(latent(LONG_SHAPE), None)
     assert len(whole.frames) == sum(CHUNKS) and torch.equal(whole.waveform, result.waveform)
-    whole.clip().write_mp4(tmp_path / "whole.mp4")
+    whole.clip().write(tmp_path / "whole.mp4")
     assert (tmp_path / "whole.mp4").read_bytes() == (tmp_path / "streamed.mp4").read_bytes()
 
 
@@ -308,7 +308,7 @@ def test_of_a_clip_that_is_written_few_chunks_are_held(decoding, tmp_path, monke
         return chunk
 
     monkeypatch.setattr(models, "_to_bytes", noted)
-    decoding(latent(LONG_SHAPE), lambda clip: clip.write_mp4(tmp_path / "out.mp4"))
+    decoding(latent(LONG_SHAPE), lambda clip: clip.write(tmp_path / "out.mp4"))
     # Made, waiting for room, waiting, encoded; in turn only the one that is made.
     assert len(most) == len(CHUNKS) and max(most) <= (3 if decoding.ahead else 1)
 
@@ -327,7 +327,7 @@ def test_nan_in_a_late_tile_leaves_no_video(decoding, tmp_path):
     video = latent(LONG_SHAPE)
     video[:, :, -1] = float("nan")
     with pytest.raises(RunError, match="in the inputs of the video decoder"):
-        decoding(video, lambda clip: clip.write_mp4(tmp_path / "out.mp4"))
+        decoding(video, lambda clip: clip.write(tmp_path / "out.mp4"))
     assert len(decoding.calls) == 5 and list(tmp_path.iterdir()) == []
 
 

@@ -264,7 +264,7 @@ def test_one_element_that_is_not_finite_shows_in_the_one_number_of_a_step(stream
         latents = {s: getattr(pair, f"{s}_latent").clone() for s in STREAMS}
         for place, value in planted.items():
             latents[stream].view(-1)[int(place[1:])] = float(value)
-        video, audio, finite = dit.next_latents(pair, *latents.values(), sigmas)
+        video, audio, finite = dit.next_latents(pair, latents, sigmas)
         assert finite.dtype == torch.float32 and finite.shape == (1,)
         assert all(t.isfinite().all() for t in (video, audio)) != bool(planted)
         return finite.item()

@@ -479,7 +479,7 @@ def test_the_given_sound_is_what_is_heard_and_nothing_of_it_is_decoded(files, ti
     run = run_of(job, **given_sound(files, host))
     run.finish(job.stages[1], randn(1, 128, 4, 2, 3), randn(1, 8, 26, 16))
     path, clips = tmp_path / "a.mp4", []
-    settings = {"overlap": False, "write": lambda clip: clips.append(clip.write_mp4(path))}
+    settings = {"overlap": False, "write": lambda clip: clips.append(clip.write(path))}
     with DecodeQueue(decoder, Recorder(), **settings) as queue:
         result, *_ = [*queue.submit(run), *queue.drain()]
     assert clips and not {"audio_decoder", "vocoder"} & vars(decoder).keys()

@@ -143,8 +143,8 @@ def test_a_negative_prompt_of_the_distilled_recipe_has_graphs_of_its_own_in_ever
     ("fields", "message"),
     [
         (dict(recipe="dev", nag_scale=11.0), "--nag-scale cannot be combined with --recipe dev"),
-        (dict(nag_tau=5.0), "--nag-tau needs --nag-scale"),
-        (dict(nag_alpha=0.5), "--nag-alpha needs --nag-scale"),
+        (dict(nag_tau=5.0), "--nag-tau goes with --nag-scale"),
+        (dict(nag_alpha=0.5), "--nag-alpha goes with --nag-scale"),
         (dict(nag_scale=0.9), "--nag-scale: got 0.9, wanted at least 1"),
         (dict(nag_scale=5.0, nag_alpha=2.0), "--nag-alpha: got 2.0, wanted at most 1"),
         (dict(negative_prompt="grey"), "--negative-prompt .* needs --nag-scale"),

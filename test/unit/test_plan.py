@@ -607,3 +607,22 @@ def test_a_profile_without_a_documented_peak_has_no_time_of_its_ranks(released, 
     seconds = {row.name: row.seconds for row in made.rows}
     assert seconds["denoise_stage_1"] is None is made.seconds and seconds["decode_video"] > 0
     assert made.batch_seconds is None and "nothing: ranks and host share" in clip_table(made)
+
+
+def test_sound_alone_is_planned_by_the_audio_half_of_the_model(released):
+    video = planned(released, *USUAL)
+    alone = plan.plan(
+        released, TRN2, Job("", Size(0, 0, 121), recipe="dev", sound_only=True), 4, "bfloat16"
+    )
+    (stage,) = alone.stages
+    assert (stage.video_tokens, stage.audio_tokens, stage.passes) == (0, 126, 3)
+    # Of each block's 380 million parameters 67 million are the audio's own.
+    assert 0.15 < alone.block_weight_bytes_per_rank / video.block_weight_bytes_per_rank < 0.2
+    parameters = alone.block_weight_bytes_per_rank / 2 * 4
+    products = 2 * parameters * stage.audio_tokens
+    assert products < stage.flops_per_step < 2.5 * products  # the text's keys and values besides
+    assert alone.disk_bytes == video.disk_bytes
+    assert alone.host_bytes_to_decode == 0 and alone.fits
+    text = table(alone)
+    assert "stage_1: 30 steps, 3 passes each, 126 audio tokens\n" in text
+    assert "to decode" not in text

@@ -873,6 +873,12 @@ def given(assets, tmp_path_factory) -> dict[str, Job]:
         "retake": retake,
         "guided retake": replace(retake, **guided, negative_prompt="grey"),
         "negative prompt": Job(PROMPT, Size(64, 64, 9), 3, negative_prompt="grey", nag_scale=5.0),
+        "sound alone": Job(
+            PROMPT,
+            Size(0, 0, 30, 30.0),
+            sound_only=True,
+            **guided | {"guidance": replace(guided["guidance"], video=StreamGuidance())},
+        ),
         "masked reference": Job(
             PROMPT,
             replace(SIZE, height=128, width=128),
@@ -896,7 +902,7 @@ def latents_of(job: Job, workspace: Workspace) -> dict[str, Tensor]:
             for seed, _ in enumerate(job.prompts(engine.compat))
         ]
         (result,) = engine.run([job], decode=False)
-    return {name: result.tensors[name] for name in LATENTS[:2]}
+    return {name: result.tensors[name] for name in LATENTS[:2] if name in result.tensors}
 
 
 @pytest.fixture(scope="module")
@@ -908,14 +914,16 @@ def on_torchdist(assets, given, tmp_path_factory) -> dict[str, dict[str, Tensor]
 
 
 @pytest.mark.parametrize("settings", [(CUT,), (WHOLE, "sequence_parallel=true")])
-@pytest.mark.parametrize("name", ["retake", "guided retake", "masked reference", "negative prompt"])
-def test_held_audio_tokens_a_bias_and_a_negative_prompt_are_the_other_backends(
+@pytest.mark.parametrize(
+    "name", ["retake", "guided retake", "masked reference", "negative prompt", "sound alone"]
+)
+def test_every_other_kind_of_graphs_is_the_other_backends(
     assets, workspace, given, on_torchdist, name, settings
 ):
     job, ours = given[name], open_workspace(assets, workspace.artifacts, *settings)
     (bucket,) = job.buckets
-    kinds = bucket.audio_timesteps > 1, bucket.biased, bucket.nag
-    assert kinds == ("retake" in name, "masked" in name, "negative" in name)
+    kinds = bucket.audio_timesteps > 1, bucket.biased, bucket.nag, bucket.streams == ("audio",)
+    assert kinds == tuple(kind in name for kind in ("retake", "masked", "negative", "alone"))
     got, wanted = latents_of(job, ours), on_torchdist[name]
     distances = {name: rel(got[name], wanted[name]) for name in wanted}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})

@@ -37,6 +37,8 @@ def main(argv: list[str]) -> None:
     parser.prog = invocation.command(f"compile {model}")
     if not gemma:
         flags.add_size(parser)
+    if model == "vae":
+        flags.add_sound_only(parser)
     if model == "transformer":
         flags.add_conditions(parser, shape_only=True)
     compiled = {"transformer": _transformer, "gemma3": _gemma3, "vae": _vae}[model]
@@ -62,8 +64,10 @@ def _gemma3(args: argparse.Namespace) -> list[Path]:
 def _vae(args: argparse.Namespace) -> list[Path]:
     size = flags.size(args)
     size.check()
-    clip = video_latent_shape(size.height, size.width, size.num_frames)
-    workspace = flags.workspace(args)
-    shapes = ", ".join("x".join(map(str, shape)) for shape in workspace.tile_shapes(clip))
-    print(f"tiles: {shapes} latents (frames x rows x columns)")
-    return [*workspace.compile_vae(clip), *workspace.compile_sound(size.audio_frames)]
+    workspace, paths = flags.workspace(args), []
+    if not args.sound_only:
+        clip = video_latent_shape(size.height, size.width, size.num_frames)
+        shapes = ", ".join("x".join(map(str, shape)) for shape in workspace.tile_shapes(clip))
+        print(f"tiles: {shapes} latents (frames x rows x columns)")
+        paths = workspace.compile_vae(clip)
+    return [*paths, *workspace.compile_sound(size.audio_frames)]

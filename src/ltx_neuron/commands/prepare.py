@@ -200,8 +200,7 @@ def parts_of(
         names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
         add_weights(f"DiT weights{names}", "dit", loras)
     for buckets, job in {tuple(job.buckets_to_compile): job for job in jobs}.items():
-        size, stages = job.size, ", two stages" if job.size.two_stage else ""
-        title = f"DiT graphs, {size.height}x{size.width}, {size.num_frames} frames{stages}"
+        title = f"DiT graphs, {job.size}{', two stages' if job.size.two_stage else ''}"
         make = partial(workspace.compile_dit, [*buckets], job)
         add(title, workspace.dit_identities([*buckets]), make)
     if options.neuron_gemma:
@@ -210,7 +209,8 @@ def parts_of(
         add("Gemma3 graphs", identities.values(), workspace.compile_text)
     if options.neuron_vae:
         add_weights("decoder weights", "vae")
-        for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in jobs):
+        seen = (job for job in jobs if not job.sound_only)
+        for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in seen):
             title = f"video decoder graphs, {'x'.join(map(str, clip))} latents"
             identities, make = workspace.tile_identities(clip), workspace.compile_vae
             add(title, identities.values(), partial(make, clip))

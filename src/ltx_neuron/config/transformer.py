@@ -10,6 +10,7 @@ from ltx_neuron.errors import UserError
 # learnable registers per connector; the config key is ignored upstream too
 # (embeddings_connector.py)
 REGISTERS = 128
+STREAMS: tuple[str, ...] = "video", "audio"
 CONST_MAX_HEAD_DIM = 128  # head size of the kernel of attention=nki_const_max
 
 # Values that the transformer code assumes: those of ltx-core's LTXModelConfigurator, and those of
@@ -163,7 +164,8 @@ class Bucket:
     """The shape for which a DiT step is compiled. Height and width matter only through their number
     of tokens, so portrait and landscape share a bucket.
 
-    video_tokens   tokens of the video latent, appended keyframe tokens included
+    video_tokens   tokens of the video latent, appended keyframe tokens included; 0 for sound alone,
+                   whose graphs have no video stream
     audio_tokens   tokens of the audio latent
     timesteps      distinct timesteps among the video tokens of one step: 1 for text to video, one
                    more per image strength
@@ -185,11 +187,17 @@ class Bucket:
     nag: bool = False
 
     @property
+    def streams(self) -> tuple[str, ...]:
+        """The streams of its graphs."""
+        return STREAMS if self.video_tokens else ("audio",)
+
+    @property
     def name(self) -> str:
         """The name of its folder and programs, without values that are those of text to video."""
         audio = f"a{self.audio_tokens}" + (
             f"t{self.audio_timesteps}" if self.audio_timesteps > 1 else ""
         )
-        shape = f"v{self.video_tokens}-{audio}-t{self.timesteps}-s{self.max_steps}"
+        video = f"v{self.video_tokens}-" if self.video_tokens else ""
+        shape = f"{video}{audio}-t{self.timesteps}-s{self.max_steps}"
         kinds = {"-guided": self.guided, "-biased": self.biased, "-nag": self.nag}
         return shape + "".join(kind for kind, applies in kinds.items() if applies)

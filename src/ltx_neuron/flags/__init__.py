@@ -190,6 +190,11 @@ def add_size(parser: argparse.ArgumentParser) -> None:
     _add(group(parser, "video"), SizeFields.model_fields)
 
 
+def add_sound_only(parser: argparse.ArgumentParser) -> None:
+    """The flag of sound alone, which `add_conditions` adds too."""
+    _add(group(parser, "sound, videos and LoRAs"), ["sound_only"])
+
+
 def add_loras(parser: argparse.ArgumentParser) -> None:
     """Flags of LoRAs. Sharding merges them into weight sets; at run time they name the sets."""
     _add(group(parser, "sound, videos and LoRAs"), LoraFields.model_fields)
@@ -448,7 +453,9 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Flags of a generation's output files and of resuming."""
     add = group(parser, "output").add_argument
-    add("--output-path", type=Path, metavar="FILE", help="the video, as .mp4")
+    add(
+        "--output-path", type=Path, metavar="FILE", help="the video, as .mp4, or the sound, as .wav"
+    )
     help = "folder for the videos of --prompts-file and results.json"
     add("--output-dir", type=Path, metavar="DIR", help=help)
     help = "continue an interrupted run from the state beside --output-path, or decode the latents"

@@ -22,7 +22,15 @@ from ltx_neuron.sampling.conditions import (
 )
 from ltx_neuron.sampling.guidance import Guidance, check_guidable, default_guidance
 from ltx_neuron.sampling.latents import TIME_SCALE, sound_latent_frames
-from ltx_neuron.sampling.spec import HQ_STRENGTHS, SIZES, JobSpec, LoraFile, guidance_fields
+from ltx_neuron.sampling.size import NO_PICTURE
+from ltx_neuron.sampling.spec import (
+    HQ_STRENGTHS,
+    PICTURE_FIELDS,
+    SIZES,
+    JobSpec,
+    LoraFile,
+    guidance_fields,
+)
 from ltx_neuron.weights.lora import Lora, WeightSet, dubbing_scale, reference_scale
 
 
@@ -64,6 +72,10 @@ def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_pat
     typed = {name: v for name, v in said.items() if v is not None and v is not False}
     if spec.reference_video is not None:
         typed |= _dubbed_length(spec.reference_video, typed)
+    if spec.sound_only:
+        if wrong := _said(spec, PICTURE_FIELDS):
+            raise FieldError(f"{{sound_only}} makes no picture: leave out {_listed(wrong)}")
+        typed |= dict(zip(("height", "width"), NO_PICTURE, strict=True))
     if spec.video_path is None:
         return Size(**typed)
     window = None if spec.extend is None else typed.pop("num_frames", None)
@@ -227,7 +239,7 @@ def _guidance(spec: JobSpec) -> Guidance | None:
             f"{_listed(said['audio'], ', ')} cannot be combined with {{audio_path}}: guidance does"
             " not apply to a given sound; leave it out"
         )
-    defaults = default_guidance(spec.sampler, sound)
+    defaults = default_guidance(spec.sampler, sound, spec.sound_only)
     changed = {
         stream: dataclasses.replace(
             getattr(defaults, stream),

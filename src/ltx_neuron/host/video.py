@@ -1,7 +1,8 @@
-"""Writes results: an MP4 with H.264 video and AAC sound, and frames as PNG pictures."""
+"""Writes results: an MP4 with H.264 video and AAC sound, a WAV, and frames as PNG pictures."""
 
 import math
 import re
+import wave
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from functools import cache
@@ -30,11 +31,18 @@ FRAME_NAME = re.compile(r"frame_[0-9]{5}\.png")
 _SOFTWARE, _MARKED = "Software", f"tEXtSoftware\0{files.MARK}".encode()
 
 
-def check_output_path(path: str | Path) -> None:
-    """Raise UserError unless an MP4 can be written to `path`. Creates nothing."""
-    if Path(path).suffix.lower() != ".mp4":
+def check_output_path(path: str | Path, sound_only: bool = False) -> None:
+    """Raise UserError unless an MP4, or a WAV of sound alone, can be written to `path`. Creates
+    nothing."""
+    wanted, path = ".wav" if sound_only else ".mp4", Path(path)
+    if path.suffix.lower() != wanted:
+        if sound_only:
+            raise UserError(
+                f"--sound-only makes no picture, got --output-path {path}: a sound is written as"
+                f" .wav; type --output-path {path.with_suffix(wanted)}"
+            )
         raise UserError(f'the output is an MP4 file, got "{path}"; pass --output-path FILE.mp4')
-    files.check_writable(Path(path), "--output-path FILE.mp4")
+    files.check_writable(path, f"--output-path FILE{wanted}")
 
 
 def exact_frame_rate(frame_rate: float) -> Fraction:
@@ -122,6 +130,16 @@ def write_video(
         container.mux(video_stream.encode())
         mux_sound()
         container.mux(audio_stream.encode())
+
+
+def write_wav(path: str | Path, waveform: torch.Tensor, sample_rate: int) -> None:
+    """Write a waveform (2, samples) in [-1, 1] as 16-bit PCM. The file appears only when
+    complete."""
+    with files.whole_file(path) as partial, wave.open(str(partial), "wb") as file:
+        file.setnchannels(2)
+        file.setsampwidth(2)
+        file.setframerate(sample_rate)
+        file.writeframes(_to_int16(waveform, 0, waveform.shape[1]).astype("<i2").tobytes())
 
 
 def write_frames(folder: str | Path, chunks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -111,7 +111,8 @@ def programs(
 
 def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
     """Every kind of the DiT's buckets. Buckets of retakes, masked references and NAG only change
-    the inputs of a block, the head and the tail, so they are read with one block only."""
+    the inputs of a block, the head and the tail, and sound alone leaves out a part of these, so
+    they are read with one block only."""
     own = Bucket(width.video_tokens, width.audio_tokens, timesteps=1, max_steps=8)
     images = replace(own, timesteps=2)
     buckets = {"text to video": own, "image to video": images}
@@ -125,6 +126,7 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
         guided = replace(biased, guided=True)
         buckets |= {"masked reference": biased, "masked reference, guided": guided}
         buckets["negative prompt"] = replace(own, nag=True)
+        buckets["sound alone"] = replace(own, video_tokens=0, guided=True)
     return buckets
 
 

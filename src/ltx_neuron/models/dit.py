@@ -15,16 +15,21 @@ Shapes (the batch is always 1; models/signatures.py lists every input and output
   steps   rows of the schedule, max_steps of the bucket
   T, D    tokens and width of either stream
 
+Graphs of sound alone have the audio's stream and parameters only, and no audio-video attention.
+
 With sequence parallelism (`divided`) a rank has Tv / tp of the video's tokens in the residual
 stream. Head selects them from the whole latent, attention and feed-forward gather all tokens and
 reduce-scatter their sums, and the tail gathers the velocity. Audio is not divided. In the shapes
 below, Tv of the stream and of `timestep_mask` is then Tv / tp.
 """
 
+from functools import reduce
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.config.transformer import TransformerConfig
+from ltx_neuron.config.transformer import STREAMS, TransformerConfig
 from ltx_neuron.models.attention import Attention, AttentionCall, Kernel, attend
 from ltx_neuron.models.modulation import (
     A2V,
@@ -50,19 +55,22 @@ from ltx_neuron.models.signatures import (
     TailInputs,
     TailOutputs,
     X0Outputs,
+    by_stream,
+    of_streams,
     optional,
 )
 
-Modulations = tuple[Modulation, Modulation]
+Streams = dict[str, Tensor]  # by "video" and "audio"; of sound alone by "audio"
+Modulations = dict[str, Modulation]
+Names = tuple[str, ...]
+_PREFIXES = {"video": "", "audio": "audio_"}  # of a stream's parameters and masks
 
 
 def _modulations(inputs: BlockInputs | TailInputs) -> Modulations:
-    """Of video and of audio."""
-    audio_mask = optional(inputs, "audio_timestep_mask")
-    return (
-        Modulation(inputs.video_rows, inputs.timestep_mask),
-        Modulation(inputs.audio_rows, audio_mask),
-    )
+    return {
+        stream: Modulation(rows, optional(inputs, f"{_PREFIXES[stream]}timestep_mask"))
+        for stream, rows in by_stream(inputs, "rows").items()
+    }
 
 
 class Perturbations:
@@ -76,151 +84,178 @@ class Perturbations:
     """
 
     def __init__(self, keep: Tensor, enabled: Tensor):
-        self.video_self, self.audio_self, self.a2v, self.v2a = keep.unbind(0)
+        *self_attention, self.a2v, self.v2a = keep.unbind(0)
+        self.self_attention = dict(zip(STREAMS, self_attention, strict=True))
         self.enabled = enabled.to(keep.dtype)
 
-    def where_enabled(
-        self, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, ...]:
+    def where_enabled(self, before: Streams, after: Streams) -> Streams:
         """The streams (1, T, D) after a part of the block if they are enabled, otherwise before
         it."""
-        return tuple(
-            new * on + old * (1 - on)
-            for old, new, on in zip(before, after, self.enabled.unbind(0), strict=True)
-        )
+        enabled = dict(zip(STREAMS, self.enabled.unbind(0), strict=True))
+        return {
+            stream: new * enabled[stream] + before[stream] * (1 - enabled[stream])
+            for stream, new in after.items()
+        }
 
 
 class TransformerBlock(nn.Module):
     """One of the 48 joint blocks: self-attention, text attention, audio-video attention and
     feed-forward of both streams.
 
-    Parameters have the checkpoint's names. Both streams pass through each part together, so that
+    Parameters have the checkpoint's names. The streams pass through each part together, so that
     their sums form one group (Comm.sum).
     """
 
     def __init__(
-        self, config: TransformerConfig, tp: int, comm: Comm, kernel: Kernel, divided: bool
+        self,
+        config: TransformerConfig,
+        tp: int,
+        comm: Comm,
+        kernel: Kernel,
+        divided: bool,
+        streams: Names = STREAMS,
     ):
         super().__init__()
         video, audio, eps = config.video, config.audio, config.norm_eps
         self.comm, self.eps, self.divided = comm, eps, divided
-        self.attn1 = Attention(video, video.inner, video.inner, tp, kernel, eps)
-        self.attn2 = Attention(video, video.inner, video.inner, tp, kernel, eps)
-        self.ff = FeedForward(video.inner, tp, config.ff_bias)
-        self.audio_attn1 = Attention(audio, audio.inner, audio.inner, tp, kernel, eps)
-        self.audio_attn2 = Attention(audio, audio.inner, audio.inner, tp, kernel, eps)
-        self.audio_ff = FeedForward(audio.inner, tp, config.audio_ff_bias)
-        # Both directions have the audio's heads, so keys of one stream match queries of the other.
-        self.audio_to_video_attn = Attention(audio, video.inner, audio.inner, tp, kernel, eps)
-        self.video_to_audio_attn = Attention(audio, audio.inner, video.inner, tp, kernel, eps)
+        self.modulated_prompt, joint = config.use_prompt_adaln_single, "video" in streams
+        for stream in streams:
+            size, prefix = getattr(config, stream), _PREFIXES[stream]
+            for name in (f"{prefix}attn1", f"{prefix}attn2"):
+                setattr(self, name, Attention(size, size.inner, size.inner, tp, kernel, eps))
+            bias = getattr(config, f"{prefix}ff_bias")
+            setattr(self, f"{prefix}ff", FeedForward(size.inner, tp, bias))
+        if joint:
+            # Both directions have the audio's heads, so keys of one match queries of the other.
+            self.audio_to_video_attn = Attention(audio, video.inner, audio.inner, tp, kernel, eps)
+            self.video_to_audio_attn = Attention(audio, audio.inner, video.inner, tp, kernel, eps)
         # Learned tables: a block's own part of AdaLN (models/modulation.py: AdaLNRows.entry).
-        self.scale_shift_table = nn.Parameter(torch.empty(9, video.inner))
-        self.audio_scale_shift_table = nn.Parameter(torch.empty(9, audio.inner))
-        self.scale_shift_table_a2v_ca_video = nn.Parameter(torch.empty(5, video.inner))
-        self.scale_shift_table_a2v_ca_audio = nn.Parameter(torch.empty(5, audio.inner))
-        # Without these tables the blocks attend to the unmodulated text context.
-        if config.use_prompt_adaln_single:
-            self.prompt_scale_shift_table = nn.Parameter(torch.empty(2, video.inner))
-            self.audio_prompt_scale_shift_table = nn.Parameter(torch.empty(2, audio.inner))
-        self.modulated_prompt = config.use_prompt_adaln_single
+        # Without a prompt's table the blocks attend to the unmodulated text context.
+        widths = {_PREFIXES[stream]: getattr(config, stream).inner for stream in streams}
+        tables = {f"{prefix}scale_shift_table": (9, width) for prefix, width in widths.items()}
+        if joint:
+            tables["scale_shift_table_a2v_ca_video"] = 5, video.inner
+            tables["scale_shift_table_a2v_ca_audio"] = 5, audio.inner
+        if self.modulated_prompt:
+            tables |= {f"{prefix}prompt_scale_shift_table": (2, w) for prefix, w in widths.items()}
+        for name, shape in tables.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape)))
+
+    def _of(self, stream: str, name: str) -> Any:
+        """A stream's module or learned table."""
+        return getattr(self, _PREFIXES[stream] + name)
+
+    def _is_divided(self, stream: str) -> bool:
+        return self.divided and stream == "video"
 
     def forward(
-        self, video: Tensor, audio: Tensor, inputs: BlockInputs, perturbations: Perturbations | None
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Streams, inputs: BlockInputs, perturbations: Perturbations | None
+    ) -> Streams:
         """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums; if
         the video is divided, with five gathers and four reduce-scatters of it besides.
 
         A guided graph has perturbations.
         """
-        modulations = _modulations(inputs)
-        start = video, audio
-        video, audio = self._self_attention(video, audio, modulations, inputs, perturbations)
-        video, audio = self._text_attention(video, audio, modulations, inputs)
-        if perturbations is not None:
-            # A disabled stream is already restored when the other stream attends to it.
-            video, audio = perturbations.where_enabled(start, (video, audio))
-        video, audio = self._audio_video_attention(video, audio, modulations, inputs, perturbations)
-        video, audio = self._feed_forward(video, audio, modulations)
-        if perturbations is None:
-            return video, audio
-        return perturbations.where_enabled(start, (video, audio))
+        modulations, start = _modulations(inputs), hidden
+        hidden = self._self_attention(hidden, modulations, inputs, perturbations)
+        hidden = self._text_attention(hidden, modulations, inputs)
+        if "video" in hidden:
+            if perturbations is not None:
+                # A disabled stream is already restored when the other stream attends to it.
+                hidden = perturbations.where_enabled(start, hidden)
+            hidden = self._audio_video_attention(hidden, modulations, inputs, perturbations)
+        hidden = self._feed_forward(hidden, modulations)
+        return hidden if perturbations is None else perturbations.where_enabled(start, hidden)
 
     def _modulated(
-        self, video: Tensor, audio: Tensor, modulations: Modulations, rows: AdaLNRows
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """AdaLN of both streams, (1, T, D), and the gates, (D,) or (T, D), of the result."""
-        tables = self.scale_shift_table, self.audio_scale_shift_table
-        (v_shift, v_scale, v_gate), (a_shift, a_scale, a_gate) = (
-            modulation.per_token(table, rows)
-            for modulation, table in zip(modulations, tables, strict=True)
-        )
-        v_norm = rms_norm(video, self.eps) * (1 + v_scale) + v_shift
-        a_norm = rms_norm(audio, self.eps) * (1 + a_scale) + a_shift
-        return v_norm, a_norm, v_gate, a_gate
+        self, hidden: Streams, modulations: Modulations, rows: AdaLNRows
+    ) -> tuple[Streams, Streams]:
+        """AdaLN of the streams, (1, T, D), and the gates, (D,) or (T, D), of the result."""
+        entries = {
+            stream: modulation.per_token(self._of(stream, "scale_shift_table"), rows)
+            for stream, modulation in modulations.items()
+        }
+        normed = {
+            stream: rms_norm(hidden[stream], self.eps) * (1 + scale) + shift
+            for stream, (shift, scale, _) in entries.items()
+        }
+        return normed, {stream: gate for stream, (_, _, gate) in entries.items()}
+
+    def _attended(
+        self, hidden: Streams, gates: Streams, calls: list[AttentionCall], nag: Tensor | None = None
+    ) -> Streams:
+        """The streams plus the gated outputs of their attentions. nag: as in `attend`."""
+        outputs = zip(hidden.items(), attend(self.comm, *calls, nag=nag), strict=True)
+        return {stream: x + output * gates[stream] for (stream, x), output in outputs}
 
     def _self_attention(
         self,
-        video: Tensor,
-        audio: Tensor,
+        hidden: Streams,
         modulations: Modulations,
         inputs: BlockInputs,
         perturbations: Perturbations | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Streams:
         """Each stream attends to its own tokens: Tv x Tv and Ta x Ta."""
-        v_norm, a_norm, v_gate, a_gate = self._modulated(video, audio, modulations, SELF_ATTENTION)
-        v_rope = Rope(inputs.video_cos, inputs.video_sin)
-        a_rope = Rope(inputs.audio_cos, inputs.audio_sin)
-        v_keep = None if perturbations is None else perturbations.video_self
-        a_keep = None if perturbations is None else perturbations.audio_self
-        bias = optional(inputs, "video_bias")
-        v, a = attend(
-            self.comm,
+        normed, gates = self._modulated(hidden, modulations, SELF_ATTENTION)
+        cosines, sines = by_stream(inputs, "cos"), by_stream(inputs, "sin")
+        calls = [
             AttentionCall(
-                self.attn1, v_norm, v_norm, v_rope, keep=v_keep, bias=bias, x_divided=self.divided
-            ),
-            AttentionCall(self.audio_attn1, a_norm, a_norm, a_rope, keep=a_keep),
-        )
-        return video + v * v_gate, audio + a * a_gate
+                self._of(stream, "attn1"),
+                x,
+                x,
+                Rope(cosines[stream], sines[stream]),
+                keep=None if perturbations is None else perturbations.self_attention[stream],
+                bias=optional(inputs, f"{stream}_bias"),
+                x_divided=self._is_divided(stream),
+            )
+            for stream, x in normed.items()
+        ]
+        return self._attended(hidden, gates, calls)
 
     def _text_attention(
-        self, video: Tensor, audio: Tensor, modulations: Modulations, inputs: BlockInputs
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Streams, modulations: Modulations, inputs: BlockInputs
+    ) -> Streams:
         """Each stream attends to its own text context, without RoPE: Tv x S and Ta x S."""
-        v_norm, a_norm, v_gate, a_gate = self._modulated(video, audio, modulations, TEXT_ATTENTION)
-        contexts = [(inputs.video_context, inputs.audio_context)]  # (1, S, Dv), (1, S, Da)
+        normed, gates = self._modulated(hidden, modulations, TEXT_ATTENTION)
+        contexts = [by_stream(inputs, "context")]  # (1, S, Dv), (1, S, Da)
         if (nag := optional(inputs, "nag")) is not None:
-            contexts.append((inputs.negative_video_context, inputs.negative_audio_context))
+            contexts.append({s: getattr(inputs, f"negative_{s}_context") for s in hidden})
         if self.modulated_prompt:
             # By the step's sigma: keys and values change every step and cannot be computed once.
-            tables = self.prompt_scale_shift_table, self.audio_prompt_scale_shift_table
-            contexts = [[*map(self._modulate_prompt, c, modulations, tables)] for c in contexts]
-        (v_context, *v_other), (a_context, *a_other) = zip(*contexts, strict=True)
-        v, a = attend(
-            self.comm,
-            AttentionCall(self.attn2, v_norm, v_context, negative=v_other, x_divided=self.divided),
-            AttentionCall(self.audio_attn2, a_norm, a_context, negative=a_other),
-            nag=nag,
-        )
-        return video + v * v_gate, audio + a * a_gate
+            contexts = [self._modulated_prompt(each, modulations) for each in contexts]
+        calls = [
+            AttentionCall(
+                self._of(stream, "attn2"),
+                x,
+                contexts[0][stream],
+                negative=[other[stream] for other in contexts[1:]],
+                x_divided=self._is_divided(stream),
+            )
+            for stream, x in normed.items()
+        ]
+        return self._attended(hidden, gates, calls, nag)
 
-    @staticmethod
-    def _modulate_prompt(context: Tensor, modulation: Modulation, table: Tensor) -> Tensor:
-        """(1, S, D) -> the same, by the learned table (2, D)."""
-        shift, scale = modulation.per_step(table, PROMPT).unbind(0)
-        return context * (1 + scale) + shift
+    def _modulated_prompt(self, contexts: Streams, modulations: Modulations) -> Streams:
+        """(1, S, D) -> the same, by the learned tables (2, D)."""
+        modulated = {}
+        for stream, context in contexts.items():
+            table = self._of(stream, "prompt_scale_shift_table")
+            shift, scale = modulations[stream].per_step(table, PROMPT).unbind(0)
+            modulated[stream] = context * (1 + scale) + shift
+        return modulated
 
     def _audio_video_attention(
         self,
-        video: Tensor,
-        audio: Tensor,
+        hidden: Streams,
         modulations: Modulations,
         inputs: BlockInputs,
         perturbations: Perturbations | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Streams:
         """Each stream attends to the other, with positions in seconds only: Tv x Ta (a2v) and
         Ta x Tv (v2a)."""
         v_table, a_table = self.scale_shift_table_a2v_ca_video, self.scale_shift_table_a2v_ca_audio
-        v_modulation, a_modulation = modulations
+        v_modulation, a_modulation = modulations["video"], modulations["audio"]
+        video, audio = hidden["video"], hidden["audio"]
         # Both norms are taken before either attention: no direction sees the other's result.
         v_norm, a_norm = rms_norm(video, self.eps), rms_norm(audio, self.eps)
 
@@ -253,19 +288,20 @@ class TransformerBlock(nn.Module):
         if perturbations is not None:
             # On the gates (D,), which is cheaper than on the attentions' results (1, T, D).
             v_gate, a_gate = v_gate * perturbations.a2v, a_gate * perturbations.v2a
-        return video + v * v_gate, audio + a * a_gate
+        return {"video": video + v * v_gate, "audio": audio + a * a_gate}
 
-    def _feed_forward(
-        self, video: Tensor, audio: Tensor, modulations: Modulations
-    ) -> tuple[Tensor, Tensor]:
+    def _feed_forward(self, hidden: Streams, modulations: Modulations) -> Streams:
         """Feed-forward of each token, D -> 4 D -> D."""
-        v_norm, a_norm, v_gate, a_gate = self._modulated(video, audio, modulations, FEED_FORWARD)
+        normed, gates = self._modulated(hidden, modulations, FEED_FORWARD)
         if self.divided:
-            v_norm = self.comm.all_gather(v_norm)
+            normed["video"] = self.comm.all_gather(normed["video"])
         # `finish` adds the biases after the sum, so that they are added once.
-        partials = self.ff.partial(v_norm), self.audio_ff.partial(a_norm)
-        v, a = sum_partials(self.comm, partials, (self.divided, False))
-        return video + self.ff.finish(v) * v_gate, audio + self.audio_ff.finish(a) * a_gate
+        partials = [self._of(stream, "ff").partial(x) for stream, x in normed.items()]
+        summed = sum_partials(self.comm, partials, [*map(self._is_divided, normed)])
+        return {
+            stream: x + self._of(stream, "ff").finish(output) * gates[stream]
+            for (stream, x), output in zip(hidden.items(), summed, strict=True)
+        }
 
 
 def step_one_hot(inputs: HeadInputs | GuideInputs) -> Tensor:
@@ -282,33 +318,35 @@ class Head(nn.Module):
     returns the streams that the step computes, `enabled` (2,).
     """
 
-    def __init__(self, config: TransformerConfig, divided: bool = False):
+    def __init__(self, config: TransformerConfig, divided: bool = False, streams: Names = STREAMS):
         super().__init__()
         self.divided = divided
         # Not split over the ranks: a product of 128 channels is not worth a collective.
-        self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
+        if "video" in streams:
+            self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
     def forward(self, inputs: HeadInputs) -> HeadOutputs | GuidedHeadOutputs:
         one_hot = step_one_hot(inputs)
         # (steps, U, MODULATION_ROWS, D) -> (U, MODULATION_ROWS, D)
-        rows = [
-            (one_hot.to(table.dtype)[:, None, None, None] * table).sum(0)
-            for table in (inputs.video_modulation, inputs.audio_modulation)
-        ]
-        outputs = HeadOutputs(
-            video_hidden=self.patchify_proj(
-                _own_tokens(inputs) if self.divided else inputs.video_latent
-            ),
-            audio_hidden=self.audio_patchify_proj(inputs.audio_latent),
-            video_rows=rows[0],
-            audio_rows=rows[1],
-            sigma_pairs=(one_hot[:, None, None] * inputs.sigmas).sum(0),
-        )
-        enabled_steps = optional(inputs, "enabled_steps")
+        rows = {
+            f"{stream}_rows": (one_hot.to(table.dtype)[:, None, None, None] * table).sum(0)
+            for stream, table in by_stream(inputs, "modulation").items()
+        }
+        latents = by_stream(inputs, "latent")
+        if self.divided:
+            latents["video"] = _own_tokens(inputs)
+        hidden = {
+            f"{stream}_hidden": getattr(self, f"{_PREFIXES[stream]}patchify_proj")(latent)
+            for stream, latent in latents.items()
+        }
+        sigma_pairs = (one_hot[:, None, None] * inputs.sigmas).sum(0)
+        outputs = hidden | rows | {"sigma_pairs": sigma_pairs}
+        enabled_steps, streams = optional(inputs, "enabled_steps"), tuple(latents)
         if enabled_steps is None:
-            return outputs
-        return GuidedHeadOutputs(*outputs, (one_hot[:, None] * enabled_steps).sum(0))
+            return of_streams(HeadOutputs, streams)(**outputs)
+        enabled = (one_hot[:, None] * enabled_steps).sum(0)
+        return of_streams(GuidedHeadOutputs, streams)(**outputs, enabled=enabled)
 
 
 def _own_tokens(inputs: HeadInputs) -> Tensor:
@@ -331,20 +369,21 @@ class Blocks(nn.Module):
         kernel: Kernel,
         count: int,
         divided: bool,
+        streams: Names = STREAMS,
     ):
         super().__init__()
         self.transformer_blocks = nn.ModuleList(
-            TransformerBlock(config, tp, comm, kernel, divided) for _ in range(count)
+            TransformerBlock(config, tp, comm, kernel, divided, streams) for _ in range(count)
         )
 
     def forward(self, inputs: BlockInputs) -> BlockOutputs:
-        video, audio, keep = inputs.video_hidden, inputs.audio_hidden, optional(inputs, "keep")
+        hidden, keep = by_stream(inputs, "hidden"), optional(inputs, "keep")
         perturbations = [None] * len(self.transformer_blocks)
         if keep is not None:
             perturbations = [Perturbations(kept, inputs.enabled) for kept in keep.unbind(0)]
         for block, perturbation in zip(self.transformer_blocks, perturbations, strict=True):
-            video, audio = block(video, audio, inputs, perturbation)
-        return BlockOutputs(video_hidden=video, audio_hidden=audio)
+            hidden = block(hidden, inputs, perturbation)
+        return of_streams(BlockOutputs, tuple(hidden))(*hidden.values())
 
 
 class X0Tail(nn.Module):
@@ -355,39 +394,38 @@ class X0Tail(nn.Module):
     step.
     """
 
-    def __init__(self, config: TransformerConfig, comm: Comm, divided: bool = False):
+    def __init__(
+        self, config: TransformerConfig, comm: Comm, divided: bool = False, streams: Names = STREAMS
+    ):
         super().__init__()
         self.eps, self.comm, self.divided = config.norm_eps, comm, divided
-        self.scale_shift_table = nn.Parameter(torch.empty(2, config.video.inner))
-        self.proj_out = nn.Linear(config.video.inner, config.in_channels)
+        if "video" in streams:
+            self.scale_shift_table = nn.Parameter(torch.empty(2, config.video.inner))
+            self.proj_out = nn.Linear(config.video.inner, config.in_channels)
         self.audio_scale_shift_table = nn.Parameter(torch.empty(2, config.audio.inner))
         self.audio_proj_out = nn.Linear(config.audio.inner, config.audio_in_channels)
 
     def forward(self, inputs: TailInputs) -> X0Outputs:
-        v_modulation, a_modulation = _modulations(inputs)
-        v_velocity = self._velocity(
-            inputs.video_hidden, v_modulation, self.scale_shift_table, self.proj_out
-        )
-        if self.divided:
-            # Latents are small: from here on every rank has all of them, as at the step's start.
-            v_velocity = self.comm.all_gather(v_velocity)
-        a_velocity = self._velocity(
-            inputs.audio_hidden, a_modulation, self.audio_scale_shift_table, self.audio_proj_out
-        )
-        v_sigma, a_sigma = inputs.sigma_pairs[:, 0].unbind(0)
+        modulations, velocities = _modulations(inputs), {}
+        for stream, x in by_stream(inputs, "hidden").items():
+            velocities[stream] = self._velocity(x, modulations[stream], _PREFIXES[stream])
+            if self.divided and stream == "video":
+                # Latents are small: from here on every rank has all, as at the step's start.
+                velocities[stream] = self.comm.all_gather(velocities[stream])
+        timesteps = dict(zip(STREAMS, inputs.sigma_pairs[:, 0].unbind(0), strict=True))
         # If tokens are held, each token has its own timestep, (T, 1).
-        v_timestep = v_sigma if inputs.video_rows.shape[0] == 1 else inputs.denoise_mask * v_sigma
-        a_mask = optional(inputs, "audio_denoise_mask")
-        a_timestep = a_sigma if a_mask is None else a_mask * a_sigma
-        return X0Outputs(
-            _denoised(inputs.video_latent, v_velocity, v_timestep),
-            _denoised(inputs.audio_latent, a_velocity, a_timestep),
+        for stream, (mask, _) in _held(inputs).items():
+            timesteps[stream] = mask * timesteps[stream]
+        latents = by_stream(inputs, "latent")
+        return of_streams(X0Outputs, tuple(latents))(
+            *(_denoised(x, velocities[name], timesteps[name]) for name, x in latents.items())
         )
 
-    def _velocity(
-        self, x: Tensor, modulation: Modulation, table: Tensor, projection: nn.Linear
-    ) -> Tensor:
-        """(1, T, D) -> (1, T, C), by the learned table (2, D)."""
+    def _velocity(self, x: Tensor, modulation: Modulation, prefix: str) -> Tensor:
+        """(1, T, D) -> (1, T, C), by the stream's learned table (2, D)."""
+        table, projection = (
+            getattr(self, prefix + name) for name in ("scale_shift_table", "proj_out")
+        )
         entries = table.unsqueeze(1)  # (2, 1, D): shift, scale; both on the one embedded timestep
         (shift,) = modulation.per_token(entries[0], EMBEDDED_TIMESTEP)
         (scale,) = modulation.per_token(entries[1], EMBEDDED_TIMESTEP)
@@ -401,12 +439,11 @@ class Tail(X0Tail):
     rounds."""
 
     def forward(self, inputs: TailInputs) -> TailOutputs:
-        video, audio = super().forward(inputs)
-        # With one timestep no video token is held, so there is nothing to blend.
-        if inputs.video_rows.shape[0] > 1:
-            video = blend(video, inputs.denoise_mask, inputs.clean_latent)
-        audio = blend_audio(audio, inputs)
-        return TailOutputs(*next_latents(inputs, video, audio, inputs.sigma_pairs))
+        denoised = by_stream(super().forward(inputs), "x0")
+        for stream, held in _held(inputs).items():
+            denoised[stream] = blend(denoised[stream], *held)
+        latents = next_latents(inputs, denoised, inputs.sigma_pairs)
+        return of_streams(TailOutputs, tuple(denoised))(*latents)
 
 
 class Step(nn.ModuleDict):
@@ -430,21 +467,33 @@ def blend(x0: Tensor, denoise_mask: Tensor, clean_latent: Tensor) -> Tensor:
     return (x0 * denoise_mask + clean_latent.float() * (1 - denoise_mask)).to(x0.dtype)
 
 
-def blend_audio(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
-    """`blend` of the audio, (1, Ta, C), in graphs that hold audio tokens."""
-    mask = optional(inputs, "audio_denoise_mask")
-    return x0 if mask is None else blend(x0, mask, inputs.audio_clean_latent)
+def held_tokens(inputs: TailInputs | GuideInputs) -> dict[str, tuple[Tensor, Tensor]]:
+    """The arguments of `blend` for each stream of which a graph may hold tokens."""
+    masks = {s: optional(inputs, f"{prefix}denoise_mask") for s, prefix in _PREFIXES.items()}
+    return {
+        stream: (mask, getattr(inputs, f"{_PREFIXES[stream]}clean_latent"))
+        for stream, mask in masks.items()
+        if mask is not None
+    }
+
+
+def _held(inputs: TailInputs) -> dict[str, tuple[Tensor, Tensor]]:
+    """`held_tokens` of streams with several timesteps. Those with one hold none."""
+    rows = by_stream(inputs, "rows")
+    return {s: held for s, held in held_tokens(inputs).items() if rows[s].shape[0] > 1}
 
 
 def next_latents(
-    inputs: TailInputs | GuideInputs, video: Tensor, audio: Tensor, sigma_pairs: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The Euler step of both streams, from clean latents (1, T, C), and `finite`."""
-    video = _euler(inputs.video_latent, video, *sigma_pairs[0].unbind(0))
-    audio = _euler(inputs.audio_latent, audio, *sigma_pairs[1].unbind(0))
+    inputs: TailInputs | GuideInputs, denoised: Streams, sigma_pairs: Tensor
+) -> tuple[Tensor, ...]:
+    """The Euler step of each stream, from clean latents (1, T, C), and `finite`."""
+    latents = [
+        _euler(latent, denoised[stream], *sigma_pairs[STREAMS.index(stream)].unbind(0))
+        for stream, latent in by_stream(inputs, "latent").items()
+    ]
     # NaN and Inf propagate through a sum on every device. Some devices ignore NaN in a maximum, and
     # a compiler may fold a product by 0.
-    return video, audio, video.float().mean((1, 2)) + audio.float().mean((1, 2))
+    return *latents, reduce(torch.add, (latent.float().mean((1, 2)) for latent in latents))
 
 
 def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ A pass is head, blocks and X0Tail of dit.py; its prediction is x0. Shapes as the
 
 from torch import Tensor, nn
 
-from ltx_neuron.models.dit import blend, blend_audio, next_latents, step_one_hot
-from ltx_neuron.models.signatures import PASSES, GuideInputs, GuideOutputs
+from ltx_neuron.config.transformer import STREAMS
+from ltx_neuron.models.dit import blend, held_tokens, next_latents, step_one_hot
+from ltx_neuron.models.signatures import PASSES, GuideInputs, GuideOutputs, by_stream, of_streams
 
 
 class Guide(nn.Module):
@@ -21,8 +22,9 @@ class Guide(nn.Module):
         one_hot = step_one_hot(inputs)
         sigma_pairs = (one_hot[:, None, None] * inputs.sigmas).sum(0)
         enabled = (one_hot[:, None] * inputs.enabled_steps).sum(0)
-        guided = []
-        for index, stream in enumerate(("video", "audio")):
+        guided = {}
+        for stream in by_stream(inputs, "latent"):
+            index = STREAMS.index(stream)
             cond, uncond, perturbed, isolated = (
                 getattr(inputs, f"{name}_{stream}").float() for name in PASSES
             )
@@ -38,11 +40,11 @@ class Guide(nn.Module):
             # Strong guidance overshoots: `rescale` restores the standard deviation of `cond`.
             x0 = x0 * (rescale * (_std(cond) / _std(x0).clamp_min(_SMALLEST_STD)) + (1 - rescale))
             previous, on = getattr(inputs, f"guided_{stream}"), enabled[index]
-            guided.append((x0 * on + previous.float() * (1 - on)).to(previous.dtype))
+            guided[stream] = (x0 * on + previous.float() * (1 - on)).to(previous.dtype)
         # The guided predictions are returned before the blend, because a skipped step blends again.
-        video = blend(guided[0], inputs.denoise_mask, inputs.clean_latent)
-        audio = blend_audio(guided[1], inputs)
-        return GuideOutputs(*next_latents(inputs, video, audio, sigma_pairs), *guided)
+        held = {name: blend(guided[name], *each) for name, each in held_tokens(inputs).items()}
+        latents = next_latents(inputs, guided | held, sigma_pairs)
+        return of_streams(GuideOutputs, tuple(guided))(*latents, *guided.values())
 
 
 # A constant prediction has no deviation; this keeps the quotient finite.

@@ -7,6 +7,7 @@ device, because they are only traced; rank files provide the weights.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import AudioDecoderConfig, VocoderConfig
-from ltx_neuron.config.transformer import Bucket, TransformerConfig
+from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
 from ltx_neuron.models import audio_decoder, signatures, video_decoder, vocoder
 from ltx_neuron.models.attention import KERNELS
@@ -88,7 +89,7 @@ def group_size(layers: int, blocks_per_graph: int) -> int:
 def may_divide(bucket: Bucket, tp: int) -> bool:
     """Whether sequence parallelism is possible: the video's tokens divide evenly over the
     ranks."""
-    return tp > 1 and bucket.video_tokens % tp == 0
+    return tp > 1 and bucket.video_tokens > 0 and bucket.video_tokens % tp == 0
 
 
 def dit_program(
@@ -109,38 +110,39 @@ def dit_program(
     """
     count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
     fields = signatures.dit_fields(config, bucket, tp, dtype, sequence_parallel)
-    flags = {
-        "guided": bucket.guided,
-        "divided": sequence_parallel,
-        "masked": bucket.audio_timesteps > 1,
-        "biased": bucket.biased,
-        "nag": bucket.nag,
-    }
-    kinds = tuple(kind for kind, applies in flags.items() if applies)
+    kinds = _kinds(bucket, sequence_parallel)
     inputs = {
         "head": signatures.HeadInputs,
         "blocks": signatures.BlockInputs,
         "tail": signatures.TailInputs,
     }
-    inputs = {part: signatures.extended(base, part, kinds) for part, base in inputs.items()}
+    streams = bucket.streams
+    of_streams = partial(signatures.of_streams, streams=streams)
+    inputs = {
+        part: of_streams(signatures.extended(base, part, kinds)) for part, base in inputs.items()
+    }
     head_outputs, tail, tail_outputs = signatures.HeadOutputs, Tail, signatures.TailOutputs
     if bucket.guided:
         fields |= signatures.guided_fields(config, bucket, tp, dtype, count)
         # A pass ends with its prediction; "guide" needs those of all passes.
         head_outputs, tail = signatures.GuidedHeadOutputs, X0Tail
         tail_outputs = signatures.X0Outputs
-    outputs = head_outputs, signatures.BlockOutputs, tail_outputs
+    if streams != STREAMS:
+        fields = {name: fields[name] for name in signatures.without_video(fields)}
+    outputs = [*map(of_streams, (head_outputs, signatures.BlockOutputs, tail_outputs))]
     # Shapes are those of any rank. On the meta device the released size needs no memory.
     with torch.device("meta"):
         modules = {
-            "head": Head(config, sequence_parallel),
-            "blocks": Blocks(config, tp, comm, KERNELS[attention], count, sequence_parallel),
-            "tail": tail(config, comm, sequence_parallel),
+            "head": Head(config, sequence_parallel, streams),
+            "blocks": Blocks(
+                config, tp, comm, KERNELS[attention], count, sequence_parallel, streams
+            ),
+            "tail": tail(config, comm, sequence_parallel, streams),
         }
     if blocks_per_graph == 0:
         parts = tuple(inputs.values())
         whole = signatures.step_inputs(parts, head_outputs)
-        graphs = {"step": Graph(Step(modules, parts), whole, tail_outputs)}
+        graphs = {"step": Graph(Step(modules, parts), whole, outputs[-1])}
         calls = (("step", 0),)
     else:
         graphs = {
@@ -154,8 +156,20 @@ def dit_program(
     if not bucket.guided:
         return Program(graphs, {"main": calls}, fields)
     guide = signatures.extended(signatures.GuideInputs, "guide", kinds)
-    graphs["guide"] = Graph(Guide(), guide, signatures.GuideOutputs)
+    graphs["guide"] = Graph(Guide(), of_streams(guide), of_streams(signatures.GuideOutputs))
     return Program(graphs, {"pass": calls, "guide": (("guide", 0),)}, fields)
+
+
+def _kinds(bucket: Bucket, sequence_parallel: bool) -> tuple[str, ...]:
+    """The kinds of a DiT's graphs, which have further inputs (signatures.extended)."""
+    flags = {
+        "guided": bucket.guided,
+        "divided": sequence_parallel,
+        "masked": bucket.audio_timesteps > 1,
+        "biased": bucket.biased,
+        "nag": bucket.nag,
+    }
+    return tuple(kind for kind, applies in flags.items() if applies)
 
 
 def gemma3_program(

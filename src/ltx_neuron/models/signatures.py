@@ -72,7 +72,9 @@ Fields of mel decoder and vocoder, float32; each rank has its own span:
   span_waveform             (1, 2, samples), -1 to 1
 """
 
+import re
 from collections import namedtuple
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -81,7 +83,7 @@ from torch import Tensor
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import GENERATOR_BINS, AudioDecoderConfig, VocoderConfig
-from ltx_neuron.config.transformer import Bucket, TransformerConfig
+from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
@@ -177,6 +179,27 @@ def extended(signature: type, part: str, kinds: tuple[str, ...]) -> type:
     """The signature of a part of the step, one of _MORE, for graphs of these kinds."""
     more = [field for kind in kinds for field in _MORE[part].get(kind, ())]
     return namedtuple(signature.__name__, (*signature._fields, *more))
+
+
+_OF_VIDEO = re.compile(r".*video.*|.*_cross_.*|timestep_mask|denoise_mask|clean_latent")
+
+
+def without_video(fields: Iterable[str]) -> list[str]:
+    """The fields that graphs of sound alone have."""
+    return [field for field in fields if not _OF_VIDEO.fullmatch(field)]
+
+
+def of_streams(signature: type, streams: tuple[str, ...]) -> type:
+    """The signature for graphs with these streams."""
+    if streams == STREAMS:
+        return signature
+    return namedtuple(signature.__name__, without_video(signature._fields))
+
+
+def by_stream(values: tuple, name: str) -> dict[str, Tensor]:
+    """A graph's fields `video_{name}` and `audio_{name}` by stream."""
+    fields = {stream: optional(values, f"{stream}_{name}") for stream in STREAMS}
+    return {stream: value for stream, value in fields.items() if value is not None}
 
 
 def step_inputs(parts: tuple[type, ...], head_outputs: type) -> type:

@@ -10,6 +10,7 @@ assumptions, and the output prints them.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.sharding import HOST, MODELS, local_shape, rule
+from ltx_neuron.weights.sharding import HOST, MODELS, SOUND_ALONE, local_shape, rule
 from ltx_neuron.weights.tensorfile import DTYPES
 
 ASSUMED = {
@@ -227,7 +228,7 @@ def does_not_fit(profile: Profile, size: Size, tp: int, needed: int, advice: str
     """The error for a generation that needs `needed` bytes per core."""
     limit = profile.memory_bytes_per_core
     return UserError(
-        f"{size.height}x{size.width}, {size.num_frames} frames at tp {tp} needs"
+        f"{size} at tp {tp} needs"
         f" {format_bytes(needed)} a core, {profile.name} has {format_bytes(limit)}"
         f" (LNC={profile.lnc}).\n{advice}. For details type {command('plan')} with the same flags"
     )
@@ -277,27 +278,28 @@ def plan(
         return [plans[stage] for stage in stages]
 
     stages, weights = stage_plans(job), _dit_bytes(checkpoint, tp, torch_dtype)
+    used = _dit_bytes(checkpoint, tp, torch_dtype, SOUND_ALONE) if job.sound_only else weights
     gemma_bytes = embeddings = 0
     if gemma:
         with fake_process_group(tp):
             gemma_bytes = sum(text_weights(gemma, config, tp).values()) * torch_dtype.itemsize
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
-    memory = CoreMemory(weights["rank"], gemma_bytes, _activations(stages))
-    files = tp * max(weights["rank"], gemma_bytes)
+    memory = CoreMemory(used["rank"], gemma_bytes, _activations(stages))
+    files = tp * max(used["rank"], gemma_bytes)
     last, limit = stages[-1], profile.memory_bytes_per_core
     buffer = dict(profile.environment).get(COLLECTIVES_BUFFER)
     dit_files = weights["rank"] * tp + weights["host"]
     fits = None if limit is None else memory.in_turn <= limit
     nearest = None
-    if limit is not None and not fits:
+    if limit is not None and not fits and not job.sound_only:
         room = limit - weights["rank"] - ASSUMED["runtime_bytes_per_core"]
         nearest = _nearest(job, last, room, lambda of: _activations(stage_plans(of)))
     return Plan(
         profile=profile.name,
         tp=tp,
         dtype=dtype,
-        block_weight_bytes_per_rank=weights["blocks"],
-        dit_weight_bytes_per_rank=weights["rank"],
+        block_weight_bytes_per_rank=used["blocks"],
+        dit_weight_bytes_per_rank=used["rank"],
         gemma3_weight_bytes_per_rank=gemma_bytes,
         flops_per_step=last.flops_per_step,
         ideal_step_ms=last.ideal_step_ms,
@@ -341,11 +343,11 @@ def _on_the_host(checkpoint: Checkpoint, profile: Profile, job: Job, dtype: torc
         encode_bytes(config, clip.pixels, threads, computes.of_latents(dtype), dtype, clip.whole)
         for clip in clips
     )
+    tiling = tiles.tiling(profile)
+    decoded = 0 if job.sound_only else decode_bytes(config, latent, threads, computes, tiling)
     return {
         "host_bytes_to_encode": max(encoded, default=0),
-        "host_bytes_to_decode": decode_bytes(
-            config, latent, threads, computes, tiles.tiling(profile)
-        ),
+        "host_bytes_to_decode": decoded,
         "host_dtype": computes.describe()["host_dtype"],
     }
 
@@ -354,12 +356,14 @@ def _activations(stages: list[StagePlan]) -> int:
     return max(stage.activation_bytes_per_core + stage.upload_bytes for stage in stages)
 
 
-def _dit_bytes(checkpoint: Checkpoint, tp: int, dtype: torch.dtype) -> dict[str, int]:
+def _dit_bytes(
+    checkpoint: Checkpoint, tp: int, dtype: torch.dtype, used: re.Pattern = re.compile(".*")
+) -> dict[str, int]:
     """Bytes of one rank's weights, of its blocks, and of the host's weights, from the header and
-    the sharding table."""
+    the sharding table. used: names to count."""
     model = MODELS["dit"]
     source, totals = Source(model, [checkpoint]), {"rank": 0, "blocks": 0, "host": 0}
-    for name in source.locations:
+    for name in filter(used.fullmatch, source.locations):
         split = rule(model, name)
         shape = local_shape(source.shape(name), split, tp, name)
         size = math.prod(shape) * dtype.itemsize
@@ -507,5 +511,5 @@ def _nearest(
     for count in range(latent_frames, 0, -1):
         shorter = dataclasses.replace(job.size, num_frames=8 * (count - 1) + 1)
         if activations(dataclasses.replace(job, size=shorter)) <= room:
-            return f"{shorter.height}x{shorter.width}, {shorter.num_frames} frames"
+            return str(shorter)
     return None

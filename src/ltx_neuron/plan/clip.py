@@ -114,7 +114,7 @@ class Clip:
         first = [*self._text(), *self._given(), *self._denoising()]
         # An input sound is muxed unchanged.
         sound = [] if self.job.sound else [self._sound()]
-        last = [*self._video(), *sound, self._mp4()]
+        last = sound if self.job.sound_only else [*self._video(), *sound, self._mp4()]
         rows, seconds, batch_seconds = [*first, *last], None, None
         if all(row.seconds is not None for row in rows):
             before = sum(row.seconds or 0 for row in first)
@@ -128,6 +128,8 @@ class Clip:
         return ClipPlan(rows, seconds, batch_seconds, self._overlaps())
 
     def _overlaps(self) -> str:
+        if self.job.sound_only:
+            return "nothing"
         if not self.profile.overlap_decode:
             return "nothing: ranks and host share the cores"
         if self.neuron_vae:

@@ -17,23 +17,22 @@ def table(plan: Plan) -> str:
             steps += f" of {stage.evaluations} evaluations in all"
         if stage.passes > 1:
             steps += f", {stage.passes} passes each"
-        video, audio = _tokens(stage)
-        lines.append(
-            f"{stage.name}: {stage.height}x{stage.width}, {steps}, {video} and {audio} tokens"
-            + ", two text attentions (NAG)" * stage.nag
-        )
+        size = f"{stage.height}x{stage.width}, " if stage.video_tokens else ""
+        nag = ", two text attentions (NAG)" * stage.nag
+        lines.append(f"{stage.name}: {size}{steps}, {_tokens(stage)} tokens{nag}")
         lines += [_labelled(f"  {label}", text) for label, text in _stage_rows(stage)]
     rows = [_labelled(label, text) for label, text in _memory_rows(plan).items()]
     return "\n".join([*lines, "", *rows])
 
 
-def _tokens(stage: StagePlan) -> list[str]:
-    """The tokens of each stream, those of references apart."""
+def _tokens(stage: StagePlan) -> str:
+    """The tokens of each stream that the stage has, those of references apart."""
     counts = zip((stage.video_tokens, stage.audio_tokens), stage.reference_tokens, strict=True)
-    return [
+    return " and ".join(
         f"{count - held:,} {stream}" + (f" + {held:,} reference" if held else "")
         for stream, (count, held) in zip(("video", "audio"), counts, strict=True)
-    ]
+        if count
+    )
 
 
 def _labelled(label: str, text: str) -> str:
@@ -96,6 +95,7 @@ def _forecast_rows(stage: StagePlan) -> list[tuple[str, str]]:
 def _memory_rows(plan: Plan) -> dict[str, str]:
     gb = format_bytes
     encode = f"{gb(plan.host_bytes_to_encode)} to encode, " if plan.host_bytes_to_encode else ""
+    decode = f"{gb(plan.host_bytes_to_decode)} to decode in {plan.host_dtype}, "
     rows = {
         "DiT weights a core": (
             f"{gb(plan.dit_weight_bytes_per_rank)} (blocks {gb(plan.block_weight_bytes_per_rank)})"
@@ -107,8 +107,7 @@ def _memory_rows(plan: Plan) -> dict[str, str]:
         ),
         "host memory": (
             f"{gb(plan.host_bytes_to_load)} while loading, {encode}"
-            f"{gb(plan.host_bytes_to_decode)} to decode in {plan.host_dtype}, of"
-            f" {gb(plan.host_limit_bytes)}"
+            f"{decode if plan.host_bytes_to_decode else ''}of {gb(plan.host_limit_bytes)}"
         ),
     }
     if plan.host_bytes_mapped:
@@ -146,9 +145,9 @@ def clip_table(clip: ClipPlan) -> str:
     """The time of a warm clip: a line per phase, named as in a latency report."""
     lines = [_clip_line("a warm clip", "where", "seconds", "from")]
     lines += [_clip_line(row.name, row.where, _seconds(row.seconds), row.rate) for row in clip.rows]
-    lines.append(
-        _clip_line("from prompt to MP4", "", _seconds(clip.seconds), f"overlapped: {clip.overlaps}")
-    )
+    file = "MP4" if any(row.name == "encode_mp4" for row in clip.rows) else "WAV"
+    overlaps = f"overlapped: {clip.overlaps}"
+    lines.append(_clip_line(f"from prompt to {file}", "", _seconds(clip.seconds), overlaps))
     if clip.batch_seconds is not None:
         text = "the ranks denoise the next clip at the same time"
         lines.append(_clip_line("a clip of a batch", "", _seconds(clip.batch_seconds), text))

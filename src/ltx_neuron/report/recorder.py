@@ -24,6 +24,7 @@ PHASES = (
     "decode_video",
     "decode_audio",
     "encode_mp4",
+    "write_wav",
 )
 STAGES = ("stage_1", "stage_2")
 

@@ -71,6 +71,16 @@ _EXCLUDES = {
         "{conditioning_attention_mask}",
         "{skip_stage_2}",
     ),
+    "{sound_only}": (
+        "{audio_path}",
+        "{video_path}",
+        "{reference_video}",
+        "{image}",
+        "{two_stage}",
+        "{upscale}",
+        "{ic_lora}",
+        "{video_conditioning}",
+    ),
 }
 
 FrameIndex = Annotated[int, Field(ge=0)]
@@ -255,6 +265,7 @@ class Inputs(ABC):
                       compat.Compat
     nag_*             normalized attention guidance of all stages of the distilled recipe; a scale
                       of None or 1: off
+    sound_only        make no video; `size` has no picture
     """
 
     images: tuple[ImageCondition, ...] = ()
@@ -271,6 +282,7 @@ class Inputs(ABC):
     nag_scale: float | None = None
     nag_alpha: float = NAG_ALPHA
     nag_tau: float = NAG_TAU
+    sound_only: bool = False
 
     @property
     @abstractmethod
@@ -347,7 +359,8 @@ class Inputs(ABC):
     def fixes_timesteps(self) -> bool:
         """Whether the inputs determine the number of timesteps. Otherwise graphs with 1 and with 2
         are compiled, for text to video and for an image at frame 0."""
-        return bool(self.images or self.references or self.dubbing or self.retake)
+        files = self.images or self.references or self.dubbing or self.retake
+        return bool(files or self.sound_only)
 
     @property
     def extension(self) -> Extension | None:
@@ -409,6 +422,7 @@ class Inputs(ABC):
         return {f"{{{_FILES[field][0]}}}": True for field, _, _ in self._conditions()} | {
             "{images_as_guides}": self.images_as_guides,
             "{skip_stage_2}": self.skip_stage_2,
+            "{sound_only}": self.sound_only,
             f"{{sampler}} {self.sampler}": True,
             "{nag_scale}": self.nag_scale is not None,
             "{nag_alpha}": self.nag_alpha != NAG_ALPHA,

@@ -136,9 +136,14 @@ NEGATIVE_PROMPT = (
 )
 
 
-def default_guidance(sampler: str = "euler", sound: bool = False) -> Guidance:
-    """The dev recipe's default. sound: whether the sound is an input and not guided."""
+def default_guidance(
+    sampler: str = "euler", sound: bool = False, sound_only: bool = False
+) -> Guidance:
+    """The dev recipe's default. sound: whether the sound is an input and not guided; sound_only:
+    whether there is no video, by which the sound is not guided then either."""
     guidance = HQ_DEFAULTS if sampler == "res_2s" else DEFAULTS
+    if sound_only:
+        return Guidance(StreamGuidance(), replace(guidance.audio, modality_scale=1.0))
     return replace(guidance, audio=StreamGuidance()) if sound else guidance
 
 

@@ -8,12 +8,13 @@ from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
 
 FRAME_RATES = 1, 1000  # minimum and maximum
+NO_PICTURE = 0, 0  # height and width of sound alone
 
 
 @dataclass(frozen=True)
 class Size:
-    """Height, width (pixels), frames and frames per second of the result, and whether it has two
-    stages."""
+    """Height, width (pixels; NO_PICTURE for sound alone), frames and frames per second of the
+    result, and whether it has two stages."""
 
     height: int = 512
     width: int = 768
@@ -33,6 +34,10 @@ class Size:
         """Height and width."""
         return self.height, self.width
 
+    def __str__(self) -> str:
+        picture = "sound alone" if self.sides == NO_PICTURE else f"{self.height}x{self.width}"
+        return f"{picture}, {self.num_frames} frames"
+
     @property
     def seconds(self) -> float:
         return self.num_frames / self.frame_rate
@@ -45,6 +50,21 @@ class Size:
     def check(self) -> None:
         """Raise FieldError, with the nearest valid size, for a size that the model cannot have."""
         check_fields(self)
+        if self.sides != NO_PICTURE:  # sound has a latent for any number of frames
+            self._check_picture()
+        least, most = FRAME_RATES
+        if not least <= self.frame_rate <= most:  # NaN is refused as well
+            raise FieldError(
+                f"{{frame_rate}}: got {self.frame_rate:g}, wanted {least} to {most}; type for"
+                " example {frame_rate} 24 or, if {video_path} has this rate, pass another file"
+            )
+        if self.audio_frames < 1:
+            raise FieldError(
+                f"{self.num_frames} frames at {{frame_rate}} {self.frame_rate:g} are too short for"
+                " sound; lower the frame rate or raise {num_frames}"
+            )
+
+    def _check_picture(self) -> None:
         unit = SPACE_SCALE * (2 if self.two_stage else 1)
         for name in ("height", "width"):
             value = getattr(self, name)
@@ -61,15 +81,4 @@ class Size:
             raise FieldError(
                 f"{{num_frames}} {self.num_frames} is not of the form 8k+1; nearest valid:"
                 f" {below} or {below + TIME_SCALE}"
-            )
-        least, most = FRAME_RATES
-        if not least <= self.frame_rate <= most:  # NaN is refused as well
-            raise FieldError(
-                f"{{frame_rate}}: got {self.frame_rate:g}, wanted {least} to {most}; type for"
-                " example {frame_rate} 24 or, if {video_path} has this rate, pass another file"
-            )
-        if self.audio_frames < 1:
-            raise FieldError(
-                f"{self.num_frames} frames at {{frame_rate}} {self.frame_rate:g} are too short for"
-                " sound; lower the frame rate or raise {num_frames}"
             )

@@ -257,6 +257,10 @@ class ConditionFields(Fields):
         "dub this video: its speakers say the prompt's words; needs the dubbing LoRA as --lora",
         "FILE",
     )
+    sound_only: StrictBool = _option(
+        "generate the sound alone, as .wav, of --num-frames at --frame-rate (dev recipe)",
+        default=False,
+    )
     skip_stage_2: StrictBool = _option("end --two-stage after stage 1, at half size", default=False)
     images_as_guides: StrictBool = _option(
         "keyframe interpolation: append every --image as a guide, also at frame 0 (dev recipe, two"
@@ -345,6 +349,10 @@ def guidance_fields(stream: str) -> dict[str, str]:
     }
 
 
+# Fields that sound alone does not have.
+PICTURE_FIELDS = ("height", "width", *guidance_fields("video"), "v2a_guidance_scale")
+
+
 class JobSpec(
     GuidanceFields, DetailFields, ConditionFields, LoraFields, SizeFields, SamplingFields
 ):
@@ -365,8 +373,10 @@ class JobSpec(
         said, values = validated(said), {}
         if "video_path" in said.model_fields_set:  # its file determines the size
             values = {name: SizeFields.model_fields[name].default for name in SIZES}
-        if "reference_video" in said.model_fields_set:  # its file determines the length
+        elif "reference_video" in said.model_fields_set:  # its file determines the length
             values = {"num_frames": None, "frame_rate": None}
+        elif said.sound_only:  # nor has it the command's picture
+            values = {"two_stage": False, **dict.fromkeys(PICTURE_FIELDS)}
         values |= {name: getattr(said, name) for name in said.model_fields_set}
         for name in ("image", "video_conditioning", "conditioning_attention_mask"):
             values[name] = getattr(self, name) + getattr(said, name)

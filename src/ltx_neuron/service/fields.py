@@ -44,7 +44,8 @@ MAX_FILES = MAX_IMAGES + MAX_REFERENCES + 3  # with a sound, a video and a mask
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 _BRACKETS = re.compile(r"(\w+)\[(\w+)\]")
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*[a-z0-9])")
-UNSUPPORTED = ("lora", "image_url", "n")
+# Fields that are refused, with the values that ask for nothing.
+UNSUPPORTED = {"lora": (), "image_url": (), "n": (1, "1"), "sound_only": (False, "false")}
 _LISTS = ("images", "video_conditioning")
 _IMAGES = ("input_reference", "image_reference", "images")
 # Fields for sounds and videos: their JobSpec field and their kind.
@@ -404,7 +405,7 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
     said = {}
     for key, value in (merged | extra).items():
         if key in UNSUPPORTED:
-            if value not in (None, "", 1, "1"):
+            if value not in (None, "", *UNSUPPORTED[key]):
                 raise invalid(key, f"{key} is not supported here", _NOT_SUPPORTED)
         elif key not in KNOWN:
             known = ", ".join(sorted(KNOWN))

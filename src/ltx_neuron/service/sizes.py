@@ -28,6 +28,7 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, TIME_SCALE
+from ltx_neuron.sampling.size import NO_PICTURE
 from ltx_neuron.sampling.spec import SIZES, SizeFields, VideoFields
 from ltx_neuron.service.api_error import ApiError, invalid
 from ltx_neuron.weights.lora import dubbing_scale, reference_scale
@@ -396,6 +397,8 @@ def _offered(record: dict) -> set[CompiledSize]:
     try:
         recipe, whole = record["recipe"], Size(**{k: v for k, v in record.items() if k != "recipe"})
         whole.check()
+        if whole.sides == NO_PICTURE:  # the service makes videos
+            return set()
     except (KeyError, TypeError, UserError):
         return set()
     sizes = {whole, whole.first, replace(whole, two_stage=False)}

@@ -193,7 +193,11 @@ class Worker:
         before = seen[TIMES].get(stage.name, [])[:number]
         ms = round(self.engine.recorder.last_step(stage.name), 3)
         seen[TIMES] = seen[TIMES] | {stage.name: [*before, ms]}
-        if self.previews and (picture := self.previews.after_step(stage, number)):
+        if (
+            self.previews
+            and not job.sound_only
+            and (picture := self.previews.after_step(stage, number))
+        ):
             seen[PREVIEW] = base64.b64encode(picture).decode()
 
     def _stage(self, run: JobRun) -> None:
@@ -212,8 +216,8 @@ class Worker:
         entry, recorder = self._entry(clip.job), self.engine.recorder
         folder, chunks = self._folder(entry), self._while_owned(entry, clip.chunks)
         clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
-        with recorder.phase("encode_mp4"):
-            clip.write_mp4(folder / VIDEO)
+        with recorder.phase(clip.phase):
+            clip.write(folder / VIDEO)
         write_sidecar(folder / VIDEO, clip.job, recorder, self.engine.workspace)
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:

@@ -49,6 +49,7 @@ def build_parser() -> Parser:
     parser.prog = command("tune")
     flags.add_size(parser)
     flags.add_nag(parser)
+    flags.add_sound_only(parser)
     flags.add_loras(parser)
     add = parser.add_argument_group("tuning", "Settings to try, and limits.").add_argument
     help = f"keys of the profile to try (default: all): {', '.join(KEYS)}"
@@ -161,16 +162,16 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.typed = parser.words
     check(args)
-    shape = Job("", flags.size(args), images=flags.spec(args).image)
+    spec, recipe = flags.spec(args), flags.recipe(args)
+    shape = Job("", flags.size(args), images=spec.image, sound_only=spec.sound_only, recipe=recipe)
     shape.check_shape()
     workspace = flags.workspace(args, tuned=False)
     require_runtime(workspace.profile, workspace.tp)
     check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
-    loras = flags.lora_fields(flags.spec(args))["loras"]
-    job = dataclasses.replace(shape, recipe=flags.recipe(args), loras=loras)
+    job = dataclasses.replace(shape, loras=flags.lora_fields(spec)["loras"])
     if job.recipe == "dev":  # with the model version's own guidance
         job.resolved_guidance.check(workspace.transformer.num_layers)
-    workspace.dit_weights(loras)
+    workspace.dit_weights(job.loras)
     if folder := args.variant or args.reference:
         variant.run(workspace, job, folder, args.steps, args.layers, exact=bool(args.reference))
         return

@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from ltx_neuron.backends import ranks
 from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
@@ -70,9 +71,8 @@ def last_step(run: StageRun) -> dict[str, Tensor]:
     """
     run.start()
     run.step(run.stage.steps - 1)
-    video, audio = run.result()
-    key = run.stage.key
-    return {f"{key}_video": video.contiguous(), f"{key}_audio": audio.contiguous()}
+    results, key = dict(zip(STREAMS, run.result(), strict=True)), run.stage.key
+    return {f"{key}_{name}": results[name].contiguous() for name in run.bucket.streams}
 
 
 # --- the reference --------------------------------------------------------------------------------

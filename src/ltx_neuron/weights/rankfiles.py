@@ -17,7 +17,7 @@ from torch import Tensor
 from ltx_neuron.config.common import check_heads
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import MANIFEST, check_readable, read_json
-from ltx_neuron.weights.sharding import ALL, COL, HOST, KV, MODELS, ROW, copies, rule
+from ltx_neuron.weights.sharding import ALL, COL, HOST, KV, MODELS, ROW, SOUND_ALONE, copies, rule
 from ltx_neuron.weights.tensorfile import DTYPE_NAMES, DTYPES, TensorFile, listed
 
 HOST_FILE = "host.safetensors"
@@ -194,8 +194,8 @@ def load_rank_file(
     path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The tensors of a rank file, in the order of `wanted`: name -> shape. UserError unless they
-    match `wanted` and `dtype` exactly, and the file matches its manifest."""
-    tensors = dict(open_rank_file(path, wanted, dtype).tensors())
+    match `wanted` and `dtype` as in open_rank_file, and the file matches its manifest."""
+    tensors = dict(open_rank_file(path, wanted, dtype).tensors(wanted))
     return {name: tensors[name] for name in wanted}
 
 
@@ -203,11 +203,14 @@ def open_rank_file(
     path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> TensorFile:
     """An opened rank file. UserError unless its tensors match `wanted` (name -> shape) and `dtype`
-    exactly, listing every difference, and the file matches its manifest."""
+    exactly, listing every difference, and the file matches its manifest. Graphs of sound alone
+    want a part of the DiT's tensors."""
     file = TensorFile(path, RESHARD)
     stored = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
     problems = [f"missing: {name}" for name in wanted if name not in stored]
-    problems += [f"unexpected: {name}" for name in stored if name not in wanted]
+    part = all(map(SOUND_ALONE.fullmatch, wanted))
+    unused = {name for name in stored if part and not SOUND_ALONE.fullmatch(name)}
+    problems += [f"unexpected: {name}" for name in stored.keys() - wanted.keys() - unused]
     for name in wanted.keys() & stored.keys():
         if stored[name] != (tuple(wanted[name]), DTYPE_NAMES[dtype]):
             problems.append(

@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -191,8 +191,9 @@ class TensorFile:
         with self._open() as file:
             os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every tensor in the file's order; threads read ahead.
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every tensor in the file's order, or of those in `names`; threads read
+        ahead.
 
         Tensors are mapped from the page cache. A mapping keeps a file descriptor, so neighbouring
         tensors share mappings of at least 64 MiB, which last until none of them is in use. Tensors
@@ -201,7 +202,7 @@ class TensorFile:
         """
         readers, ahead = ThreadPoolExecutor(_READERS), deque()
         try:
-            for group in self._groups():
+            for group in self._groups(names):
                 ahead.append(readers.submit(self._read_group, group))
                 if len(ahead) > _READERS:
                     yield from ahead.popleft().result()
@@ -210,13 +211,15 @@ class TensorFile:
         finally:
             readers.shutdown(cancel_futures=True)
 
-    def _groups(self) -> Iterator[list[str]]:
+    def _groups(self, names: Container[str] | None) -> Iterator[list[str]]:
         """Names of neighbouring tensors that share a mapping."""
         group, total = [], 0
         for name in self.shapes:
-            group.append(name)
-            total += self._byte_range(name)[1]
-            if total >= _GROUP_BYTES:
+            read = names is None or name in names
+            if read:
+                group.append(name)
+                total += self._byte_range(name)[1]
+            if group and (not read or total >= _GROUP_BYTES):
                 yield group
                 group, total = [], 0
         if group:

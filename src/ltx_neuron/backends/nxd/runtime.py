@@ -163,7 +163,9 @@ class Ranks(ranks.Ranks):
         wanted = ranks.weights_of(programs)
         # Two sets of one model would not fit: the old one is freed before the new one is read.
         for other in [*self._sets]:
-            if other.folder != weights and other.wanted.keys() & wanted.keys():
+            shared = other.wanted.keys() & wanted.keys()
+            # Of the same folder only a part may be there: the weights of sound alone.
+            if shared and (other.folder != weights or shared < wanted.keys()):
                 self._drop(other)
         held = next((loaded for loaded in self._sets if loaded.folder == weights), None)
         if held is None:
@@ -192,7 +194,7 @@ class Ranks(ranks.Ranks):
         ]
         assert held.tensors is not None  # a set is of loaded programs
         for rank, file in enumerate(files):
-            for name, tensor in file.tensors():
+            for name, tensor in file.tensors(held.wanted):
                 # In place, tensor by tensor: the graphs refer to these, and there is no second
                 # copy.
                 held.tensors[rank][name].copy_(tensor)

@@ -106,12 +106,14 @@ class Rank:
 
     def _load_weights(self, folder: Path, wanted: dict, dtype: torch.dtype) -> dict[str, Tensor]:
         """A folder's weights on the device. They replace those of the same model, so that there is
-        never a second copy."""
-        model = frozenset(wanted)
-        loaded_from, tensors = self.weights.get(model, (None, {}))
-        if loaded_from != folder:
-            file = open_rank_file(rank_path(folder, self.rank), wanted, dtype)
-            for name, tensor in file.tensors():
+        never a second copy. Those of sound alone are a part of a model's."""
+        model = next((names for names in self.weights if names & wanted.keys()), frozenset())
+        loaded_from, tensors = self.weights.pop(model, (None, {}))
+        needed = {name: tuple(tensor.shape) for name, tensor in tensors.items()} | wanted
+        missing = needed if loaded_from != folder else needed.keys() - tensors.keys()
+        if missing:
+            file = open_rank_file(rank_path(folder, self.rank), needed, dtype)
+            for name, tensor in file.tensors(missing):
                 if name not in tensors:
                     # On a CPU these are the mapped pages of the file.
                     tensors[name] = tensor.to(self.device)
@@ -120,7 +122,7 @@ class Rank:
                     tensors[name].set_(tensor)  # pyright: ignore[reportArgumentType]
                 else:
                     tensors[name].copy_(tensor)
-            self.weights[model] = folder, tensors
+        self.weights[frozenset(tensors)] = folder, tensors
         return tensors
 
     def replace_weights(self, weights: Path) -> None:
