@@ -141,13 +141,12 @@ def test_scale_alpha_and_tau_are_data_of_one_graph(nag):
     assert distance(wanted(nag), wanted()) > SHOWS
 
 
-def test_a_prompt_that_is_its_own_negative_prompt_changes_no_bit():
+def test_a_prompt_that_is_its_own_negative_prompt_changes_nothing():
     """As in the paper, and only because both contexts are modulated. ComfyUI's node leaves the
     negative one as it is, which alone changes more than a negative prompt does."""
     plain = our_latents(bucket=Bucket(TOKENS, AUDIO_TOKENS, 1, STEPS))
     same = {f"negative_{stream}_context": step_values()[f"{stream}_context"] for stream in STREAMS}
-    ours = our_latents(**same)
-    assert all(torch.equal(ours[stream], plain[stream]) for stream in STREAMS)
+    assert distance(our_latents(**same), plain) < FP32
     assert distance(wanted(), plain) > SHOWS
     assert distance(ltx_latents(modulated=False), wanted()) > distance(wanted(), plain)
 

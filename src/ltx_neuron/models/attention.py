@@ -327,7 +327,7 @@ def normalized_guidance(
     """
     scale, alpha, tau = nag.unbind(0)
     positives = [positive.float() for positive, _ in attended]
-    # scale * positive - (scale - 1) * negative; equal attentions give themselves exactly.
+    # scale * positive - (scale - 1) * negative, exact for equal attentions.
     guided = [
         positive + (scale - 1) * (positive - negative.float())
         for positive, (_, negative) in zip(positives, attended, strict=True)
