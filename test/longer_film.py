@@ -1,7 +1,6 @@
 """A tiny video that is made longer by three windows, for the tests of that. Imported as
 `longer_film`."""
 
-import copy
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from ltx_neuron.host.media import first_frames
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import Retake
-from ltx_neuron.tiny.weights import QUIET
 from ltx_neuron.workspace import Workspace
 
 FRAMES, WINDOW, RATE = 30, 25, 24.0
@@ -79,22 +77,3 @@ def source(film) -> torch.Tensor:
 def joins(job: Job) -> list[int]:
     """The audio latents before which a window's new ones begin."""
     return [window.audio + window.new_audio[0] for window in job.extension.windows]
-
-
-@pytest.fixture(scope="module")
-def plain_vocoder(engine):
-    """A vocoder that does not saturate, as loud as one that was trained: without biases and on
-    small numbers it is a filter, the same everywhere."""
-    vocoder = copy.deepcopy(engine.host.vocoder)
-    parameters = {
-        name: parameter
-        for graph in vocoder.graphs
-        for name, parameter in graph.module.named_parameters()
-    }
-    for name, parameter in parameters.items():
-        if name.startswith("vocoder.") and name.endswith("bias"):
-            parameter.data.zero_()
-    parameters["vocoder.conv_pre.weight"].data *= 0.01
-    parameters["vocoder.conv_post.weight"].data /= QUIET
-    parameters["bwe_generator.conv_post.weight"].data.zero_()
-    return vocoder
