@@ -144,8 +144,8 @@ class Job(Inputs):
 
     def heard(self, compat: Compat) -> str:
         """The name of the latents of the video's sound: the last stage's, or stage 1's if stage 2
-        refines only the picture, in dubbing and in dev without interpolated keyframes (ltx-pipelines
-        1.2.0, dubit.py, ti2vid_two_stages.py, keyframe_interpolation.py)."""
+        refines only the picture: in dubbing, and in dev without interpolated keyframes
+        (ltx-pipelines 1.2.0, dubit.py, ti2vid_two_stages.py, keyframe_interpolation.py)."""
         if self.extension or self.dubbing:
             return "s1_audio"
         refined = self.images_as_guides or (compat.refined_sound and self.sampler == "euler")
