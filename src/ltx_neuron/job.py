@@ -143,10 +143,9 @@ class Job(Inputs):
         return "s1_video" if self.extension else f"{self.stages[-1].key}_video"
 
     def heard(self, compat: Compat) -> str:
-        """The name of the latents of the video's sound: of two stages the last one's, but for dev
-        and for a dubbed clip the first one's, because the second refines only the picture.
-        Interpolated keyframes have the last one's (ltx-pipelines 1.2.0, ti2vid_two_stages.py,
-        dubit.py, keyframe_interpolation.py)."""
+        """The name of the latents of the video's sound: the last stage's, or stage 1's if stage 2
+        refines only the picture: in dubbing, and in dev without interpolated keyframes
+        (ltx-pipelines 1.2.0, dubit.py, ti2vid_two_stages.py, keyframe_interpolation.py)."""
         if self.extension or self.dubbing:
             return "s1_audio"
         refined = self.images_as_guides or (compat.refined_sound and self.sampler == "euler")

@@ -41,7 +41,7 @@ def test_each_model_has_its_own_flags(verb, model, capsys):
     printed = capsys.readouterr().out
     assert f"{verb} {model} " in printed
     assert ("--gemma-root" in printed) == (model == "gemma3")
-    assert ("--lora" in printed) == ((verb, model) == ("shard", "transformer"))
+    assert ("--lora" in printed) == (model == "transformer")
     assert ("--height" in printed) == (verb == "compile" and model != "gemma3")
 
 
