@@ -134,7 +134,7 @@ class StageRun:
             assert video_state.bias is not None  # only references with a mask have a biased bucket
             shared["video_bias"] = video_state.bias
         if (nag := job.nag) is not None:
-            named = {f"negative_{s}_context": getattr(contexts[1], s) for s in _STREAMS}
+            named = {f"negative_{s}_context": getattr(contexts[1], s) for s in STREAMS}
             shared |= named | {"nag": nag}
         if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
             shared["rank_one_hot"] = torch.eye(self.ranks.tp)
