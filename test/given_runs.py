@@ -281,3 +281,23 @@ def assert_longer_equals_the_oracle(engine, contexts, job, want: dict, bound: fl
     give_contexts(engine, asked, contexts)
     (result,) = engine.run([asked], keep=True, decode=False)
     assert_equals_the_oracle(result.tensors, {f"s1_{s}": want[f"s1_{s}"] for s in STREAMS}, bound)
+
+
+def assert_tail_is_cut(engine: Engine, job: Job, contexts=None) -> None:
+    """The last 8 frames of a job as a tail: the others, their sound and all latents stay, bit for
+    bit."""
+    engine.workspace.compile_dit(job.buckets)
+    if contexts:
+        give_contexts(engine, job, contexts)
+    jobs = [job, replace(job, tail_frames=8)]
+    whole, kept = engine.run(jobs, keep=True)
+    assert {*whole.tensors} == {*kept.tensors}
+    for name, tensor in whole.tensors.items():
+        if name not in ("frames", "waveform"):
+            assert torch.equal(kept.tensors[name], tensor), name
+    cut = 8 * job.output_frame_rate / job.size.frame_rate
+    assert len(whole.frames) - len(kept.frames) == cut
+    assert torch.equal(kept.frames, whole.frames[: len(kept.frames)])
+    samples = round(len(kept.frames) / job.output_frame_rate * kept.sample_rate)
+    assert kept.waveform.shape == (2, samples)
+    assert torch.equal(kept.waveform, whole.waveform[:, :samples])

@@ -16,7 +16,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import BackgroundTask, ahead
 from ltx_neuron.host.conditions import with_source
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.host.video import write_video, write_wav
+from ltx_neuron.host.video import cut_frames, cut_sound, write_video, write_wav
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
@@ -219,6 +219,10 @@ class DecodeQueue:
         chunks, sound, task = self._pictures(video), cache(sound), None
         if job.extension:
             chunks = with_source(job, chunks)
+        elif job.tail_frames:
+            frames = job.output_frames
+            chunks = cut_frames(chunks, frames)
+            sound = partial(cut_sound, sound, frames, job.output_frame_rate, rate)
         with ExitStack() as ending:
             ending.enter_context(closing(chunks))
             if self.overlap:

@@ -213,7 +213,13 @@ class Job(Inputs):
     @property
     def output_frame_rate(self) -> float:
         """Frames per second of the file, doubled by the temporal upsampler."""
-        return self.size.frame_rate * (2 if self.upscale in ("temporal", "both") else 1)
+        return self.size.frame_rate * (2 if "temporal" in UPSCALES.get(self.upscale, ()) else 1)
+
+    @property
+    def output_frames(self) -> int:
+        """Frames of the file. The temporal upsampler adds one between each two."""
+        frames = self.output_size.num_frames
+        return 2 * frames - 1 if "temporal" in UPSCALES.get(self.upscale, ()) else frames
 
     def prompts(self, compat: Compat) -> tuple[str, ...]:
         """The prompts to encode: the prompt, and the negative one if a pass or NAG uses it."""
@@ -314,7 +320,7 @@ class Job(Inputs):
         """The job's settings as a JobSpec."""
         values = {name: getattr(self, name) for name in SPEC_FIELDS}
         if not self.retake:  # a retake's file determines its size
-            values |= vars(self.size)
+            values |= vars(self.output_size)
             if self.sound_only:
                 values |= {"height": None, "width": None}
         elif self.retake.extend:
@@ -333,6 +339,7 @@ class Job(Inputs):
         """The job as JSON, for the sidecar and the report."""
         described = dataclasses.asdict(self)
         described = described.pop("size") | described
+        described["num_frames"] -= self.tail_frames or 0  # as typed
         for name in LORA_FIELDS:
             described[name] = [[str(lora.path), lora.strength] for lora in getattr(self, name)]
         return json.loads(json.dumps(described, default=os.fspath))

@@ -18,7 +18,7 @@ from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
 from ltx_neuron.flags.resolve import dubbing_of, reference_of, retake_of, size_of
 from ltx_neuron.host.video import check_output_path
-from ltx_neuron.job import Job, Size, Stage
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
@@ -31,6 +31,7 @@ from ltx_neuron.sampling.conditions import (
 )
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
+from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.spec import RECIPES, JobSpec
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import Lora, WeightSet
@@ -188,6 +189,7 @@ class LTXPipeline:
         images_as_guides: bool = False,
         skip_stage_2: bool = False,
         sound_only: bool = False,
+        tail_frames: int | None = None,
         sampler: str = Job.sampler,
         ic_loras: Sequence[tuple] = (),
         output_type: str = "np",
@@ -203,7 +205,8 @@ class LTXPipeline:
         generator             CPU generator for the noise; default: one seeded with `seed`
         loras                 for all stages; replaces the pipeline's LoRAs, () removes them
         distilled_loras       additional LoRAs in stage 2 of dev; ic_loras: in stage 1
-        audio                 sound to generate the video for
+        audio                 sound to generate the video for: a path, or a SoundCondition, whose
+                              `bed` is noise under what the model hears
         video                 Retake, or path of a video: regenerate it ("both", "video", "audio")
                               from start_time to end_time, or extend it by seconds (< 0: before)
         reference_video       video to dub, of two stages: its speakers say the prompt's words; its
@@ -213,10 +216,12 @@ class LTXPipeline:
         attention_mask        video with the attention weights of the references
         images_as_guides      append an image at frame 0 like the others
         sound_only            generate no video (dev recipe); its file is a "wav"
+        tail_frames           generate so many frames more, a multiple of 8, and cut them off
         output_type           "np": frames and waveform, "latent": latents, "mp4": file output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
         size = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
+        size |= {"two_stage": two_stage, "tail_frames": tail_frames}
         part = dict(start_time=start_time, end_time=end_time, regenerate=regenerate, extend=extend)
         dubbed = dict(reference_video=reference_video, reference_strength=reference_strength)
         stages = dict(two_stage=two_stage, sound_only=sound_only)
@@ -233,10 +238,11 @@ class LTXPipeline:
             upscale=upscale,
             images=_several("image", image, ImageCondition, ImageCondition),
             sound=_condition("audio", audio, SoundCondition),
-            references=_references(reference, num_frames, ic_loras),
+            references=_references(reference, ic_loras),
             attention_mask=_condition("attention_mask", attention_mask, AttentionMask),
             images_as_guides=images_as_guides,
             skip_stage_2=skip_stage_2,
+            tail_frames=_plain(tail_frames),
             sampler=sampler,
             **self._sized(video, size | part | dubbed | stages, recipe["loras"]),
             **recipe,
@@ -294,6 +300,7 @@ class LTXPipeline:
         check_type("extend", fields["extend"], float | None)
         check_type("reference_video", fields["reference_video"], str | Path | None)
         fields["reference_video"] = fields["reference_video"] and str(fields["reference_video"])
+        check_type("tail_frames", fields["tail_frames"], int | None)
         if fields["regenerate"] == Retake.regenerate:
             fields["regenerate"] = None
         path = str(video) if isinstance(video, str | Path) else None
@@ -366,14 +373,11 @@ def _several(name: str, value: Any, kind: Any, of_path: Callable[[str], Any]) ->
     return (value,) if isinstance(value, kind) else tuple(value or ())
 
 
-def _references(
-    reference: Any, num_frames: int | None, ic_loras: Sequence[tuple]
-) -> tuple[ReferenceVideo, ...]:
+def _references(reference: Any, ic_loras: Sequence[tuple]) -> tuple[ReferenceVideo, ...]:
     """A Job's references. A path's reference gets the scale in the IC-LoRAs' metadata."""
 
     def of_path(path: str) -> ReferenceVideo:
-        frames = Size.num_frames if num_frames is None else num_frames
-        return reference_of(path, 1.0, frames, _loras(ic_loras), "reference")
+        return reference_of(path, 1.0, _loras(ic_loras), "reference")
 
     return _several("reference", reference, ReferenceVideo, of_path)
 
@@ -397,7 +401,10 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
         output.path = Path(output_path)
     else:
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
-        video = upscaled[-1] if upscaled else result.job.seen
-        output.video_latent = result.tensors.get(video)
-        output.audio_latent = result.tensors[result.heard]
+        video = result.tensors.get(upscaled[-1] if upscaled else result.job.seen)
+        audio = result.tensors[result.heard]
+        if video is not None and result.job.tail_frames:
+            video = video[:, :, : (result.job.output_frames - 1) // TIME_SCALE + 1]
+            audio = audio[:, :, : result.job.output_size.audio_frames]
+        output.video_latent, output.audio_latent = video, audio
     return output

@@ -76,6 +76,8 @@ class Preflight:
                 lora.say_silent(job.stages[0].loras)
             if job.dubbing and not names_speech(job.prompt):
                 say_no_speech(conditions.DUBBED)
+            if job.sound and not names_speech(job.prompt):
+                say_no_speech(conditions.SOUND)
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
         self.host.check([name for name in models if name not in self._checked_models])
         self._checked_models.update(models)

@@ -14,11 +14,13 @@ from given_runs import (
     a2v_dev,
     assert_equals_the_oracle,
     assert_longer_equals_the_oracle,
+    assert_tail_is_cut,
     ic_lora,
     interpolated,
     longer,
     retake,
     scaled_ic_lora,
+    told,
 )
 from helpers import STREAMS, one_thread, rel  # noqa: F401
 
@@ -108,6 +110,11 @@ def test_a_video_made_longer_in_one_window_equals_a_retake_of_the_longer_clip(
 def test_masked_references_behind_a_guide_equal_ltx_pipelines(generate, wanted, files, tiny):
     job = ic_lora(files, tiny)
     assert_equals_the_oracle(generate(job), wanted(job))
+
+
+def test_what_a_tail_leaves_is_the_beginning_of_the_longer_video(opened, contexts, files, tiny):
+    """Of masked references behind a guide in the last kept frame, in two stages."""
+    assert_tail_is_cut(opened(), told(ic_lora(files, tiny)), contexts)
 
 
 def test_references_at_other_scales_equal_ltx_pipelines(generate, wanted, files, tiny):

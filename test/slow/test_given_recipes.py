@@ -21,6 +21,7 @@ from given_runs import (
     a2v_dev,
     assert_equals_the_oracle,
     assert_longer_equals_the_oracle,
+    assert_tail_is_cut,
     distances,
     dubbed,
     ic_lora,
@@ -75,6 +76,15 @@ def test_a_guided_video_for_a_sound_and_images_equals_ltx_pipelines(
     got = generate(job)
     assert_equals_the_oracle(got, wanted(job), GUIDED)
     assert torch.equal(got["s1_audio"], got["audio_latent"]) and ("s2_video" in got) == two_stage
+
+
+@pytest.mark.parametrize("kind", ["sound", "keyframes"])
+def test_what_a_tail_leaves_is_the_beginning_of_the_longer_video(
+    opened, contexts, files, tiny, kind
+):
+    sound = files / "sound.wav", 0.21, None
+    jobs = {"sound": replace(a2v_dev(files, tiny), sound=sound), "keyframes": interpolated(tiny)}
+    assert_tail_is_cut(opened(), told(replace(jobs[kind], num_frames=17)), contexts)
 
 
 def test_a_guided_retake_equals_ltx_pipelines(generate, wanted, files):

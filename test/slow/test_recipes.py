@@ -8,6 +8,7 @@ import recipe_runs
 import recipes_oracle
 import torch
 from engines import sharing
+from given_runs import assert_tail_is_cut
 from helpers import rel
 from nag_oracle import Nag, guided
 from recipe_runs import (
@@ -51,6 +52,15 @@ def test_twice_the_frames_are_shown_twice_as_fast(opened, wanted, assets):
     wanted = recipes_oracle.upsampled_in_time(assets, wanted(GUIDED)["s1_video"])
     assert_equals_the_oracle(got, {"temporal_video": wanted})
     assert (len(got["frames"]), job.output_frame_rate) == (17, 60.0)
+
+
+def test_what_a_tail_leaves_is_the_beginning_of_the_longer_video(opened, assets):
+    """Of a clip that is upscaled in space and in time, and of HQ."""
+    engine = opened()
+    for job in (told(GUIDED, upscale="both"), told_hq(assets)):
+        job = replace(job, size=replace(job.size, num_frames=17))
+        engine.workspace.shard("dit", {stage.loras for stage in job.stages})
+        assert_tail_is_cut(engine, job)
 
 
 def test_images_held_whole_or_in_part_equal_ltx_core_of_each_release(opened, wanted, assets):

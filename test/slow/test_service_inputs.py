@@ -18,6 +18,7 @@ from starlette.datastructures import UploadFile
 
 from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job
+from ltx_neuron.sampling.conditions import ReferenceVideo
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import VIDEO, JobSubmitter
 from ltx_neuron.service.queue import Queue
@@ -53,7 +54,7 @@ def made(engine: Engine, job: Job, path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["retake", "extend", "IC-LoRA", "dubbing"])
+@pytest.mark.parametrize("kind", ["retake", "extend", "IC-LoRA", "dubbing", "still"])
 def test_a_service_makes_the_bytes_that_the_engine_makes(
     kind, opened, contexts, files, tiny, tmp_path
 ):
@@ -73,6 +74,14 @@ def test_a_service_makes_the_bytes_that_the_engine_makes(
         sets["dub"] = NO_LORAS["default"] | {"loras": job.loras}
         fields = {"reference_video": upload(files / "speech.mkv"), "reference_strength": 0.8}
         fields |= {"lora_set": "dub", "size": "128x64"}
+    elif kind == "still":
+        still = ReferenceVideo(str(tiny.image), 0.7, 1, still=True)
+        job = told(ic_lora(files, tiny, images=(), references=(), attention_mask=None))
+        job = given_runs.replace(job, references=(still,))
+        sets["sheet"] = NO_LORAS["default"] | {"stage_1_loras": job.stage_1_loras}
+        picture = {"image_url": upload(tiny.image), "strength": 0.7}
+        fields = {"lora_set": "sheet", "video_conditioning": [picture], "size": "128x128"}
+        fields |= {"fps": 25, "num_frames": 17}
     else:
         given = retake(files)
         job = told(given)

@@ -324,7 +324,7 @@ def test_an_image_as_a_reference_is_encoded_as_a_video_of_equal_frames(tmp_path,
     Image.fromarray(picture).save(path)
     spec = JobSpec(num_frames=17, video_conditioning=[(str(path), 1.0)])
     (reference,) = references_of(spec)
-    assert reference.still and reference.num_frames == 17
+    assert reference.still and reference.frames(Size(num_frames=17)) == 17
     given = ic_lora(reference, frames=17)
     check(given)
     seen = fill(picture, 64, 96).expand(-1, -1, 17, -1, -1)

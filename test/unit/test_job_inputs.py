@@ -815,6 +815,8 @@ def test_a_call_takes_paths_or_the_conditions_themselves(clip, ic_lora):
     given = dict(two_stage=True, loras=[(lora.path, 1.0)], height=128, width=128)
     dubbed = called(**given, reference_video=Path(path), reference_strength=0.5)
     assert dubbed == said(*DUBBING, path, "--lora", lora.path, "--reference-strength", 0.5)
+    tailed = called(num_frames=17, tail_frames=8)
+    assert (tailed.size.num_frames, tailed.output_frames) == (25, 17)
     hq = called("dev", two_stage=True, sampler="res_2s", images_as_guides=True)
     assert hq.steps == 15 and hq.images_as_guides
 
@@ -836,6 +838,7 @@ WRONG_CALLS = {
     "height cannot be combined with video": TIMES | dict(video="a.mp4", height=64),
     "two_stage cannot be combined with video": TIMES | dict(video="a.mp4", two_stage=True),
     "video=5 is of type int": dict(video=5),
+    "tail_frames='8' is of type str": dict(tail_frames="8"),
     "video a.mp4: no such file": TIMES | dict(video="a.mp4"),
 }
 

@@ -4,7 +4,9 @@ and in words."""
 import http.client
 import json
 import socket
+from base64 import b64encode
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,7 @@ from ltx_neuron.service import media, sandbox
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.limits import MAX_JSON_BYTES
 from ltx_neuron.service.media import UploadLimits
+from ltx_neuron.text.speech import NO_SPEECH
 from ltx_neuron.weights.lora import Lora
 
 FILM = Size(64, 96, 17)  # of what is made anew
@@ -308,3 +311,59 @@ def test_a_gigabyte_is_refused_before_it_is_read_and_one_that_lies_at_the_limit(
                 error = json.loads(answer.read())["error"]
                 assert (answer.status, error["code"]) == (413, "body_too_large")
                 assert sent < 64 * MOST_BODY
+
+
+def test_an_image_is_a_reference_that_all_frames_show(service, files):
+    """As a file or a data URL."""
+    sheet = {"lora_set": "pose", "video_conditioning[image_url]": files["picture.png"]}
+    for sent in (sheet, {"lora_set": "pose", "video_conditioning": files["picture.png"]}):
+        job, video = made(service, **sent)
+        (reference,) = job.references
+        assert reference.still and reference.pixels(job.size.first)[0] == job.size.num_frames == 9
+        assert video["two_stage"]
+        folder = service.queue.folder_of(video["id"])
+        assert [path.name for path in folder.iterdir()] == [Path(reference.path).name]
+        with Image.open(reference.path) as shown, Image.open(BytesIO(files["picture.png"])) as sent:
+            assert shown.format == "PNG" and shown.tobytes() == sent.tobytes()
+    url = "data:image/png;base64," + b64encode(files["picture.png"]).decode()
+    for key in ("image_url", "video_url"):
+        body = {"prompt": "waves", "lora_set": "pose", "video_conditioning": [{key: url}]}
+        headers = service.headers()
+        got = service.ask(Sent("POST", "/v1/videos", b"", headers, json.dumps(body).encode()))
+        assert got.status == 200, got.body
+    cut = files["picture.png"][:60]
+    error = refused(service, **sheet | {"video_conditioning[image_url]": cut})
+    assert (error["code"], error["param"]) == ("invalid_image", "video_conditioning[0]")
+    service.submitter.limits = UploadLimits(image_bytes=50)
+    error = refused(service, 413, **sheet)
+    assert (error["code"], error["param"]) == ("file_too_large", "video_conditioning[0]")
+
+
+def test_a_tail_takes_the_graphs_of_the_sum_and_the_video_is_as_long_as_asked(service, files):
+    longer = replace(SMALL, num_frames=SMALL.num_frames + 8)
+    for asked in ({"num_frames": "121"}, {"seconds": "5"}, {}):
+        if asked:
+            error = refused(service, tail_frames="8", size=SIZE, **asked)
+            assert error["code"] == "profile_mismatch"
+        recorded = dict(service.sizes.workspace.recorded)
+        service.sizes.workspace.recorded |= Workspace(longer).recorded
+        job, video = made(service, tail_frames="8", size=SIZE, **asked)
+        service.sizes.workspace.recorded = recorded
+        assert (job.size, job.tail_frames) == (longer, 8)
+        assert (video["num_frames"], video["seconds"], video["notes"]) == (121, "5", [])
+    job, video = made(service, tail_frames="8", size=SIZE)  # the nearest that is compiled
+    assert (job.size, video["num_frames"]) == (SMALL, 113)
+    error = refused(service, tail_frames="12", size=SIZE)
+    assert error["param"] == "tail_frames" and "multiple of 8" in error["message"]
+    film = {"video_reference": files["film.mp4"], "start_time": "0.1", "end_time": "0.2"}
+    assert refused(service, tail_frames="8", **film)["param"] == "video_reference"
+
+
+def test_a_sound_may_lie_on_a_bed_and_a_silent_prompt_is_noted(service, files):
+    sound = {"size": SIZE, "audio_reference": files["sound.wav"]}
+    job, video = made(service, **sound, audio_bed="-50")
+    assert job.sound.bed == -50 and video["notes"] == [NO_SPEECH]
+    _, video = made(service, **sound | {"prompt": "a man says hello"})
+    assert video["notes"] == []
+    error = refused(service, **sound, audio_bed="5")
+    assert error["param"] == "audio_bed" and "less than 0" in error["message"]

@@ -43,11 +43,11 @@ def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
             f"got {len(masks)} times {{conditioning_attention_mask}}, wanted one mask for all"
             " references"
         )
-    _check_owner(spec, "audio_path", ("audio_start_time", "audio_max_duration"))
+    _check_owner(spec, "audio_path", ("audio_start_time", "audio_max_duration", "audio_bed"))
     sound = None
     if spec.audio_path:
         start = spec.audio_start_time or 0.0
-        sound = SoundCondition(spec.audio_path, start, spec.audio_max_duration)
+        sound = SoundCondition(spec.audio_path, start, spec.audio_max_duration, spec.audio_bed)
     size, loras = size_of(spec, orientation == "shown"), lora_fields(spec)
     return Job(
         size=size,
@@ -65,8 +65,9 @@ def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
 
 
 def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_path")) -> Size:
-    """The size of the fields, or of the file of video_path; reference_video's file has the length.
-    named: text before video_path's path in errors. upright: apply the file's display matrix."""
+    """The generated size of the fields, with the tail, or that of the file of video_path;
+    reference_video's file has the length. named: text before video_path's path in errors. upright:
+    apply the file's display matrix."""
     said = {name: getattr(spec, name) for name in SIZES}
     # 0 equals False, but is a given value.
     typed = {name: v for name, v in said.items() if v is not None and v is not False}
@@ -77,7 +78,11 @@ def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_pat
             raise FieldError(f"{{sound_only}} makes no picture: leave out {_listed(wrong)}")
         typed |= dict(zip(("height", "width"), NO_PICTURE, strict=True))
     if spec.video_path is None:
-        return Size(**typed)
+        size = Size(**typed)
+        if spec.tail_frames:
+            size.check()
+            size = dataclasses.replace(size, num_frames=size.num_frames + spec.tail_frames)
+        return size
     window = None if spec.extend is None else typed.pop("num_frames", None)
     if typed:
         names = _listed(typed)
@@ -134,23 +139,18 @@ def retake_of(spec: JobSpec, named: str = flag_of("video_path")) -> Retake | Non
 
 def references_of(spec: JobSpec) -> tuple[ReferenceVideo, ...]:
     """The references, with facts from their files and the IC-LoRAs' metadata."""
-    num_frames = Size.num_frames if spec.num_frames is None else spec.num_frames
     return tuple(
-        reference_of(path, strength, num_frames, _loras(spec.ic_lora))
+        reference_of(path, strength, _loras(spec.ic_lora))
         for path, strength in spec.video_conditioning
     )
 
 
 def reference_of(
-    path: str,
-    strength: float,
-    num_frames: int,
-    ic_loras: WeightSet,
-    flag: str = flag_of("video_conditioning"),
+    path: str, strength: float, ic_loras: WeightSet, flag: str = flag_of("video_conditioning")
 ) -> ReferenceVideo:
-    """A reference of a file. num_frames: of the generated video, which an image has as well."""
+    """A reference of a file."""
     still = is_image(path)
-    frames = num_frames if still else footage(path, flag).num_frames
+    frames = 1 if still else footage(path, flag).num_frames
     return ReferenceVideo(path, strength, frames, *reference_scale(ic_loras), still)
 
 

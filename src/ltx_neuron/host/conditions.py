@@ -28,7 +28,7 @@ from ltx_neuron.host.media import (
     timed_frames,
 )
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.host.spectrogram import can_resample
+from ltx_neuron.host.spectrogram import can_resample, resample
 from ltx_neuron.host.video import aac_rate
 from ltx_neuron.sampling.conditioning import reference_names
 from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceAudio, ReferenceVideo
@@ -45,6 +45,7 @@ SOUND, RETAKE = "--audio-path", "--video-path"
 REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
 VOICE, DUBBED = "--reference-audio", "--reference-video"
 CHANNELS = 2  # of the encoded sound
+BED_SEED = 0xBED  # of every bed: one sound at one level is always heard the same
 _TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, for its reflection
 
 
@@ -116,13 +117,29 @@ def encode(host: HostModels, inputs: Inputs, upsampled: bool = False) -> dict[st
 def _encode_sound(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
     assert inputs.sound
     sound = _stereo(_read_sound_condition(inputs), f"{SOUND} {inputs.sound.path}")
-    mel, latent = host.encode_audio(sound)
+    mel, latent = host.encode_audio(_heard(sound, inputs))
     return {
         "mel": mel,
         "audio_latent": _fitted(latent, inputs.size.audio_frames),
         "waveform": sound.samples,
         "waveform_rate": torch.tensor(sound.rate),
     }
+
+
+def _heard(sound: Sound, inputs: Inputs) -> Sound:
+    """What the model hears: the input sound, then silence to the end of a tail, over the bed."""
+    assert inputs.sound
+    (samples, rate), bed = sound, inputs.sound.bed
+    if inputs.tail_frames:
+        missing = round(inputs.size.seconds * rate) - samples.shape[1]
+        samples = F.pad(samples, (0, max(0, missing)))
+    if bed is None:
+        return Sound(samples, rate)
+    # At the encoder's rate, so that the level does not depend on the file's.
+    samples = resample(samples, rate, SAMPLE_RATE)
+    generator = torch.Generator().manual_seed(BED_SEED)  # not the job's, whose draws stay
+    noise = torch.randn(samples.shape, generator=generator)
+    return Sound(samples + 10 ** (bed / 20) * noise, SAMPLE_RATE)
 
 
 def _read_sound_condition(inputs: Inputs) -> Sound:
@@ -138,7 +155,7 @@ def _read_sound_condition(inputs: Inputs) -> Sound:
             f"{SOUND} {path} ends before --audio-start-time {start:g}: type a smaller one"
         )
     frames = sound_latent_frames(sound.samples.shape[1], sound.rate)
-    if frames < inputs.size.audio_frames or _is_too_short(sound):
+    if frames < inputs.output_size.audio_frames or _is_too_short(sound):
         raise _too_short(inputs, sound, frames)
     _check_format(sound, path, SOUND)
     return sound
@@ -147,7 +164,7 @@ def _read_sound_condition(inputs: Inputs) -> Sound:
 def _too_short(inputs: Inputs, sound: Sound, audio_frames: int) -> UserError:
     """audio_frames  number of the sound's latents"""
     assert inputs.sound
-    asked, size, where, advice = inputs.sound, inputs.size, "", "pass a longer sound"
+    asked, size, where, advice = inputs.sound, inputs.output_size, "", "pass a longer sound"
     if asked.start_time:
         where += f" from --audio-start-time {asked.start_time:g} on"
         advice += ", or type a smaller --audio-start-time"
@@ -370,7 +387,7 @@ def _encode_reference(
 ) -> Tensor:
     """The latent of every time_scale-th frame after frame 0; of an IC-LoRA never in tiles."""
     flag = DUBBED if inputs.dubbing else REFERENCE
-    path, there = reference.path, min(reference.num_frames, inputs.size.num_frames)
+    path, there = reference.path, reference.frames(inputs.size)
     if reference.still:  # not one repeated latent: the encoder is causal
         frames = repeat(decode_image(path, inputs.orientation, flag), there)
     else:

@@ -3,7 +3,8 @@
 import math
 import re
 import wave
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -98,7 +99,7 @@ def write_video(
     def mux_sound() -> None:
         """Encode the sound up to the frames so far, from its last position on."""
         nonlocal samples
-        end = round(count / rate * sample_rate)
+        end = _sample_count(count, frame_rate, sample_rate)
         if end == samples:
             return
         frame = av.AudioFrame.from_ndarray(
@@ -140,6 +141,30 @@ def write_wav(path: str | Path, waveform: torch.Tensor, sample_rate: int) -> Non
         file.setsampwidth(2)
         file.setframerate(sample_rate)
         file.writeframes(_to_int16(waveform, 0, waveform.shape[1]).astype("<i2").tobytes())
+
+
+def _sample_count(frames: int, frame_rate: float, sample_rate: int) -> int:
+    """Samples of the sound of a video with this number of frames."""
+    return round(frames / exact_frame_rate(frame_rate) * sample_rate)
+
+
+def cut_frames(
+    chunks: Generator[torch.Tensor, None, None], count: int
+) -> Generator[torch.Tensor, None, None]:
+    """The first `count` frames of a decoded video, which is decoded as far as they depend on it."""
+    with closing(chunks):
+        while count > 0:
+            chunk = next(chunks)[:count]
+            count -= len(chunk)
+            yield chunk
+            del chunk  # freed while the next one is decoded
+
+
+def cut_sound(
+    waveform: Callable[[], torch.Tensor], frames: int, frame_rate: float, sample_rate: int
+) -> torch.Tensor:
+    """The samples (2, n) of the first `frames` frames."""
+    return waveform()[:, : _sample_count(frames, frame_rate, sample_rate)]
 
 
 def write_frames(folder: str | Path, chunks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -43,7 +43,7 @@ from ltx_neuron.models.signatures import LATENTS
 from ltx_neuron.plan.forecast import Forecast, forecast
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, NKI_KERNELS, Profile
 from ltx_neuron.sampling.conditions import EncodedClip
-from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.sampling.latents import TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.sharding import HOST, MODELS, SOUND_ALONE, local_shape, rule
@@ -508,8 +508,9 @@ def _nearest(
     tokens_per_frame = math.prod(video_latent_shape(stage.height, stage.width, 1))
     # A first estimate, without the part that does not grow with the tokens.
     latent_frames = int(room / per_token) // tokens_per_frame
-    for count in range(latent_frames, 0, -1):
-        shorter = dataclasses.replace(job.size, num_frames=8 * (count - 1) + 1)
+    for count in range(latent_frames, (job.tail_frames or 0) // TIME_SCALE, -1):
+        shorter = dataclasses.replace(job.size, num_frames=TIME_SCALE * (count - 1) + 1)
         if activations(dataclasses.replace(job, size=shorter)) <= room:
-            return str(shorter)
+            frames = shorter.num_frames - (job.tail_frames or 0)
+            return str(dataclasses.replace(shorter, num_frames=frames))
     return None

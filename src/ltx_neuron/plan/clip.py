@@ -31,12 +31,7 @@ from ltx_neuron.job import Job
 from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.profiles import Profile
-from ltx_neuron.sampling.latents import (
-    AUDIO_LATENTS_PER_SECOND,
-    SPACE_SCALE,
-    TIME_SCALE,
-    video_latent_shape,
-)
+from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
 # The factor of float32 on Trainium2, documented: 181 TFLOP/s per chip, against 667 in bf16.
@@ -289,10 +284,11 @@ class Clip:
         return self._at_peak("decode_audio", total * _FLOAT32_COST, text)
 
     def _mp4(self) -> Row:
-        latent_frames, rows, columns = self._latent
-        frames = (latent_frames - 1) * TIME_SCALE + 1
+        _, rows, columns = self._latent
+        frames, tail = self.job.output_frames, self.job.tail_frames
         pixels = frames * rows * columns * SPACE_SCALE**2
-        return self._host("encode_mp4", pixels, "encode_mp4", f"{frames} frames")
+        what = f"{frames} frames" + (f"; the tail of {tail} is cut off" if tail else "")
+        return self._host("encode_mp4", pixels, "encode_mp4", what)
 
 
 # --- FLOPs of the host's models: convolutions count as direct ones --------------------------------

@@ -53,6 +53,7 @@ _EXCLUDES = {
         "{image}",
         "{two_stage}",
         "{upscale}",
+        "{tail_frames}",
         # These need one of the fields above.
         "{ic_lora}",
         "{video_conditioning}",
@@ -70,6 +71,7 @@ _EXCLUDES = {
         "{video_conditioning}",
         "{conditioning_attention_mask}",
         "{skip_stage_2}",
+        "{tail_frames}",
     ),
     "{sound_only}": (
         "{audio_path}",
@@ -80,12 +82,15 @@ _EXCLUDES = {
         "{upscale}",
         "{ic_lora}",
         "{video_conditioning}",
+        "{tail_frames}",
     ),
 }
 
 FrameIndex = Annotated[int, Field(ge=0)]
 Strength = Annotated[float, Field(ge=0, le=1)]
 Crf = Annotated[int, Field(ge=0, le=51)]
+TailFrames = Annotated[int, Field(ge=0, le=800, multiple_of=TIME_SCALE)]
+BedLevel = Annotated[float, Field(ge=-120, lt=0)]
 
 
 class WeightedFile(NamedTuple):
@@ -119,11 +124,16 @@ class ImageCondition:
 @dataclass(frozen=True)
 class SoundCondition:
     """The input sound of audio to video: `max_duration` seconds of a file from `start_time`, by
-    default the video's length."""
+    default the video's length.
+
+    bed  the level of white noise under what the model hears: its root mean square in dB relative to
+         full scale (1.0), so below 0. The MP4's sound has none
+    """
 
     path: str | Path
     start_time: float = 0.0
     max_duration: float | None = None
+    bed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,7 @@ class ReferenceVideo:
     dub is one too.
 
     strength    1: clean reference, 0: noise
-    num_frames  frames of the file; of an image, the generated video's
+    num_frames  frames of the file
     space_scale, time_scale  pixels and frames of the generated video per pixel and frame of the
                 reference, from the IC-LoRA's metadata
     """
@@ -183,11 +193,14 @@ class ReferenceVideo:
     time_scale: int = 1
     still: bool = False  # the file is an image
 
+    def frames(self, size: Size) -> int:
+        """The frames that a clip of this size takes, before time_scale."""
+        return size.num_frames if self.still else min(self.num_frames, size.num_frames)
+
     def pixels(self, size: Size) -> tuple[int, int, int]:
         """The encoded frames, height and width for a clip of this size: 8k+1 of the file's frames
         0, 1, 1 + time_scale, 1 + 2 time_scale, ..."""
-        there = min(self.num_frames, size.num_frames)
-        taken = 1 + -(-(there - 1) // self.time_scale)
+        taken = 1 + -(-(self.frames(size) - 1) // self.time_scale)
         frames = (taken - 1) // TIME_SCALE * TIME_SCALE + 1
         return frames, size.height // self.space_scale, size.width // self.space_scale
 
@@ -266,6 +279,7 @@ class Inputs(ABC):
     nag_*             normalized attention guidance of all stages of the distilled recipe; a scale
                       of None or 1: off
     sound_only        make no video; `size` has no picture
+    tail_frames       last frames of `size` that are generated and not in the file
     """
 
     images: tuple[ImageCondition, ...] = ()
@@ -283,6 +297,7 @@ class Inputs(ABC):
     nag_alpha: float = NAG_ALPHA
     nag_tau: float = NAG_TAU
     sound_only: bool = False
+    tail_frames: int | None = None
 
     @property
     @abstractmethod
@@ -293,6 +308,13 @@ class Inputs(ABC):
     def upright(self) -> bool:
         """Whether to apply the display matrices of videos."""
         return self.orientation == "shown"
+
+    @property
+    def output_size(self) -> Size:
+        """Of the file's video, before --upscale: without the tail, or extended."""
+        frames = self.size.num_frames - (self.tail_frames or 0)
+        longer = self.extension
+        return dataclasses.replace(self.size, num_frames=longer.num_frames if longer else frames)
 
     # --- shapes of graphs -------------------------------------------------------------------------
 
@@ -423,6 +445,7 @@ class Inputs(ABC):
             "{images_as_guides}": self.images_as_guides,
             "{skip_stage_2}": self.skip_stage_2,
             "{sound_only}": self.sound_only,
+            "{tail_frames}": bool(self.tail_frames),
             f"{{sampler}} {self.sampler}": True,
             "{nag_scale}": self.nag_scale is not None,
             "{nag_alpha}": self.nag_alpha != NAG_ALPHA,
@@ -440,7 +463,7 @@ class Inputs(ABC):
         }
         if sound := self.sound:
             fields |= {"audio_path": str(sound.path), "audio_start_time": sound.start_time}
-            fields["audio_max_duration"] = sound.max_duration
+            fields |= {"audio_max_duration": sound.max_duration, "audio_bed": sound.bed}
         if retake := self.retake:
             fields["video_path"] = str(retake.path)
             names = ("extend",) if retake.extend else ("start_time", "end_time", "regenerate")
@@ -468,7 +491,7 @@ class Inputs(ABC):
             flag = flag_of(name)
             check_readable(condition.path, flag, f"; pass {what} as {flag} {values}")
         for image in self.images:
-            image.check(self.size.num_frames)
+            image.check(self.output_size.num_frames)
         for reference in self.references:
             reference.check(self.size)
         if self.dubbing:

@@ -31,7 +31,7 @@ from pydantic import (
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
-from ltx_neuron.sampling.conditions import ImageCondition, WeightedFile
+from ltx_neuron.sampling.conditions import BedLevel, ImageCondition, TailFrames, WeightedFile
 from ltx_neuron.sampling.guidance import NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
@@ -267,6 +267,9 @@ class ConditionFields(Fields):
         " stages)",
         default=False,
     )
+    tail_frames: TailFrames | None = _option(
+        "generate N frames more, a multiple of 8, and cut them off, with their sound", "N"
+    )
 
 
 class DetailFields(Fields):
@@ -277,6 +280,11 @@ class DetailFields(Fields):
     )
     audio_max_duration: float | None = _option(
         "seconds of --audio-path to use (default: the video's length)", "SECONDS", gt=0
+    )
+    audio_bed: BedLevel | None = _option(
+        "faint noise under what the model hears of --audio-path, as in -50; the video's own sound"
+        " has none",
+        "DB",
     )
     start_time: float | None = _option("beginning of the retake in --video-path", "SECONDS")
     end_time: float | None = _option("end of the retake in --video-path", "SECONDS")
@@ -372,11 +380,12 @@ class JobSpec(
         said = by_field({key: None if value is False else value for key, value in line.items()})
         said, values = validated(said), {}
         if "video_path" in said.model_fields_set:  # its file determines the size
-            values = {name: SizeFields.model_fields[name].default for name in SIZES}
+            names = (*SIZES, "tail_frames")
+            values = {name: JobSpec.model_fields[name].default for name in names}
         elif "reference_video" in said.model_fields_set:  # its file determines the length
-            values = {"num_frames": None, "frame_rate": None}
+            values = dict.fromkeys(("num_frames", "frame_rate", "tail_frames"))
         elif said.sound_only:  # nor has it the command's picture
-            values = {"two_stage": False, **dict.fromkeys(PICTURE_FIELDS)}
+            values = {"two_stage": False, **dict.fromkeys((*PICTURE_FIELDS, "tail_frames"))}
         values |= {name: getattr(said, name) for name in said.model_fields_set}
         for name in ("image", "video_conditioning", "conditioning_attention_mask"):
             values[name] = getattr(self, name) + getattr(said, name)

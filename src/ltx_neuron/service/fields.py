@@ -39,7 +39,7 @@ from ltx_neuron.service.sizes import RequestedSize
 
 MAX_PROMPT = 10_000  # characters; the model reads 1024 tokens
 MAX_IMAGES = 8
-MAX_REFERENCES = 4  # videos for an IC-LoRA
+MAX_REFERENCES = 4  # for an IC-LoRA
 MAX_FILES = MAX_IMAGES + MAX_REFERENCES + 3  # with a sound, a video and a mask
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 _BRACKETS = re.compile(r"(\w+)\[(\w+)\]")
@@ -128,9 +128,17 @@ class HeldVideo(Fields):
 
 
 class WeightedVideo(HeldVideo):
-    """A reference video, or the attention mask of all references."""
+    """The attention mask of all references."""
 
     strength: Strength = 1.0
+
+
+class WeightedReference(WeightedVideo):
+    """A reference: a video, or a still image."""
+
+    file: Annotated[Any, BeforeValidator(_file), WithJsonSchema(_VIDEO_URL)] = Field(
+        validation_alias=AliasChoices("video_url", "image_url")
+    )
 
 
 class Media(NamedTuple):
@@ -274,11 +282,13 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     extend: float | None = Field(
         None, description=ConditionFields.model_fields["extend"].description
     )
-    video_conditioning: Annotated[tuple[WeightedVideo, ...], BeforeValidator(_references)] = Field(
-        (),
-        max_length=MAX_REFERENCES,
-        description="reference videos of an IC-LoRA: a file, or a list of {video_url: a data URL,"
-        " strength: 1}",
+    video_conditioning: Annotated[tuple[WeightedReference, ...], BeforeValidator(_references)] = (
+        Field(
+            (),
+            max_length=MAX_REFERENCES,
+            description="references of an IC-LoRA, videos or images: a file, or a list of"
+            " {video_url or image_url: a data URL, strength: 1}",
+        )
     )
     conditioning_attention_mask: MaskReference = Field(
         None, description=ConditionFields.model_fields["conditioning_attention_mask"].description

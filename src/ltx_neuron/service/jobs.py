@@ -11,7 +11,7 @@ from typing import Any
 from ltx_neuron import flags
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import whole_file
+from ltx_neuron.files import first_bytes, whole_file
 from ltx_neuron.flags.resolve import dubbing_of, references_of, size_of
 from ltx_neuron.host import conditions
 from ltx_neuron.host.images import MAX_IMAGE_PIXELS, MAX_SIDE, MIN_SIDE, check_image
@@ -25,11 +25,12 @@ from ltx_neuron.sampling.conditions import (
 from ltx_neuron.sampling.spec import LORAS, JobSpec, LoraFile
 from ltx_neuron.service import media, picture
 from ltx_neuron.service.api_error import ApiError, busy, invalid, too_large
-from ltx_neuron.service.fields import KNOWN, VideoRequest, field_of, spelled
+from ltx_neuron.service.fields import KNOWN, Media, VideoRequest, field_of, spelled
 from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.sandbox import BadFile
 from ltx_neuron.service.sizes import CompiledSize, SizeObject, SizeRegistry
+from ltx_neuron.text.speech import NO_SPEECH, names_speech
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
 PREVIEW = "preview"  # key in a running job's detail: a JPEG in base64
@@ -86,9 +87,11 @@ class JobSubmitter:
             if job.has_media():
                 conditions.check(job)
             self._check_possible(job)
+            if job.sound and not names_speech(job.prompt):
+                notes.append(NO_SPEECH)
             line = job.with_paths(lambda path: path.name).spec.line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
-            shown |= CompiledSize(_output_size(job), job.recipe).as_dict()
+            shown |= CompiledSize(job.output_size, job.recipe).as_dict()
             batch_key = self._batch_key(job)
             new = NewJob(
                 id, owner, request.digest, batch_key, line, shown, key, folder_bytes(folder)
@@ -120,7 +123,9 @@ class JobSubmitter:
             said = wanted.model_dump(exclude_none=True)
         elif request.reference_video:  # its file has the length
             chosen = self._dubbed_size(request, spec)
-            said = vars(chosen.size) | wanted.model_dump(include={"two_stage"}, exclude_none=True)
+            said = vars(chosen.size) | wanted.model_dump(
+                include={"two_stage", "tail_frames"}, exclude_none=True
+            )
             said |= {"num_frames": None, "frame_rate": None}
         else:
             inputs: dict[str, Any] = {"images": images, "nag_scale": spec.nag_scale}
@@ -129,7 +134,8 @@ class JobSubmitter:
                 masks = spec.conditioning_attention_mask
                 inputs["attention_mask"] = AttentionMask(*masks[0]) if masks else None
             chosen, notes = sizes.choose(wanted, **inputs)
-            said = vars(chosen.size)
+            frames = chosen.size.num_frames - wanted.tail
+            said = vars(chosen.size) | {"num_frames": frames, "tail_frames": wanted.tail_frames}
         loras = sizes.loras(request.lora_set, chosen)
         said = said | _lora_files(loras) | {"recipe": chosen.recipe}
         said["image"] = self._images(request, images, folder)
@@ -143,19 +149,28 @@ class JobSubmitter:
             each.held.file.seek(0)
             with open(path, "wb") as file:
                 shutil.copyfileobj(each.held.file, file)
-            if path.stat().st_size > (most := self.limits.bytes_of(each.kind)):
+            reference = each.field == "video_conditioning"
+            still = reference and picture.is_picture(first_bytes(path, 12))
+            most = self.limits.bytes_of("image" if still else each.kind)
+            if path.stat().st_size > most:
                 raise too_large(each.param, most)
-            try:
-                media.check(path, each.kind, self.limits)
-            except BadFile as error:
-                message = f"{each.param}: {error}"
-                raise invalid(each.param, message, f"invalid_{each.kind}") from None
+            if still:
+                path = self._decoded(each.param, path)
+            else:
+                self._check_media(each, path)
             if each.strength is None:
                 fields[each.field] = str(path)
             else:
                 file = WeightedFile(str(path), each.strength)
                 fields[each.field] = (*fields.get(each.field, ()), file)
         return fields
+
+    def _check_media(self, each: Media, path: Path) -> None:
+        try:
+            media.check(path, each.kind, self.limits)
+        except BadFile as error:
+            message = f"{each.param}: {error}"
+            raise invalid(each.param, message, f"invalid_{each.kind}") from None
 
     def _references(self, request: VideoRequest, spec: JobSpec) -> tuple[ReferenceVideo, ...]:
         """A request's references. Raises ApiError if its LoRA set has no IC-LoRA."""
@@ -185,24 +200,29 @@ class JobSubmitter:
     ) -> tuple[ImageCondition, ...]:
         """Decode the images into a job's folder; return them as conditions."""
         for image, (param, held) in zip(images, request.held.items(), strict=True):
-            target = folder / image.path
-            upload = target.with_suffix(".upload")
+            upload = (folder / image.path).with_suffix(".upload")
             upload.write_bytes(held.data)
-            try:
-                with whole_file(target) as partial:
-                    picture.decode(upload, partial, self.limits.image_pixels)
-                check_image(target)
-            except BadFile as error:
-                raise invalid(param, f"{param}: {error}", "invalid_image") from None
-            except UserError:  # only the size of our own PNG can be wrong
-                message = (
-                    f"{param}: a video cannot have its size; wanted {MIN_SIDE} to {MAX_SIDE} pixels"
-                    f" on each side, at most {MAX_IMAGE_PIXELS} in all"
-                )
-                raise invalid(param, message, "invalid_image") from None
-            finally:
-                upload.unlink()
+            self._decoded(param, upload)
         return tuple(dataclasses.replace(image, path=str(folder / image.path)) for image in images)
+
+    def _decoded(self, param: str, upload: Path) -> Path:
+        """Replace an uploaded picture by a PNG, whose path is returned."""
+        target = upload.with_suffix(".png")
+        try:
+            with whole_file(target) as partial:
+                picture.decode(upload, partial, self.limits.image_pixels)
+            check_image(target)
+        except BadFile as error:
+            raise invalid(param, f"{param}: {error}", "invalid_image") from None
+        except UserError:  # only the size of our own PNG can be wrong
+            message = (
+                f"{param}: a video cannot have its size; wanted {MIN_SIDE} to {MAX_SIDE} pixels on"
+                f" each side, at most {MAX_IMAGE_PIXELS} in all"
+            )
+            raise invalid(param, message, "invalid_image") from None
+        finally:
+            upload.unlink()
+        return target
 
     def _check_possible(self, job: Job) -> None:
         """Raise ApiError for a job that lacks an upsampler or that the recipe excludes."""
@@ -248,13 +268,6 @@ def _lora_files(fields: dict[str, tuple]) -> dict[str, tuple[LoraFile, ...]]:
         name: tuple(LoraFile(str(lora.path.absolute()), lora.strength) for lora in fields[field])
         for name, field in zip(LORAS, LORA_FIELDS, strict=True)
     }
-
-
-def _output_size(job: Job) -> Size:
-    """The output video's size; an extended video is longer than its job's size."""
-    if longer := job.extension:
-        return dataclasses.replace(job.size, num_frames=longer.num_frames)
-    return job.size
 
 
 def folder_bytes(folder: Path) -> int:

@@ -3,14 +3,21 @@
 python -m ltx_neuron.service.picture IN OUT PIXELS
 """
 
+import re
 import sys
 from pathlib import Path
 
 from ltx_neuron.service import sandbox
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+_BEGINNING = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF....WEBP", re.DOTALL)
 MAX_PIXELS = 2**25
 _SECONDS = 20
+
+
+def is_picture(start: bytes) -> bool:
+    """Whether a file's first 12 bytes are those of a picture of FORMATS."""
+    return bool(_BEGINNING.match(start))
 
 
 def decode(source: Path, target: Path, max_pixels: int = MAX_PIXELS) -> None:

@@ -26,10 +26,11 @@ from ltx_neuron.sampling.conditions import (
     ReferenceVideo,
     Retake,
     SoundCondition,
+    TailFrames,
 )
 from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, TIME_SCALE
 from ltx_neuron.sampling.size import NO_PICTURE
-from ltx_neuron.sampling.spec import SIZES, SizeFields, VideoFields
+from ltx_neuron.sampling.spec import SIZES, ConditionFields, SizeFields, VideoFields
 from ltx_neuron.service.api_error import ApiError, invalid
 from ltx_neuron.weights.lora import dubbing_scale, reference_scale
 from ltx_neuron.workspace import Workspace
@@ -55,12 +56,20 @@ class RequestedSize(VideoFields):
     two_stage: bool | None = Field(
         default=None, description=SizeFields.model_fields["two_stage"].description
     )
+    tail_frames: TailFrames | None = Field(
+        default=None, description=ConditionFields.model_fields["tail_frames"].description
+    )
 
     def frames(self, rate: float) -> int | None:
         """The number of frames at a frame rate; whole seconds have one more than their product."""
         if self.seconds is None or self.num_frames is not None:
             return self.num_frames
         return round(self.seconds * rate) + 1
+
+    @property
+    def tail(self) -> int:
+        """Frames of the compiled size that are cut off."""
+        return self.tail_frames or 0
 
 
 class SizeObject(TypedDict):
@@ -261,7 +270,8 @@ class SizeRegistry:
         """The default with a request's exact values; None if a video cannot have them."""
         default = self.default.size
         frames = requested.frames(requested.frame_rate or default.frame_rate)
-        given = dict(requested) | {"num_frames": frames}
+        frames = default.num_frames if frames is None else frames
+        given = dict(requested) | {"num_frames": frames + requested.tail}
         size = replace(default, **{name: given[name] for name in SIZES if given[name] is not None})
         try:
             size.check()
@@ -347,7 +357,7 @@ def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | N
     return {
         "height": (requested.height, size.height, unit),
         "width": (requested.width, size.width, unit),
-        "num_frames": (frames, size.num_frames, TIME_SCALE),
+        "num_frames": (frames, size.num_frames - requested.tail, TIME_SCALE),
         "fps": (requested.frame_rate, rate, 2e-3 * rate),
     }
 
@@ -359,6 +369,7 @@ def _is_near(requested: RequestedSize, candidate: CompiledSize) -> bool:
             value is None or abs(value - got) < limit
             for value, got, limit in _compared(requested, candidate.size).values()
         )
+        and candidate.size.num_frames > requested.tail
         and requested.two_stage in (None, candidate.size.two_stage)
         and requested.recipe in (None, candidate.recipe)
     )

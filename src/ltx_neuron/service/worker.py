@@ -26,7 +26,6 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of
 from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.preview import previews_of
@@ -281,8 +280,7 @@ def _percent(job: Job, stage: Stage, done: int) -> int:
 
 def with_thumbnail(chunks: Iterator[Tensor], job: Job, path: Path) -> Iterator[Tensor]:
     """A clip's chunks. Writes the middle frame as a JPEG when it passes."""
-    doubled = "temporal" in UPSCALES.get(job.upscale, ())
-    index = job.size.num_frames // (1 if doubled else 2)
+    index = job.output_frames // 2
     for chunk in chunks:
         if 0 <= index < len(chunk):
             picture = Image.fromarray(chunk[index].numpy())

@@ -15,7 +15,7 @@ const FILES = {
   audio_reference: ["Sound", "audio/*", "audio_start_time"],
   video_reference: ["Video to retake or extend", "video/*", "start_time", "end_time", "extend"],
   reference_video: ["Video to dub", "video/*", "reference_strength"],
-  video_conditioning: ["Reference video of the LoRAs", "video/*"],
+  video_conditioning: ["Reference of the LoRAs", "video/*,image/png,image/jpeg,image/webp"],
 };
 const SIZED = ["size", "duration", "two_stage"];  // what a video to retake says itself
 const NUMBERS = /^num_inference_steps$|_(guidance|rescale)_scale$|_skip_step$/;
