@@ -38,6 +38,8 @@ class Job(recipes_oracle.Job):
     scales          of their pixels and of their frames
     attention_mask  (path, strength)
     dubbing         (path, strength)
+    voice           (path, longest duration)
+    identity        scale of the guidance towards the voice
     stage_1_loras   besides `loras`
     """
 
@@ -47,6 +49,8 @@ class Job(recipes_oracle.Job):
     scales: tuple[int, int] = (1, 1)
     attention_mask: tuple | None = None
     dubbing: tuple | None = None
+    voice: tuple | None = None
+    identity: float = 0.0
     images_as_guides: bool = False
     skip_stage_2: bool = False
     stage_1_loras: tuple = ()
@@ -183,14 +187,78 @@ class Given(recipes_oracle.Recipe):
         return Stream(latent, items=(self.region(0.0, 0.0),), frozen=True)
 
     def dubbed(self, sound: Tensor | None) -> Stream:
-        """The sound of a stage of dubbing. sound: what the first one ended with."""
+        """The sound of a stage of dubbing or with a voice. sound: what the first one ended with."""
         if sound is None:
             return Stream(items=(VoiceReference(self.inputs["audio_reference"]),))
-        return Stream(sound, 0.0, (VoiceReference(sound),), frozen=True)
+        items = (VoiceReference(sound),) if self.job.dubbing else ()
+        return Stream(sound, 0.0, items, frozen=True)
 
     def seconds_of_voice(self) -> float:
         """How much of the sound of the clip to dub is read at most: all."""
         return 60.0  # without a limit 1.0.0 reads no Matroska
+
+    def identified(self, kind: str, scale: float) -> float:
+        """The scale of identity guidance of a stream."""
+        return scale if kind == "audio" else 0.0
+
+    def rescaled(self, calculate, own: int, cond: Tensor, *others: Tensor) -> Tensor:
+        """A stream's guided prediction. calculate: ltx-core's, of whatever tokens."""
+        return calculate(cond, *others)
+
+    def negative(self, uncond: Tensor, without: Tensor) -> Tensor:
+        """The sound of the negative pass. without: if it had no voice's tokens."""
+        return uncond
+
+    def _guided(self, loras: tuple):
+        return self._with_identity(super()._guided(loras), self._transformer(loras))
+
+    def _with_identity(self, denoise, model):
+        """A guided step with one pass more, without the voice's tokens, whose term joins the others
+        before any rescale: as a part of STG's, whose scale must not be 0."""
+        from ltx_core.components.guiders import MultiModalGuider
+        from ltx_pipelines.utils import helpers
+
+        job, calculate = self.job, MultiModalGuider.calculate
+        if not job.voice:
+            return denoise
+        own = round(job.num_frames / job.frame_rate * 25)
+
+        def bare(state):
+            names = ("latent", "denoise_mask", "clean_latent")
+            cut = {name: getattr(state, name)[:, :own] for name in names}
+            return dataclasses.replace(state, **cut, positions=state.positions[:, :, :own])
+
+        def with_identity(video_state, audio_state, sigmas, step_index):
+            states = video_state, bare(audio_state)
+
+            def predict(prompt):
+                modalities = (
+                    helpers.modality_from_latent_state(state, context, sigmas[step_index])
+                    for state, context in zip(states, self.contexts(prompt), strict=True)
+                )
+                pair = dict(zip(("video", "audio"), modalities, strict=True))
+                return model(**pair, perturbations=None)
+
+            without, negative = predict(job.prompt), predict(job.negative_prompt)
+
+            def guided(guider, cond, uncond, perturbed, isolated):
+                sound = cond.shape[1] == audio_state.latent.shape[1]
+                count = own if sound else cond.shape[1]
+                if sound:
+                    uncond = torch.cat(
+                        [self.negative(uncond[:, :own], negative[1]), uncond[:, own:]], 1
+                    )
+                scale = self.identified("audio" if sound else "video", job.identity)
+                perturbed, delta = perturbed.clone(), cond[:, :count] - without[int(sound)]
+                perturbed[:, :count] -= scale / guider.params.stg_scale * delta
+                of_tokens = lambda *predictions: calculate(guider, *predictions)  # noqa: E731
+                return self.rescaled(of_tokens, count, cond, uncond, perturbed, isolated)
+
+            assert video_state.latent.shape[1] != audio_state.latent.shape[1]
+            with mock.patch.object(MultiModalGuider, "calculate", guided):
+                return denoise(video_state, audio_state, sigmas, step_index)
+
+        return with_identity
 
     def references_of(self, first: bool) -> tuple:
         """Each (path, strength), of a stage."""
@@ -244,8 +312,9 @@ class Given(recipes_oracle.Recipe):
             path, start, duration = job.sound
             sound = self._sound(path, start, seconds if duration is None else duration)
             inputs["audio_latent"] = sound[:, :, :frames]
-        if job.dubbing:
-            sound = self._sound(job.dubbing[0], 0.0, self.seconds_of_voice())
+        if voice := job.dubbing or job.voice:
+            longest = job.voice[1] if job.voice else self.seconds_of_voice()
+            sound = self._sound(voice[0], 0.0, longest)
             assert sound is not None
             inputs["audio_reference"] = sound
         return inputs
@@ -287,7 +356,7 @@ class Given(recipes_oracle.Recipe):
         if job.retake:
             return tuple(self._retaken(kind) for kind in ("video", "audio"))
         items = self._items(height, width, self.references_of(video is None))
-        if job.dubbing:
+        if job.dubbing or job.voice:
             return Stream(video, scale, items), self.dubbed(audio)
         sound = self.given_sound(scale) if job.sound else Stream(audio, scale)
         return Stream(video, scale, items), sound

@@ -16,7 +16,7 @@ from helpers import STREAMS, picture_frames, rel, tone, write_film, write_sound
 from PIL import Image
 
 from ltx_neuron.engine import Engine
-from ltx_neuron.flags.resolve import dubbing_of
+from ltx_neuron.flags.resolve import dubbing_of, voice_of
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling import extension
 from ltx_neuron.sampling.conditions import (
@@ -149,6 +149,11 @@ def told(job: given_oracle.Job) -> Job:
         path, strength = job.dubbing
         spec = JobSpec(reference_video=str(path), reference_strength=strength)
         more |= dubbing_of(spec, size, loras_of(job.loras))
+    if job.voice:
+        path, longest = job.voice
+        given = dict(reference_audio=str(path), reference_audio_max_duration=longest)
+        identity = dict(identity_guidance_scale=job.identity if job.video is not None else None)
+        more["reference_audio"] = voice_of(JobSpec(**given, **identity))
     return Job(
         job.prompt,
         size,
@@ -243,6 +248,17 @@ def dubbed(files, tiny, **more) -> given_oracle.Job:
     sizes = dict(height=64, width=128, num_frames=17, frame_rate=20.0, seed=41, two_stage=True)
     given = dict(dubbing=(files / "speech.mkv", 0.8), images=((tiny.image, 0, 1.0),))
     return given_oracle.Job(RAIN, **sizes | given | dict(loras=lora(tiny)) | more)
+
+
+def voiced(files, tiny, **more) -> given_oracle.Job:
+    """Guided, in two stages, behind an image; the voice is read for longer than the clip."""
+    sizes = dict(height=64, width=128, num_frames=9, frame_rate=30.0, seed=52, two_stage=True)
+    guided = dict(
+        video=VIDEO, audio=(*AUDIO, ("rescale_scale", 0.5)), negative_prompt=DUST, steps=3
+    )
+    voice = dict(voice=(files / "sound.wav", 0.63), identity=2.5, images=((tiny.image, 0, 0.9),))
+    loras = dict(stage_1_loras=lora(tiny), refining_loras=lora(tiny))
+    return given_oracle.Job(RAIN, **sizes | guided | voice | loras | more)
 
 
 def longer(files, **more) -> given_oracle.Job:

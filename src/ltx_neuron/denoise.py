@@ -25,10 +25,10 @@ from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import rope_tables
-from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES, without_video
+from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES, WITHOUT, without_video
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditioning import initial_states
+from ltx_neuron.sampling.conditioning import LatentState, initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
@@ -146,7 +146,9 @@ class StageRun:
             self._put({"guided_video": zeros[0], "guided_audio": zeros[1]})
             given = job.resolved_guidance, stage.evaluations, contexts
             model = self.config.num_layers, self.dtype, self.compat.conditioning
-            self.sequence = prepare_passes(self.ranks, self.bucket, *given, *model)
+            self.sequence = prepare_passes(
+                self.ranks, self.bucket, *given, *model, job.identity_scale, audio_state
+            )
 
     def _put(self, tensors: dict[str, Tensor]) -> None:
         """Upload tensors of both streams, as far as the graphs have these."""
@@ -257,6 +259,8 @@ def prepare_passes(
     layers: int,
     dtype: torch.dtype,
     computes_uncond: bool,
+    identity_scale: float = 0.0,
+    audio: LatentState | None = None,
 ) -> list[str]:
     """Upload the inputs of guidance, and define a guided step as a sequence of passes and their
     combination. Returns the name of the sequence of each evaluation. A pass that is not run has
@@ -265,6 +269,8 @@ def prepare_passes(
     layers           blocks of the model
     computes_uncond  whether the negative pass computes a stream that its step skips, as in ltx-core
                      1.0.0
+    identity_scale   of a bucket with identity guidance, whose pass leaves out the held tokens of
+                     `audio`
     """
     name = bucket.name
     enabled = guidance.enabled_steps(evaluations, bucket.max_steps)
@@ -286,6 +292,15 @@ def prepare_passes(
                 always = torch.ones(bucket.max_steps, 2)
                 ranks.put(name, "enabled_steps", enabled_always=always)
         writes = {f"{stream}_x0": f"{kind}_{stream}" for stream in bucket.streams}
+        passes.append(("pass", reads, writes))
+    if bucket.identity:
+        assert audio
+        kept = torch.zeros(1, bucket.audio_tokens)
+        bias = kept.masked_fill(audio.denoise_mask.T == 0, torch.finfo(dtype).min)
+        ranks.put(name, audio_bias=kept, identity=torch.tensor([identity_scale]))
+        ranks.put(name, "audio_bias", without_bias=bias)
+        reads = {"keep": "keep_cond", "audio_bias": "without_bias"}
+        writes = {f"{stream}_x0": f"{WITHOUT}_{stream}" for stream in bucket.streams}
         passes.append(("pass", reads, writes))
     ranks.define(name, "guided", [*passes, ("guide", aliases, {})])
     ranks.define(name, "repeat", [("guide", aliases, {})])

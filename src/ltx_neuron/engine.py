@@ -369,7 +369,7 @@ class Engine:
         """Record the costs of a stage's steps, which were counted when its graphs were compiled."""
         compiled, stage, self.stage_run = stage_run.compiled, stage_run.stage, None
         guided, tp, counters = compiled.bucket.guided, self.workspace.tp, self.recorder.counters
-        passes = len(run.job.resolved_guidance.passes()) if guided else 1
+        passes = len(run.job.passes) if guided else 1
         passes *= len(stage.evaluations) // stage.steps
         cost = compiled.manifest.cost("pass" if guided else "main")
         counters.collectives_per_step = {

@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.models.signatures import WITHOUT
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import Inputs, check_together
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import (
+    IDENTITY_SCALE,
     NEGATIVE_PROMPT,
     SHORT_NEGATIVE_PROMPT,
     Guidance,
@@ -144,9 +146,10 @@ class Job(Inputs):
 
     def heard(self, compat: Compat) -> str:
         """The name of the latents of the video's sound: the last stage's, or stage 1's if stage 2
-        refines only the picture: in dubbing, and in dev without interpolated keyframes
-        (ltx-pipelines 1.2.0, dubit.py, ti2vid_two_stages.py, keyframe_interpolation.py)."""
-        if self.extension or self.dubbing:
+        refines only the picture: in dubbing, with a reference voice, and in dev without
+        interpolated keyframes (ltx-pipelines 1.2.0, dubit.py, ti2vid_two_stages.py,
+        keyframe_interpolation.py)."""
+        if self.extension or self.reference_audio:
             return "s1_audio"
         refined = self.images_as_guides or (compat.refined_sound and self.sampler == "euler")
         stage = self.stages[0 if self.recipe == "dev" and not refined else -1]
@@ -191,6 +194,7 @@ class Job(Inputs):
             audio_timesteps=self.audio_timesteps(stage.upsampled),
             biased=bool(references and self.attention_mask),
             nag=self.nag is not None,
+            identity=stage.guided and self.identity_scale != 0,
         )
 
     @property
@@ -200,9 +204,21 @@ class Job(Inputs):
 
     @property
     def resolved_guidance(self) -> Guidance:
-        return self.guidance or default_guidance(
-            self.sampler, self.sound is not None, self.sound_only
-        )
+        given = self.sampler, self.sound is not None, self.sound_only
+        return self.guidance or default_guidance(*given, self.reference_audio is not None)
+
+    @property
+    def identity_scale(self) -> float:
+        """The scale of identity guidance, of a reference voice in the dev recipe; 0: off."""
+        if self.reference_audio is None or self.recipe == "distilled":
+            return 0.0
+        scale = self.reference_audio.identity_scale
+        return IDENTITY_SCALE if scale is None else scale
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The passes of each evaluation of a guided stage."""
+        return self.resolved_guidance.passes() + (WITHOUT,) * (self.identity_scale != 0)
 
     @property
     def upsamplers(self) -> dict[str, str]:
@@ -243,6 +259,11 @@ class Job(Inputs):
             raise FieldError(
                 "{prompt} is not UTF-8 text; type it again in a UTF-8 terminal or file"
             ) from None
+        if self.voice and not self.stage_1_loras:
+            raise FieldError(
+                "{reference_audio} goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as"
+                " well, or leave out {reference_audio}"
+            )
         if self.recipe == "distilled":
             self._check_unguided()
         # res_2s predicts twice per step, and once more at the end.
@@ -283,7 +304,7 @@ class Job(Inputs):
             "{upscale}": self.upscale is not None,
             # HQ's distilled LoRA (dev recipe) applies to stage 1 as well.
             "{ic_lora}": bool(self.stage_1_loras)
-            and (self.recipe == "distilled" or bool(self.references)),
+            and bool(self.references or (self.recipe == "distilled" and not self.voice)),
         }
         if self.references and self.loras and not self.stage_1_loras:
             files = {f"file_{n}": f"{x.path} {x.strength:g}" for n, x in enumerate(self.loras)}
@@ -295,13 +316,18 @@ class Job(Inputs):
                 **files,
             )
         check_together(self.given | asked)
+        if self.voice and self.recipe == "distilled" and self.voice.identity_scale is not None:
+            raise FieldError(
+                "{identity_guidance_scale} is of the dev recipe, as the other scales are; leave it"
+                " out, or type {recipe} dev"
+            )
         if self.sound_only and self.recipe != "dev":
             raise FieldError(
                 "{sound_only} goes with {recipe} dev, got {recipe} {value}; type {recipe} dev as"
                 " well, or leave out {sound_only}",
                 value=self.recipe,
             )
-        if self.recipe == "dev" and not self.references:
+        if self.recipe == "dev" and not (self.references or self.voice):
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
         self.check_inputs()
 
@@ -351,7 +377,9 @@ class Job(Inputs):
         return described | {"loras": {s.name: identity_of(s.loras) for s in self.stages}}
 
 
-# Fields that Job shares with JobSpec.
+# Fields that Job shares with JobSpec; of reference_audio, JobSpec has only the path.
 SPEC_FIELDS = tuple(
-    field.name for field in dataclasses.fields(Job) if field.name in JobSpec.model_fields
+    field.name
+    for field in dataclasses.fields(Job)
+    if field.name in JobSpec.model_fields and field.name != "reference_audio"
 )

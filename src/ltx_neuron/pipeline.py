@@ -16,7 +16,7 @@ from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.flags.resolve import dubbing_of, reference_of, retake_of, size_of
+from ltx_neuron.flags.resolve import dubbing_of, reference_of, retake_of, size_of, voice_of
 from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.profiles import resolve
@@ -184,6 +184,9 @@ class LTXPipeline:
         extend: float | None = None,
         reference_video: str | Path | None = None,
         reference_strength: float | None = None,
+        reference_audio: str | Path | None = None,
+        reference_audio_max_duration: float | None = None,
+        identity_guidance_scale: float | None = None,
         reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None = None,
         attention_mask: str | Path | AttentionMask | None = None,
         images_as_guides: bool = False,
@@ -212,6 +215,8 @@ class LTXPipeline:
         reference_video       video to dub, of two stages: its speakers say the prompt's words; its
                               length and frame rate are the video's, and loras the dubbing LoRA;
                               reference_strength: see --reference-strength
+        reference_audio       sound with the voice of the speaker, for the LoRA in ic_loras;
+                              reference_audio_max_duration, identity_guidance_scale: see the flags
         reference             reference video of ic_loras: a path or ReferenceVideos
         attention_mask        video with the attention weights of the references
         images_as_guides      append an image at frame 0 like the others
@@ -223,8 +228,14 @@ class LTXPipeline:
         size = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         size |= {"two_stage": two_stage, "tail_frames": tail_frames}
         part = dict(start_time=start_time, end_time=end_time, regenerate=regenerate, extend=extend)
-        dubbed = dict(reference_video=reference_video, reference_strength=reference_strength)
-        stages = dict(two_stage=two_stage, sound_only=sound_only)
+        heard = dict(
+            reference_video=reference_video,
+            reference_strength=reference_strength,
+            reference_audio=reference_audio,
+            reference_audio_max_duration=reference_audio_max_duration,
+            identity_guidance_scale=identity_guidance_scale,
+            sound_only=sound_only,
+        )
         recipe = self._recipe_fields(loras, distilled_loras, ic_loras, two_stage)
         job = Job(
             prompt,
@@ -244,7 +255,7 @@ class LTXPipeline:
             skip_stage_2=skip_stage_2,
             tail_frames=_plain(tail_frames),
             sampler=sampler,
-            **self._sized(video, size | part | dubbed | stages, recipe["loras"]),
+            **self._sized(video, size | part | heard, recipe["loras"]),
             **recipe,
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
@@ -293,14 +304,17 @@ class LTXPipeline:
     def _sized(
         self, video: str | Path | Retake | None, fields: dict[str, Any], loras: WeightSet
     ) -> dict[str, Any]:
-        """A call's size, and its retake or dubbed video, as a Job's fields; `fields` are a
+        """A call's size, and its retake, dubbed video or voice, as a Job's fields; `fields` are a
         JobSpec's, and `loras` those of all stages."""
         check_type("video", video, str | Path | Retake | None)
         fields = {name: _plain(value) for name, value in fields.items()}
         check_type("extend", fields["extend"], float | None)
-        check_type("reference_video", fields["reference_video"], str | Path | None)
-        fields["reference_video"] = fields["reference_video"] and str(fields["reference_video"])
         check_type("tail_frames", fields["tail_frames"], int | None)
+        for name in ("reference_audio_max_duration", "identity_guidance_scale"):
+            check_type(name, fields[name], float | None)
+        for name in ("reference_video", "reference_audio"):
+            check_type(name, fields[name], str | Path | None)
+            fields[name] = fields[name] and str(fields[name])
         if fields["regenerate"] == Retake.regenerate:
             fields["regenerate"] = None
         path = str(video) if isinstance(video, str | Path) else None
@@ -312,11 +326,11 @@ class LTXPipeline:
                 own = {"video_path": str(video.path), "extend": video.extend or None}
                 spec, retake = spec.model_copy(update=own), video
             size = size_of(spec, orientation == "shown", "video")
-            dubbing = dubbing_of(spec, size, loras)
+            heard = {"reference_audio": voice_of(spec)} | dubbing_of(spec, size, loras)
         except FieldError as error:
             raise UserError(error.spelled(_name)) from None
         sized = {"size": size, "retake": retake, "orientation": orientation}
-        return sized | dubbing | {"sound_only": fields["sound_only"]}
+        return sized | heard | {"sound_only": fields["sound_only"]}
 
     def _recipe_fields(
         self,

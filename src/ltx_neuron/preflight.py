@@ -74,8 +74,10 @@ class Preflight:
             conditions.check(job)
             if job.reference_audio:
                 lora.say_silent(job.stages[0].loras)
-            if job.dubbing and not names_speech(job.prompt):
-                say_no_speech(conditions.DUBBED)
+            if job.voice:
+                conditions.say_voice_length(job.voice)
+            if job.reference_audio and not names_speech(job.prompt):
+                say_no_speech(conditions.voice_flag(job))
             if job.sound and not names_speech(job.prompt):
                 say_no_speech(conditions.SOUND)
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))

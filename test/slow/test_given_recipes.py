@@ -33,6 +33,7 @@ from given_runs import (
     run,
     scaled_ic_lora,
     told,
+    voiced,
 )
 from helpers import one_thread, rel  # noqa: F401
 from nag_oracle import Nag, guided
@@ -192,6 +193,25 @@ def test_a_dubbed_clip_resumed_after_stage_1_ends_with_the_same_bits(
     (result,) = engine.run([job], keep=True, decode=False, resume=lambda job: resumed)
     for name in ("s1_audio", "s2_reference_latent", "s2_video", "s2_audio"):
         assert torch.equal(result.tensors[name], want[name])
+
+
+# --- a reference voice ----------------------------------------------------------------------------
+
+
+def test_a_guided_voice_equals_id_lora_on_the_later_core(generate, wanted, files, tiny):
+    job = voiced(files, tiny)
+    got, want = generate(job), wanted(job)
+    assert got["audio_reference"].shape[2] == 16 > got["s1_audio"].shape[2] == 8
+    assert_equals_the_oracle(got, want, GUIDED)
+    assert torch.equal(got["s2_audio"], got["s1_audio"])
+
+
+def test_a_voice_without_guidance_and_one_without_the_fifth_pass_do_too(
+    generate, wanted, files, tiny
+):
+    distilled = voiced(files, tiny, video=None, audio=(), identity=0.0, refining_loras=())
+    for job, bound in ((distilled, FP32), (voiced(files, tiny, identity=0.0), GUIDED)):
+        assert_equals_the_oracle(generate(job), wanted(job), bound)
 
 
 # --- wrong ways -----------------------------------------------------------------------------------
@@ -396,6 +416,24 @@ class SoundIsNotFrozen(Given):
         return stream if sound is None else stream._replace(noise_scale=0.909375, frozen=False)
 
 
+class IdentityOfThePicturesToo(Given):
+    """ComfyUI."""
+
+    def identified(self, kind, scale):
+        return scale
+
+
+class NoVoiceInTheNegativePass(Given):
+    def negative(self, uncond, without):
+        return without
+
+
+class RescaledByTheClipAlone(Given):
+    def rescaled(self, calculate, own, cond, *others):
+        clip = calculate(cond[:, :own], *(other[:, :own] for other in others))
+        return torch.cat([clip, cond[:, own:]], dim=1)
+
+
 class LoraInStage1Alone(Given):
     def loras_of_stage_2(self):
         return ()
@@ -420,6 +458,7 @@ JOBS = {
     "scaled": scaled_ic_lora,
     "guides": lambda files, tiny: interpolated(tiny),
     "dubbed": dubbed,
+    "voiced": voiced,
 }
 VIDEO_1, AUDIO_1, VIDEO_2, AUDIO_2 = "s1_video", "s1_audio", "s2_video", "s2_audio"
 # The job, a wrong way to do it or what another one asks for, and the latents where it shows.
@@ -474,6 +513,16 @@ OTHERWISE = [
     ("dubbed", LoraInStage1Alone, [VIDEO_2]),
     ("dubbed", lambda job: dict(dubbing=(job.dubbing[0], 1.0)), [VIDEO_1, VIDEO_2]),
     ("dubbed", lambda job: dict(frame_rate=19.0), [VIDEO_1]),
+    ("voiced", VoiceFromZero, [AUDIO_1]),
+    ("voiced", VoiceWithoutAGap, [AUDIO_1]),
+    ("voiced", VoiceIsPartlyFree, [AUDIO_1]),
+    ("voiced", VoiceDrawsNoNoise, [VIDEO_2]),
+    ("voiced", SoundIsNotFrozen, [VIDEO_2]),
+    ("voiced", IdentityOfThePicturesToo, [VIDEO_1]),
+    ("voiced", NoVoiceInTheNegativePass, [AUDIO_1]),
+    ("voiced", RescaledByTheClipAlone, [AUDIO_1]),
+    ("voiced", lambda job: dict(identity=0.0), [AUDIO_1]),
+    ("voiced", lambda job: dict(voice=(job.voice[0], 0.5)), [AUDIO_1, VIDEO_2]),
 ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import write_film
+from helpers import tone, write_film, write_sound
 from safetensors.torch import save_file
 from typed import parsed, run, said
 
@@ -821,6 +821,17 @@ def test_a_call_takes_paths_or_the_conditions_themselves(clip, ic_lora):
     assert hq.steps == 15 and hq.images_as_guides
 
 
+def test_a_call_with_a_voice_is_the_job_of_the_flags(tmp_path, ic_lora):
+    stored = (tone(16000, 1.0) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
+    path = write_sound(tmp_path / "voice.wav", stored, 16000, "pcm_s16le", "stereo", "s16")
+    given = dict(reference_audio=path, reference_audio_max_duration=0.5, identity_guidance_scale=2)
+    found = called("dev", **given, ic_loras=[(ic_lora().path, 1.0)], num_frames=17)
+    assert found.reference_audio == ReferenceAudio(str(path), 13, 0.5, 2)
+    words = "--reference-audio-max-duration", 0.5, "--identity-guidance-scale", 2
+    words = "--reference-audio", path, *words, "--ic-lora", ic_lora().path, "--num-frames", 17
+    assert found == said(*words, "--recipe", "dev")
+
+
 def test_a_side_of_0_is_no_side_left_out():
     with pytest.raises(UserError, match="--height: got 0, wanted at least 1"):
         called(height=0)
@@ -835,6 +846,7 @@ WRONG_CALLS = {
     "audio=5 is of type int": dict(audio=5),
     "attention_mask=5 is of type int": dict(attention_mask=5),
     "reference=5 is of type int": dict(reference=5),
+    "reference_audio=5 is of type int": dict(reference_audio=5),
     "height cannot be combined with video": TIMES | dict(video="a.mp4", height=64),
     "two_stage cannot be combined with video": TIMES | dict(video="a.mp4", two_stage=True),
     "video=5 is of type int": dict(video=5),

@@ -508,6 +508,17 @@ def test_normalized_guidance_is_planned_with_one_attention_and_one_sum_more_in_e
     assert stage.upload_bytes - plain.upload_bytes == negative
 
 
+def test_a_reference_voice_is_planned_with_its_tokens_and_five_passes(released, clip):
+    voice = ReferenceAudio(__file__, 126)
+    job = Job("", Size(*USUAL), recipe="dev", reference_audio=voice)
+    made = plan.plan(released, TRN2, job, 4, "bfloat16")
+    tokens = f"{4 * 12 * 16:,} video and 26 audio + 126 reference tokens"
+    assert f"30 steps, 5 passes each, {tokens}" in table(made)
+    rows = clip(of=made, job=job).rows
+    (encoding,) = (row for row in rows if row.name == "encode_inputs")
+    assert encoding.rate.startswith("sound, ") and "5.0 s" in encoding.rate
+
+
 def test_the_images_of_a_stage_are_encoded_before_it(clip):
     images = ImageCondition("a.png"), ImageCondition("b.png", 8)
     rows = clip(job=Job("", Size(512, 768, 121), images=images)).rows

@@ -34,7 +34,7 @@ from service_app import (
 
 from ltx_neuron.flags.resolve import dubbing_of
 from ltx_neuron.job import Size
-from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake
+from ltx_neuron.sampling.conditions import AttentionMask, ReferenceAudio, ReferenceVideo, Retake
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.serve.__main__ import capability_jobs, reference_jobs
 from ltx_neuron.service import media, sandbox
@@ -53,8 +53,7 @@ NONE = dict.fromkeys(("loras", "stage_1_loras", "stage_2_loras"), ())
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("files")
-    samples = (tone(8000, 6.0) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
-    write_sound(folder / "sound.wav", samples, 8000, "pcm_s16le", "stereo", "s16")
+    write_sound(folder / "sound.wav", pcm(6.0), 8000, "pcm_s16le", "stereo", "s16")
     write_film(folder / "film.mp4", picture_frames(17, 64, 96, 1))
     write_film(folder / "odd.mp4", picture_frames(16, 66, 96, 1))
     write_film(folder / "heard.mkv", picture_frames(17, 64, 96, 1), sound=tone(48000, 17 / 24))
@@ -184,6 +183,45 @@ def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compil
     ):
         error = refused(service, **dub | fields)
         assert error["param"] == param and words in error["message"], error
+
+
+def test_a_voice_is_cut_to_the_compiled_seconds_and_never_padded(service, files, tmp_path):
+    sizes, voice = service.sizes, {"lora_set": "pose", "reference_audio": files["sound.wav"]}
+    assert refused(service, **voice)["code"] == "profile_mismatch"
+    error = refused(service, **voice | {"lora_set": ""})
+    assert error["code"] == "feature_not_supported" and "'pose'" in error["message"]
+    compiled = [ReferenceAudio("x", latents) for latents in (51, 126)]  # of 2 and of 5 s
+    for one in compiled:
+        sizes.workspace.recorded |= Workspace(PAIR, reference_audio=one).recorded
+    sizes._read = None  # as when a manifest is added
+    job, video = made(service, **voice, size="256x128")
+    assert job.reference_audio.latents == 126 and job.size == PAIR
+    assert video["notes"] == ["reference_audio: 5.00 of 6.00 s are used, as compiled"]
+    (model,) = json.loads(get(service, "/v1/models").body)["data"]
+    sides = {"256x128", "128x256", "128x64", "64x128"}  # the latter in one stage
+    assert {each["size"] for each in model["inputs"]["reference_audio"]} == sides
+    assert model["reference_audio_seconds"] == [2.0, 5.0]
+    for seconds, used in ((5.0, []), (2.5, ["reference_audio: 2.00 of 2.48 s"])):
+        path = write_sound(tmp_path / "v.wav", pcm(seconds), 8000, "pcm_s16le", "stereo", "s16")
+        _, video = made(service, **voice | {"reference_audio": path.read_bytes()})
+        assert len(video["notes"]) == len(used)
+        assert all(map(str.startswith, video["notes"], used))
+    path = write_sound(tmp_path / "v.wav", pcm(1.9), 8000, "pcm_s16le", "stereo", "s16")
+    error = refused(service, **voice | {"reference_audio": path.read_bytes()})
+    assert (error["code"], error["param"]) == ("profile_mismatch", "reference_audio")
+    assert "of 1.88 s is not compiled" in error["message"] and "2.00, 5.00 s" in error["message"]
+    for fields, param, words in (
+        ({"identity_guidance_scale": "2"}, "identity_guidance_scale", "is of the dev recipe"),
+        ({"audio_reference": files["sound.wav"]}, "reference_audio", "that sound is what is heard"),
+    ):
+        error = refused(service, **voice | fields)
+        assert error["param"] == param and words in error["message"], error
+    error = refused(service, identity_guidance_scale="2", size=SIZE)
+    assert "needs reference_audio" in error["message"]
+
+
+def pcm(seconds: float):
+    return (tone(8000, seconds) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
 
 
 def test_a_worker_must_have_an_ic_loras_weights_and_no_reference_for_it(service):

@@ -175,6 +175,8 @@ class Bucket:
     audio_timesteps  distinct timesteps among the audio tokens: 1, or 2 where some are kept (retake)
     biased         the video's self-attention takes a bias (a reference with an attention mask)
     nag            the text attentions take a negative prompt (normalized attention guidance)
+    identity       attention to the audio takes a bias, by which a guided pass leaves out the tokens
+                   of a reference's sound (identity guidance)
     """
 
     video_tokens: int
@@ -185,6 +187,7 @@ class Bucket:
     audio_timesteps: int = 1
     biased: bool = False
     nag: bool = False
+    identity: bool = False
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -199,5 +202,10 @@ class Bucket:
         )
         video = f"v{self.video_tokens}-" if self.video_tokens else ""
         shape = f"{video}{audio}-t{self.timesteps}-s{self.max_steps}"
-        kinds = {"-guided": self.guided, "-biased": self.biased, "-nag": self.nag}
+        kinds = {
+            "-guided": self.guided,
+            "-biased": self.biased,
+            "-nag": self.nag,
+            "-identity": self.identity,
+        }
         return shape + "".join(kind for kind, applies in kinds.items() if applies)

@@ -48,6 +48,7 @@ def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
     if spec.audio_path:
         start = spec.audio_start_time or 0.0
         sound = SoundCondition(spec.audio_path, start, spec.audio_max_duration, spec.audio_bed)
+    voice = {"reference_audio": voice_of(spec)}
     size, loras = size_of(spec, orientation == "shown"), lora_fields(spec)
     return Job(
         size=size,
@@ -58,7 +59,7 @@ def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
         references=references_of(spec),
         attention_mask=AttentionMask(*masks[0]) if masks else None,
         orientation=orientation,
-        **dubbing_of(spec, size, loras["loras"]),
+        **voice | dubbing_of(spec, size, loras["loras"]),
         **loras,
         **{name: getattr(spec, name) for name in SPEC_FIELDS},
     )
@@ -95,7 +96,7 @@ def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_pat
 
 def check_resumed(spec: JobSpec) -> None:
     """Raise UserError if an input file of an interrupted run is missing."""
-    files = "audio_path", "video_path", "reference_video"
+    files = "audio_path", "video_path", "reference_video", "reference_audio"
     named = {name: [getattr(spec, name)] for name in files}
     for name in ("image", "video_conditioning", "conditioning_attention_mask"):
         named[name] = [each.path for each in getattr(spec, name)]
@@ -170,15 +171,36 @@ def dubbing_of(spec: JobSpec, size: Size, loras: WeightSet) -> dict[str, Any]:
             "{reference_video} needs one {lora}, the dubbing LoRA (it is in both stages), got"
             f" {count}"
         )
-    from ltx_neuron.host.conditions import DUBBED, read_reference_audio  # imports ltx-core
-
     strength = 1.0 if spec.reference_strength is None else spec.reference_strength
-    sound = read_reference_audio(path, None, DUBBED)
-    latents = sound_latent_frames(sound.samples.shape[1], sound.rate)
     return {
         "dubbing": ReferenceVideo(path, strength, size.num_frames, dubbing_scale(loras[0])),
-        "reference_audio": ReferenceAudio(path, latents),
+        "reference_audio": _reference_audio(path, flag_of("reference_video")),
     }
+
+
+def voice_of(spec: JobSpec) -> ReferenceAudio | None:
+    """The reference voice, if any, with the number of its latents."""
+    _check_owner(
+        spec, "reference_audio", ("reference_audio_max_duration", "identity_guidance_scale")
+    )
+    if (path := spec.reference_audio) is None:
+        return None
+    if spec.reference_video is not None:
+        raise FieldError(
+            "{reference_audio} does not go with {reference_video}, whose own voice is kept; leave"
+            " one of them out"
+        )
+    flag = flag_of("reference_audio")
+    check_readable(path, flag, f"; pass a sound as {flag} FILE")
+    voice = _reference_audio(path, flag, spec.reference_audio_max_duration)
+    return dataclasses.replace(voice, identity_scale=spec.identity_guidance_scale)
+
+
+def _reference_audio(path: str, flag: str, seconds: float | None = None) -> ReferenceAudio:
+    from ltx_neuron.host.conditions import read_reference_audio  # imports ltx-core
+
+    sound = read_reference_audio(path, seconds, flag)
+    return ReferenceAudio(path, sound_latent_frames(sound.samples.shape[1], sound.rate), seconds)
 
 
 def _dubbed_length(path: str, typed: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +261,8 @@ def _guidance(spec: JobSpec) -> Guidance | None:
             f"{_listed(said['audio'], ', ')} cannot be combined with {{audio_path}}: guidance does"
             " not apply to a given sound; leave it out"
         )
-    defaults = default_guidance(spec.sampler, sound, spec.sound_only)
+    voiced = spec.reference_audio is not None
+    defaults = default_guidance(spec.sampler, sound, spec.sound_only, voiced)
     changed = {
         stream: dataclasses.replace(
             getattr(defaults, stream),

@@ -8,6 +8,7 @@ The checks raise UserError for unsuitable files before a model is loaded.
 import math
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
+from functools import cache
 from itertools import chain, islice, repeat
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from ltx_neuron.host.video import aac_rate
 from ltx_neuron.sampling.conditioning import reference_names
 from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceAudio, ReferenceVideo
 from ltx_neuron.sampling.latents import (
+    AUDIO_LATENTS_PER_SECOND,
     SAMPLE_RATE,
     TIME_SCALE,
     audio_latent_frames,
@@ -60,7 +62,7 @@ def check(inputs: Inputs) -> None:
         _check_source(inputs)
     if inputs.reference_audio:
         voice = inputs.reference_audio
-        read_reference_audio(voice.path, voice.max_duration, _voice_flag(inputs))
+        read_reference_audio(voice.path, voice.max_duration, voice_flag(inputs))
     _check_references(inputs)
 
 
@@ -104,7 +106,7 @@ def encode(host: HostModels, inputs: Inputs, upsampled: bool = False) -> dict[st
     elif inputs.retake:
         tensors |= _encode_retake(host, inputs)
     if inputs.reference_audio:
-        flag = _voice_flag(inputs)
+        flag = voice_flag(inputs)
         tensors |= _encode_reference_audio(host, inputs.reference_audio, flag)
     if inputs.attention_mask:
         tensors["reference_attention"] = _reference_attention(inputs, host.dtype)
@@ -231,7 +233,18 @@ def read_reference_audio(path: str | Path, max_duration: float | None, flag: str
     return sound
 
 
-def _voice_flag(inputs: Inputs) -> str:
+@cache
+def say_voice_length(voice: ReferenceAudio) -> None:
+    """Print a warning for a voice that is much shorter or longer than those of the training."""
+    seconds = voice.latents / AUDIO_LATENTS_PER_SECOND
+    if not 2 <= seconds <= 10:
+        print(
+            f"{VOICE} {voice.path} gives {seconds:.1f} s of sound; its LoRA was trained on about"
+            " 5 s, wanted 2 to 10"
+        )
+
+
+def voice_flag(inputs: Inputs) -> str:
     """The flag of the file that reference_audio is read from."""
     return DUBBED if inputs.dubbing else VOICE
 

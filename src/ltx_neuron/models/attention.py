@@ -69,14 +69,18 @@ def nki(
     """nkilib's flash kernel, with which a backend replaces `attention_cte`: (B, H, T, D) and
     (B, H, S, D) twice -> (B, H, T, D). Head sizes up to 128.
 
-    The kernel takes no mask. With a mask (T, S) this computes `matmul` for `rows_at_once` queries
-    at a time.
+    The kernel takes no mask. With a mask, (T, S) or (1, S), this computes `matmul` for
+    `rows_at_once` queries at a time.
     """
     if mask is not None:
         queries, keys, values = _batched(query, key, value)
         rows = rows_at_once(*queries.shape[:2])
-        parts = zip(queries.split(rows, 1), mask.split(rows, 0), strict=True)
-        attended = [_attended(q, keys, values, scale, m, query.shape[:-2]) for q, m in parts]
+        parts = queries.split(rows, 1)
+        masks = mask.split(rows, 0) if len(mask) > 1 else [mask] * len(parts)
+        attended = [
+            _attended(q, keys, values, scale, m, query.shape[:-2])
+            for q, m in zip(parts, masks, strict=True)
+        ]
         return torch.cat(attended, 1).view(query.shape)
     heads = (x.flatten(0, -3) for x in (query, key, value))  # the kernel's batch is B H
     return attention_cte(*heads, scale).view(query.shape)
@@ -252,7 +256,7 @@ class AttentionCall(NamedTuple):
     rope      tables of the queries, and of the keys if key_rope is None
     key_rope  tables of the keys, if they have other positions
     keep      (), guided graphs: 1 attends, 0 passes the values through (needs T = S)
-    bias      (T, S), added to the scores of all heads
+    bias      (T, S), or (1, S) for all queries, added to the scores of all heads
     negative  normalized attention guidance: the negative prompt's context, (B, S, context_dim)
 
     x_divided, context_divided: a rank has T / tp of these tokens (sequence parallelism)

@@ -272,7 +272,13 @@ class TransformerBlock(nn.Module):
         v, a = attend(
             self.comm,
             AttentionCall(
-                self.audio_to_video_attn, v_query, a_context, v_rope, a_rope, x_divided=self.divided
+                self.audio_to_video_attn,
+                v_query,
+                a_context,
+                v_rope,
+                a_rope,
+                bias=optional(inputs, "audio_bias"),
+                x_divided=self.divided,
             ),
             AttentionCall(
                 self.video_to_audio_attn,

@@ -7,7 +7,14 @@ from torch import Tensor, nn
 
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.models.dit import blend, held_tokens, next_latents, step_one_hot
-from ltx_neuron.models.signatures import PASSES, GuideInputs, GuideOutputs, by_stream, of_streams
+from ltx_neuron.models.signatures import (
+    PASSES,
+    GuideInputs,
+    GuideOutputs,
+    by_stream,
+    of_streams,
+    optional,
+)
 
 
 class Guide(nn.Module):
@@ -15,7 +22,7 @@ class Guide(nn.Module):
     ltx-core guiders.py.
 
     A pass that did not run has weight 0 and any finite tensor as its input. A stream that the step
-    skips repeats `guided_*`.
+    skips repeats `guided_*`. Identity guidance (github.com/ID-LoRA) adds a term of the audio alone.
     """
 
     def forward(self, inputs: GuideInputs) -> GuideOutputs:
@@ -37,6 +44,11 @@ class Guide(nn.Module):
                 + stg * (cond - perturbed)
                 + modality * (cond - isolated)
             )
+            without = optional(inputs, "without_audio")
+            if stream == "audio" and without is not None:
+                # Towards a reference's voice, for the clip's own tokens: those that are not held.
+                own = inputs.identity * inputs.audio_denoise_mask
+                x0 = x0 + own * (cond - without.float())
             # Strong guidance overshoots: `rescale` restores the standard deviation of `cond`.
             x0 = x0 * (rescale * (_std(cond) / _std(x0).clamp_min(_SMALLEST_STD)) + (1 - rescale))
             previous, on = getattr(inputs, f"guided_{stream}"), enabled[index]

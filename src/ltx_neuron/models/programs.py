@@ -168,6 +168,7 @@ def _kinds(bucket: Bucket, sequence_parallel: bool) -> tuple[str, ...]:
         "masked": bucket.audio_timesteps > 1,
         "biased": bucket.biased,
         "nag": bucket.nag,
+        "identity": bucket.identity,
     }
     return tuple(kind for kind, applies in flags.items() if applies)
 

@@ -26,6 +26,8 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
   audio_clean_latent        the same for the audio's tokens, if U > 1
   video_bias                (Tv, Tv), added to the scores of the video's self-attention: references
                             with an attention mask
+  audio_bias                (1, Ta), added to the scores of attention to the audio: 0, or the
+                            dtype's lowest number for tokens that a pass leaves out
   *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
   finite                    (1,), a number that is finite if all of a step's latents are
   *_hidden                  (1, T, D), the streams between the blocks
@@ -46,6 +48,7 @@ perturbations, and combines the predictions:
                             of audio, audio to video, video to audio; 0 omits it
   enabled_steps, enabled    (steps, 2) and, of this step, (2,): video, audio; 0 repeats `guided_*`
   guidance                  (2, 4), video and audio: cfg - 1, stg, modality - 1, rescale
+  identity, without_audio   (1,), the scale of identity guidance, and its pass's audio_x0
 
 Fields of the text models. B tokens of a bucket:
 
@@ -161,7 +164,7 @@ def stage_features(stage: int) -> type:
 AUDIO_MASKS = ("audio_timestep_mask", "audio_denoise_mask", "audio_clean_latent")
 # Further inputs of some kinds of graphs, by the part of the step that reads them: guided passes,
 # sequence parallelism ("divided"), held audio tokens ("masked"), a bias of scores, normalized
-# attention guidance.
+# attention guidance, identity guidance.
 _MORE = {
     "head": {"guided": ("enabled_steps",), "divided": ("rank_one_hot",)},
     "blocks": {
@@ -169,9 +172,10 @@ _MORE = {
         "masked": AUDIO_MASKS[:1],
         "biased": ("video_bias",),
         "nag": ("nag", "negative_video_context", "negative_audio_context"),
+        "identity": ("audio_bias",),
     },
     "tail": {"masked": AUDIO_MASKS},
-    "guide": {"masked": AUDIO_MASKS[1:]},
+    "guide": {"masked": AUDIO_MASKS[1:], "identity": ("identity", "without_audio")},
 }
 
 
@@ -220,6 +224,8 @@ RESULTS = (*LATENTS, "tile_pixels", "span_mel", "span_waveform")  # outputs that
 # Of a guided step: with the prompt, with the negative prompt, without self-attention in the STG
 # blocks, and without attention between video and audio.
 PASSES = ("cond", "uncond", "perturbed", "isolated")
+# Of identity guidance: with the prompt, without the tokens of the reference's sound.
+WITHOUT = "without"
 
 
 class Field(NamedTuple):
@@ -293,6 +299,8 @@ def dit_fields(
     if bucket.nag:
         negative = {f"negative_{s}_context": fields[f"{s}_context"] for s in ("video", "audio")}
         fields |= negative | {"nag": Field((3,), fp32)}
+    if bucket.identity:
+        fields["audio_bias"] = Field((1, t_audio), dtype)
     if sequence_parallel:
         own = t_video // tp
         fields["rank_one_hot"] = Field((1, tp), dtype, split=0)
@@ -312,7 +320,7 @@ def guided_fields(
     }
     predictions = {
         f"{name}_{stream}": field
-        for name in (*PASSES, "guided")
+        for name in (*PASSES, *[WITHOUT] * bucket.identity, "guided")
         for stream, field in streams.items()
     }
     return {
@@ -322,6 +330,7 @@ def guided_fields(
         "enabled_steps": Field((bucket.max_steps, 2), torch.float32),
         "enabled": Field((2,), torch.float32),
         "guidance": Field((2, 4), torch.float32),
+        **({"identity": Field((1,), torch.float32)} if bucket.identity else {}),
     }
 
 

@@ -70,7 +70,7 @@ class StagePlan:
     width: int
     steps: int
     evaluations: int  # of the model: res_2s has two per step and one more
-    passes: int  # of an evaluation: up to four with guidance; the counts are those of one
+    passes: int  # of an evaluation: up to five with guidance; the counts are those of one
     video_tokens: int  # appended ones included, like the audio's
     audio_tokens: int
     nag: bool  # normalized attention guidance
@@ -416,7 +416,7 @@ def _stage(
         width=stage.width,
         steps=stage.steps,
         evaluations=len(stage.evaluations),
-        passes=len(job.resolved_guidance.passes()) if stage.guided else 1,
+        passes=len(job.passes) if stage.guided else 1,
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
         nag=bucket.nag,

@@ -62,8 +62,9 @@ _EXCLUDES = {
         "{images_as_guides}",
         "{sampler} res_2s",
     ),
-    "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
+    "{sampler} res_2s": ("{audio_path}", "{video_conditioning}", "{reference_audio}"),
     "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
+    "{reference_audio}": ("{video_path}", "{reference_video}", "{sound_only}"),
     "{reference_video}": (
         "{audio_path}",
         "{video_path}",
@@ -238,11 +239,13 @@ class ReferenceAudio:
 
     latents       number of its audio latents
     max_duration  seconds of the file to use, by default all of them
+    identity_scale  of identity guidance in the dev recipe; 0: off, None: the default
     """
 
     path: str | Path
     latents: int
     max_duration: float | None = None
+    identity_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -315,6 +318,11 @@ class Inputs(ABC):
         frames = self.size.num_frames - (self.tail_frames or 0)
         longer = self.extension
         return dataclasses.replace(self.size, num_frames=longer.num_frames if longer else frames)
+
+    @property
+    def voice(self) -> ReferenceAudio | None:
+        """The reference's sound, if it has a file of its own."""
+        return None if self.dubbing else self.reference_audio
 
     # --- shapes of graphs -------------------------------------------------------------------------
 
@@ -471,6 +479,10 @@ class Inputs(ABC):
         if clip := self.dubbing:
             fields |= {"reference_video": str(clip.path), "reference_strength": clip.strength}
             fields |= {"num_frames": None, "frame_rate": None}  # the clip's
+        if voice := self.voice:
+            fields |= {"reference_audio": str(voice.path)}
+            fields["reference_audio_max_duration"] = voice.max_duration
+            fields["identity_guidance_scale"] = voice.identity_scale
         if mask := self.attention_mask:
             masks = (WeightedFile(str(mask.path), mask.strength),)
             fields["conditioning_attention_mask"] = masks
@@ -502,6 +514,11 @@ class Inputs(ABC):
 
 def check_together(given: dict[str, bool]) -> None:
     """Raise FieldError for missing or conflicting fields. given: whether each field is given."""
+    if given.get("{reference_audio}") and given.get("{audio_path}"):
+        raise FieldError(
+            "{reference_audio} does not go with {audio_path}: that sound is what is heard, nothing"
+            " is spoken; leave one of them out"
+        )
     for field, excluded in _EXCLUDES.items():
         wrong = [other for other in excluded if given.get(other)]
         if given.get(field) and wrong:

@@ -104,6 +104,10 @@ DEFAULTS, DEFAULT_STEPS = Guidance(_STREAM, replace(_STREAM, cfg_scale=7.0)), 30
 _HQ_STREAM = StreamGuidance(cfg_scale=3.0, modality_scale=3.0, rescale_scale=0.45)
 HQ_DEFAULTS = Guidance(_HQ_STREAM, replace(_HQ_STREAM, cfg_scale=7.0, rescale_scale=1.0))
 HQ_STEPS = 15
+# Of a reference voice, with which ID-LoRA (github.com/ID-LoRA, inference_one_stage.py) was made.
+_VOICE_STREAM = replace(_STREAM, stg_blocks=(29,), rescale_scale=0.0)
+VOICE_DEFAULTS = Guidance(_VOICE_STREAM, replace(_VOICE_STREAM, cfg_scale=7.0))
+IDENTITY_SCALE = 3.0  # how far the sound is guided away from the prediction without the voice
 
 
 # Normalized attention guidance of the distilled recipe (models.attention.normalized_guidance), as
@@ -137,11 +141,15 @@ NEGATIVE_PROMPT = (
 
 
 def default_guidance(
-    sampler: str = "euler", sound: bool = False, sound_only: bool = False
+    sampler: str = "euler", sound: bool = False, sound_only: bool = False, voice: bool = False
 ) -> Guidance:
-    """The dev recipe's default. sound: whether the sound is an input and not guided; sound_only:
-    whether there is no video, by which the sound is not guided then either."""
-    guidance = HQ_DEFAULTS if sampler == "res_2s" else DEFAULTS
+    """The dev recipe's default.
+
+    sound       the sound is an input and not guided
+    sound_only  there is no video, by which the sound is then not guided either
+    voice       with a reference voice
+    """
+    guidance = HQ_DEFAULTS if sampler == "res_2s" else VOICE_DEFAULTS if voice else DEFAULTS
     if sound_only:
         return Guidance(StreamGuidance(), replace(guidance.audio, modality_scale=1.0))
     return replace(guidance, audio=StreamGuidance()) if sound else guidance

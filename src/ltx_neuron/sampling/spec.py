@@ -32,7 +32,7 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.sampling.conditions import BedLevel, ImageCondition, TailFrames, WeightedFile
-from ltx_neuron.sampling.guidance import NAG_ALPHA, NAG_TAU
+from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
 from ltx_neuron.sampling.size import FRAME_RATES, Size
@@ -257,6 +257,19 @@ class ConditionFields(Fields):
         "dub this video: its speakers say the prompt's words; needs the dubbing LoRA as --lora",
         "FILE",
     )
+    reference_audio: str | None = _option(
+        "the speaker gets the voice in this file; needs its LoRA as --ic-lora", "FILE"
+    )
+    reference_audio_max_duration: float | None = _option(
+        "seconds of --reference-audio to use, so that one graph serves many voices (default: all)",
+        "SECONDS",
+        gt=0,
+    )
+    identity_guidance_scale: float | None = _option(
+        "dev recipe: guidance of the sound towards --reference-audio, by a fifth pass; 0: off"
+        f" (default: {IDENTITY_SCALE:g})",
+        "SCALE",
+    )
     sound_only: StrictBool = _option(
         "generate the sound alone, as .wav, of --num-frames at --frame-rate (dev recipe)",
         default=False,
@@ -394,7 +407,7 @@ class JobSpec(
     def with_paths(self, rename: Callable[[Path], str]) -> Self:
         """A copy with the paths of images, sound and videos renamed."""
         values = dict(self)
-        for name in ("audio_path", "video_path", "reference_video"):
+        for name in ("audio_path", "video_path", "reference_video", "reference_audio"):
             values[name] = values[name] and rename(Path(values[name]))
         for name in ("video_conditioning", "conditioning_attention_mask"):
             values[name] = tuple(

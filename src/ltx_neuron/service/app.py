@@ -95,6 +95,7 @@ class ModelObject(TypedDict):
     lora_sets: dict[str, list[LoraObject]]
     sizes: list[SizeObject]
     inputs: dict[str, list[SizeObject]]
+    reference_audio_seconds: list[float]
     default: SizeObject | None
 
 
@@ -275,6 +276,7 @@ class Api:
                 field: [size.as_dict() for size in several]
                 for field, several in sizes.inputs.items()
             },
+            "reference_audio_seconds": sizes.voice_seconds,
             "default": default and default.as_dict(),
         }
 

@@ -55,6 +55,7 @@ _MEDIA = {
     "video_conditioning": ("video_conditioning", "video"),
     "conditioning_attention_mask": ("conditioning_attention_mask", "video"),
     "reference_video": ("reference_video", "video"),
+    "reference_audio": ("reference_audio", "audio"),
 }
 # JobSpec fields with other names in requests.
 _SPELLED = {
@@ -279,6 +280,14 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
         description="video to dub with the prompt's words, which sets length and frame rate: a"
         " file, or {video_url: a data URL}",
     )
+    reference_audio: SoundReference = Field(
+        None,
+        description="sound with the voice of the speaker, for the voice's lora_set: a file, or"
+        " {audio_url: a data URL}; used for as long as was compiled, listed in GET /v1/models",
+    )
+    identity_guidance_scale: float | None = Field(
+        None, description=ConditionFields.model_fields["identity_guidance_scale"].description
+    )
     extend: float | None = Field(
         None, description=ConditionFields.model_fields["extend"].description
     )
@@ -330,7 +339,7 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     @property
     def spec(self) -> JobSpec:
         """The JobSpec without the size and the files."""
-        names = {"prompt", "extend"}
+        names = {"prompt", "extend", "identity_guidance_scale"}
         for fields in (GuidanceFields, DetailFields, SamplingFields):
             names |= set(fields.model_fields)
         return JobSpec(**self.model_dump(include=names))

@@ -12,7 +12,7 @@ from ltx_neuron import flags
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import first_bytes, whole_file
-from ltx_neuron.flags.resolve import dubbing_of, references_of, size_of
+from ltx_neuron.flags.resolve import dubbing_of, references_of, size_of, voice_of
 from ltx_neuron.host import conditions
 from ltx_neuron.host.images import MAX_IMAGE_PIXELS, MAX_SIDE, MIN_SIDE, check_image
 from ltx_neuron.job import LORA_FIELDS, Job, Size
@@ -133,7 +133,14 @@ class JobSubmitter:
                 inputs["references"] = self._references(request, spec)
                 masks = spec.conditioning_attention_mask
                 inputs["attention_mask"] = AttentionMask(*masks[0]) if masks else None
-            chosen, notes = sizes.choose(wanted, **inputs)
+            if request.reference_audio:
+                self._check_lora_set(request, "reference_audio")
+                voice = voice_of(spec)
+                assert voice
+                chosen, notes, voice = sizes.choose_voiced(wanted, voice, **inputs)
+                spec = spec.model_copy(update={"reference_audio_max_duration": voice.max_duration})
+            else:
+                chosen, notes = sizes.choose(wanted, **inputs)
             frames = chosen.size.num_frames - wanted.tail
             said = vars(chosen.size) | {"num_frames": frames, "tail_frames": wanted.tail_frames}
         loras = sizes.loras(request.lora_set, chosen)
@@ -174,12 +181,17 @@ class JobSubmitter:
 
     def _references(self, request: VideoRequest, spec: JobSpec) -> tuple[ReferenceVideo, ...]:
         """A request's references. Raises ApiError if its LoRA set has no IC-LoRA."""
+        fields = self._check_lora_set(request, "video_conditioning")
+        return references_of(spec.model_copy(update=_lora_files(fields)))
+
+    def _check_lora_set(self, request: VideoRequest, field: str) -> dict[str, Any]:
+        """A Job's LoRAs for a request. Raises ApiError if none is an IC-LoRA, as `field` needs."""
         fields = self.sizes.loras(request.lora_set, self.sizes.default)
         if not fields["stage_1_loras"]:
             known = ", ".join(map(repr, self.sizes.reference_sets)) or "none"
-            message = f"video_conditioning needs a lora_set with an IC-LoRA; available: {known}"
-            raise invalid("video_conditioning", message, "feature_not_supported")
-        return references_of(spec.model_copy(update=_lora_files(fields)))
+            message = f"{field} needs a lora_set with an IC-LoRA; available: {known}"
+            raise invalid(field, message, "feature_not_supported")
+        return fields
 
     def _dubbed_size(self, request: VideoRequest, spec: JobSpec) -> CompiledSize:
         """The size of a request for a video to dub. Raises ApiError if its LoRA set cannot dub."""

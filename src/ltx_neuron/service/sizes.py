@@ -28,7 +28,12 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
     TailFrames,
 )
-from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, TIME_SCALE
+from ltx_neuron.sampling.latents import (
+    AUDIO_LATENTS_PER_SECOND,
+    SPACE_SCALE,
+    TIME_SCALE,
+    seconds_of_latents,
+)
 from ltx_neuron.sampling.size import NO_PICTURE
 from ltx_neuron.sampling.spec import SIZES, ConditionFields, SizeFields, VideoFields
 from ltx_neuron.service.api_error import ApiError, invalid
@@ -42,9 +47,14 @@ _AS_THESE = {
     "references": "such reference videos",
     "attention_mask": "their mask",
     "nag_scale": "nag_scale",
+    "reference_audio": "such a voice",
 }
 # Inputs whose graphs may be the only ones of their size -> the request's field
-_OWN_GRAPHS = {"references": "video_conditioning", "nag_scale": "nag_scale"}
+_OWN_GRAPHS = {
+    "references": "video_conditioning",
+    "reference_audio": "reference_audio",
+    "nag_scale": "nag_scale",
+}
 
 
 class RequestedSize(VideoFields):
@@ -140,6 +150,7 @@ class SizeRegistry:
         self._recorded: list[CompiledSize] = []
         self._compiled: list[CompiledSize] = []
         self._inputs: dict[str, list[CompiledSize]] = {}
+        self._voices: set[int] = set()  # audio latents of reference voices that have graphs
         # Buckets without a recorded size. Only a request for exactly that size uses them.
         self.unrecorded: list[str] = []
 
@@ -173,9 +184,21 @@ class SizeRegistry:
 
     @property
     def reference_sets(self) -> list[str]:
-        """The names of the LoRA sets that use reference videos."""
-        sets = self.lora_sets.items()
-        return [name for name, f in sets if f["stage_1_loras"] and not f["stage_2_loras"]]
+        """The names of the LoRA sets that use reference videos or voices: with a LoRA for stage 1
+        alone."""
+
+        def only_first(fields: dict[str, tuple]) -> bool:
+            first, second = fields["stage_1_loras"], fields["stage_2_loras"]
+            return any(lora.path not in {other.path for other in second} for lora in first)
+
+        return [name for name, fields in self.lora_sets.items() if only_first(fields)]
+
+    @property
+    def voice_seconds(self) -> list[float]:
+        """The compiled lengths of reference voices: of at least so many seconds,
+        to which a longer one is cut."""
+        _ = self.compiled  # read again
+        return sorted(map(_voice_seconds, self._voices))
 
     @property
     def dubbing_sets(self) -> list[str]:
@@ -188,8 +211,10 @@ class SizeRegistry:
         dubbed = {dubbing_scale(*self.lora_sets[name]["loras"]) for name in self.dubbing_sets}
         scales = {reference_scale(self.lora_sets[n]["stage_1_loras"]) for n in self.reference_sets}
         found: dict[str, list[CompiledSize]] = {}
+        self._voices = set()
         for each in self._recorded:
             size = each.size
+            lengths = {n - size.audio_frames for n in audio_tokens if n > size.audio_frames}
             references = [ReferenceVideo("x", 1.0, size.num_frames, *scale) for scale in scales]
             inputs: dict[str, list[dict[str, Any]]] = {
                 "input_reference": [{"images": (ImageCondition("x"),)}],
@@ -204,16 +229,18 @@ class SizeRegistry:
             }
             if size.two_stage and each.recipe == "distilled":
                 inputs["reference_video"] = [
-                    _dubbing(size, count - size.audio_frames, scale)
-                    for count in audio_tokens
-                    for scale in dubbed
-                    if count > size.audio_frames
+                    _dubbing(size, latents, scale) for latents in lengths for scale in dubbed
                 ]
             else:
                 inputs["video_conditioning"] = inputs["conditioning_attention_mask"] = []
             for field, several in inputs.items():
                 if any(self._fits(each, **given) for given in several):
                     found.setdefault(field, []).append(each)
+            voices = (ReferenceAudio("x", n, identity_scale=s) for n in lengths for s in (None, 0))
+            voices = [voice for voice in voices if self._fits(each, reference_audio=voice)]
+            if voices and self.reference_sets:
+                found.setdefault("reference_audio", []).append(each)
+                self._voices |= {voice.latents for voice in voices}
         return found
 
     def loras(self, name: str | None, chosen: CompiledSize) -> dict[str, Any]:
@@ -305,6 +332,30 @@ class SizeRegistry:
             raise _not_compiled(message, compiled, "reference_video")
         return min(fitting, key=lambda each: _distance(requested, each, self.default))
 
+    def choose_voiced(
+        self, requested: RequestedSize, voice: ReferenceAudio, **inputs: Any
+    ) -> tuple[CompiledSize, list[str], ReferenceAudio]:
+        """The compiled size as in `choose`, and the voice, cut to the longest compiled length.
+        Raises ApiError also for a voice that is shorter than all of them."""
+        seconds, lengths = _voice_seconds(voice.latents), self.voice_seconds
+        for latents in sorted(self._voices, reverse=True):
+            if latents > voice.latents:
+                continue
+            cut, notes = voice, []
+            if latents < voice.latents:
+                cut = replace(voice, latents=latents, max_duration=seconds_of_latents(latents))
+                used = _voice_seconds(latents)
+                notes = [f"reference_audio: {used:.2f} of {seconds:.2f} s are used, as compiled"]
+            with suppress(ApiError):
+                chosen, rounded = self.choose(requested, **inputs, reference_audio=cut)
+                return chosen, [*rounded, *notes], cut
+        listed = ", ".join(f"{each:.2f}" for each in lengths) or "none"
+        message = (
+            f"reference_audio of {seconds:.2f} s is not compiled for this request, but these"
+            f" lengths, to which a longer one is cut: {listed} s"
+        )
+        raise _not_compiled(message, self._inputs.get("reference_audio", []), "reference_audio")
+
     def check_retake(self, job: Job) -> None:
         """Raise ApiError if no graph can regenerate or extend the job's video."""
         chosen = CompiledSize(job.size, job.recipe)
@@ -328,6 +379,11 @@ class SizeRegistry:
             if name in inputs:
                 compiled = self.inputs.get(field, [])
         return _not_compiled(message, compiled, "seconds" if by_seconds else "size")
+
+
+def _voice_seconds(latents: int) -> float:
+    """Seconds of the shortest sound with this number of latents."""
+    return (latents - 1) / AUDIO_LATENTS_PER_SECOND
 
 
 def _dubbing(size: Size, latents: int, scale: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ const FILES = {
   audio_reference: ["Sound", "audio/*", "audio_start_time"],
   video_reference: ["Video to retake or extend", "video/*", "start_time", "end_time", "extend"],
   reference_video: ["Video to dub", "video/*", "reference_strength"],
+  reference_audio: ["Voice for the LoRAs", "audio/*"],
   video_conditioning: ["Reference of the LoRAs", "video/*,image/png,image/jpeg,image/webp"],
 };
 const SIZED = ["size", "duration", "two_stage"];  // what a video to retake says itself
