@@ -26,7 +26,16 @@ import oracle
 import pytest
 import recipes_oracle
 import torch
-from helpers import made_film, randn, random_value, rel, run_program, save_weights
+from helpers import (
+    made_film,
+    randn,
+    random_value,
+    rel,
+    run_program,
+    save_weights,
+    tone,
+    write_sound,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -41,6 +50,7 @@ from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
+from ltx_neuron.flags.resolve import voice_of
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import cut
 from ltx_neuron.job import Job, Size
@@ -50,6 +60,7 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.text.encoders import Contexts, RankTextEncoder
 from ltx_neuron.text.inputs import bucket_for, load_tokenizer, tokenize
 from ltx_neuron.tiny import TinySizes, make_tiny
@@ -866,6 +877,8 @@ def given(assets, tmp_path_factory) -> dict[str, Job]:
     folder = tmp_path_factory.mktemp("given")
     film = made_film(folder / "film.mp4", 9, 64, 64)
     mask = made_film(folder / "mask.mp4", 9, 64, 64, seed=1)
+    samples = (tone(16000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
+    sound = write_sound(folder / "voice.wav", samples, 16000, "pcm_s16le", "stereo", "s16")
     retake = Job(PROMPT, Size(64, 64, 9), 3, retake=Retake(film, 0.05, 0.2))
     scales = dict(zip(("video", "audio"), [StreamGuidance(**GUIDANCE)] * 2, strict=True))
     guided = dict(recipe="dev", num_inference_steps=2, guidance=Guidance(**scales))
@@ -878,6 +891,15 @@ def given(assets, tmp_path_factory) -> dict[str, Job]:
             Size(0, 0, 30, 30.0),
             sound_only=True,
             **guided | {"guidance": replace(guided["guidance"], video=StreamGuidance())},
+        ),
+        "voice": Job(
+            PROMPT,
+            Size(64, 64, 9),
+            seed=5,
+            stage_1_loras=(Lora(assets.lora, 0.8),),
+            reference_audio=voice_of(JobSpec(reference_audio=str(sound))),
+            **guided,
+            negative_prompt="grey",
         ),
         "masked reference": Job(
             PROMPT,
@@ -915,15 +937,20 @@ def on_torchdist(assets, given, tmp_path_factory) -> dict[str, dict[str, Tensor]
 
 @pytest.mark.parametrize("settings", [(CUT,), (WHOLE, "sequence_parallel=true")])
 @pytest.mark.parametrize(
-    "name", ["retake", "guided retake", "masked reference", "negative prompt", "sound alone"]
+    "name",
+    ["retake", "guided retake", "voice", "masked reference", "negative prompt", "sound alone"],
 )
 def test_every_other_kind_of_graphs_is_the_other_backends(
     assets, workspace, given, on_torchdist, name, settings
 ):
     job, ours = given[name], open_workspace(assets, workspace.artifacts, *settings)
     (bucket,) = job.buckets
-    kinds = bucket.audio_timesteps > 1, bucket.biased, bucket.nag, bucket.streams == ("audio",)
-    assert kinds == tuple(kind in name for kind in ("retake", "masked", "negative", "alone"))
+    held = bucket.audio_timesteps > 1, bucket.biased, bucket.nag, bucket.streams == ("audio",)
+    assert held == (
+        name == "voice" or "retake" in name,
+        *(kind in name for kind in ("masked", "negative", "alone")),
+    )
+    assert bucket.identity == (name == "voice")
     got, wanted = latents_of(job, ours), on_torchdist[name]
     distances = {name: rel(got[name], wanted[name]) for name in wanted}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})

@@ -320,9 +320,12 @@ def guided_fields(
     }
     predictions = {
         f"{name}_{stream}": field
-        for name in (*PASSES, *[WITHOUT] * bucket.identity, "guided")
+        for name in (*PASSES, "guided")
         for stream, field in streams.items()
     }
+    if bucket.identity:
+        predictions |= {f"{WITHOUT}_audio": streams["audio"]}
+        predictions |= {"identity": Field((1,), torch.float32)}
     return {
         **predictions,
         **{f"{stream}_x0": field for stream, field in streams.items()},
@@ -330,7 +333,6 @@ def guided_fields(
         "enabled_steps": Field((bucket.max_steps, 2), torch.float32),
         "enabled": Field((2,), torch.float32),
         "guidance": Field((2, 4), torch.float32),
-        **({"identity": Field((1,), torch.float32)} if bucket.identity else {}),
     }
 
 
