@@ -72,6 +72,8 @@ def test_what_no_tail_can_be_is_refused_in_words(tmp_path):
     retake = replace(TAILED, retake=Retake(FILE, 0.1, 0.2))
     with pytest.raises(FieldError, match="--video-path cannot be combined with --tail-frames"):
         retake.check()
+    with pytest.raises(FieldError, match="--sound-only cannot be combined with --tail-frames"):
+        replace(TAILED, size=Size(0, 0, 25), sound_only=True, recipe="dev").check()
     image = replace(TAILED, images=(ImageCondition(FILE, 17),))
     with pytest.raises(UserError, match=r"frame 17 is outside the clip's 0\.\.16"):
         image.check()
@@ -117,7 +119,7 @@ def test_a_tails_frames_and_its_sound_are_cut_exactly(frame_rate, tmp_path):
     assert torch.equal(kept.waveform, all_of_it.waveform[:, :samples])
     assert kept.waveform.shape == (2, samples) and len(kept.tensors["s1_video"][0, 0]) == 7
     written, wanted = tmp_path / "out.mp4", tmp_path / "wanted.mp4"
-    kept.clip().write_mp4(written)
+    kept.clip().write(written)
     beginning = all_of_it.frames[:33]
     write_video(wanted, [beginning], frame_rate, lambda: all_of_it.waveform, 48000)
     assert written.read_bytes() == wanted.read_bytes()
