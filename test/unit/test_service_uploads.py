@@ -167,6 +167,7 @@ def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compil
     assert job.dubbing.strength == 0.5 and job.size == size
     assert Path(job.reference_audio.path).read_bytes() == files["heard.mkv"]
     assert (video["num_frames"], video["fps"], video["two_stage"]) == (17, 24, True)
+    assert any("names no speech" in note for note in video["notes"])
     made(service, **dub)  # any size for which it is compiled
     (model,) = json.loads(get(service, "/v1/models").body)["data"]
     assert {each["size"] for each in model["inputs"]["reference_video"]} == {"256x128", "128x256"}

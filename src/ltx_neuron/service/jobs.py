@@ -87,7 +87,7 @@ class JobSubmitter:
             if job.has_media():
                 conditions.check(job)
             self._check_possible(job)
-            if job.sound and not names_speech(job.prompt):
+            if (job.sound or job.dubbing) and not names_speech(job.prompt):
                 notes.append(NO_SPEECH)
             line = job.with_paths(lambda path: path.name).spec.line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
