@@ -27,7 +27,7 @@ NEURON = {
     "nki",
     "nkilib",
 }
-MOST_TOP_MODULES, MOST_FUNCTION_LINES = 22, 70
+MOST_TOP_MODULES, MOST_FUNCTION_LINES = 22, 64
 
 
 def module_name(path: Path) -> str:
@@ -44,7 +44,7 @@ def test_the_package_has_few_modules_at_its_top():
 
 
 def test_no_function_is_long():
-    """Counted from the line of `def` to the last one, without decorators."""
+    """Counted from the first statement after the docstring to the last line."""
     functions = (
         (path, node)
         for path in SOURCES
@@ -54,9 +54,14 @@ def test_no_function_is_long():
     long = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path, node in functions
-        if node.end_lineno - node.lineno >= MOST_FUNCTION_LINES
+        if node.end_lineno - _first_line(node) >= MOST_FUNCTION_LINES
     ]
     assert not long, long
+
+
+def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    documented = ast.get_docstring(function) is not None and len(function.body) > 1
+    return function.body[documented].lineno
 
 
 def test_no_statement_is_excepted_from_formatting():
