@@ -105,7 +105,7 @@ def contexts(workspace):
 @pytest.fixture(scope="module")
 def wanted(tiny, contexts):
     @cache
-    def wanted(job, recipe=Given, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    def wanted(job, recipe=None, dtype=torch.float32) -> dict[str, torch.Tensor]:
         return given_oracle.generate(tiny, job, partial(contexts, dtype=dtype), recipe, dtype)
 
     return wanted
