@@ -40,6 +40,7 @@ class Job(recipes_oracle.Job):
     dubbing         (path, strength)
     voice           (path, longest duration)
     identity        scale of the guidance towards the voice
+    sound_only      no video, which is then no stream
     stage_1_loras   besides `loras`
     """
 
@@ -51,6 +52,7 @@ class Job(recipes_oracle.Job):
     dubbing: tuple | None = None
     voice: tuple | None = None
     identity: float = 0.0
+    sound_only: bool = False
     images_as_guides: bool = False
     skip_stage_2: bool = False
     stage_1_loras: tuple = ()
@@ -71,7 +73,7 @@ def generate(
 ) -> dict[str, Tensor]:
     """Latents and encoded inputs under --save-tensors' names; `contexts` is called with a prompt;
     `recipe` is a subclass of Given."""
-    recipe = recipe or Given
+    recipe = recipe or (Alone if job.sound_only else Given)
     with recipes_oracle.semantics("later"), _semantics(recipe), oracle.one_thread():
         return recipe(assets, job, contexts, dtype).run()
 
@@ -167,8 +169,12 @@ class Given(recipes_oracle.Recipe):
         return torch.zeros_like(sigma)
 
     def counted_latent(self) -> Tensor | None:
-        """Whose tokens the dev schedule counts."""
-        return None
+        """Whose tokens the dev schedule counts: HQ's alone."""
+        job = self.job
+        if job.sampler == "euler":
+            return None
+        sides = (side // (2 if job.two_stage else 1) // 32 for side in (job.height, job.width))
+        return torch.empty(1, 128, (job.num_frames + 7) // 8, *sides)
 
     def loras_of_stage_2(self) -> tuple:
         return self.job.loras + self.job.refining_loras
@@ -451,6 +457,40 @@ class KeptBeginsAsNoise(Given):
 
     def kept(self, latent):
         return Stream(latent, 1.0, frozen=True)
+
+
+class Alone(Given):
+    """t2a_one_stage of later releases."""
+
+    def run(self) -> dict[str, Tensor]:
+        from ltx_core.components.diffusion_steps import EulerDiffusionStep
+        from ltx_core.components.guiders import MultiModalGuider, MultiModalGuiderParams
+        from ltx_core.components.schedulers import LTX2Scheduler
+        from ltx_core.guidance import perturbations
+        from ltx_core.types import VideoPixelShape
+        from ltx_pipelines.utils import helpers
+
+        job, model, stepper = self.job, self._transformer(self.job.loras), EulerDiffusionStep()
+        guidance = job.guidance[1]
+        guider = MultiModalGuider(params=MultiModalGuiderParams(**guidance), negative_context=None)
+        kind, blocks = perturbations.PerturbationType.SKIP_AUDIO_SELF_ATTN, guidance["stg_blocks"]
+        skip = perturbations.PerturbationConfig([perturbations.Perturbation(kind, [*blocks])])
+        skipped = perturbations.BatchedPerturbationConfig([skip])
+        # Of the video only its length counts.
+        shape = VideoPixelShape(1, job.num_frames, 32, 32, job.frame_rate)
+        state, tools = self._begun("audio", helpers.noise_audio_state, shape, Stream())
+        sigmas = LTX2Scheduler().execute(steps=job.steps)
+        for step, sigma in enumerate(sigmas[:-1]):
+
+            def predict(prompt, skipped=None, state=state, sigma=sigma):
+                context = self.contexts(prompt)[1]
+                modality = helpers.modality_from_latent_state(state, context, sigma)
+                return model(video=None, audio=modality, perturbations=skipped)[1]
+
+            cond, uncond = predict(job.prompt), predict(job.negative_prompt)
+            x0 = guider.calculate(cond, uncond, predict(job.prompt, skipped), cond)
+            state = dataclasses.replace(state, latent=stepper.step(state.latent, x0, sigmas, step))
+        return {"s1_audio": tools.unpatchify(state).latent}
 
 
 @contextmanager

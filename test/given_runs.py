@@ -105,7 +105,7 @@ def contexts(workspace):
 @pytest.fixture(scope="module")
 def wanted(tiny, contexts):
     @cache
-    def wanted(job, recipe=Given, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    def wanted(job, recipe=None, dtype=torch.float32) -> dict[str, torch.Tensor]:
         return given_oracle.generate(tiny, job, partial(contexts, dtype=dtype), recipe, dtype)
 
     return wanted
@@ -162,6 +162,8 @@ def told(job: given_oracle.Job) -> Job:
         references=tuple(reference(*given, job.scales) for given in job.references),
         images_as_guides=job.images_as_guides,
         skip_stage_2=job.skip_stage_2,
+        sampler=job.sampler,
+        sound_only=job.sound_only,
         loras=loras_of(job.loras),
         stage_1_loras=loras_of(job.stage_1_loras),
         stage_2_loras=loras_of(job.refining_loras),
@@ -259,6 +261,14 @@ def voiced(files, tiny, **more) -> given_oracle.Job:
     voice = dict(voice=(files / "sound.wav", 0.63), identity=2.5, images=((tiny.image, 0, 0.9),))
     loras = dict(stage_1_loras=lora(tiny), refining_loras=lora(tiny))
     return given_oracle.Job(RAIN, **sizes | guided | voice | loras | more)
+
+
+def sound_alone(files, tiny) -> given_oracle.Job:
+    """Of a length that no video has."""
+    length = dict(height=0, width=0, num_frames=30, frame_rate=30.0, seed=61, sound_only=True)
+    audio = (*AUDIO[:-1], ("rescale_scale", 0.7))
+    guided = dict(video=(), audio=audio, negative_prompt=DUST, steps=3)
+    return given_oracle.Job(RAIN, **length, **guided)
 
 
 def longer(files, **more) -> given_oracle.Job:

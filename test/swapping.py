@@ -1,5 +1,6 @@
 """Jobs of several weight sets on one engine. Imported as `swapping`."""
 
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,7 @@ def opened(jobs: list[Job], tiny, artifacts: Path) -> Iterator[Callable[[], Engi
     workspace.compile_dit(list({bucket for job in jobs for bucket in job.buckets}))
     engine = opened_engine(workspace, tiny)
     for job in jobs:
-        give_contexts(engine, job, lambda _, seed=job.seed: drawn(workspace, seed))
+        give_contexts(engine, job, lambda prompt: drawn(workspace, zlib.crc32(prompt.encode())))
 
     def anew() -> Engine:
         engine.close()

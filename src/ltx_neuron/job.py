@@ -40,6 +40,10 @@ from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
 
 _RETAKE_STEPS = 40  # of the dev recipe, without --num-inference-steps
+VOICE_WITHOUT_LORA = (
+    "{reference_audio} goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as well, or leave"
+    " out {reference_audio}"
+)
 LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras")  # of a Job
 
 
@@ -260,10 +264,7 @@ class Job(Inputs):
                 "{prompt} is not UTF-8 text; type it again in a UTF-8 terminal or file"
             ) from None
         if self.voice and not self.stage_1_loras:
-            raise FieldError(
-                "{reference_audio} goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as"
-                " well, or leave out {reference_audio}"
-            )
+            raise FieldError(VOICE_WITHOUT_LORA)
         if self.recipe == "distilled":
             self._check_unguided()
         # res_2s predicts twice per step, and once more at the end.

@@ -32,6 +32,7 @@ from given_runs import (
     retake,
     run,
     scaled_ic_lora,
+    sound_alone,
     told,
     voiced,
 )
@@ -137,6 +138,11 @@ def test_a_negative_prompt_of_the_distilled_recipe_equals_the_papers_equations(
 
 # --- bfloat16 -------------------------------------------------------------------------------------
 
+
+def voiced_without_guidance(files, tiny):
+    return voiced(files, tiny, video=None, audio=(), identity=0.0, refining_loras=())
+
+
 IN_BF16 = {
     "a retake of both": lambda files, tiny: retake(files),
     "masked references": lambda files, tiny: replace(ic_lora(files, tiny), skip_stage_2=True),
@@ -149,6 +155,9 @@ IN_BF16 = {
         a2v_dev_in_one_stage(files, tiny), images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6))
     ),
     "dubbing": dubbed,
+    "a voice, guided": voiced,
+    "a voice": voiced_without_guidance,
+    "sound alone": sound_alone,
 }
 
 
@@ -161,7 +170,8 @@ def test_bfloat16_is_as_near_to_the_truth_as_ltx_pipelines_own(generate, wanted,
     ours = generate(job, dtype="bfloat16")
     off, allowed = distances(ours, truth), distances(theirs, truth)
     print({name: f"{off[name]:.4f} {allowed[name]:.4f}" for name in off})
-    assert {"s1_video", "s1_audio"} <= off.keys() and ours["s1_video"].dtype == torch.bfloat16
+    streams = {"s1_audio"} if job.sound_only else {"s1_video", "s1_audio"}
+    assert streams <= off.keys() and ours["s1_audio"].dtype == torch.bfloat16
     assert {name for name in off if not off[name] <= BF16_FACTOR * allowed[name] + BF16_FLOOR} == (
         set()
     )
@@ -209,9 +219,22 @@ def test_a_guided_voice_equals_id_lora_on_the_later_core(generate, wanted, files
 def test_a_voice_without_guidance_and_one_without_the_fifth_pass_do_too(
     generate, wanted, files, tiny
 ):
-    distilled = voiced(files, tiny, video=None, audio=(), identity=0.0, refining_loras=())
+    distilled = voiced_without_guidance(files, tiny)
     for job, bound in ((distilled, FP32), (voiced(files, tiny, identity=0.0), GUIDED)):
         assert_equals_the_oracle(generate(job), wanted(job), bound)
+
+
+def test_a_voice_in_hq_equals_id_lora_with_res_2s_in_both_stages(generate, wanted, files, tiny):
+    job = voiced(files, tiny, sampler="res_2s")
+    got = generate(job)
+    assert_equals_the_oracle(got, wanted(job), GUIDED)
+    assert torch.equal(got["s2_audio"], got["s1_audio"])
+
+
+def test_sound_alone_equals_ltx_pipelines(generate, wanted, files, tiny):
+    job = sound_alone(files, tiny)
+    got = generate(job)
+    assert "s1_video" not in got and rel(got["s1_audio"], wanted(job)["s1_audio"]) <= GUIDED
 
 
 # --- wrong ways -----------------------------------------------------------------------------------
@@ -537,6 +560,7 @@ DIVIDED = {
     "masked in two stages": 2,
     "guides": 2,
     "dubbed": 2,
+    "voiced": 2,
 }
 
 

@@ -10,10 +10,16 @@ from helpers import made_film, one_thread  # noqa: F401
 from swapping import ONE, TWO, assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
 from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.flags.resolve import dubbing_of, voice_of
 from ltx_neuron.generate import run_identity
 from ltx_neuron.job import Job, Size
 from ltx_neuron.progress import restore_state, save_state
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
+from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.sampling.spec import JobSpec
+
+SEEN = StreamGuidance(cfg_scale=3.0)
+SPOKEN = StreamGuidance(cfg_scale=7.0, stg_scale=1.0, stg_blocks=(0,))
 
 
 @pytest.fixture(scope="module")
@@ -24,20 +30,39 @@ def jobs(tiny, tmp_path_factory) -> list[Job]:
 @pytest.fixture(scope="module")
 def mixed(tiny, jobs, tmp_path_factory) -> list[Job]:
     """A line of each kind, those of two IC-LoRAs apart from each other."""
-    (first,), (second,) = jobs[0].loras, jobs[1].stage_1_loras
+    first, second = jobs[0].loras, jobs[1].stage_1_loras
     masked = {name: getattr(jobs[1], name) for name in ("references", "attention_mask")}
     film = masked["references"][0].path
     long = made_film(tmp_path_factory.mktemp("mixed") / "film.mp4", 17, 64, 64)
     more = Retake(long, extend=0.6, source_frames=17)
+    dubbed = dubbing_of(JobSpec(reference_video=str(film)), TWO, first)
+    voice = voice_of(JobSpec(reference_audio=str(long)))
+    guided = {"recipe": "dev", "num_inference_steps": 2, "negative_prompt": "dust"}
+    alone = Size(0, 0, 30, 30.0), Guidance(StreamGuidance(), SPOKEN)
     return [
-        Job("an IC-LoRA", TWO, 11, stage_1_loras=(first,), **masked),
+        Job("an IC-LoRA", TWO, 11, stage_1_loras=first, **masked),
         Job("text to video", ONE, 12),
-        Job("another IC-LoRA", TWO, 13, stage_1_loras=(second,), **masked),
+        Job("another IC-LoRA", TWO, 13, stage_1_loras=second, **masked),
         Job("image to video", ONE, 14, images=(ImageCondition(tiny.image),)),
         Job("made longer by two windows", Size(64, 64, 25), 18, retake=more),
         Job("a retake", ONE, 15, retake=Retake(film, 0.05, 0.2)),
-        Job("the first again", TWO, 16, stage_1_loras=(first,), **masked),
+        Job("the first again", TWO, 16, stage_1_loras=first, **masked),
         Job("audio to video", TWO, 17, sound=SoundCondition(film)),
+        Job("dubbing", TWO, 19, loras=first, **dubbed),
+        Job("a reference voice", TWO, 20, stage_1_loras=first, reference_audio=voice),
+        Job(
+            *("a guided voice", TWO, 21),
+            **guided,
+            guidance=Guidance(SEEN, SPOKEN),
+            stage_1_loras=first,
+            stage_2_loras=second,
+            reference_audio=voice,
+        ),
+        Job("normalized attention guidance", ONE, 22, negative_prompt="dust", nag_scale=11.0),
+        Job("a tail that is cut", Size(64, 64, 17), 23, tail_frames=8),
+        Job("a bed of noise", TWO, 24, sound=SoundCondition(film, bed=-30.0)),
+        Job("an IC-LoRA in one stage", ONE, 25, stage_1_loras=second, **masked),
+        Job("sound alone", alone[0], 26, **guided, guidance=alone[1], sound_only=True),
     ]
 
 
@@ -52,13 +77,24 @@ def test_a_batch_of_all_kinds_swaps_least_and_every_line_is_its_single_run(engin
     engine = engine_of()
     engine.on_stage_end = lambda run: order.append(run.job.seed)
     assert_same(latents(engine, mixed), single)
-    # Stage 1 of one IC-LoRA, of the other, and then all that is plain.
-    assert swaps(engine) == 2 and order == [11, 16, 13, 11, 12, 13, 14, 18, 18, 15, 16, 17, 17]
+    assert swaps(engine) == 2
+    # What one LoRA makes, what the other does, and then all that is plain.
+    one, other = [11, 16, 19, 19, 20, 21], [13, 21, 25]
+    plain = [11, 12, 13, 14, 18, 18, 15, 16, 17, 17, 20, 22, 23, 24, 24, 26]
+    assert order == one + other + plain
     # What was given counts: without it the latents are others.
-    for job, given in ((mixed[7], "sound"), (mixed[5], "retake"), (mixed[3], "images")):
-        job = replace(job, **{given: None if given != "images" else ()})
-        without = latents(engine, [job])[job.seed]
-        assert not torch.equal(without["s1_video"], single[job.seed]["s1_video"])
+    by_seed = {job.seed: job for job in mixed}
+    for seed, without in (
+        (17, {"sound": None}),
+        (15, {"retake": None}),
+        (14, {"images": ()}),
+        (21, {"reference_audio": replace(by_seed[21].reference_audio, identity_scale=1.0)}),
+        (22, {"nag_scale": None, "negative_prompt": None}),
+        (24, {"sound": by_seed[17].sound}),
+    ):
+        job = replace(by_seed[seed], **without)
+        got = latents(engine, [job])[seed]
+        assert not torch.equal(got["s1_video"], single[seed]["s1_video"]), seed
 
 
 def test_an_interrupted_batch_goes_on_to_the_same_bits(engine_of, jobs, tmp_path):

@@ -308,7 +308,9 @@ def test_flags_make_the_job_and_its_line_makes_it_again(voice, id_lora):
     assert scaled.identity_scale == 1.5
     video, audio = scaled.resolved_guidance.streams
     assert (video.rescale_scale, audio.cfg_scale, audio.stg_blocks) == (0.0, 4.0, (29,))
-    for each in (plain, scaled, made(*words, recipe="distilled")):
+    hq = made(*words, "--sampler", "res_2s", "--two-stage")
+    assert [each.rescale_scale for each in hq.resolved_guidance.streams] == [0.0, 0.0]
+    for each in (plain, scaled, hq, made(*words, recipe="distilled")):
         line = json.loads(json.dumps(each.with_paths(lambda path: path.name).spec.line()))
         line["ic_lora"] = [[id_lora, 1.0]]
         assert job_of(line, Path(voice).parent) == each
@@ -345,8 +347,10 @@ def test_what_does_not_go_together_is_said_with_what_to_type(voice, id_lora, tmp
     )
     assert "needs --reference-audio FILE" in refused(*lora, *scale)
     assert "does not go with --reference-video" in refused(*words, "--reference-video", voice)
-    hq = "--sampler", "res_2s", "--two-stage"
-    assert "cannot be combined with --reference-audio" in refused(*words, *lora, *hq)
+    # HQ's LoRA, in stage 1 as well, is not the voice's.
+    hq = "--sampler", "res_2s", "--two-stage", "--distilled-lora-strength-stage-1", 0.25
+    hq = *hq, "--distilled-lora", id_lora
+    assert refused(*words, *hq) == refused(*words)
     samples = torch.zeros(6, 8000).short().T.reshape(1, -1).contiguous().numpy()
     six = write_sound(tmp_path / "six.wav", samples, 16000, "pcm_s16le", "5.1", "s16")
     assert "has 6 channels" in refused("--reference-audio", six, *lora)

@@ -12,7 +12,7 @@ from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.files import check_readable
 from ltx_neuron.host.images import is_image
 from ltx_neuron.host.media import footage, video_size
-from ltx_neuron.job import LORA_FIELDS, SPEC_FIELDS, Job, Size
+from ltx_neuron.job import LORA_FIELDS, SPEC_FIELDS, VOICE_WITHOUT_LORA, Job, Size
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ReferenceAudio,
@@ -290,6 +290,8 @@ def lora_fields(spec: JobSpec) -> dict[str, WeightSet]:
                 f"{field} replaces the strength of {{distilled_lora}}: type {{distilled_lora}} PATH"
                 " without a strength"
             )
+        if spec.reference_audio and not stage_1:  # a Job takes the distilled LoRA for the voice's
+            raise FieldError(VOICE_WITHOUT_LORA)
         first, stage_2 = (
             _loras(distilled, default if strength is None else strength)
             for strength, default in zip(given, HQ_STRENGTHS, strict=True)

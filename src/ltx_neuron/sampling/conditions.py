@@ -62,7 +62,7 @@ _EXCLUDES = {
         "{images_as_guides}",
         "{sampler} res_2s",
     ),
-    "{sampler} res_2s": ("{audio_path}", "{video_conditioning}", "{reference_audio}"),
+    "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
     "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
     "{reference_audio}": ("{video_path}", "{reference_video}", "{sound_only}"),
     "{reference_video}": (

@@ -107,6 +107,10 @@ HQ_STEPS = 15
 # Of a reference voice, with which ID-LoRA (github.com/ID-LoRA, inference_one_stage.py) was made.
 _VOICE_STREAM = replace(_STREAM, stg_blocks=(29,), rescale_scale=0.0)
 VOICE_DEFAULTS = Guidance(_VOICE_STREAM, replace(_VOICE_STREAM, cfg_scale=7.0))
+# ID-LoRA's HQ (inference_two_stage_hq.py) is without this rescale too; that it instead scales the
+# negative prediction (CFGStarRescalingGuider) is not implemented.
+_HQ_VOICE_STREAM = replace(_HQ_STREAM, rescale_scale=0.0)
+HQ_VOICE_DEFAULTS = Guidance(_HQ_VOICE_STREAM, replace(_HQ_VOICE_STREAM, cfg_scale=7.0))
 IDENTITY_SCALE = 3.0  # how far the sound is guided away from the prediction without the voice
 
 
@@ -149,7 +153,10 @@ def default_guidance(
     sound_only  there is no video, by which the sound is then not guided either
     voice       with a reference voice
     """
-    guidance = HQ_DEFAULTS if sampler == "res_2s" else VOICE_DEFAULTS if voice else DEFAULTS
+    plain, voiced = DEFAULTS, VOICE_DEFAULTS
+    if sampler == "res_2s":
+        plain, voiced = HQ_DEFAULTS, HQ_VOICE_DEFAULTS
+    guidance = voiced if voice else plain
     if sound_only:
         return Guidance(StreamGuidance(), replace(guidance.audio, modality_scale=1.0))
     return replace(guidance, audio=StreamGuidance()) if sound else guidance
