@@ -181,6 +181,8 @@ def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compil
         ({"reference_video": files["film.mp4"]}, "reference_video", "has no sound"),
         ({"two_stage": "false"}, "reference_video", "got no two_stage"),
         ({"recipe": "dev"}, "reference_video", "got no recipe distilled"),
+        ({"nag_scale": "11"}, "reference_video", "is not compiled"),
+        ({"input_reference": files["picture.png"]}, "reference_video", "is not compiled"),
     ):
         error = refused(service, **dub | fields)
         assert error["param"] == param and words in error["message"], error
@@ -197,7 +199,8 @@ def test_a_voice_is_cut_to_the_compiled_seconds_and_never_padded(service, files,
     sizes._read = None  # as when a manifest is added
     job, video = made(service, **voice, size="256x128")
     assert job.reference_audio.latents == 126 and job.size == PAIR
-    assert video["notes"] == ["reference_audio: 5.00 of 6.00 s are used, as compiled"]
+    assert video["notes"] == ["reference_audio: 5.00 of 6.00 s are used, as compiled", NO_SPEECH]
+    voice |= {"prompt": "a man says hello"}
     (model,) = json.loads(get(service, "/v1/models").body)["data"]
     sides = {"256x128", "128x256", "128x64", "64x128"}  # the latter in one stage
     assert {each["size"] for each in model["inputs"]["reference_audio"]} == sides

@@ -87,7 +87,7 @@ class JobSubmitter:
             if job.has_media():
                 conditions.check(job)
             self._check_possible(job)
-            if (job.sound or job.dubbing) and not names_speech(job.prompt):
+            if (job.sound or job.reference_audio) and not names_speech(job.prompt):
                 notes.append(NO_SPEECH)
             line = job.with_paths(lambda path: path.name).spec.line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
@@ -114,6 +114,7 @@ class JobSubmitter:
         )
         sizes, wanted, notes = self.sizes, request.wanted, []
         spec = request.spec.model_copy(update=self._media(request, folder))
+        inputs: dict[str, Any] = {"images": images, "nag_scale": spec.nag_scale}
         if request.video_reference:  # its file has the size
             chosen = CompiledSize(Size(), wanted.recipe or sizes.default.recipe)
             if wanted.seconds is not None:
@@ -122,13 +123,12 @@ class JobSubmitter:
                 raise invalid("extend", f"extend {spec.extend:g}: wanted at most {most:g} s")
             said = wanted.model_dump(exclude_none=True)
         elif request.reference_video:  # its file has the length
-            chosen = self._dubbed_size(request, spec)
+            chosen = self._dubbed_size(request, spec, inputs)
             said = vars(chosen.size) | wanted.model_dump(
                 include={"two_stage", "tail_frames"}, exclude_none=True
             )
             said |= {"num_frames": None, "frame_rate": None}
         else:
-            inputs: dict[str, Any] = {"images": images, "nag_scale": spec.nag_scale}
             if request.video_conditioning:
                 inputs["references"] = self._references(request, spec)
                 masks = spec.conditioning_attention_mask
@@ -193,7 +193,9 @@ class JobSubmitter:
             raise invalid(field, message, "feature_not_supported")
         return fields
 
-    def _dubbed_size(self, request: VideoRequest, spec: JobSpec) -> CompiledSize:
+    def _dubbed_size(
+        self, request: VideoRequest, spec: JobSpec, inputs: dict[str, Any]
+    ) -> CompiledSize:
         """The size of a request for a video to dub. Raises ApiError if its LoRA set cannot dub."""
         fields, wanted = self.sizes.loras(request.lora_set, self.sizes.default), request.wanted
         if len(fields["loras"]) != 1:
@@ -204,7 +206,8 @@ class JobSubmitter:
             raise invalid("seconds", "seconds does not go with reference_video; leave it out")
         length = wanted.model_dump(include={"num_frames", "frame_rate"})
         clip = size_of(spec.model_copy(update=length | {"two_stage": True}))
-        chosen = self.sizes.choose_dubbed(wanted, clip, dubbing_of(spec, clip, fields["loras"]))
+        inputs = inputs | dubbing_of(spec, clip, fields["loras"])
+        chosen = self.sizes.choose_dubbed(wanted, clip, inputs)
         return chosen._replace(recipe=wanted.recipe or chosen.recipe)
 
     def _images(

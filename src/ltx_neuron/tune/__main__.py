@@ -163,7 +163,8 @@ def main(argv: list[str] | None = None) -> None:
     args.typed = parser.words
     check(args)
     spec, recipe = flags.spec(args), flags.recipe(args)
-    shape = Job("", flags.size(args), images=spec.image, sound_only=spec.sound_only, recipe=recipe)
+    own = {name: getattr(spec, name) for name in ("sound_only", "nag_scale")}
+    shape = Job("", flags.size(args), images=spec.image, recipe=recipe, **own)
     shape.check_shape()
     workspace = flags.workspace(args, tuned=False)
     require_runtime(workspace.profile, workspace.tp)
