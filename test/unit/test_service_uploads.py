@@ -193,6 +193,10 @@ def test_a_voice_is_cut_to_the_compiled_seconds_and_never_padded(service, files,
     assert refused(service, **voice)["code"] == "profile_mismatch"
     error = refused(service, **voice | {"lora_set": ""})
     assert error["code"] == "feature_not_supported" and "'pose'" in error["message"]
+    both = sizes.lora_sets["pose"]["stage_1_loras"]  # a LoRA of both stages is no voice's
+    sizes.lora_sets |= {"hq": NONE | {"stage_1_loras": both, "stage_2_loras": both}}
+    assert refused(service, **voice | {"lora_set": "hq"})["code"] == "feature_not_supported"
+    del sizes.lora_sets["hq"]
     compiled = [ReferenceAudio("x", latents) for latents in (51, 126)]  # of 2 and of 5 s
     for one in compiled:
         sizes.workspace.recorded |= Workspace(PAIR, reference_audio=one).recorded

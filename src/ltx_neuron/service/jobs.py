@@ -134,7 +134,7 @@ class JobSubmitter:
                 masks = spec.conditioning_attention_mask
                 inputs["attention_mask"] = AttentionMask(*masks[0]) if masks else None
             if request.reference_audio:
-                self._check_lora_set(request, "reference_audio")
+                self._check_lora_set(request, "reference_audio", "an IC-LoRA")
                 voice = voice_of(spec)
                 assert voice
                 chosen, notes, voice = sizes.choose_voiced(wanted, voice, **inputs)
@@ -181,15 +181,18 @@ class JobSubmitter:
 
     def _references(self, request: VideoRequest, spec: JobSpec) -> tuple[ReferenceVideo, ...]:
         """A request's references. Raises ApiError if its LoRA set has no IC-LoRA."""
-        fields = self._check_lora_set(request, "video_conditioning")
+        fields = self._check_lora_set(request, "video_conditioning", "an IC-LoRA")
         return references_of(spec.model_copy(update=_lora_files(fields)))
 
-    def _check_lora_set(self, request: VideoRequest, field: str) -> dict[str, Any]:
-        """A Job's LoRAs for a request. Raises ApiError if none is an IC-LoRA, as `field` needs."""
-        fields = self.sizes.loras(request.lora_set, self.sizes.default)
-        if not fields["stage_1_loras"]:
-            known = ", ".join(map(repr, self.sizes.reference_sets)) or "none"
-            message = f"{field} needs a lora_set with an IC-LoRA; available: {known}"
+    def _check_lora_set(self, request: VideoRequest, field: str, lora: str) -> dict[str, Any]:
+        """A Job's LoRAs for a request. Raises ApiError if its set lacks the LoRA, in words, that
+        `field` needs."""
+        sizes = self.sizes
+        fields = sizes.loras(request.lora_set, sizes.default)
+        sets = sizes.dubbing_sets if field == "reference_video" else sizes.reference_sets
+        if (request.lora_set or "default") not in sets:
+            known = ", ".join(map(repr, sets)) or "none"
+            message = f"{field} needs a lora_set with {lora}; available: {known}"
             raise invalid(field, message, "feature_not_supported")
         return fields
 
@@ -197,11 +200,8 @@ class JobSubmitter:
         self, request: VideoRequest, spec: JobSpec, inputs: dict[str, Any]
     ) -> CompiledSize:
         """The size of a request for a video to dub. Raises ApiError if its LoRA set cannot dub."""
-        fields, wanted = self.sizes.loras(request.lora_set, self.sizes.default), request.wanted
-        if len(fields["loras"]) != 1:
-            known = ", ".join(map(repr, self.sizes.dubbing_sets)) or "none"
-            message = f"reference_video needs a lora_set with a dubbing LoRA; available: {known}"
-            raise invalid("reference_video", message, "feature_not_supported")
+        fields = self._check_lora_set(request, "reference_video", "a dubbing LoRA")
+        wanted = request.wanted
         if wanted.seconds is not None:
             raise invalid("seconds", "seconds does not go with reference_video; leave it out")
         length = wanted.model_dump(include={"num_frames", "frame_rate"})

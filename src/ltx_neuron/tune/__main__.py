@@ -48,8 +48,7 @@ def build_parser() -> Parser:
     parser = flags.parser(__doc__, EXAMPLE, gemma=False)
     parser.prog = command("tune")
     flags.add_size(parser)
-    flags.add_nag(parser)
-    flags.add_sound_only(parser)
+    flags.add_fields(parser, "video", ["nag_scale", "sound_only"])
     flags.add_loras(parser)
     add = parser.add_argument_group("tuning", "Settings to try, and limits.").add_argument
     help = f"keys of the profile to try (default: all): {', '.join(KEYS)}"
