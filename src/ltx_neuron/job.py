@@ -299,13 +299,13 @@ class Job(Inputs):
             raise FieldError(
                 "{upscale} is for one-stage runs; {two_stage} upsamples between its stages already"
             )
+        of_ic_lora = self.recipe == "distilled" and not self.voice
         asked = {
             "{two_stage}": self.size.two_stage,
             f"{{recipe}} {self.recipe}": True,
             "{upscale}": self.upscale is not None,
             # HQ's distilled LoRA (dev recipe) applies to stage 1 as well.
-            "{ic_lora}": bool(self.stage_1_loras)
-            and bool(self.references or (self.recipe == "distilled" and not self.voice)),
+            "{ic_lora}": bool(self.stage_1_loras and (self.references or of_ic_lora)),
         }
         if self.references and self.loras and not self.stage_1_loras:
             files = {f"file_{n}": f"{x.path} {x.strength:g}" for n, x in enumerate(self.loras)}
@@ -321,12 +321,6 @@ class Job(Inputs):
             raise FieldError(
                 "{identity_guidance_scale} is of the dev recipe, as the other scales are; leave it"
                 " out, or type {recipe} dev"
-            )
-        if self.sound_only and self.recipe != "dev":
-            raise FieldError(
-                "{sound_only} goes with {recipe} dev, got {recipe} {value}; type {recipe} dev as"
-                " well, or leave out {sound_only}",
-                value=self.recipe,
             )
         if self.recipe == "dev" and not (self.references or self.voice):
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)

@@ -32,11 +32,21 @@ from ltx_neuron.sampling.conditions import (
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.latents import TIME_SCALE
-from ltx_neuron.sampling.spec import RECIPES, JobSpec
+from ltx_neuron.sampling.spec import RECIPES, JobSpec, validated
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import Lora, WeightSet
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
+
+# Types of arguments that determine a size or are read with a file.
+_KINDS = {
+    "extend": float | None,
+    "tail_frames": int | None,
+    "reference_video": str | Path | None,
+    "reference_audio": str | Path | None,
+    "reference_audio_max_duration": float | None,
+    "identity_guidance_scale": float | None,
+}
 
 
 @dataclass
@@ -308,12 +318,9 @@ class LTXPipeline:
         JobSpec's, and `loras` those of all stages."""
         check_type("video", video, str | Path | Retake | None)
         fields = {name: _plain(value) for name, value in fields.items()}
-        check_type("extend", fields["extend"], float | None)
-        check_type("tail_frames", fields["tail_frames"], int | None)
-        for name in ("reference_audio_max_duration", "identity_guidance_scale"):
-            check_type(name, fields[name], float | None)
+        for name, kind in _KINDS.items():
+            check_type(name, fields[name], kind)
         for name in ("reference_video", "reference_audio"):
-            check_type(name, fields[name], str | Path | None)
             fields[name] = fields[name] and str(fields[name])
         if fields["regenerate"] == Retake.regenerate:
             fields["regenerate"] = None
@@ -321,6 +328,7 @@ class LTXPipeline:
         spec = JobSpec.model_construct(video_path=path, **fields)
         orientation = self.engine.compat.orientation
         try:
+            validated({name: fields[name] for name in _KINDS})
             retake = retake_of(spec, "video")
             if isinstance(video, Retake):
                 own = {"video_path": str(video.path), "extend": video.extend or None}

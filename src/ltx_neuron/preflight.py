@@ -76,10 +76,8 @@ class Preflight:
                 lora.say_silent(job.stages[0].loras)
             if job.voice:
                 conditions.say_voice_length(job.voice)
-            if job.reference_audio and not names_speech(job.prompt):
-                say_no_speech(conditions.voice_flag(job))
-            if job.sound and not names_speech(job.prompt):
-                say_no_speech(conditions.SOUND)
+            if (job.sound or job.reference_audio) and not names_speech(job.prompt):
+                say_no_speech(conditions.SOUND if job.sound else conditions.voice_flag(job))
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
         self.host.check([name for name in models if name not in self._checked_models])
         self._checked_models.update(models)

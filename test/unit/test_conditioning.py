@@ -6,8 +6,9 @@ import torch
 from helpers import FP32_ROUNDING, STREAMS, furthest, generator, randn
 
 from ltx_neuron.job import Job, Size
-from ltx_neuron.sampling.conditioning import LatentState, video_state
-from ltx_neuron.sampling.conditions import ImageCondition, held_mask
+from ltx_neuron.sampling.compat import Compat
+from ltx_neuron.sampling.conditioning import LatentState, initial_states, video_state
+from ltx_neuron.sampling.conditions import ImageCondition, ReferenceVideo, held_mask
 from ltx_neuron.sampling.latents import patchify_audio, patchify_video
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 
@@ -170,6 +171,26 @@ def test_with_compat_keyframes_are_appended_exactly_as_1_0_0_does(strength):
     assert torch.equal(state.denoise_mask, theirs.denoise_mask[0])
     assert torch.equal(state.positions, middles(theirs.positions))
     assert torch.equal(our_noised(state, compat=True), theirs.latent)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_with_compat_a_reference_starts_from_itself_as_in_1_0_0(strength):
+    from ltx_core.conditioning import VideoConditionByReferenceLatent
+
+    reference, start = randn(1, 128, *SHAPE, seed=5), tuple(latents().values())
+    state = ltx_state(start[0])
+    condition = VideoConditionByReferenceLatent(reference, 1, strength)
+    theirs = ltx_noised(condition.apply_to(state, tools()), 10)
+    references = (ReferenceVideo("", strength, 17),)
+    job = Job("", Size(SHAPE[1] * 32, SHAPE[2] * 32, 17), references=references)
+    given = {"reference_latent": reference}, start, []
+    ours, later = (
+        initial_states(job, False, *given, Compat(conditioning=old), torch.float32)[0]
+        for old in (True, False)
+    )
+    assert torch.equal(our_noised(ours, compat=True), theirs.latent)
+    held = len(ours.denoise_mask) // 2
+    assert not later.latent[:, held:].any() and torch.equal(later.positions, ours.positions)
 
 
 def test_later_keyframes_last_one_frame_and_start_from_their_clean_latent():

@@ -851,6 +851,9 @@ WRONG_CALLS = {
     "two_stage cannot be combined with video": TIMES | dict(video="a.mp4", two_stage=True),
     "video=5 is of type int": dict(video=5),
     "tail_frames='8' is of type str": dict(tail_frames="8"),
+    "reference_audio_max_duration: got nan": dict(
+        reference_audio="a.wav", reference_audio_max_duration=float("nan")
+    ),
     "video a.mp4: no such file": TIMES | dict(video="a.mp4"),
 }
 

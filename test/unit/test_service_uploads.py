@@ -181,6 +181,8 @@ def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compil
         ({"reference_video": files["film.mp4"]}, "reference_video", "has no sound"),
         ({"two_stage": "false"}, "reference_video", "got no two_stage"),
         ({"recipe": "dev"}, "reference_video", "got no recipe distilled"),
+        ({"nag_scale": "11"}, "reference_video", "is not compiled"),
+        ({"input_reference": files["picture.png"]}, "reference_video", "is not compiled"),
     ):
         error = refused(service, **dub | fields)
         assert error["param"] == param and words in error["message"], error
@@ -191,13 +193,18 @@ def test_a_voice_is_cut_to_the_compiled_seconds_and_never_padded(service, files,
     assert refused(service, **voice)["code"] == "profile_mismatch"
     error = refused(service, **voice | {"lora_set": ""})
     assert error["code"] == "feature_not_supported" and "'pose'" in error["message"]
+    both = sizes.lora_sets["pose"]["stage_1_loras"]  # a LoRA of both stages is no voice's
+    sizes.lora_sets |= {"hq": NONE | {"stage_1_loras": both, "stage_2_loras": both}}
+    assert refused(service, **voice | {"lora_set": "hq"})["code"] == "feature_not_supported"
+    del sizes.lora_sets["hq"]
     compiled = [ReferenceAudio("x", latents) for latents in (51, 126)]  # of 2 and of 5 s
     for one in compiled:
         sizes.workspace.recorded |= Workspace(PAIR, reference_audio=one).recorded
     sizes._read = None  # as when a manifest is added
     job, video = made(service, **voice, size="256x128")
     assert job.reference_audio.latents == 126 and job.size == PAIR
-    assert video["notes"] == ["reference_audio: 5.00 of 6.00 s are used, as compiled"]
+    assert video["notes"] == ["reference_audio: 5.00 of 6.00 s are used, as compiled", NO_SPEECH]
+    voice |= {"prompt": "a man says hello"}
     (model,) = json.loads(get(service, "/v1/models").body)["data"]
     sides = {"256x128", "128x256", "128x64", "64x128"}  # the latter in one stage
     assert {each["size"] for each in model["inputs"]["reference_audio"]} == sides

@@ -506,6 +506,7 @@ WRONG = {
     "no steps": (["--steps", "-1"], "--steps -1: wanted 1 or more"),
     "half a block": (["--layers", "1"], "--layers 1: wanted a multiple of 2"),
     "a size that cannot be": (["--height", "65"], "--height 65 is not a multiple of 32"),
+    "another recipe's graphs": (["--recipe", "dev", "--nag-scale", "11"], "--nag-scale cannot"),
     "no rank files": ([], "no dit weights in .*\nMake them: .* shard transformer "),
 }
 

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     if not gemma:
         flags.add_size(parser)
     if model == "vae":
-        flags.add_sound_only(parser)
+        flags.add_fields(parser, "video", ["sound_only"])
     if model == "transformer":
         flags.add_conditions(parser, shape_only=True)
     compiled = {"transformer": _transformer, "gemma3": _gemma3, "vae": _vae}[model]

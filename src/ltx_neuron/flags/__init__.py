@@ -45,6 +45,7 @@ from ltx_neuron.workspace import Workspace, reshard, verify_finished
 
 
 # The groups of --help-all, with their descriptions.
+_INPUTS = "sound, videos and LoRAs"
 _GROUPS = {
     "model and machine": (
         "The model's files, the folder of the weights and graphs made from them, and the hardware."
@@ -58,7 +59,7 @@ _GROUPS = {
         "Separate several blocks by commas. The other flags set the same values; they are named as"
         " in ltx-pipelines."
     ),
-    "sound, videos and LoRAs": (
+    _INPUTS: (
         "Inputs of a video besides its prompt and images. The shard command merges LoRAs into the"
         " weights once; other commands name the same LoRAs at the same strengths."
     ),
@@ -161,60 +162,43 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
 
 def add_job(parser: argparse.ArgumentParser) -> None:
     """Flags of one generation. A line of a prompts file accepts the same."""
-    video = group(parser, "video")
-    _add(video, ["prompt", *SamplingFields.model_fields])
-    add_sampler(parser)
+    add_fields(parser, "video", ["prompt", *SamplingFields.model_fields, "sampler"])
     add_size(parser)
     guidance = group(parser, "guidance")
     help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
     guidance.add_argument(
         "--guidance", nargs="+", action="extend", default=[], metavar="KEY=VALUE ...", help=help
     )
-    _add(guidance, GuidanceFields.model_fields)
+    add_fields(parser, "guidance", GuidanceFields.model_fields)
     add_loras(parser)
     add_conditions(parser)
 
 
-def add_sampler(parser: argparse.ArgumentParser) -> None:
-    """The flag of the sampler, which changes no graph."""
-    _add(group(parser, "video"), ["sampler"])
-
-
-def add_nag(parser: argparse.ArgumentParser) -> None:
-    """The flag of normalized attention guidance, which has graphs of its own."""
-    _add(group(parser, "video"), ["nag_scale"])
-
-
 def add_size(parser: argparse.ArgumentParser) -> None:
     """Flags of the output's size, the number of stages, and the image conditions."""
-    _add(group(parser, "video"), SizeFields.model_fields)
-
-
-def add_sound_only(parser: argparse.ArgumentParser) -> None:
-    """The flag of sound alone, which `add_conditions` adds too."""
-    _add(group(parser, "sound, videos and LoRAs"), ["sound_only"])
+    add_fields(parser, "video", SizeFields.model_fields)
 
 
 def add_loras(parser: argparse.ArgumentParser) -> None:
     """Flags of LoRAs. Sharding merges them into weight sets; at run time they name the sets."""
-    _add(group(parser, "sound, videos and LoRAs"), LoraFields.model_fields)
+    add_fields(parser, _INPUTS, LoraFields.model_fields)
 
 
 def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) -> None:
     """Flags of the inputs besides prompt and images. shape_only: only those that graphs depend on,
     for the compile commands."""
     if shape_only:
-        add_nag(parser)
-    inputs = group(parser, "sound, videos and LoRAs")
-    _add(inputs, ConditionFields.model_fields)
-    _add(inputs, ["lora", "ic_lora"] if shape_only else DetailFields.model_fields)
+        add_fields(parser, "video", ["nag_scale"])
+    add_fields(parser, _INPUTS, ConditionFields.model_fields)
+    add_fields(parser, _INPUTS, ["lora", "ic_lora"] if shape_only else DetailFields.model_fields)
 
 
-def _add(parser: argparse._ActionsContainer, fields: Iterable[str]) -> None:
+def add_fields(parser: argparse.ArgumentParser, title: str, fields: Iterable[str]) -> None:
+    """The flags of some fields of a JobSpec, in the group with this title."""
     for name in fields:
         field = JobSpec.model_fields[name]
         options = {"default": field.default, "help": field.description, **_options(name, field)}
-        action = parser.add_argument(*map(flag_of, names_of(name)), **options)
+        action = group(parser, title).add_argument(*map(flag_of, names_of(name)), **options)
         if name not in _MOST_USED:
             advanced(action)
 

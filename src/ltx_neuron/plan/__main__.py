@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.prog = command("plan")
     flags.add_size(parser)
     flags.add_conditions(parser, shape_only=True)
-    flags.add_sampler(parser)
+    flags.add_fields(parser, "video", ["sampler"])
     title = "The planned job besides the denoising steps, and the output's form."
     add = parser.add_argument_group("plan", title).add_argument
     help = "Gemma folder with config.json (default: the sizes of Gemma3-12B)"

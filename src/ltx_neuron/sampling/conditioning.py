@@ -159,7 +159,9 @@ def initial_states(
         names = reference_names(len(references), upsampled)
         latents = [tensors[name] for name in names]
         own_tokens = start[0].shape[2:].numel()
-        video = _with_references(video, frame_rate, own_tokens, references, latents, tensors)
+        video = _with_references(
+            video, frame_rate, own_tokens, references, latents, tensors, compat.conditioning
+        )
     if window:
         return _of_window(window, video, audio, frames, frame_rate, positions_dtype)
     if retake := inputs.retake:
@@ -236,6 +238,7 @@ def _with_references(
     references: tuple[ReferenceVideo, ...],
     latents: list[Tensor],
     tensors: Mapping[str, Tensor],
+    compat_1_0_0: bool,
 ) -> LatentState:
     """Append the references, with their mask as a bias. own_tokens: of the clip."""
     groups: list[tuple[int, Tensor | None]] = [(len(video.denoise_mask) - own_tokens, None)]
@@ -244,7 +247,8 @@ def _with_references(
         scales = reference.space_scale, reference.time_scale
         positions = reference_positions(tuple(latent.shape[2:]), frame_rate, *scales)
         tokens = patchify_video(latent)
-        video = video.append(tokens, positions, held_mask(reference.strength))
+        start = tokens if compat_1_0_0 else None
+        video = video.append(tokens, positions, held_mask(reference.strength), start)
         if weights is not None:
             count = tokens.shape[1]
             groups.append((count, weights[0, :count]))

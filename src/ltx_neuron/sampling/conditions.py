@@ -45,6 +45,7 @@ _NEEDS = {
     "{nag_alpha}": ("{nag_scale}",),
     "{nag_tau}": ("{nag_scale}",),
     "{reference_video}": ("{two_stage}", "{recipe} distilled"),
+    "{sound_only}": ("{recipe} dev",),
 }
 # Field -> excluded fields.
 _EXCLUDES = {
@@ -64,7 +65,7 @@ _EXCLUDES = {
     ),
     "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
     "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
-    "{reference_audio}": ("{video_path}", "{reference_video}", "{sound_only}"),
+    "{reference_audio}": ("{video_path}", "{sound_only}"),
     "{reference_video}": (
         "{audio_path}",
         "{video_path}",

@@ -60,6 +60,11 @@ def _option(
     return Field(default, description=help, title=value, validation_alias=alias, **limits)
 
 
+def described_as(field: str, **more: Any) -> Any:
+    """A field of a request, None by default, with the description of a JobSpec's."""
+    return Field(default=None, description=JobSpec.model_fields[field].description, **more)
+
+
 class LoraFile(NamedTuple):
     """PATH [STRENGTH], by default 1."""
 

@@ -25,12 +25,12 @@ from starlette.datastructures import UploadFile
 from ltx_neuron.config.common import digest
 from ltx_neuron.sampling.conditions import Crf, FrameIndex, Strength
 from ltx_neuron.sampling.spec import (
-    ConditionFields,
     DetailFields,
     Fields,
     GuidanceFields,
     JobSpec,
     SamplingFields,
+    described_as,
     got_and_wanted,
     names_of,
 )
@@ -249,11 +249,7 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     model_config = ConfigDict(json_schema_extra=_finish_schema)
 
     prompt: str = Field(max_length=MAX_PROMPT, pattern=r"\S")
-    negative_prompt: str | None = Field(
-        None,
-        max_length=MAX_PROMPT,
-        description=SamplingFields.model_fields["negative_prompt"].description,
-    )
+    negative_prompt: str | None = described_as("negative_prompt", max_length=MAX_PROMPT)
     video_cfg_guidance_scale: float | None = Field(
         None, validation_alias=AliasChoices("video_cfg_guidance_scale", "guidance_scale")
     )
@@ -285,12 +281,8 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
         description="sound with the voice of the speaker, for the voice's lora_set: a file, or"
         " {audio_url: a data URL}; used for as long as was compiled, listed in GET /v1/models",
     )
-    identity_guidance_scale: float | None = Field(
-        None, description=ConditionFields.model_fields["identity_guidance_scale"].description
-    )
-    extend: float | None = Field(
-        None, description=ConditionFields.model_fields["extend"].description
-    )
+    identity_guidance_scale: float | None = described_as("identity_guidance_scale")
+    extend: float | None = described_as("extend")
     video_conditioning: Annotated[tuple[WeightedReference, ...], BeforeValidator(_references)] = (
         Field(
             (),
@@ -299,9 +291,7 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
             " {video_url or image_url: a data URL, strength: 1}",
         )
     )
-    conditioning_attention_mask: MaskReference = Field(
-        None, description=ConditionFields.model_fields["conditioning_attention_mask"].description
-    )
+    conditioning_attention_mask: MaskReference = described_as("conditioning_attention_mask")
 
     @field_validator("images", "video_stg_blocks", "audio_stg_blocks", mode="before")
     @classmethod

@@ -87,7 +87,7 @@ class JobSubmitter:
             if job.has_media():
                 conditions.check(job)
             self._check_possible(job)
-            if (job.sound or job.dubbing) and not names_speech(job.prompt):
+            if (job.sound or job.reference_audio) and not names_speech(job.prompt):
                 notes.append(NO_SPEECH)
             line = job.with_paths(lambda path: path.name).spec.line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
@@ -114,6 +114,7 @@ class JobSubmitter:
         )
         sizes, wanted, notes = self.sizes, request.wanted, []
         spec = request.spec.model_copy(update=self._media(request, folder))
+        inputs: dict[str, Any] = {"images": images, "nag_scale": spec.nag_scale}
         if request.video_reference:  # its file has the size
             chosen = CompiledSize(Size(), wanted.recipe or sizes.default.recipe)
             if wanted.seconds is not None:
@@ -122,19 +123,18 @@ class JobSubmitter:
                 raise invalid("extend", f"extend {spec.extend:g}: wanted at most {most:g} s")
             said = wanted.model_dump(exclude_none=True)
         elif request.reference_video:  # its file has the length
-            chosen = self._dubbed_size(request, spec)
+            chosen = self._dubbed_size(request, spec, inputs)
             said = vars(chosen.size) | wanted.model_dump(
                 include={"two_stage", "tail_frames"}, exclude_none=True
             )
             said |= {"num_frames": None, "frame_rate": None}
         else:
-            inputs: dict[str, Any] = {"images": images, "nag_scale": spec.nag_scale}
             if request.video_conditioning:
                 inputs["references"] = self._references(request, spec)
                 masks = spec.conditioning_attention_mask
                 inputs["attention_mask"] = AttentionMask(*masks[0]) if masks else None
             if request.reference_audio:
-                self._check_lora_set(request, "reference_audio")
+                self._check_lora_set(request, "reference_audio", "an IC-LoRA")
                 voice = voice_of(spec)
                 assert voice
                 chosen, notes, voice = sizes.choose_voiced(wanted, voice, **inputs)
@@ -181,30 +181,33 @@ class JobSubmitter:
 
     def _references(self, request: VideoRequest, spec: JobSpec) -> tuple[ReferenceVideo, ...]:
         """A request's references. Raises ApiError if its LoRA set has no IC-LoRA."""
-        fields = self._check_lora_set(request, "video_conditioning")
+        fields = self._check_lora_set(request, "video_conditioning", "an IC-LoRA")
         return references_of(spec.model_copy(update=_lora_files(fields)))
 
-    def _check_lora_set(self, request: VideoRequest, field: str) -> dict[str, Any]:
-        """A Job's LoRAs for a request. Raises ApiError if none is an IC-LoRA, as `field` needs."""
-        fields = self.sizes.loras(request.lora_set, self.sizes.default)
-        if not fields["stage_1_loras"]:
-            known = ", ".join(map(repr, self.sizes.reference_sets)) or "none"
-            message = f"{field} needs a lora_set with an IC-LoRA; available: {known}"
+    def _check_lora_set(self, request: VideoRequest, field: str, lora: str) -> dict[str, Any]:
+        """A Job's LoRAs for a request. Raises ApiError if its set lacks the LoRA, in words, that
+        `field` needs."""
+        sizes = self.sizes
+        fields = sizes.loras(request.lora_set, sizes.default)
+        sets = sizes.dubbing_sets if field == "reference_video" else sizes.reference_sets
+        if (request.lora_set or "default") not in sets:
+            known = ", ".join(map(repr, sets)) or "none"
+            message = f"{field} needs a lora_set with {lora}; available: {known}"
             raise invalid(field, message, "feature_not_supported")
         return fields
 
-    def _dubbed_size(self, request: VideoRequest, spec: JobSpec) -> CompiledSize:
+    def _dubbed_size(
+        self, request: VideoRequest, spec: JobSpec, inputs: dict[str, Any]
+    ) -> CompiledSize:
         """The size of a request for a video to dub. Raises ApiError if its LoRA set cannot dub."""
-        fields, wanted = self.sizes.loras(request.lora_set, self.sizes.default), request.wanted
-        if len(fields["loras"]) != 1:
-            known = ", ".join(map(repr, self.sizes.dubbing_sets)) or "none"
-            message = f"reference_video needs a lora_set with a dubbing LoRA; available: {known}"
-            raise invalid("reference_video", message, "feature_not_supported")
+        fields = self._check_lora_set(request, "reference_video", "a dubbing LoRA")
+        wanted = request.wanted
         if wanted.seconds is not None:
             raise invalid("seconds", "seconds does not go with reference_video; leave it out")
         length = wanted.model_dump(include={"num_frames", "frame_rate"})
         clip = size_of(spec.model_copy(update=length | {"two_stage": True}))
-        chosen = self.sizes.choose_dubbed(wanted, clip, dubbing_of(spec, clip, fields["loras"]))
+        inputs = inputs | dubbing_of(spec, clip, fields["loras"])
+        chosen = self.sizes.choose_dubbed(wanted, clip, inputs)
         return chosen._replace(recipe=wanted.recipe or chosen.recipe)
 
     def _images(

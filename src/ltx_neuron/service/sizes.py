@@ -35,7 +35,7 @@ from ltx_neuron.sampling.latents import (
     seconds_of_latents,
 )
 from ltx_neuron.sampling.size import NO_PICTURE
-from ltx_neuron.sampling.spec import SIZES, ConditionFields, SizeFields, VideoFields
+from ltx_neuron.sampling.spec import SIZES, VideoFields, described_as
 from ltx_neuron.service.api_error import ApiError, invalid
 from ltx_neuron.weights.lora import dubbing_scale, reference_scale
 from ltx_neuron.workspace import Workspace
@@ -63,12 +63,8 @@ class RequestedSize(VideoFields):
     seconds: float | None = Field(
         default=None, ge=0.01, le=3600, description="duration from the first to the last frame"
     )
-    two_stage: bool | None = Field(
-        default=None, description=SizeFields.model_fields["two_stage"].description
-    )
-    tail_frames: TailFrames | None = Field(
-        default=None, description=ConditionFields.model_fields["tail_frames"].description
-    )
+    two_stage: bool | None = described_as("two_stage")
+    tail_frames: TailFrames | None = described_as("tail_frames")
 
     def frames(self, rate: float) -> int | None:
         """The number of frames at a frame rate; whole seconds have one more than their product."""
@@ -228,8 +224,11 @@ class SizeRegistry:
                 ],
             }
             if size.two_stage and each.recipe == "distilled":
+                clips = [ReferenceVideo("x", 1.0, size.num_frames, scale) for scale in dubbed]
                 inputs["reference_video"] = [
-                    _dubbing(size, latents, scale) for latents in lengths for scale in dubbed
+                    {"dubbing": clip, "reference_audio": ReferenceAudio("x", n)}
+                    for n in lengths
+                    for clip in clips
                 ]
             else:
                 inputs["video_conditioning"] = inputs["conditioning_attention_mask"] = []
@@ -384,12 +383,6 @@ class SizeRegistry:
 def _voice_seconds(latents: int) -> float:
     """Seconds of the shortest sound with this number of latents."""
     return (latents - 1) / AUDIO_LATENTS_PER_SECOND
-
-
-def _dubbing(size: Size, latents: int, scale: int) -> dict[str, Any]:
-    """A Job's fields for a video to dub of this length, with `latents` of sound."""
-    video = ReferenceVideo("x", 1.0, size.num_frames, scale)
-    return {"dubbing": video, "reference_audio": ReferenceAudio("x", latents)}
 
 
 def _not_compiled(message: str, compiled: list[CompiledSize], param: str) -> ApiError:

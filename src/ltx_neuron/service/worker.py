@@ -192,11 +192,7 @@ class Worker:
         before = seen[TIMES].get(stage.name, [])[:number]
         ms = round(self.engine.recorder.last_step(stage.name), 3)
         seen[TIMES] = seen[TIMES] | {stage.name: [*before, ms]}
-        if (
-            self.previews
-            and not job.sound_only
-            and (picture := self.previews.after_step(stage, number))
-        ):
+        if self.previews and (picture := self.previews.after_step(stage, number)):
             seen[PREVIEW] = base64.b64encode(picture).decode()
 
     def _stage(self, run: JobRun) -> None:

@@ -48,8 +48,7 @@ def build_parser() -> Parser:
     parser = flags.parser(__doc__, EXAMPLE, gemma=False)
     parser.prog = command("tune")
     flags.add_size(parser)
-    flags.add_nag(parser)
-    flags.add_sound_only(parser)
+    flags.add_fields(parser, "video", ["nag_scale", "sound_only"])
     flags.add_loras(parser)
     add = parser.add_argument_group("tuning", "Settings to try, and limits.").add_argument
     help = f"keys of the profile to try (default: all): {', '.join(KEYS)}"
@@ -163,7 +162,8 @@ def main(argv: list[str] | None = None) -> None:
     args.typed = parser.words
     check(args)
     spec, recipe = flags.spec(args), flags.recipe(args)
-    shape = Job("", flags.size(args), images=spec.image, sound_only=spec.sound_only, recipe=recipe)
+    own = {name: getattr(spec, name) for name in ("sound_only", "nag_scale")}
+    shape = Job("", flags.size(args), images=spec.image, recipe=recipe, **own)
     shape.check_shape()
     workspace = flags.workspace(args, tuned=False)
     require_runtime(workspace.profile, workspace.tp)
