@@ -541,10 +541,12 @@ def test_a_dubbing_lora_without_layers_of_sound_is_said_once(tmp_path, capsys):
     for lora, layer in ((silent, "attn1"), (voiced, "audio_attn1")):
         save_file({f"blocks.0.{layer}.to_q.lora_A.weight": torch.zeros(1)}, lora.path)
     for _ in range(2):
-        say_silent((silent,))
-        say_silent((voiced,))
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"--lora {silent.path}: it has no layers of the sound")
+        for flag in ("--lora", "--ic-lora"):  # of dubbing and of a voice
+            say_silent((silent,), flag)
+            say_silent((voiced,), flag)
+    lines = capsys.readouterr().out.splitlines()
+    for line, flag in zip(lines, ("--lora", "--ic-lora"), strict=True):
+        assert line.startswith(f"{flag} {silent.path}: it has no layers of the sound")
 
 
 FLAGS_ALONE = {
