@@ -259,11 +259,7 @@ class Job(Inputs):
             raise FieldError(
                 "{prompt} is not UTF-8 text; type it again in a UTF-8 terminal or file"
             ) from None
-        if self.voice and not self.stage_1_loras:
-            raise FieldError(
-                "{reference_audio} goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as"
-                " well, or leave out {reference_audio}"
-            )
+        self.check_voice()
         if self.recipe == "distilled":
             self._check_unguided()
         # res_2s predicts twice per step, and once more at the end.
@@ -281,14 +277,21 @@ class Job(Inputs):
                 "guidance.video: sound alone has no video to guide; pass video=StreamGuidance()"
             )
 
+    def check_voice(self) -> None:
+        """Raise FieldError for a reference voice without its LoRA. No graph depends on it."""
+        if self.voice and not self.stage_1_loras:
+            raise FieldError(
+                "{reference_audio} goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as"
+                " well, or leave out {reference_audio}"
+            )
+
     def check_shape(self) -> None:
         """Raise UserError for settings without a possible graph. The prompt does not matter."""
         self.check_types()
         check_fields(self.size)
         if self.sound_only != (self.size.sides == NO_PICTURE):
             raise UserError(
-                f"a size of {self.size} with sound_only={self.sound_only}: sound alone has height"
-                " and width 0, and a video more"
+                f"{self.size} with sound_only={self.sound_only}: sound alone has height and width 0"
             )
         validated(dict(self.spec))
         if self.extension:
@@ -366,6 +369,8 @@ class Job(Inputs):
         described = dataclasses.asdict(self)
         described = described.pop("size") | described
         described["num_frames"] -= self.tail_frames or 0  # as typed
+        if self.sound_only:
+            del described["height"], described["width"]
         for name in LORA_FIELDS:
             described[name] = [[str(lora.path), lora.strength] for lora in getattr(self, name)]
         return json.loads(json.dumps(described, default=os.fspath))
