@@ -46,6 +46,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options):
         super().__init__(**options, add_help=False, allow_abbrev=False)
+        # "-50dB" is a value, whose error names it, and no flag.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
         options = {"action": _Help, "nargs": 0, "dest": "help", "default": argparse.SUPPRESS}
         add = self.add_argument
         advanced(add("-h", "--help", help="print the most used flags and exit", **options))

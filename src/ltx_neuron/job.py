@@ -263,8 +263,7 @@ class Job(Inputs):
             raise FieldError(
                 "{prompt} is not UTF-8 text; type it again in a UTF-8 terminal or file"
             ) from None
-        if self.voice and not self.stage_1_loras:
-            raise FieldError(VOICE_WITHOUT_LORA)
+        self.check_voice()
         if self.recipe == "distilled":
             self._check_unguided()
         # res_2s predicts twice per step, and once more at the end.
@@ -282,14 +281,18 @@ class Job(Inputs):
                 "guidance.video: sound alone has no video to guide; pass video=StreamGuidance()"
             )
 
+    def check_voice(self) -> None:
+        """Raise FieldError for a reference voice without its LoRA. No graph depends on it."""
+        if self.voice and not self.stage_1_loras:
+            raise FieldError(VOICE_WITHOUT_LORA)
+
     def check_shape(self) -> None:
         """Raise UserError for settings without a possible graph. The prompt does not matter."""
         self.check_types()
         check_fields(self.size)
         if self.sound_only != (self.size.sides == NO_PICTURE):
             raise UserError(
-                f"a size of {self.size} with sound_only={self.sound_only}: sound alone has height"
-                " and width 0, and a video more"
+                f"{self.size} with sound_only={self.sound_only}: sound alone has height and width 0"
             )
         validated(dict(self.spec))
         if self.extension:
@@ -361,6 +364,8 @@ class Job(Inputs):
         described = dataclasses.asdict(self)
         described = described.pop("size") | described
         described["num_frames"] -= self.tail_frames or 0  # as typed
+        if self.sound_only:
+            del described["height"], described["width"]
         for name in LORA_FIELDS:
             described[name] = [[str(lora.path), lora.strength] for lora in getattr(self, name)]
         return json.loads(json.dumps(described, default=os.fspath))

@@ -219,7 +219,7 @@ class LTXPipeline:
         loras                 for all stages; replaces the pipeline's LoRAs, () removes them
         distilled_loras       additional LoRAs in stage 2 of dev; ic_loras: in stage 1
         audio                 sound to generate the video for: a path, or a SoundCondition, whose
-                              `bed` is noise under what the model hears
+                              `bed` is noise in what the model hears
         video                 Retake, or path of a video: regenerate it ("both", "video", "audio")
                               from start_time to end_time, or extend it by seconds (< 0: before)
         reference_video       video to dub, of two stages: its speakers say the prompt's words; its
@@ -231,7 +231,7 @@ class LTXPipeline:
         attention_mask        video with the attention weights of the references
         images_as_guides      append an image at frame 0 like the others
         sound_only            generate no video (dev recipe); its file is a "wav"
-        tail_frames           generate so many frames more, a multiple of 8, and cut them off
+        tail_frames           generate this many more frames, a multiple of 8, and cut them off
         output_type           "np": frames and waveform, "latent": latents, "mp4": file output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """

@@ -73,7 +73,7 @@ class Preflight:
         for job in jobs:
             conditions.check(job)
             if job.reference_audio:
-                lora.say_silent(job.stages[0].loras, "--lora" if job.dubbing else "--ic-lora")
+                lora.say_silent(job.stages[0].loras)
             if job.voice:
                 conditions.say_voice_length(job.voice)
             if (job.sound or job.reference_audio) and not names_speech(job.prompt):

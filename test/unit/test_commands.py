@@ -79,6 +79,12 @@ def test_a_mistyped_flag_names_the_nearest_one_and_the_help_of_its_verb(capsys):
     assert f"{invocation.command('shard transformer')} --help" in said
 
 
+def test_a_negative_number_with_a_unit_is_a_flags_value(capsys):
+    words = "--checkpoint-path x --gemma-root x --recipe distilled --prompt x --output-path a.mp4"
+    assert ended("generate", *words.split(), "--audio-path", "x", "--audio-bed", "-50dB") == 2
+    assert "--audio-bed: got '-50dB', wanted a valid number" in capsys.readouterr().err
+
+
 def test_the_version_is_that_of_the_package(capsys):
     dispatch(["--version"])
     assert re.fullmatch(r"ltx-neuron \d+\.\d+\.\d+\n", capsys.readouterr().out)

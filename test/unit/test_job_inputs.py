@@ -336,7 +336,7 @@ def clip(tmp_path_factory):
     def made(frames: int, height: int, width: int, rate: float = 24.0) -> str:
         path = folder / f"{frames}x{height}x{width}.mp4"
         pixels = torch.full((frames, height, width, 3), 128, dtype=torch.uint8)
-        write_video(path, [pixels], rate, lambda: torch.zeros(2, 4800), 48000)
+        write_video(path, [pixels], rate, lambda: tone(48000, 0.1), 48000)
         return str(path)
 
     return made
@@ -507,7 +507,7 @@ def test_a_video_that_cannot_be_dubbed_ends_the_script(clip, ic_lora, tmp_path, 
             f"--num-frames 121 does not go with --reference-video: {film} says how many {counts}",
         ),
         ((film, "--frame-rate", 24), "--frame-rate 24 does not go with --reference-video"),
-        ((short,), f"--reference-video {short} has 5 frames, wanted 9 or more"),
+        ((short,), f"--reference-video {short} has 5 frames, wanted 9 or more; pass"),
         (
             (silent,),
             f"--reference-video {silent} has no sound, which the voice is taken from; a silent clip"
@@ -541,12 +541,10 @@ def test_a_dubbing_lora_without_layers_of_sound_is_said_once(tmp_path, capsys):
     for lora, layer in ((silent, "attn1"), (voiced, "audio_attn1")):
         save_file({f"blocks.0.{layer}.to_q.lora_A.weight": torch.zeros(1)}, lora.path)
     for _ in range(2):
-        for flag in ("--lora", "--ic-lora"):  # of dubbing and of a voice
-            say_silent((silent,), flag)
-            say_silent((voiced,), flag)
-    lines = capsys.readouterr().out.splitlines()
-    for line, flag in zip(lines, ("--lora", "--ic-lora"), strict=True):
-        assert line.startswith(f"{flag} {silent.path}: it has no layers of the sound")
+        say_silent((silent,))
+        say_silent((voiced,))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{silent.path}: no layers of the sound")
 
 
 FLAGS_ALONE = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engines import opened_workspace
-from helpers import picture_frames, write_film
+from helpers import picture_frames, tone, write_film, write_sound
 
 from ltx_neuron import errors, files, invocation
 from ltx_neuron.commands import dispatch, prepare
@@ -192,8 +192,11 @@ def test_a_video_is_prepared_for_without_saying_which_seconds_are_made_anew(
     assert "DiT graphs, 64x64, 9 frames" in capsys.readouterr().out
 
 
-def test_what_cannot_be_generated_is_not_prepared(typed, capsys):
+def test_what_cannot_be_generated_is_not_prepared(typed, tmp_path, capsys):
+    samples = (tone(16000, 1.0)[:1] * 2**15).short().numpy()
+    voice = write_sound(tmp_path / "voice.wav", samples, 16000, "pcm_s16le", "mono", "s16")
     for flags, said in (
+        (["--reference-audio", str(voice)], "--reference-audio goes with --ic-lora"),
         (["--height", "65"], "multiple of 32"),
         (["--recipe", "dev", "--two-stage"], "needs --distilled-lora"),
         (["--num-workers", "0"], "wanted 1 or more"),

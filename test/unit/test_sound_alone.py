@@ -30,6 +30,8 @@ from ltx_neuron.host.video import check_output_path, write_wav
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.table import table
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import video_state
@@ -203,6 +205,14 @@ def test_any_number_of_frames_gives_the_length_and_the_passes_are_the_sounds():
     assert job_of(JobSpec.model_validate(alone.spec.line())) == alone
 
 
+def test_a_report_of_sound_alone_says_no_height_and_only_what_is_set():
+    report = Recorder().report(job(num_frames=30).describe(), "cpu", 1, {}, {"code": ""})
+    assert not {"height", "width"} & report["job"].keys()
+    header, _, _ = table(report).partition("\n\n")
+    assert header.startswith("profile cpu, tp 1  num_frames 30, ") and "None" not in header
+    assert "sound_only True" in header and "seed 10" in header and "[]" not in header
+
+
 def test_a_line_of_a_prompts_file_makes_a_wav(tmp_path):
     spec = JobSpec(recipe="dev").with_line({"prompt": "rain", "sound-only": True, "num-frames": 30})
     assert Line(3, job_of(spec), "").file == "0003.wav"
@@ -278,5 +288,6 @@ def test_a_sound_goes_to_a_wav_and_a_video_to_an_mp4(tmp_path):
     message = r"got --output-path .*out\.mp4: a sound is written as \.wav; type .*out\.wav"
     with pytest.raises(UserError, match=message):
         check_output_path(tmp_path / "out.mp4", sound_only=True)
-    with pytest.raises(UserError, match="the output is an MP4 file"):
+    message = 'the output is an MP4 file, got ".*out.wav"; .* or type --sound-only for a sound'
+    with pytest.raises(UserError, match=message):
         check_output_path(tmp_path / "out.wav")

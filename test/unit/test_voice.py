@@ -351,12 +351,15 @@ def test_what_does_not_go_together_is_said_with_what_to_type(voice, id_lora, tmp
     hq = "--sampler", "res_2s", "--two-stage", "--distilled-lora-strength-stage-1", 0.25
     hq = *hq, "--distilled-lora", id_lora
     assert refused(*words, *hq) == refused(*words)
-    samples = torch.zeros(6, 8000).short().T.reshape(1, -1).contiguous().numpy()
+    samples = torch.ones(6, 8000).short().T.reshape(1, -1).contiguous().numpy()
     six = write_sound(tmp_path / "six.wav", samples, 16000, "pcm_s16le", "5.1", "s16")
     assert "has 6 channels" in refused("--reference-audio", six, *lora)
-    short = torch.zeros(1, 400).short().numpy()
-    path = write_sound(tmp_path / "short.wav", short, 16000, "pcm_s16le", "mono", "s16")
-    assert "too short to be encoded" in refused("--reference-audio", path, *lora)
+    assert refused(*words, *lora, "--reference-audio-max-duration", 0.01).endswith(
+        "is too short to be encoded; pass a longer sound or a larger --reference-audio-max-duration"
+    )
+    mute = torch.zeros(1, 8000).short().numpy()
+    path = write_sound(tmp_path / "mute.wav", mute, 16000, "pcm_s16le", "mono", "s16")
+    assert "holds no sound" in refused("--reference-audio", path, *lora)
     assert "no such file" in refused("--reference-audio", tmp_path / "none.wav", *lora)
 
 

@@ -230,6 +230,7 @@ def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
     else:
         jobs = [flags.shape(args, args.recipe)]
         jobs[0].check_shape()
+        jobs[0].check_voice()
     check_distilled_loras(jobs)
     return jobs
 

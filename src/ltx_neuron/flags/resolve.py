@@ -219,7 +219,9 @@ def _dubbed_length(path: str, typed: dict[str, Any]) -> dict[str, Any]:
             counts=f"{used} of its {frames} frames, {rate:g} fps",
         )
     if used == 1:
-        raise UserError(f"{flag} {path} has {frames} frames, wanted {TIME_SCALE + 1} or more")
+        raise UserError(
+            f"{flag} {path} has {frames} frames, wanted {TIME_SCALE + 1} or more; pass a longer one"
+        )
     if used < frames:
         _say_cut(path, used, frames)
     return {"num_frames": used, "frame_rate": rate}

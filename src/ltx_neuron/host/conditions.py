@@ -218,17 +218,19 @@ def _stereo(sound: Sound, typed: str) -> Sound:
 
 
 def read_reference_audio(path: str | Path, max_duration: float | None, flag: str = VOICE) -> Sound:
-    """A reference's sound in one or two channels, all of the file or `max_duration` seconds."""
+    """A reference's sound in one or two channels, all of the file or `max_duration` seconds. Raises
+    UserError for silence, which has no voice."""
     sound = read_sound(path, flag, 0.0, max_duration)
-    if sound is None and flag == DUBBED:
-        raise UserError(
-            f"{flag} {path} has no sound, which the voice is taken from; a silent clip gets one by"
-            f" {RETAKE} {path} --start-time 0 --end-time 5 --regenerate audio"
-        )
-    if sound is None:
+    if sound is None or not sound.samples.any():
+        if flag == DUBBED:
+            raise UserError(
+                f"{flag} {path} has no sound, which the voice is taken from; a silent clip gets one"
+                f" by {RETAKE} {path} --start-time 0 --end-time 5 --regenerate audio"
+            )
         raise UserError(f"{flag} {path} holds no sound; pass another file")
     if _is_too_short(sound):
-        raise UserError(f"{flag} {path} is too short to be encoded; pass a longer sound")
+        longer = "" if max_duration is None else f" or a larger {VOICE}-max-duration"
+        raise UserError(f"{flag} {path} is too short to be encoded; pass a longer sound{longer}")
     _check_format(sound, path, flag)
     return sound
 

@@ -143,7 +143,7 @@ def check_filling(
 
 
 def _is_turned(image: Image.Image) -> bool:
-    """Whether an image is stored in another quarter turn, and not mirrored."""
+    """Whether its EXIF turns an image by quarters without mirroring it."""
     return image.getexif().get(ExifTags.Base.Orientation) in (3, 6, 8)
 
 

@@ -42,7 +42,10 @@ def check_output_path(path: str | Path, sound_only: bool = False) -> None:
                 f"--sound-only makes no picture, got --output-path {path}: a sound is written as"
                 f" .wav; type --output-path {path.with_suffix(wanted)}"
             )
-        raise UserError(f'the output is an MP4 file, got "{path}"; pass --output-path FILE.mp4')
+        alone = ", or type --sound-only for a sound" if path.suffix.lower() == ".wav" else ""
+        raise UserError(
+            f'the output is an MP4 file, got "{path}"; pass --output-path FILE.mp4{alone}'
+        )
     files.check_writable(path, f"--output-path FILE{wanted}")
 
 

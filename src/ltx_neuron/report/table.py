@@ -60,7 +60,9 @@ def load(path: str | Path) -> dict:
 def table(report: dict) -> str:
     """The report as text of at most 100 columns. 1 GB is 1e9 bytes, 1 MB 1e6."""
     job = ", ".join(
-        f"{name} {textwrap.shorten(str(value), 60)}" for name, value in report["job"].items()
+        f"{name} {textwrap.shorten(str(value), 60)}"
+        for name, value in report["job"].items()
+        if value not in (None, []) and value is not False
     )
     collectives, percent = report["collectives_per_step"], report["percent_of_peak"]
     measured = any(warm["median"] for warm in report["warm_step_ms"].values())

@@ -26,7 +26,7 @@ class Compat:
                   (since 1.1.0)
     orientation   "stored": orientation and colour profile of images and the display matrix of
                   videos are ignored; "turned": of images, quarter turns and the profile are
-                  applied (since 1.2.0); "shown": everything is
+                  applied (since 1.2.0); "shown": all are
     """
 
     conditioning: bool = False

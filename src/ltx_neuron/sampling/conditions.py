@@ -128,7 +128,7 @@ class SoundCondition:
     """The input sound of audio to video: `max_duration` seconds of a file from `start_time`, by
     default the video's length.
 
-    bed  the level of white noise under what the model hears: its root mean square in dB relative to
+    bed  the level of white noise in what the model hears: its root mean square in dB relative to
          full scale (1.0), so below 0. The MP4's sound has none
     """
 
@@ -212,8 +212,8 @@ class ReferenceVideo:
         return video_latent_shape(height, width, frames)
 
     def check(self, size: Size, flag: str = "--video-conditioning") -> None:
-        """Raise UserError for a reference that does not fit stage 1 of a video of this size, and so
-        stage 2 neither."""
+        """Raise UserError for a reference that does not fit stage 1, and so stage 2, of a video of
+        this size."""
         flag = f"{flag} {self.path}"
         counts = self.num_frames, self.space_scale, self.time_scale
         if min(counts) < 1:
@@ -238,8 +238,8 @@ class ReferenceVideo:
 class ReferenceAudio:
     """The sound of a file whose voice an IC-LoRA gives to the speaker.
 
-    latents       number of its audio latents
-    max_duration  seconds of the file to use, by default all of them
+    latents         number of its audio latents
+    max_duration    seconds of the file to use, by default all of them
     identity_scale  of identity guidance in the dev recipe; 0: off, None: the default
     """
 

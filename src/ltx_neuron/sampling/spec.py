@@ -286,7 +286,7 @@ class ConditionFields(Fields):
         default=False,
     )
     tail_frames: TailFrames | None = _option(
-        "generate N frames more, a multiple of 8, and cut them off, with their sound", "N"
+        "generate N more frames, a multiple of 8, and cut them off, with their sound", "N"
     )
 
 
@@ -300,8 +300,8 @@ class DetailFields(Fields):
         "seconds of --audio-path to use (default: the video's length)", "SECONDS", gt=0
     )
     audio_bed: BedLevel | None = _option(
-        "faint noise under what the model hears of --audio-path, as in -50; the video's own sound"
-        " has none",
+        "level in dBFS of noise added to what the model hears of --audio-path, as in -50; the"
+        " video's sound has none",
         "DB",
     )
     start_time: float | None = _option("beginning of the retake in --video-path", "SECONDS")

@@ -191,8 +191,7 @@ class SizeRegistry:
 
     @property
     def voice_seconds(self) -> list[float]:
-        """The compiled lengths of reference voices: of at least so many seconds,
-        to which a longer one is cut."""
+        """The compiled lengths of reference voices, in seconds. A longer voice is cut to one."""
         _ = self.compiled  # read again
         return sorted(map(_voice_seconds, self._voices))
 
@@ -350,8 +349,8 @@ class SizeRegistry:
                 return chosen, [*rounded, *notes], cut
         listed = ", ".join(f"{each:.2f}" for each in lengths) or "none"
         message = (
-            f"reference_audio of {seconds:.2f} s is not compiled for this request, but these"
-            f" lengths, to which a longer one is cut: {listed} s"
+            f"reference_audio of {seconds:.2f} s is not compiled for this request; compiled"
+            f" lengths, to which the service cuts a longer sound: {listed} s"
         )
         raise _not_compiled(message, self._inputs.get("reference_audio", []), "reference_audio")
 

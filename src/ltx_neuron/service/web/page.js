@@ -12,12 +12,13 @@ const ALWAYS = ["size", "duration"];  // shown with a single choice too
 // Files of a job, shown where a size is compiled for them: label, types, numbers that go with one.
 const FILES = {
   input_reference: ["First frame", "image/png, image/jpeg, image/webp"],
-  audio_reference: ["Sound", "audio/*", "audio_start_time"],
+  audio_reference: ["Sound", "audio/*", "audio_start_time", "audio_bed"],
   video_reference: ["Video to retake or extend", "video/*", "start_time", "end_time", "extend"],
   reference_video: ["Video to dub", "video/*", "reference_strength"],
   reference_audio: ["Voice for the LoRAs", "audio/*"],
   video_conditioning: ["Reference of the LoRAs", "video/*,image/png,image/jpeg,image/webp"],
 };
+const UNITS = { extend: "seconds", audio_bed: "dBFS", reference_strength: "0 to 1" };
 const SIZED = ["size", "duration", "two_stage"];  // what a video to retake says itself
 const NUMBERS = /^num_inference_steps$|_(guidance|rescale)_scale$|_skip_step$/;
 
@@ -135,7 +136,7 @@ function fileField(name) {
   remove.ariaLabel = `Remove: ${text}`;
   const canvas = make("canvas", { height: 0, hidden: true });
   const more = make("fieldset", { className: "fields", hidden: true, disabled: true },
-    ...numbers.map((number) => numberField(number, number === "extend" ? "seconds" : "second")));
+    ...numbers.map((number) => numberField(number, UNITS[number] ?? "second")));
   input.addEventListener("change", async () => {
     const file = input.files[0];
     remove.hidden = !file;
