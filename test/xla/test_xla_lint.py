@@ -146,7 +146,7 @@ def graphs():
 
 
 def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
-    # Widths; graphs of one block, of two; the decoders of video, mel spectrograms, and waveforms.
+    # Widths; one block, two; the decoders of video, of mel spectrograms, and of waveforms.
     assert len(graphs) == 2 * (115 + 49 + 11 + 5 + 15)
     assert {name: text_of(findings) for name, (_, findings) in graphs.items() if findings} == {}
 
