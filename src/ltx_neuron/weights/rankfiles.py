@@ -209,8 +209,8 @@ def open_rank_file(
     stored = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
     problems = [f"missing: {name}" for name in wanted if name not in stored]
     part = all(map(SOUND_ALONE.fullmatch, wanted))
-    unused = {name for name in stored if part and not SOUND_ALONE.fullmatch(name)}
-    problems += [f"unexpected: {name}" for name in stored.keys() - wanted.keys() - unused]
+    known = wanted.keys() | {name for name in stored if part and not SOUND_ALONE.fullmatch(name)}
+    problems += [f"unexpected: {name}" for name in stored if name not in known]
     for name in wanted.keys() & stored.keys():
         if stored[name] != (tuple(wanted[name]), DTYPE_NAMES[dtype]):
             problems.append(
