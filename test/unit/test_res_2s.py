@@ -140,7 +140,8 @@ def test_rounding_a_substeps_sigma_to_fp32_is_seen_in_the_last_digits_alone():
 def euler_to_zero(latents, x0, sigma):
     """What a plain graph leaves of a prediction: its Euler step to 0."""
     inputs = SimpleNamespace(video_latent=latents[0], audio_latent=latents[1])
-    return next_latents(inputs, *x0, torch.tensor([[sigma, 0.0]] * 2))[:2]
+    denoised = dict(zip(STREAMS, x0, strict=True))
+    return next_latents(inputs, denoised, torch.tensor([[sigma, 0.0]] * 2))[:2]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ class Ranks:
         self.stage, self.tensors, self.seen, self.digests = stage, {}, [], ["a", "a"]
         self.streams = {s: Stream(*starts(dtype)[s], masks[s]) for s in STREAMS}
 
-    def put(self, _, **tensors):
+    def put(self, _name, _like=None, **tensors):
         self.tensors |= tensors
 
     def get(self, _, name):

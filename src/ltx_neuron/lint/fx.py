@@ -44,14 +44,14 @@ EXPORTED = _aten(
     layer_norm.default sum.dim_IntList sum.default mean.dim mean.default
     select.int slice.Tensor unsqueeze.default transpose.int unflatten.int flatten.using_ints
     view.default permute.default reshape.default cat.default stack.default chunk.default unbind.int
-    split_with_sizes.default repeat_interleave.self_int expand.default squeeze.dim
+    split.Tensor split_with_sizes.default repeat_interleave.self_int expand.default squeeze.dim
     """
 ) | {"ltx_neuron.attention_cte.default", "ltx_neuron.attention_const_max.default"}
 # Operations of torch.compile's graphs of the same modules: composite operations are decomposed.
 TRACED = _aten(
     """
     _to_copy.default pow.Tensor_Scalar mm.default addmm.default convolution.default t.default
-    split.Tensor clone.default _unsafe_view.default native_layer_norm.default
+    clone.default _unsafe_view.default native_layer_norm.default
     _softmax.default _scaled_dot_product_flash_attention_for_cpu.default
     """
 )
