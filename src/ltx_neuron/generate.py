@@ -242,11 +242,16 @@ def sidecar(job: Job, report: dict) -> dict:
         **report["job"],
         "sigmas": {stage.name: list(stage.sigmas) for stage in job.stages},
         "weight_sets": job.identity["loras"],
-        "inputs": {flag: content_digest(path) for flag, path in job.files.items()},
+        "inputs": digests_of_inputs(job),
         **{key: report[key] for key in ("profile", "tp", "versions", "identity")},
         "seconds": seconds,
         "torch_threads": torch.get_num_threads(),
     }
+
+
+def digests_of_inputs(job: Job) -> dict[str, str]:
+    """The digest of each input file, by flag and path."""
+    return {flag: content_digest(path) for flag, path in job.files.items()}
 
 
 def code_identity(workspace: Workspace) -> dict:

@@ -42,7 +42,7 @@ def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(
     text = report.read_text()
     for each in test_device.SECTIONS.values():
         assert f"| {each.title} | " in text
-    assert f"| {third.title} | not run: takes about 4 minutes, 3." in text
+    assert re.search(rf"\| {third.title} \| not run: takes about 4 minutes, [0-3]\.", text)
     assert "unchanged." in text and "- versions: torch" in text and "- commit: " in text
     assert (
         tmp_path / "work/bundle.tar.gz"

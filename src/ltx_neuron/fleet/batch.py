@@ -13,6 +13,7 @@ from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.fleet.pool import Pool
+from ltx_neuron.generate import digests_of_inputs
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.service.jobs import VIDEO
@@ -110,8 +111,8 @@ def _submit_new(line: Line, queue: Queue) -> Entry:
 
 def _take_video(line: Line, made: Path, video: Path) -> None:
     """Move a finished video out of its job's folder. Its JSON contains the user's own paths."""
-    described = read_json(made.with_suffix(".json")) | line.job.describe()
-    write_json(video.with_suffix(".json"), described)
+    described = {**line.job.describe(), "inputs": digests_of_inputs(line.job)}
+    write_json(video.with_suffix(".json"), read_json(made.with_suffix(".json")) | described)
     if made.is_file():  # else a killed run has already moved it
         made.replace(video)
 
