@@ -50,6 +50,11 @@ class Profile:
                     matmul and softmax
     sequence_parallel  split the video's tokens over the ranks between layers, in buckets with a
                     divisible number of tokens
+    context_parallel  ranks' groups of `tp` that divide the video's tokens of a clip, one per chip
+    context_mode    how video self-attention reaches all tokens: "gather" their keys and values, or
+                    exchange tokens for heads ("ulysses"; in groups of `ulysses_degree`, between
+                    which keys and values are gathered; 0: as large as the heads allow)
+    guidance_parallel  groups of ranks, each with the whole model, that share a guided step's passes
     host_dtype      of the host's video models; "auto": bfloat16 for a bfloat16 run if this
                     machine's CPU measures faster with it, else float32
     vae_tile        longer side of a decoder's tile in pixels, and vae_overlap, the pixels that two
@@ -75,6 +80,10 @@ class Profile:
     attention: Literal["sdpa", "matmul", "nki", "nki_const_max"]
     blocks_per_graph: int = 4
     sequence_parallel: bool = False
+    context_parallel: int = 1
+    context_mode: Literal["gather", "ulysses"] = "gather"
+    ulysses_degree: int = 0
+    guidance_parallel: int = 1
     threads: int = 0
     drain_every: int = 0
     first_run_seconds: int = 1800
@@ -146,9 +155,25 @@ class Profile:
         """neuronx-cc's flags for the graphs of a model, one of MODELS."""
         return f"{dict(self.compiler_flags)[model]} --lnc={self.lnc}"
 
+    def world_size(self, tp: int) -> int:
+        """Ranks of one guidance group, which share collectives."""
+        return tp * self.context_parallel
+
+    def cores_needed(self, tp: int) -> int:
+        """Logical cores of a run: the ranks of all guidance groups."""
+        return self.world_size(tp) * self.guidance_parallel
+
+    @property
+    def ulysses(self) -> int:
+        """The number of tensor-parallel groups that exchange tokens for heads; 1: none."""
+        if self.context_mode == "gather":
+            return 1
+        return self.ulysses_degree or self.context_parallel
+
     def rank_threads(self, tp: int) -> int:
-        """CPU threads of one rank: fixed per machine, because the number affects output bits."""
-        return self.threads or max(1, (os.cpu_count() or 1) // tp)
+        """CPU threads of one rank: fixed per machine, because the number affects output bits. Not
+        divided by the guidance groups, which must have the bits of a single one."""
+        return self.threads or max(1, (os.cpu_count() or 1) // self.world_size(tp))
 
     @property
     def host_threads(self) -> int:
@@ -167,10 +192,18 @@ class Profile:
                 f"--tp-degree is {tp}: the Neuron runtime supports 1 or a multiple of 4 cores of a"
                 f" {self.name}.\nType --tp-degree {self.tp}"
             )
-        if self.cores is not None and tp > self.cores:
+        needed = self.cores_needed(tp)
+        if self.cores is not None and needed > self.cores:
+            one = "type --tp-degree with at most" if needed == tp else "together at most"
+            layout = {
+                "tp-degree": tp,
+                "context_parallel": self.context_parallel,
+                "guidance_parallel": self.guidance_parallel,
+            }
+            product = " x ".join(f"{name} {n}" for name, n in layout.items() if n > 1)
             raise UserError(
-                f"{tp} ranks need {tp} logical cores, {self.name} has {self.cores}"
-                f" (LNC={self.lnc}).\nType --tp-degree with at most {self.cores}"
+                f"{product or 'one rank'}: {needed} ranks need {needed} logical cores, {self.name}"
+                f" has {self.cores} (LNC={self.lnc}).\n{one.capitalize()} {self.cores}"
             )
 
 
@@ -358,6 +391,11 @@ def _check(profile: Profile) -> None:
             profile.text_buckets[-1] == TEXT_TOKENS
         ),
         f"lnc is 1 or 2, got {profile.lnc}": profile.lnc in (1, 2),
+        "ulysses_degree needs context_mode=ulysses, and divides context_parallel": (
+            profile.ulysses_degree == 0
+            or profile.context_mode == "ulysses"
+            and profile.context_parallel % profile.ulysses_degree == 0
+        ),
     }
     # The rules of ltx-core's TilingConfig; `unit` is the pixels or frames of a latent.
     for unit, axis in ((32, ""), (8, "_frames")):
@@ -439,6 +477,7 @@ _MAY_BE_ZERO = (
     "blocks_per_graph",
     "drain_every",
     "threads",
+    "ulysses_degree",
     "vae_overlap",
     "vae_overlap_frames",
     "vae_tile_latents",

@@ -19,7 +19,8 @@ import torch.distributed._functional_collectives as functional
 from graph_faults import FAULTS, program
 from helpers import made_config, one_thread  # noqa: F401
 
-from ltx_neuron.backends.export import GROUP, TorchDistComm, fake_process_group, trace
+from ltx_neuron.backends.export import TorchDistComm, fake_process_group, trace
+from ltx_neuron.backends.mesh import WORLD as GROUP
 from ltx_neuron.backends.torchdist.compiled import OPTIONS, Compiled
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.config.video import video_decoder_config

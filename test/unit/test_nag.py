@@ -103,7 +103,7 @@ def our_latents(
         program = dit_program(config, bucket, tp, comm, dtype, blocks, sequence_parallel=divided)
         fields = program.fields
         values = {
-            name: part_of(fields[name], whole, rank).to(fields[name].dtype)
+            name: part_of(fields[name], whole, rank, tp).to(fields[name].dtype)
             for name, whole in given.items()
             if name in fields
         }

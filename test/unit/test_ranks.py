@@ -41,9 +41,9 @@ def test_a_backend_leaves_no_method_of_the_protocol_out(backend):
 
 def test_a_rank_keeps_its_part_and_of_a_field_per_block_a_tensor_for_each_group():
     whole = torch.arange(64.0).view(1, 4, 16)
-    assert torch.equal(ranks.kept(WHOLE, "x", whole, 1)["x"], whole[:, :, 8:])
+    assert torch.equal(ranks.kept(WHOLE, "x", whole, 1, 2)["x"], whole[:, :, 8:])
     rows = torch.arange(24.0).view(6, 4)
-    parts = ranks.kept(PER_BLOCK, "keep_cond", rows, 1)
+    parts = ranks.kept(PER_BLOCK, "keep_cond", rows, 1, 2)
     assert [*parts] == [ranks.at("keep_cond", first) for first in (0, 3)]
     assert torch.equal(torch.cat([*parts.values()]), rows)
 

@@ -25,8 +25,11 @@ _SEVERAL = "--tensorizer-options"  # the flag that takes options of its own
 _USERS_OWN = "NEURON_RT_EXEC_TIMEOUT"  # messages ask users to raise it: the profile has the default
 
 
-def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
-    """Environment variables of a rank, beyond the host's. cache: the compilers' cache folder."""
+def of_rank(
+    profile: Profile, tp: int, rank: int, cache: Path | None, group: int = 0
+) -> dict[str, str]:
+    """Environment variables of a rank, beyond the host's. cache: the compilers' cache folder;
+    group: the rank's guidance group."""
     variables = dict(profile.environment)
     if _USERS_OWN in variables:
         variables[_USERS_OWN] = os.environ.get(_USERS_OWN, variables[_USERS_OWN])
@@ -37,12 +40,13 @@ def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
     if cache is not None and profile.compile_backend != "export":
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute() / "inductor")
     if profile.device == "neuron":
-        variables |= _neuron(profile, tp, rank, cache)
+        variables |= _neuron(profile, tp, rank, cache, group)
     return variables
 
 
-def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
-    launch_cores = cores(profile, tp)
+def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None, group: int) -> dict[str, str]:
+    launch_cores = cores(profile, tp, group)
+    size = profile.world_size(tp)
     first = launch_cores[0]
     variables = {
         "PATH": path(),
@@ -58,8 +62,8 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
         "MASTER_PORT": str(_MASTER_PORT + first),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(tp),
-        "LOCAL_WORLD_SIZE": str(tp),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
     }
     if cache is not None:
         folder = Path(cache).absolute() / "neuron"
@@ -107,10 +111,12 @@ def path() -> str:
     return known if own in known.split(os.pathsep) else os.pathsep.join([own, known])
 
 
-def cores(profile: Profile, tp: int) -> list[int]:
+def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
     """The logical cores of a launch, one per rank: the first ones of NEURON_RT_VISIBLE_CORES (such
-    as 4-7), otherwise of the machine. Raises UserError if they are not tp cores of the profile, or
-    have gaps, which the runtime refuses (Neuron runtime's developer guide)."""
+    as 4-7), otherwise of the machine; of one guidance group, or of all. Raises UserError if they
+    are too few cores of the profile, or have gaps, which the runtime refuses (Neuron runtime's
+    developer guide)."""
+    needed, size = profile.cores_needed(tp), profile.world_size(tp)
     value = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
     visible = []
     try:
@@ -121,28 +127,28 @@ def cores(profile: Profile, tp: int) -> list[int]:
         raise UserError(
             f"NEURON_RT_VISIBLE_CORES is {value!r}, wanted cores as in 0-3 or 4,5,6,7"
         ) from None
-    visible = visible or list(range(tp))
-    different = len(set(visible)) == len(visible) >= tp
+    visible = visible or list(range(needed))
+    different = len(set(visible)) == len(visible) >= needed
     if not different or (profile.cores and max(visible) >= profile.cores):
         raise UserError(
-            f"NEURON_RT_VISIBLE_CORES is {value!r}; {tp} ranks need {tp} different logical cores,"
-            f" of which {profile.name} has {profile.cores}.\nType: unset NEURON_RT_VISIBLE_CORES"
+            f"NEURON_RT_VISIBLE_CORES is {value!r}; {needed} ranks need {needed} different logical"
+            f" cores, of which {profile.name} has {profile.cores}.\nType: unset NEURON_RT_VISIBLE_CORES"
         )
-    launch = sorted(visible)[:tp]
-    if launch != list(range(launch[0], launch[0] + tp)):
+    launch = sorted(visible)[:needed]
+    if launch != list(range(launch[0], launch[0] + needed)):
         raise UserError(
             f"NEURON_RT_VISIBLE_CORES is {value!r}: the cores of a run follow each other, the"
             " runtime refuses gaps.\nType: export NEURON_RT_VISIBLE_CORES="
-            f"{launch[0]}-{launch[0] + tp - 1}"
+            f"{launch[0]}-{launch[0] + needed - 1}"
         )
-    return launch
+    return launch if group is None else launch[group * size : (group + 1) * size]
 
 
-def check_ports(profile: Profile, tp: int) -> None:
-    """Raise UserError if another process uses a port of this launch; the ranks would wait
+def check_ports(profile: Profile, tp: int, group: int = 0) -> None:
+    """Raise UserError if another process uses a port of a guidance group; the ranks would wait
     forever."""
     if profile.device == "neuron":
-        first = cores(profile, tp)[0]
+        first = cores(profile, tp, group)[0]
         for port in (_ROOT_PORT, _MASTER_PORT):
             _check_port(port + first, first)
 
@@ -160,7 +166,7 @@ def set_launch(profile: Profile, tp: int) -> None:
         _check_port(_ROOT_PORT + launch[0], launch[0])
         os.environ["NEURON_RT_ROOT_COMM_ID"] = _root_comm_id(launch[0])
     if len(launch) != profile.cores:
-        span = f"{launch[0]}-{launch[-1]}" if tp > 1 else str(launch[0])
+        span = f"{launch[0]}-{launch[-1]}" if len(launch) > 1 else str(launch[0])
         os.environ["NEURON_RT_VISIBLE_CORES"] = span
 
 

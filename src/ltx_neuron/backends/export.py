@@ -8,73 +8,100 @@ import io
 import operator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, fx, nn
+from torch._C import _distributed_c10d as c10d
 from torch.export.graph_signature import InputKind
 from torch.fx import config as fx_config
 from torch.utils.flop_counter import FlopCounterMode
 
+from ltx_neuron.backends import mesh
 from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
 from ltx_neuron.files import MANIFEST, whole_file
 from ltx_neuron.models.programs import Program
 
-GROUP = "0"  # c10d's name of the default group, the same in every process
-
 
 class TorchDistComm:
-    """Comm over the default process group, with collectives of one tensor each, as TorchNeuron
+    """Comm over a named process group, with collectives of one tensor each, as TorchNeuron
     lowers them.
 
     Statistics (last dimension 1, one number per token) are reduced in one flat buffer. Activations
     are reduced one by one, because copying 50 MB into a buffer costs more than a launch.
     """
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, size: int, group: str = mesh.WORLD):
+        self.size, self.group = size, group
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         # One rank needs neither a process group nor collectives.
         if self.size == 1:
             return tensors
         if any(t.shape[-1] != 1 for t in tensors):
-            return tuple(_all_reduce(t) for t in tensors)
-        flat = _all_reduce(torch.cat([t.flatten() for t in tensors]))
+            return tuple(_all_reduce(t, self.group) for t in tensors)
+        flat = _all_reduce(torch.cat([t.flatten() for t in tensors]), self.group)
         parts = flat.split([t.numel() for t in tensors])
         return tuple(part.view(t.shape) for part, t in zip(parts, tensors, strict=True))
 
     # Along dimension 0, as both collectives are: the batch is 1. As operations, because the names
     # of torch's functions for them change between 2.12 and 2.13.
     def all_gather(self, tensor: Tensor) -> Tensor:
-        gathered = _OPERATIONS.all_gather_into_tensor(tensor.flatten(0, 1), self.size, GROUP)
+        gathered = _OPERATIONS.all_gather_into_tensor(tensor.flatten(0, 1), self.size, self.group)
         return functional.wait_tensor(gathered).unsqueeze(0)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        own = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, GROUP)
+        own = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, self.group)
         return functional.wait_tensor(own).unsqueeze(0)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        rows = [1] * self.size
+        exchanged = _OPERATIONS.all_to_all_single(tensor, rows, rows, self.group)
+        return functional.wait_tensor(exchanged)
 
 
 _OPERATIONS = torch.ops._c10d_functional
 
 
-def _all_reduce(tensor: Tensor) -> Tensor:
+def _all_reduce(tensor: Tensor, group: str) -> Tensor:
     # The functional form: what writes into its input cannot be traced into a graph. Waited for at
     # once, because the result is what comes next.
-    return functional.wait_tensor(functional.all_reduce(tensor, "sum", GROUP))  # pyright: ignore[reportArgumentType]
+    return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))  # pyright: ignore[reportArgumentType]
+
+
+def name_groups(groups: dict[str, list[list[int]]], **options: Any) -> list[str]:
+    """Make this process a member of named groups (mesh.groups), inside a default process group.
+    options: of new_group. Returns the names.
+
+    new_group numbers its groups, differently in each rank; graphs need the same name in all.
+    """
+    for name, partition in groups.items():
+        # Every process takes part in making every group.
+        for group in [dist.new_group(ranks, **options) for ranks in partition]:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                c10d._register_process_group(name, group)
+    return [*groups]
 
 
 @contextmanager
-def fake_process_group(size: int, rank: int = 0):
-    """A process group of `size` ranks within this process, for tracing only."""
+def fake_process_group(
+    size: int, rank: int = 0, groups: dict[str, list[list[int]]] = MappingProxyType({})
+):
+    """A process group of `size` ranks within this process, for tracing only, with named groups of
+    them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    names = name_groups(groups)
     try:
         yield
     finally:
+        for name in names:
+            c10d._unregister_process_group(name)
         dist.destroy_process_group()
 
 
@@ -214,6 +241,7 @@ _COLLECTIVES = {
     _OPERATIONS.all_reduce.default: "all_reduce",
     _OPERATIONS.all_gather_into_tensor.default: "all_gather",
     _OPERATIONS.reduce_scatter_tensor.default: "reduce_scatter",
+    _OPERATIONS.all_to_all_single.default: "all_to_all",
 }
 
 

@@ -20,9 +20,9 @@ from ltx_neuron.weights.finite import finite
 class Ranks(ABC):
     """The ranks of one run. A context manager: leaving it closes them.
 
-    Each rank holds weights, the graphs of programs, and named tensors on its device: uploads and
-    outputs of graphs. Every method raises RankError or DeviceFailure if a rank fails; the ranks
-    cannot be used after that.
+    There are cp groups of tp tensor-parallel ranks, in this order. Each rank holds weights, the
+    graphs of programs, and named tensors on its device: uploads and outputs of graphs. Every method
+    raises RankError or DeviceFailure if a rank fails; the ranks cannot be used after that.
 
     bytes_sent  total bytes of tensors uploaded so far, without weights. torchdist counts a tensor
                 once, since the ranks share its memory; nxd counts each rank's part.
@@ -32,8 +32,8 @@ class Ranks(ABC):
     programs    the loaded programs by name
     """
 
-    def __init__(self, tp: int):
-        self.tp = tp
+    def __init__(self, tp: int, cp: int = 1):
+        self.tp, self.cp, self.size = tp, cp, tp * cp
         self.bytes_sent = self.launches = 0
         self.launch_ms = 0.0
         self.programs: dict[str, Manifest] = {}
@@ -66,7 +66,8 @@ class Ranks(ABC):
 
         like  the field of tensors that a sequence reads under another name
         Raises KeyError for an unknown field, and ValueError unless the shape is the field's, times
-        tp in the split dimension. For a field per block, dimension 0 is a multiple.
+        tp and cp in the dimensions that they divide. For a field per block, dimension 0 is a
+        multiple.
         """
 
     def put_numbers(self, program: str, name: str, count: int) -> None:
@@ -125,16 +126,24 @@ class NotFiniteError(RankError):
         self.names = names
 
 
-def whole_shape(field: Field, tp: int) -> tuple[int, ...]:
+def whole_shape(field: Field, tp: int, cp: int = 1) -> tuple[int, ...]:
     """Shape of a field's tensor with the parts of all ranks joined."""
-    return tuple(size * tp if dim == field.split else size for dim, size in enumerate(field.shape))
+    shape = [*field.shape]
+    for dim, parts in ((field.split, tp), (field.context_split, cp)):
+        if dim is not None:
+            shape[dim] *= parts
+    return tuple(shape)
 
 
-def part_of(field: Field, whole: Tensor, rank: int) -> Tensor:
+def part_of(field: Field, whole: Tensor, rank: int, tp: int) -> Tensor:
     """A rank's part of a whole tensor: a view."""
-    if field.split is None:
-        return whole
-    return whole.narrow(field.split, field.shape[field.split] * rank, field.shape[field.split])
+    # The tokens of a context-parallel group follow each other, those of its ranks within them.
+    if (dim := field.context_split) is not None:
+        size = field.shape[dim] * (tp if dim == field.split else 1)
+        whole = whole.narrow(dim, size * (rank // tp), size)
+    if (dim := field.split) is not None:
+        whole = whole.narrow(dim, field.shape[dim] * (rank % tp), field.shape[dim])
+    return whole
 
 
 def at(name: str, number: int) -> str:
@@ -173,18 +182,20 @@ def calls_of(
     return calls
 
 
-def kept(field: Field, name: str, whole: Tensor, rank: int) -> dict[str, Tensor]:
+def kept(field: Field, name: str, whole: Tensor, rank: int, tp: int) -> dict[str, Tensor]:
     """A rank's parts of an uploaded tensor by name, as views. For a field per block, one tensor per
     group of blocks."""
     if not field.per_block:
-        return {name: part_of(field, whole, rank)}
+        return {name: part_of(field, whole, rank, tp)}
     rows = field.shape[0]
     return {at(name, first): whole[first : first + rows] for first in range(0, len(whole), rows)}
 
 
-def check_shape(program: str, name: str, field: Field, tensor: Tensor, tp: int) -> None:
+def check_shape(
+    program: str, name: str, field: Field, tensor: Tensor, tp: int, cp: int = 1
+) -> None:
     """Raise ValueError unless an upload has its field's whole shape."""
-    wanted = whole_shape(field, tp)
+    wanted = whole_shape(field, tp, cp)
     if field.per_block:  # a call of a graph of several blocks reads as many rows
         wanted = (max(1, len(tensor) // wanted[0]) * wanted[0], *wanted[1:])
     if tuple(tensor.shape) != wanted:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron.backends import export
+from ltx_neuron.backends import export, mesh
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import Ranks
@@ -19,7 +19,9 @@ from ltx_neuron.profiles import Profile
 
 def comm(profile: Profile, tp: int) -> Comm:
     """The collectives of graphs that are traced for a profile."""
-    return nxd_compile.XlaComm(tp) if profile.backend == "nxd" else export.TorchDistComm(tp)
+    if profile.backend == "nxd":
+        return nxd_compile.XlaComm(tp)
+    return export.TorchDistComm(tp, mesh.tensor_group(profile))
 
 
 def identity(profile: Profile, model: str) -> dict:
@@ -46,7 +48,7 @@ def compile_program(
     if profile.backend == "nxd":
         nxd_compile.compile_program(make, folder, identity, dtype, profile, tp)
     else:
-        with export.fake_process_group(tp):
+        with export.fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp)):
             export.compile_program(make(), folder, identity, dtype)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ltx_neuron.backends.export import GROUP, TorchDistComm, trace
+from ltx_neuron.backends.export import TorchDistComm, trace
+from ltx_neuron.backends.mesh import WORLD as GROUP
 from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Reading, Target, check
 from ltx_neuron.models.programs import Program
 

@@ -231,14 +231,17 @@ WITHOUT = "without"
 class Field(NamedTuple):
     """Shape and dtype of a graph's tensor on one rank.
 
-    split      the dimension in which the ranks have different parts; None: all have the same
+    split      the dimension that the ranks of a tensor-parallel group divide; None: all have the
+               same
     per_block  one row per block of the graph: each call receives the rows of its own blocks
+    context_split  the dimension that context-parallel groups divide, before `split`
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     split: int | None = None
     per_block: bool = False
+    context_split: int | None = None
 
 
 def dit_fields(

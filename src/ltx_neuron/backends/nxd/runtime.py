@@ -222,8 +222,8 @@ class Ranks(ranks.Ranks):
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         for name, tensor in tensors.items():
             field = self.programs[program].fields[like or name]
-            ranks.check_shape(program, name, field, tensor, self.tp)
-            kept = [ranks.kept(field, name, tensor, rank) for rank in range(self.tp)]
+            ranks.check_shape(program, name, field, tensor, self.tp, self.cp)
+            kept = [ranks.kept(field, name, tensor, rank, self.tp) for rank in range(self.size)]
             for each in kept[0]:
                 self._upload(each, [parts[each].to(field.dtype) for parts in kept])
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, fx
 
-from ltx_neuron.backends import nki
-from ltx_neuron.backends.export import GROUP, fake_process_group
+from ltx_neuron.backends import mesh, nki
+from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.wire import RankSettings
 
@@ -76,7 +76,7 @@ def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Calla
 def sum_of_ones(ones: Tensor) -> tuple[Tensor]:
     """The smallest graph with a collective: a sum of ones over the ranks."""
     # `* 1`: TorchNeuron reduces intermediates, never a graph's input.
-    summed = functional.all_reduce(ones * 1, "sum", GROUP)  # pyright: ignore[reportArgumentType]
+    summed = functional.all_reduce(ones * 1, "sum", mesh.WORLD)  # pyright: ignore[reportArgumentType]
     return (functional.wait_tensor(summed),)
 
 
@@ -91,7 +91,9 @@ def compile_only(folders: list[Path], settings: RankSettings) -> None:
     """
     torch.set_num_threads(settings.profile.rank_threads(settings.tp))
     device, failed = torch.device(settings.profile.device), False
-    with fake_process_group(settings.tp), torch.no_grad():
+    profile, tp = settings.profile, settings.tp
+    groups = mesh.groups(profile, tp)
+    with fake_process_group(profile.world_size(tp), groups=groups), torch.no_grad():
         for manifest in map(Manifest, folders):
             os.environ.update(settings.compilers.get(manifest.identity.get("model"), {}))
             for name in manifest.graphs:

@@ -47,9 +47,9 @@ _starting = threading.Lock()  # the environment that a child inherits is the who
 
 
 def rank_settings(
-    profile: Profile, tp: int, rank: int, cache: Path | None, store: str = ""
+    profile: Profile, tp: int, rank: int, cache: Path | None, store: str = "", group: int = 0
 ) -> RankSettings:
-    variables = environment.of_rank(profile, tp, rank, cache)
+    variables = environment.of_rank(profile, tp, rank, cache, group)
     compilers = {model: environment.of_compiler(profile, model) for model in MODELS}
     return RankSettings(profile, rank, tp, variables, compilers, store)
 
@@ -111,11 +111,13 @@ class Ranks(ranks.Ranks):
     correct it), and leaves no process. A live rank that blocks the others ends it later; on Neuron
     only if the runtime sleeps while it waits (docs/failures.md).
 
+    group          number of the guidance group, for messages and cores
     command_bytes  bytes of all commands so far, counted per rank
     """
 
-    def __init__(self, profile: Profile, tp: int, cache: Path | None = None):
-        super().__init__(tp)
+    def __init__(self, profile: Profile, tp: int, cache: Path | None = None, group: int = 0):
+        super().__init__(tp, profile.context_parallel)
+        self.group = group
         self.command_bytes = 0
         self._first_seconds = float(profile.first_run_seconds)
         self._folder = tempfile.mkdtemp(prefix="ltx-neuron-")
@@ -131,7 +133,7 @@ class Ranks(ranks.Ranks):
             context.set_forkserver_preload(
                 ["ltx_neuron.backends.torchdist.rank", "torch._export.serde.serialize"]
             )
-        progress = context.RawArray("q", tp)
+        progress = context.RawArray("q", self.size)
         try:
             self._start(context, profile, cache, progress)
             self._watch = Watch([process.pid for process in self._processes], progress)
@@ -141,10 +143,11 @@ class Ranks(ranks.Ranks):
             raise
 
     def _start(self, context, profile: Profile, cache: Path | None, progress) -> None:
-        environment.check_ports(profile, self.tp)
-        for rank in range(self.tp):
+        environment.check_ports(profile, self.tp, self.group)
+        for rank in range(self.size):
             host_end, rank_end = context.Pipe()
-            settings = rank_settings(profile, self.tp, rank, cache, f"{self._folder}/store")
+            store = f"{self._folder}/store"
+            settings = rank_settings(profile, self.tp, rank, cache, store, self.group)
             process = context.Process(
                 target=serve,
                 args=(rank_end, settings, progress),
@@ -158,7 +161,7 @@ class Ranks(ranks.Ranks):
                     process.start()
             except (OSError, EOFError) as error:  # the fork server ended
                 raise RankError(
-                    f"rank {rank} of {self.tp} could not be started: {type(error).__name__}"
+                    f"rank {rank} of {self.size} could not be started: {type(error).__name__}"
                     f" {error}\nSomebody killed the process that starts ranks, or memory ran out"
                     " (dmesg says so); run the command again"
                 ) from None
@@ -206,7 +209,7 @@ class Ranks(ranks.Ranks):
             for name, tensor in tensors.items():
                 like_field = like or name
                 field = self.programs[program].fields[like_field]
-                ranks.check_shape(program, name, field, tensor, self.tp)
+                ranks.check_shape(program, name, field, tensor, self.tp, self.cp)
                 shape = tuple(tensor.shape)
                 shared = stack.enter_context(SharedTensor(shape, field.dtype))
                 shared.tensor.copy_(tensor)
@@ -235,7 +238,7 @@ class Ranks(ranks.Ranks):
 
     def get(self, program: str, name: str) -> Tensor:
         field = self.programs[program].fields[name]
-        with SharedTensor(ranks.whole_shape(field, self.tp), field.dtype) as shared:
+        with SharedTensor(ranks.whole_shape(field, self.tp, self.cp), field.dtype) as shared:
             self._call(self._patience(), "get", program=program, name=name, memory=shared.name)
             return shared.tensor.clone()
 
@@ -246,7 +249,7 @@ class Ranks(ranks.Ranks):
         if self._watch.age >= _POLL_SECONDS:
             self._watch.look()
         ended = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
-        self._raise_failure(self._frozen(range(self.tp)) | {r: self._receive(r) for r in ended})
+        self._raise_failure(self._frozen(range(self.size)) | {r: self._receive(r) for r in ended})
 
     def _patience(self, run: tuple[str, str] | None = None) -> float:
         """Seconds for which all ranks may be idle before they count as hanging, in a `run` of a
@@ -273,8 +276,8 @@ class Ranks(ranks.Ranks):
         """Every rank's answer. A failure ends all ranks, because the others would wait forever."""
         self._watch.begin()
         answers, deadline = {}, inf
-        while len(answers) < self.tp and time.monotonic() < deadline:
-            waiting = {*range(self.tp)} - {*answers}
+        while len(answers) < self.size and time.monotonic() < deadline:
+            waiting = {*range(self.size)} - {*answers}
             ends: dict[Any, int] = {self._pipes[rank]: rank for rank in waiting}
             ends |= {self._processes[rank].sentinel: rank for rank in waiting}
             ready = connection.wait([*ends], timeout=_POLL_SECONDS)
@@ -289,7 +292,7 @@ class Ranks(ranks.Ranks):
             if any(isinstance(answer, Failure) for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         self._raise_failure(answers)
-        return [answers[rank] for rank in range(self.tp)]
+        return [answers[rank] for rank in range(self.size)]
 
     def _receive(self, rank: int) -> object:
         """A rank's answer, or a Failure if its process ended."""
@@ -320,7 +323,7 @@ class Ranks(ranks.Ranks):
             process.kill()
         rank = min(failures, key=lambda rank: (failures[rank].blame, rank))
         kind = RankRefusal if failures[rank].refusal else RankError
-        error = kind(f"rank {rank} of {self.tp} failed: {failures[rank].error}")
+        error = kind(f"rank {rank} of {self.size} failed: {failures[rank].error}")
         others = [
             f"rank {other} failed as well: {failure.error}"
             for other, failure in failures.items()

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends.export import GROUP
+from ltx_neuron.backends import mesh
+from ltx_neuron.backends.export import name_groups
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import (
     broken_latents,
@@ -57,6 +58,9 @@ class Rank:
     ):
         self.settings, self.device = settings, device
         self.rank, self.tp = settings.rank, settings.tp
+        self.cp = settings.profile.context_parallel
+        # Ranks with the same heads have the same weights.
+        self.weight_file = self.rank % self.tp
         self._barrier, self._launched = barrier, launched
         self._synchronize = torch.get_device_module(device).synchronize
         # Graphs contain no weights and survive unload, so that a reloaded model compiles nothing.
@@ -70,8 +74,8 @@ class Rank:
         total = compiled.runner(compiled.sum_of_ones, self.settings.profile.compile_backend)
         self._barrier()
         (summed,) = total(torch.ones(1).to(self.device))
-        if summed.cpu().item() != self.tp:
-            raise RuntimeError(f"ones of {self.tp} ranks sum to {summed.cpu().item()}")
+        if summed.cpu().item() != (size := self.tp * self.cp):
+            raise RuntimeError(f"ones of {size} ranks sum to {summed.cpu().item()}")
         self._barrier()
 
     def _clear(self) -> None:
@@ -112,7 +116,7 @@ class Rank:
         needed = {name: tuple(tensor.shape) for name, tensor in tensors.items()} | wanted
         missing = needed if loaded_from != folder else needed.keys() - tensors.keys()
         if missing:
-            file = open_rank_file(rank_path(folder, self.rank), needed, dtype)
+            file = open_rank_file(rank_path(folder, self.weight_file), needed, dtype)
             for name, tensor in file.tensors(missing):
                 if name not in tensors:
                     # On a CPU these are the mapped pages of the file.
@@ -126,7 +130,7 @@ class Rank:
         return tensors
 
     def replace_weights(self, weights: Path) -> None:
-        names = TensorFile(rank_path(weights, self.rank), RESHARD).shapes.keys()
+        names = TensorFile(rank_path(weights, self.weight_file), RESHARD).shapes.keys()
         # The nearest model: if none has exactly these names, loading reports the difference.
         model = min(self.weights, key=lambda loaded: len(loaded ^ names))
         tensors = self.weights[model][1]
@@ -145,7 +149,7 @@ class Rank:
         for whole, like, shape, memory in uploads:
             field = self.programs[program].fields[like]
             with SharedTensor(shape, field.dtype, memory) as shared:
-                for name, part in kept(field, whole, shared.tensor, self.rank).items():
+                for name, part in kept(field, whole, shared.tensor, self.rank, self.tp).items():
                     # A contiguous copy: devices accept no views, and the shared memory is freed
                     # soon.
                     copied = part.clone(memory_format=torch.contiguous_format)
@@ -199,9 +203,12 @@ class Rank:
     def get(self, program: str, name: str, memory: str) -> None:
         """Copy this rank's part of a tensor into the whole one in shared memory."""
         field = self.programs[program].fields[name]
-        if self.rank == 0 or field.split is not None:  # otherwise every rank would write the same
-            with SharedTensor(whole_shape(field, self.tp), field.dtype, memory) as shared:
-                part_of(field, shared.tensor, self.rank).copy_(self.tensors[name].cpu())
+        # Of ranks with the same part, one writes it.
+        same = field.context_split is None and self.rank >= self.tp
+        if same or (field.split is None and self.rank % self.tp):
+            return
+        with SharedTensor(whole_shape(field, self.tp, self.cp), field.dtype, memory) as shared:
+            part_of(field, shared.tensor, self.rank, self.tp).copy_(self.tensors[name].cpu())
 
     def hash(self, names: list[str]) -> str:
         return tensors_digest(self.tensors[name] for name in names)
@@ -262,21 +269,24 @@ def _join_group(settings: RankSettings) -> Callable[[], None]:
     """Join the process group; returns Rank's `barrier`."""
     import torch.distributed as dist
 
+    profile, tp = settings.profile, settings.tp
+    size = profile.world_size(tp)
     dist.init_process_group(
-        {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}[settings.profile.device],
+        {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}[profile.device],
         store=dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
-            settings.store, settings.tp
+            settings.store, size
         ),
         rank=settings.rank,
-        world_size=settings.tp,
+        world_size=size,
         timeout=_COLLECTIVE_TIMEOUT,
     )
     world = dist.group.WORLD
     assert world is not None
-    if world.group_name != GROUP:
+    if world.group_name != mesh.WORLD:
         raise RuntimeError(
-            f"the default process group is named {world.group_name!r}, graphs say {GROUP!r}"
+            f"the default process group is named {world.group_name!r}, graphs say {mesh.WORLD!r}"
         )
+    name_groups(mesh.groups(profile, tp), timeout=_COLLECTIVE_TIMEOUT)
     # A device's group reduces only device tensors, so host tensors need a group of their own.
     host = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
 

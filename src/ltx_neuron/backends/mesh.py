@@ -1,0 +1,40 @@
+"""The groups of ranks over which a run's graphs have collectives, by name.
+
+Rank c * tp + t has the tokens of part c and the heads of part t. A tensor-parallel group therefore
+has consecutive cores, on Trainium one chip's. A graph contains only a group's name, so one graph
+serves every rank; which ranks form the group is data of the process or of the compiled executable.
+"""
+
+from ltx_neuron.profiles import Profile
+
+WORLD = "0"  # c10d's name of the default group, the same in every process
+# Of a run with context parallelism.
+TENSOR, CONTEXT = "tp", "cp"
+# With Ulysses in a part of the context-parallel groups: these, and the groups between them.
+ULYSSES, BETWEEN = "ulysses", "between"
+
+
+def tensor_group(profile: Profile) -> str:
+    """The name of a rank's tensor-parallel group."""
+    return TENSOR if profile.context_parallel > 1 else WORLD
+
+
+def groups(profile: Profile, tp: int) -> dict[str, list[list[int]]]:
+    """Every group of ranks by name, beside the world's: lists of ranks that divide the world."""
+    cp, ulysses = profile.context_parallel, profile.ulysses
+    if cp == 1:
+        return {}
+    parts = range(cp)
+    named = {
+        TENSOR: [[c * tp + t for t in range(tp)] for c in parts],
+        CONTEXT: [[c * tp + t for c in parts] for t in range(tp)],
+    }
+    if 1 < ulysses < cp:
+        starts = range(0, cp, ulysses)
+        named[ULYSSES] = [
+            [(first + u) * tp + t for u in range(ulysses)] for first in starts for t in range(tp)
+        ]
+        named[BETWEEN] = [
+            [(first + u) * tp + t for first in starts] for u in range(ulysses) for t in range(tp)
+        ]
+    return named
