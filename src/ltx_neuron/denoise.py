@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import NotFiniteError, Ranks
+from ltx_neuron.backends.ranks import NotFiniteError, Ranks, padded_tokens
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
@@ -136,8 +136,8 @@ class StageRun:
         if (nag := job.nag) is not None:
             named = {f"negative_{s}_context": getattr(contexts[1], s) for s in STREAMS}
             shared |= named | {"nag": nag}
-        if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
-            shared["rank_one_hot"] = torch.eye(self.ranks.tp)
+        if one_hot := self.compiled.manifest.fields.get("rank_one_hot"):
+            shared["rank_one_hot"] = torch.eye(one_hot.shape[1])
         self._put(shared)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.guided:
@@ -153,7 +153,9 @@ class StageRun:
     def _put(self, tensors: dict[str, Tensor]) -> None:
         """Upload tensors of both streams, as far as the graphs have these."""
         names = tensors if self.bucket.video_tokens else without_video(tensors)
-        self.ranks.put(self.bucket.name, None, **{name: tensors[name] for name in names})
+        fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
+        padded = {name: padded_tokens(fields[name], tensors[name], *ranks) for name in names}
+        self.ranks.put(self.bucket.name, None, **padded)
 
     def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The sigmas (steps, 2, 2) and the modulation tables, (steps, U, 17, D) of each stream."""

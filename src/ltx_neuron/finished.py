@@ -234,6 +234,7 @@ class Finished:
             "blocks_per_graph": profile.blocks_per_graph,
             "attention": profile.attention,
             "sequence_parallel": profile.sequence_parallel,
+            **context_parallelism(profile),
         }
 
     def check_attention(self, profile: Profile) -> None:
@@ -249,6 +250,7 @@ class Finished:
             "blocks_per_graph": profile.blocks_per_graph,
             "attention": profile.attention,
             "sequence_parallel": self._divides(bucket, profile),
+            **(context_parallelism(profile) if bucket.video_tokens else {}),
         }
 
     def dit_identities(self, buckets: list[Bucket]) -> list[dict]:
@@ -258,7 +260,7 @@ class Finished:
 
     def _divides(self, bucket: Bucket, profile: Profile) -> bool:
         """Whether a bucket's graphs use sequence parallelism."""
-        return profile.sequence_parallel and may_divide(bucket, self.tp)
+        return profile.sequence_parallel and may_divide(bucket, self.tp, profile.context_parallel)
 
     # Identities of the other models' programs, by the programs' names.
 
@@ -421,3 +423,10 @@ def _shape_flags(job: Job) -> list:
     loras = ["ic_lora"] * bool(job.references) + ["lora"] * bool(job.dubbing)
     names = [*SizeFields.model_fields, "nag_scale", *loras, *ConditionFields.model_fields]
     return job.spec.words(names)
+
+
+def context_parallelism(profile: Profile) -> dict:
+    """What the DiT's graphs depend on in a run with context parallelism."""
+    if profile.context_parallel == 1:
+        return {}
+    return {"context_parallel": profile.context_parallel, "ulysses": profile.ulysses}

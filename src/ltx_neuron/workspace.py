@@ -172,13 +172,14 @@ class Workspace(Finished):
         size and recipe are recorded in all manifests."""
         profile = self.dit_profile(buckets)
         self.check_attention(profile)
-        comm, cut = registry.comm(profile, self.tp), profile.blocks_per_graph
+        comm, context = registry.comm(profile, self.tp), registry.context(profile, self.tp)
+        cut = profile.blocks_per_graph
         programs, whole = [], set()
         for bucket in buckets:
             divides = self._divides(bucket, profile)
             if profile.sequence_parallel and bucket.video_tokens and not divides:
                 whole.add(bucket.video_tokens)
-            arguments = bucket, self.tp, comm, self.dtype, cut, profile.attention, divides
+            arguments = bucket, self.tp, comm, self.dtype, cut, profile.attention, divides, context
             programs.append(partial(dit_program, self.transformer, *arguments))
         for tokens in sorted(whole):
             print(

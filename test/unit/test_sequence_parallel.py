@@ -105,7 +105,7 @@ def on_ranks(bucket: Bucket, inputs: dict, dtype=torch.float32, blocks: int = 0,
         comm.join(rank)
         program = dit_program(config, bucket, TP, comm, dtype, blocks, sequence_parallel=divide)
         fields = program.fields
-        mine = {n: part_of(fields[n], whole, rank) for n, whole in inputs.items() if n in fields}
+        mine = {n: part_of(fields[n], whole, rank, TP) for n, whole in inputs.items() if n in fields}
         return run(program, cut(weights, rank), mine, dtype)
 
     with ThreadPoolExecutor(TP) as pool:

@@ -132,7 +132,8 @@ def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
     if not different or (profile.cores and max(visible) >= profile.cores):
         raise UserError(
             f"NEURON_RT_VISIBLE_CORES is {value!r}; {needed} ranks need {needed} different logical"
-            f" cores, of which {profile.name} has {profile.cores}.\nType: unset NEURON_RT_VISIBLE_CORES"
+            f" cores, of which {profile.name} has {profile.cores}.\nType: unset"
+            " NEURON_RT_VISIBLE_CORES"
         )
     launch = sorted(visible)[:needed]
     if launch != list(range(launch[0], launch[0] + needed)):

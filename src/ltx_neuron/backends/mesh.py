@@ -7,16 +7,13 @@ serves every rank; which ranks form the group is data of the process or of the c
 
 from ltx_neuron.profiles import Profile
 
-WORLD = "0"  # c10d's name of the default group, the same in every process
-# Of a run with context parallelism.
+# c10d's name of the default group, the same in every process. Graphs mean the tensor-parallel
+# group by it, so that those without a part for context parallelism are the same in every world.
+WORLD = "0"
+# Of a run with context parallelism; a rank that loads a graph renames WORLD to TENSOR.
 TENSOR, CONTEXT = "tp", "cp"
 # With Ulysses in a part of the context-parallel groups: these, and the groups between them.
 ULYSSES, BETWEEN = "ulysses", "between"
-
-
-def tensor_group(profile: Profile) -> str:
-    """The name of a rank's tensor-parallel group."""
-    return TENSOR if profile.context_parallel > 1 else WORLD
 
 
 def groups(profile: Profile, tp: int) -> dict[str, list[list[int]]]:

@@ -146,6 +146,16 @@ def part_of(field: Field, whole: Tensor, rank: int, tp: int) -> Tensor:
     return whole
 
 
+def padded_tokens(field: Field, tensor: Tensor, tp: int, cp: int) -> Tensor:
+    """A tensor with zeros after its tokens, as many as context parallelism needs to divide them."""
+    dim = field.context_split
+    if dim is None:
+        return tensor
+    missing = whole_shape(field, tp, cp)[dim] - tensor.shape[dim]
+    zeros = [0, 0] * (tensor.ndim - 1 - dim) + [0, missing]
+    return torch.nn.functional.pad(tensor, zeros) if missing > 0 else tensor
+
+
 def at(name: str, number: int) -> str:
     """The name of one of an input's tensors: of a step, or of the blocks from `number` on."""
     return f"{name}@{number}"

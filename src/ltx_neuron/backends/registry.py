@@ -12,7 +12,7 @@ from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.files import exclusive
 from ltx_neuron.machine import package_version
-from ltx_neuron.models.parallel import Comm
+from ltx_neuron.models.parallel import Comm, ContextParallel
 from ltx_neuron.models.programs import Program
 from ltx_neuron.profiles import Profile
 
@@ -21,7 +21,26 @@ def comm(profile: Profile, tp: int) -> Comm:
     """The collectives of graphs that are traced for a profile."""
     if profile.backend == "nxd":
         return nxd_compile.XlaComm(tp)
-    return export.TorchDistComm(tp, mesh.tensor_group(profile))
+    return export.TorchDistComm(tp)
+
+
+def context(profile: Profile, tp: int) -> ContextParallel | None:
+    """The collectives between the tensor-parallel groups of a profile's context parallelism."""
+    groups = mesh.groups(profile, tp)
+    if not groups:
+        return None
+
+    def comm(name: str) -> Comm:
+        size = len(groups[name][0])
+        if profile.backend == "nxd":
+            return nxd_compile.XlaComm(size, groups[name])
+        return export.TorchDistComm(size, name)
+
+    both, between = comm(mesh.CONTEXT), None
+    ulysses = both if profile.ulysses == profile.context_parallel else None
+    if mesh.ULYSSES in groups:
+        ulysses, between = comm(mesh.ULYSSES), comm(mesh.BETWEEN)
+    return ContextParallel(both, ulysses, between)
 
 
 def identity(profile: Profile, model: str) -> dict:
@@ -32,6 +51,8 @@ def identity(profile: Profile, model: str) -> dict:
     return {
         "compiler_flags": nxd_compile.compiler_flags(profile, model),
         "neuron": {package: package_version(package) for package in nxd_compile.PACKAGES},
+        # A compiled graph contains the ranks of its groups, not their name.
+        **({"world": profile.world_size(1)} if profile.context_parallel > 1 else {}),
     }
 
 

@@ -24,7 +24,7 @@ class _OnRanks:
     """
 
     def __init__(self, ranks: Ranks, lock: AbstractContextManager | None = None):
-        self.ranks, self.at_once, self._lock = ranks, ranks.tp, lock or threading.Lock()
+        self.ranks, self.at_once, self._lock = ranks, ranks.size, lock or threading.Lock()
 
     def _decode(
         self, program: str, given: str, parts: Sequence[Tensor], made: str, **constants: Tensor

@@ -14,7 +14,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ltx_neuron.config.common import AttentionSize
 from ltx_neuron.config.transformer import CONST_MAX_HEAD_DIM
-from ltx_neuron.models.parallel import ColumnLinear, Comm, RowLinear, ShardedRMSNorm, sum_partials
+from ltx_neuron.models.parallel import (
+    ColumnLinear,
+    Comm,
+    ContextParallel,
+    RowLinear,
+    ShardedRMSNorm,
+    sum_partials,
+)
 from ltx_neuron.models.rope import Rope, rotate
 
 
@@ -234,11 +241,31 @@ class Attention(nn.Module):
         if call.rope is not None:
             query, key = rotate(query, call.rope), rotate(key, call.key_rope or call.rope)
         value = self.split_heads(value)
-        out = self.kernel(query, key, value, self.head_dim**-0.5, call.bias)  # (B, H, T, D)
+        out = self._over_groups(call, query, key, value)  # (B, H, T, D)
         if call.keep is not None:
             # Spatio-temporal guidance: without attention each token keeps its own value.
             out = out * call.keep + value * (1 - call.keep)
         return out.transpose(1, 2)
+
+    def _over_groups(
+        self, call: "AttentionCall", query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """The kernel's output for all keys and values, of which context parallelism divides those
+        of the video."""
+        context, scale = call.context_parallel, self.head_dim**-0.5
+        if context is None:
+            return self.kernel(query, key, value, scale, call.bias)
+        # Queries from the audio are the same in every group, and those of other heads are needed
+        # as well after an exchange.
+        if context.ulysses is None or call.context is not call.x:
+            key, value = context.gathered(context.groups, key, value)
+            return self.kernel(query, key, value, scale, call.bias)
+        query, key, value = context.to_heads(context.ulysses, query, key, value)
+        if context.between is not None:
+            key, value = context.gathered(context.between, key, value)
+        key, value = key[:, :, : context.tokens], value[:, :, : context.tokens]
+        out = self.kernel(query, key, value, scale, call.bias)
+        return context.to_tokens(context.ulysses, out)
 
     def partial(self, call: "AttentionCall", out: Tensor) -> Tensor:
         """This rank's summand of the output projection, (B, T, query_dim), from the attention of
@@ -260,6 +287,7 @@ class AttentionCall(NamedTuple):
     negative  normalized attention guidance: the negative prompt's context, (B, S, context_dim)
 
     x_divided, context_divided: a rank has T / tp of these tokens (sequence parallelism)
+    context_parallel  if tensor-parallel groups divide the tokens of the context
     """
 
     module: Attention
@@ -272,6 +300,7 @@ class AttentionCall(NamedTuple):
     negative: Sequence[Tensor] = ()
     x_divided: bool = False
     context_divided: bool = False
+    context_parallel: ContextParallel | None = None
 
     def gathered(self, comm: Comm) -> "AttentionCall":
         """The call with all tokens, as column-parallel layers and attention need them."""

@@ -20,7 +20,9 @@ Graphs of sound alone have the audio's stream and parameters only, and no audio-
 With sequence parallelism (`divided`) a rank has Tv / tp of the video's tokens in the residual
 stream. Head selects them from the whole latent, attention and feed-forward gather all tokens and
 reduce-scatter their sums, and the tail gathers the velocity. Audio is not divided. In the shapes
-below, Tv of the stream and of `timestep_mask` is then Tv / tp.
+below, Tv of the stream and of `timestep_mask` is then Tv / tp. With context parallelism a
+tensor-parallel group has its own part of the video's tokens in the same way, and of their RoPE and
+`video_bias`; only video self-attention and video-to-audio attention need the other groups'.
 """
 
 from functools import reduce
@@ -43,7 +45,7 @@ from ltx_neuron.models.modulation import (
     AdaLNRows,
     Modulation,
 )
-from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm, sum_partials
+from ltx_neuron.models.parallel import ContextParallel, FeedForward, Mesh, rms_norm, sum_partials
 from ltx_neuron.models.rope import Rope
 from ltx_neuron.models.signatures import (
     BlockInputs,
@@ -110,14 +112,14 @@ class TransformerBlock(nn.Module):
         self,
         config: TransformerConfig,
         tp: int,
-        comm: Comm,
+        mesh: Mesh,
         kernel: Kernel,
-        divided: bool,
         streams: Names = STREAMS,
     ):
         super().__init__()
         video, audio, eps = config.video, config.audio, config.norm_eps
-        self.comm, self.eps, self.divided = comm, eps, divided
+        self.mesh, self.eps = mesh, eps
+        self.comm, self.divided = mesh.tensor, mesh.divided
         self.modulated_prompt, joint = config.use_prompt_adaln_single, "video" in streams
         for stream in streams:
             size, prefix = getattr(config, stream), _PREFIXES[stream]
@@ -207,6 +209,7 @@ class TransformerBlock(nn.Module):
                 keep=None if perturbations is None else perturbations.self_attention[stream],
                 bias=optional(inputs, f"{stream}_bias"),
                 x_divided=self._is_divided(stream),
+                context_parallel=self.mesh.context if stream == "video" else None,
             )
             for stream, x in normed.items()
         ]
@@ -287,6 +290,7 @@ class TransformerBlock(nn.Module):
                 a_rope,
                 v_rope,
                 context_divided=self.divided,
+                context_parallel=self.mesh.context,
             ),
         )
         v_gate = v_modulation.per_step(v_table, AV_GATE)[0]
@@ -324,9 +328,9 @@ class Head(nn.Module):
     returns the streams that the step computes, `enabled` (2,).
     """
 
-    def __init__(self, config: TransformerConfig, divided: bool = False, streams: Names = STREAMS):
+    def __init__(self, config: TransformerConfig, mesh: Mesh, streams: Names = STREAMS):
         super().__init__()
-        self.divided = divided
+        self.mesh = mesh
         # Not split over the ranks: a product of 128 channels is not worth a collective.
         if "video" in streams:
             self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
@@ -340,8 +344,8 @@ class Head(nn.Module):
             for stream, table in by_stream(inputs, "modulation").items()
         }
         latents = by_stream(inputs, "latent")
-        if self.divided:
-            latents["video"] = _own_tokens(inputs)
+        if self.mesh.selects:
+            latents["video"] = _own_tokens(inputs, self.mesh.context)
         hidden = {
             f"{stream}_hidden": getattr(self, f"{_PREFIXES[stream]}patchify_proj")(latent)
             for stream, latent in latents.items()
@@ -355,11 +359,14 @@ class Head(nn.Module):
         return of_streams(GuidedHeadOutputs, streams)(**outputs, enabled=enabled)
 
 
-def _own_tokens(inputs: HeadInputs) -> Tensor:
-    """This rank's tokens of the whole video latent: (1, Tv, C) -> (1, Tv / tp, C)."""
-    one_hot = inputs.rank_one_hot.flatten()  # (tp,)
-    # (1, tp, Tv / tp, C); a sum over one-hot rows is exact, and the graph has no rank.
-    parts = inputs.video_latent.unflatten(1, (one_hot.shape[0], -1))
+def _own_tokens(inputs: HeadInputs, context: ContextParallel | None) -> Tensor:
+    """This rank's tokens of the whole video latent: (1, Tv, C) -> (1, Tv / parts, C)."""
+    one_hot, latent = inputs.rank_one_hot.flatten(), inputs.video_latent  # (parts,)
+    if context is not None:
+        padding = context.own * context.groups.size - context.tokens
+        latent = nn.functional.pad(latent, (0, 0, 0, padding))
+    # (1, parts, Tv / parts, C); a sum over one-hot rows is exact, and the graph has no rank.
+    parts = latent.unflatten(1, (one_hot.shape[0], -1))
     return (one_hot[:, None, None] * parts).sum(1)
 
 
@@ -371,15 +378,14 @@ class Blocks(nn.Module):
         self,
         config: TransformerConfig,
         tp: int,
-        comm: Comm,
+        mesh: Mesh,
         kernel: Kernel,
         count: int,
-        divided: bool,
         streams: Names = STREAMS,
     ):
         super().__init__()
         self.transformer_blocks = nn.ModuleList(
-            TransformerBlock(config, tp, comm, kernel, divided, streams) for _ in range(count)
+            TransformerBlock(config, tp, mesh, kernel, streams) for _ in range(count)
         )
 
     def forward(self, inputs: BlockInputs) -> BlockOutputs:
@@ -400,11 +406,9 @@ class X0Tail(nn.Module):
     step.
     """
 
-    def __init__(
-        self, config: TransformerConfig, comm: Comm, divided: bool = False, streams: Names = STREAMS
-    ):
+    def __init__(self, config: TransformerConfig, mesh: Mesh, streams: Names = STREAMS):
         super().__init__()
-        self.eps, self.comm, self.divided = config.norm_eps, comm, divided
+        self.eps, self.mesh = config.norm_eps, mesh
         if "video" in streams:
             self.scale_shift_table = nn.Parameter(torch.empty(2, config.video.inner))
             self.proj_out = nn.Linear(config.video.inner, config.in_channels)
@@ -415,9 +419,11 @@ class X0Tail(nn.Module):
         modulations, velocities = _modulations(inputs), {}
         for stream, x in by_stream(inputs, "hidden").items():
             velocities[stream] = self._velocity(x, modulations[stream], _PREFIXES[stream])
-            if self.divided and stream == "video":
-                # Latents are small: from here on every rank has all, as at the step's start.
-                velocities[stream] = self.comm.all_gather(velocities[stream])
+            # Latents are small: from here on every rank has all, as at the step's start.
+            if self.mesh.divided and stream == "video":
+                velocities[stream] = self.mesh.tensor.all_gather(velocities[stream])
+            if self.mesh.context and stream == "video":
+                velocities[stream] = self.mesh.context.joined(velocities[stream])
         timesteps = dict(zip(STREAMS, inputs.sigma_pairs[:, 0].unbind(0), strict=True))
         # If tokens are held, each token has its own timestep, (T, 1).
         for stream, (mask, _) in _held(inputs).items():

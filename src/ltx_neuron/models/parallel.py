@@ -7,9 +7,14 @@ Shapes: `features` counts those of the whole model; a rank's parameters and spli
 features / tp. Activations that are not split are equal on every rank. With sequence parallelism
 (Korthikanti et al. 2022, arXiv 2205.05198) the video's residual stream is divided too: between the
 layers a rank has T / tp of its tokens, (B, T / tp, D).
+
+With context parallelism there are cp groups of tp ranks. Each group has its own part of the video's
+tokens throughout, T' / cp of T' >= T, and all tokens of audio and text. Only video self-attention
+and attention to the video need the tokens of other groups (ContextParallel).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,6 +41,11 @@ class Comm(Protocol):
         (1, T / size, D)."""
         ...
 
+    # For Ulysses.
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Row i of (size, ...) sent to rank i -> (size, ...), whose row j came from rank j."""
+        ...
+
 
 class SingleRank:
     """Comm of an unsharded model."""
@@ -44,6 +54,70 @@ class SingleRank:
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The collectives between tensor-parallel groups that divide a clip's video tokens.
+
+    groups   all of these groups
+    ulysses  of them, those that exchange tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509), or
+             None; each then attends with heads / ulysses.size
+    between  the groups that have the same heads after the exchange, or None if that is one group
+    tokens   of the clip, T; each group has `own` of them, and the last ones are padding
+    own      T' / cp
+    """
+
+    groups: Comm
+    ulysses: Comm | None = None
+    between: Comm | None = None
+    tokens: int = 0
+    own: int = 0
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """The tokens of all groups, without padding: (1, T' / cp, D) -> (1, T, D)."""
+        return self.groups.all_gather(tensor)[:, : self.tokens]
+
+    def gathered(self, comm: Comm, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values (1, H, S / size, D) of all tokens in one collective, without padding:
+        (1, H, S, D) each."""
+        count, (_, number, _, size) = len(heads), heads[0].shape
+        tokens = torch.stack(heads, 1).permute(0, 3, 1, 2, 4).flatten(2)  # (1, S / size, 2 H D)
+        whole = comm.all_gather(tokens)[:, : self.tokens].unflatten(2, (count, number, size))
+        return whole.permute(2, 0, 3, 1, 4).unbind(0)
+
+    @staticmethod
+    def to_heads(comm: Comm, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Own tokens of all heads for all tokens of own heads, in one collective: (1, H, S, D) ->
+        (1, H / size, size S, D) each."""
+        parts = torch.cat(heads).unflatten(1, (comm.size, -1))  # (3, size, H / size, S, D)
+        exchanged = comm.all_to_all(parts.transpose(0, 1).contiguous())
+        return exchanged.permute(1, 2, 0, 3, 4).flatten(2, 3).split(1)
+
+    @staticmethod
+    def to_tokens(comm: Comm, out: Tensor) -> Tensor:
+        """The reverse of to_heads: (1, H / size, size S, D) -> (1, H, S, D)."""
+        parts = out.unflatten(2, (comm.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
+        return comm.all_to_all(parts).transpose(0, 1).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How the ranks divide a DiT's work.
+
+    tensor   the collectives of a tensor-parallel group
+    divided  sequence parallelism: its ranks divide the video's tokens between the layers
+    context  context parallelism, or None
+    """
+
+    tensor: Comm
+    divided: bool = False
+    context: ContextParallel | None = None
+
+    @property
+    def selects(self) -> bool:
+        """Whether a rank has only a part of the video's tokens in the residual stream."""
+        return self.divided or self.context is not None
 
 
 def sum_partials(comm: Comm, partials: Sequence[Tensor], divided: Sequence[bool]) -> list[Tensor]:

@@ -6,7 +6,7 @@ device, because they are only traced; rank files provide the weights.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -23,8 +23,8 @@ from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
 from ltx_neuron.models.gemma3 import Gemma3Encoder
 from ltx_neuron.models.guided import Guide
-from ltx_neuron.models.parallel import Comm
-from ltx_neuron.models.signatures import Field, stage_features
+from ltx_neuron.models.parallel import Comm, ContextParallel, Mesh
+from ltx_neuron.models.signatures import Field, own_tokens, stage_features
 
 
 class Graph(NamedTuple):
@@ -86,10 +86,10 @@ def group_size(layers: int, blocks_per_graph: int) -> int:
     return max(n for n in range(1, min(blocks_per_graph, layers) + 1) if layers % n == 0)
 
 
-def may_divide(bucket: Bucket, tp: int) -> bool:
-    """Whether sequence parallelism is possible: the video's tokens divide evenly over the
-    ranks."""
-    return tp > 1 and bucket.video_tokens > 0 and bucket.video_tokens % tp == 0
+def may_divide(bucket: Bucket, tp: int, cp: int = 1) -> bool:
+    """Whether sequence parallelism is possible: the video's tokens divide evenly over the ranks, or
+    context parallelism pads them."""
+    return tp > 1 and bucket.video_tokens > 0 and (cp > 1 or bucket.video_tokens % tp == 0)
 
 
 def dit_program(
@@ -101,16 +101,20 @@ def dit_program(
     blocks_per_graph: int,
     attention: str = "sdpa",
     sequence_parallel: bool = False,
+    context: ContextParallel | None = None,
 ) -> Program:
     """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step. attention is a
-    key of KERNELS; sequence_parallel needs a bucket that `may_divide`.
+    key of KERNELS; sequence_parallel needs a bucket that `may_divide`. context: the collectives of
+    context parallelism; graphs of sound alone have none.
 
     A guided bucket has two runs instead of "main": "pass" predicts x0, and "guide" combines the
     predictions and performs the Euler step.
     """
     count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
-    fields = signatures.dit_fields(config, bucket, tp, dtype, sequence_parallel)
-    kinds = _kinds(bucket, sequence_parallel)
+    mesh = _mesh(bucket, tp, comm, sequence_parallel, context)
+    cp = mesh.context.groups.size if mesh.context else 1
+    fields = signatures.dit_fields(config, bucket, tp, dtype, sequence_parallel, cp)
+    kinds = _kinds(bucket, mesh.selects)
     inputs = {
         "head": signatures.HeadInputs,
         "blocks": signatures.BlockInputs,
@@ -133,11 +137,9 @@ def dit_program(
     # Shapes are those of any rank. On the meta device the released size needs no memory.
     with torch.device("meta"):
         modules = {
-            "head": Head(config, sequence_parallel, streams),
-            "blocks": Blocks(
-                config, tp, comm, KERNELS[attention], count, sequence_parallel, streams
-            ),
-            "tail": tail(config, comm, sequence_parallel, streams),
+            "head": Head(config, mesh, streams),
+            "blocks": Blocks(config, tp, mesh, KERNELS[attention], count, streams),
+            "tail": tail(config, mesh, streams),
         }
     if blocks_per_graph == 0:
         parts = tuple(inputs.values())
@@ -160,11 +162,25 @@ def dit_program(
     return Program(graphs, {"pass": calls, "guide": (("guide", 0),)}, fields)
 
 
-def _kinds(bucket: Bucket, sequence_parallel: bool) -> tuple[str, ...]:
+def _mesh(
+    bucket: Bucket, tp: int, comm: Comm, sequence_parallel: bool, context: ContextParallel | None
+) -> Mesh:
+    """The mesh of a bucket's graphs."""
+    if context is None or not bucket.video_tokens:
+        return Mesh(comm, sequence_parallel)
+    ranks = tp if sequence_parallel else 1
+    own = ranks * own_tokens(bucket.video_tokens, context.groups.size * ranks)
+    context = replace(context, tokens=bucket.video_tokens, own=own)
+    if bucket.biased:  # by rows of the queries, which an exchange would mix
+        context = replace(context, ulysses=None, between=None)
+    return Mesh(comm, sequence_parallel, context)
+
+
+def _kinds(bucket: Bucket, divided: bool) -> tuple[str, ...]:
     """The kinds of a DiT's graphs, which have further inputs (signatures.extended)."""
     flags = {
         "guided": bucket.guided,
-        "divided": sequence_parallel,
+        "divided": divided,
         "masked": bucket.audio_timesteps > 1,
         "biased": bucket.biased,
         "nag": bucket.nag,

@@ -18,7 +18,8 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
                             retake, which keeps some of its tokens
   *_rows                    (U, R, D), the AdaLN rows of this step
   timestep_mask             (Tv, U), one-hot: which of the U timesteps a video token has
-  rank_one_hot              (1, tp), sequence parallelism: this rank's part of the video's tokens
+  rank_one_hot              (1, parts), sequence and context parallelism: which part of the video's
+                            tokens a rank has
   denoise_mask              (Tv, 1): 1 denoised freely, 0 kept as in clean_latent
   clean_latent              (1, Tv, C), latents of images, references and a retake's kept part
   audio_timestep_mask,
@@ -163,8 +164,8 @@ def stage_features(stage: int) -> type:
 # Of buckets with audio_timesteps > 1: the inputs that hold audio tokens.
 AUDIO_MASKS = ("audio_timestep_mask", "audio_denoise_mask", "audio_clean_latent")
 # Further inputs of some kinds of graphs, by the part of the step that reads them: guided passes,
-# sequence parallelism ("divided"), held audio tokens ("masked"), a bias of scores, normalized
-# attention guidance, identity guidance.
+# sequence or context parallelism ("divided"), held audio tokens ("masked"), a bias of scores,
+# normalized attention guidance, identity guidance.
 _MORE = {
     "head": {"guided": ("enabled_steps",), "divided": ("rank_one_hot",)},
     "blocks": {
@@ -250,9 +251,11 @@ def dit_fields(
     tp: int,
     dtype: torch.dtype,
     sequence_parallel: bool = False,
+    cp: int = 1,
 ) -> dict[str, Field]:
-    """Every input and output tensor of a DiT graph. With sequence parallelism the video's residual
-    stream and its timestep mask have a rank's own tokens."""
+    """Every input and output tensor of a DiT graph. With sequence and context parallelism the
+    video's residual stream and its timestep mask have a rank's own tokens; with `cp` groups, its
+    RoPE and bias have the group's own."""
     video, audio = config.video, config.audio
     t_video, t_audio = bucket.video_tokens, bucket.audio_tokens
     steps, timesteps = bucket.max_steps, bucket.timesteps
@@ -304,12 +307,30 @@ def dit_fields(
         fields |= negative | {"nag": Field((3,), fp32)}
     if bucket.identity:
         fields["audio_bias"] = Field((1, t_audio), dtype)
-    if sequence_parallel:
-        own = t_video // tp
-        fields["rank_one_hot"] = Field((1, tp), dtype, split=0)
-        fields["timestep_mask"] = Field((own, timesteps), dtype, split=0)
-        fields["video_hidden"] = Field((1, own, video.inner), dtype, split=1)
+    parts = cp * (tp if sequence_parallel else 1)
+    if parts > 1:
+        own = own_tokens(t_video, parts)
+        # The dimensions that hold a rank's own tokens, by both divisions.
+        fields["rank_one_hot"] = Field((1, parts), dtype)
+        fields["timestep_mask"] = Field((own, timesteps), dtype)
+        fields["video_hidden"] = Field((1, own, video.inner), dtype)
+        for name, dim in (("rank_one_hot", 0), ("timestep_mask", 0), ("video_hidden", 1)):
+            split, context = dim if sequence_parallel else None, dim if cp > 1 else None
+            fields[name] = fields[name]._replace(split=split, context_split=context)
+    if cp > 1:
+        group = own_tokens(t_video, parts) * (parts // cp)
+        for name in ("video_cos", "video_sin", "video_cross_cos", "video_cross_sin"):
+            batch, heads, _, half = fields[name].shape
+            shape = batch, heads, group, half
+            fields[name] = fields[name]._replace(shape=shape, context_split=2)
+        if bucket.biased:
+            fields["video_bias"] = Field((group, t_video), dtype, context_split=0)
     return fields
+
+
+def own_tokens(tokens: int, parts: int) -> int:
+    """The tokens of one of several equal parts, the last of which may have padding."""
+    return -(-tokens // parts)
 
 
 def guided_fields(
@@ -371,10 +392,10 @@ def tile_fields(
     patch = config.patch_size
     pixels = (1, config.out_channels, frames, height * patch, width * patch)
     return {
-        "tile_latent": Field((1, config.latent_channels, *tile), dtype, split=0),
+        "tile_latent": _each(Field((1, config.latent_channels, *tile), dtype)),
         **{f"features_{stage}": Field(shape, dtype) for stage, shape in enumerate(stages)},
-        "tile_pixels": Field(pixels, dtype, split=0),
-        FINITE: Field((1,), torch.float32, split=0),
+        "tile_pixels": _each(Field(pixels, dtype)),
+        FINITE: _each(Field((1,), torch.float32)),
     }
 
 
@@ -418,11 +439,14 @@ def waveform_fields(config: VocoderConfig, rows: int) -> dict[str, Field]:
 
 def _float_fields(**shapes: tuple[int, ...]) -> dict[str, Field]:
     """Fields of the audio decoders: float32, split over the ranks by span."""
-    fields = {
-        name: Field(shape, torch.float32, split=0 if name.startswith("span") else None)
-        for name, shape in shapes.items()
-    }
-    return fields | {FINITE: Field((1,), torch.float32, split=0)}
+    fields = {name: Field(shape, torch.float32) for name, shape in shapes.items()}
+    spans = {name: _each(field) for name, field in fields.items() if name.startswith("span")}
+    return fields | spans | {FINITE: _each(Field((1,), torch.float32))}
+
+
+def _each(field: Field) -> Field:
+    """A field of which every rank of the world has its own, along dimension 0."""
+    return field._replace(split=0, context_split=0)
 
 
 def connector_fields(config: TransformerConfig, tp: int, dtype: torch.dtype) -> dict[str, Field]:

@@ -56,9 +56,19 @@ def runner(graph: Callable, backend: str) -> Callable:
 def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
     """A program's graph as a callable of its weights, then its inputs."""
     profile = settings.profile
+    if profile.context_parallel > 1:
+        _rename_group(module, mesh.WORLD, mesh.TENSOR)
     if profile.device == "neuron":
         replace_attention(module, lambda name: nki.native_attention(name, profile.lnc))
     return runner(module, profile.compile_backend)
+
+
+def _rename_group(module: fx.GraphModule, old: str, new: str) -> None:
+    """Rename the group of a graph's collectives."""
+    for node in module.graph.nodes:
+        if old in node.args:
+            node.args = tuple(new if argument == old else argument for argument in node.args)
+    module.recompile()
 
 
 def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Callable]) -> None:
