@@ -1,8 +1,9 @@
-"""Sequence parallelism: four ranks that share the video's tokens give what one rank gives, and do a
-quarter of the work between the layers."""
+"""Sequence and context parallelism: ranks that share the video's tokens give what one rank gives,
+and do their part of the work."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,16 +22,19 @@ from helpers import (
     step_number,
 )
 
+from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import part_of
-from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.backends.mesh import BETWEEN, CONTEXT, TENSOR, ULYSSES, groups
+from ltx_neuron.backends.ranks import padded_tokens, part_of
+from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.models.parallel import ContextParallel, SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import released_config
 from ltx_neuron.weights.sharding import ALL, MODELS, rule
 from ltx_neuron.workspace import Workspace
 
@@ -49,7 +53,32 @@ def model():
     return config, ltx_model(content).state_dict()
 
 
-def values(timesteps: int, guided: bool) -> dict[str, torch.Tensor]:
+class Layout(NamedTuple):
+    """tp x cp ranks, of whose groups `ulysses` exchange tokens for heads; sequence parallelism."""
+
+    tp: int = TP
+    cp: int = 1
+    ulysses: int = 1
+    divided: bool = False
+
+    def profile(self):
+        mode = "gather" if self.ulysses == 1 else f"ulysses ulysses_degree={self.ulysses}"
+        settings = f"context_parallel={self.cp} context_mode={mode}"
+        return resolve("cpu", tuple(settings.split()))
+
+
+SEQUENCE = Layout(divided=True)
+CONTEXT_LAYOUTS = {
+    "2 groups of 2 ranks": Layout(2, 2),
+    "5 groups of a rank, with padding": Layout(1, 5),
+    "2 groups of 2 ranks that divide the stream too": Layout(2, 2, divided=True),
+    "an exchange of heads": Layout(2, 2, 2),
+    "an exchange of heads in 2 of 4 groups": Layout(1, 4, 2),
+    "an exchange in 4 of 16 groups, of which 4 have only padding": Layout(1, 16, 4),
+}
+
+
+def values(timesteps: int, guided: bool, biased: bool = False) -> dict[str, torch.Tensor]:
     """Everything a step takes, whole. With two timesteps an image holds the first eight tokens."""
     config, weights = model()
     mask = torch.ones(TOKENS, 1)
@@ -62,7 +91,9 @@ def values(timesteps: int, guided: bool) -> dict[str, torch.Tensor]:
     )
     positions = video_positions((3, 2, 4), 24.0)
     inputs = step_inputs(config, weights, STAGE_2_SIGMAS, positions, AUDIO_TOKENS, held)
-    inputs |= step_number(1) | {"rank_one_hot": torch.eye(TP)}
+    inputs |= step_number(1)
+    if biased:
+        inputs["video_bias"] = randn(TOKENS, TOKENS, seed=10)
     if guided:
         keep = torch.ones(LAYERS, 4)
         keep[1] = torch.tensor([0.0, 1.0, 0.0, 1.0])
@@ -71,7 +102,7 @@ def values(timesteps: int, guided: bool) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def cut(weights: dict, rank: int) -> dict[str, torch.Tensor]:
+def cut(weights: dict, rank: int, tp: int) -> dict[str, torch.Tensor]:
     """A rank's weights of the DiT; those of the host are left out by name."""
     parts = {}
     for name, tensor in weights.items():
@@ -79,7 +110,7 @@ def cut(weights: dict, rank: int) -> dict[str, torch.Tensor]:
         if split == ALL:
             parts[name] = tensor
         elif isinstance(split, int):
-            parts[name] = tensor.chunk(TP, dim=split)[rank]
+            parts[name] = tensor.chunk(tp, dim=split)[rank % tp]
     return parts
 
 
@@ -96,20 +127,40 @@ def run(program, weights: dict, inputs: dict, dtype: torch.dtype) -> dict[str, t
     return held
 
 
-def on_ranks(bucket: Bucket, inputs: dict, dtype=torch.float32, blocks: int = 0, divide=True):
-    """The values of every rank after a step on TP ranks."""
-    config, weights = model()
-    comm = Together(TP)
+def on_ranks(bucket: Bucket, inputs: dict, dtype=torch.float32, blocks: int = 0, layout=SEQUENCE):
+    """The values of every rank after a step of a layout's ranks."""
+    (config, weights), tp, cp = model(), layout.tp, layout.cp
+    everyone = [[*range(cp * tp)]]
+    comms = {
+        name: [(members, Together(len(members))) for members in partition]
+        for name, partition in (groups(layout.profile(), tp) or {TENSOR: everyone}).items()
+    }
 
     def rank_run(rank: int) -> dict[str, torch.Tensor]:
-        comm.join(rank)
-        program = dit_program(config, bucket, TP, comm, dtype, blocks, sequence_parallel=divide)
-        fields = program.fields
-        mine = {n: part_of(fields[n], whole, rank, TP) for n, whole in inputs.items() if n in fields}
-        return run(program, cut(weights, rank), mine, dtype)
+        def of(name: str) -> Together | None:
+            mine = [comm for members, comm in comms.get(name, ()) if rank in members]
+            for comm in mine:
+                comm.join(rank)
+            return mine[0] if mine else None
 
-    with ThreadPoolExecutor(TP) as pool:
-        return list(pool.map(rank_run, range(TP)))
+        own, every, ulysses = of(TENSOR), of(CONTEXT), of(ULYSSES)
+        if layout.ulysses == cp:
+            ulysses = every
+        context = ContextParallel(every, ulysses, of(BETWEEN)) if cp > 1 else None
+        how = config, bucket, tp, own if tp > 1 else SingleRank(), dtype, blocks
+        program = dit_program(*how, sequence_parallel=layout.divided, context=context)
+        fields, given = program.fields, dict(inputs)
+        if "rank_one_hot" in fields:
+            given["rank_one_hot"] = torch.eye(fields["rank_one_hot"].shape[1])
+        mine = {
+            name: part_of(fields[name], padded_tokens(fields[name], whole, tp, cp), rank, tp)
+            for name, whole in given.items()
+            if name in fields
+        }
+        return run(program, cut(weights, rank, tp), mine, dtype)
+
+    with ThreadPoolExecutor(cp * tp) as pool:
+        return list(pool.map(rank_run, range(cp * tp)))
 
 
 def alone(bucket: Bucket, inputs: dict, dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -142,9 +193,20 @@ def test_four_ranks_that_share_the_tokens_give_what_one_rank_gives(case, blocks)
         assert rel(got[0][name], wanted[name]) < EQUAL
 
 
+@pytest.mark.parametrize("layout", CONTEXT_LAYOUTS.values(), ids=CONTEXT_LAYOUTS)
+@pytest.mark.parametrize("biased", [False, True], ids=["", "a reference with a mask"])
+def test_groups_that_share_the_tokens_give_what_one_rank_gives(layout, biased):
+    bucket = Bucket(TOKENS, AUDIO_TOKENS, 2, STEPS, guided=not biased, biased=biased)
+    inputs = values(2, not biased, biased)
+    wanted, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=1, layout=layout)
+    for name in results(not biased):
+        assert all(torch.equal(rank[name], got[0][name]) for rank in got)
+        assert rel(got[0][name], wanted[name]) < EQUAL
+
+
 def test_between_the_layers_a_rank_holds_a_quarter_of_the_videos_tokens_and_all_of_the_sounds():
     bucket, inputs = Bucket(TOKENS, AUDIO_TOKENS, 1, STEPS), values(1, False)
-    got, wanted = (on_ranks(bucket, inputs, blocks=1, divide=divide) for divide in (True, False))
+    got, wanted = (on_ranks(bucket, inputs, blocks=1, layout=x) for x in (SEQUENCE, Layout()))
     assert {rank["video_hidden"].shape[1] for rank in got} == {TOKENS // TP}
     assert {rank["audio_hidden"].shape[1] for rank in got} == {AUDIO_TOKENS}
     joined = torch.cat([rank["video_hidden"] for rank in got], dim=1)
@@ -156,7 +218,8 @@ def test_in_bf16_the_ranks_are_as_near_to_fp32_as_without_it():
     bucket, inputs = Bucket(TOKENS, AUDIO_TOKENS, 2, STEPS), values(2, False)
     exact = alone(bucket, inputs)
     divided, whole = (
-        on_ranks(bucket, inputs, torch.bfloat16, divide=divide)[0] for divide in (True, False)
+        on_ranks(bucket, inputs, torch.bfloat16, layout=layout)[0]
+        for layout in (SEQUENCE, Layout())
     )
     for name in results(False):
         allowed = BF16_FACTOR * rel(whole[name], exact[name]) + BF16_FLOOR
@@ -184,6 +247,31 @@ def test_a_block_scatters_what_it_reduced_and_gathers_what_its_products_take():
     assert divided["flops"] == whole["flops"]
     # q/k norms, RoPE and gates go by heads and are divided already.
     assert divided["elementwise_bytes"] < 0.7 * whole["elementwise_bytes"]
+
+
+# GB that a rank receives from other groups in a step of 48 blocks, in bf16 at TP 4, of 512x768 and
+# 121 frames, for video self-attention (32 heads of 128). Video-to-audio attention (32 heads of 64)
+# receives its keys and values besides.
+@pytest.mark.parametrize(
+    ("cp", "ulysses", "self_attention"),
+    [(2, 1, 0.60), (4, 1, 0.91), (8, 1, 1.06), (4, 4, 0.45), (8, 8, 0.26), (16, 8, 0.21)],
+)
+def test_groups_exchange_as_many_bytes_as_the_design_says(cp, ulysses, self_attention):
+    config, tokens, layout = transformer_config(released_config()), 6144, Layout(4, cp, ulysses)
+    profile = layout.profile()
+    with fake_process_group(cp * 4, groups=groups(profile, 4)):
+        how = 4, TorchDistComm(4), torch.bfloat16, 1
+        context = registry.context(profile, 4)
+        program = dit_program(config, Bucket(tokens, 126, 1, 8), *how, context=context)
+        block, tail = (cost(trace(program, name, torch.bfloat16)) for name in ("blocks", "tail"))
+    # Of an exchange in a part of the groups, keys and values are gathered besides.
+    count = {1: 1, cp: 2}.get(ulysses, 3)
+    assert block["context_collectives"] == count + 1
+    to_audio = tokens * 2 * 8 * 64 * 2 * (cp - 1) // cp
+    assert (block["context_bytes"] - to_audio) * 48 / 1e9 == pytest.approx(
+        self_attention, abs=0.005
+    )
+    assert tail["context_bytes"] == tokens * 128 * 2 * (cp - 1) // cp
 
 
 @pytest.mark.parametrize(("tokens", "tp", "may"), [(24, 4, True), (18, 4, False), (24, 1, False)])

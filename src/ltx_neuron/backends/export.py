@@ -6,6 +6,7 @@ also counts the cost of a call in the graph itself.
 
 import io
 import operator
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -73,7 +74,10 @@ def _all_reduce(tensor: Tensor, group: str) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))  # pyright: ignore[reportArgumentType]
 
 
-def name_groups(groups: dict[str, list[list[int]]], **options: Any) -> list[str]:
+Groups = Mapping[str, list[list[int]]]  # lists of ranks by the groups' name, as of mesh.groups
+
+
+def name_groups(groups: Groups, **options: Any) -> list[str]:
     """Make this process a member of named groups (mesh.groups), inside a default process group.
     options: of new_group. Returns the names.
 
@@ -83,14 +87,12 @@ def name_groups(groups: dict[str, list[list[int]]], **options: Any) -> list[str]
         # Every process takes part in making every group.
         for group in [dist.new_group(ranks, **options) for ranks in partition]:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                c10d._register_process_group(name, group)
+                c10d._register_process_group(name, group)  # pyright: ignore[reportArgumentType]
     return [*groups]
 
 
 @contextmanager
-def fake_process_group(
-    size: int, rank: int = 0, groups: dict[str, list[list[int]]] = MappingProxyType({})
-):
+def fake_process_group(size: int, rank: int = 0, groups: Groups = MappingProxyType({})):
     """A process group of `size` ranks within this process, for tracing only, with named groups of
     them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -101,7 +103,7 @@ def fake_process_group(
         yield
     finally:
         for name in names:
-            c10d._unregister_process_group(name)
+            c10d._unregister_process_group(name)  # pyright: ignore[reportArgumentType]
         dist.destroy_process_group()
 
 
@@ -190,17 +192,17 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
     small_collectives of these, those below 1 MiB: statistics
     collective_bytes  bytes that a rank contributes to them
     *_bytes           of these, bytes for all-gathers and for reduce-scatters
+    context_collectives  of these, those between tensor-parallel groups
+    context_bytes     bytes that a rank receives from other tensor-parallel groups
     elementwise_bytes bytes that norms, modulation, RoPE, gates and residuals read and write;
                       a compiler that fuses them moves fewer
     flops             of matrix products and attention, as torch counts them: a multiply-add is two
     attention_flops   of these, attention's
     peak_bytes        as peak_bytes() counts them
     """
-    collectives = [
-        (_COLLECTIVES[node.target], _nbytes(node.args[0].meta["val"]))
-        for node in exported.graph.nodes
-        if node.target in _COLLECTIVES
-    ]
+    nodes = [node for node in exported.graph.nodes if node.target in _COLLECTIVES]
+    collectives = [(_COLLECTIVES[each.target], _nbytes(each.args[0].meta["val"])) for each in nodes]
+    between = [node for node in nodes if node.args[-1] != mesh.WORLD]
     # Meta tensors: operations are counted without computing.
     arguments = [
         torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta")
@@ -212,11 +214,22 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
     flops = counter.get_flop_counts().get("Global", {})
     return {
         **collective_cost(collectives),
+        "context_collectives": len(between),
+        "context_bytes": sum(map(_received, between)),
         "elementwise_bytes": sum(map(_elementwise_bytes, exported.graph.nodes)),
         "flops": counter.get_total_flops(),
         "attention_flops": sum(flops.get(operation, 0) for operation in _ATTENTION),
         "peak_bytes": peak_bytes(exported),
     }
+
+
+def _received(node: fx.Node) -> int:
+    """Bytes that a rank receives from others in an all-gather or all-to-all."""
+    (given,), result = node.all_input_nodes, _nbytes(node.meta["val"])
+    sent = _nbytes(given.meta["val"])
+    if _COLLECTIVES[node.target] == "all_to_all":
+        return result - sent // given.meta["val"].shape[0]
+    return result - sent
 
 
 def largest_collective(exported: torch.export.ExportedProgram) -> int:
