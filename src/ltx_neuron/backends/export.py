@@ -227,7 +227,7 @@ def _received(node: fx.Node) -> int:
     """Bytes that a rank receives from others in an all-gather or all-to-all."""
     (given,), result = node.all_input_nodes, _nbytes(node.meta["val"])
     sent = _nbytes(given.meta["val"])
-    if _COLLECTIVES[node.target] == "all_to_all":
+    if node.target is _OPERATIONS.all_to_all_single.default:
         return result - sent // given.meta["val"].shape[0]
     return result - sent
 

@@ -282,11 +282,12 @@ class Ranks(ranks.Ranks):
             ends |= {self._processes[rank].sentinel: rank for rank in waiting}
             ready = connection.wait([*ends], timeout=_POLL_SECONDS)
             answers |= {rank: self._receive(rank) for rank in {ends[end] for end in ready}}
-            if not ready:  # while answers arrive no rank hangs
+            # While answers arrive no rank hangs, and after a failure the others wait for it.
+            if not ready and deadline == inf:
                 self._watch.look()
                 frozen, hanging = self._frozen(waiting), self._watch.hanging(waiting, patience)
                 answers |= frozen
-                if hanging and deadline == inf and not frozen:
+                if hanging and not frozen:
                     answers[hanging[0]] = Failure(hanging[1], Blame.FROZEN)
             # Failures may arrive in another order than they happened.
             if any(isinstance(answer, Failure) for answer in answers.values()):

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 # Time for which a rank may be stopped.
@@ -45,34 +44,43 @@ class ProcessState(NamedTuple):
 
 
 def process_state(pid: int) -> ProcessState:
-    states, tasks = set(), Path(f"/proc/{pid}/task")
-    ticks = _descendants_ticks(tasks)
-    for thread in tasks.glob("*/stat"):
-        with suppress(OSError):  # a thread that has just ended
-            fields = _stat(thread)
-            states.add(fields[0])
-            ticks += int(fields[11]) + int(fields[12])  # user and system time
+    ticks, children, states = 0, [], set()
+    # Without pathlib, which takes three times as long: a world of 64 ranks has 2,000 threads.
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):  # a thread that has just ended
+                fields = _stat(f"/proc/{pid}/task/{thread}/stat")
+                states.add(fields[0])
+                ticks += int(fields[11]) + int(fields[12])  # user and system time
+                children += _read(f"/proc/{pid}/task/{thread}/children").split()
+    ticks += sum(map(_descendants_ticks, children))
     return ProcessState(ticks / os.sysconf("SC_CLK_TCK"), frozenset(states))
 
 
-def _stat(path: Path) -> list[str]:
+def _read(path: str) -> str:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, 1 << 16).decode()
+    finally:
+        os.close(file)
+
+
+def _stat(path: str) -> list[str]:
     """The fields of proc(5)'s stat, from the state on."""
-    return path.read_text().rpartition(")")[2].split()
+    return _read(path).rpartition(")")[2].split()
 
 
-def _descendants_ticks(tasks: Path) -> int:
-    """CPU ticks of a process's descendants, also of those that have ended."""
+def _descendants_ticks(pid: str) -> int:
+    """CPU ticks of a child process and its descendants, also of those that have ended."""
     ticks, children = 0, []
-    for thread in tasks.glob("*"):
-        with suppress(OSError):
-            children += (thread / "children").read_text().split()
-    for child in children:
-        with suppress(OSError):
-            fields = _stat(Path(f"/proc/{child}/stat"))
-            # Its own time, and that of its ended children.
-            ticks += sum(map(int, fields[11:15]))
-            ticks += _descendants_ticks(Path(f"/proc/{child}/task"))
-    return ticks
+    with suppress(OSError):
+        fields = _stat(f"/proc/{pid}/stat")
+        # Its own time, and that of its ended children.
+        ticks += sum(map(int, fields[11:15]))
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                children += _read(f"/proc/{pid}/task/{thread}/children").split()
+    return ticks + sum(map(_descendants_ticks, children))
 
 
 @dataclass
