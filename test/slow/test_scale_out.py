@@ -1,0 +1,137 @@
+"""One clip on several groups of ranks, in processes: every step equals one rank's, a killed rank is
+named and the clip goes on to the same bits, and 64 ranks start, run and end."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from engines import drawn, give_contexts, opened_engine, opened_workspace
+from helpers import one_thread, rel  # noqa: F401
+from steps import EQUAL
+from toy import SOON, alive
+
+from ltx_neuron import progress
+from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.config.transformer import STREAMS
+from ltx_neuron.job import Job, Size
+
+ONE, TWO = Size(64, 64, 9), Size(64, 64, 9, two_stage=True)
+# tp, then the profile's settings.
+LAYOUTS = {
+    "2 groups of 2 ranks": (2, "context_parallel=2"),
+    "3 groups of a rank, with padding": (1, "context_parallel=3"),
+    "2 groups of 2 ranks that divide the stream too": (
+        *(2, "context_parallel=2 sequence_parallel=true"),
+    ),
+    "an exchange of heads in 2 of 4 groups": (
+        *(1, "context_parallel=4 context_mode=ulysses ulysses_degree=2"),
+    ),
+}
+MANY = 64
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def opened(tiny, artifacts):
+    """opened(tp, settings): an engine with all that a job in two stages needs."""
+    engines = []
+
+    def engine(tp: int = 1, settings: str = "", size: Size = TWO, blocks: int = 1):
+        workspace = opened_workspace(tiny, artifacts, blocks, tp=tp, settings=settings.split())
+        workspace.shard("dit", [()])
+        job = Job("a red fox", size, 5)
+        workspace.compile_dit(job.buckets)
+        engines.append(opened_engine(workspace, tiny))
+        give_contexts(engines[-1], job, lambda prompt: drawn(workspace, 7))
+        return engines[-1], job
+
+    yield engine
+    for each in engines:
+        each.close()
+
+
+def steps_of(engine, job) -> list[dict[str, torch.Tensor]]:
+    """The latents of every step, of both stages."""
+    found = []
+
+    def read(stage, number):
+        name = job.bucket(stage).name
+        found.append({s: engine.residency.ranks.get(name, f"{s}_latent") for s in STREAMS})
+
+    engine.on_step_end = read
+    list(engine.run([job], keep=True, decode=False))
+    engine.on_step_end = None
+    return found
+
+
+def pids_of(engine) -> list[int]:
+    return [process.pid for process in engine.residency.ranks._processes]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_step_of_several_groups_equals_one_ranks(opened, alone, layout):
+    if not alone:
+        engine, job = opened()
+        alone["steps"] = steps_of(engine, job)
+        engine.close()
+    got = steps_of(*opened(*layout))
+    assert len(got) == len(alone["steps"]) == sum(stage.steps for stage in job_stages())
+    for ours, theirs in zip(got, alone["steps"], strict=True):
+        assert all(rel(ours[stream], theirs[stream]) < EQUAL for stream in STREAMS)
+
+
+def job_stages():
+    return Job("", TWO, 0).stages
+
+
+def test_any_killed_rank_is_named_and_the_clip_goes_on_to_the_same_bits(opened, tmp_path):
+    engine, job = opened(*LAYOUTS["2 groups of 2 ranks"])
+    state = tmp_path / "state"
+    engine.on_stage_end = lambda run: run.stages_left and progress.save_state(state, run, {})
+    (whole,) = engine.run([job], keep=True, decode=False)
+    engine.on_stage_end = None
+
+    def resume(job):
+        return progress.restore_state(state, job, {}, torch.float32)
+
+    for rank in range(4):
+        pids = []
+
+        def kill(stage, number, rank=rank, pids=pids):
+            pids += pids_of(engine)
+            os.kill(pids[rank], signal.SIGKILL)
+
+        engine.on_step_end = kill
+        with pytest.raises(RankError, match=rf"rank {rank} of 4 failed: the process was killed"):
+            list(engine.run([job], keep=True, decode=False, resume=resume))
+        assert alive(pids) == []
+        engine.on_step_end = None
+        (again,) = engine.run([job], keep=True, decode=False, resume=resume)
+        for name in ("s2_video", "s2_audio"):
+            assert torch.equal(again.tensors[name], whole.tensors[name]), name
+
+
+def test_64_ranks_start_run_and_end_and_a_killed_one_is_named_soon(opened):
+    """Tokens for half of the groups; the others have padding alone."""
+    wanted, job = opened(size=ONE, blocks=0)
+    (alone,) = wanted.run([job], decode=False)
+    engine, job = opened(4, f"context_parallel={MANY // 4}", ONE, blocks=0)
+    (result,) = engine.run([job], keep=True, decode=False)
+    pids = pids_of(engine)
+    assert len(pids) == MANY
+    assert rel(result.tensors["s1_video"], alone.tensors["s1_video"]) < EQUAL
+    os.kill(pids[37], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 37 of 64 failed: the process was killed"):
+        list(engine.run([job], keep=True, decode=False))
+    assert time.monotonic() - began < SOON
+    engine.close()
+    assert alive(pids) == []
