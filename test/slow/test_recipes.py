@@ -73,7 +73,10 @@ def test_images_held_whole_or_in_part_equal_ltx_core_of_each_release(opened, wan
     assert_equals_the_oracle(as_published, wanted(job))
 
 
-@pytest.mark.parametrize(("tp", "settings"), [(2, ()), (4, ()), (4, ("sequence_parallel=true",))])
+@pytest.mark.parametrize(
+    ("tp", "settings"),
+    [(2, ()), (4, ()), (4, ("sequence_parallel=true",)), (2, ("context_parallel=2",))],
+)
 def test_a_negative_prompt_on_several_ranks_equals_the_papers_equations(
     opened, assets, tp, settings
 ):
