@@ -3,6 +3,7 @@
 An engine keeps models loaded between calls until it is closed.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -338,6 +339,7 @@ class Engine:
     def _steps(self, stage_run: StageRun) -> tuple[Tensor, Tensor]:
         """Run a stage's steps; returns its latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         stage, recorder, self.stage_run = stage_run.stage, self.recorder, stage_run
+        self._say_idle_groups(stage)
         if self.options.warmup:
             with recorder.phase("warmup"):
                 stage_run.start()
@@ -349,14 +351,25 @@ class Engine:
                 self._step(stage_run, number)
             return stage_run.result()
 
+    def _say_idle_groups(self, stage: Stage) -> None:
+        """Print how many guidance groups have nothing to do in a stage, if there are any."""
+        assert self.job
+        groups = self.workspace.profile.guidance_parallel
+        passes = len(self.job.passes) if stage.guided else 1
+        if passes < groups:
+            runs = f"{passes} passes" if passes > 1 else "one pass"
+            idle = groups - passes
+            print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
+
     def _step(self, stage_run: StageRun, number: int) -> None:
         """Run one step and record its times."""
         ranks, stage = stage_run.ranks, stage_run.stage
+        ranks.moment, ranks.pass_ms = f"at step {number + 1} of {stage.title}", []
         sent, launches, launch_ms = ranks.bytes_sent, ranks.launches, ranks.launch_ms
         began = time.perf_counter()
         device_ms = stage_run.step(number)
         total_ms = (time.perf_counter() - began) * 1e3
-        self.recorder.step(stage.name, total_ms, min(device_ms, total_ms))
+        self.recorder.step(stage.name, total_ms, min(device_ms, total_ms), ranks.pass_ms)
         self.recorder.counters.bytes_to_device_per_step = ranks.bytes_sent - sent
         self.recorder.counters.launches_per_step = {
             "count": ranks.launches - launches,
@@ -368,15 +381,18 @@ class Engine:
     def _finish(self, run: JobRun, stage_run: StageRun) -> None:
         """Record the costs of a stage's steps, which were counted when its graphs were compiled."""
         compiled, stage, self.stage_run = stage_run.compiled, stage_run.stage, None
+        stage_run.ranks.moment = f"after {stage.title}"
         guided, tp, counters = compiled.bucket.guided, self.workspace.tp, self.recorder.counters
         passes = len(run.job.passes) if guided else 1
         passes *= len(stage.evaluations) // stage.steps
+        profile = self.workspace.profile
+        rounds = math.ceil(passes / profile.guidance_parallel) if guided else passes
         cost = compiled.manifest.cost("pass" if guided else "main")
         counters.collectives_per_step = {
-            "count": cost["collectives"] * passes,
-            "bytes": cost["collective_bytes"] * passes,
+            "count": cost["collectives"] * rounds,
+            "bytes": cost["collective_bytes"] * rounds,
         }
         counters.flops_per_step = cost["flops"] * passes * tp
-        counters.peak_flops = self.workspace.profile.flops(tp)
+        counters.peak_flops = profile.flops(tp * profile.guidance_parallel)
         if self.on_stage_end:
             self.on_stage_end(run)

@@ -70,6 +70,7 @@ class Preflight:
                 require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
         check_distilled_loras(jobs)
         require_runtime(workspace.profile, workspace.tp)
+        check_guidance_groups(jobs, workspace.profile.guidance_parallel)
         for job in jobs:
             conditions.check(job)
             if job.reference_audio:
@@ -166,6 +167,17 @@ def check_distilled_loras(jobs: list[Job]) -> None:
         raise UserError(
             "--distilled-lora is for stage 2 of --recipe dev --two-stage, which no job runs; for a"
             " LoRA in every stage type --lora PATH [STRENGTH]"
+        )
+
+
+def check_guidance_groups(jobs: list[Job], groups: int) -> None:
+    """Raise UserError for more guidance groups than any stage has passes."""
+    most = max((len(job.passes) for job in jobs if job.stages[0].guided), default=1)
+    if groups > most:
+        has = f"no stage of it has more than {most} passes" if most > 1 else "it has no guidance"
+        raise UserError(
+            f"guidance_parallel={groups}: each group runs a pass of a guided step, and {has}.\nType"
+            f" --profile-set guidance_parallel={most}"
         )
 
 

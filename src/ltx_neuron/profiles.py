@@ -383,6 +383,10 @@ def _check(profile: Profile) -> None:
     right = {
         f"device={profile.device} needs compile_backend={' or '.join(known)}, got"
         f" {profile.compile_backend}": profile.compile_backend in known,
+        "guidance_parallel needs backend=torchdist: with backend=nxd one process drives one group's"
+        " cores only. Type --profile-set backend=torchdist": (
+            profile.guidance_parallel == 1 or profile.backend == "torchdist"
+        ),
         "backend=nxd needs a Neuron profile": on_neuron or profile.backend != "nxd",
         f"attention={profile.attention} needs a Neuron profile": (
             on_neuron or profile.attention not in NKI_KERNELS

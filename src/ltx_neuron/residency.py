@@ -174,6 +174,7 @@ class Residency:
         if not self.ranks:
             workspace = self.workspace
             self.ranks = registry.ranks(workspace.profile, workspace.tp, workspace.compiler_cache)
+            self.ranks.lost = self.recorder.lost_groups
         return self.ranks
 
     def _unload(self) -> None:
