@@ -24,7 +24,7 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.preflight import Preflight
+from ltx_neuron.preflight import Preflight, say_idle_groups
 from ltx_neuron.progress import JobRun, StageGroup, stage_groups
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
@@ -339,7 +339,8 @@ class Engine:
     def _steps(self, stage_run: StageRun) -> tuple[Tensor, Tensor]:
         """Run a stage's steps; returns its latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         stage, recorder, self.stage_run = stage_run.stage, self.recorder, stage_run
-        self._say_idle_groups(stage)
+        assert self.job
+        say_idle_groups(self.job, stage, self.workspace.profile.guidance_parallel)
         if self.options.warmup:
             with recorder.phase("warmup"):
                 stage_run.start()
@@ -350,16 +351,6 @@ class Engine:
             for number in tqdm(numbers, desc=stage.title, unit="step", disable=not self.progress):
                 self._step(stage_run, number)
             return stage_run.result()
-
-    def _say_idle_groups(self, stage: Stage) -> None:
-        """Print how many guidance groups have nothing to do in a stage, if there are any."""
-        assert self.job
-        groups = self.workspace.profile.guidance_parallel
-        passes = len(self.job.passes) if stage.guided else 1
-        if passes < groups:
-            runs = f"{passes} passes" if passes > 1 else "one pass"
-            idle = groups - passes
-            print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
 
     def _step(self, stage_run: StageRun, number: int) -> None:
         """Run one step and record its times."""

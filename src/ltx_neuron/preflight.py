@@ -181,6 +181,15 @@ def check_guidance_groups(jobs: list[Job], groups: int) -> None:
         )
 
 
+def say_idle_groups(job: Job, stage: Stage, groups: int) -> None:
+    """Print how many guidance groups have nothing to do in a stage, if there are any."""
+    passes = len(job.passes) if stage.guided else 1
+    if passes < groups:
+        runs = f"{passes} passes" if passes > 1 else "one pass"
+        idle = groups - passes
+        print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
+
+
 def sound_size(job: Job) -> Size | None:
     """The size for which the decoders of a job's sound are compiled. None if the host decodes it:
     for an extended video shorter than a span, whose number of latents may be no size's."""

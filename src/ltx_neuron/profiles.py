@@ -456,10 +456,10 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
             )
     elif profile.device == "cuda":
         count = (machine or probe()).cuda_devices
-        if count < tp:
+        if count < (needed := profile.cores_needed(tp)):
             raise UserError(
-                f"profile {profile.name!r} with {tp} ranks needs {tp} GPUs that PyTorch can use,"
-                f" found {count}.\nInstall a CUDA build of torch, type --tp-degree, or type"
+                f"profile {profile.name!r} with {needed} ranks needs {needed} GPUs that PyTorch can"
+                f" use, found {count}.\nInstall a CUDA build of torch, type --tp-degree, or type"
                 " --profile cpu"
             )
 

@@ -201,6 +201,16 @@ def test_an_unguided_stage_runs_on_one_group_and_goes_on_on_another(fault):
     assert first.closed and not second.closed
 
 
+def test_what_ran_before_an_upload_is_not_repeated_after_it():
+    groups = [Group(), Group()]
+    team = started(groups)
+    team.run("dit", step=0)
+    team.put("dit", latent=START)
+    groups[0].fails["run", "main"] = RankError(KILLED)
+    team.run("dit", step=1)
+    assert torch.equal(team.get("dit", "latent"), (START * 1.3 + 1).cos())
+
+
 def test_shared_work_of_a_lost_group_is_done_by_another():
     groups = [Group(), Group()]
     groups[1].fails["run", "main"] = RankError(KILLED)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, Ranks, at
@@ -41,8 +42,9 @@ class Team(Ranks):
     def __init__(self, start: Sequence[Callable[[], Ranks]]):
         """start: starts one group each."""
         self.groups: dict[int, Ranks] = {}  # the living ones by number, from 1 on
-        with ThreadPoolExecutor(len(start)) as pool:
-            started = [pool.submit(each) for each in start]
+        pool = ThreadPoolExecutor(len(start))
+        started = [pool.submit(each) for each in start]
+        pool.shutdown(wait=False)
         try:
             self.groups = {n: future.result() for n, future in enumerate(started, 1)}
         except BaseException:
@@ -215,7 +217,7 @@ class Team(Ranks):
             where = f" {self.moment}" if self.moment else ""
             since = f"{left} group{'s' * (left != 1)} since"
             self.lost.append(f"guidance group {number} lost{where} ({reason}), {since}")
-            print(self.lost[-1], file=sys.stderr)
+            tqdm.write(self.lost[-1], file=sys.stderr)  # not into a progress bar
         return done
 
     @contextmanager
