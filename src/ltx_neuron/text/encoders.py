@@ -48,6 +48,7 @@ class RankTextEncoder:
     weights  folder of the rank files; its host file has embeddings and registers
     buckets  token counts for which the text encoder is compiled
     dtype    of the programs' inputs
+    apart    encode each prompt in a pass of its own: guidance groups do it at the same time
     """
 
     def __init__(
@@ -58,16 +59,15 @@ class RankTextEncoder:
         config: TransformerConfig,
         buckets,
         dtype: torch.dtype,
+        apart: bool = False,
     ):
         self.ranks, self.gemma, self.config, self.dtype = ranks, gemma, config, dtype
-        self.buckets, self.host_file = buckets, open_host_file(weights)
+        self.buckets, self.host_file, self.apart = buckets, open_host_file(weights), apart
 
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
-        """Contexts of the prompts of one job, encoded together. Guidance groups encode prompts that
-        need a pass each, and their connectors, at the same time."""
-        features = self.ranks.share(
-            [partial(self._features, pack) for pack in pack_prompts(prompts)]
-        )
+        """Contexts of the prompts of one job."""
+        packs = pack_prompts(prompts, self.apart)
+        features = self.ranks.share([partial(self._features, pack) for pack in packs])
         registers = {
             m: self.host_file.read(f"{m}_connector.learnable_registers") for m in ("video", "audio")
         }
