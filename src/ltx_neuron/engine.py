@@ -3,6 +3,7 @@
 An engine keeps models loaded between calls until it is closed.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.preflight import Preflight
+from ltx_neuron.preflight import Preflight, say_idle_groups
 from ltx_neuron.progress import JobRun, StageGroup, stage_groups
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
@@ -338,6 +339,8 @@ class Engine:
     def _steps(self, stage_run: StageRun) -> tuple[Tensor, Tensor]:
         """Run a stage's steps; returns its latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         stage, recorder, self.stage_run = stage_run.stage, self.recorder, stage_run
+        assert self.job
+        say_idle_groups(self.job, stage, self.workspace.profile.guidance_parallel)
         if self.options.warmup:
             with recorder.phase("warmup"):
                 stage_run.start()
@@ -352,11 +355,12 @@ class Engine:
     def _step(self, stage_run: StageRun, number: int) -> None:
         """Run one step and record its times."""
         ranks, stage = stage_run.ranks, stage_run.stage
+        ranks.moment, ranks.pass_ms = f"at step {number + 1} of {stage.title}", []
         sent, launches, launch_ms = ranks.bytes_sent, ranks.launches, ranks.launch_ms
         began = time.perf_counter()
         device_ms = stage_run.step(number)
         total_ms = (time.perf_counter() - began) * 1e3
-        self.recorder.step(stage.name, total_ms, min(device_ms, total_ms))
+        self.recorder.step(stage.name, total_ms, min(device_ms, total_ms), ranks.pass_ms)
         self.recorder.counters.bytes_to_device_per_step = ranks.bytes_sent - sent
         self.recorder.counters.launches_per_step = {
             "count": ranks.launches - launches,
@@ -368,15 +372,18 @@ class Engine:
     def _finish(self, run: JobRun, stage_run: StageRun) -> None:
         """Record the costs of a stage's steps, which were counted when its graphs were compiled."""
         compiled, stage, self.stage_run = stage_run.compiled, stage_run.stage, None
+        stage_run.ranks.moment = f"after {stage.title}"
         guided, tp, counters = compiled.bucket.guided, self.workspace.tp, self.recorder.counters
         passes = len(run.job.passes) if guided else 1
         passes *= len(stage.evaluations) // stage.steps
+        profile = self.workspace.profile
+        rounds = math.ceil(passes / profile.guidance_parallel) if guided else passes
         cost = compiled.manifest.cost("pass" if guided else "main")
         counters.collectives_per_step = {
-            "count": cost["collectives"] * passes,
-            "bytes": cost["collective_bytes"] * passes,
+            "count": cost["collectives"] * rounds,
+            "bytes": cost["collective_bytes"] * rounds,
         }
         counters.flops_per_step = cost["flops"] * passes * tp
-        counters.peak_flops = self.workspace.profile.flops(tp)
+        counters.peak_flops = profile.flops(tp * profile.guidance_parallel)
         if self.on_stage_end:
             self.on_stage_end(run)

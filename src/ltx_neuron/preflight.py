@@ -70,6 +70,7 @@ class Preflight:
                 require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
         check_distilled_loras(jobs)
         require_runtime(workspace.profile, workspace.tp)
+        check_guidance_groups(jobs, workspace.profile.guidance_parallel)
         for job in jobs:
             conditions.check(job)
             if job.reference_audio:
@@ -167,6 +168,26 @@ def check_distilled_loras(jobs: list[Job]) -> None:
             "--distilled-lora is for stage 2 of --recipe dev --two-stage, which no job runs; for a"
             " LoRA in every stage type --lora PATH [STRENGTH]"
         )
+
+
+def check_guidance_groups(jobs: list[Job], groups: int) -> None:
+    """Raise UserError for more guidance groups than any stage has passes."""
+    most = max((len(job.passes) for job in jobs if job.stages[0].guided), default=1)
+    if groups > most:
+        has = f"no stage of it has more than {most} passes" if most > 1 else "it has no guidance"
+        raise UserError(
+            f"guidance_parallel={groups}: each group runs a pass of a guided step, and {has}.\nType"
+            f" --profile-set guidance_parallel={most}"
+        )
+
+
+def say_idle_groups(job: Job, stage: Stage, groups: int) -> None:
+    """Print how many guidance groups have nothing to do in a stage, if there are any."""
+    passes = len(job.passes) if stage.guided else 1
+    if passes < groups:
+        runs = f"{passes} passes" if passes > 1 else "one pass"
+        idle = groups - passes
+        print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
 
 
 def sound_size(job: Job) -> Size | None:

@@ -383,6 +383,10 @@ def _check(profile: Profile) -> None:
     right = {
         f"device={profile.device} needs compile_backend={' or '.join(known)}, got"
         f" {profile.compile_backend}": profile.compile_backend in known,
+        "guidance_parallel needs backend=torchdist: with backend=nxd one process drives one group's"
+        " cores only. Type --profile-set backend=torchdist": (
+            profile.guidance_parallel == 1 or profile.backend == "torchdist"
+        ),
         "backend=nxd needs a Neuron profile": on_neuron or profile.backend != "nxd",
         f"attention={profile.attention} needs a Neuron profile": (
             on_neuron or profile.attention not in NKI_KERNELS
@@ -452,10 +456,10 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
             )
     elif profile.device == "cuda":
         count = (machine or probe()).cuda_devices
-        if count < tp:
+        if count < (needed := profile.cores_needed(tp)):
             raise UserError(
-                f"profile {profile.name!r} with {tp} ranks needs {tp} GPUs that PyTorch can use,"
-                f" found {count}.\nInstall a CUDA build of torch, type --tp-degree, or type"
+                f"profile {profile.name!r} with {needed} ranks needs {needed} GPUs that PyTorch can"
+                f" use, found {count}.\nInstall a CUDA build of torch, type --tp-degree, or type"
                 " --profile cpu"
             )
 

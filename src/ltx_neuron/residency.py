@@ -58,13 +58,14 @@ class Residency:
             if (self.weights or self._decoders) and not workspace.profile.resident:
                 self._unload()
             known = workspace.profile.text_buckets
-            groups = (group for job in prompts for group in inputs.pack_prompts(job))
-            buckets = tuple({inputs.bucket_for(group, known) for group in groups})
+            apart = workspace.profile.guidance_parallel > 1
+            packs = (pack for job in prompts for pack in inputs.pack_prompts(job, apart))
+            buckets = tuple({inputs.bucket_for(pack, known) for pack in packs})
             weights = workspace.weights("gemma3")
             with _remedy(weights):
                 ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
             models = workspace.gemma, workspace.transformer
-            encoder = RankTextEncoder(ranks, weights, *models, buckets, workspace.dtype)
+            encoder = RankTextEncoder(ranks, weights, *models, buckets, workspace.dtype, apart)
         yield encoder
         with self.recorder.phase("unload_gemma3"):
             if not workspace.profile.resident:
@@ -174,6 +175,7 @@ class Residency:
         if not self.ranks:
             workspace = self.workspace
             self.ranks = registry.ranks(workspace.profile, workspace.tp, workspace.compiler_cache)
+            self.ranks.lost = self.recorder.lost_groups
         return self.ranks
 
     def _unload(self) -> None:

@@ -40,6 +40,19 @@ def test_a_guided_stage_equals_ltx_core_pass_by_pass(opened, wanted, tp, blocks,
         engine.close()
 
 
+def test_two_guidance_groups_make_the_bits_of_one_and_go_on_as_one(opened, capfd):
+    """What each pass predicts too, which the groups send each other."""
+    one, two = opened(), opened(settings=("guidance_parallel=2",))
+    want = generate(one, told(GUIDED))
+    for dies in (True, False):
+        got = generate(two, told(GUIDED))
+        assert {name for name in want if not torch.equal(got[name], want[name])} == set()
+        if dies:
+            two.residency.ranks.groups[2]._processes[0].kill()
+    assert "group 2 lost after stage_1 (rank 0 of 1 failed: the process" in capfd.readouterr().err
+    two.close()
+
+
 def test_guidance_of_other_terms_blocks_and_scales_runs_on_the_same_graphs(opened, wanted):
     stg, cfg = (("stg_scale", 1.5), ("stg_blocks", (2,))), (("cfg_scale", 3.5),)
     job, engine = replace(GUIDED, video=stg, audio=cfg, steps=2), opened()

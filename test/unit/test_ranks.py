@@ -5,12 +5,12 @@ import inspect
 import pytest
 import torch
 
-from ltx_neuron.backends import ranks
+from ltx_neuron.backends import ranks, teams
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.models.signatures import Field
 
-BACKENDS = {"torchdist": host.Ranks, "nxd": runtime.Ranks}
+BACKENDS = {"torchdist": host.Ranks, "nxd": runtime.Ranks, "guidance groups": teams.Team}
 METHODS = [
     name
     for name, member in vars(ranks.Ranks).items()

@@ -55,6 +55,21 @@ def grow_and_shrink(connection, size: int) -> None:
     connection.recv()
 
 
+def test_guidance_groups_have_the_median_of_each_pass_and_a_line_for_each_loss():
+    recorder = Recorder()
+    for milliseconds in (90.0, 10.0, 20.0):
+        passes = ((1, "cond", milliseconds), (2, "uncond", 2 * milliseconds), (1, "guide", 0.5))
+        recorder.step("stage_1", 100.0, 99.0, passes)
+    recorder.lost_groups.append("guidance group 2 lost at step 3 of stage_1 (why), 1 group since")
+    report = recorder.report({}, "cpu", 2, {}, {})
+    latency.validate(report)
+    table = [line.split() for line in latency.table(report).splitlines()]
+    assert ["stage_1", "1", "cond", "3", "20.000"] in table
+    assert ["stage_1", "2", "uncond", "3", "40.000"] in table
+    assert recorder.lost_groups[0].split() == table[-1]
+    assert "guidance_groups" not in recorded()
+
+
 def test_a_phase_is_timed_and_what_lies_between_phases_is_the_residual():
     recorder = Recorder()
     with recorder.phase("load_gemma3"):

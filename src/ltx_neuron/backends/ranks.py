@@ -4,9 +4,9 @@ torchdist/host.py has a process per rank; nxd/runtime.py drives all cores from t
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.signatures import FINITE, RESULTS, Field
 from ltx_neuron.weights.finite import finite
+
+T = TypeVar("T")
 
 
 class Ranks(ABC):
@@ -30,6 +32,12 @@ class Ranks(ABC):
                 milliseconds: for asynchronous launches until the last one returned, otherwise the
                 time between graphs
     programs    the loaded programs by name
+
+    Of guidance groups (teams.py):
+
+    moment   what the host does, such as "at step 3 of stage_1", for messages
+    lost     a line for every lost group
+    pass_ms  (group, pass, milliseconds) of all runs of guided sequences so far
     """
 
     def __init__(self, tp: int, cp: int = 1):
@@ -37,6 +45,14 @@ class Ranks(ABC):
         self.bytes_sent = self.launches = 0
         self.launch_ms = 0.0
         self.programs: dict[str, Manifest] = {}
+        self.moment = ""
+        self.lost: list[str] = []
+        self.pass_ms: list[tuple[int, str, float]] = []
+
+    @property
+    def at_once(self) -> int:
+        """Ranks that can work at once on graphs without collectives."""
+        return self.size
 
     def __enter__(self) -> Self:
         return self
@@ -91,6 +107,11 @@ class Ranks(ABC):
         numbers  inputs whose value is a number of put_numbers, as in step=3
         Raises NotFiniteError if the last graph returns latents or pixels with NaN or Inf.
         """
+
+    def share(self, work: Sequence[Callable[["Ranks"], T]]) -> list[T]:
+        """Results of independent work on programs, each with uploads of its own. Guidance groups
+        do it at the same time."""
+        return [each(self) for each in work]
 
     @abstractmethod
     def get(self, program: str, name: str) -> Tensor:

@@ -1,6 +1,7 @@
 """Selects the backend by `profile.backend`. No other module does."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from ltx_neuron.backends import export, mesh
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import Ranks
+from ltx_neuron.backends.teams import Team
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.files import exclusive
 from ltx_neuron.machine import package_version
@@ -87,4 +89,6 @@ def ranks(profile: Profile, tp: int, cache: Path) -> Ranks:
     """The started ranks of a run. cache: the folder of `precompile`."""
     if profile.backend == "nxd":
         return runtime.Ranks(profile, tp)
+    if (groups := profile.guidance_parallel) > 1:
+        return Team([partial(host.Ranks, profile, tp, cache, group) for group in range(groups)])
     return host.Ranks(profile, tp, cache)

@@ -2,7 +2,7 @@
 of the same shape."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 
 import torch
@@ -19,29 +19,36 @@ from ltx_neuron.models.programs import (
 class _OnRanks:
     """Decodes with running ranks that have loaded the programs of the shapes.
 
+    tp       ranks for which the clip's tiles are chosen
     at_once  maximum number of tiles or spans per call
     lock     held during a call, because two threads decode pictures and sound
     """
 
     def __init__(self, ranks: Ranks, lock: AbstractContextManager | None = None):
-        self.ranks, self.at_once, self._lock = ranks, ranks.size, lock or threading.Lock()
+        self.ranks, self._lock = ranks, lock or threading.Lock()
+        self.tp, self.at_once = ranks.tp, ranks.at_once
 
     def _decode(
         self, program: str, given: str, parts: Sequence[Tensor], made: str, **constants: Tensor
     ) -> list[Tensor]:
         """The program's outputs for parts of one shape. NaN and Inf are returned, because the
         caller can name the model's file."""
-        decoded = []
-        for first in range(0, len(parts), self.at_once):
-            together = parts[first : first + self.at_once]
-            # Idle ranks repeat the last part.
-            idle = [parts[-1]] * (self.at_once - len(together))
-            with self._lock:
-                self.ranks.put(program, None, **{given: torch.cat([*together, *idle])}, **constants)
+
+        def decode(together: Sequence[Tensor]) -> Callable[[Ranks], Sequence[Tensor]]:
+            def run(ranks: Ranks) -> Sequence[Tensor]:
+                # Idle ranks repeat the last part.
+                idle = [together[-1]] * (ranks.size - len(together))
+                ranks.put(program, None, **{given: torch.cat([*together, *idle])}, **constants)
                 with suppress(NotFiniteError):
-                    self.ranks.run(program)
-                decoded += self.ranks.get(program, made).split(1)[: len(together)]
-        return decoded
+                    ranks.run(program)
+                return ranks.get(program, made).split(1)[: len(together)]
+
+            return run
+
+        size = self.ranks.size
+        groups = [parts[first : first + size] for first in range(0, len(parts), size)]
+        with self._lock:
+            return sum(map(list, self.ranks.share([decode(group) for group in groups])), [])
 
 
 class RankTiles(_OnRanks):

@@ -155,7 +155,7 @@ class HostModels:
             return self.video_decoder, tiles.tiling(profile, self.tiles_1_0_0)
         assert self.profile  # of the ranks
         decoder = tiles.TiledDecoder(rank_tiles, rank_tiles.at_once)
-        return decoder, tiles.tiling_for_ranks(self.profile, clip, rank_tiles.at_once)
+        return decoder, tiles.tiling_for_ranks(self.profile, clip, rank_tiles.tp)
 
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor, rank_sound=None) -> torch.Tensor:

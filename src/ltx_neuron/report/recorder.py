@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import psutil
@@ -133,6 +133,9 @@ class Recorder:
         self._open: dict[int, _Phase] = {}  # thread -> its phase, in the order they began
         self._ended: list[_Phase] = []  # in the order they ended
         self._steps: dict[str, list[tuple[float, float]]] = {stage: [] for stage in STAGES}
+        # Stage -> (guidance group, pass) -> milliseconds.
+        self._passes: dict[str, dict[tuple[int, str], list[float]]] = {s: {} for s in STAGES}
+        self.lost_groups: list[str] = []  # a line for every lost guidance group
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -190,10 +193,18 @@ class Recorder:
                     phase.overlapped_seconds += passed
             yield now
 
-    def step(self, stage: str, total_ms: float, device_ms: float) -> None:
+    def step(
+        self,
+        stage: str,
+        total_ms: float,
+        device_ms: float,
+        passes: Iterable[tuple[int, str, float]] = (),
+    ) -> None:
         """Add one denoise step of "stage_1" or "stage_2", in milliseconds. The rest of the
-        total is host time."""
+        total is host time. passes: (guidance group, pass, milliseconds)."""
         self._steps[stage].append((total_ms, device_ms))
+        for group, name, milliseconds in passes:
+            self._passes[stage].setdefault((group, name), []).append(milliseconds)
 
     def last_step(self, stage: str) -> float:
         """Milliseconds of the stage's last denoise step."""
@@ -238,9 +249,23 @@ class Recorder:
             "percent_of_peak": (
                 100 * flops / (median / 1000) / peak if flops and median and peak else None
             ),
+            **self._guidance_groups(),
             "end_to_end_seconds": end_to_end,
             "residual_seconds": end_to_end - sum(phase["seconds"] for phase in phases),
         }
+
+    def _guidance_groups(self) -> dict:
+        """The report's entry about guidance groups, if there are several."""
+        passes = {
+            stage: [
+                {"group": group, "pass": name, "runs": len(ms), "median_ms": statistics.median(ms)}
+                for (group, name), ms in sorted(times.items(), key=lambda item: item[0][0])
+            ]
+            for stage, times in self._passes.items()
+            if times
+        }
+        entry = {"passes": passes, "lost": [*self.lost_groups]}
+        return {"guidance_groups": entry} if passes or self.lost_groups else {}
 
 
 def _warm_step(steps: list[tuple[float, float]]) -> dict[str, float | None]:

@@ -85,6 +85,8 @@ def table(report: dict) -> str:
     ]
     if (swaps := report.get("weight_swaps", {})).get("count"):  # absent in earlier reports
         lines.append(f"weight swaps              {swaps['count']}, {_text(swaps['seconds'])} s")
+    if groups := report.get("guidance_groups"):
+        lines += ["", *_group_lines(groups)]
     return "\n".join(lines)
 
 
@@ -122,6 +124,17 @@ def _step_lines(report: dict) -> list[str]:
             text = f"each step of {stage}, ms: {listed}"
             each_step += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
     return [*columns(rows), *each_step]
+
+
+def _group_lines(groups: dict) -> list[str]:
+    """A line per stage, guidance group and pass, then the lost groups."""
+    rows: list[tuple[str, ...]] = [("denoise", "guidance group", "pass", "runs", "median ms")]
+    for stage, passes in groups["passes"].items():
+        for each in passes:
+            shown = str(each["group"]), each["pass"], str(each["runs"]), _text(each["median_ms"])
+            rows.append((stage, *shown))
+    lost = [line for text in groups["lost"] for line in textwrap.wrap(text, WIDTH)]
+    return [*(columns(rows) if rows[1:] else []), *lost]
 
 
 def compare(a: dict, b: dict) -> str:

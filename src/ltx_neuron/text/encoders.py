@@ -9,6 +9,7 @@ Shapes: T tokens of a pass, n of one prompt, D inner width of a stream (Dv video
 Gemma's hidden_size, L its layers.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class RankTextEncoder:
     weights  folder of the rank files; its host file has embeddings and registers
     buckets  token counts for which the text encoder is compiled
     dtype    of the programs' inputs
+    apart    encode each prompt in a pass of its own: guidance groups do it at the same time
     """
 
     def __init__(
@@ -57,44 +59,51 @@ class RankTextEncoder:
         config: TransformerConfig,
         buckets,
         dtype: torch.dtype,
+        apart: bool = False,
     ):
         self.ranks, self.gemma, self.config, self.dtype = ranks, gemma, config, dtype
-        self.buckets, self.host_file = buckets, open_host_file(weights)
+        self.buckets, self.host_file, self.apart = buckets, open_host_file(weights), apart
 
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
-        """Contexts of the prompts of one job, encoded together."""
-        return [context for pack in pack_prompts(prompts) for context in self._encode_pack(pack)]
+        """Contexts of the prompts of one job."""
+        packs = pack_prompts(prompts, self.apart)
+        features = self.ranks.share([partial(self._features, pack) for pack in packs])
+        registers = {
+            m: self.host_file.read(f"{m}_connector.learnable_registers") for m in ("video", "audio")
+        }
+        each = [prompt for pack in features for prompt in pack]
+        return self.ranks.share([partial(self._connect, prompt, registers) for prompt in each])
 
-    def _encode_pack(self, prompts: list[list[int]]) -> list[Contexts]:
+    def _features(self, prompts: list[list[int]], ranks) -> list[dict[str, Tensor]]:
+        """Features (1, n, D) of each of the prompts of a pass, and hidden_states (1, n, H, L + 1)
+        if the ranks return them."""
         counts, bucket = [len(ids) for ids in prompts], bucket_for(prompts, self.buckets)
         rows = torch.cat(
             [self.host_file.read("embed_tokens.weight", i, i + 1) for ids in prompts for i in ids]
         )
-        registers = {
-            m: self.host_file.read(f"{m}_connector.learnable_registers") for m in ("video", "audio")
-        }
         padding = torch.zeros(bucket - len(rows), rows.shape[1], dtype=self.dtype)
         inputs = encoder_inputs(
             torch.cat([padding, scale_embeddings(rows, self.dtype)])[None], counts, self.gemma
         )
         program = gemma3_program_name(bucket)
-        self.ranks.put(program, **inputs._asdict())
-        self.ranks.run(program)
+        ranks.put(program, **inputs._asdict())
+        ranks.run(program)
         names = ["video_features", "audio_features"]
-        if "hidden_states" in self.ranks.programs[program].outputs:
+        if "hidden_states" in ranks.programs[program].outputs:
             names.append("hidden_states")
-        outputs = {name: self.ranks.get(program, name) for name in names}
+        outputs = {name: ranks.get(program, name) for name in names}
         return [
-            self._connect({name: t[:, part] for name, t in outputs.items()}, registers)
+            {name: t[:, part] for name, t in outputs.items()}
             for part in prompt_slices(counts, bucket)
         ]
 
-    def _connect(self, features: dict[str, Tensor], registers: dict[str, Tensor]) -> Contexts:
-        """Contexts of one prompt from its features (1, n, D), and hidden_states (1, n, H, L + 1)
-        if the ranks return them."""
-        self.ranks.put("connectors", **connector_inputs(features, registers, self.config)._asdict())
-        self.ranks.run("connectors")
-        video, audio = (self.ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))
+    def _connect(
+        self, features: dict[str, Tensor], registers: dict[str, Tensor], ranks
+    ) -> Contexts:
+        """Contexts of one prompt from its features."""
+        ranks.put("connectors", **connector_inputs(features, registers, self.config)._asdict())
+        ranks.run("connectors")
+        video, audio = (ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))
         states = features.get("hidden_states")
         mask = attention_mask(features["video_features"].shape[1])
         return Contexts(video, audio, mask, None if states is None else pad_left(states))

@@ -83,9 +83,11 @@ def prompt_slices(counts: list[int], tokens: int) -> list[slice]:
     return [slice(end - n, end) for end, n in zip(ends, counts, strict=True)]
 
 
-def pack_prompts(prompts: list[list[int]]) -> list[list[list[int]]]:
-    """Group prompts into passes of at most 1024 tokens: all in one, otherwise one each."""
-    return [prompts] if sum(map(len, prompts)) <= TEXT_TOKENS else [[ids] for ids in prompts]
+def pack_prompts(prompts: list[list[int]], apart: bool = False) -> list[list[list[int]]]:
+    """Group prompts into passes of at most 1024 tokens: all in one, otherwise, or if `apart`, one
+    each."""
+    together = not apart and sum(map(len, prompts)) <= TEXT_TOKENS
+    return [prompts] if together else [[ids] for ids in prompts]
 
 
 def connector_inputs(

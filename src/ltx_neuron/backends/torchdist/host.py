@@ -51,7 +51,8 @@ def rank_settings(
 ) -> RankSettings:
     variables = environment.of_rank(profile, tp, rank, cache, group)
     compilers = {model: environment.of_compiler(profile, model) for model in MODELS}
-    return RankSettings(profile, rank, tp, variables, compilers, store)
+    place = group * profile.world_size(tp) + rank
+    return RankSettings(profile, rank, tp, variables, compilers, store, place)
 
 
 def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:

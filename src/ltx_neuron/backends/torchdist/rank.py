@@ -233,7 +233,7 @@ def serve(
         barrier = _join_group(settings)
         device = torch.device(settings.profile.device)
         if device.type == "cuda":  # a process sees all GPUs, but only one Neuron core
-            device = torch.device("cuda", settings.rank)
+            device = torch.device("cuda", settings.place)
             torch.cuda.set_device(device)
         rank = Rank(settings, device, barrier, advance)
         pipe.send(True)

@@ -27,6 +27,7 @@ class RankSettings:
     environment      variables that must be set before torch is imported
     compilers        variables that must be set while a model's graphs are launched, by model
     store            the process group's rendezvous file, in the run's temporary folder
+    place            the rank's number among those of all guidance groups
     """
 
     profile: Profile
@@ -35,6 +36,7 @@ class RankSettings:
     environment: dict[str, str]
     compilers: dict[str, dict[str, str]]
     store: str = ""
+    place: int = 0
 
 
 class SharedTensor:
