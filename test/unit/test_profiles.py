@@ -104,7 +104,7 @@ def test_peaks_are_those_of_the_ranks_that_share_the_model():
     assert large.flops(4) == 667e12 and large.flops(16) == 4 * 667e12
     assert large.memory_bytes_per_second(4) == 2.9e12
     assert large.link_bytes_per_second(4) == 3.5e12  # within the chip
-    assert large.link_bytes_per_second(16) == 4 * 1.024e12  # over NeuronLink
+    assert large.link_bytes_per_second(16) == 4 * 512e9  # over NeuronLink, in one direction
     assert (
         PROFILES["cpu"].flops(4)
         is PROFILES["cpu"].memory_bytes_per_core
@@ -209,7 +209,7 @@ def test_a_wrong_setting_is_an_error_that_says_what_is_wanted(setting):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
         UserError,
-        match=r"unknown profile 'trn3'; known: cpu, cuda, trn2\.3xlarge, trn2\.48xlarge\. ",
+        match=r"unknown profile 'trn3'; known: cpu, cuda, trn2\.3xlarge, trn2\.48xlarge, .*\. ",
     ):
         resolve("trn3")
 
