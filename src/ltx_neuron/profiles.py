@@ -195,8 +195,8 @@ class Profile:
         self.check_degree(tp)
         if (own := heads // tp) % self.ulysses:
             raise UserError(
-                f"context_mode=ulysses exchanges tokens for heads in groups of {self.ulysses}; a rank"
-                f" at tp {tp} has {own} heads, not a multiple.\nType --profile-set"
+                f"context_mode=ulysses exchanges tokens for heads in groups of {self.ulysses}; a"
+                f" rank at tp {tp} has {own} heads, not a multiple.\nType --profile-set"
                 f" context_mode=gather, or --profile-set ulysses_degree with a divisor of {own}"
             )
 
