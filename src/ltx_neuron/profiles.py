@@ -362,7 +362,8 @@ PROFILES = {
         ),
     )
 }
-_INSTANCES = {name: name for name in PROFILES if name.startswith("trn")}
+MACHINES = tuple(PROFILES)  # the profiles below are layouts of one
+_INSTANCES = {name: name for name in MACHINES if name.startswith("trn")}
 _INSTANCES["trn2u.48xlarge"] = "trn2.48xlarge"
 
 

@@ -24,7 +24,10 @@ _MIDDLE = 0.56  # of the range: the published models are in its upper half
 # Published of several chips, for the table of layouts too (plan/layouts.py). Nobody has published
 # LTX-2.3 on more than one.
 SHARE = 0.38  # of the peak, all operations: LTX-2.5's step on one chip (vllm-omni-neuron)
-ALL_REDUCE = 100e9, 100e9  # bus bandwidth, bytes per second, ranks of one chip (cookbook of AWS)
+ALL_REDUCE = (
+    100e9,
+    100e9,
+)  # bus bandwidth, bytes per second: 4 ranks of a chip (jimburtoft/cookbook)
 # Of a rank in a sum over several chips: what MiniMax-H3's scaling (vllm-omni-neuron) implies, and
 # what LTX-2.5's at TP 8 implies.
 ALL_REDUCE_ACROSS = 60e9, 32e9
