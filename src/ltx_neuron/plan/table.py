@@ -165,7 +165,7 @@ def clip_table(clip: ClipPlan) -> str:
     return "\n".join(lines)
 
 
-_LAYOUT_LINE = "{:36}{:>5}{:>16}{:>14}{:>14}{:>14}"
+_LAYOUT_LINE = "{:34}{:>5}{:>15}{:>15}{:>17}{:>13}"
 
 
 def layout_table(layouts: Sequence[Layout], machine: str) -> str:
@@ -179,7 +179,7 @@ def layout_table(layouts: Sequence[Layout], machine: str) -> str:
         ranges = (
             _range(each.step_ms, ",.0f"),
             _range(each.clip_seconds, ",.1f"),
-            _range(each.chip_seconds, ",.0f"),
+            _range(each.chip_seconds, ",.1f"),
             _range(each.efficiency, ".0%"),
         )
         lines.append(_LAYOUT_LINE.format(each.name, each.chips, *ranges))
