@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from ltx_neuron import plan
-from ltx_neuron.plan import clip
+from ltx_neuron.plan import clip, layouts
 
 
 def _by_text(count):
@@ -23,19 +23,21 @@ def _by_text(count):
     return counted
 
 
-_step, _steps = plan._step, {}
+_step, _steps = plan.step_cost, {}
 
 
 def _step_once(config, bucket, profile, tp, dtype, sequence_parallel=False):
-    """Of a profile a step's cost depends on the attention alone."""
-    key = config, bucket, profile.attention, tp, dtype, sequence_parallel
+    """Of a profile a step's cost depends on the attention and on context parallelism."""
+    context = profile.context_parallel, profile.ulysses
+    key = config, bucket, profile.attention, context, tp, dtype, sequence_parallel
     if key not in _steps:
         _steps[key] = _step(config, bucket, profile, tp, dtype, sequence_parallel)
     return _steps[key]
 
 
 _ONCE = {
-    (plan, "_step"): _step_once,
+    (plan, "step_cost"): _step_once,
+    (layouts, "step_cost"): _step_once,
     (plan, "text_weights"): cache(plan.text_weights),
     (clip, "_counted"): _by_text(clip._counted),
     (clip, "_sound_flops"): _by_text(clip._sound_flops),

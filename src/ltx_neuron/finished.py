@@ -67,6 +67,7 @@ class Finished:
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
+        profile.check_layout(tp, self.transformer.video.heads)
         self._found: dict[str, Path] = {}  # finished folders, by the digest of their identity
         self._sources: dict[tuple[str, WeightSet], Source] = {}
 

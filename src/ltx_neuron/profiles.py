@@ -26,7 +26,7 @@ class Chip:
     memory_bytes: int
     memory_bytes_per_second: float
     link_bytes_per_second: float  # between the chip's own cores
-    chip_link_bytes_per_second: float  # to the instance's other chips
+    chip_link_bytes_per_second: float  # to the instance's other chips, in one direction
     source: str
 
 
@@ -104,6 +104,11 @@ class Profile:
     compiler_flags: tuple[tuple[str, str], ...] = ()
     tuned: bool = True
     settings: tuple[str, ...] = ()
+
+    @property
+    def machine(self) -> str:
+        """The name of the machine's own profile, without a layout."""
+        return self.name.partition("-")[0]
 
     @property
     def return_hidden_states(self) -> bool:
@@ -184,6 +189,17 @@ class Profile:
         """Tensor-parallel ranks: --tp-degree, by default the profile's number."""
         return self.tp if tp_degree is None else tp_degree
 
+    def check_layout(self, tp: int, heads: int) -> None:
+        """Raise UserError as check_degree, and if Ulysses cannot divide the heads of a rank. heads:
+        the video's."""
+        self.check_degree(tp)
+        if (own := heads // tp) % self.ulysses:
+            raise UserError(
+                f"context_mode=ulysses exchanges tokens for heads in groups of {self.ulysses}; a"
+                f" rank at tp {tp} has {own} heads, not a multiple.\nType --profile-set"
+                f" context_mode=gather, or --profile-set ulysses_degree with a divisor of {own}"
+            )
+
     def check_degree(self, tp: int) -> None:
         """Raise UserError if the machine has too few cores for `tp` ranks, or its runtime does not
         support that number (NxD Inference: "TP=2 is NOT valid with LNC=2 on trn2.3xlarge")."""
@@ -219,11 +235,11 @@ TRAINIUM2 = Chip(
     memory_bytes=96 * _GIB,
     memory_bytes_per_second=2.9e12,
     link_bytes_per_second=3.5e12,
-    chip_link_bytes_per_second=1.024e12,
+    chip_link_bytes_per_second=512e9,
     source=(
         "AWS Neuron docs, trainium2.rst and trn2-arch.rst: 8 NeuronCore-v3, 667 TF dense bf16, 96"
         " GiB HBM in four banks at 2.9 TB/s, DMA 3.5 TB/s, NeuronLink-v3 1024 GB/s within an"
-        " instance; logical-neuroncore-config.rst: LNC=2 by default"
+        " instance, in both directions together; logical-neuroncore-config.rst: LNC=2 by default"
     ),
 )
 
@@ -336,7 +352,7 @@ PROFILES = {
             host_memory_bytes=124 * _GIB,
             **_TRN2,
         ),
-        # 16 replicas of 4 ranks: one DiT over several chips was not faster (docs/trainium.md).
+        # 16 replicas of 4 ranks; the profiles below use several chips for one clip.
         Profile(
             "trn2.48xlarge",
             "AWS Neuron docs, trn2-arch.rst: 16 chips, 192 vCPU, 2048 GiB host memory",
@@ -346,8 +362,34 @@ PROFILES = {
         ),
     )
 }
-_INSTANCES = {name: name for name in PROFILES if name.startswith("trn")}
+MACHINES = tuple(PROFILES)  # the profiles below are layouts of one
+_INSTANCES = {name: name for name in MACHINES if name.startswith("trn")}
 _INSTANCES["trn2u.48xlarge"] = "trn2.48xlarge"
+
+
+def blocks_per_graph(context_parallel: int, blocks: int = Profile.blocks_per_graph) -> int:
+    """Blocks of a graph that has as many instructions as one of `blocks` blocks of a whole clip: a
+    group has 1 / context_parallel of the tokens."""
+    return min(blocks * context_parallel, 48)
+
+
+def _layout(end: str, **fields: Any) -> Profile:
+    """A profile for one clip on several chips of a trn2.48xlarge (docs/scale-out.md)."""
+    blocks = blocks_per_graph(fields.get("context_parallel", 1))
+    name = f"trn2.48xlarge-{end}"
+    machine = PROFILES["trn2.48xlarge"]
+    return dataclasses.replace(machine, name=name, blocks_per_graph=blocks, **fields)
+
+
+PROFILES |= {
+    profile.name: profile
+    for profile in (
+        _layout("cp4", context_parallel=4),
+        _layout("cp8", context_parallel=8, context_mode="ulysses"),
+        _layout("g4", guidance_parallel=4, backend="torchdist"),
+        _layout("g4cp4", guidance_parallel=4, context_parallel=4, backend="torchdist"),
+    )
+}
 
 
 def resolve(
@@ -401,6 +443,8 @@ def _check(profile: Profile) -> None:
             and profile.context_parallel % profile.ulysses_degree == 0
         ),
     }
+    if on_neuron:
+        right |= _routes(profile)
     # The rules of ltx-core's TilingConfig; `unit` is the pixels or frames of a latent.
     for unit, axis in ((32, ""), (8, "_frames")):
         size, overlap = f"vae_tile{axis}", f"vae_overlap{axis}"
@@ -416,6 +460,35 @@ def _check(profile: Profile) -> None:
     for rule, holds in right.items():
         if not holds:
             raise UserError(f"--profile-set: {rule}")
+
+
+# Of Trainium: numbers of chips in a group (one, two neighbours, a row, two rows, all), and of an
+# all-to-all. Observed by others, not documented (docs/scale-out.md).
+CONTEXT_PARALLEL = 1, 2, 4, 8, 16
+EXCHANGES = 4, 8, 16
+
+
+def _or(numbers: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+
+
+def _routes(profile: Profile) -> dict[str, bool]:
+    """Rules for the groups of a Trainium machine, each with whether a profile follows it."""
+    cp, ulysses = profile.context_parallel, profile.ulysses
+    return {
+        f"context_parallel={cp} divides a clip over the chips of one machine, and a"
+        f" {profile.machine} has one; guidance_parallel over machines does not exist either. Type"
+        " context_parallel=1, or --profile trn2.48xlarge": cp == 1 or profile.chips > 1,
+        f"context_parallel={cp} needs lnc=2; type both, or context_parallel=1": (
+            cp == 1 or profile.lnc == 2
+        ),
+        f"context_parallel={cp}: the torus of {profile.machine} connects groups of"
+        f" {_or(CONTEXT_PARALLEL)} chips. Type one of these": cp in CONTEXT_PARALLEL,
+        f"context_mode=ulysses in groups of {ulysses}: Neuron's all-to-all has groups of"
+        f" {_or(EXCHANGES)}. Type context_mode=gather, or ulysses_degree with one of these": (
+            ulysses in (1, *EXCHANGES)
+        ),
+    }
 
 
 def detect(machine: Machine) -> str:

@@ -10,6 +10,7 @@ import torch
 from plans import counted_once  # noqa: F401
 
 from ltx_neuron import plan
+from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.engine import Engine, RunOptions
@@ -21,7 +22,9 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan.__main__ import main
 from ltx_neuron.plan.clip import Clip
-from ltx_neuron.plan.table import clip_table, table
+from ltx_neuron.plan.forecast import GATHER
+from ltx_neuron.plan.layouts import layouts, received_bytes, step_ms, undivided_flops
+from ltx_neuron.plan.table import clip_table, layout_table, table
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, PROFILES, Chip, resolve
 from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.sampling.conditions import (
@@ -200,6 +203,7 @@ def test_json_is_one_object_with_the_documented_names(released, capsys):
     names = "block_weight_bytes_per_rank flops_per_step ideal_step_ms collectives_per_step"
     names = f"{names} hbm_bytes_per_core".split()
     assert made["fits"] is True and all(made[name] for name in names)
+    assert made["layouts"] == [] and made["context_parallel"] == 1
     assert made["clip"]["seconds"] > 0 and {"name", "where", "seconds", "rate"} == {
         *made["clip"]["rows"][0]
     }
@@ -637,3 +641,165 @@ def test_sound_alone_is_planned_by_the_audio_half_of_the_model(released):
     text = table(alone)
     assert "stage_1: 30 steps, 3 passes each, 126 audio tokens\n" in text
     assert "to decode" not in text
+
+
+# --- layouts over several chips -------------------------------------------------------------------
+
+LARGE = PROFILES["trn2.48xlarge"]
+IN_BF16 = SimpleNamespace(tp=4, dtype="bfloat16")
+
+
+def layout(cp, ulysses=1, groups=1):
+    exchange = {"context_mode": "ulysses", "ulysses_degree": ulysses} if ulysses > 1 else {}
+    blocks = min(48, 4 * cp)
+    fields = {"context_parallel": cp, "guidance_parallel": groups, "blocks_per_graph": blocks}
+    return dataclasses.replace(LARGE, **fields, **exchange)
+
+
+# docs/scale-out.md: GB that a rank receives in a step for video self-attention, by video tokens.
+RECEIVED = {
+    (2, 1): (0.60, 1.51, 3.21, 6.62),
+    (4, 1): (0.91, 2.26, 4.81, 9.93),
+    (8, 1): (1.06, 2.64, 5.62, 11.6),
+    (16, 1): (1.13, 2.83, 6.02, 12.4),
+    (4, 4): (0.45, 1.13, 2.41, 4.96),
+    (8, 8): (0.26, 0.66, 1.40, 2.90),
+    (16, 8): (0.21, 0.52, 1.10, 2.28),
+}
+# Milliseconds of a step at 6,144 and 32,640 tokens, by the faster and the slower rates.
+FORECAST = {
+    (1, 1): ((938, 938), (7544, 7544)),
+    (2, 1): ((520, 582), (3932, 4258)),
+    (4, 1): ((307, 402), (2121, 2612)),
+    (8, 1): ((201, 311), (1217, 1788)),
+    (8, 8): ((168, 198), (1041, 1186)),
+    (16, 8): ((117, 140), (567, 681)),
+}
+
+
+def test_groups_receive_the_bytes_of_the_design():
+    config = transformer_config(released_config())
+    for (cp, ulysses), wanted in RECEIVED.items():
+        for tokens, gigabytes in zip((6144, 15360, 32640, 67320), wanted, strict=True):
+            bucket = Job("", Size(*USUAL)).buckets[0]
+            bucket = dataclasses.replace(bucket, video_tokens=tokens)
+            got = received_bytes(config, bucket, layout(cp, ulysses), 4, 2)
+            assert got["self-attention"] / 1e9 == pytest.approx(gigabytes, rel=0.012, abs=0.005)
+            gathered = received_bytes(config, bucket, layout(cp), 4, 2)["self-attention"]
+            assert got["video to audio"] == gathered / 2
+
+
+@pytest.mark.parametrize("size", [(512, 768, 121), (1088, 1920, 121)])
+def test_the_forecast_of_a_step_is_the_design_s_but_for_the_keys_and_values_of_the_audio(size):
+    """The design merges partial results of the video-to-audio attention, 0.04 GB; the graphs gather
+    its keys and values."""
+    config, bucket = transformer_config(released_config()), Job("", Size(*size)).buckets[0]
+    with fake_process_group(4):
+        cost = plan.step_cost(config, bucket, LARGE, 4, torch.bfloat16)[1]
+    column = [6144, 32640].index(bucket.video_tokens)
+    for (cp, ulysses), wanted in FORECAST.items():
+        which = layout(cp, ulysses)
+        got = step_ms(config, bucket, which, IN_BF16, cost, 1)
+        gathered = received_bytes(config, bucket, which, 4, 2)["video to audio"]
+        more = [max(gathered - 0.04e9, 0) / rate * 1e3 for rate in GATHER]
+        merged = [ms - extra for ms, extra in zip(got, more, strict=True)]
+        assert merged == pytest.approx(wanted[column], rel=0.1)
+
+
+@pytest.mark.parametrize(("cp", "ulysses"), [(4, 1), (8, 4)])
+def test_the_divided_cost_of_a_step_is_that_of_its_graphs(cp, ulysses):
+    config, which = transformer_config(released_config()), layout(cp, ulysses)
+    bucket = Job("", Size(*USUAL)).buckets[0]
+    with fake_process_group(4):
+        single = plan.step_cost(config, bucket, LARGE, 4, torch.bfloat16)[1]
+    with fake_process_group(4 * cp, groups=mesh.groups(which, 4)):
+        counted = plan.step_cost(config, bucket, which, 4, torch.bfloat16)[1]
+    received = sum(received_bytes(config, bucket, which, 4, 2).values())
+    assert counted["context_bytes"] == received
+    whole = undivided_flops(config, bucket) / 4
+    assert counted["flops"] == pytest.approx(whole + (single["flops"] - whole) / cp, rel=0.01)
+    video, audio = bucket.video_tokens * 4096, bucket.audio_tokens * 2048
+    divided = single["moved_bytes"] * (video / cp + audio) / (video + audio)
+    assert counted["moved_bytes"] == pytest.approx(divided, rel=0.01)
+    assert counted["peak_bytes"] < single["peak_bytes"]
+
+
+def planned_layouts(released, clip, profile=LARGE, **fields):
+    job = Job("", Size(*USUAL), **fields)
+    made = plan.plan(released, profile, job, 4, "bfloat16")
+    timed = clip(of=made, profile=profile, job=job)
+    return layouts(made, timed, transformer_config(released_config()), job, profile)
+
+
+def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_allow(released, clip):
+    one_pass = planned_layouts(released, clip)
+    context = [f"context {cp}{u}" for cp, u in [(2, ""), (4, ""), (4, ", Ulysses 4"), (8, "")]]
+    context += ["context 8, Ulysses 8", "context 16", "context 16, Ulysses 8"]
+    assert [each.name for each in one_pass] == ["one chip", *context]
+    assert [(each.chips, each.at_once) for each in one_pass[:3]] == [(1, 16), (2, 8), (4, 4)]
+    guided = planned_layouts(released, clip, recipe="dev")
+    both = ["guidance 4 x context 4", "guidance 4 x context 4, Ulysses 4"]
+    assert [e.name for e in guided] == ["one chip", "guidance 2", "guidance 4", *context, *both]
+    assert guided[-1].chips == 16 and guided[2].efficiency[0] > 0.97
+    assert guided[2].step_ms[0] == pytest.approx(guided[0].step_ms[0] / 4, rel=0.02)
+    # What a row names is a profile.
+    for each in guided:
+        assert resolve("trn2.48xlarge", each.settings).cores_needed(4) == 4 * each.chips
+    # One chip a clip takes the fewest chip-seconds, and its step the longest.
+    assert min(guided, key=lambda each: each.chip_seconds[0]).name == "one chip"
+    shown = layout_table(guided, "trn2.48xlarge")
+    assert "forecasts from published rates, not measured" in shown
+    assert (
+        "most clips: one chip a clip, 16 at once" in shown
+        and max(map(len, shown.splitlines())) <= 100
+    )
+    assert "shortest clip: guidance 4 x context 4, Ulysses 4; type --profile trn2.48xlarge" in shown
+
+
+def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_chip(released, clip):
+    alone, layout_of_four = (
+        planned_layouts(released, clip, PROFILES[name])
+        for name in ("trn2.48xlarge", "trn2.48xlarge-cp4")
+    )
+    assert [row.step_ms for row in alone] == [row.step_ms for row in layout_of_four]
+    assert planned_layouts(released, clip, TRN2) == []
+
+
+def test_a_plan_follows_its_profile_s_layout(released, clip):
+    one = planned(released, 512, 768, 121, LARGE)
+    four = planned(released, 512, 768, 121, PROFILES["trn2.48xlarge-cp4"])
+    (alone,), (stage,) = one.stages, four.stages
+    assert (one.ranks, four.ranks) == (4, 16) and alone.between_groups["count"] == 0
+    # K and V of both attentions to the video in 48 blocks, and the velocity at the end.
+    assert stage.between_groups["count"] == 2 * 48 + 1
+    assert 0.25 < stage.compute_ms / alone.compute_ms < 0.3
+    assert stage.forecast.middle < 0.55 * alone.forecast.middle
+    assert stage.activation_bytes_per_core < 0.35 * alone.activation_bytes_per_core
+    assert four.hbm_bytes_per_core < one.hbm_bytes_per_core
+    assert (
+        four.disk_bytes == one.disk_bytes and four.host_bytes_to_load == 4 * one.host_bytes_to_load
+    )
+    shown = table(four)
+    assert "trn2.48xlarge-cp4, tp 4 x context parallel 4, 16 ranks, bfloat16" in shown
+    assert "97 of them, 1.36 GB received a rank" in shown and "launches at 2.0 ms" in shown
+
+
+def test_guidance_groups_share_a_step_s_passes(released, clip):
+    def denoising(name):
+        job = Job("", Size(*USUAL), recipe="dev")
+        made = plan.plan(released, PROFILES[name], job, 4, "bfloat16")
+        rows = clip(of=made, profile=PROFILES[name], job=job).rows
+        return next(row for row in rows if row.name == "denoise_stage_1")
+
+    alone, four = denoising("trn2.48xlarge"), denoising("trn2.48xlarge-g4")
+    assert "30 x 4 passes x" in alone.rate and "passes" not in four.rate
+    assert four.seconds == pytest.approx(alone.seconds / 4, rel=0.03)
+
+
+def test_a_layout_that_the_machine_or_the_heads_do_not_allow_is_refused(released):
+    groups = resolve("trn2.48xlarge-g4cp4", ("guidance_parallel=8",))
+    with pytest.raises(UserError, match="guidance_parallel 8: 128 ranks need 128 logical cores"):
+        planned(released, *USUAL, groups)
+    whole = resolve("trn2.48xlarge", ("context_parallel=16", "context_mode=ulysses"))
+    with pytest.raises(UserError, match="groups of 16; a rank at tp 4 has 8 heads"):
+        planned(released, *USUAL, whole)

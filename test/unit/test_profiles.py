@@ -104,7 +104,7 @@ def test_peaks_are_those_of_the_ranks_that_share_the_model():
     assert large.flops(4) == 667e12 and large.flops(16) == 4 * 667e12
     assert large.memory_bytes_per_second(4) == 2.9e12
     assert large.link_bytes_per_second(4) == 3.5e12  # within the chip
-    assert large.link_bytes_per_second(16) == 4 * 1.024e12  # over NeuronLink
+    assert large.link_bytes_per_second(16) == 4 * 512e9  # over NeuronLink, in one direction
     assert (
         PROFILES["cpu"].flops(4)
         is PROFILES["cpu"].memory_bytes_per_core
@@ -209,7 +209,7 @@ def test_a_wrong_setting_is_an_error_that_says_what_is_wanted(setting):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
         UserError,
-        match=r"unknown profile 'trn3'; known: cpu, cuda, trn2\.3xlarge, trn2\.48xlarge\. ",
+        match=r"unknown profile 'trn3'; known: cpu, cuda, trn2\.3xlarge, trn2\.48xlarge, .*\. ",
     ):
         resolve("trn3")
 
@@ -265,3 +265,66 @@ def test_more_ranks_than_the_machine_has_are_refused():
         require_runtime(PROFILES["trn2.3xlarge"], 16)
     with pytest.raises(UserError, match="needs 2 GPUs that PyTorch can use, found 1"):
         require_runtime(PROFILES["cuda"], 2, Machine("", 0, 1))
+
+
+# --- one clip on several chips --------------------------------------------------------------------
+
+# Profile -> ranks of a clip at TP 4, blocks of a graph.
+LAYOUTS = {
+    "trn2.48xlarge-cp4": (16, 16),
+    "trn2.48xlarge-cp8": (32, 32),
+    "trn2.48xlarge-g4": (16, 4),
+    "trn2.48xlarge-g4cp4": (64, 16),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_s_profile_is_the_machine_s_but_for_the_chips_of_a_clip(name):
+    profile, large = resolve(name), PROFILES["trn2.48xlarge"]
+    assert (profile.cores_needed(4), profile.blocks_per_graph) == LAYOUTS[name]
+    assert profile.machine == large.machine == "trn2.48xlarge"
+    profile.check_layout(4, heads=32)
+    kept = ("cores", "environment", "compiler_flags", "attention", "host_memory_bytes", "tp")
+    assert all(getattr(profile, field) == getattr(large, field) for field in kept)
+    # A process with NxD drives one group's cores.
+    assert profile.backend == ("nxd" if profile.guidance_parallel == 1 else "torchdist")
+
+
+# profile and settings -> what the refusal names, with what works
+UNROUTABLE = {
+    "trn2.48xlarge context_parallel=3": "groups of 1, 2, 4, 8 or 16 chips. Type one of these",
+    "trn2.48xlarge context_parallel=4 lnc=1": "context_parallel=4 needs lnc=2",
+    "trn2.48xlarge context_parallel=2 context_mode=ulysses": (
+        "groups of 4, 8 or 16. Type context_mode=gather, or ulysses_degree"
+    ),
+    "trn2.48xlarge context_parallel=16 context_mode=ulysses ulysses_degree=2": "in groups of 2",
+    "trn2.3xlarge context_parallel=2": (
+        "a trn2.3xlarge has one; guidance_parallel over machines does not exist either. Type"
+        " context_parallel=1, or --profile trn2.48xlarge"
+    ),
+}
+
+
+@pytest.mark.parametrize("typed", UNROUTABLE)
+def test_groups_that_the_machine_does_not_connect_are_refused(typed):
+    name, *settings = typed.split()
+    with pytest.raises(UserError) as error:
+        resolve(name, tuple(settings))
+    assert UNROUTABLE[typed] in str(error.value)
+    if name == "trn2.48xlarge":
+        assert resolve("cpu", tuple(settings)).context_parallel > 1  # any number there
+
+
+def test_an_exchange_that_does_not_divide_a_rank_s_heads_is_refused():
+    profile = resolve("trn2.48xlarge-cp8")
+    profile.check_layout(4, heads=32)
+    with pytest.raises(UserError, match="rank at tp 8 has 4 heads, .*\nType .*=gather, or .* of 4"):
+        profile.check_layout(8, heads=32)
+    resolve("trn2.48xlarge-cp8", ("ulysses_degree=4",)).check_layout(8, heads=32)
+
+
+def test_more_chips_than_the_machine_has_are_refused():
+    wide = resolve("trn2.48xlarge-g4cp4", ("guidance_parallel=5",))
+    wanted = "tp-degree 4 x context_parallel 4 x guidance_parallel 5: 80 ranks .* has 64"
+    with pytest.raises(UserError, match=f"{wanted} .*\nTogether at most 64"):
+        wide.check_layout(4, heads=32)

@@ -211,6 +211,26 @@ def test_sequence_parallelism_is_tried_where_a_stage_s_tokens_divide():
     assert candidates("sequence_parallel", on, 2, 48, buckets=buckets) == ["false"]
 
 
+def test_how_groups_reach_each_other_s_tokens_is_tried_where_there_are_several():
+    large = "trn2.48xlarge"
+    modes = {
+        name: candidates("context_mode", resolve(name), 4, 48)
+        for name in ("cpu", large, f"{large}-cp4", f"{large}-cp8")
+    }
+    assert modes == {"cpu": [], large: [], f"{large}-cp4": ["ulysses"], f"{large}-cp8": ["gather"]}
+    # Two chips have no exchange.
+    assert candidates("context_mode", resolve(large, ("context_parallel=2",)), 4, 48) == []
+
+
+def test_settings_tuned_with_several_groups_are_not_those_of_one():
+    one, two = (
+        tuned_settings.identity(resolve("cpu", settings), 2, "float32", "config")
+        for settings in ((), ("context_parallel=2",))
+    )
+    assert two["device"] == one["device"] | {"context_parallel": 2}
+    assert tuned_settings.file_of(Path(), one) != tuned_settings.file_of(Path(), two)
+
+
 def test_a_depth_that_no_call_ends_at_is_refused():
     cpu = resolve("cpu")
     check_layers(8, cpu, 48)

@@ -23,7 +23,14 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.machine import Machine
-from ltx_neuron.profiles import PROFILES, Profile, install_runtime, require_runtime, resolve
+from ltx_neuron.profiles import (
+    MACHINES,
+    PROFILES,
+    Profile,
+    install_runtime,
+    require_runtime,
+    resolve,
+)
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import gemma_files
@@ -355,7 +362,8 @@ def _finished(programs: Sized) -> str:
 def can_run(examination: Examination) -> Iterator[Finding]:
     """The profiles that this machine can run, and the reasons for the others."""
     can, cannot = [], []
-    for name, profile in PROFILES.items():
+    for name in MACHINES:
+        profile = PROFILES[name]
         try:
             chips = examination.machine.neuron_devices
             if profile.device == "neuron" and chips < profile.chips:
@@ -367,4 +375,4 @@ def can_run(examination: Examination) -> Iterator[Finding]:
     text = ", ".join(can) + (f"; not {', '.join(cannot)}" if cannot else "")
     yield Finding("can run here", "ok", text)
     plan = command("plan", "--checkpoint-path", "FILE", "--profile", "NAME")
-    yield Finding("can plan here", "ok", f"{', '.join(PROFILES)}: {plan}")
+    yield Finding("can plan here", "ok", f"{', '.join(MACHINES)}: {plan}")

@@ -23,7 +23,7 @@ from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.flags.resolve import check_resumed, job_of, lora_fields, size_of, weight_sets
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job, Size
-from ltx_neuron.profiles import PROFILES, resolve
+from ltx_neuron.profiles import MACHINES, resolve
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.spec import (
     GUIDANCE_KEYS,
@@ -96,10 +96,10 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
     return parser
 
 
-def add_profile(parser: argparse.ArgumentParser, names: Iterable[str] = PROFILES) -> None:
-    """Flags of the hardware and the model's placement on it. names: the available profiles."""
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """Flags of the hardware and the model's placement on it."""
     add = group(parser, "model and machine").add_argument
-    help = f"one of {', '.join(names)} (default: detected)"
+    help = f"one of {', '.join(MACHINES)} (default: detected)"
     add("--profile", metavar="NAME", help=help)
     help = (
         "change a value of the profile; repeatable. Most used: host_dtype=float32 (arithmetic of"

@@ -122,8 +122,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog=command("lint"), description=__doc__)
     add = parser.add_argument
     neuron = [name for name, profile in PROFILES.items() if profile.device == "neuron"]
-    help = "hardware to check for (default: %(default)s)"
-    add("--profile", choices=neuron, default=neuron[0], help=help)
+    help = f"hardware to check for, one of {', '.join(neuron)} (default: %(default)s)"
+    add("--profile", choices=neuron, default=neuron[0], metavar="NAME", help=help)
     help = "change a value of the profile, as in attention=matmul; repeatable"
     add("--profile-set", action="append", default=[], metavar="KEY=VALUE", help=help)
     help = "number of tensor-parallel ranks (default: the profile's)"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.export import (
     TorchDistComm,
     cost,
@@ -37,9 +38,10 @@ from ltx_neuron.models.programs import (
     connector_program,
     dit_program,
     gemma3_program,
+    group_size,
     may_divide,
 )
-from ltx_neuron.models.signatures import LATENTS
+from ltx_neuron.models.signatures import LATENTS, own_tokens
 from ltx_neuron.plan.forecast import Forecast, forecast
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, NKI_KERNELS, Profile
 from ltx_neuron.sampling.conditions import EncodedClip
@@ -82,6 +84,7 @@ class StagePlan:
     collectives_ms: float | None
     forecast: Forecast | None  # of one pass
     collectives_per_step: dict  # {"count", "bytes"} of one rank
+    between_groups: dict  # of these, context parallelism's; {"count", "bytes"} that a rank receives
     largest_collective_bytes: int
     elementwise_bytes_per_step: int  # of one rank, read and written by operations that do not fuse
     sequence_parallel: bool
@@ -98,6 +101,9 @@ class Plan:
 
     profile: str
     tp: int
+    context_parallel: int
+    guidance_parallel: int
+    ranks: int  # tp x context_parallel x guidance_parallel, one per core
     dtype: str
     block_weight_bytes_per_rank: int
     dit_weight_bytes_per_rank: int
@@ -268,12 +274,13 @@ def plan(
     job.check_shape()
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
+    profile.check_layout(tp, config.video.heads)
     if gemma:
         gemma.check_tensor_parallel(tp)
 
     def stage_plans(of: Job) -> list[StagePlan]:
         stages = [stage._replace(window=None) for stage in of.stages]
-        with fake_process_group(tp):  # all windows of an extended video are equal
+        with _process_group(profile, tp):  # all windows of an extended video are equal
             plans = {s: _stage(config, of, s, profile, tp, torch_dtype) for s in set(stages)}
         return [plans[stage] for stage in stages]
 
@@ -285,7 +292,7 @@ def plan(
             gemma_bytes = sum(text_weights(gemma, config, tp).values()) * torch_dtype.itemsize
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
     memory = CoreMemory(used["rank"], gemma_bytes, _activations(stages))
-    files = tp * max(used["rank"], gemma_bytes)
+    weights_of_rank, ranks = max(used["rank"], gemma_bytes), profile.cores_needed(tp)
     last, limit = stages[-1], profile.memory_bytes_per_core
     buffer = dict(profile.environment).get(COLLECTIVES_BUFFER)
     dit_files = weights["rank"] * tp + weights["host"]
@@ -297,6 +304,9 @@ def plan(
     return Plan(
         profile=profile.name,
         tp=tp,
+        context_parallel=profile.context_parallel,
+        guidance_parallel=profile.guidance_parallel,
+        ranks=ranks,
         dtype=dtype,
         block_weight_bytes_per_rank=used["blocks"],
         dit_weight_bytes_per_rank=used["rank"],
@@ -310,8 +320,9 @@ def plan(
         fits=fits,
         fits_resident=None if limit is None else memory.resident <= limit,
         nearest_that_fits=nearest,
-        host_bytes_to_load=0 if profile.maps_weights else files,
-        host_bytes_mapped=files if profile.maps_weights else 0,
+        host_bytes_to_load=0 if profile.maps_weights else ranks * weights_of_rank,
+        # The groups of tp ranks map the same files.
+        host_bytes_mapped=tp * weights_of_rank if profile.maps_weights else 0,
         **_on_the_host(checkpoint, profile, job, torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
@@ -391,10 +402,11 @@ def _stage(
 ) -> StagePlan:
     bucket, references = job.bucket(stage), job.appended_references(stage.upsampled)
     size = job.stage_size(stage.upsampled)
-    divides = profile.sequence_parallel and may_divide(bucket, tp)
-    program, step = _step(config, bucket, profile, tp, dtype, divides)
+    divides = profile.sequence_parallel and may_divide(bucket, tp, profile.context_parallel)
+    program, step = step_cost(config, bucket, profile, tp, dtype, divides)
     flops, calls = step["flops"], [name for name, _ in next(iter(program.runs.values()))]
-    whole = divides and _between_ranks(_step(config, bucket, profile, tp, dtype)[1], profile, tp)
+    undivided = step_cost(config, bucket, profile, tp, dtype)[1] if divides else {}
+    whole = undivided and _between_ranks(undivided, profile, tp)
     parameters = [p for name in calls for p in program.graphs[name].module.parameters()]
     weight_bytes = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
     (held, scores), score_ms = _score_bytes(config, bucket, profile, tp), None
@@ -406,9 +418,7 @@ def _stage(
         compute_ms = flops * tp / rate * 1e3
         memory_ms = weight_bytes * tp / bandwidth * 1e3
         ideal_ms = max(compute_ms, memory_ms)
-        launches, blocks = 1, profile.blocks_per_graph
-        if blocks:  # the counted graph has one block
-            launches = len(calls) - config.num_layers + config.num_layers // blocks
+        launches = step_launches(config, profile.blocks_per_graph)
         expected = forecast(profile, tp, step, launches, memory_ms, score_ms)
     return StagePlan(
         name=stage.name,
@@ -424,7 +434,7 @@ def _stage(
             sum(math.prod(each.latent_shape(size)) for each in references),
             job.appended_audio(stage.upsampled),
         ),
-        flops_per_step=flops * tp,
+        flops_per_step=flops * profile.world_size(tp),
         ideal_step_ms=ideal_ms,
         compute_ms=compute_ms,
         memory_ms=memory_ms,
@@ -446,13 +456,26 @@ def _score_bytes(
     """Bytes of the video's attention scores in fp32, for all heads of a rank: materialized at once,
     and computed in total; 0 if a flash kernel computes them."""
     heads, tokens = config.video.heads // tp, bucket.video_tokens
-    masked = bucket.biased and rows_at_once(heads, tokens)
-    rows = {"matmul": tokens, **dict.fromkeys(NKI_KERNELS, masked)}
+    queries = own_tokens(tokens, profile.context_parallel)  # with Ulysses, of fewer heads all
+    masked = bucket.biased and min(queries, rows_at_once(heads, tokens))
+    rows = {"matmul": queries, **dict.fromkeys(NKI_KERNELS, masked)}
     row, held = 4 * heads * tokens, rows.get(profile.attention, 0)
-    return row * held, row * tokens if held else 0
+    return row * held, row * queries if held else 0
 
 
-def _step(
+def step_launches(config: TransformerConfig, blocks_per_graph: int) -> int:
+    """Graphs that a step launches: the whole step, or head, groups of blocks and tail."""
+    if not blocks_per_graph:
+        return 1
+    return 2 + config.num_layers // group_size(config.num_layers, blocks_per_graph)
+
+
+def _process_group(profile: Profile, tp: int):
+    """A fake process group for the graphs of a profile."""
+    return fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp))
+
+
+def step_cost(
     config: TransformerConfig,
     bucket: Bucket,
     profile: Profile,
@@ -461,32 +484,48 @@ def _step(
     sequence_parallel: bool = False,
 ) -> tuple[Program, dict[str, int]]:
     """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima for
-    peak_bytes and the largest collective. moved_bytes: sent by the rank in collectives."""
-    program = dit_program(
-        config, bucket, tp, TorchDistComm(tp), dtype, 1, profile.attention, sequence_parallel
-    )
+    peak_bytes and the largest collective. moved_bytes: sent by the rank in collectives of its
+    tensor-parallel group. Call it inside a process group of the profile's."""
+    counted = dataclasses.replace(profile, backend="torchdist")  # NxD's graphs are not exported
+    comm, context = registry.comm(counted, tp), registry.context(counted, tp)
+    how = tp, comm, dtype, 1, profile.attention, sequence_parallel, context
+    program = dit_program(config, bucket, *how)
     exported = {name: trace(program, name, dtype) for name in program.graphs if name != "guide"}
     costs = {name: cost(graph) for name, graph in exported.items()}
     calls = [costs[name] for name, _ in next(iter(program.runs.values()))]
     sums = {key: sum(call[key] for call in calls) for key in calls[0]}
-    # A ring moves (tp - 1) / tp of a reduce-scatter's input, of an all-gather's output, and both
-    # for an all-reduce.
-    gathered, scattered = sums["all_gather_bytes"], sums["reduce_scatter_bytes"]
-    reduced = sums["collective_bytes"] - gathered - scattered
+    moved = {name: _moved_bytes(graph, tp) for name, graph in exported.items()}
     largest = {
-        "moved_bytes": (tp - 1) / tp * (2 * reduced + scattered + tp * gathered),
+        "moved_bytes": sum(moved[name] for name, _ in next(iter(program.runs.values()))),
         "peak_bytes": max(call["peak_bytes"] for call in calls),
         "largest_collective_bytes": max(map(largest_collective, exported.values())),
     }
     return program, sums | largest
 
 
+def _moved_bytes(exported: torch.export.ExportedProgram, tp: int) -> float:
+    """Bytes that a rank sends in a graph's collectives of its tensor-parallel group. A ring moves
+    (tp - 1) / tp of a reduce-scatter's input, of an all-gather's output, and both for an
+    all-reduce."""
+    moved = 0.0
+    for node in exported.graph.nodes:
+        if node.args and node.args[-1] == mesh.WORLD:
+            given, result = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
+            moved += (tp - 1) / tp * (2 * given if given == result else max(given, result))
+    return moved
+
+
 def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
     """The costs of a step that sequence parallelism changes: collectives and elementwise work."""
-    rate = profile.link_bytes_per_second(tp)
+    rate, ms = profile.link_bytes_per_second(tp), None
+    if rate and profile.chip:
+        chips = tp * profile.lnc / profile.chip.cores
+        received = step["context_bytes"] / (chips * profile.chip.chip_link_bytes_per_second)
+        ms = tp * (step["moved_bytes"] / rate + received) * 1e3
     return {
-        "collectives_ms": rate and tp * step["moved_bytes"] / rate * 1e3,
+        "collectives_ms": ms,
         "collectives_per_step": {"count": step["collectives"], "bytes": step["collective_bytes"]},
+        "between_groups": {"count": step["context_collectives"], "bytes": step["context_bytes"]},
         "elementwise_bytes_per_step": step["elementwise_bytes"],
     }
 

@@ -20,8 +20,9 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, plan, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
-from ltx_neuron.plan.table import clip_table, table
-from ltx_neuron.profiles import resolve
+from ltx_neuron.plan.layouts import Layout, layouts
+from ltx_neuron.plan.table import clip_table, layout_table, table
+from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint
@@ -51,17 +52,21 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     # Warnings about ignored files go to stderr, not into the JSON.
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-        result, clip = planned(args)
+        result, clip, rows = planned(args)
     if args.json:
-        print(json.dumps(dataclasses.asdict(result) | {"clip": dataclasses.asdict(clip)}))
+        parts = {"clip": dataclasses.asdict(clip), "layouts": [*map(dataclasses.asdict, rows)]}
+        print(json.dumps(dataclasses.asdict(result) | parts))
     else:
-        print(table(result), clip_table(clip), sep="\n\n")
+        tables = [table(result), clip_table(clip)]
+        if rows:
+            tables.append(layout_table(rows, PROFILES[result.profile].machine))
+        print(*tables, sep="\n\n")
     if result.fits is False:
         sys.exit(1)
 
 
-def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
-    """The plan of the parsed flags, and of a whole clip's time."""
+def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
+    """The plan of the parsed flags, that of a whole clip's time, and the machine's layouts."""
     profile = resolve(args.profile, tuple(args.profile_set))
     checkpoint = Checkpoint(flags.local(args, "checkpoint_path"))
     shape = flags.shape(args, args.recipe or Job.recipe)
@@ -87,7 +92,8 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
         args.neuron_vae,
         tuned and tuned.step_ms(job.buckets),
     )
-    return result, clip.planned()
+    made = clip.planned()
+    return result, made, layouts(result, made, config, job, profile)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class Clip:
 
     def _rate(self, kind: str) -> tuple[float, str]:
         """A rate of the host, in units per second, and its source as text."""
-        cpus = _CPUS.get(self.profile.name) or machine.cpus()
+        cpus = _CPUS.get(self.profile.machine) or machine.cpus()
         if kind in _ASSUMED:
             return _ASSUMED[kind] * cpus, "assumed, not measured"
         rate = _PEAKS[kind.rpartition(" ")[2]] * _SHARES[kind] * cpus
@@ -162,13 +162,13 @@ class Clip:
         rows = [self._at_peak("encode_text", flops, what)]
         if profile.resident:
             return rows
-        gemma3 = plan.tp * plan.gemma3_weight_bytes_per_rank
+        gemma3 = plan.ranks * plan.gemma3_weight_bytes_per_rank
         what = f"{format_bytes(gemma3)} to the ranks, one model at a time"
         before = self._host("load_gemma3", gemma3, "copy", what)
         return [before, *rows, self._transformer("one model at a time")]
 
     def _transformer(self, why: str) -> Row:
-        size = self.plan.tp * self.plan.dit_weight_bytes_per_rank
+        size = self.plan.ranks * self.plan.dit_weight_bytes_per_rank
         what = f"{format_bytes(size)} to the ranks, {why}"
         return self._host("load_transformer", size, "copy", what)
 
@@ -228,11 +228,12 @@ class Clip:
     def _steps(self, stage: StagePlan) -> Row:
         """A stage's steps, with the upload of their shared inputs."""
         ms, source = self._step_ms(stage)
-        name, size = f"denoise_{stage.name}", self.plan.tp * stage.upload_bytes
+        name, size = f"denoise_{stage.name}", self.plan.ranks * stage.upload_bytes
         if ms is None:
             return Row(name, "device", None, source)
         upload = size / self._rate("copy")[0]
-        count, passes = stage.evaluations, 1 if self.tuned_step_ms else stage.passes
+        rounds = -(-stage.passes // self.plan.guidance_parallel)
+        count, passes = stage.evaluations, 1 if self.tuned_step_ms else rounds
         runs = f"{count} x {passes} passes" if passes > 1 else f"{count}"
         what = f"{runs} x {ms:.0f} ms, {source}; {format_bytes(size)} uploaded once"
         return Row(name, "device", count * passes * ms / 1e3 + upload, what)
@@ -257,7 +258,7 @@ class Clip:
         return upscaled(self.job.latent_shape, self.job.upscale)
 
     def _video(self) -> list[Row]:
-        clip, tp = self._latent, self.plan.tp
+        clip, tp, ranks = self._latent, self.plan.tp, self.plan.ranks
         how = tiles.tiling_for_ranks(self.profile, clip, tp) if self.neuron_vae else None
         counts = Counter(map(tiles.tile_shape, tiles.cut(clip, how or tiles.tiling(self.profile))))
         decoder = VideoDecoderConfigurator.from_config
@@ -270,7 +271,7 @@ class Clip:
             kind = f"decode_video {self._dtype}"
             return [self._host("decode_video", total, kind, f"{format_flops(total)}, {text}")]
         # Ranks without a tile wait for the others.
-        total = sum(flops[shape] * math.ceil(count / tp) * tp for shape, count in counts.items())
+        total = sum(flops[shape] * math.ceil(count / ranks) * tp for shape, count in counts.items())
         return [self._at_peak("decode_video", total, f"{format_flops(total)}, {text}")]
 
     def _sound(self) -> Row:
@@ -279,7 +280,8 @@ class Clip:
         text = f"{seconds:.1f} s of sound"
         if not self.neuron_vae:
             return self._host("decode_audio", seconds, "decode_audio", text)
-        total = _sound_flops(self.config, self.job.audio_latents, self.plan.tp)
+        plan = self.plan
+        total = _sound_flops(self.config, self.job.audio_latents, plan.tp, plan.ranks)
         text = f"{format_flops(total)} in float32, {text}"
         return self._at_peak("decode_audio", total * _FLOAT32_COST, text)
 
@@ -303,15 +305,16 @@ def _counted(from_config: Callable[[dict], torch.nn.Module], config: dict, *shap
     return counter.get_total_flops()
 
 
-def _sound_flops(config: dict, latents: int, tp: int) -> int:
-    """FLOPs of decoding `latents` audio latents on tp ranks; ranks without a span count as busy."""
+def _sound_flops(config: dict, latents: int, tp: int, ranks: int) -> int:
+    """FLOPs of tp of the `ranks` that decode `latents` audio latents; ranks without a span count as
+    busy."""
     mel, vocoder = audio_decoder_config(config), vocoder_config(config)
     span, rows = span_sizes(latents)
     parts = (
         (spectrogram_program(mel, span), cut(latents, span, mel.reach)),
         (waveform_program(vocoder, rows), cut(AUDIO_SCALE * latents - 3, rows, vocoder.reach)),
     )
-    return sum(_of_program(program) * -(-len(spans) // tp) * tp for program, spans in parts)
+    return sum(_of_program(program) * -(-len(spans) // ranks) * tp for program, spans in parts)
 
 
 def _of_program(program: Program) -> int:

@@ -1,16 +1,24 @@
 """The plan as text for a terminal."""
 
 import textwrap
+from collections.abc import Sequence
 
 from ltx_neuron.format import WIDTH, format_bytes, format_flops
 from ltx_neuron.plan import ASSUMED, Plan, StagePlan
 from ltx_neuron.plan.clip import ClipPlan
+from ltx_neuron.plan.layouts import Layout, Range
 from ltx_neuron.profiles import COLLECTIVES_BUFFER
 
 
 def table(plan: Plan) -> str:
     """The plan, a label and a value per line."""
-    lines = [f"profile {plan.profile}, tp {plan.tp}, {plan.dtype}", ""]
+    degrees = {
+        "context parallel": plan.context_parallel,
+        "guidance parallel": plan.guidance_parallel,
+    }
+    layout = "".join(f" x {name} {n}" for name, n in degrees.items() if n > 1)
+    layout += f", {plan.ranks} ranks" if layout else ""
+    lines = [f"profile {plan.profile}, tp {plan.tp}{layout}, {plan.dtype}", ""]
     for stage in plan.stages:
         steps = f"{stage.steps} steps"
         if stage.evaluations != stage.steps:
@@ -56,6 +64,9 @@ def _stage_rows(stage: StagePlan) -> list[tuple[str, str]]:
             f"{format_bytes(stage.elementwise_bytes_per_step)} a rank, if not fused",
         ),
     ]
+    if (between := stage.between_groups)["count"]:
+        text = f"{between['count']} of them, {format_bytes(between['bytes'])} received a rank"
+        rows.append(("between groups", text))
     if whole:
         reduced = whole["collectives_per_step"]
         text = (
@@ -152,6 +163,44 @@ def clip_table(clip: ClipPlan) -> str:
         text = "the ranks denoise the next clip at the same time"
         lines.append(_clip_line("a clip of a batch", "", _seconds(clip.batch_seconds), text))
     return "\n".join(lines)
+
+
+_LAYOUT_LINE = "{:34}{:>5}{:>15}{:>15}{:>17}{:>13}"
+
+
+def layout_table(layouts: Sequence[Layout], machine: str) -> str:
+    """A line for each layout, and which is best for one clip and for many. machine: its profile."""
+    lines = [
+        f"layouts of a {machine}: forecasts from published rates, not measured; from the faster to",
+        "the slower rates between chips. Published steps on several chips took 0.1 to 0.3 s more.",
+        _LAYOUT_LINE.format("layout", "chips", "step, ms", "clip, s", "chip-seconds", "efficiency"),
+    ]
+    for each in layouts:
+        ranges = (
+            _range(each.step_ms, ",.0f"),
+            _range(each.clip_seconds, ",.1f"),
+            _range(each.chip_seconds, ",.1f"),
+            _range(each.efficiency, ".0%"),
+        )
+        lines.append(_LAYOUT_LINE.format(each.name, each.chips, *ranges))
+    shortest = min(layouts, key=lambda each: sum(each.clip_seconds))
+    cheapest = min(layouts, key=lambda each: sum(each.chip_seconds))
+    flags = [f"--profile-set {setting}" for setting in shortest.settings]
+    typed = " ".join([f"shortest clip: {shortest.name}; type --profile {machine}", *flags])
+    lines += textwrap.wrap(typed, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    hourly = [cheapest.at_once * cheapest.chips * 3600 / each for each in cheapest.chip_seconds]
+    return "\n".join(
+        [
+            *lines,
+            f"most clips: {cheapest.name} a clip, {cheapest.at_once} at once;"
+            f" {_range(hourly, ',.0f')} an hour if the host keeps up",
+        ]
+    )
+
+
+def _range(both: Range, form: str) -> str:
+    first, second = (format(each, form) for each in both)
+    return first if first == second else f"{first} to {second}"
 
 
 def _clip_line(name: str, where: str, seconds: str, source: str) -> str:

@@ -78,7 +78,7 @@ def candidates(
     layers      the number of layers in a step; None: all
     buckets     of the size's stages
     """
-    divides = any(may_divide(bucket, tp) for bucket in buckets)
+    divides = any(may_divide(bucket, tp, profile.context_parallel) for bucket in buckets)
     on_neuron = profile.device == "neuron"
     values = {
         "backend": ["nxd", "torchdist"] if on_neuron else [],
@@ -86,8 +86,9 @@ def candidates(
         # The runtime's default, and AWS's value.
         f"environment.{COLLECTIVES_BUFFER}": ["41943040", "167772160"] if on_neuron else [],
         "compiler_flags.dit": [*DIT_FLAGS] if on_neuron else [],
-        "threads": _threads(tp) if profile.device == "cpu" else [],
+        "threads": _threads(profile.world_size(tp)) if profile.device == "cpu" else [],
         "attention": [*NKI_KERNELS, "matmul"] if on_neuron else ["sdpa", "matmul"],
+        "context_mode": ["gather", "ulysses"] if profile.context_parallel > 1 else [],
         "sequence_parallel": ["false", "true"] if divides else [],
         "blocks_per_graph": [
             str(n) for n in _BLOCKS if _cuts_evenly(n, num_layers, layers or num_layers)
@@ -103,10 +104,10 @@ def candidates(
     return found
 
 
-def _threads(tp: int) -> list[str]:
+def _threads(ranks: int) -> list[str]:
     """Threads of a rank to try: 1, half its share of the cores, its share, twice that, and all."""
     cores = os.cpu_count() or 1
-    share = max(1, cores // tp)
+    share = max(1, cores // ranks)
     return [str(n) for n in sorted({1, max(1, share // 2), share, 2 * share, cores}) if n <= cores]
 
 

@@ -101,7 +101,7 @@ class _HostRanks:
     the modules directly. Its program has one block per graph."""
 
     def __init__(self, name: str, program: Program, weights: RankSource, layers: int | None):
-        self.tp, self.programs = 1, {name: program}
+        self.tp, self.cp, self.programs = 1, 1, {name: program}
         self._program, self._weights, self._layers = program, weights, layers
         self._values: dict[str, Tensor] = {}
         self._sequences: dict[str, list] = {}

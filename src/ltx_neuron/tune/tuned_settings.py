@@ -22,7 +22,13 @@ from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, resolve
 Settings = dict[str, str]  # key -> value, in the notation of --profile-set
 
 RUN_KEYS = ("backend", "compile_backend", "threads", f"environment.{COLLECTIVES_BUFFER}")
-GRAPH_KEYS = ("attention", "sequence_parallel", "blocks_per_graph", "compiler_flags.dit")
+GRAPH_KEYS = (
+    "attention",
+    "context_mode",
+    "sequence_parallel",
+    "blocks_per_graph",
+    "compiler_flags.dit",
+)
 _PACKAGES = (
     "torch",
     "torch-neuronx",
@@ -50,7 +56,9 @@ def identity(profile: Profile, tp: int, dtype: str, config: str) -> dict:
 def _device(profile: Profile) -> dict:
     """The DiT's device. A Neuron profile's host is left out, so that a build machine compiles with
     the settings that were tuned on the device."""
-    name = {"profile": profile.name}
+    name: dict = {"profile": profile.name}
+    if profile.context_parallel > 1:
+        name["context_parallel"] = profile.context_parallel
     if profile.device == "neuron":
         return name | {"chips": profile.chips, "lnc": profile.lnc}
     if profile.device == "cuda":

@@ -1,0 +1,238 @@
+"""Forecasts of a clip on one or several chips of a machine, for each layout.
+
+The rates are published ones (plan/forecast.py); we measured none. The cost of a step is counted in
+the graphs of one tensor-parallel group and divided here, because exporting the graphs of a layout
+takes a second. Tests compare the two.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.transformer import Bucket, TransformerConfig
+from ltx_neuron.job import Job
+from ltx_neuron.models.programs import may_divide
+from ltx_neuron.models.signatures import own_tokens
+from ltx_neuron.plan import Plan, step_cost, step_launches
+from ltx_neuron.plan.clip import ClipPlan
+from ltx_neuron.plan.forecast import (
+    ALL_REDUCE,
+    ALL_REDUCE_ACROSS,
+    GATHER,
+    HOST_COPY,
+    SHARE,
+    SMALL_SUM_MS,
+    barrier_ms,
+)
+from ltx_neuron.profiles import CONTEXT_PARALLEL, EXCHANGES, Profile, blocks_per_graph
+from ltx_neuron.weights.tensorfile import DTYPES
+
+Range = Sequence[float]  # by the faster and by the slower of the rates between chips
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A division of a machine's chips.
+
+    settings      of --profile-set, with the machine's own profile
+    chips         of one clip
+    at_once       clips on the machine at the same time
+    step_ms       of the last stage, with all guidance passes
+    clip_seconds  from prompt to file, with the other phases as planned
+    chip_seconds  chips x seconds of a clip's denoising
+    efficiency    chip_seconds of one chip / chip_seconds
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    chips: int
+    at_once: int
+    step_ms: Range
+    clip_seconds: Range
+    chip_seconds: Range
+    efficiency: Range
+
+
+def layouts(
+    plan: Plan, clip: ClipPlan, config: TransformerConfig, job: Job, profile: Profile
+) -> list[Layout]:
+    """The layouts of a planned job; the first has one tensor-parallel group. Empty for a machine
+    with one chip or without documented limits, and for groups that are not whole chips."""
+    chip, tp = profile.chip, plan.tp
+    if chip is None or profile.chips == 1 or tp * profile.lnc % chip.cores:
+        return []
+    base = dataclasses.replace(
+        profile,
+        context_parallel=1,
+        context_mode="gather",
+        ulysses_degree=0,
+        guidance_parallel=1,
+        blocks_per_graph=profile.blocks_per_graph // profile.context_parallel,
+    )
+    buckets = [job.bucket(stage) for stage in job.stages]
+    costs = {bucket: _cost(config, bucket, base, plan) for bucket in set(buckets)}
+    passes = [stage.passes for stage in plan.stages]
+    assert clip.seconds is not None  # with documented limits
+    others = clip.seconds - sum(
+        row.seconds or 0.0
+        for row in clip.rows
+        if row.name.startswith("denoise") and row.where == "device"
+    )
+    heads, video = config.video.heads // tp, all(bucket.video_tokens for bucket in buckets)
+    found: list[Layout] = []
+    for settings in _settings(base, tp, max(passes), heads, video):
+        layout = dataclasses.replace(base, **settings)
+        steps = [
+            step_ms(config, bucket, layout, plan, costs[bucket], count)
+            for bucket, count in zip(buckets, passes, strict=True)
+        ]
+        seconds = tuple(
+            sum(s.evaluations * ms / 1e3 for s, ms in zip(plan.stages, each, strict=True))
+            for each in zip(*steps, strict=True)
+        )
+        chips = layout.cores_needed(tp) * profile.lnc // chip.cores
+        chip_seconds = tuple(chips * each for each in seconds)
+        single = found[0].chip_seconds if found else chip_seconds
+        found.append(
+            Layout(
+                name=_name(layout) or ("one chip" if chips == 1 else f"{chips} chips"),
+                settings=tuple(f"{key}={value}" for key, value in settings.items()),
+                chips=chips,
+                at_once=profile.chips // chips,
+                step_ms=steps[-1],
+                clip_seconds=tuple(others + each for each in seconds),
+                chip_seconds=chip_seconds,
+                efficiency=tuple(a / b for a, b in zip(single, chip_seconds, strict=True)),
+            )
+        )
+    return found
+
+
+def _settings(
+    base: Profile, tp: int, passes: int, heads: int, video: bool
+) -> Iterator[dict[str, Any]]:
+    """The fields of each layout's profile, from one group on. heads: of a rank; video: whether all
+    stages have video tokens, which context parallelism divides."""
+    most = (base.cores or 0) // tp
+    yield {}
+    guidance = [
+        {"guidance_parallel": groups, "backend": "torchdist"}
+        for groups in range(2, min(passes, most) + 1)
+        if -(-passes // groups) < -(-passes // (groups - 1))  # otherwise one more is idle
+    ]
+    yield from guidance
+    context = [
+        each
+        for cp in CONTEXT_PARALLEL[1:]
+        if video and cp <= most
+        for each in _modes(base, cp, heads)
+    ]
+    yield from context
+    for groups in guidance[-1:]:  # a group for each pass, and the chips that are left
+        fits = [
+            each
+            for each in context
+            if groups["guidance_parallel"] * each["context_parallel"] <= most
+        ]
+        yield from (
+            groups | each
+            for each in fits
+            if each["context_parallel"] == fits[-1]["context_parallel"]
+        )
+
+
+def _modes(base: Profile, cp: int, heads: int) -> Iterator[dict[str, Any]]:
+    """Context parallelism of one degree: by gathering alone, and with the largest exchange."""
+    fields = {
+        "context_parallel": cp,
+        "blocks_per_graph": blocks_per_graph(cp, base.blocks_per_graph),
+    }
+    yield fields
+    exchanges = [n for n in EXCHANGES if cp % n == heads % n == 0]
+    if exchanges:
+        part = {"ulysses_degree": max(exchanges)} if max(exchanges) < cp else {}
+        yield fields | {"context_mode": "ulysses"} | part
+
+
+def _name(layout: Profile) -> str:
+    groups, context = layout.guidance_parallel, layout.context_parallel
+    exchange = f", Ulysses {layout.ulysses}" * (layout.ulysses > 1)
+    parts = {f"guidance {groups}": groups, f"context {context}{exchange}": context}
+    return " x ".join(part for part, count in parts.items() if count > 1)
+
+
+def _cost(config: TransformerConfig, bucket: Bucket, base: Profile, plan: Plan) -> dict[str, int]:
+    """The cost of a step for one rank of a single group."""
+    divides = base.sequence_parallel and may_divide(bucket, plan.tp)
+    with fake_process_group(plan.tp):
+        return step_cost(config, bucket, base, plan.tp, DTYPES[plan.dtype], divides)[1]
+
+
+def step_ms(
+    config: TransformerConfig,
+    bucket: Bucket,
+    layout: Profile,
+    plan: Plan,
+    cost: Mapping[str, float],
+    passes: int,
+) -> Range:
+    """Milliseconds of a step with all its passes. cost: for one rank of a single group."""
+    tp, cp, flops, chip = plan.tp, layout.context_parallel, layout.flops(plan.tp), layout.chip
+    assert flops and chip  # a profile with documented limits
+    itemsize = DTYPES[plan.dtype].itemsize
+    whole = undivided_flops(config, bucket) / tp
+    compute = (whole + (cost["flops"] - whole) / cp) / (SHARE * flops / tp)
+    # Every sum of the video's stream has one of the audio's beside it.
+    video, audio = (
+        tokens * size.inner
+        for tokens, size in (
+            (bucket.video_tokens, config.video),
+            (bucket.audio_tokens, config.audio),
+        )
+    )
+    moved = cost["moved_bytes"] * (video / cp + audio) / (video + audio)
+    received = sum(received_bytes(config, bucket, layout, tp, itemsize).values())
+    launches = step_launches(config, layout.blocks_per_graph)
+    waiting = launches * barrier_ms(layout, tp) + cost["small_collectives"] * SMALL_SUM_MS
+    rounds = -(-passes // layout.guidance_parallel)
+    # Every group gets the prediction of every pass.
+    copies = layout.guidance_parallel * passes if layout.guidance_parallel > 1 < passes else 0
+    prediction = (bucket.video_tokens + bucket.audio_tokens) * config.in_channels * itemsize
+    sums = ALL_REDUCE if tp * layout.lnc <= chip.cores else ALL_REDUCE_ACROSS
+    return tuple(
+        rounds * ((compute + moved / sum_rate + received / rate) * 1e3 + waiting)
+        + copies * prediction / HOST_COPY * 1e3
+        for sum_rate, rate in zip(sums, GATHER, strict=True)
+    )
+
+
+def undivided_flops(config: TransformerConfig, bucket: Bucket) -> int:
+    """FLOPs of a step that every context-parallel group computes: the keys and values of the text,
+    the audio stream, and its attention to all video tokens."""
+    video, audio, tokens = config.video.inner, config.audio.inner, bucket.audio_tokens
+    text = TEXT_TOKENS * (1 + bucket.nag)
+    keys_and_values = 4 * text * (video**2 + audio**2)
+    products = 36 * tokens * audio**2
+    attention = 4 * tokens * (tokens + text + bucket.video_tokens) * audio
+    return config.num_layers * (keys_and_values + products + attention)
+
+
+def received_bytes(
+    config: TransformerConfig, bucket: Bucket, layout: Profile, tp: int, itemsize: int
+) -> dict[str, int]:
+    """Bytes that a rank receives from other context-parallel groups in a step, by what needs
+    them."""
+    cp, exchange = layout.context_parallel, 1 if bucket.biased else layout.ulysses
+    own = own_tokens(bucket.video_tokens, cp) * itemsize
+    video, audio = (own * size.inner // tp for size in (config.video, config.audio))
+    # Queries, keys, values and the output are exchanged; of all tokens' keys and values a rank then
+    # has its heads' of `exchange` groups.
+    attention = 4 * video * (exchange - 1) // exchange + 2 * video * (cp // exchange - 1)
+    return {
+        "self-attention": config.num_layers * attention,
+        "video to audio": config.num_layers * 2 * audio * (cp - 1),
+        "velocity": own * config.in_channels * (cp - 1),
+    }
