@@ -537,7 +537,7 @@ def test_in_bf16_activations_travel_as_bf16_and_statistics_as_fp32(assets, works
             )
             program.graphs["step"].module.to(dtype)
             hlo = nxd_compile.trace(program, "step", "tag").trace_artifacts_collection["tag"].hlo
-        sent[dtype] = nxd_compile.collectives(hlo, TP)
+        sent[dtype] = nxd_compile.collectives(hlo)
     video, audio = workspace.transformer.video, workspace.transformer.audio
     tokens = (bucket.video_tokens, bucket.audio_tokens)
     activations = (

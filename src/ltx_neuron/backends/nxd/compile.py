@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ltx_neuron.backends import environment, export, nki
+from ltx_neuron.backends import environment, export, mesh, nki
 from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.errors import UserError
@@ -224,18 +224,26 @@ def compile_program(
     ):
         for name in program.graphs:
             tag = f"{identity['model']}-{identity['bucket']}-{name}"
-            graphs[name] = _compile(program, name, tag, folder, flags, costs[name])
+            counted = costs[name], mesh.groups(profile, tp).get(mesh.TENSOR)
+            graphs[name] = _compile(program, name, tag, folder, flags, *counted)
     write_manifest(folder, identity, program, graphs, compiler_flags=flags)
 
 
 def _compile(
-    program: Program, name: str, tag: str, folder: Path, flags: str, cost: dict[str, int]
+    program: Program,
+    name: str,
+    tag: str,
+    folder: Path,
+    flags: str,
+    cost: dict[str, int],
+    tensor: list[list[int]] | None,
 ) -> dict:
     """Trace and compile a graph; returns its entry of the manifest. If it fails, the compiler's
     working files and log stay in the folder.
 
     tag   NxD's name for the graph
     cost  of a call, without collectives, which are counted in the graph's HLO
+    tensor  as in `collectives`
     """
     graph, path, workdir = program.graphs[name], folder / graph_file(name, "nxd"), "neuronx-cc"
     builder = trace(program, name, tag)
@@ -248,7 +256,7 @@ def _compile(
     with whole_file(path) as partial:
         compiled.save(str(partial))
     shutil.rmtree(folder / workdir)
-    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo)
+    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo, tensor)
     return {**describe_graph(graph, path, cost), "tag": tag}
 
 
@@ -259,17 +267,25 @@ _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
-def collectives(hlo) -> dict[str, int]:
-    """The collectives of a graph as export.cost counts them, counted in its HLO."""
-    sizes = []
+def collectives(hlo, tensor: list[list[int]] | None = None) -> dict[str, int]:
+    """The collectives of a graph as export.cost counts them, counted in its HLO.
+
+    tensor  the tensor-parallel groups, if the world has others
+    """
+    sizes, received = [], []
     for computation in hlo.computations:
         shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
         for instruction in computation.instructions:
-            if instruction.opcode in _COLLECTIVES:
-                # What one rank contributes, whatever the group's size.
-                size = sum(_nbytes(shapes[operand]) for operand in instruction.operand_ids)
-                sizes.append((instruction.opcode.replace("-", "_"), size))
-    return export.collective_cost(sizes)
+            if instruction.opcode not in _COLLECTIVES:
+                continue
+            sent = sum(_nbytes(shapes[operand]) for operand in instruction.operand_ids)
+            sizes.append((instruction.opcode.replace("-", "_"), sent))
+            groups = [[*group.replica_ids] for group in instruction.replica_groups]
+            if tensor and groups != tensor:
+                kept = sent // len(groups[0]) if instruction.opcode == "all-to-all" else sent
+                received.append(_nbytes(instruction.shape) - kept)
+    between = {"context_collectives": len(received), "context_bytes": sum(received)}
+    return export.collective_cost(sizes) | between
 
 
 def _nbytes(shape) -> int:
