@@ -142,11 +142,7 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
 # ranks are given differs between these kinds; others differ from them as without it.
 _KINDS = ("text to video", "text to video, guided", "image to video", "masked reference")
 _LAYOUTS = {
-    "context 2": (
-        ("tiny",),
-        dict(context_parallel=2),
-        (*_KINDS, "reference voice, guided"),
-    ),
+    "context 2": (("tiny",), dict(context_parallel=2), (*_KINDS, "reference voice, guided")),
     "context 2, cut": (("tiny",), dict(context_parallel=2, blocks_per_graph=1), _KINDS[:1]),
     # With padding at tiny size.
     "context 4, divided": (

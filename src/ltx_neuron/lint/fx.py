@@ -55,13 +55,14 @@ EXPORTED = _aten(
     select.int slice.Tensor unsqueeze.default transpose.int unflatten.int flatten.using_ints
     view.default permute.default reshape.default cat.default stack.default chunk.default unbind.int
     split.Tensor split_with_sizes.default repeat_interleave.self_int expand.default squeeze.dim
+    pad.default contiguous.default alias.default
     """
 ) | {"ltx_neuron.attention_cte.default", "ltx_neuron.attention_const_max.default"}
 # Operations of torch.compile's graphs of the same modules: composite operations are decomposed.
 TRACED = _aten(
     """
     _to_copy.default pow.Tensor_Scalar mm.default addmm.default convolution.default t.default
-    clone.default _unsafe_view.default native_layer_norm.default
+    clone.default _unsafe_view.default native_layer_norm.default constant_pad_nd.default
     _softmax.default _scaled_dot_product_flash_attention_for_cpu.default
     """
 )
@@ -92,9 +93,7 @@ def target(groups: mesh.Groups) -> Target:
 
 
 def check_fx(
-    module: fx.GraphModule | torch.export.ExportedProgram,
-    groups: mesh.Groups,
-    graph: str = "graph",
+    module: fx.GraphModule | torch.export.ExportedProgram, groups: mesh.Groups, graph: str = "graph"
 ) -> list[Finding]:
     """Findings in an exported program, or in an AOT graph that torch.compile gives a backend."""
     return check(graph, operations(module.graph), target(groups))
