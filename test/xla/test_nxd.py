@@ -56,7 +56,7 @@ from ltx_neuron.host.tiles import cut
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import Program, dit_program, tile_program
 from ltx_neuron.models.vocoder import resampling_filters
-from ltx_neuron.profiles import resolve
+from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
@@ -108,9 +108,10 @@ def assets(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("tiny"), TinySizes(layers=2))
 
 
-def open_workspace(assets, folder: Path, *settings: str) -> Workspace:
-    profile = resolve("trn2.3xlarge", ("text_buckets=128,1024", *settings))
-    return Workspace(assets.checkpoint, profile, folder, TP, "float32", assets.gemma_root)
+def open_workspace(assets, folder: Path, *settings: str, tp: int = TP) -> Workspace:
+    machine = "trn2.48xlarge" if "context_parallel" in " ".join(settings) else "trn2.3xlarge"
+    profile = resolve(machine, ("text_buckets=128,1024", *settings))
+    return Workspace(assets.checkpoint, profile, folder, tp, "float32", assets.gemma_root)
 
 
 @pytest.fixture(scope="module")
@@ -955,6 +956,43 @@ def test_every_other_kind_of_graphs_is_the_other_backends(
     distances = {name: rel(got[name], wanted[name]) for name in wanted}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32
+
+
+# --- two kinds of groups: eight ranks --------------------------------------------------------------
+
+ULYSSES = "context_parallel=4", "context_mode=ulysses", "ulysses_degree=2"
+LAYOUTS = {
+    "2 groups of 4 ranks": (4, (CUT, "context_parallel=2")),
+    "2 groups of 4 ranks that divide the stream too": (
+        4,
+        (WHOLE, "context_parallel=2", "sequence_parallel=true"),
+    ),
+    "4 groups of 2 ranks, an exchange in pairs of groups": (2, (CUT, *ULYSSES)),
+}
+
+
+@pytest.fixture
+def eight_ranks(monkeypatch):
+    """A process drives one number of ranks, and keeps its launch in the environment. On a device no
+    group has two ranks; here eight devices have both kinds of groups and an exchange."""
+    monkeypatch.setattr(runtime.Ranks, "_started", None)
+    monkeypatch.setattr(Profile, "check_degree", lambda profile, tp: None)
+    for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_ROOT_COMM_ID"):
+        monkeypatch.setenv(name, "")  # restored to what it was
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["negative prompt", "guided retake", "masked reference", "voice"])
+def test_groups_that_share_the_videos_tokens_are_the_other_backends(
+    assets, workspace, given, on_torchdist, eight_ranks, layout, name
+):
+    tp, settings = LAYOUTS[layout]
+    got = latents_of(given[name], open_workspace(assets, workspace.artifacts, *settings, tp=tp))
+    wanted = on_torchdist[name]
+    distances = {name: rel(got[name], wanted[name]) for name in wanted}
+    print({name: f"{distance:.1e}" for name, distance in distances.items()})
+    assert max(distances.values()) < 1e-5
 
 
 def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
