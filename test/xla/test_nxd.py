@@ -48,6 +48,7 @@ from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.doctor.groups import probe
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags.resolve import voice_of
@@ -918,14 +919,18 @@ def latents_of(job: Job, workspace: Workspace) -> dict[str, Tensor]:
     """Stage 1's latents of a job that is given its contexts, sharded and compiled for it."""
     workspace.shard("dit", {job.stages[0].loras})
     workspace.compile_dit(job.buckets)
-    streams = workspace.transformer.video, workspace.transformer.audio
     with Engine(workspace, Recorder()) as engine:
-        engine._contexts[job.prompts(engine.compat)] = [
-            Contexts(*(randn(1, 1024, s.inner, seed=seed) for s in streams), None, None)
-            for seed, _ in enumerate(job.prompts(engine.compat))
-        ]
+        give_contexts(engine, job)
         (result,) = engine.run([job], decode=False)
     return {name: result.tensors[name] for name in LATENTS[:2] if name in result.tensors}
+
+
+def give_contexts(engine: Engine, job: Job) -> None:
+    streams = engine.workspace.transformer.video, engine.workspace.transformer.audio
+    engine._contexts[job.prompts(engine.compat)] = [
+        Contexts(*(randn(1, 1024, s.inner, seed=seed) for s in streams), None, None)
+        for seed, _ in enumerate(job.prompts(engine.compat))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -958,7 +963,7 @@ def test_every_other_kind_of_graphs_is_the_other_backends(
     assert max(distances.values()) < FP32
 
 
-# --- two kinds of groups: eight ranks --------------------------------------------------------------
+# --- two kinds of groups: eight ranks -------------------------------------------------------------
 
 ULYSSES = "context_parallel=4", "context_mode=ulysses", "ulysses_degree=2"
 LAYOUTS = {
@@ -993,6 +998,56 @@ def test_groups_that_share_the_videos_tokens_are_the_other_backends(
     distances = {name: rel(got[name], wanted[name]) for name in wanted}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < 1e-5
+
+
+def test_ranks_of_two_groups_have_the_same_latents_their_own_tokens_and_the_weights_of_their_heads(
+    assets, workspace, eight_ranks
+):
+    ours = open_workspace(assets, workspace.artifacts, CUT, "context_parallel=2")
+    job = Job(PROMPT, Size(64, 64, 9), 3)
+    ours.compile_dit(job.buckets)
+    with Engine(ours, Recorder()) as engine:
+        give_contexts(engine, job)
+        list(engine.run([job], keep=True, decode=False))
+        ranks, per_step = engine.residency.ranks, engine.recorder.counters.collectives_per_step
+        digests = ranks.hashes("video_latent", "audio_latent")
+        assert len(digests) == 8 and len({*digests}) == 1
+        # A block gathers keys and values of the video's and of the sound's attention to it; the
+        # tail gathers the velocity.
+        layers = ours.transformer.num_layers
+        assert per_step["count"] == (PER_BLOCK + 2) * layers + 1
+        ((program, manifest),) = ranks.programs.items()
+        assert manifest.cost()["context_collectives"] == 2 * layers + 1
+        hidden, parts = ranks.get(program, "video_hidden"), ranks._buffers.tensors["video_hidden"]
+        assert hidden.shape[1] == 8
+        for rank, part in enumerate(parts):
+            assert torch.equal(part, hidden[:, 4 * (rank // 4) :][:, :4])
+        (held,) = ranks._sets
+        for rank, other in zip(held.tensors[:4], held.tensors[4:], strict=True):
+            assert all(rank[name] is other[name] for name in held.wanted)  # one copy on the host
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_doctors_probe_of_groups_finds_right_results(layout, eight_ranks):
+    tp, settings = LAYOUTS[layout]
+    findings = [*probe(resolve("trn2.48xlarge", settings), tp)]
+    names = ["tp", "cp", "ulysses", "between"] if "ulysses_degree=2" in settings else ["tp", "cp"]
+    assert [(each.check, each.state) for each in findings] == [(f"group {n}", "ok") for n in names]
+
+
+def test_the_doctors_probe_finds_ranks_in_another_order(eight_ranks, monkeypatch):
+    """As a runtime that sorts a group's ranks along the torus would have them."""
+    inner = nxd_compile.XlaComm._collectives
+
+    def backwards(comm):
+        xm, groups = inner(comm)
+        return xm, [ranks[::-1] for ranks in groups]
+
+    monkeypatch.setattr(nxd_compile.XlaComm, "_collectives", backwards)
+    findings = [*probe(resolve("trn2.48xlarge", ("context_parallel=2",)), 4)]
+    assert [each.state for each in findings] == ["blocks"] * 2
+    assert "rank 0 gathers from ranks [3, 2, 1, 0], wanted [0, 1, 2, 3]" in findings[0].text
+    assert "rank 0 gathers from ranks [4, 0], wanted [0, 4]" in findings[1].text
 
 
 def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(

@@ -43,14 +43,14 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    summed: Tensor
     gathered: Tensor
+    summed: Tensor
 
 
 class ExchangeOutputs(NamedTuple):
-    summed: Tensor
     gathered: Tensor
     exchanged: Tensor
+    summed: Tensor
 
 
 class Collectives(nn.Module):
@@ -59,25 +59,25 @@ class Collectives(nn.Module):
     def __init__(self, comm: Comm, exchanges: bool):
         super().__init__()
         self.comm, self.exchanges = comm, exchanges
+        self.outputs: type = ExchangeOutputs if exchanges else Outputs
         self.weight = nn.Parameter(torch.empty(1))
 
     def forward(self, inputs: Inputs) -> Outputs | ExchangeOutputs:
         rows = inputs.rows * self.weight
-        (summed,) = self.comm.sum(rows)
         gathered = self.comm.all_gather(rows[None])[0]
-        if not self.exchanges:
-            return Outputs(summed, gathered)
-        return ExchangeOutputs(summed, gathered, self.comm.all_to_all(rows))
+        exchanged = [self.comm.all_to_all(rows)] if self.exchanges else []
+        # Last, because a backend may sum in place.
+        (summed,) = self.comm.sum(rows)
+        return self.outputs(gathered, *exchanged, summed)
 
 
 def program(comm: Comm, exchanges: bool) -> Program:
     with torch.device("meta"):
         module = Collectives(comm, exchanges)
-    outputs = ExchangeOutputs if exchanges else Outputs
     each = Field((comm.size, WIDTH), torch.float32, split=0, context_split=0)
-    fields = dict.fromkeys(("rows", "summed", "exchanged"), each)
-    fields["gathered"] = each._replace(shape=(comm.size**2, WIDTH))
-    graph = Graph(module, Inputs, outputs)
+    gathered = each._replace(shape=(comm.size**2, WIDTH))
+    fields = {"rows": each, "gathered": gathered, "exchanged": each, "summed": each}
+    graph = Graph(module, Inputs, module.outputs)
     return Program({"collectives": graph}, {"main": (("collectives", 0),)}, fields)
 
 
@@ -93,7 +93,7 @@ def probe(profile: Profile, tp: int) -> Iterator[Finding]:
     exchanged_over = mesh.CONTEXT if profile.ulysses == profile.context_parallel else mesh.ULYSSES
     with tempfile.TemporaryDirectory(prefix="ltx-neuron-") as name:
         folder = Path(name)
-        weights, manifests = write_weights(folder / "weights", tp), {}
+        weights, manifests = write_weights(folder / "weights", tp, torch.float32), {}
         for name in groups:
             comm = registry.comm(profile, tp, name)
             make = partial(program, comm, name == exchanged_over)
@@ -112,10 +112,10 @@ def probe(profile: Profile, tp: int) -> Iterator[Finding]:
                     return
 
 
-def write_weights(folder: Path, tp: int) -> Path:
+def write_weights(folder: Path, tp: int, dtype: torch.dtype) -> Path:
     """A weight set whose one weight is 1 on every rank."""
     folder.mkdir()
-    save_file({"weight": torch.ones(1)}, path := folder / SHARED_FILE)
+    save_file({"weight": torch.ones(1, dtype=dtype)}, path := folder / SHARED_FILE)
     # Ranks compare the header alone.
     header = header_digest(TensorFile(path, RESHARD))
     entry = {"bytes": None, "blake3": None, "header_blake3": header}

@@ -160,11 +160,12 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
         enough = free >= needed or profile.device != "neuron"
         yield judged("cores", enough, text, fix)
     visible = system.environment.get("NEURON_RT_VISIBLE_CORES", "")
-    if visible and profile.device == "neuron" and _count_cores(visible) < needed:
+    shown = _count_cores(visible)
+    if visible and profile.device == "neuron" and shown < needed:
         yield Finding(
             "cores",
             "blocks",
-            f"NEURON_RT_VISIBLE_CORES={visible} shows {_count_cores(visible)} cores, {needed} wanted",
+            f"NEURON_RT_VISIBLE_CORES={visible} shows {shown} cores, {needed} wanted",
             "unset NEURON_RT_VISIBLE_CORES",
         )
 
