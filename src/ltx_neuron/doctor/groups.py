@@ -91,25 +91,24 @@ def probe(profile: Profile, tp: int) -> Iterator[Finding]:
         if len(partition[0]) > 1
     }
     exchanged_over = mesh.CONTEXT if profile.ulysses == profile.context_parallel else mesh.ULYSSES
-    with tempfile.TemporaryDirectory(prefix="ltx-neuron-") as name:
-        folder = Path(name)
-        weights, manifests = write_weights(folder / "weights", tp, torch.float32), {}
-        for name in groups:
-            comm = registry.comm(profile, tp, name)
-            make = partial(program, comm, name == exchanged_over)
-            # With the compiler flags of the DiT, whose collectives these are.
-            identity = {"model": "dit", "bucket": name, "backend": profile.backend}
-            registry.compile_program(make, folder / name, identity, torch.float32, profile, tp)
-            manifests[name] = Manifest(folder / name)
-        with registry.ranks(profile, tp, folder / "cache") as ranks:
-            for name, partition in groups.items():
-                try:
+    check, manifests = "groups", {}
+    with tempfile.TemporaryDirectory(prefix="ltx-neuron-") as folder:
+        folder = Path(folder)
+        try:
+            for name in groups:
+                make = partial(program, registry.comm(profile, tp, name), name == exchanged_over)
+                # With the compiler flags of the DiT, whose collectives these are.
+                identity = {"model": "dit", "bucket": name, "backend": profile.backend}
+                registry.compile_program(make, folder / name, identity, torch.float32, profile, tp)
+                manifests[name] = Manifest(folder / name)
+            weights = write_weights(folder / "weights", tp, torch.float32)
+            with registry.ranks(profile, tp, folder / "cache") as ranks:
+                for name, partition in groups.items():
+                    check = f"group {name}"
                     ranks.load(weights, {name: manifests[name]}, torch.float32)
                     yield _probed(ranks, name, partition)
-                except RunError as error:
-                    text = f"{described(partition)}: {error}"
-                    yield Finding(f"group {name}", "blocks", text, ANOTHER)
-                    return
+        except RunError as error:
+            yield Finding(check, "blocks", str(error), ANOTHER)
 
 
 def write_weights(folder: Path, tp: int, dtype: torch.dtype) -> Path:
@@ -138,7 +137,7 @@ def _probed(ranks: Ranks, name: str, partition: list[list[int]]) -> Finding:
             if not torch.equal(mine, right[:, None].expand(-1, WIDTH)):
                 return _wrong(name, partition, output, rank, mine[:, 0], right, size)
     milliseconds = statistics.median(ranks.run(name) for _ in range(RUNS))
-    text = f"{described(partition)}: {', '.join(outputs)} as wanted, {milliseconds:.2f} ms together"
+    text = f"{described(partition)}: {', '.join(outputs)} in {milliseconds:.2f} ms"
     return Finding(f"group {name}", "ok", text)
 
 
