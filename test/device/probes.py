@@ -9,7 +9,6 @@ REQUEST.json has probe (a key of PROBES) with its arguments, profile, settings, 
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -23,12 +22,12 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import Ranks
+from ltx_neuron.doctor.groups import write_weights
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import resolve
-from ltx_neuron.weights.sharder import ShardSpec, shard_weights
 from ltx_neuron.weights.tensorfile import DTYPES
 
 OPERATIONS = {
@@ -96,29 +95,10 @@ class Cores:
 
     def started(self, programs: dict[str, Manifest]) -> Ranks:
         """The ranks with these programs, whose weight is 1."""
-        ones = self.folder / "weights"
-        spec = ShardSpec("weight", (1,), None, (1,), None)
-        identity = {"kind": "weights", "model": "probe", "tp": self.tp}
-        shard_weights(_Ones(), ones, identity, self.tp, self.dtype, [spec])
+        ones = write_weights(self.folder / "weights", self.tp, self.dtype)
         ranks = registry.ranks(self.profile, self.tp, self.folder / "cache")
         ranks.load(ones, programs, self.dtype)
         return ranks
-
-
-class _Ones:
-    """A source of weights, as sharder.shard_weights reads one."""
-
-    heads: dict[str, int] = {}
-
-    def nbytes(self, name: str) -> int:
-        return 4
-
-    def pieces(self, name: str, bounds: list) -> Iterator[Tensor]:
-        for start, stop in bounds:
-            yield torch.ones(stop - start)
-
-    def provenance(self, digests: dict) -> dict:
-        return {}
 
 
 # --- a graph's outputs after its next run ---------------------------------------------------------

@@ -3,6 +3,7 @@ seconds."""
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import host, liveness
 from ltx_neuron.backends.torchdist.rank import Rank, serve
 from ltx_neuron.backends.torchdist.wire import RankSettings
+from ltx_neuron.doctor import groups
+from ltx_neuron.doctor.groups import probe
+from ltx_neuron.profiles import resolve
 
 SOURCE = Path(host.__file__).parents[3]
 HELD = (3, 0, 60)  # seconds of runs that hold Python's lock
@@ -123,3 +127,29 @@ def test_a_job_that_is_paused_and_continued_goes_on(toy, tmp_path):
         os.killpg(host.pid, signal.SIGCONT)
     said, _ = host.communicate(timeout=allowed(3 * SOON))
     assert (host.returncode, said) == (0, "done\n")
+
+
+def test_the_doctor_probes_every_group_of_a_profiles_layout():
+    """Four ranks, of which pairs exchange heads."""
+    settings = "context_parallel=4", "context_mode=ulysses", "ulysses_degree=2"
+    findings = {each.check: each for each in probe(resolve("cpu", settings), 1)}
+    assert {name: each.state for name, each in findings.items()} == dict.fromkeys(
+        ("group cp", "group ulysses", "group between"), "ok"
+    )
+    assert re.fullmatch(
+        r"2 groups of 2 ranks: gathered, exchanged, summed in \d+\.\d\d ms",
+        findings["group ulysses"].text,
+    )
+
+
+def test_a_rank_that_dies_in_the_probe_is_a_finding(monkeypatch):
+    """As one whose runtime does not route its group."""
+
+    def refuse(ranks, name, partition):
+        os.kill(pids_of(ranks)[1], signal.SIGKILL)
+        ranks.run(name)
+
+    monkeypatch.setattr(groups, "_probed", refuse)
+    (finding,) = probe(resolve("cpu", ("context_parallel=2",)), 1)
+    assert (finding.check, finding.state) == ("group cp", "blocks")
+    assert "rank 1 of 2 failed" in finding.text and "context_parallel=N" in finding.fix

@@ -2,10 +2,11 @@
 
 import json
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -14,6 +15,7 @@ from packaging.requirements import Requirement
 from plans import counted_once  # noqa: F401
 
 from ltx_neuron import artifacts, invocation, plan
+from ltx_neuron.doctor import checks, groups
 from ltx_neuron.doctor.__main__ import main
 from ltx_neuron.doctor.finding import Finding, attempt
 from ltx_neuron.doctor.sdk import DECOYS, SDKS, nxd_support, release_of
@@ -628,3 +630,73 @@ def test_a_command_that_is_absent_fails_or_hangs_says_nothing(monkeypatch, tmp_p
         and output_of("sleep", "5") is None
         and output_of("echo", "yes") == "yes\n"
     )
+
+
+PAIRS = [[0, 2], [1, 3]]
+
+
+class Stand(SimpleNamespace):
+    """Ranks in groups of `partition`, as Ranks.put, run and get have them."""
+
+    size = 4
+
+    def put(self, program, rows):
+        self.rows = rows[:, 0].view(self.size, -1)
+
+    def run(self, program):
+        return 0.25
+
+    def get(self, program, name):
+        numbers = groups.expected(self.rows, self.partition)[name].flatten()
+        return numbers[:, None].expand(-1, groups.WIDTH)
+
+
+def probed(partition) -> Finding:
+    """The finding of PAIRS on ranks whose groups are others."""
+    graph = {"outputs": ["gathered", "exchanged", "summed"]}
+    programs = {"cp": SimpleNamespace(graphs={"collectives": graph})}
+    return groups._probed(Stand(partition=partition, programs=programs), "cp", PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("partition", "state", "text"),
+    [
+        (PAIRS, "ok", "2 groups of 2 ranks: gathered, exchanged, summed in 0.25 ms"),
+        (
+            [[2, 0], [1, 3]],
+            "blocks",
+            "2 groups of 2 ranks: rank 0 gathers from ranks [2, 0], wanted [0, 2]: tokens would be"
+            " mixed",
+        ),
+        (
+            [[0, 2], [3, 1]],
+            "blocks",
+            "2 groups of 2 ranks: rank 1 gathers from ranks [3, 1], wanted [1, 3]: tokens would be"
+            " mixed",
+        ),
+        ([[0, 1], [2, 3]], "blocks", "2 groups of 2 ranks: gathered on rank 0 is wrong"),
+    ],
+)
+def test_the_probe_of_groups_finds_ranks_that_are_others_or_in_another_order(
+    partition, state, text
+):
+    finding = probed(partition)
+    assert (finding.check, finding.state, finding.text) == ("group cp", state, text)
+    assert bool(finding.fix) == (state == "blocks")
+
+
+def test_groups_are_not_probed_where_something_blocks_or_a_run_has_one_group(doctor, monkeypatch):
+    taken = []
+    monkeypatch.setattr(checks, "probe", lambda profile, tp: taken.append(tp) or ())
+    machine = Trn2(instance="trn2.48xlarge", chips=2, listed=[chip(0), chip(1)])
+    doctor(machine, "--profile", "trn2.48xlarge")
+    code, _, findings = doctor(
+        machine, "--profile", "trn2.48xlarge", "--profile-set", "context_parallel=4"
+    )
+    texts = {f["check"]: f["text"] for f in findings}
+    assert code == 1 and "8 of 8 logical cores are on free chips, 16 wanted" in texts["cores"]
+    assert texts["profile"] == "trn2.48xlarge: 16 ranks, backend nxd"
+    assert taken == []
+    whole = replace(machine, chips=16, listed=[chip(index) for index in range(16)])
+    doctor(whole, "--profile", "trn2.48xlarge", "--profile-set", "context_parallel=4")
+    assert taken == [4]

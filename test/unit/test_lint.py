@@ -8,6 +8,7 @@ traces the real graphs.
 import dataclasses
 import re
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -19,6 +20,7 @@ import torch.distributed._functional_collectives as functional
 from graph_faults import FAULTS, program
 from helpers import made_config, one_thread  # noqa: F401
 
+from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.export import TorchDistComm, fake_process_group, trace
 from ltx_neuron.backends.mesh import WORLD as GROUP
 from ltx_neuron.backends.torchdist.compiled import OPTIONS, Compiled
@@ -29,9 +31,11 @@ from ltx_neuron.lint import Recorder, cases, check_fx, check_hlo, compare_ranks,
 from ltx_neuron.lint.__main__ import main, table
 from ltx_neuron.lint.rules import Finding, Kind
 from ltx_neuron.models.programs import dit_program, gemma3_program, tile_program
+from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.tiny import TinySizes
 
 TP = 4
+RANKS = {"tp": [[*range(TP)]]}
 TEXTS = {path.stem: path.read_text() for path in Path(__file__).with_name("hlo").glob("*.txt")}
 CAPTURED = {
     "float64": "f64 is introduced",
@@ -48,6 +52,25 @@ CAPTURED = {
 }
 
 
+# Ulysses in 2 of 4 tensor-parallel groups: every kind of group.
+CONTEXT = resolve(
+    "cpu", ("context_parallel=4", "context_mode=ulysses", "ulysses_degree=2", "attention=sdpa")
+)
+
+
+def in_context(profile: Profile, rank: int = 0):
+    """A process group of a profile's world."""
+    return fake_process_group(profile.world_size(TP), rank, mesh.groups(profile, TP))
+
+
+def context_program(profile: Profile):
+    """A DiT with padding, cut into graphs, for a profile's layout."""
+    config = made_config(TinySizes(layers=1, heads=2 * TP))[1]
+    bucket = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3)
+    comms = registry.comm(profile, TP), registry.context(profile, TP)
+    return dit_program(config, bucket, TP, comms[0], torch.bfloat16, 1, context=comms[1])
+
+
 def text_of(findings):
     return "\n".join(f"{finding.operation}: {finding.wrong}" for finding in findings)
 
@@ -58,7 +81,7 @@ def test_a_planted_fault_is_found_in_the_exported_graph(name):
     for rank in (0, TP - 1):
         with fake_process_group(TP, rank):
             readings[rank] = fx.read(
-                program(FAULTS[name].function), "planted", TP, torch.bfloat16, "graph"
+                program(FAULTS[name].function), "planted", RANKS, torch.bfloat16, "graph"
             )
     findings = readings[0].check()[1] + compare_ranks(
         "graph", {rank: reading.text for rank, reading in readings.items()}
@@ -76,7 +99,7 @@ def test_a_split_into_a_list_of_sizes_is_refused_along_any_dimension_but_the_fir
         return first * 2
 
     with fake_process_group(TP):
-        reading = fx.read(program(split), "planted", TP, torch.bfloat16, "graph")
+        reading = fx.read(program(split), "planted", RANKS, torch.bfloat16, "graph")
         _, findings = reading.check()
     assert [finding for finding in findings if "reads wrong data" in finding.wrong] or not found
     assert bool(findings) == found
@@ -86,13 +109,66 @@ def test_an_exported_graph_without_a_fault_has_no_finding():
     comm = TorchDistComm(TP)
     with fake_process_group(TP):
         reading = fx.read(
-            program(lambda x, index: comm.sum(x * 2)[0]), "planted", TP, torch.bfloat16, "graph"
+            program(lambda x, index: comm.sum(x * 2)[0]), "planted", RANKS, torch.bfloat16, "graph"
         )
         operations, findings = reading.check()
     assert findings == []
     assert [operation.collective.group for operation in operations if operation.collective] == [
         GROUP
     ]
+
+
+def test_the_collectives_of_each_named_group_are_found_and_ranks_have_one_text():
+    """Ranks of different groups: torch would number their groups differently."""
+    texts, counts = {}, Counter()
+    for rank in (0, CONTEXT.world_size(TP) - 1):
+        with in_context(CONTEXT, rank):
+            made = context_program(CONTEXT)
+            exported = {name: trace(made, name, torch.bfloat16) for name in made.graphs}
+        texts[rank] = "".join(fx.text(each) for each in exported.values())
+    assert compare_ranks("graph", texts) == []
+    for each in exported.values():
+        assert check_fx(each, mesh.groups(CONTEXT, TP)) == []
+        counts.update(o.collective.group for o in fx.operations(each.graph) if o.collective)
+    # An exchange of queries, keys and values and one of the output; a gather of the exchanged keys
+    # and values; gathers of the sound's keys and values, and of the velocity.
+    assert counts == {GROUP: 11, "ulysses": 2, "between": 1, "cp": 2}
+
+
+def test_a_group_by_torchs_own_name_is_found_because_ranks_number_theirs_differently():
+    texts, profile = {}, resolve("cpu", ("context_parallel=2",))
+    for rank in (0, profile.world_size(TP) - 1):
+        with fake_process_group(profile.world_size(TP), rank):
+            parts = [dist.new_group(ranks) for ranks in mesh.groups(profile, TP)["tp"]]
+            (own,) = (p for p in parts if p is not dist.GroupMember.NON_GROUP_MEMBER)
+            comm = TorchDistComm(TP, own.group_name)
+            planted = program(lambda x, index, comm=comm: comm.sum(x * 2)[0])
+            groups = mesh.groups(profile, TP)
+            reading = fx.read(planted, "planted", groups, torch.bfloat16, "graph")
+        texts[rank] = reading.text
+        assert f"ranks {own.group_name}, wanted 0 or cp" in text_of(reading.check()[1])
+    (finding,) = compare_ranks("graph", texts)
+    assert "rank 0 has" in finding.wrong and "rank 7 has" in finding.wrong
+
+
+def test_a_collective_over_a_group_that_the_world_does_not_have_is_found():
+    """Graphs for Ulysses in a part of the groups, for ranks that gather or exchange in all."""
+    with in_context(CONTEXT):
+        exported = trace(context_program(CONTEXT), "blocks", torch.bfloat16)
+    for mode in ("gather", "ulysses"):
+        other = resolve("cpu", ("context_parallel=4", f"context_mode={mode}"))
+        text = text_of(check_fx(exported, mesh.groups(other, TP)))
+        assert "ranks ulysses, wanted 0 or cp" in text and "ranks between, wanted" in text
+
+
+def test_a_gather_of_another_number_of_ranks_than_the_groups_is_found():
+    """As over a tensor-parallel group, though the tokens are divided between these."""
+    with in_context(CONTEXT):
+        exported = trace(context_program(CONTEXT), "blocks", torch.bfloat16)
+    twice = mesh.groups(resolve("cpu", ("context_parallel=2",)), TP)
+    groups = mesh.groups(CONTEXT, TP) | {"cp": twice["cp"], "ulysses": twice["tp"]}
+    text = text_of(check_fx(exported, groups))
+    assert "4 ranks of group cp, which has 2" in text and "2 ranks of group ulysses" in text
 
 
 def in_place(x):
@@ -147,7 +223,7 @@ def test_a_planted_fault_is_found_in_the_graph_that_torch_compile_makes(name):
     with fake_process_group(TP):
         recorder = compiled(function, torch.ones(4, 8, dtype=torch.bfloat16))
     (graph,) = recorder.graphs
-    assert re.search(wanted, text_of(check_fx(graph))), text_of(check_fx(graph))
+    assert re.search(wanted, text_of(check_fx(graph, RANKS))), text_of(check_fx(graph, RANKS))
 
 
 def test_a_sum_over_some_ranks_is_found_in_the_graph_that_torch_compile_makes():
@@ -156,7 +232,7 @@ def test_a_sum_over_some_ranks_is_found_in_the_graph_that_torch_compile_makes():
         recorder = compiled(
             lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", some)), torch.ones(4)
         )
-    assert f"ranks {some}, wanted {GROUP}" in text_of(check_fx(recorder.graphs[0]))
+    assert f"ranks {some}, wanted {GROUP}" in text_of(check_fx(recorder.graphs[0], RANKS))
 
 
 def test_the_rank_is_found_in_the_graphs_that_torch_compile_makes():
@@ -210,7 +286,9 @@ def test_the_dit_is_three_graphs_at_any_depth_for_any_prompt_seed_and_schedule(r
 
 def test_compiled_graphs_have_no_finding_and_are_the_same_on_every_rank(recorded):
     for name, of_rank in recorded.items():
-        assert [finding for graph in of_rank[0].graphs for finding in check_fx(graph, name)] == []
+        assert [
+            finding for graph in of_rank[0].graphs for finding in check_fx(graph, RANKS, name)
+        ] == []
         codes = {rank: "".join(g.code for g in kept.graphs) for rank, kept in of_rank.items()}
         assert compare_ranks(name, codes) == []
 
@@ -220,6 +298,9 @@ def test_every_operation_that_lint_allows_in_a_compiled_graph_is_needed(recorded
     decoder = video_decoder_config(cases.widths(TP)["tiny"].config)
     dtype = torch.bfloat16
     graphs.append(fx.compiled(trace(tile_program(decoder, (2, 2, 2), dtype), "residual_0", dtype)))
+    with in_context(CONTEXT):
+        made = context_program(CONTEXT)
+        graphs += [fx.compiled(trace(made, name, dtype)) for name in ("head", "tail")]
     used = {operation.name for graph in graphs for operation in fx.operations(graph.graph)}
     assert fx.TRACED - used == set()
 
@@ -243,12 +324,12 @@ def filled(shape, dtype, seed):
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_fault_is_found_in_captured_hlo(name):
-    findings = check_hlo(TEXTS[name], TP)
+    findings = check_hlo(TEXTS[name], RANKS)
     assert CAPTURED[name] in text_of(findings), text_of(findings)
 
 
 def test_captured_hlo_of_attention_and_grouped_sums_has_no_finding():
-    assert check_hlo(TEXTS["clean"], TP) == []
+    assert check_hlo(TEXTS["clean"], RANKS) == []
     names = {operation.name for operation in hlo.operations(TEXTS["clean"])}
     assert (
         {"all-reduce", "dot", "exponential", "reduce"} <= names <= hlo.OPERATIONS | {"all-reduce"}
@@ -256,7 +337,7 @@ def test_captured_hlo_of_attention_and_grouped_sums_has_no_finding():
 
 
 def test_the_same_hlo_is_wrong_for_another_number_of_ranks():
-    assert "wanted {{0,1}}" in text_of(check_hlo(TEXTS["clean"], 2))
+    assert "wanted {{0,1}}" in text_of(check_hlo(TEXTS["clean"], {"tp": [[0, 1]]}))
 
 
 def test_hlo_reads_as_operations_with_dtypes_shapes_and_groups():
@@ -284,8 +365,8 @@ HLO = (
         ("f8e4m3fn[2]{0} convert(%a.1)", "NCC_EVRF051"),
         ('f32[2]{0} custom-call(%a.1), custom_call_target="Other"', "NCC_EHCA005"),
         (
-            "f32[2]{0} all-to-all(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}",
-            "support only all-gather, all-reduce, reduce-scatter",
+            "f32[2]{0} collective-permute(%a.1), source_target_pairs={{0,1}}",
+            "support only all-gather, all-reduce, all-to-all, reduce-scatter",
         ),
         (
             "f32[8]{0} all-gather(%a.1), replica_groups={{0,1},{2,3}}, dimensions={0}",
@@ -301,7 +382,7 @@ HLO = (
 )
 def test_a_line_of_hlo_that_the_compiler_would_refuse_is_found(line, wanted):
     sums = "%sum (x: f32[], y: f32[]) -> f32[] {\n  ROOT %add.1 = f32[] add(%x, %y)\n}\n"
-    assert wanted in text_of(check_hlo(sums + HLO.format(line=line), TP))
+    assert wanted in text_of(check_hlo(sums + HLO.format(line=line), RANKS))
 
 
 def test_gathers_and_scattered_sums_over_all_ranks_have_no_finding():
@@ -310,20 +391,37 @@ def test_gathers_and_scattered_sums_over_all_ranks_have_no_finding():
         "f32[8]{0} all-gather(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}",
         "f32[1]{0} reduce-scatter(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%sum",
     ):
-        assert check_hlo(sums + HLO.format(line=line), TP) == []
+        assert check_hlo(sums + HLO.format(line=line), RANKS) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "found"),
+    [
+        ("{{0,4},{1,5},{2,6},{3,7}}", ""),
+        ("{{0,1,2,3},{4,5,6,7}}", ""),
+        ("{{0,1,2,3,4,5,6,7}}", "wanted {{0,1,2,3},{4,5,6,7}} or {{0,4},{1,5},{2,6},{3,7}}"),
+        ("{{0,1},{2,3},{4,5},{6,7}}", "ranks {{0,1},{2,3},{4,5},{6,7}}, wanted"),
+        ("{{4,0},{5,1},{6,2},{7,3}}", "ranks {{4,0},{5,1},{6,2},{7,3}}, wanted"),
+    ],
+)
+def test_replica_groups_are_those_of_a_named_group_in_its_order(groups, found):
+    line = f"f32[4]{{0}} all-gather(%a.1), replica_groups={groups}, dimensions={{0}}"
+    named = mesh.groups(resolve("trn2.48xlarge", ("context_parallel=2",)), TP)
+    text = text_of(check_hlo(HLO.format(line=line), named))
+    assert found in text and bool(text) == bool(found)
 
 
 def test_groups_written_short_are_the_same_groups():
     line = "f32[2]{0} all-reduce(%a.1), replica_groups=[1,4]<=[4], to_apply=%sum"
     sums = "%sum (x: f32[], y: f32[]) -> f32[] {\n  ROOT %add.1 = f32[] add(%x, %y)\n}\n"
-    assert check_hlo(sums + HLO.format(line=line), TP) == []
-    halves = check_hlo(sums + HLO.format(line=line.replace("[1,4]", "[2,2]")), TP)
+    assert check_hlo(sums + HLO.format(line=line), RANKS) == []
+    halves = check_hlo(sums + HLO.format(line=line.replace("[1,4]", "[2,2]")), RANKS)
     assert "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}" in text_of(halves)
 
 
 def test_text_that_is_no_hlo_is_an_error():
     with pytest.raises(ValueError, match="no HLO instruction"):
-        check_hlo("HloModule nothing", TP)
+        check_hlo("HloModule nothing", RANKS)
 
 
 def test_the_same_fault_of_many_graphs_is_told_once_with_every_graph():
@@ -354,9 +452,7 @@ def test_without_torch_xla_the_exported_graphs_are_checked_and_the_rest_says_wha
 
 def test_a_finding_is_exit_code_1(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch_xla", None)
-    monkeypatch.setattr(
-        fx, "TARGET", fx.TARGET._replace(operations=fx.TARGET.operations - {"aten.linear.default"})
-    )
+    monkeypatch.setattr(fx, "OPERATIONS", fx.OPERATIONS - {"aten.linear.default"})
     with pytest.raises(SystemExit) as exit_code:
         main(["--only", "tiny, 1 block: connectors"])
     assert exit_code.value.code == 1

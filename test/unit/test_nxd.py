@@ -165,24 +165,41 @@ def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
     def shape(*dimensions, dtype=11, parts=()):
         return SHAPE(dimensions=dimensions, element_type=dtype, tuple_shapes=parts)
 
-    token = shape()
-    together = shape(parts=[shape(2, 3), shape(5, dtype=16), token])
-    operations = [
-        SHAPE(opcode="all-reduce", shape=together),
-        SHAPE(opcode="add", shape=shape(9)),
-        SHAPE(opcode="all-reduce", shape=shape(4)),
-        SHAPE(opcode="all-gather", shape=shape(1, 8, 3)),
-        SHAPE(opcode="reduce-scatter", shape=shape(parts=[shape(1, 2, 3), token])),
-    ]
-    hlo = SHAPE(computations=[SHAPE(instructions=operations)])
-    gathered, scattered = 4 * 8 * 3 // 4, 4 * 2 * 3 * 4
-    assert nxd_compile.collectives(hlo, tp=4) == {
-        "collectives": 4,
-        "small_collectives": 4,
-        "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4 + gathered + scattered,
+    def operation(opcode, result, *operands, groups=((0, 1), (2, 3))):
+        numbers = range(len(instructions), len(instructions) + len(operands))
+        instructions.extend(
+            SHAPE(id=n, opcode="add", shape=each) for n, each in zip(numbers, operands, strict=True)
+        )
+        instructions.append(
+            SHAPE(
+                id=len(instructions),
+                opcode=opcode,
+                shape=result,
+                operand_ids=[*numbers],
+                replica_groups=[SHAPE(replica_ids=group) for group in groups],
+            )
+        )
+
+    instructions, token, between = [], shape(), ((0, 2), (1, 3))
+    together = shape(2, 3), shape(5, dtype=16), token
+    operation("all-reduce", shape(parts=together), *together)
+    operation("all-reduce", shape(4), shape(4))
+    operation("all-gather", shape(1, 8, 3), shape(1, 4, 3), token, groups=between)
+    operation("reduce-scatter", shape(parts=[shape(1, 2, 3), token]), shape(1, 4, 3))
+    operation("all-to-all", shape(2, 7), shape(2, 7), groups=between)
+    hlo = SHAPE(computations=[SHAPE(instructions=instructions)])
+    gathered = scattered = 4 * 4 * 3
+    assert nxd_compile.collectives(hlo, [[0, 1], [2, 3]]) == {
+        "collectives": 5,
+        "small_collectives": 5,
+        "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4 + gathered + scattered + 4 * 14,
         "all_gather_bytes": gathered,
         "reduce_scatter_bytes": scattered,
+        "context_collectives": 2,
+        # The other half of the gathered tokens, and the other rank's row.
+        "context_bytes": gathered + 4 * 7,
     }
+    assert nxd_compile.collectives(hlo)["context_collectives"] == 0
 
 
 def test_flags_always_say_the_profile_s_cores_per_logical_core():

@@ -21,6 +21,7 @@ from helpers import (
     step_number,
 )
 
+from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.common import TEXT_TOKENS
@@ -45,6 +46,7 @@ from ltx_neuron.models.programs import (
     weight_name,
 )
 from ltx_neuron.models.signatures import BlockInputs, BlockOutputs, dit_fields
+from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 from ltx_neuron.tiny import TinySizes
@@ -58,10 +60,9 @@ HELD = Bucket(24, 18, timesteps=2, max_steps=8, audio_timesteps=2, biased=True, 
 VOICED = Bucket(6, 4, 1, max_steps=3, guided=True, audio_timesteps=2, identity=True)
 # All-reduces of a block: q/k norms of three stages; two streams x (three attentions, feed-forward)
 STATISTICS, ACTIVATIONS = 3, 8
-COLLECTIVES = {
-    f"_c10d_functional.{name}.default"
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-}
+COLLECTIVES = {f"_c10d_functional.{name}.default" for name in fx.COLLECTIVES}
+# Ulysses in 2 of 4 tensor-parallel groups;
+CONTEXT = resolve("cpu", ("context_parallel=4", "context_mode=ulysses", "ulysses_degree=2"))
 CONNECTOR_SUMS, GEMMA_SUMS = 5, 2  # of a layer
 
 
@@ -91,6 +92,14 @@ def manifests(gemma, tmp_path_factory):
         "held audio, a bias and NAG, divided": partial(
             dit_program, config, HELD, blocks_per_graph=1, sequence_parallel=True, **common
         ),
+        "context parallel": partial(
+            dit_program,
+            made_config(TinySizes(layers=1, heads=2 * TP))[1],
+            GUIDED,
+            blocks_per_graph=1,
+            context=registry.context(CONTEXT, TP),
+            **common,
+        ),
         "gemma3": partial(gemma3_program, gemma, config, 128, states=True, **common),
         "connectors": partial(connector_program, config, **common),
         "video decoder": partial(
@@ -100,7 +109,7 @@ def manifests(gemma, tmp_path_factory):
         "vocoder": partial(waveform_program, vocoder_config(tiny_config(sizes)), 5),
     }
     compiled = {}
-    with fake_process_group(TP):
+    with fake_process_group(CONTEXT.world_size(TP), groups=mesh.groups(CONTEXT, TP)):
         for name, make in programs.items():
             folder = tmp_path_factory.mktemp("graphs")
             program = make()
@@ -180,7 +189,7 @@ def test_other_graphs_have_as_many_all_reduces_as_their_layers_and_no_more(
 
 def test_lint_finds_nothing_in_the_graphs_that_the_ranks_read(graphs):
     for (program, name), exported in graphs.items():
-        assert fx.check_fx(exported, f"{program} {name}") == []
+        assert fx.check_fx(exported, mesh.groups(CONTEXT, TP), f"{program} {name}") == []
 
 
 def test_every_operation_that_lint_allows_in_an_exported_graph_is_needed(graphs):

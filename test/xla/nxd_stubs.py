@@ -229,6 +229,7 @@ def hlo_messages() -> dict:
             "dimensions": (3, ["int64"]),
             "tuple_shapes": (4, ["ShapeProto"]),
         },
+        "ReplicaGroup": {"replica_ids": (1, ["int64"])},
         "HloInstructionProto": {
             "name": (1, "string"),
             "opcode": (2, "string"),
@@ -238,6 +239,7 @@ def hlo_messages() -> dict:
             "id": (35, "int64"),
             "operand_ids": (36, ["int64"]),
             "called_computation_ids": (38, ["int64"]),
+            "replica_groups": (49, ["ReplicaGroup"]),
         },
         "HloComputationProto": {
             "name": (1, "string"),

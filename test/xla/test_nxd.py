@@ -48,6 +48,7 @@ from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.doctor.groups import probe
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags.resolve import voice_of
@@ -56,7 +57,7 @@ from ltx_neuron.host.tiles import cut
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import Program, dit_program, tile_program
 from ltx_neuron.models.vocoder import resampling_filters
-from ltx_neuron.profiles import resolve
+from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
@@ -108,9 +109,10 @@ def assets(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("tiny"), TinySizes(layers=2))
 
 
-def open_workspace(assets, folder: Path, *settings: str) -> Workspace:
-    profile = resolve("trn2.3xlarge", ("text_buckets=128,1024", *settings))
-    return Workspace(assets.checkpoint, profile, folder, TP, "float32", assets.gemma_root)
+def open_workspace(assets, folder: Path, *settings: str, tp: int = TP) -> Workspace:
+    machine = "trn2.48xlarge" if "context_parallel" in " ".join(settings) else "trn2.3xlarge"
+    profile = resolve(machine, ("text_buckets=128,1024", *settings))
+    return Workspace(assets.checkpoint, profile, folder, tp, "float32", assets.gemma_root)
 
 
 @pytest.fixture(scope="module")
@@ -537,7 +539,7 @@ def test_in_bf16_activations_travel_as_bf16_and_statistics_as_fp32(assets, works
             )
             program.graphs["step"].module.to(dtype)
             hlo = nxd_compile.trace(program, "step", "tag").trace_artifacts_collection["tag"].hlo
-        sent[dtype] = nxd_compile.collectives(hlo, TP)
+        sent[dtype] = nxd_compile.collectives(hlo)
     video, audio = workspace.transformer.video, workspace.transformer.audio
     tokens = (bucket.video_tokens, bucket.audio_tokens)
     activations = (
@@ -917,14 +919,18 @@ def latents_of(job: Job, workspace: Workspace) -> dict[str, Tensor]:
     """Stage 1's latents of a job that is given its contexts, sharded and compiled for it."""
     workspace.shard("dit", {job.stages[0].loras})
     workspace.compile_dit(job.buckets)
-    streams = workspace.transformer.video, workspace.transformer.audio
     with Engine(workspace, Recorder()) as engine:
-        engine._contexts[job.prompts(engine.compat)] = [
-            Contexts(*(randn(1, 1024, s.inner, seed=seed) for s in streams), None, None)
-            for seed, _ in enumerate(job.prompts(engine.compat))
-        ]
+        give_contexts(engine, job)
         (result,) = engine.run([job], decode=False)
     return {name: result.tensors[name] for name in LATENTS[:2] if name in result.tensors}
+
+
+def give_contexts(engine: Engine, job: Job) -> None:
+    streams = engine.workspace.transformer.video, engine.workspace.transformer.audio
+    engine._contexts[job.prompts(engine.compat)] = [
+        Contexts(*(randn(1, 1024, s.inner, seed=seed) for s in streams), None, None)
+        for seed, _ in enumerate(job.prompts(engine.compat))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -955,6 +961,93 @@ def test_every_other_kind_of_graphs_is_the_other_backends(
     distances = {name: rel(got[name], wanted[name]) for name in wanted}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32
+
+
+# --- two kinds of groups: eight ranks -------------------------------------------------------------
+
+ULYSSES = "context_parallel=4", "context_mode=ulysses", "ulysses_degree=2"
+LAYOUTS = {
+    "2 groups of 4 ranks": (4, (CUT, "context_parallel=2")),
+    "2 groups of 4 ranks that divide the stream too": (
+        4,
+        (WHOLE, "context_parallel=2", "sequence_parallel=true"),
+    ),
+    "4 groups of 2 ranks, an exchange in pairs of groups": (2, (CUT, *ULYSSES)),
+}
+
+
+@pytest.fixture
+def eight_ranks(monkeypatch):
+    """A process drives one number of ranks, and keeps its launch in the environment. On a device no
+    group has two ranks; here eight devices have both kinds of groups and an exchange."""
+    monkeypatch.setattr(runtime.Ranks, "_started", None)
+    monkeypatch.setattr(Profile, "check_degree", lambda profile, tp: None)
+    for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_ROOT_COMM_ID"):
+        monkeypatch.setenv(name, "")  # restored to what it was
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["negative prompt", "guided retake", "masked reference", "voice"])
+def test_groups_that_share_the_videos_tokens_are_the_other_backends(
+    assets, workspace, given, on_torchdist, eight_ranks, layout, name
+):
+    tp, settings = LAYOUTS[layout]
+    got = latents_of(given[name], open_workspace(assets, workspace.artifacts, *settings, tp=tp))
+    wanted = on_torchdist[name]
+    distances = {name: rel(got[name], wanted[name]) for name in wanted}
+    print({name: f"{distance:.1e}" for name, distance in distances.items()})
+    assert max(distances.values()) < 1e-5
+
+
+def test_ranks_of_two_groups_have_the_same_latents_their_own_tokens_and_the_weights_of_their_heads(
+    assets, workspace, eight_ranks
+):
+    ours = open_workspace(assets, workspace.artifacts, CUT, "context_parallel=2")
+    job = Job(PROMPT, Size(64, 64, 9), 3)
+    ours.compile_dit(job.buckets)
+    with Engine(ours, Recorder()) as engine:
+        give_contexts(engine, job)
+        list(engine.run([job], keep=True, decode=False))
+        ranks, per_step = engine.residency.ranks, engine.recorder.counters.collectives_per_step
+        digests = ranks.hashes("video_latent", "audio_latent")
+        assert len(digests) == 8 and len({*digests}) == 1
+        # A block gathers keys and values of the video's and of the sound's attention to it; the
+        # tail gathers the velocity.
+        layers = ours.transformer.num_layers
+        assert per_step["count"] == (PER_BLOCK + 2) * layers + 1
+        ((program, manifest),) = ranks.programs.items()
+        assert manifest.cost()["context_collectives"] == 2 * layers + 1
+        hidden, parts = ranks.get(program, "video_hidden"), ranks._buffers.tensors["video_hidden"]
+        assert hidden.shape[1] == 8
+        for rank, part in enumerate(parts):
+            assert torch.equal(part, hidden[:, 4 * (rank // 4) :][:, :4])
+        (held,) = ranks._sets
+        for rank, other in zip(held.tensors[:4], held.tensors[4:], strict=True):
+            assert all(rank[name] is other[name] for name in held.wanted)  # one copy on the host
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_doctors_probe_of_groups_finds_right_results(layout, eight_ranks):
+    tp, settings = LAYOUTS[layout]
+    findings = [*probe(resolve("trn2.48xlarge", settings), tp)]
+    names = ["tp", "cp", "ulysses", "between"] if "ulysses_degree=2" in settings else ["tp", "cp"]
+    assert [(each.check, each.state) for each in findings] == [(f"group {n}", "ok") for n in names]
+
+
+def test_the_doctors_probe_finds_ranks_in_another_order(eight_ranks, monkeypatch):
+    """As a runtime that sorts a group's ranks along the torus would have them."""
+    inner = nxd_compile.XlaComm._collectives
+
+    def backwards(comm):
+        xm, groups = inner(comm)
+        return xm, [ranks[::-1] for ranks in groups]
+
+    monkeypatch.setattr(nxd_compile.XlaComm, "_collectives", backwards)
+    findings = [*probe(resolve("trn2.48xlarge", ("context_parallel=2",)), 4)]
+    assert [each.state for each in findings] == ["blocks"] * 2
+    assert "rank 0 gathers from ranks [3, 2, 1, 0], wanted [0, 1, 2, 3]" in findings[0].text
+    assert "rank 0 gathers from ranks [4, 0], wanted [0, 4]" in findings[1].text
 
 
 def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(

@@ -11,9 +11,10 @@ import pytest
 import torch
 from graph_faults import FAULTS, program
 
+from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.lint import compare_ranks, hlo, lower
-from ltx_neuron.lint.cases import dtype_of, programs
+from ltx_neuron.lint.cases import Case, dtype_of, programs
 from ltx_neuron.profiles import PROFILES, resolve
 
 pytest.importorskip(
@@ -24,6 +25,7 @@ pytest.importorskip(
     ),
 )
 TP, DTYPE = 4, torch.bfloat16
+RANKS = {"tp": [[*range(TP)]]}
 
 
 def text_of(findings):
@@ -35,7 +37,7 @@ def findings_of(function):
     readings = {}
     for rank in (0, TP - 1):
         with fake_process_group(TP, rank):
-            readings[rank] = lower.read(program(function), "planted", TP, DTYPE, "graph")
+            readings[rank] = lower.read(program(function), "planted", RANKS, DTYPE, "graph")
     return readings[0].check()[1] + compare_ranks(
         "graph", {rank: reading.text for rank, reading in readings.items()}
     )
@@ -64,7 +66,7 @@ def gathered(x, groups):
 def exchanged(x):
     import torch_xla.core.xla_model as xm
 
-    return xm.all_to_all(x, 0, 0, 4, groups=[[0, 1, 2, 3]], pin_layout=False)
+    return xm.all_to_all(x, 0, 0, 2, groups=[[0, 1], [2, 3]], pin_layout=False)
 
 
 COLLECTIVES = {
@@ -84,9 +86,9 @@ COLLECTIVES = {
         lambda x, index: gathered(x, [[0, 1], [2, 3]]),
         "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}",
     ),
-    "an all-to-all": (
+    "an all-to-all of half of the ranks": (
         lambda x, index: exchanged(x),
-        "support only all-gather, all-reduce, reduce-scatter",
+        "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}",
     ),
     "a sum of integers": (lambda x, index: reduced(index), "NCC_EVRF061"),
 }
@@ -109,17 +111,22 @@ def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():
 
 
 def test_a_function_without_a_fault_has_no_finding():
-    comm = lower.comm(TP)
+    comm = lower.comm(RANKS)
     assert findings_of(lambda x, index: comm.sum(x * 2 @ x.mT, x.float().square().sum(-1))[0]) == []
 
 
 def test_collectives_of_one_graph_do_not_come_into_the_next():
     findings_of(lambda x, index: reduced(x))
     with fake_process_group(TP):
-        reading = lower.read(program(lambda x, index: reduced(x)), "planted", TP, DTYPE, "graph")
+        reading = lower.read(program(lambda x, index: reduced(x)), "planted", RANKS, DTYPE, "graph")
     assert (
         len([operation for operation in hlo.operations(reading.text) if operation.collective]) == 1
     )
+
+
+def world_of(case: Case, rank: int = 0):
+    groups = mesh.groups(case.profile, TP)
+    return fake_process_group(case.profile.world_size(TP), rank, groups)
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +134,14 @@ def graphs():
     """Every graph of the toolkit, tiny and at full width, with one block and with two: its
     operations and findings by name."""
     graphs = {}
-    for case, make in programs(PROFILES["trn2.3xlarge"], TP, DTYPE):
-        readings = {}
-        for rank in (0, TP - 1):
-            with fake_process_group(TP, rank):
-                made = make(comm=lower.comm(TP))
+    for case in programs(PROFILES["trn2.3xlarge"], TP, DTYPE):
+        readings, dtype = {}, dtype_of(case.name, DTYPE)
+        for rank in (0, case.profile.world_size(TP) - 1):
+            with world_of(case, rank):
+                made = case.program(lower, TP)
                 for name in made.graphs:
-                    readings.setdefault(f"{case}: {name}", {})[rank] = lower.read(
-                        made, name, TP, dtype_of(case, DTYPE), name
-                    )
+                    reading = lower.read(made, name, case.groups(TP), dtype, name)
+                    readings.setdefault(f"{case.name}: {name}", {})[rank] = reading
         for name, of_rank in readings.items():
             operations, findings = of_rank[0].check()
             findings += compare_ranks(
@@ -146,16 +152,18 @@ def graphs():
 
 
 def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
-    # Widths; one block, two; the decoders of video, of mel spectrograms, and of waveforms.
-    assert len(graphs) == 2 * (115 + 49 + 11 + 5 + 15)
+    # Widths; one block, two; the decoders of video, of mel spectrograms, and of waveforms. Layouts
+    # with context parallelism, tiny and at full width.
+    assert len(graphs) == 2 * (115 + 49 + 11 + 5 + 15) + 13 + 2
     assert {name: text_of(findings) for name, (_, findings) in graphs.items() if findings} == {}
 
 
 def test_a_released_block_with_the_constant_maximum_has_no_finding():
-    made = dict(programs(resolve("trn2.3xlarge", ("attention=nki_const_max",)), TP, DTYPE))
-    name = "full, 1 block: DiT, text to video, cut"
-    with fake_process_group(TP):
-        reading = lower.read(made[name](comm=lower.comm(TP)), "blocks", TP, DTYPE, name)
+    profile = resolve("trn2.3xlarge", ("attention=nki_const_max",))
+    made = {case.name: case for case in programs(profile, TP, DTYPE)}
+    case = made["full, 1 block: DiT, text to video, cut"]
+    with world_of(case):
+        reading = lower.read(case.program(lower, TP), "blocks", RANKS, DTYPE, case.name)
     assert text_of(reading.check()[1]) == ""
 
 

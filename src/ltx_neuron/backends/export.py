@@ -6,7 +6,6 @@ also counts the cost of a call in the graph itself.
 
 import io
 import operator
-from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -74,10 +73,7 @@ def _all_reduce(tensor: Tensor, group: str) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))  # pyright: ignore[reportArgumentType]
 
 
-Groups = Mapping[str, list[list[int]]]  # lists of ranks by the groups' name, as of mesh.groups
-
-
-def name_groups(groups: Groups, **options: Any) -> list[str]:
+def name_groups(groups: mesh.Groups, **options: Any) -> list[str]:
     """Make this process a member of named groups (mesh.groups), inside a default process group.
     options: of new_group. Returns the names.
 
@@ -92,7 +88,7 @@ def name_groups(groups: Groups, **options: Any) -> list[str]:
 
 
 @contextmanager
-def fake_process_group(size: int, rank: int = 0, groups: Groups = MappingProxyType({})):
+def fake_process_group(size: int, rank: int = 0, groups: mesh.Groups = MappingProxyType({})):
     """A process group of `size` ranks within this process, for tracing only, with named groups of
     them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -5,6 +5,8 @@ has consecutive cores, on Trainium one chip's. A graph contains only a group's n
 serves every rank; which ranks form the group is data of the process or of the compiled executable.
 """
 
+from collections.abc import Mapping
+
 from ltx_neuron.profiles import Profile
 
 # c10d's name of the default group, the same in every process. Graphs mean the tensor-parallel
@@ -15,9 +17,11 @@ TENSOR, CONTEXT = "tp", "cp"
 # With Ulysses in a part of the context-parallel groups: these, and the groups between them.
 ULYSSES, BETWEEN = "ulysses", "between"
 
+Groups = Mapping[str, list[list[int]]]  # of ranks by name: lists of ranks that divide the world
 
-def groups(profile: Profile, tp: int) -> dict[str, list[list[int]]]:
-    """Every group of ranks by name, beside the world's: lists of ranks that divide the world."""
+
+def groups(profile: Profile, tp: int) -> Groups:
+    """Every group of ranks beside the world's."""
     cp, ulysses = profile.context_parallel, profile.ulysses
     if cp == 1:
         return {}

@@ -19,11 +19,13 @@ from ltx_neuron.models.programs import Program
 from ltx_neuron.profiles import Profile
 
 
-def comm(profile: Profile, tp: int) -> Comm:
-    """The collectives of graphs that are traced for a profile."""
+def comm(profile: Profile, tp: int, group: str = mesh.TENSOR) -> Comm:
+    """The collectives of graphs that are traced for a profile, over a group of mesh.groups."""
+    partition = mesh.groups(profile, tp).get(group)
+    size = len(partition[0]) if partition else tp
     if profile.backend == "nxd":
-        return nxd_compile.XlaComm(tp)
-    return export.TorchDistComm(tp)
+        return nxd_compile.XlaComm(size, partition)
+    return export.TorchDistComm(size, mesh.WORLD if group == mesh.TENSOR else group)
 
 
 def context(profile: Profile, tp: int) -> ContextParallel | None:
@@ -31,17 +33,11 @@ def context(profile: Profile, tp: int) -> ContextParallel | None:
     groups = mesh.groups(profile, tp)
     if not groups:
         return None
-
-    def comm(name: str) -> Comm:
-        size = len(groups[name][0])
-        if profile.backend == "nxd":
-            return nxd_compile.XlaComm(size, groups[name])
-        return export.TorchDistComm(size, name)
-
-    both, between = comm(mesh.CONTEXT), None
+    both, between = comm(profile, tp, mesh.CONTEXT), None
     ulysses = both if profile.ulysses == profile.context_parallel else None
     if mesh.ULYSSES in groups:
-        ulysses, between = comm(mesh.ULYSSES), comm(mesh.BETWEEN)
+        ulysses = comm(profile, tp, mesh.ULYSSES)
+        between = comm(profile, tp, mesh.BETWEEN)
     return ContextParallel(both, ulysses, between)
 
 

@@ -15,6 +15,7 @@ from ltx_neuron import flags, hub
 from ltx_neuron.config.gemma import gemma_config
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, attempt, blocked, judged
+from ltx_neuron.doctor.groups import probe
 from ltx_neuron.doctor.neuron import neuron
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
@@ -50,8 +51,8 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Examination:
-    """The input of every check: the flags, their job and weight sets, the resolved profile, and the
-    sources of facts."""
+    """The input of every check: the flags, their job and weight sets, the resolved profile, the
+    sources of facts, and the findings of the checks before it."""
 
     args: argparse.Namespace
     job: Job
@@ -59,6 +60,7 @@ class Examination:
     profile: Profile
     machine: Machine
     system: System
+    findings: list[Finding]
 
     @property
     def tp(self) -> int:
@@ -90,10 +92,10 @@ def _examine(args: argparse.Namespace, system: System, machine: Machine) -> list
     job = Job("", flags.size(args), images=images, recipe=recipe)
     profile = PROFILES.get(machine.instance, PROFILES["cpu"])  # until one is resolved
     sets = flags.weight_sets(flags.lora_fields(flags.spec(args)))
-    examination = Examination(args, job, sets, profile, machine, system)
     instance = machine.instance or "no known EC2 instance type"
     text = f"{instance}; {machine.neuron_devices} Neuron chips, {machine.cuda_devices} GPUs"
     findings = [Finding("machine", "ok", text)]
+    examination = Examination(args, job, sets, profile, machine, system, findings)
     try:
         profile = resolve(args.profile, tuple(args.profile_set), machine)
     except UserError as error:
@@ -103,9 +105,10 @@ def _examine(args: argparse.Namespace, system: System, machine: Machine) -> list
         checks = (on_chips, can_run)
     else:
         examination = replace(examination, profile=profile)
-        text = f"{profile.name}: {examination.tp} ranks, backend {profile.backend}"
+        ranks = profile.cores_needed(examination.tp)
+        text = f"{profile.name}: {ranks} ranks, backend {profile.backend}"
         findings.append(Finding("profile", "ok", text))
-        checks = (packages, media, on_chips, host, files, fits, artifacts, can_run)
+        checks = (packages, media, on_chips, host, files, fits, artifacts, groups, can_run)
     for check in checks:
         try:  # one check that fails must not hide the others
             for finding in check(examination):
@@ -357,6 +360,13 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
 
 def _finished(programs: Sized) -> str:
     return f"{len(programs)} are finished"
+
+
+def groups(examination: Examination) -> Iterator[Finding]:
+    """The probe of context parallelism's groups, unless something blocks a run."""
+    blocked = any(finding.state == "blocks" for finding in examination.findings)
+    if examination.profile.context_parallel > 1 and not blocked:
+        yield from probe(examination.profile, examination.tp)
 
 
 def can_run(examination: Examination) -> Iterator[Finding]:

@@ -132,7 +132,7 @@ def _compiler(version: str, system: System) -> Iterator[Finding]:
 
 def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
     """The number of free logical cores, and the processes that use the others."""
-    devices = system.devices()
+    devices, needed = system.devices(), profile.cores_needed(tp)
     if devices is None:
         in_use = [
             f"{name}: {_describe_processes(processes)}"
@@ -149,7 +149,7 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
         total = sum(len(device.cores) for device in devices)
         free = sum(len(device.cores) for device in devices if not device.holders)
         holders = sorted({holder for device in devices for holder in device.holders})
-        text = f"{free} of {total} logical cores are on free chips, {tp} wanted"
+        text = f"{free} of {total} logical cores are on free chips, {needed} wanted"
         text += f"; in use by {_describe_processes(holders)}" if holders else ""
         pids = " ".join(str(pid) for pid, _ in holders)
         fix = (
@@ -157,14 +157,15 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
             if holders
             else "type a smaller --tp-degree"
         )
-        enough = free >= tp or profile.device != "neuron"
+        enough = free >= needed or profile.device != "neuron"
         yield judged("cores", enough, text, fix)
     visible = system.environment.get("NEURON_RT_VISIBLE_CORES", "")
-    if visible and profile.device == "neuron" and _count_cores(visible) < tp:
+    shown = _count_cores(visible)
+    if visible and profile.device == "neuron" and shown < needed:
         yield Finding(
             "cores",
             "blocks",
-            f"NEURON_RT_VISIBLE_CORES={visible} shows {_count_cores(visible)} cores, {tp} wanted",
+            f"NEURON_RT_VISIBLE_CORES={visible} shows {shown} cores, {needed} wanted",
             "unset NEURON_RT_VISIBLE_CORES",
         )
 

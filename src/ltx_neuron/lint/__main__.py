@@ -7,24 +7,24 @@ breaks a rule; 2: torch_xla is missing, and the message names the packages to in
 
 import collections
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.command_line import Parser
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.invocation import command
 from ltx_neuron.lint import fx, lower
-from ltx_neuron.lint.cases import dtype_of, programs
-from ltx_neuron.lint.rules import Finding, Operation, Reading, compare_ranks
+from ltx_neuron.lint.cases import Case, dtype_of, programs
+from ltx_neuron.lint.rules import Finding, Group, Operation, Reading, compare_ranks
 from ltx_neuron.profiles import PROFILES, Profile, resolve
 
-# The front ends. Each has a TITLE and functions: `comm` returns the Comm for tracing a number of
-# ranks, `require` raises UserError if a package is missing, and `read` maps (program, name of its
-# graph, tp, dtype, title) to a Reading.
+# The front ends. Each has a TITLE, its BACKEND and functions: `comm` returns the Comm of
+# tensor-parallel groups, `require` raises UserError if a package is missing, and `read` maps
+# (program, name of its graph, groups, dtype, title) to a Reading.
 PARTS = (fx, lower)
 
 
@@ -42,24 +42,23 @@ def survey(
     dump_dir  folder for the text of every graph
     Raises UserError if no name contains `only`.
     """
-    all_findings, ranks = [], (0, tp - 1)
-    cases = [*programs(profile, tp, dtype)]
-    selected = [(case, make) for case, make in cases if only in case]
+    all_findings, cases = [], [*programs(profile, tp, dtype)]
+    selected = [case for case in cases if only in case.name]
     if not selected:
-        known = "; ".join(case for case, _ in cases)
+        known = "; ".join(case.name for case in cases)
         raise UserError(f"--only {only!r}: no program's name contains it; known: {known}")
     print(
-        f"\n{part.TITLE}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks"
-        f" {ranks}\n{_LINE.format(*_HEAD)}"
+        f"\n{part.TITLE}: {profile.name}, TP={tp}, attention {profile.attention}, traced as the"
+        f" first and the last rank\n{_LINE.format(*_HEAD)}"
     )
-    for case, make in selected:
-        own = dtype_of(case, dtype)
-        readings = {rank: _read(part, case, make, rank, tp, own) for rank in ranks}
+    for case in selected:
+        last, groups = case.profile.world_size(tp) - 1, part.target(case.groups(tp)).groups
+        readings = {rank: _read(part, case, rank, tp, dtype) for rank in (0, last)}
         for graph, reading in readings[0].items():
             operations, findings = reading.check()
             texts = {rank: of[graph].text for rank, of in readings.items()}
             findings += compare_ranks(graph, texts)
-            print(_LINE.format(*_row(graph, operations, findings)), flush=True)
+            print(_LINE.format(*_row(graph, operations, findings, groups)), flush=True)
             all_findings += findings
             if dump_dir:
                 dump_dir.mkdir(parents=True, exist_ok=True)
@@ -72,13 +71,17 @@ _IN_A_FILE_NAME = str.maketrans({" ": "_", ":": None, ",": None})
 
 
 def _read(
-    part: ModuleType, case: str, make: Callable, rank: int, tp: int, dtype: torch.dtype
+    part: ModuleType, case: Case, rank: int, tp: int, dtype: torch.dtype
 ) -> dict[str, Reading]:
-    """Every graph of a program by title, traced by one rank."""
-    with fake_process_group(tp, rank):
-        program = make(comm=part.comm(tp))
-        names = {f"{case}: {name}": name for name in program.graphs}
-        return {graph: part.read(program, name, tp, dtype, graph) for graph, name in names.items()}
+    """Every graph of a program by title, traced by one rank in a run in `dtype`."""
+    groups, dtype = case.groups(tp), dtype_of(case.name, dtype)
+    named = mesh.groups(case.profile, tp)
+    with fake_process_group(case.profile.world_size(tp), rank, named):
+        program = case.program(part, tp)
+        names = {f"{case.name}: {name}": name for name in program.graphs}
+        return {
+            graph: part.read(program, name, groups, dtype, graph) for graph, name in names.items()
+        }
 
 
 _PRODUCTS = (
@@ -90,10 +93,17 @@ _LINE = "{:>10}  {:<28}{:<20}{:<15}{:<9}{:<10}{}"
 _HEAD = (*("operations", "collectives", "dtypes", "fp32 products", "dynamic", "findings"), "graph")
 
 
-def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> tuple:
+def _row(
+    graph: str, operations: list[Operation], findings: list[Finding], groups: dict[str, Group]
+) -> tuple:
     """A graph's cells of the table. It counts fp32 products because they are several times slower
-    than in bf16."""
-    forms = collections.Counter(f"over {o.collective.group}" for o in operations if o.collective)
+    than in bf16.
+
+    groups  as in Target
+    """
+    spelled = [o.collective.group for o in operations if o.collective]
+    names = [groups[text].name if text in groups else text for text in spelled]
+    forms = collections.Counter(f"over {name}" for name in names)
     reductions = ", ".join(f"{count} {form}" for form, count in forms.items()) or "-"
     kinds = [kind for operation in operations for kind in operation.results]
     products = sum(

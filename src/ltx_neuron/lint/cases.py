@@ -4,10 +4,12 @@ blocks."""
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from ltx_neuron.backends import mesh, registry
 from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
@@ -43,8 +45,8 @@ class Width(NamedTuple):
 
 
 def widths(tp: int) -> dict[str, Width]:
-    """The sizes to check by name, with enough heads for tp ranks."""
-    sizes = TinySizes(heads=max(4, tp), gemma_heads=max(8, tp))
+    """The sizes to check by name, with enough heads for tp ranks and Ulysses with two groups."""
+    sizes = TinySizes(heads=max(4, 2 * tp), gemma_heads=max(8, tp))
     gemma = replace(
         GEMMA_3_12B,
         hidden_size=sizes.gemma_hidden,
@@ -59,16 +61,38 @@ def widths(tp: int) -> dict[str, Width]:
     }
 
 
+class Case(NamedTuple):
+    """A program to check.
+
+    make     makes it with its collectives: `comm=`, and `context=` if its profile has context
+             parallelism
+    profile  the given one, with the program's layout of ranks
+    """
+
+    name: str
+    make: Callable[..., Program]
+    profile: Profile
+
+    def groups(self, tp: int) -> mesh.Groups:
+        """Every group of ranks over which the program may have collectives."""
+        return mesh.groups(self.profile, tp) or {mesh.TENSOR: [[*range(tp)]]}
+
+    def program(self, part: ModuleType, tp: int) -> Program:
+        """The program with the collectives of a front end."""
+        context = registry.context(replace(self.profile, backend=part.BACKEND), tp)
+        more = {"context": context} if context else {}
+        return self.make(comm=part.comm(self.groups(tp)), **more)
+
+
 def dtype_of(case: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype for tracing a program, in a run in `dtype`."""
     return torch.float32 if case.endswith(FLOAT32) else dtype
 
 
-def programs(
-    profile: Profile, tp: int, dtype: torch.dtype
-) -> Iterator[tuple[str, Callable[..., Program]]]:
-    """Every program by name, with a function of `comm=` that makes it. Modules are on the meta
-    device and take no memory. Raises UserError for a tp that does not divide the heads."""
+def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
+    """Every program. Modules are on the meta device and take no memory. Raises UserError for a tp
+    that does not divide the heads."""
+    one = replace(profile, context_parallel=1, context_mode="gather", ulysses_degree=0)
     common = dict(tp=tp, dtype=dtype)
     kernel, other = profile.attention, profile.connector_attention
     for name, width in widths(tp).items():
@@ -76,7 +100,7 @@ def programs(
         transformer.check_tensor_parallel(tp)
         width.gemma.check_tensor_parallel(tp)
         for decoder, make in _decoders(width, dtype).items():
-            yield f"{name}: {decoder}", lambda comm, make=make: make()
+            yield Case(f"{name}: {decoder}", lambda comm, make=make: make(), one)
         for blocks in BLOCKS:
             config = replace(
                 transformer,
@@ -87,26 +111,69 @@ def programs(
             # Layer 0 with the local RoPE base, layer 1 with the global one
             gemma = replace(width.gemma, num_hidden_layers=blocks, full_attention_layers=(1,))
             label = f"{name}, {blocks} block{'s' * (blocks > 1)}"
-            for kind, bucket in _buckets(width, blocks).items():
+            buckets = _buckets(width, blocks)
+            for kind, bucket in buckets.items():
                 dit = f"{label}: DiT, {kind}"
                 make = partial(dit_program, config, bucket, **common, attention=kernel)
-                yield f"{dit}, cut", partial(make, blocks_per_graph=blocks)
-                yield f"{dit}, whole", partial(make, blocks_per_graph=0)
+                yield Case(f"{dit}, cut", partial(make, blocks_per_graph=blocks), one)
+                yield Case(f"{dit}, whole", partial(make, blocks_per_graph=0), one)
                 if may_divide(bucket, tp):
                     divided = partial(make, sequence_parallel=True)
-                    yield f"{dit}, divided, cut", partial(divided, blocks_per_graph=blocks)
-                    yield f"{dit}, divided, whole", partial(divided, blocks_per_graph=0)
+                    cut = partial(divided, blocks_per_graph=blocks)
+                    yield Case(f"{dit}, divided, cut", cut, one)
+                    yield Case(f"{dit}, divided, whole", partial(divided, blocks_per_graph=0), one)
+            for layout, (own, kinds) in _layouts(profile, name, blocks).items():
+                for kind in kinds or buckets:
+                    more = dict(blocks_per_graph=own.blocks_per_graph, attention=kernel)
+                    more["sequence_parallel"] = own.sequence_parallel
+                    make = partial(dit_program, config, buckets[kind], **common, **more)
+                    if buckets[kind].video_tokens:
+                        yield Case(f"{label}: DiT, {kind}, {layout}", make, own)
             for tokens in profile.text_buckets:
                 for states in (False, True):
                     text = f"{label}: Gemma3, {tokens} tokens{', all states' * states}"
-                    yield (
-                        text,
-                        partial(gemma3_program, gemma, config, tokens, states=states, **common),
-                    )
-            yield (
-                f"{label}: connectors",
-                partial(connector_program, config, **common, attention=other),
-            )
+                    make = partial(gemma3_program, gemma, config, tokens, states=states, **common)
+                    yield Case(text, make, one)
+            make = partial(connector_program, config, **common, attention=other)
+            yield Case(f"{label}: connectors", make, one)
+
+
+# Layouts with context parallelism: of the widths, the settings, and the kinds of buckets. What the
+# ranks are given differs between these kinds; others differ from them as without it.
+_KINDS = ("text to video", "text to video, guided", "image to video", "masked reference")
+_LAYOUTS = {
+    "context 2": (("tiny",), dict(context_parallel=2), (*_KINDS, "reference voice, guided")),
+    "context 2, cut": (("tiny",), dict(context_parallel=2, blocks_per_graph=1), _KINDS[:1]),
+    # With padding at tiny size.
+    "context 4, divided": (
+        ("tiny", "full"),
+        dict(context_parallel=4, sequence_parallel=True),
+        _KINDS[:1],
+    ),
+    "ulysses 2": (("tiny",), dict(context_parallel=2, context_mode="ulysses"), _KINDS[:1]),
+    "ulysses 2, context 4": (
+        ("tiny", "full"),
+        dict(context_parallel=4, context_mode="ulysses", ulysses_degree=2),
+        _KINDS[:1],
+    ),
+}
+
+
+def _layouts(
+    profile: Profile, width: str, blocks: int
+) -> dict[str, tuple[Profile, tuple[str, ...]]]:
+    """The layouts of a width with context parallelism, with the kinds of buckets to check in each:
+    a profile's own, with every kind, if it has one. One block has all their collectives."""
+    if blocks != BLOCKS[0]:
+        return {}
+    if profile.context_parallel > 1:
+        return {f"context {profile.context_parallel}": (replace(profile, blocks_per_graph=0), ())}
+    whole = replace(profile, blocks_per_graph=0, sequence_parallel=False)
+    return {
+        layout: (replace(whole, **settings), kinds)
+        for layout, (of_widths, settings, kinds) in _LAYOUTS.items()
+        if width in of_widths
+    }
 
 
 def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:

@@ -6,13 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import TorchDistComm, trace
-from ltx_neuron.backends.mesh import WORLD as GROUP
-from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Reading, Target, check
+from ltx_neuron.lint.rules import (
+    Collective,
+    Finding,
+    Group,
+    Kind,
+    Operation,
+    Reading,
+    Target,
+    check,
+)
 from ltx_neuron.models.programs import Program
 
 TITLE = "exported graphs (TorchNeuron)"
-comm = TorchDistComm
+BACKEND = "torchdist"
 SPELLING = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
@@ -46,23 +55,19 @@ EXPORTED = _aten(
     select.int slice.Tensor unsqueeze.default transpose.int unflatten.int flatten.using_ints
     view.default permute.default reshape.default cat.default stack.default chunk.default unbind.int
     split.Tensor split_with_sizes.default repeat_interleave.self_int expand.default squeeze.dim
+    pad.default contiguous.default alias.default
     """
 ) | {"ltx_neuron.attention_cte.default", "ltx_neuron.attention_const_max.default"}
 # Operations of torch.compile's graphs of the same modules: composite operations are decomposed.
 TRACED = _aten(
     """
     _to_copy.default pow.Tensor_Scalar mm.default addmm.default convolution.default t.default
-    clone.default _unsafe_view.default native_layer_norm.default
+    clone.default _unsafe_view.default native_layer_norm.default constant_pad_nd.default
     _softmax.default _scaled_dot_product_flash_attention_for_cpu.default
     """
 )
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-TARGET = Target(
-    operations=frozenset(EXPORTED | TRACED | {"placeholder", "constant"}),
-    collectives={f"_c10d_functional.{name}.default": 1 for name in COLLECTIVES},
-    reduction="sum",
-    group=GROUP,
-)
+OPERATIONS = frozenset(EXPORTED | TRACED | {"placeholder", "constant"})
 WAIT = "_c10d_functional.wait_tensor.default"
 
 
@@ -70,16 +75,35 @@ def require() -> None:
     """Nothing but torch."""
 
 
+def comm(groups: mesh.Groups) -> TorchDistComm:
+    """The Comm of a tensor-parallel group."""
+    return TorchDistComm(len(groups[mesh.TENSOR][0]))
+
+
+def target(groups: mesh.Groups) -> Target:
+    """The allowed content of a graph for these groups of ranks."""
+    # A graph means its tensor-parallel group by the default group's name.
+    spelled = {mesh.WORLD if name == mesh.TENSOR else name: name for name in groups}
+    return Target(
+        operations=OPERATIONS,
+        collectives={f"_c10d_functional.{name}.default": 1 for name in COLLECTIVES},
+        reduction="sum",
+        groups={text: Group(name, len(groups[name][0])) for text, name in spelled.items()},
+    )
+
+
 def check_fx(
-    module: fx.GraphModule | torch.export.ExportedProgram, graph: str = "graph"
+    module: fx.GraphModule | torch.export.ExportedProgram, groups: mesh.Groups, graph: str = "graph"
 ) -> list[Finding]:
     """Findings in an exported program, or in an AOT graph that torch.compile gives a backend."""
-    return check(graph, operations(module.graph), TARGET)
+    return check(graph, operations(module.graph), target(groups))
 
 
-def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
-    """One graph of a program made with a TorchDistComm, exported and then compiled. Call it in a
-    process group of `tp` ranks."""
+def read(
+    program: Program, name: str, groups: mesh.Groups, dtype: torch.dtype, graph: str
+) -> Reading:
+    """One graph of a program made with TorchDistComms, exported and then compiled. Call it in a
+    process group that has these groups."""
     try:
         exported = trace(program, name, dtype)
     # torch.export cannot export this graph: that is a finding.
@@ -90,8 +114,8 @@ def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -
 
     def check_both() -> tuple[list[Operation], list[Finding]]:
         aot = compiled(exported)
-        return operations(aot.graph), check_fx(exported, graph) + check_fx(
-            aot, f"{graph}, compiled"
+        return operations(aot.graph), check_fx(exported, groups, graph) + check_fx(
+            aot, groups, f"{graph}, compiled"
         )
 
     return Reading(text(exported), check_both)
@@ -158,7 +182,8 @@ def _collective(node: fx.Node) -> Collective:
     }
     given |= node.kwargs
     waited = all(str(user.target) == WAIT for user in node.users)
-    return Collective(given.get("reduce_op", ""), given.get("group_name", ""), waited)
+    size = given.get("group_size") or len(given.get("output_split_sizes", ())) or None
+    return Collective(given.get("reduce_op", ""), given.get("group_name", ""), waited, size)
 
 
 class Recorder:

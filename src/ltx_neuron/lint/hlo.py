@@ -3,13 +3,14 @@ neuronx-cc."""
 
 import re
 
-from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Target, check
+from ltx_neuron.backends.mesh import Groups
+from ltx_neuron.lint.rules import Collective, Finding, Group, Kind, Operation, Target, check
 
 # The operations of the lowered graphs. The compiler's published list of XLA operators has all but
 # logistic, which every SiLU uses (Neuron docs, neuron-cc-ops-xla).
 _PLAIN = """
     parameter constant tuple get-tuple-element convert broadcast reshape transpose slice concatenate
-    add subtract multiply divide abs maximum clamp exponential tanh logistic sqrt rsqrt power
+    pad add subtract multiply divide abs maximum clamp exponential tanh logistic sqrt rsqrt power
     compare select log sine dot convolution reduce batch-norm-training
 """
 # torch_xla orders an all-gather or reduce-scatter before the next collective by gathering one
@@ -18,8 +19,8 @@ OPERATIONS = {*_PLAIN.split(), "gather of one number"}
 _INDICES = "parameter constant convert reshape broadcast tuple get-tuple-element"
 MAY_INDEX = {*_INDICES.split()}
 # Maximum operands of the allowed collectives, with the scalar by which torch_xla orders them.
-MOST_TENSORS = {"all-reduce": 16, "all-gather": 2, "reduce-scatter": 2}
-COLLECTIVES = {*MOST_TENSORS, "all-to-all", "collective-permute", "collective-broadcast"}
+MOST_TENSORS = {"all-reduce": 16, "all-gather": 2, "reduce-scatter": 2, "all-to-all": 1}
+COLLECTIVES = {*MOST_TENSORS, "collective-permute", "collective-broadcast"}
 
 _COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(
@@ -30,20 +31,25 @@ _KIND = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([^\]]*)\]")
 _NAME = re.compile(r"%?([\w.\-]+)$")
 
 
-def target(tp: int) -> Target:
-    """The allowed content of an HLO graph for `tp` ranks."""
+def target(groups: Groups) -> Target:
+    """The allowed content of an HLO graph for these groups of ranks."""
     return Target(
         operations=frozenset(OPERATIONS),
         collectives=MOST_TENSORS,
         reduction="add",
-        group="{{" + ",".join(map(str, range(tp))) + "}}",
+        groups={_spelled(part): Group(name, len(part[0])) for name, part in groups.items()},
         may_index=frozenset(MAY_INDEX),
     )
 
 
-def check_hlo(text: str, tp: int, graph: str = "graph") -> list[Finding]:
-    """Findings in a graph's HLO text, for a group of `tp` ranks."""
-    return check(graph, operations(text), target(tp))
+def _spelled(groups: list[list[int]]) -> str:
+    """Replica groups as {{0,1},{2,3}}."""
+    return "{" + ",".join("{" + ",".join(map(str, ranks)) + "}" for ranks in groups) + "}"
+
+
+def check_hlo(text: str, groups: Groups, graph: str = "graph") -> list[Finding]:
+    """Findings in a graph's HLO text, for these groups of ranks."""
+    return check(graph, operations(text), target(groups))
 
 
 def operations(text: str) -> list[Operation]:
@@ -119,7 +125,6 @@ def _group(attributes: str) -> str:
     short = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[\d+\](?!T)", attributes)
     if short:
         count, size = int(short[1]), int(short[2])
-        groups = (",".join(str(first * size + i) for i in range(size)) for first in range(count))
-        return "{" + ",".join("{" + group + "}" for group in groups) + "}"
+        return _spelled([[first * size + i for i in range(size)] for first in range(count)])
     written = re.search(r"replica_groups=(\{\{[\d,{}]*\}\}|\{\})", attributes)
     return written[1] if written else ""

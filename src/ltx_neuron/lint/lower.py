@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ltx_neuron.backends.mesh import TENSOR, Groups
 from ltx_neuron.backends.nxd.compile import XlaComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.lint.hlo import operations, target
@@ -25,6 +26,7 @@ from ltx_neuron.models.attention import matmul
 from ltx_neuron.models.programs import Program
 
 TITLE = "HLO (ModelBuilder)"
+BACKEND = "nxd"
 INSTALL = """torch_xla {problem}.
 It needs torch of the same version, so make a separate venv:
   test/xla/make_xla_venv.sh /path/to/venv-xla
@@ -59,9 +61,9 @@ def _lower_plain_attention() -> None:
     torch.library.register_kernel("ltx_neuron::attention_const_max", "xla", attention)
 
 
-def comm(tp: int) -> XlaComm:
-    """The Comm of ModelBuilder's traces, for a group of all ranks. It does not need NxD."""
-    return XlaComm(tp, [list(range(tp))])
+def comm(groups: Groups) -> XlaComm:
+    """The Comm of a tensor-parallel group. It does not need NxD."""
+    return XlaComm(len(groups[TENSOR][0]), groups[TENSOR])
 
 
 class Cut(Exception):
@@ -133,8 +135,8 @@ def _described(tensor: Tensor) -> str:
     return f"{kind} {value.flatten()[:4].tolist()} {value.dtype}"
 
 
-def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
-    """The HLO of one graph of a program that was made with `comm`, for tp ranks."""
+def read(program: Program, name: str, groups: Groups, dtype: torch.dtype, graph: str) -> Reading:
+    """The HLO of one graph of a program that was made with XlaComms, for these groups of ranks."""
     module, inputs, _ = program.graphs[name]
     module = module.to(dtype).eval().requires_grad_(False)
     weights = {f"weight {n}": (p.shape, p.dtype) for n, p in module.named_parameters()}
@@ -164,6 +166,6 @@ def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -
             for line in text.splitlines()
             if line.startswith(f"{_BAKED} tensor")  # numbers are as good as constants
         ]
-        return read_operations, check(graph, read_operations, target(tp)) + baked
+        return read_operations, check(graph, read_operations, target(groups)) + baked
 
     return Reading(text, check_text)

@@ -26,11 +26,13 @@ class Collective(NamedTuple):
     reduction  its name, empty for none
     group      the ranks, in the front end's spelling
     waited     whether its result is awaited before use
+    size       the group's number of ranks, if the operation states it
     """
 
     reduction: str
     group: str
     waited: bool = True
+    size: int | None = None
 
 
 class Operation(NamedTuple):
@@ -63,12 +65,20 @@ class Reading(NamedTuple):
     check: Callable[[], tuple[list[Operation], list[Finding]]]
 
 
+class Group(NamedTuple):
+    """A group of ranks by its name in mesh.groups, and its number of ranks."""
+
+    name: str
+    size: int
+
+
 class Target(NamedTuple):
     """The allowed content of a front end's graphs.
 
     operations   allowed, besides the collectives
     collectives  allowed, with the maximum number of operands
-    reduction    the only reduction, and `group` the only group: all ranks
+    reduction    the only reduction
+    groups       of ranks over which collectives may be, by the front end's spelling
     may_index    operations that may carry int64. Compilers to 2.27 read it as int32: right for
                  indices, wrong for arithmetic
     """
@@ -76,7 +86,7 @@ class Target(NamedTuple):
     operations: frozenset[str]
     collectives: dict[str, int]
     reduction: str
-    group: str
+    groups: dict[str, Group]
     may_index: frozenset[str] = frozenset()
 
 
@@ -208,9 +218,14 @@ def _collective(
         )
     elif form.reduction not in ("", target.reduction):
         yield f"reduces by {form.reduction}; the models only sum", "sum through Comm"
-    elif form.group != target.group:
-        ranks = f"ranks {form.group or 'not named'}, wanted {target.group}"
+    elif (group := target.groups.get(form.group)) is None:
+        ranks = f"ranks {form.group or 'not named'}, wanted {' or '.join(target.groups)}"
         yield f"{ranks}: the other ranks would wait forever", "sum through Comm"
+    elif form.size not in (None, group.size):
+        yield (
+            f"{form.size} ranks of group {group.name}, which has {group.size}",
+            "make its Comm with registry.comm or registry.context",
+        )
     elif not form.waited:
         yield "its result is read before it is awaited", "wait_tensor first, as Comm does"
 

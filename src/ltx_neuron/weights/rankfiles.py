@@ -99,7 +99,7 @@ def verify(folder: Path, quick: bool = False) -> list[str]:
         elif not quick:
             if _file_digest(path) != wanted["blake3"]:
                 problems.append(f"{name}: content differs from its blake3")
-            elif _header_digest(TensorFile(path, RESHARD)) != wanted["header_blake3"]:
+            elif header_digest(TensorFile(path, RESHARD)) != wanted["header_blake3"]:
                 problems.append(f"{name}: header differs from its blake3")
     return problems
 
@@ -241,14 +241,15 @@ def _file_digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def _header_digest(file: TensorFile) -> str:
+def header_digest(file: TensorFile) -> str:
+    """The blake3 of a rank file's header, as a weight set's manifest has it."""
     return blake3(len(file.header).to_bytes(8, "little") + file.header).hexdigest()
 
 
 def _check_header(path: Path, file: TensorFile) -> None:
     """Compare a file's header with its digest in the manifest. Another file may have the same
     names, shapes and dtypes, or the offsets may be damaged."""
-    if _header_digest(file) != file_entries(path.parent)[path.name]["header_blake3"]:
+    if header_digest(file) != file_entries(path.parent)[path.name]["header_blake3"]:
         raise UserError(
             f"{path} is not the file its manifest describes: the header differs; delete"
             f" {path.parent} and {RESHARD}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ltx_neuron.backends import environment, export, nki
+from ltx_neuron.backends import environment, export, mesh, nki
 from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.errors import UserError
@@ -52,8 +52,10 @@ def set_environment(profile: Profile) -> None:
 
 class XlaComm:
     """Comm that sums the small tensors of a call in one variadic all-reduce and every large one
-    separately, over NxD's replica groups or the given ones. On meta tensors it returns only
-    shapes."""
+    separately. On meta tensors it returns only shapes.
+
+    groups  lists of the ranks that form its groups; None: NxD's tensor-parallel ones
+    """
 
     def __init__(self, size: int, groups: list[list[int]] | None = None):
         self.size, self.groups = size, groups
@@ -87,6 +89,12 @@ class XlaComm:
         return xm.reduce_scatter(
             xm.REDUCE_SUM, tensor, 1.0, 1, self.size, groups=groups, pin_layout=False
         )
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        xm, groups = self._collectives()
+        return xm.all_to_all(tensor, 0, 0, self.size, groups=groups, pin_layout=False)
 
     def _collectives(self):
         """torch_xla's collectives, and their groups of ranks."""
@@ -207,22 +215,35 @@ def compile_program(
         nki.register_for_xla(operation, profile.lnc)
     with (
         explained(),
-        NxDParallelState(world_size=tp, tensor_model_parallel_size=tp, lnc_size=profile.lnc),
+        NxDParallelState(
+            world_size=profile.world_size(tp),
+            tensor_model_parallel_size=tp,
+            context_parallel_size=profile.context_parallel,
+            lnc_size=profile.lnc,
+        ),
     ):
         for name in program.graphs:
             tag = f"{identity['model']}-{identity['bucket']}-{name}"
-            graphs[name] = _compile(program, name, tag, folder, flags, costs[name])
+            counted = costs[name], mesh.groups(profile, tp).get(mesh.TENSOR)
+            graphs[name] = _compile(program, name, tag, folder, flags, *counted)
     write_manifest(folder, identity, program, graphs, compiler_flags=flags)
 
 
 def _compile(
-    program: Program, name: str, tag: str, folder: Path, flags: str, cost: dict[str, int]
+    program: Program,
+    name: str,
+    tag: str,
+    folder: Path,
+    flags: str,
+    cost: dict[str, int],
+    tensor: list[list[int]] | None,
 ) -> dict:
     """Trace and compile a graph; returns its entry of the manifest. If it fails, the compiler's
     working files and log stay in the folder.
 
     tag   NxD's name for the graph
     cost  of a call, without collectives, which are counted in the graph's HLO
+    tensor  as in `collectives`
     """
     graph, path, workdir = program.graphs[name], folder / graph_file(name, "nxd"), "neuronx-cc"
     builder = trace(program, name, tag)
@@ -235,7 +256,7 @@ def _compile(
     with whole_file(path) as partial:
         compiled.save(str(partial))
     shutil.rmtree(folder / workdir)
-    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo, builder.world_size)
+    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo, tensor)
     return {**describe_graph(graph, path, cost), "tag": tag}
 
 
@@ -243,23 +264,32 @@ def _compile(
 _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}
 
 
-def collectives(hlo, tp: int) -> dict[str, int]:
-    """The collectives of a graph of tp ranks as export.cost counts them, counted in its HLO."""
-    # The part of the output that one rank contributes.
-    put_in = {"all-reduce": (1, 1), "all-gather": (1, tp), "reduce-scatter": (tp, 1)}
-    sizes = []
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+
+
+def collectives(hlo, tensor: list[list[int]] | None = None) -> dict[str, int]:
+    """The collectives of a graph as export.cost counts them, counted in its HLO.
+
+    tensor  the tensor-parallel groups, if the world has others
+    """
+    sizes, received = [], []
     for computation in hlo.computations:
+        shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
         for instruction in computation.instructions:
-            if instruction.opcode in put_in:
-                times, over = put_in[instruction.opcode]
-                size = _nbytes(instruction.shape) * times // over
-                sizes.append((instruction.opcode.replace("-", "_"), size))
-    return export.collective_cost(sizes)
+            if instruction.opcode not in _COLLECTIVES:
+                continue
+            sent = sum(_nbytes(shapes[operand]) for operand in instruction.operand_ids)
+            sizes.append((instruction.opcode.replace("-", "_"), sent))
+            groups = [[*group.replica_ids] for group in instruction.replica_groups]
+            if tensor and groups != tensor:
+                kept = sent // len(groups[0]) if instruction.opcode == "all-to-all" else sent
+                received.append(_nbytes(instruction.shape) - kept)
+    between = {"context_collectives": len(received), "context_bytes": sum(received)}
+    return export.collective_cost(sizes) | between
 
 
 def _nbytes(shape) -> int:
-    """Bytes of an instruction's result, without the scalar by which XLA keeps collectives in
-    order."""
+    """Bytes of a tensor or tuple, without the scalar by which XLA keeps collectives in order."""
     return sum(
         math.prod(each.dimensions) * _DTYPE_BYTES[each.element_type]
         for each in shape.tuple_shapes or [shape]

@@ -56,19 +56,22 @@ class _WeightSet:
         self.arguments: dict[tuple[str, str, int], dict[str, list[Tensor]]] = {}
         self.manifests: dict[str, Manifest] = {}
 
-    def bind(self, program: str, graph: str, copies: int, tp: int) -> None:
-        """Load a graph until it has `copies` copies, which share the same weight tensors."""
+    def bind(self, program: str, graph: str, copies: int, tp: int, size: int) -> None:
+        """Load a graph on `size` ranks until it has `copies` copies, which share the same weight
+        tensors."""
         manifest = self.manifests[program]
         loaded = self.models.setdefault((program, graph), [])
         if len(loaded) >= copies:
             return
-        models = [_open(manifest, graph, tp) for _ in range(copies - len(loaded))]
+        models = [_open(manifest, graph, size) for _ in range(copies - len(loaded))]
         if self.tensors is None:
             # Read strictly, because set_weights does not check.
             paths = [rank_path(self.folder, rank) for rank in range(tp)]
             read = partial(load_rank_file, wanted=self.wanted, dtype=self.dtype)
             with ThreadPoolExecutor() as pool:
-                models[0].set_weights([*pool.map(read, paths)])
+                files = [*pool.map(read, paths)]
+            # Ranks with the same heads have the same weights, and share the host's tensors.
+            models[0].set_weights(files * (size // tp))
             self.tensors = models[0].weights
         firsts = {first for run in manifest.runs.values() for name, first in run if name == graph}
         weights = {first: self._weights(manifest.graphs[graph], first) for first in firsts}
@@ -83,7 +86,7 @@ class _WeightSet:
             # Without set_weights, which would upload the weights again.
             model.weights = [
                 {WRAPPED + parameter: parts[rank] for parameter, parts in bound.items()}
-                for rank in range(tp)
+                for rank in range(size)
             ]
             model.to_neuron()
             loaded.append(model)
@@ -118,7 +121,7 @@ def _check(name: str, parts: list[Tensor], wanted: tuple[tuple[int, ...], torch.
             raise RuntimeError(f"{name}: got {tuple(part.shape)} {part.dtype}, wanted {wanted}")
 
 
-def _open(manifest: Manifest, graph: str, tp: int):
+def _open(manifest: Manifest, graph: str, size: int):
     """An NxDModel from its file, whose digest was already compared with the manifest."""
     from neuronx_distributed import NxDModel
 
@@ -129,8 +132,8 @@ def _open(manifest: Manifest, graph: str, tp: int):
         raise UserError(
             f"{path} was made by another version of NxD than the installed one; {again}"
         )
-    if model.world_size != tp:
-        raise UserError(f"{path} was compiled for {model.world_size} ranks, wanted {tp}; {again}")
+    if model.world_size != size:
+        raise UserError(f"{path} was compiled for {model.world_size} ranks, wanted {size}; {again}")
     return model
 
 
@@ -141,15 +144,15 @@ class Ranks(ranks.Ranks):
     _started: int | None = None
 
     def __init__(self, profile: Profile, tp: int):
-        if Ranks._started not in (None, tp):
+        super().__init__(tp, profile.context_parallel)
+        if Ranks._started not in (None, self.size):
             raise UserError(
-                f"this process already drives {Ranks._started} ranks and cannot drive {tp}; start a"
-                " new one"
+                f"this process already drives {Ranks._started} ranks and cannot drive {self.size};"
+                " start a new one"
             )
-        Ranks._started = tp
+        Ranks._started = self.size
         set_environment(profile)
         environment.set_launch(profile, tp)
-        super().__init__(tp)
         self._sets: list[_WeightSet] = []
         self._sequences: dict[tuple[str, str], list] = {}
         self._buffers = Buffers()
@@ -182,7 +185,7 @@ class Ranks(ranks.Ranks):
         """Load as many copies of each graph as a sequence needs."""
         calls = calls_of(held.manifests[program], runs, {})
         for graph, copies in copies_needed(program, calls).items():
-            held.bind(program, graph, copies, self.tp)
+            held.bind(program, graph, copies, self.tp, self.size)
 
     def replace_weights(self, weights: Path) -> None:
         names = TensorFile(rank_path(weights, 0), RESHARD).shapes.keys()
@@ -193,11 +196,12 @@ class Ranks(ranks.Ranks):
             for rank in range(self.tp)
         ]
         assert held.tensors is not None  # a set is of loaded programs
-        for rank, file in enumerate(files):
+        for weight_file, file in enumerate(files):
             for name, tensor in file.tensors(held.wanted):
                 # In place, tensor by tensor: the graphs refer to these, and there is no second
                 # copy.
-                held.tensors[rank][name].copy_(tensor)
+                for tensors in held.tensors[weight_file :: self.tp]:
+                    tensors[name].copy_(tensor)
         held.folder = weights
 
     def unload(self) -> None:
@@ -267,7 +271,7 @@ class Ranks(ranks.Ranks):
         number = self._buffers.claim(program, call)
         with explained():
             # A sequence in another order than defined may need another copy.
-            held.bind(program, call.graph, number + 1, self.tp)
+            held.bind(program, call.graph, number + 1, self.tp, self.size)
             model = held.models[program, call.graph][number]
             # One list per output, with a tensor per rank
             called = time.perf_counter()
@@ -277,16 +281,20 @@ class Ranks(ranks.Ranks):
         return milliseconds
 
     def get(self, program: str, name: str) -> Tensor:
-        split, parts = self.programs[program].fields[name].split, self._buffers.tensors[name]
-        with explained():
-            if split is None:
+        field, parts = self.programs[program].fields[name], self._buffers.tensors[name]
+        if field.split is None and field.context_split is None:
+            with explained():
                 return to_host(parts[0])
-            return torch.cat([to_host(part) for part in parts], dim=split)
+        whole = torch.empty(ranks.whole_shape(field, self.tp, self.cp), dtype=field.dtype)
+        with explained():
+            for rank, part in enumerate(parts):
+                ranks.part_of(field, whole, rank, self.tp).copy_(to_host(part))
+        return whole
 
     def hashes(self, *names: str) -> list[str]:
         return [
             ranks.tensors_digest(self._buffers.tensors[name][rank] for name in names)
-            for rank in range(self.tp)
+            for rank in range(self.size)
         ]
 
     def check(self) -> None:

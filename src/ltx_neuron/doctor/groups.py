@@ -1,0 +1,178 @@
+"""The probe of the groups of ranks over which a profile with context parallelism has collectives.
+
+Which groups a machine routes, in which order of ranks and how fast is not documented. The probe
+runs a small graph per group on the ranks of a run, and compares all its results.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ltx_neuron.backends import mesh, registry
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.ranks import Ranks
+from ltx_neuron.doctor.finding import Finding
+from ltx_neuron.errors import RunError
+from ltx_neuron.files import MANIFEST, write_json
+from ltx_neuron.invocation import command
+from ltx_neuron.models.parallel import Comm
+from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.signatures import Field
+from ltx_neuron.profiles import Profile
+from ltx_neuron.weights.rankfiles import RESHARD, SHARED_FILE, file_names, header_digest
+from ltx_neuron.weights.tensorfile import TensorFile
+
+WIDTH = 128  # of a row of numbers
+RUNS = 5  # of which the median counts, after one that does not
+ANOTHER = (
+    "type another --profile-set context_parallel=N, context_mode or ulysses_degree, and send us"
+    f" {command('doctor', '--bundle', 'report.tar.gz')}"
+)
+
+
+class Inputs(NamedTuple):
+    rows: Tensor
+
+
+class Outputs(NamedTuple):
+    gathered: Tensor
+    summed: Tensor
+
+
+class ExchangeOutputs(NamedTuple):
+    gathered: Tensor
+    exchanged: Tensor
+    summed: Tensor
+
+
+class Collectives(nn.Module):
+    """Every collective of a group, of a rank's rows (size, WIDTH): one row for each rank."""
+
+    def __init__(self, comm: Comm, exchanges: bool):
+        super().__init__()
+        self.comm, self.exchanges = comm, exchanges
+        self.outputs: type = ExchangeOutputs if exchanges else Outputs
+        self.weight = nn.Parameter(torch.empty(1))
+
+    def forward(self, inputs: Inputs) -> Outputs | ExchangeOutputs:
+        rows = inputs.rows * self.weight
+        gathered = self.comm.all_gather(rows[None])[0]
+        exchanged = [self.comm.all_to_all(rows)] if self.exchanges else []
+        # Last, because a backend may sum in place.
+        (summed,) = self.comm.sum(rows)
+        return self.outputs(gathered, *exchanged, summed)
+
+
+def program(comm: Comm, exchanges: bool) -> Program:
+    with torch.device("meta"):
+        module = Collectives(comm, exchanges)
+    each = Field((comm.size, WIDTH), torch.float32, split=0, context_split=0)
+    gathered = each._replace(shape=(comm.size**2, WIDTH))
+    fields = {"rows": each, "gathered": gathered, "exchanged": each, "summed": each}
+    graph = Graph(module, Inputs, module.outputs)
+    return Program({"collectives": graph}, {"main": (("collectives", 0),)}, fields)
+
+
+def probe(profile: Profile, tp: int) -> Iterator[Finding]:
+    """A finding for each group of more than one rank, of the first guidance group. Takes the cores
+    of a run. After a group that fails, the others are not probed."""
+    profile = replace(profile, guidance_parallel=1)
+    groups = {
+        name: partition
+        for name, partition in mesh.groups(profile, tp).items()
+        if len(partition[0]) > 1
+    }
+    exchanged_over = mesh.CONTEXT if profile.ulysses == profile.context_parallel else mesh.ULYSSES
+    check, manifests = "groups", {}
+    with tempfile.TemporaryDirectory(prefix="ltx-neuron-") as folder:
+        folder = Path(folder)
+        try:
+            for name in groups:
+                make = partial(program, registry.comm(profile, tp, name), name == exchanged_over)
+                # With the compiler flags of the DiT, whose collectives these are.
+                identity = {"model": "dit", "bucket": name, "backend": profile.backend}
+                registry.compile_program(make, folder / name, identity, torch.float32, profile, tp)
+                manifests[name] = Manifest(folder / name)
+            weights = write_weights(folder / "weights", tp, torch.float32)
+            with registry.ranks(profile, tp, folder / "cache") as ranks:
+                for name, partition in groups.items():
+                    check = f"group {name}"
+                    ranks.load(weights, {name: manifests[name]}, torch.float32)
+                    yield _probed(ranks, name, partition)
+        except RunError as error:
+            yield Finding(check, "blocks", str(error), ANOTHER)
+
+
+def write_weights(folder: Path, tp: int, dtype: torch.dtype) -> Path:
+    """A weight set whose one weight is 1 on every rank."""
+    folder.mkdir()
+    save_file({"weight": torch.ones(1, dtype=dtype)}, path := folder / SHARED_FILE)
+    # Ranks compare the header alone.
+    header = header_digest(TensorFile(path, RESHARD))
+    entry = {"bytes": None, "blake3": None, "header_blake3": header}
+    files = dict.fromkeys(file_names(tp, shared=True), entry)
+    write_json(folder / MANIFEST, {"identity": {"tp": tp}, "files": files})
+    return folder
+
+
+def _probed(ranks: Ranks, name: str, partition: list[list[int]]) -> Finding:
+    """Run a group's graph and compare its results."""
+    size, outputs = len(partition[0]), ranks.programs[name].graphs["collectives"]["outputs"]
+    # Row i of rank r: the number r * size + i, exact in fp32 as are the sums.
+    rows = torch.arange(float(ranks.size * size)).view(ranks.size, size)
+    ranks.put(name, rows=rows.flatten()[:, None].expand(-1, WIDTH))
+    ranks.run(name)
+    wanted = expected(rows, partition)
+    for output in outputs:
+        got = ranks.get(name, output).view(ranks.size, -1, WIDTH)
+        for rank, (mine, right) in enumerate(zip(got, wanted[output], strict=True)):
+            if not torch.equal(mine, right[:, None].expand(-1, WIDTH)):
+                return _wrong(name, partition, output, rank, mine[:, 0], right, size)
+    milliseconds = statistics.median(ranks.run(name) for _ in range(RUNS))
+    text = f"{described(partition)}: {', '.join(outputs)} in {milliseconds:.2f} ms"
+    return Finding(f"group {name}", "ok", text)
+
+
+def expected(rows: Tensor, partition: list[list[int]]) -> dict[str, Tensor]:
+    """Every rank's results (world, rows of the result), from every rank's rows (world, size)."""
+    whole = {"summed": {}, "gathered": {}, "exchanged": {}}
+    for members in partition:
+        own = rows[members]  # (size, size)
+        for position, rank in enumerate(members):
+            whole["summed"][rank] = own.sum(0)
+            whole["gathered"][rank] = own.flatten()
+            whole["exchanged"][rank] = own[:, position]
+    return {
+        output: torch.stack([results[rank] for rank in sorted(results)])
+        for output, results in whole.items()
+    }
+
+
+def _wrong(
+    name: str,
+    partition: list[list[int]],
+    output: str,
+    rank: int,
+    got: Tensor,
+    wanted: Tensor,
+    size: int,
+) -> Finding:
+    """The finding of a rank's wrong result. Rows in another order have the ranks' order."""
+    text = f"{output} on rank {rank} is wrong"
+    if output == "gathered" and sorted(got.tolist()) == sorted(wanted.tolist()):
+        order, right = ((numbers[::size] // size).int().tolist() for numbers in (got, wanted))
+        text = f"rank {rank} gathers from ranks {order}, wanted {right}: tokens would be mixed"
+    return Finding(f"group {name}", "blocks", f"{described(partition)}: {text}", ANOTHER)
+
+
+def described(partition: list[list[int]]) -> str:
+    groups = f"{len(partition)} group{'s' * (len(partition) > 1)}"
+    return f"{groups} of {len(partition[0])} ranks"
