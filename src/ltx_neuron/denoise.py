@@ -138,7 +138,8 @@ class StageRun:
             shared |= named | {"nag": nag}
         if one_hot := self.compiled.manifest.fields.get("rank_one_hot"):
             shared["rank_one_hot"] = torch.eye(one_hot.shape[1])
-        self._put(shared)
+        fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
+        self._put({n: padded_tokens(fields.get(n), x, *ranks) for n, x in shared.items()})
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.guided:
             # Repeated by skipped steps; the first step overwrites it.
@@ -153,9 +154,7 @@ class StageRun:
     def _put(self, tensors: dict[str, Tensor]) -> None:
         """Upload tensors of both streams, as far as the graphs have these."""
         names = tensors if self.bucket.video_tokens else without_video(tensors)
-        fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
-        padded = {name: padded_tokens(fields[name], tensors[name], *ranks) for name in names}
-        self.ranks.put(self.bucket.name, None, **padded)
+        self.ranks.put(self.bucket.name, None, **{name: tensors[name] for name in names})
 
     def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The sigmas (steps, 2, 2) and the modulation tables, (steps, U, 17, D) of each stream."""

@@ -373,17 +373,17 @@ class Engine:
         """Record the costs of a stage's steps, which were counted when its graphs were compiled."""
         compiled, stage, self.stage_run = stage_run.compiled, stage_run.stage, None
         stage_run.ranks.moment = f"after {stage.title}"
-        guided, tp, counters = compiled.bucket.guided, self.workspace.tp, self.recorder.counters
+        guided, counters = compiled.bucket.guided, self.recorder.counters
         passes = len(run.job.passes) if guided else 1
         passes *= len(stage.evaluations) // stage.steps
-        profile = self.workspace.profile
+        profile, tp = self.workspace.profile, self.workspace.tp
         rounds = math.ceil(passes / profile.guidance_parallel) if guided else passes
         cost = compiled.manifest.cost("pass" if guided else "main")
         counters.collectives_per_step = {
             "count": cost["collectives"] * rounds,
             "bytes": cost["collective_bytes"] * rounds,
         }
-        counters.flops_per_step = cost["flops"] * passes * tp
-        counters.peak_flops = profile.flops(tp * profile.guidance_parallel)
+        counters.flops_per_step = cost["flops"] * passes * profile.world_size(tp)
+        counters.peak_flops = profile.flops(profile.cores_needed(tp))
         if self.on_stage_end:
             self.on_stage_end(run)

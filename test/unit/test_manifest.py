@@ -79,6 +79,8 @@ def test_the_cost_of_a_run_is_the_sum_over_its_calls_and_the_largest_peak(tmp_pa
         "collective_bytes",
         "all_gather_bytes",
         "reduce_scatter_bytes",
+        "context_collectives",
+        "context_bytes",
         "elementwise_bytes",
         "flops",
         "attention_flops",

@@ -727,7 +727,7 @@ folder = Path(sys.argv[1])
 file = TensorFile(folder / "rank0.safetensors", "")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if sys.argv[2] == "kept":
-    rank = SimpleNamespace(weights={}, rank=0, device=torch.device("cpu"))
+    rank = SimpleNamespace(weights={}, weight_file=0, device=torch.device("cpu"))
     held = Rank._load_weights(rank, folder, file.shapes, torch.float32)
     assert held.keys() == file.shapes.keys()
 else:

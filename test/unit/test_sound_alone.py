@@ -141,6 +141,8 @@ def test_nothing_is_drawn_for_a_video_and_none_of_it_is_uploaded(model):
     alone, uploads = job(num_frames=17, audio_stg_blocks=[1]), {}
     (stage,), (bucket,) = alone.stages, alone.buckets
     ranks = SimpleNamespace(
+        tp=1,
+        cp=1,
         put=lambda program, like=None, **tensors: uploads.update(tensors),
         put_numbers=lambda *_: None,
         define=lambda *_: None,
@@ -171,7 +173,7 @@ def test_ranks_load_a_part_of_the_weights_and_later_the_rest_once(tmp_path):
     for folder, factor in ((first, 1), (second, 2)):
         folder.mkdir()
         save_weights(folder, {name: factor * tensor for name, tensor in weights.items()})
-    rank = SimpleNamespace(weights={}, rank=0, device=torch.device("cpu"))
+    rank = SimpleNamespace(weights={}, weight_file=0, device=torch.device("cpu"))
 
     def load(folder, wanted) -> dict[str, torch.Tensor]:
         return Rank._load_weights(rank, folder, wanted, torch.float32)

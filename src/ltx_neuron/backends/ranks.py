@@ -167,10 +167,9 @@ def part_of(field: Field, whole: Tensor, rank: int, tp: int) -> Tensor:
     return whole
 
 
-def padded_tokens(field: Field, tensor: Tensor, tp: int, cp: int) -> Tensor:
+def padded_tokens(field: Field | None, tensor: Tensor, tp: int, cp: int) -> Tensor:
     """A tensor with zeros after its tokens, as many as context parallelism needs to divide them."""
-    dim = field.context_split
-    if dim is None:
+    if field is None or (dim := field.context_split) is None:
         return tensor
     missing = whole_shape(field, tp, cp)[dim] - tensor.shape[dim]
     zeros = [0, 0] * (tensor.ndim - 1 - dim) + [0, missing]

@@ -307,25 +307,30 @@ def dit_fields(
         fields |= negative | {"nag": Field((3,), fp32)}
     if bucket.identity:
         fields["audio_bias"] = Field((1, t_audio), dtype)
-    parts = cp * (tp if sequence_parallel else 1)
-    if parts > 1:
-        own = own_tokens(t_video, parts)
-        # The dimensions that hold a rank's own tokens, by both divisions.
-        fields["rank_one_hot"] = Field((1, parts), dtype)
-        fields["timestep_mask"] = Field((own, timesteps), dtype)
-        fields["video_hidden"] = Field((1, own, video.inner), dtype)
-        for name, dim in (("rank_one_hot", 0), ("timestep_mask", 0), ("video_hidden", 1)):
-            split, context = dim if sequence_parallel else None, dim if cp > 1 else None
-            fields[name] = fields[name]._replace(split=split, context_split=context)
-    if cp > 1:
-        group = own_tokens(t_video, parts) * (parts // cp)
-        for name in ("video_cos", "video_sin", "video_cross_cos", "video_cross_sin"):
-            batch, heads, _, half = fields[name].shape
-            shape = batch, heads, group, half
-            fields[name] = fields[name]._replace(shape=shape, context_split=2)
-        if bucket.biased:
-            fields["video_bias"] = Field((group, t_video), dtype, context_split=0)
-    return fields
+    return _divided(fields, t_video, tp if sequence_parallel else 1, cp)
+
+
+def _divided(fields: dict[str, Field], tokens: int, tp: int, cp: int) -> dict[str, Field]:
+    """The fields if each of cp groups has its own part of the video's tokens, of which its tp ranks
+    divide those between the layers (1: they do not)."""
+    if tp == cp == 1:
+        return fields
+    parts = tp * cp
+    own = own_tokens(tokens, parts)
+    group, split, context = own * tp, tp > 1, cp > 1
+    one_hot = Field((1, parts), fields["timestep_mask"].dtype)
+    # Name -> dimension of the tokens, and how many of them a rank has.
+    of_rank = {"rank_one_hot": (0, 1), "timestep_mask": (0, own), "video_hidden": (1, own)}
+    ropes = ("video_cos", "video_sin", "video_cross_cos", "video_cross_sin")
+    of_group = {"video_bias": (0, group)} | dict.fromkeys(ropes, (2, group))
+    divided = fields | {"rank_one_hot": one_hot}
+    for name, (dim, size) in (of_rank | (of_group if context else {})).items():
+        if (field := divided.get(name)) is None:
+            continue
+        shape = *field.shape[:dim], size, *field.shape[dim + 1 :]
+        by_ranks = dim if split and name in of_rank else field.split
+        divided[name] = Field(shape, field.dtype, by_ranks, False, dim if context else None)
+    return divided
 
 
 def own_tokens(tokens: int, parts: int) -> int:
