@@ -757,11 +757,11 @@ def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_al
 
 
 def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_chip(released, clip):
-    alone, layout_of_four = (
-        planned_layouts(released, clip, PROFILES[name])
-        for name in ("trn2.48xlarge", "trn2.48xlarge-cp4")
-    )
-    assert [row.step_ms for row in alone] == [row.step_ms for row in layout_of_four]
+    typed = resolve("trn2.48xlarge", ("context_parallel=4",))
+    preset = PROFILES["trn2.48xlarge-cp4"]
+    alone, *others = (planned_layouts(released, clip, each) for each in (LARGE, preset, typed))
+    for rows in others:
+        assert [row.step_ms for row in rows] == [row.step_ms for row in alone]
     assert planned_layouts(released, clip, TRN2) == []
 
 

@@ -27,7 +27,7 @@ from ltx_neuron.plan.forecast import (
     SMALL_SUM_MS,
     barrier_ms,
 )
-from ltx_neuron.profiles import CONTEXT_PARALLEL, EXCHANGES, Profile, blocks_per_graph
+from ltx_neuron.profiles import CONTEXT_PARALLEL, EXCHANGES, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.weights.tensorfile import DTYPES
 
 Range = Sequence[float]  # by the faster and by the slower of the rates between chips
@@ -64,13 +64,14 @@ def layouts(
     chip, tp = profile.chip, plan.tp
     if chip is None or profile.chips == 1 or tp * profile.lnc % chip.cores:
         return []
+    own = PROFILES[profile.machine] if profile.context_parallel > 1 else profile
     base = dataclasses.replace(
         profile,
         context_parallel=1,
         context_mode="gather",
         ulysses_degree=0,
         guidance_parallel=1,
-        blocks_per_graph=profile.blocks_per_graph // profile.context_parallel,
+        blocks_per_graph=own.blocks_per_graph,
     )
     buckets = [job.bucket(stage) for stage in job.stages]
     costs = {bucket: _cost(config, bucket, base, plan) for bucket in set(buckets)}
