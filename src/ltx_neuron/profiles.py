@@ -53,7 +53,7 @@ class Profile:
     context_parallel  ranks' groups of `tp` that divide the video's tokens of a clip, one per chip
     context_mode    how video self-attention reaches all tokens: "gather" their keys and values, or
                     exchange tokens for heads ("ulysses"; in groups of `ulysses_degree`, between
-                    which keys and values are gathered; 0: as large as the heads allow)
+                    which keys and values are gathered; 0: all groups exchange)
     guidance_parallel  groups of ranks, each with the whole model, that share a guided step's passes
     host_dtype      of the host's video models; "auto": bfloat16 for a bfloat16 run if this
                     machine's CPU measures faster with it, else float32

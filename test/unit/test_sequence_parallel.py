@@ -1,6 +1,7 @@
 """Sequence and context parallelism: ranks that share the video's tokens give what one rank gives,
 and do their part of the work."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
@@ -70,30 +71,33 @@ class Layout(NamedTuple):
 SEQUENCE = Layout(divided=True)
 CONTEXT_LAYOUTS = {
     "2 groups of 2 ranks": Layout(2, 2),
-    "5 groups of a rank, with padding": Layout(1, 5),
+    "5 groups of a rank": Layout(1, 5),
     "2 groups of 2 ranks that divide the stream too": Layout(2, 2, divided=True),
     "an exchange of heads": Layout(2, 2, 2),
     "an exchange of heads in 2 of 4 groups": Layout(1, 4, 2),
-    "an exchange in 4 of 16 groups, of which 4 have only padding": Layout(1, 16, 4),
+    "an exchange in 4 of 16 groups, of which 5 have only padding": Layout(1, 16, 4),
 }
 
 
-def values(timesteps: int, guided: bool, biased: bool = False) -> dict[str, torch.Tensor]:
+def values(
+    timesteps: int, guided: bool, biased: bool = False, shape: tuple[int, int, int] = (3, 2, 4)
+) -> dict[str, torch.Tensor]:
     """Everything a step takes, whole. With two timesteps an image holds the first eight tokens."""
     config, weights = model()
-    mask = torch.ones(TOKENS, 1)
+    tokens = math.prod(shape)
+    mask = torch.ones(tokens, 1)
     mask[:8] = 0 if timesteps == 2 else 1
     held = Held(
         mask,
-        randn(1, TOKENS, 128, seed=9),
+        randn(1, tokens, 128, seed=9),
         torch.tensor([1.0, 0.0])[:timesteps],
         torch.cat([mask, 1 - mask], dim=1)[:, :timesteps],
     )
-    positions = video_positions((3, 2, 4), 24.0)
+    positions = video_positions(shape, 24.0)
     inputs = step_inputs(config, weights, STAGE_2_SIGMAS, positions, AUDIO_TOKENS, held)
     inputs |= step_number(1)
     if biased:
-        inputs["video_bias"] = randn(TOKENS, TOKENS, seed=10)
+        inputs["video_bias"] = randn(tokens, tokens, seed=10)
     if guided:
         keep = torch.ones(LAYERS, 4)
         keep[1] = torch.tensor([0.0, 1.0, 0.0, 1.0])
@@ -196,8 +200,9 @@ def test_four_ranks_that_share_the_tokens_give_what_one_rank_gives(case, blocks)
 @pytest.mark.parametrize("layout", CONTEXT_LAYOUTS.values(), ids=CONTEXT_LAYOUTS)
 @pytest.mark.parametrize("biased", [False, True], ids=["", "a reference with a mask"])
 def test_groups_that_share_the_tokens_give_what_one_rank_gives(layout, biased):
-    bucket = Bucket(TOKENS, AUDIO_TOKENS, 2, STEPS, guided=not biased, biased=biased)
-    inputs = values(2, not biased, biased)
+    shape = (3, 7, 1)  # 21 tokens, which no number of groups divides
+    bucket = Bucket(math.prod(shape), AUDIO_TOKENS, 2, STEPS, guided=not biased, biased=biased)
+    inputs = values(2, not biased, biased, shape)
     wanted, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=1, layout=layout)
     for name in results(not biased):
         assert all(torch.equal(rank[name], got[0][name]) for rank in got)
