@@ -89,7 +89,7 @@ _PRODUCTS = (
     *("convolution", "aten.convolution.default"),
 )
 # Each line is printed as soon as its graph is read, so the widths are fixed.
-_LINE = "{:>10}  {:<28}{:<20}{:<15}{:<9}{:<10}{}"
+_LINE = "{:>10}  {:<27} {:<20}{:<15}{:<9}{:<10}{}"
 _HEAD = (*("operations", "collectives", "dtypes", "fp32 products", "dynamic", "findings"), "graph")
 
 

@@ -44,9 +44,9 @@ class Width(NamedTuple):
     sound: int
 
 
-def widths(tp: int) -> dict[str, Width]:
-    """The sizes to check by name, with enough heads for tp ranks and Ulysses with two groups."""
-    sizes = TinySizes(heads=max(4, 2 * tp), gemma_heads=max(8, tp))
+def widths(tp: int, ulysses: int = 2) -> dict[str, Width]:
+    """The sizes to check by name, with enough heads for tp ranks in `ulysses` groups."""
+    sizes = TinySizes(heads=max(4, ulysses * tp), gemma_heads=max(8, tp))
     gemma = replace(
         GEMMA_3_12B,
         hidden_size=sizes.gemma_hidden,
@@ -95,7 +95,7 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
     one = replace(profile, context_parallel=1, context_mode="gather", ulysses_degree=0)
     common = dict(tp=tp, dtype=dtype)
     kernel, other = profile.attention, profile.connector_attention
-    for name, width in widths(tp).items():
+    for name, width in widths(tp, max(2, profile.ulysses)).items():
         transformer = transformer_config(width.config)
         transformer.check_tensor_parallel(tp)
         width.gemma.check_tensor_parallel(tp)
