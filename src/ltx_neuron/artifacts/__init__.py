@@ -29,8 +29,8 @@ _MEANINGS = {
 }
 # The code that traces the models, by backend.
 _TRACING = {
-    "torchdist": ("backends/export",),
-    "nxd": ("backends/nxd/compile", "backends/export", "backends/nki"),
+    "torchdist": ("backends/export", "backends/mesh"),
+    "nxd": ("backends/nxd/compile", "backends/export", "backends/mesh", "backends/nki"),
 }
 
 
