@@ -39,6 +39,7 @@ from helpers import (
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ltx_neuron import profiles
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
 from ltx_neuron.backends.export import trace as export_trace
 from ltx_neuron.backends.manifest import Manifest
@@ -979,9 +980,10 @@ LAYOUTS = {
 @pytest.fixture
 def eight_ranks(monkeypatch):
     """A process drives one number of ranks, and keeps its launch in the environment. On a device no
-    group has two ranks; here eight devices have both kinds of groups and an exchange."""
+    group has or exchanges in two ranks; here eight devices have both kinds of groups and an exchange."""
     monkeypatch.setattr(runtime.Ranks, "_started", None)
     monkeypatch.setattr(Profile, "check_degree", lambda profile, tp: None)
+    monkeypatch.setattr(profiles, "_check", lambda profile: None)
     for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_ROOT_COMM_ID"):
         monkeypatch.setenv(name, "")  # restored to what it was
         monkeypatch.delenv(name)
