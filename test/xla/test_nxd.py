@@ -979,8 +979,8 @@ LAYOUTS = {
 
 @pytest.fixture
 def eight_ranks(monkeypatch):
-    """A process drives one number of ranks, and keeps its launch in the environment. On a device no
-    group has or exchanges in two ranks; here eight devices have both kinds of groups and an exchange."""
+    """A process drives one number of ranks, and keeps its launch in the environment. Profiles of
+    Trainium refuse groups of two ranks, with which eight ranks have every kind of group."""
     monkeypatch.setattr(runtime.Ranks, "_started", None)
     monkeypatch.setattr(Profile, "check_degree", lambda profile, tp: None)
     monkeypatch.setattr(profiles, "_check", lambda profile: None)
