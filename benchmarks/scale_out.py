@@ -2,10 +2,10 @@
 
     python benchmarks/scale_out.py
 
-A small random checkpoint at TP 1. Context parallelism 1, 2 and 4 take turns on an unguided step, and
-guidance groups 1, 2 and 4 on a step of four passes. Medians count; the last line is JSON. With more
-ranks than cores, a step cannot become faster; its ratio then shows what the groups cost. A CPU is
-no chip: the ratios say nothing of the links between chips.
+A small random checkpoint at TP 1. Context parallelism 1, 2 and 4 take turns on an unguided step,
+and guidance groups 1, 2 and 4 on a step of four passes. Medians count; the last line is JSON. With
+more ranks than cores, a step cannot become faster; its ratio then shows what the groups cost. A CPU
+is no chip: the ratios say nothing of the links between chips.
 """
 
 import tempfile

@@ -263,7 +263,8 @@ class Attention(nn.Module):
         query, key, value = context.to_heads(context.ulysses, query, key, value)
         if context.between is not None:
             key, value = context.gathered(context.between, key, value)
-        key, value = key[:, :, : context.tokens], value[:, :, : context.tokens]
+        elif context.padding:
+            key, value = key[:, :, : context.tokens], value[:, :, : context.tokens]
         out = self.kernel(query, key, value, scale, call.bias)
         return context.to_tokens(context.ulysses, out)
 

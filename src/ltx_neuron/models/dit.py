@@ -362,9 +362,8 @@ class Head(nn.Module):
 def _own_tokens(inputs: HeadInputs, context: ContextParallel | None) -> Tensor:
     """This rank's tokens of the whole video latent: (1, Tv, C) -> (1, Tv / parts, C)."""
     one_hot, latent = inputs.rank_one_hot.flatten(), inputs.video_latent  # (parts,)
-    if context is not None:
-        padding = context.own * context.groups.size - context.tokens
-        latent = nn.functional.pad(latent, (0, 0, 0, padding))
+    if context is not None and context.padding:
+        latent = nn.functional.pad(latent, (0, 0, 0, context.padding))
     # (1, parts, Tv / parts, C); a sum over one-hot rows is exact, and the graph has no rank.
     parts = latent.unflatten(1, (one_hot.shape[0], -1))
     return (one_hot[:, None, None] * parts).sum(1)

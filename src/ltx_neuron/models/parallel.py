@@ -76,14 +76,23 @@ class ContextParallel:
 
     def joined(self, tensor: Tensor) -> Tensor:
         """The tokens of all groups, without padding: (1, T' / cp, D) -> (1, T, D)."""
-        return self.groups.all_gather(tensor)[:, : self.tokens]
+        return self._without_padding(self.groups.all_gather(tensor))
+
+    @property
+    def padding(self) -> int:
+        """Tokens that the last groups have beyond the clip's."""
+        return self.own * self.groups.size - self.tokens
+
+    def _without_padding(self, tokens: Tensor) -> Tensor:
+        return tokens[:, : self.tokens] if self.padding else tokens
 
     def gathered(self, comm: Comm, *heads: Tensor) -> tuple[Tensor, ...]:
         """Keys and values (1, H, S / size, D) of all tokens in one collective, without padding:
         (1, H, S, D) each."""
         count, (_, number, _, size) = len(heads), heads[0].shape
         tokens = torch.stack(heads, 1).permute(0, 3, 1, 2, 4).flatten(2)  # (1, S / size, 2 H D)
-        whole = comm.all_gather(tokens)[:, : self.tokens].unflatten(2, (count, number, size))
+        whole = self._without_padding(comm.all_gather(tokens))
+        whole = whole.unflatten(2, (count, number, size))
         return whole.permute(2, 0, 3, 1, 4).unbind(0)
 
     @staticmethod
