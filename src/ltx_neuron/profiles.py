@@ -479,7 +479,7 @@ def _routes(profile: Profile) -> dict[str, bool]:
     cp, ulysses = profile.context_parallel, profile.ulysses
     return {
         f"context_parallel={cp} divides a clip over the chips of one machine, and a"
-        f" {profile.machine} has one; guidance_parallel over machines does not exist either. Type"
+        f" {profile.machine} has one; between machines only guidance groups work, with --ray. Type"
         " context_parallel=1, or --profile trn2.48xlarge": cp == 1 or profile.chips > 1,
         f"context_parallel={cp} needs lnc=2; type both, or context_parallel=1": (
             cp == 1 or profile.lnc == 2

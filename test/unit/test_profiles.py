@@ -299,7 +299,7 @@ UNROUTABLE = {
     ),
     "trn2.48xlarge context_parallel=16 context_mode=ulysses ulysses_degree=2": "in groups of 2",
     "trn2.3xlarge context_parallel=2": (
-        "a trn2.3xlarge has one; guidance_parallel over machines does not exist either. Type"
+        "a trn2.3xlarge has one; between machines only guidance groups work, with --ray. Type"
         " context_parallel=1, or --profile trn2.48xlarge"
     ),
 }
