@@ -173,7 +173,7 @@ def check_distilled_loras(jobs: list[Job]) -> None:
 def check_guidance_groups(jobs: list[Job], groups: int) -> None:
     """Raise UserError for more guidance groups than any stage has passes."""
     most = max((len(job.passes) for job in jobs if job.stages[0].guided), default=1)
-    if groups > most:
+    if jobs and groups > most:  # a replica may have no capability jobs
         has = f"no stage of it has more than {most} passes" if most > 1 else "it has no guidance"
         raise UserError(
             f"guidance_parallel={groups}: each group runs a pass of a guided step, and {has}.\nType"

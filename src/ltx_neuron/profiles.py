@@ -55,6 +55,7 @@ class Profile:
                     exchange tokens for heads ("ulysses"; in groups of `ulysses_degree`, between
                     which keys and values are gathered; 0: all groups exchange)
     guidance_parallel  groups of ranks, each with the whole model, that share a guided step's passes
+    spread          each guidance group has a machine of its own; only the fleet sets it
     host_dtype      of the host's video models; "auto": bfloat16 for a bfloat16 run if this
                     machine's CPU measures faster with it, else float32
     vae_tile        longer side of a decoder's tile in pixels, and vae_overlap, the pixels that two
@@ -84,6 +85,7 @@ class Profile:
     context_mode: Literal["gather", "ulysses"] = "gather"
     ulysses_degree: int = 0
     guidance_parallel: int = 1
+    spread: bool = False
     threads: int = 0
     drain_every: int = 0
     first_run_seconds: int = 1800
@@ -165,8 +167,8 @@ class Profile:
         return tp * self.context_parallel
 
     def cores_needed(self, tp: int) -> int:
-        """Logical cores of a run: the ranks of all guidance groups."""
-        return self.world_size(tp) * self.guidance_parallel
+        """Logical cores of a run on one machine: the ranks of all guidance groups on it."""
+        return self.world_size(tp) * (1 if self.spread else self.guidance_parallel)
 
     @property
     def ulysses(self) -> int:
@@ -547,7 +549,7 @@ _RUNTIMES = {
     "nxd": ("neuronx-distributed", "neuron"),
     "torchdist": ("torch-neuronx", "torchneuron"),
 }
-_FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
+_FIXED = ("name", "source", "chip", "settings", "host_memory_bytes", "spread")
 _TABLES = ("environment", "compiler_flags")  # --profile-set changes single entries
 _TYPES = {key: _HINTS[key] for key in _HINTS if key not in _FIXED + _TABLES}
 _MAY_BE_ZERO = (

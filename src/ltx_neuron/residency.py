@@ -7,7 +7,7 @@ transformer's weights; a weight set with other LoRAs replaces it.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,11 +32,15 @@ _REMEMBERED_WEIGHT_SETS = 4  # weight sets whose modulation tables are kept
 
 
 class Residency:
-    """Starts the ranks of a workspace and loads models into them; `close` ends them."""
+    """Starts the ranks of a workspace and loads models into them; `close` ends them.
+
+    elsewhere  start guidance groups on other machines
+    """
 
     def __init__(self, workspace: Workspace, recorder: Recorder):
         self.workspace, self.recorder = workspace, recorder
         self.ranks: Ranks | None = None
+        self.elsewhere: Sequence[Callable[[], Ranks]] = ()
         # The transformer on the ranks: its weight set, and its programs by name.
         self.weights: Path | None = None
         self._programs: frozenset[str] = frozenset()
@@ -54,7 +58,7 @@ class Residency:
         """
         workspace = self.workspace
         with self.recorder.phase("load_gemma3"):
-            ranks = self._start()
+            ranks = self.start()
             if (self.weights or self._decoders) and not workspace.profile.resident:
                 self._unload()
             known = workspace.profile.text_buckets
@@ -78,7 +82,7 @@ class Residency:
             return
         weights = self.workspace.dit_weights(loras)
         with self.recorder.phase("load_transformer"):
-            ranks = self._start()
+            ranks = self.start()
             if self._decoders and not self.decoder_stays:
                 self._unload()
             with self._swapping(weights):
@@ -145,7 +149,7 @@ class Residency:
                 with self.recorder.phase("unload_transformer"):
                     self._unload()
             with self.recorder.phase("load_vae"):
-                ranks = self._start()
+                ranks = self.start()
                 with _remedy(weights := workspace.weights("vae")):
                     ranks.load(weights, tiles, workspace.dtype)
                 if sound:
@@ -171,10 +175,13 @@ class Residency:
         self.ranks, self._ran = None, frozenset()
         self._forget()
 
-    def _start(self) -> Ranks:
+    def start(self) -> Ranks:
+        """The ranks; the first call starts them."""
         if not self.ranks:
             workspace = self.workspace
-            self.ranks = registry.ranks(workspace.profile, workspace.tp, workspace.compiler_cache)
+            self.ranks = registry.ranks(
+                workspace.profile, workspace.tp, workspace.compiler_cache, self.elsewhere
+            )
             self.ranks.lost = self.recorder.lost_groups
         return self.ranks
 

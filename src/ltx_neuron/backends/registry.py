@@ -1,6 +1,6 @@
 """Selects the backend by `profile.backend`. No other module does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -81,10 +81,16 @@ def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> N
             host.compile_only(folders, profile, tp, cache)
 
 
-def ranks(profile: Profile, tp: int, cache: Path) -> Ranks:
-    """The started ranks of a run. cache: the folder of `precompile`."""
+def ranks(
+    profile: Profile, tp: int, cache: Path, elsewhere: Sequence[Callable[[], Ranks]] = ()
+) -> Ranks:
+    """The started ranks of a run.
+
+    cache      the folder of `precompile`
+    elsewhere  start the last guidance groups, on other machines
+    """
     if profile.backend == "nxd":
         return runtime.Ranks(profile, tp)
-    if (groups := profile.guidance_parallel) > 1:
-        return Team([partial(host.Ranks, profile, tp, cache, group) for group in range(groups)])
-    return host.Ranks(profile, tp, cache)
+    here = range(profile.guidance_parallel - len(elsewhere))
+    groups = [*(partial(host.Ranks, profile, tp, cache, group) for group in here), *elsewhere]
+    return Team(groups) if len(groups) > 1 else groups[0]()

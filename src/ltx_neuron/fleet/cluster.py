@@ -7,9 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from math import ceil
 from typing import NamedTuple
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ltx_neuron.backends import environment
 from ltx_neuron.errors import UserError
@@ -22,30 +26,72 @@ _ANSWERS = 10.0  # seconds to wait for the head's connection
 
 
 class Needs(NamedTuple):
-    """The resources of one replica: `count` of one of Ray's kinds."""
+    """The resources of one replica: `count` of one of Ray's kinds, on each of `nodes` nodes."""
 
     kind: str
     count: int
+    nodes: int = 1
 
     @classmethod
     def of(cls, profile: Profile, tp: int) -> "Needs":
+        """The replica's layout. If it is spread, each guidance group has a node."""
         kinds = {"neuron": "neuron_cores", "cuda": "GPU"}
-        return cls(kinds.get(profile.device, "CPU"), tp)
+        nodes = profile.guidance_parallel if profile.spread else 1
+        return cls(kinds.get(profile.device, "CPU"), profile.cores_needed(tp), nodes)
+
+    @classmethod
+    def in_cluster(cls, profile: Profile, tp: int) -> "Needs":
+        """The layout of replicas in the connected cluster: one node for all guidance groups if a
+        living node has the cores, otherwise a node for each."""
+        whole = cls.of(profile, tp)
+        if profile.guidance_parallel == 1 or whole.capacity():
+            return whole
+        return cls.of(replace(profile, spread=True), tp)
+
+    def reserve(self) -> PlacementGroup | None:
+        """Reserve the nodes of a spread replica. None for one node, where the resources of the
+        replica's actor suffice."""
+        if self.nodes == 1:
+            return None
+        return placement_group([{self.kind: self.count}] * self.nodes, "STRICT_SPREAD")
 
     @property
     def options(self) -> dict:
-        """The options of a Ray actor with these resources. Ray names CPU and GPU differently."""
+        """The options of a Ray actor on one of the nodes. Ray names CPU and GPU differently."""
         own = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(self.kind)
         taken = {own: self.count} if own else {"resources": {self.kind: self.count}}
         return {"num_cpus": 0, **taken}
 
     def capacity(self) -> int:
         """The number of replicas that the cluster's living nodes could run if they were idle."""
-        return sum(int(has.get(self.kind, 0) // self.count) for _, has in _living_nodes())
+        replicas, rooms = 0, [room for _, room in self._rooms()]
+        # A node has one guidance group of a spread replica.
+        while sum(min(replicas + 1, room) for room in rooms) >= (replicas + 1) * self.nodes:
+            replicas += 1
+        return replicas
+
+    def _rooms(self) -> list[tuple[str, int]]:
+        """How many times each living node has the count."""
+        return [
+            (address, int(has.get(self.kind, 0) // self.count)) for address, has in _living_nodes()
+        ]
+
+    def layout(self) -> str:
+        """A line about the replicas for which the cluster has room."""
+        count = self.capacity()
+        room = f"room for {count} replica{'s' * (count != 1)}"
+        if self.nodes > 1:
+            part = f"a guidance group with {self.kind} {self.count}"
+            return f"{room}: {part} on each of {self.nodes} nodes"
+        where = ", ".join(f"{room} on {address}" for address, room in self._rooms() if room)
+        return f"{room} with {self.kind} {self.count}: {where}"
 
     def too_small(self) -> str:
         """An error message: the resources that a replica needs, and those of each node."""
         kinds, nodes = {"CPU", "GPU", self.kind}, []
+        lacking = "no node of the Ray cluster has"
+        if self.nodes > 1:
+            lacking = f"no {self.nodes} nodes of the Ray cluster each have"
         for address, has in _living_nodes():
             counts = ", ".join(f"{kind} {n:g}" for kind, n in has.items() if kind in kinds)
             nodes.append(f"\n  {address}: {counts or 'nothing'}")
@@ -53,10 +99,16 @@ class Needs(NamedTuple):
         if self.kind == "neuron_cores":
             declared = f"--resources '{{\"neuron_cores\": {self.count}}}'"
         return (
-            f"no node of the Ray cluster has {self.kind} {self.count} for a replica; it has:"
+            f"{lacking} {self.kind} {self.count} for a replica; it has:"
             f"{''.join(nodes)}\nStart a node with it: ray start --address=HEAD:6379"
             f" {declared}"
         )
+
+
+def within(placement: PlacementGroup | None, part: int = 0) -> dict:
+    """The options of a Ray actor on one of the nodes of a spread replica."""
+    strategy = PlacementGroupSchedulingStrategy(placement, part) if placement else None
+    return {"scheduling_strategy": strategy}
 
 
 def _living_nodes() -> list[tuple[str, dict[str, float]]]:
@@ -102,8 +154,9 @@ def _check_answers(address: str) -> None:
 
 
 def check_cores(profile: Profile, tp: int) -> list[int]:
-    """The logical cores that Ray assigned to this process. Raises UserError unless they are `tp`
-    cores of one chip. Ray may mix chips, and a step across chips takes several times as long."""
+    """The logical cores that Ray assigned to this process. Raises UserError unless they follow each
+    other on as few chips as possible. Ray may mix chips, and a step across more chips than needed
+    takes several times as long."""
     if profile.device != "neuron":
         return []
     if VISIBLE not in os.environ:
@@ -114,11 +167,13 @@ def check_cores(profile: Profile, tp: int) -> list[int]:
     cores = environment.cores(profile, tp)
     assert profile.chip
     a_chip = profile.chip.cores // profile.lnc
-    if tp <= a_chip and len({core // a_chip for core in cores}) > 1:
+    wanted = ceil(len(cores) / a_chip)
+    if len({core // a_chip for core in cores}) > wanted:
+        chips = "one chip" if wanted == 1 else f"{wanted} whole chips"
         raise UserError(
-            f"{VISIBLE}={os.environ[VISIBLE]}: the cores are of several chips, wanted one chip"
-            f" ({a_chip} cores). The replica releases them.\nOn this node, run only Ray tasks that"
-            f" take {a_chip} neuron_cores at a time"
+            f"{VISIBLE}={os.environ[VISIBLE]}: the cores are of several chips, wanted {chips}"
+            f" ({a_chip} cores each). The replica releases them.\nOn this node, run only Ray tasks"
+            f" that take {max(a_chip, len(cores))} neuron_cores at a time"
         )
     # A list of single cores, as Ray writes it.
     os.environ[VISIBLE] = ",".join(map(str, cores))

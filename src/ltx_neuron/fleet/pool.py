@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ltx_neuron import hub
@@ -36,11 +37,18 @@ _MAX_CALLS = 64  # concurrent calls of the queue's actor
 
 
 class _Member(NamedTuple):
-    """A replica: its name in the queue, its actor, and its start time."""
+    """A replica: its name in the queue, its actor and start time, and its nodes if it is spread."""
 
     name: str
     actor: Any
     began: float
+    placement: PlacementGroup | None
+
+    def kill(self) -> None:
+        """Kill the actor, and those of guidance groups on other nodes."""
+        ray.kill(self.actor)
+        if self.placement:
+            remove_placement_group(self.placement)
 
 
 class Pool:
@@ -49,7 +57,7 @@ class Pool:
     queue            its database and files are on this machine
     args             flags for a replica's engine
     capability_jobs  jobs that a replica must be able to run
-    max_replicas     None: one per chip
+    max_replicas     None: as many as the cluster has room for
     max_failures     consecutive early failures before run() raises, if no replica works; run() also
                      raises if the cluster has no room at the start. None: retry forever
     sets             further weight sets of the DiT that jobs need
@@ -70,9 +78,9 @@ class Pool:
         self.stop = threading.Event()
         self.members: dict[ray.ObjectRef, _Member] = {}  # by the reference of run()'s result
         self.profile = profile = resolve(args.profile, tuple(args.profile_set))
-        self.needed = cluster.Needs.of(profile, profile.degree(args.tp_degree))
+        self.tp = profile.degree(args.tp_degree)
         self._failures, self._not_before = 0, 0.0
-        self._lack: str | None = None  # the last message about missing room
+        self._room: str | None = None  # the last message about the cluster's room
 
     def run(self, look: Callable[[], object] = lambda: None) -> None:
         """Keep replicas running. look: called twice a second."""
@@ -101,21 +109,24 @@ class Pool:
 
     def _fill(self) -> None:
         """Start replicas until the cluster or max_replicas is full."""
-        room = self.needed.capacity()
-        lack = "" if room else self.needed.too_small()
-        if lack and self.max_failures and self._lack is None:
-            raise UserError(lack)
-        if lack and lack != self._lack:
-            print(lack, flush=True)  # nodes may join
-        self._lack = lack
+        needed = cluster.Needs.in_cluster(self.profile, self.tp)
+        room = needed.capacity()
+        text = needed.layout() if room else needed.too_small()
+        if not room and self.max_failures and self._room is None:
+            raise UserError(text)
+        if text != self._room:
+            print(text, flush=True)  # nodes may join
+        self._room = text
         if time.monotonic() < self._not_before:
             return
         while len(self.members) < min(room, self.max_replicas):
             name = f"ray-{secrets.token_hex(4)}"
-            actor = ray.remote(Replica).options(**self.needed.options, max_concurrency=2)
+            placement = needed.reserve()
+            options = needed.options | cluster.within(placement)
+            actor = ray.remote(Replica).options(**options, max_concurrency=2)
             made = actor.remote(name, self.queue_actor, self.queue.lease, self.args)
             ended = made.run.remote(self.capability_jobs, self.sets)
-            self.members[ended] = _Member(name, made, time.monotonic())
+            self.members[ended] = _Member(name, made, time.monotonic(), placement)
 
     def _wait(self) -> None:
         """Wait for _LOOK_SECONDS at most, and handle replicas that ended."""
@@ -134,7 +145,7 @@ class Pool:
             error = ray.get(reference)
         except Exception as raised:
             error = raised
-        ray.kill(member.actor)  # after an exception the actor still holds its chip
+        member.kill()  # after an exception the actor still holds its chip
         why = _reason(error)
         lived = state.get("videos") or time.monotonic() - member.began > _LONG_ENOUGH
         self._failures = 0 if lived else self._failures + 1
@@ -155,7 +166,7 @@ class Pool:
                 ray.wait(ended, num_returns=len(ended), timeout=_LAST_SECONDS)
         for member in self.members.values():
             with suppress(RayError, GetTimeoutError):
-                ray.kill(member.actor)
+                member.kill()
             self.queue.release_worker(member.name)
         self.members.clear()
 

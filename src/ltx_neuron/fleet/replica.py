@@ -1,14 +1,17 @@
-"""A replica: a Ray actor that keeps an engine open on one chip and runs the queue's jobs.
+"""A replica: a Ray actor that keeps an engine open and runs the queue's jobs, on one chip or
+more. Its guidance groups on other nodes are actors of their own.
 
 This module must not import torch: torch reads environment variables that are not set yet.
 """
 
-import os
 import tempfile
 import threading
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+from ltx_neuron.fleet.node import engine_for, forget_rays_threads, place_of
 
 
 class Replica:
@@ -35,47 +38,29 @@ class Replica:
         capability_jobs  jobs that it must be able to run
         sets             weight sets that other jobs need
         """
-        from ltx_neuron import flags
-        from ltx_neuron.engine import Engine
-        from ltx_neuron.errors import UserError
-        from ltx_neuron.fleet.cluster import check_cores
-        from ltx_neuron.fleet.fetch import fetch
+        from ray.util.placement_group import get_current_placement_group
+
+        from ltx_neuron.fleet.cluster import Needs
+        from ltx_neuron.fleet.remote_group import RemoteRanks
         from ltx_neuron.fleet.remote_queue import RemoteQueue
-        from ltx_neuron.report.recorder import Recorder
         from ltx_neuron.service.worker import Worker
 
-        args, options = self.args, flags.run_options(self.args)
-        workspace = flags.workspace(args, writes=False)
-        cores = check_cores(workspace.profile, workspace.tp)
-        if args.artifacts_url:
-            try:
-                needed = {stage.loras for job in capability_jobs for stage in job.stages} | {*sets}
-                own = flags.weight_sets(flags.lora_fields(flags.spec(args)))
-                fetch(args.artifacts_url, workspace, options, needed or own)
-            except UserError as error:  # this machine may already have all files
-                print(f"{self.name}: nothing was downloaded: {error}", flush=True)
+        args, placement = self.args, get_current_placement_group()
         scratch = tempfile.TemporaryDirectory(prefix="ltx-neuron-")
-        with scratch as folder, Engine(workspace, Recorder(), options) as engine:
-            try:
-                engine.preflight.check(capability_jobs)
-            except UserError as error:
-                if args.artifacts_url:
-                    raise
-                advice = "Or download it from another machine's store: --artifacts-url URL"
-                raise UserError(f"{error}\n{advice}") from None
+        needed = self.name, args, capability_jobs, sets, placement is not None
+        with scratch as folder, engine_for(*needed) as engine:
+            workspace = engine.workspace
+            if placement:
+                options = Needs.of(workspace.profile, workspace.tp).options
+                engine.residency.elsewhere = [
+                    partial(RemoteRanks, placement, part, options, needed)
+                    for part in range(1, placement.bundle_count)
+                ]
+                engine.residency.start()  # before a job is claimed: other nodes may lack files
             queue = RemoteQueue(self.queue_actor, self.lease, Path(folder))
             previews = not getattr(args, "no_page", True)  # a batch has no page
             # RemoteQueue has the methods that a worker calls.
             worker = Worker(queue, engine, self.name, previews)  # pyright: ignore[reportArgumentType]
             worker.stop = self.stopped
-            on = f"cores {','.join(map(str, cores))}" if cores else workspace.profile.name
-            print(f"{self.name} is ready on {on}", flush=True)
+            print(f"{self.name} is ready on {place_of(workspace)}", flush=True)
             worker.run()
-
-
-def forget_rays_threads() -> None:
-    """Undo Ray's limit on a worker's threads, unless the user set one. The profile decides the
-    number of threads, and results depend on it."""
-    users = Path("/proc/self/environ").read_bytes().split(b"\0")
-    if not any(setting.startswith(b"OMP_NUM_THREADS=") for setting in users):
-        os.environ.pop("OMP_NUM_THREADS", None)

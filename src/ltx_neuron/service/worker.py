@@ -63,7 +63,7 @@ class Worker:
         self._seen: dict[int, dict] = {}  # each job's details: its steps' times, a preview
         self._count, self._reported, self._failures = 0, 0.0, 0
         self._state = {"pid": os.getpid(), "batch_key": None, "videos": 0, "steps": 0, "phases": {}}
-        self._state |= {"step_seconds": 0.0}
+        self._state |= {"step_seconds": 0.0, "lost_groups": engine.recorder.lost_groups}
         engine.on_step_end, engine.on_stage_end = self._step, self._stage
         engine.progress = False
 
@@ -259,7 +259,9 @@ class Worker:
         steps = [ms for stage in report["denoise_steps_ms"].values() for ms in stage]
         self._state["steps"] += len(steps)
         self._state["step_seconds"] += sum(steps) / 1e3
-        self.engine.recorder = self.engine.residency.recorder = Recorder()
+        recorder = Recorder()
+        recorder.lost_groups = self.engine.recorder.lost_groups  # of ranks that stay
+        self.engine.recorder = self.engine.residency.recorder = recorder
 
     def _beat(self) -> None:
         """Renew the leases of this worker's jobs."""
