@@ -307,6 +307,7 @@ class Engine:
     def _prepare(self, run: JobRun, stage: Stage, compiled: CompiledStep) -> StageRun:
         """A stage with the shared inputs of its steps uploaded."""
         job, workspace = run.job, self.workspace
+        say_idle_groups(job, stage, workspace.profile.guidance_parallel)
         modulation = self.residency.use_weights(stage.loras)
         if job.has_media(stage.upsampled) and "video_latent" not in run.tensors:
             with self.recorder.phase("encode_inputs"):
@@ -339,8 +340,6 @@ class Engine:
     def _steps(self, stage_run: StageRun) -> tuple[Tensor, Tensor]:
         """Run a stage's steps; returns its latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         stage, recorder, self.stage_run = stage_run.stage, self.recorder, stage_run
-        assert self.job
-        say_idle_groups(self.job, stage, self.workspace.profile.guidance_parallel)
         if self.options.warmup:
             with recorder.phase("warmup"):
                 stage_run.start()
