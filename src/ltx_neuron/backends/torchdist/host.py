@@ -39,6 +39,7 @@ from ltx_neuron.profiles import MODELS, Profile
 _POLL_SECONDS = 0.5  # between two checks of the ranks
 _GRACE_SECONDS = 1.0  # after the first failure: time for the others to report theirs
 _LEAVE_SECONDS = 2.0  # time for ranks to end by themselves
+_ENDED_SECONDS = 5.0  # time for an ended process to have an exit code
 _KILLED_BY = {
     signal.SIGKILL: ": by somebody, or by the system because memory ran out (dmesg says so)",
     signal.SIGBUS: ": its weight file was cut short, or its disk failed, while it was in use",
@@ -301,7 +302,8 @@ class Ranks(ranks.Ranks):
         try:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
-            self._processes[rank].join(timeout=1)  # its pipe closes before it has an exit code
+            # Its pipe closes before it has an exit code, long before on a busy machine.
+            self._processes[rank].join(timeout=_ENDED_SECONDS)
             code = self._processes[rank].exitcode
             ended = f"ended with exit code {code}"
             if code and code < 0:
