@@ -23,6 +23,7 @@ from helpers import wait_for
 from ltx_neuron import flags
 from ltx_neuron.artifacts.store import Store
 from ltx_neuron.artifacts.transfer import push
+from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.batch import RESULTS, read_lines
 from ltx_neuron.commands import generate
 from ltx_neuron.errors import UserError
@@ -432,6 +433,14 @@ def test_groups_on_two_nodes_make_the_video_of_one_machine_though_one_is_killed(
     assert "guidance group 2 lost at step" in capfd.readouterr().err
 
 
+def is_lost(group) -> bool:
+    try:
+        group.check()
+    except RankError:
+        return True
+    return False
+
+
 def test_a_group_whose_node_is_lost_leaves_its_passes_to_the_other(cluster, node, setup, guided):
     from ray.util import placement_group_table
 
@@ -458,6 +467,8 @@ def test_a_group_whose_node_is_lost_leaves_its_passes_to_the_other(cluster, node
             if number == 0:
                 where = placement_group_table(placement)["bundles_to_node_id"][1]
                 cluster.remove_node(nodes[where], allow_graceful=False)
+                # Its actor may live on for the steps that are left.
+                wait_for(lambda: is_lost(engine.residency.ranks.groups[2]))
 
         engine.on_step_end = lose
         (left,) = engine.run([job], keep=True, decode=False)
