@@ -1,5 +1,5 @@
-"""One clip on several groups of ranks, in processes: every step equals one rank's, and a killed rank
-is named and the clip goes on to the same bits."""
+"""One clip on several groups of ranks, in processes: every step equals one rank's, and a killed
+rank is named and the clip goes on to the same bits."""
 
 import os
 import signal
