@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ltx_neuron.backends import mesh, registry
@@ -21,14 +20,12 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.doctor.finding import Finding
 from ltx_neuron.errors import RunError
-from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.invocation import command
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import Profile
-from ltx_neuron.weights.rankfiles import RESHARD, SHARED_FILE, file_names, header_digest
-from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.weights.sharder import ShardSpec, shard_weights
 
 WIDTH = 128  # of a row of numbers
 RUNS = 5  # of which the median counts, after one that does not
@@ -111,15 +108,28 @@ def probe(profile: Profile, tp: int) -> Iterator[Finding]:
             yield Finding(check, "blocks", str(error), ANOTHER)
 
 
+class _Ones:
+    """A source of weights, as shard_weights reads one."""
+
+    heads: dict[str, int] = {}
+
+    def nbytes(self, name: str) -> int:
+        return 4
+
+    def pieces(self, name: str, bounds: list) -> Iterator[Tensor]:
+        for start, stop in bounds:
+            yield torch.ones(stop - start)
+
+    def provenance(self, digests: dict) -> dict:
+        return {}
+
+
 def write_weights(folder: Path, tp: int, dtype: torch.dtype) -> Path:
-    """A weight set whose one weight is 1 on every rank."""
-    folder.mkdir()
-    save_file({"weight": torch.ones(1, dtype=dtype)}, path := folder / SHARED_FILE)
-    # Ranks compare the header alone.
-    header = header_digest(TensorFile(path, RESHARD))
-    entry = {"bytes": None, "blake3": None, "header_blake3": header}
-    files = dict.fromkeys(file_names(tp, shared=True), entry)
-    write_json(folder / MANIFEST, {"identity": {"tp": tp}, "files": files})
+    """A weight set whose one weight, (1,), is 1 on every rank. Returns its folder, which may be
+    finished already."""
+    spec = ShardSpec("weight", (1,), None, (1,), None)
+    identity = {"kind": "weights", "model": "probe", "tp": tp}
+    shard_weights(_Ones(), folder, identity, tp, dtype, [spec])  # pyright: ignore[reportArgumentType]
     return folder
 
 
