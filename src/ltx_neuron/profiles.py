@@ -192,9 +192,9 @@ class Profile:
         return self.tp if tp_degree is None else tp_degree
 
     def check_layout(self, tp: int, heads: int) -> None:
-        """Raise UserError as check_degree, and if Ulysses cannot divide the heads of a rank. heads:
-        the video's."""
-        self.check_degree(tp)
+        """Raise UserError if the machine has too few cores for all ranks, or Ulysses cannot divide
+        the heads of a rank. heads: the video's."""
+        self._check_cores(tp)
         if (own := heads // tp) % self.ulysses:
             raise UserError(
                 f"context_mode=ulysses exchanges tokens for heads in groups of {self.ulysses}; a"
@@ -210,6 +210,10 @@ class Profile:
                 f"--tp-degree is {tp}: the Neuron runtime supports 1 or a multiple of 4 cores of a"
                 f" {self.name}.\nType --tp-degree {self.tp}"
             )
+        self._check_cores(tp)
+
+    def _check_cores(self, tp: int) -> None:
+        """Raise UserError if the machine has too few cores for the ranks of a layout."""
         needed = self.cores_needed(tp)
         if self.cores is not None and needed > self.cores:
             one = "type --tp-degree with at most" if needed == tp else "together at most"

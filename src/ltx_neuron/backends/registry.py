@@ -50,7 +50,7 @@ def identity(profile: Profile, model: str) -> dict:
         "compiler_flags": nxd_compile.compiler_flags(profile, model),
         "neuron": {package: package_version(package) for package in nxd_compile.PACKAGES},
         # A compiled graph contains the ranks of its groups, not their name.
-        **({"world": profile.world_size(1)} if profile.context_parallel > 1 else {}),
+        **({"context_parallel": cp} if (cp := profile.context_parallel) > 1 else {}),
     }
 
 
