@@ -567,7 +567,6 @@ DIVIDED = {
 # tp, then the profile's settings.
 SHARED = {
     "sequence parallelism": (4, "sequence_parallel=true"),
-    "context parallelism with both": (2, "context_parallel=2 sequence_parallel=true"),
     "context parallelism with an exchange of heads": (
         *(1, "context_parallel=4 context_mode=ulysses ulysses_degree=2"),
     ),

@@ -5,12 +5,9 @@ import os
 import signal
 
 import pytest
-import recipes_oracle
 import torch
-from conftest import once
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import one_thread, rel  # noqa: F401
-from recipe_runs import SEA, assert_equals_the_oracle, generate, told
 from steps import EQUAL
 from toy import alive
 
@@ -18,7 +15,6 @@ from ltx_neuron import progress
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.job import Job, Size
-from ltx_neuron.tiny import TinySizes, make_tiny
 
 TWO = Size(64, 64, 9, two_stage=True)
 # tp, then the profile's settings.
@@ -92,34 +88,6 @@ def test_every_step_of_several_groups_equals_one_ranks(opened, alone, layout):
 
 def job_stages():
     return Job("", TWO, 0).stages
-
-
-@pytest.fixture(scope="module")
-def wide(shared):
-    """A block of the released width: 32 heads of 128 and of 64."""
-    sizes = TinySizes(
-        layers=1, heads=32, head_dim=128, audio_head_dim=64, connector_layers=1, seed=3
-    )
-    return once(shared / "wide", lambda path: make_tiny(path, sizes))
-
-
-WIDE_JOB = recipes_oracle.Job(SEA, height=64, width=96, num_frames=17, frame_rate=24.0, seed=4)
-
-
-@pytest.fixture(scope="module")
-def wanted(wide):
-    return recipes_oracle.generate(wide, WIDE_JOB)
-
-
-# Those with the most collectives; each TP degree has rank files of 1.3 GB.
-@pytest.mark.parametrize("layout", [*LAYOUTS.values()][2:], ids=[*LAYOUTS][2:])
-def test_a_block_of_the_released_width_on_several_groups_equals_ltx_core(
-    wide, wanted, artifacts, layout
-):
-    tp, settings = layout
-    workspace = opened_workspace(wide, artifacts, tp=tp, settings=settings.split())
-    with opened_engine(workspace, wide) as engine:
-        assert_equals_the_oracle(generate(engine, told(WIDE_JOB)), wanted)
 
 
 def test_any_killed_rank_is_named_and_the_clip_goes_on_to_the_same_bits(opened, tmp_path):

@@ -1,18 +1,22 @@
-"""64 ranks start, run and end, and a killed one is named soon. So many processes on two cores would
-slow the tests beside them."""
+"""One clip on several groups of ranks, where that is large: 64 processes, which on two cores would
+slow the tests beside them, and a block of the released width, with rank files of gigabytes."""
 
 import os
 import signal
 import time
 
 import pytest
+import recipes_oracle
+from conftest import once
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import one_thread, rel  # noqa: F401
+from recipe_runs import SEA, assert_equals_the_oracle, generate, told
 from steps import EQUAL
 from toy import SOON, alive
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.job import Job, Size
+from ltx_neuron.tiny import TinySizes, make_tiny
 
 MANY, JOB = 64, Job("a red fox", Size(64, 64, 9), 5)
 
@@ -42,3 +46,37 @@ def test_64_ranks_start_run_and_end_and_a_killed_one_is_named_soon(tiny, artifac
             list(engine.run([JOB], keep=True, decode=False))
         assert time.monotonic() - began < SOON
     assert alive(pids) == []
+
+
+WIDE = recipes_oracle.Job(SEA, height=64, width=96, num_frames=17, frame_rate=24.0, seed=4)
+
+
+@pytest.fixture(scope="module")
+def wide(shared):
+    """A block of the released width: 32 heads of 128 and of 64."""
+    sizes = TinySizes(
+        layers=1, heads=32, head_dim=128, audio_head_dim=64, connector_layers=1, seed=3
+    )
+    return once(shared / "wide", lambda path: make_tiny(path, sizes))
+
+
+@pytest.fixture(scope="module")
+def wanted(wide):
+    return recipes_oracle.generate(wide, WIDE)
+
+
+@pytest.mark.parametrize(
+    ("tp", "settings"),
+    [
+        (2, "context_parallel=2"),
+        (1, "context_parallel=3"),
+        (2, "context_parallel=2 sequence_parallel=true"),
+        (1, "context_parallel=4 context_mode=ulysses ulysses_degree=2"),
+    ],
+)
+def test_a_block_of_the_released_width_on_several_groups_equals_ltx_core(
+    wide, wanted, artifacts, tp, settings
+):
+    workspace = opened_workspace(wide, artifacts, tp=tp, settings=settings.split())
+    with opened_engine(workspace, wide) as engine:
+        assert_equals_the_oracle(generate(engine, told(WIDE)), wanted)
