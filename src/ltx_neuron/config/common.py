@@ -10,11 +10,11 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.hub import download_released
 
-SUPPORTED_VERSION = "2.3"
 CHECKPOINT_DOWNLOAD = download_released("distilled")
 # The tokenizer pads to this length, and the connectors return it (ltx-core base_encoder.py:182).
 TEXT_TOKENS = 1024
@@ -55,11 +55,15 @@ class ModelConfig:
 
     # Counts of heads by name, which a tensor-parallel degree must divide.
     heads: dict[str, int] = {}
+    # Fields that a later release added, with the value that earlier ones have: digests leave out a
+    # field with this value, so that artifacts of earlier releases keep their identity.
+    added: ClassVar[dict[str, object]] = {}
 
     @property
     def digest(self) -> str:
         """Identity of the traced models: equal configs give equal graphs."""
-        return digest(dataclasses.asdict(self))  # pyright: ignore[reportArgumentType]: of subclasses
+        values = dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]: of subclasses
+        return digest({k: v for k, v in values.items() if (k, v) not in self.added.items()})
 
     def check_tensor_parallel(self, tp: int) -> None:
         check_heads(tp, self.heads)

@@ -55,6 +55,7 @@ _DEFAULTS = {
     "audio_ff_bias": True,
     "connector_ff_bias": True,
     "use_prompt_adaln_single": True,
+    "use_keyframes_abs_pos_embedding": False,
 }
 # Attention -> prefix of its keys.
 _SIZES = {
@@ -91,6 +92,9 @@ class TransformerConfig(ModelConfig):
     audio_ff_bias: bool
     connector_ff_bias: bool
     use_prompt_adaln_single: bool
+    use_keyframes_abs_pos_embedding: bool
+
+    added = {"use_keyframes_abs_pos_embedding": False}
 
     @property
     def heads(self) -> dict[str, int]:
@@ -110,11 +114,6 @@ def transformer_config(metadata: dict) -> TransformerConfig:
             " checkpoint?"
         )
     check_values("transformer", values, _REQUIRED, "this code")
-    if values.get("use_keyframes_abs_pos_embedding", False):
-        raise UserError(
-            "checkpoint config: transformer.use_keyframes_abs_pos_embedding is True (LTX-2.5), not"
-            " implemented"
-        )
     values = {
         **_DEFAULTS,
         "audio_connector_num_layers": values.get("connector_num_layers"),

@@ -15,7 +15,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, SUPPORTED_VERSION, digest, gemma_download
+from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
+from ltx_neuron.config.release import RELEASES, release_of
 from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.sharding import COL, KV, Model, copies, rename, rule
@@ -49,10 +50,12 @@ class Checkpoint(WeightFile):
                 f"{path} is not an LTX checkpoint: its 'config' metadata has no 'transformer'"
                 f" section.\nDownload one: {CHECKPOINT_DOWNLOAD}"
             )
-        if not self.model_version.startswith(SUPPORTED_VERSION):
+        self.release = release_of(self.model_version)
+        if self.release is None:
             version = self.model_version or "2.0 (no model_version metadata)"
             raise UserError(
-                f"{path} is of LTX version {version}, this toolkit runs {SUPPORTED_VERSION}.\n"
+                f"{path} is of LTX version {version}, this toolkit runs"
+                f" {' and '.join(each.version for each in RELEASES)}.\n"
                 f"Download it: {CHECKPOINT_DOWNLOAD}"
             )
 

@@ -1,0 +1,27 @@
+"""The supported releases of LTX-2, with the settings that a release has besides its config."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Release:
+    """Settings that are fixed by a checkpoint's release and absent from its config metadata.
+
+    version    the beginning of `model_version` in the checkpoint's metadata
+    image_crf  quality of the H.264 round trip of conditioning images (ltx-pipelines 1.2.0
+               utils/constants.py)
+    ancestral  whether stage 1 of the distilled recipe uses the ancestral Euler sampler
+               (ltx-pipelines 1.2.0 utils/samplers.py)
+    """
+
+    version: str
+    image_crf: int = 33
+    ancestral: bool = False
+
+
+RELEASES = (Release("2.3"), Release("2.5", image_crf=18, ancestral=True))
+
+
+def release_of(model_version: str) -> Release | None:
+    """The release of a checkpoint's `model_version`; None if it is not supported."""
+    return next((each for each in RELEASES if model_version.startswith(each.version)), None)
