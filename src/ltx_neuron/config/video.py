@@ -133,6 +133,8 @@ class DiffusionDecoderConfig(ModelConfig):
 
 
 DIFFUSION_VAE = "CausalDiffusionVAE"
+# Tensors of its file that the decoder does not read: of previews, and an embedding of training.
+UNREAD = r"(?:coarse_.+|type_emb)"
 # One step from noise to pixels: what the released decoder was distilled to.
 _ONE_STEP = {"decoder.default_num_inference_steps": 1, "model_output_type": "x0"}
 
@@ -158,7 +160,8 @@ def diffusion_decoder_config(metadata: dict, names: Iterable[str] = ()) -> Diffu
             channels=tuple(decoder["stage_channels"]),
             depths=tuple(decoder["stage_depths"]),
             kernels=tuple(
-                tuple(kernel) for kernel in (*decoder["stage_kernels"][:-1], decoder["stage5_kernel"])
+                tuple(kernel)
+                for kernel in (*decoder["stage_kernels"][:-1], decoder["stage5_kernel"])
             ),
             upsamplings=tuple(
                 Upsampling(tuple(stride), divisor) for stride, divisor in decoder["upsamples"]

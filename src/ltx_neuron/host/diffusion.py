@@ -6,7 +6,7 @@ The host and the ranks run the same parts (models/diffusion_decoder.py) on the s
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class HostSpans(nn.Module):
         super().__init__()
         self.config = config
         # The modules do not depend on the clip's size.
-        program = diffusion_program(config, config.smallest, torch.float32)
+        program = diffusion_program(config, config.smallest, torch.float32, "sdpa")
         self.graphs = program.graphs
         for name, shape in program.weights().items():
             *path, last = name.split(".")
@@ -86,7 +86,7 @@ class DiffusionDecoder:
     """Decodes clips of one size.
 
     clip     latents (F, h, w)
-    decoder  runs the calls, at most `at_once` spans together: HostSpans, or backends.tiles.RankSpans
+    decoder  runs the calls, at most `at_once` spans together: HostSpans or backends.tiles.RankSpans
     """
 
     def __init__(self, config: DiffusionDecoderConfig, clip: tuple[int, int, int], decoder):

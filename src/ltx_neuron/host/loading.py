@@ -5,6 +5,7 @@ file."""
 # pyright: reportAttributeAccessIssue=false
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
+from ltx_neuron.config.video import UNREAD, diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released
@@ -51,6 +53,7 @@ class ModelSpec(NamedTuple):
               model's part of the file, which must contain no other tensors. Other parts may: a
               checkpoint has per-channel statistics that no model reads
     dtype     of every tensor; None keeps the stored dtypes
+    unread    pattern of the names in the file of the model's tensors that no part of it reads
     """
 
     name: str
@@ -60,6 +63,7 @@ class ModelSpec(NamedTuple):
     build: Callable[[], torch.nn.Module]
     prefixes: dict[str, str]
     dtype: torch.dtype | None
+    unread: str = ""
 
     def build_empty(self) -> torch.nn.Module:
         """The module on the meta device.
@@ -134,7 +138,8 @@ class ModelSpec(NamedTuple):
             return [f"none of its {len(expected)} tensors"]
         own_prefix, problems = next(iter(self.prefixes.values())), []
         for name in shapes:
-            if name.startswith(own_prefix) and name not in expected:
+            own = name.startswith(own_prefix) and not re.fullmatch(self.unread, name)
+            if own and name not in expected:
                 problems.append(f"unexpected {name}")
         for name, shape in expected.items():
             if name not in shapes:
@@ -172,7 +177,7 @@ def checkpoint_spec(
     }[name]
     # A checkpoint has the statistics once, for encoder and decoder.
     shared = prefix.partition(".")[0] + ".per_channel_statistics."
-    return ModelSpec(
+    spec = ModelSpec(
         name=name.replace("_", " "),
         path=path,
         flag="--checkpoint-path",
@@ -181,6 +186,12 @@ def checkpoint_spec(
         prefixes={"": prefix, "per_channel_statistics.": shared},
         dtype=dtype,
     )
+    if name == "video_decoder" and is_diffusion_vae(config):
+        from ltx_neuron.host.diffusion import HostSpans
+
+        decoder = diffusion_decoder_config(config, spec._file().shapes)
+        return spec._replace(build=partial(HostSpans, decoder), unread=prefix + UNREAD)
+    return spec
 
 
 def upsampler_spec(kind: str, path: str | Path | None, dtype: torch.dtype) -> ModelSpec:

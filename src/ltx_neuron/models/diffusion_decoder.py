@@ -72,22 +72,33 @@ def volumes(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> list[
 class Cut(NamedTuple):
     """How an axis is cut into parts of equal size, each with the window of its queries' keys.
 
+    length, kernel   positions of the axis, and neighbours of each
     size, window     of a part and of its window
     starts, windows  where they begin. The last part may overlap the one before it
-    bias             (parts, size, window): 0 where a query has a key, otherwise MASKED
     """
 
+    length: int
+    kernel: int
     size: int
     window: int
     starts: list[int]
     windows: list[int]
-    bias: Tensor
 
     @property
     def new(self) -> list[int]:
         """How many of a part's positions no earlier part has: the last ones."""
         ends = [start + self.size for start in self.starts]
         return [end - before for before, end in zip([0, *ends], ends, strict=False)]
+
+    def bias(self) -> Tensor:
+        """(parts, size, window): 0 where a query has a key, otherwise MASKED."""
+        bias = torch.full((len(self.starts), self.size, self.window), MASKED)
+        for part, (start, first) in enumerate(zip(self.starts, self.windows, strict=True)):
+            for query in range(self.size):
+                key = start + query - self.kernel // 2
+                key = _clamped(key, self.length - self.kernel) - first
+                bias[part, query, key : key + self.kernel] = 0
+        return bias
 
 
 def cut(length: int, size: int, kernel: int) -> Cut:
@@ -96,12 +107,7 @@ def cut(length: int, size: int, kernel: int) -> Cut:
     window = min(size + kernel - 1, length)
     starts = [*range(0, length - size, size), length - size]
     windows = [_clamped(start - kernel // 2, length - window) for start in starts]
-    bias = torch.full((len(starts), size, window), MASKED)
-    for part, (start, first) in enumerate(zip(starts, windows, strict=True)):
-        for query in range(size):
-            key = _clamped(start + query - kernel // 2, length - kernel) - first
-            bias[part, query, key : key + kernel] = 0
-    return Cut(size, window, starts, windows, bias)
+    return Cut(length, kernel, size, window, starts, windows)
 
 
 def _clamped(position: int, last: int) -> int:
@@ -153,26 +159,32 @@ def neighbourhoods(
     """The Neighbourhood of every span of a stage, whose frames are cut as `times`."""
     lengths = times.window, rows, columns
     ropes = [rope_table(n, each) for n, each in zip(lengths, rope_split(head_dim), strict=True)]
-    sides = [cut(n, TILE, k).bias for n, k in zip((rows, columns), kernel[1:], strict=True)]
+    sides = [cut(n, TILE, k).bias() for n, k in zip((rows, columns), kernel[1:], strict=True)]
     frames = torch.eye(times.window)
     return [
         Neighbourhood(frames[start - first :][: times.size], bias, *sides, *ropes)
-        for start, first, bias in zip(times.starts, times.windows, times.bias, strict=True)
+        for start, first, bias in zip(times.starts, times.windows, times.bias(), strict=True)
     ]
 
 
 def rotate(x: Tensor, *tables: Tensor) -> Tensor:
     """Rotate neighbouring channels of (H, T, rows, columns, D) by frame, row and column. tables:
     (2, positions, F) each. fp32."""
-    parts = x.float().split([2 * table.shape[-1] for table in tables], -1)
-    rotated = []
-    for axis, (part, table) in enumerate(zip(parts, tables, strict=True)):
+    x, rotated, first = x.float(), [], 0
+    for axis, table in enumerate(tables):
+        part = narrowed(x, -1, first, channels := 2 * table.shape[-1])
+        first += channels
         shape = [table.shape[1] if axis == each else 1 for each in range(3)]
         cos, sin = (each.view(*shape, -1) for each in table.float().unbind(0))
         even, odd = part.unflatten(-1, (-1, 2)).unbind(-1)
         pairs = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
         rotated.append(pairs.flatten(-2))
     return torch.cat(rotated, -1)
+
+
+def narrowed(x: Tensor, dim: int, start: int, size: int) -> Tensor:
+    """Some positions of a dimension. A slice of all of them would be an operation of its own."""
+    return x if size == x.shape[dim] else x.narrow(dim, start, size)
 
 
 class RMSNorm(nn.Module):
@@ -203,31 +215,36 @@ def neighbourhood_attention(
     """
     _, span, height, width, size = query.shape
     rows, columns = cut(height, TILE, kernel[1]), cut(width, TILE, kernel[2])
-    across = slices(columns)
     strips = []
-    for number, (mine, keys) in enumerate(slices(rows)):
+    for number in range(len(rows.starts)):
         down = near.rows[number][None, :, None, None, :, None]
         bias = near.times[:, None, None, :, None, None] + down
         bias = bias + near.columns[:, None, None, :, None, None, :]
         bias = bias.flatten(4, 6).flatten(1, 3).unsqueeze(1).to(query.dtype)
-        tiles = torch.stack([query[:, :, mine, each] for each, _ in across]).flatten(2, 4)
-        near_keys = torch.stack([key[:, :, keys, each] for _, each in across]).flatten(2, 4)
-        near_values = torch.stack([value[:, :, keys, each] for _, each in across]).flatten(2, 4)
-        found = attend(tiles, near_keys, near_values, size**-0.5, bias)
+        tiles = _tiles(query, rows.starts[number], rows.size, columns.starts, columns.size)
+        keys, values = (
+            _tiles(x, rows.windows[number], rows.window, columns.windows, columns.window)
+            for x in (key, value)
+        )
+        found = attend(tiles, keys, values, size**-0.5, bias)
         found = found.unflatten(2, (span, rows.size, columns.size)).permute(2, 3, 0, 4, 1, 5)
         found = found.flatten(-2)  # (T, rows of a tile, tiles, columns of a tile, C)
         *whole, last = found.unbind(2)
-        strip = torch.cat([*whole, last[:, :, -columns.new[-1] :]], 2)
-        strips.append(strip[:, -rows.new[number] :])
+        strip = torch.cat([*whole, _newest(last, 2, columns.new[-1])], 2)
+        strips.append(_newest(strip, 1, rows.new[number]))
     return torch.cat(strips, 1)
 
 
-def slices(parts: Cut) -> list[tuple[slice, slice]]:
-    """The queries and the keys of every part of an axis."""
-    return [
-        (slice(start, start + parts.size), slice(first, first + parts.window))
-        for start, first in zip(parts.starts, parts.windows, strict=True)
-    ]
+def _tiles(x: Tensor, row: int, height: int, columns: list[int], width: int) -> Tensor:
+    """Tiles of the rows from `row` on, which begin at these columns, of (N, T, H, W, D):
+    (tiles, N, T height width, D)."""
+    strip = narrowed(x, 2, row, height)
+    return torch.stack([narrowed(strip, 3, column, width) for column in columns]).flatten(2, 4)
+
+
+def _newest(x: Tensor, dim: int, count: int) -> Tensor:
+    """The last `count` positions of a dimension."""
+    return narrowed(x, dim, x.shape[dim] - count, count)
 
 
 class NeighbourhoodAttention(nn.Module):
@@ -280,18 +297,12 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        config: DiffusionDecoderConfig,
-        stage: int,
-        attend: Callable,
-        modulated: bool = False,
+        self, config: DiffusionDecoderConfig, stage: int, attend: Callable, modulated: bool = False
     ):
         super().__init__()
         channels = config.channels[stage]
         self.norm1, self.norm2 = RMSNorm(channels), RMSNorm(channels)
-        self.attn = NeighbourhoodAttention(
-            channels, config.head_dim, config.kernels[stage], attend
-        )
+        self.attn = NeighbourhoodAttention(channels, config.head_dim, config.kernels[stage], attend)
         self.mlp = SwiGLU(channels)
         if modulated:
             self.scale_shift_table = nn.Parameter(torch.empty(MODULATION_ROWS, channels))
@@ -405,7 +416,9 @@ class Denoise(nn.Module):
         super().__init__()
         channels, stage = config.channels[-1], len(config.channels) - 1
         hidden = nn.Linear(TIMESTEP_FEATURES, TIMESTEP_CHANNELS)
-        embedding = nn.ModuleDict({"0": hidden, "2": nn.Linear(TIMESTEP_CHANNELS, TIMESTEP_CHANNELS)})
+        embedding = nn.ModuleDict(
+            {"0": hidden, "2": nn.Linear(TIMESTEP_CHANNELS, TIMESTEP_CHANNELS)}
+        )
         self.t_embedder = nn.ModuleDict({"mlp": embedding})
         rows = nn.Linear(TIMESTEP_CHANNELS, MODULATION_ROWS * channels)
         self.shared_adaln = nn.ModuleDict({"proj": rows})

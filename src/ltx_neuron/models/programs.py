@@ -18,13 +18,7 @@ from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import AudioDecoderConfig, VocoderConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.config.video import DiffusionDecoderConfig, Upsampling, VideoDecoderConfig
-from ltx_neuron.models import (
-    audio_decoder,
-    diffusion_decoder,
-    signatures,
-    video_decoder,
-    vocoder,
-)
+from ltx_neuron.models import audio_decoder, diffusion_decoder, signatures, video_decoder, vocoder
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
@@ -46,7 +40,9 @@ class Graph(NamedTuple):
 Calls = tuple[tuple[str, int], ...]
 # Prefix of a graph's parameter names: the part of a whole step, or the model.
 _PART = re.compile(r"^(?:head|blocks|tail|decoder)\.")
-_BLOCK = re.compile(r"((?:transformer_|res_|diff_)blocks\.|det_stages\.\d+\.)(\d+)")  # a graph serves any of these
+_BLOCK = re.compile(
+    r"((?:transformer_|res_|diff_)blocks\.|det_stages\.\d+\.)(\d+)"
+)  # a graph serves any of these
 
 
 @dataclass(frozen=True)
@@ -271,17 +267,19 @@ def diffusion_program(
     config: DiffusionDecoderConfig,
     clip: tuple[int, int, int],
     dtype: torch.dtype,
-    attention: str = "sdpa",
+    attention: str = "matmul",
 ) -> Program:
     """The diffusion decoder for a clip of latents (F, h, w), a span of frames on each rank. Every
     call is a run of its own, because the host divides frames into spans anew for each. attention
-    is a key of KERNELS."""
+    is a key of KERNELS; only `matmul` compiles with a mask."""
     attend, last = KERNELS[attention], len(config.channels) - 1
     of_span, calls = signatures.span_outputs, {"latents_in": 1}
     with torch.device("meta"):
         modules = {
             "latents_in": (
-                diffusion_decoder.LatentsIn(config), signatures.LatentsInInputs, of_span(0)
+                diffusion_decoder.LatentsIn(config),
+                signatures.LatentsInInputs,
+                of_span(0),
             )
         }
         for stage, upsampling in enumerate(config.upsamplings):
@@ -296,11 +294,15 @@ def diffusion_program(
         pixels = signatures.diffusion_inputs(last, "timestep")
         modules |= {
             "noise_in": (
-                diffusion_decoder.NoiseIn(config), signatures.NoiseInInputs, of_span(last)
+                diffusion_decoder.NoiseIn(config),
+                signatures.NoiseInInputs,
+                of_span(last),
             ),
             "denoise": (diffusion_decoder.Denoise(config, attend), blocks, of_span(last)),
             "pixels_out": (
-                diffusion_decoder.PixelsOut(config, attend), pixels, signatures.PatchOutputs
+                diffusion_decoder.PixelsOut(config, attend),
+                pixels,
+                signatures.PatchOutputs,
             ),
         }
     calls |= {"noise_in": 1, "denoise": config.depths[last] - 1}

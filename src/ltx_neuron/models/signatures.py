@@ -257,7 +257,13 @@ def optional(inputs: tuple, field: str) -> Tensor | None:
 # The state between steps, which the host reads at a stage's end.
 LATENTS = ("video_latent", "audio_latent")
 FINITE = "finite"  # finite if they are
-RESULTS = (*LATENTS, "tile_pixels", "patches", "span_mel", "span_waveform")  # outputs that must be finite
+RESULTS = (
+    *LATENTS,
+    "tile_pixels",
+    "patches",
+    "span_mel",
+    "span_waveform",
+)  # outputs that must be finite
 # Of a guided step: with the prompt, with the negative prompt, without self-attention in the STG
 # blocks, and without attention between video and audio.
 PASSES = ("cond", "uncond", "perturbed", "isolated")
