@@ -172,7 +172,7 @@ def rotate(x: Tensor, *tables: Tensor) -> Tensor:
     (2, positions, F) each. fp32."""
     x, rotated, first = x.float(), [], 0
     for axis, table in enumerate(tables):
-        part = narrowed(x, -1, first, channels := 2 * table.shape[-1])
+        part = narrowed(x, x.ndim - 1, first, channels := 2 * table.shape[-1])
         first += channels
         shape = [table.shape[1] if axis == each else 1 for each in range(3)]
         cos, sin = (each.view(*shape, -1) for each in table.float().unbind(0))
@@ -184,7 +184,8 @@ def rotate(x: Tensor, *tables: Tensor) -> Tensor:
 
 def narrowed(x: Tensor, dim: int, start: int, size: int) -> Tensor:
     """Some positions of a dimension. A slice of all of them would be an operation of its own."""
-    return x if size == x.shape[dim] else x.narrow(dim, start, size)
+    before = (slice(None),) * dim
+    return x if size == x.shape[dim] else x[*before, start : start + size]
 
 
 class RMSNorm(nn.Module):
