@@ -162,6 +162,8 @@ class PartFile(WeightFile):
                 f" {described(self)}\nDownload it: {download}"
             )
         check_release(self, part.flag, release, download)
+        if isinstance(encoder := self.config.get("vae", {}).get("encoder"), dict):
+            self.config["vae"] = _flattened(self.config["vae"], encoder)
         if not any(name.startswith(part.prefix) for name in self.shapes):
             self._prefix_names(part.prefix)
 
@@ -170,6 +172,13 @@ class PartFile(WeightFile):
         self.dtypes = {prefix + name: dtype for name, dtype in self.dtypes.items()}
         self._offsets = {prefix + name: offset for name, offset in self._offsets.items()}
         self.scales = {prefix + name: scale for name, scale in self.scales.items()}
+
+
+def _flattened(vae: dict, encoder: dict) -> dict:
+    """A video VAE's config with the values of its encoder's section where the convolutional VAE's
+    config has them."""
+    names = {"out_channels": "latent_channels", "blocks": "encoder_blocks"}
+    return {names.get(name, name): value for name, value in encoder.items()} | vae
 
 
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
@@ -318,7 +327,10 @@ class ModelFiles:
         """Raise UserError for the text encoder of a split release."""
         if root is None or not root.is_file():
             return
-        if kind_of(TensorFile(root, gemma_download(root.parent))) == "gemma":
+        kind = ""
+        with suppress(UserError):
+            kind = kind_of(TensorFile(root, ""))
+        if kind == "gemma":
             raise UserError(
                 f"--gemma-root {root} is the text encoder of a later release; --checkpoint-path"
                 f" {self.checkpoint.path} is of LTX-{self.release.version}, which needs the folder"
