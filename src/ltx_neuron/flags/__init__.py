@@ -86,10 +86,10 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
     parser = Parser(description=description, epilog=f"example:\n  {example}")
     add = group(parser, "model and machine").add_argument
     names = ("--checkpoint-path", "--distilled-checkpoint-path", "--model-path")
-    help = "checkpoint: a file, LTX-2.5's folder, or a Hub name, Lightricks/LTX-2.3[/FILE]"
+    help = "checkpoint: a file, a Hub name, or the folder of LTX-2.5's files"
     add(*names, type=Path, required=required, metavar="FILE", help=help)
     if gemma:
-        help = "Gemma3-12B: a folder or a Hub name; of LTX-2.5 the text encoder's file"
+        help = "Gemma3-12B's folder, LTX-2.5's text encoder, or a Hub name"
         action = add("--gemma-root", type=Path, metavar="DIR", help=help)
         vars(action)["usual"] = required
         parser.set_defaults(needs_gemma=required)
