@@ -14,6 +14,7 @@ from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config.common import digest
 from ltx_neuron.config.gemma import check_gemma_fits, gemma_config
+from ltx_neuron.config.release import release_of
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.config.video import video_decoder_config
@@ -34,8 +35,8 @@ from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.gains import check_const_max
-from ltx_neuron.weights.lora import MergedSource, WeightSet
-from ltx_neuron.weights.model_files import PARTS, ModelFiles
+from ltx_neuron.weights.lora import Lora, MergedSource, WeightSet
+from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
@@ -123,6 +124,8 @@ class Finished:
             files: list[TensorFile] = [self.checkpoint]
             heads = self.transformer.heads
             if model == "dit":
+                for lora in loras:
+                    self._check_lora(lora)
                 source = MergedSource(MODELS[model], files, loras, heads)
             elif model == "gemma3":
                 files += self.files.text_files()
@@ -131,6 +134,12 @@ class Finished:
                 source = Source(MODELS[model], [self.files.of(_SECTIONS[model])])
             self._sources[model, loras] = source
         return self._sources[model, loras]
+
+    def _check_lora(self, lora: Lora) -> None:
+        """Raise UserError for a LoRA whose metadata names another supported release."""
+        file, release = lora.file(), self.checkpoint.release
+        if release_of(file.metadata.get("model_version", "")) not in (None, release):
+            check_release(file, "--lora", release, release.download("lora"))
 
     @cached_property
     def video_decoder(self):

@@ -153,7 +153,7 @@ class PartFile(WeightFile):
     """
 
     def __init__(self, path: Path, kind: str, release: Release):
-        part, download = PARTS[kind], download_of(kind, release)
+        part, download = PARTS[kind], release.download(kind)
         super().__init__(path, download)
         self.config = config_of(self)
         if not all(isinstance(self.config.get(name), dict) for name in part.sections):
@@ -189,11 +189,6 @@ def check_release(file: TensorFile, flag: str, release: Release, download: str) 
             f"{flag} {file.path} is of LTX {version}, the checkpoint of LTX-{release.version}:"
             f" they do not fit together\nDownload the one of the same release: {download}"
         )
-
-
-def download_of(kind: str, release: Release) -> str:
-    """The command that downloads the released file of a kind."""
-    return hub.download_released(kind, f"Lightricks/LTX-{release.version}")
 
 
 def located(name: str | Path, kind: str) -> Path:
@@ -308,7 +303,7 @@ class ModelFiles:
         if not self.release.split:
             self._check_folder(root)
             return None
-        download = download_of("gemma", self.release)
+        download = self.release.download("gemma")
         if root.is_dir():
             raise UserError(
                 f"--gemma-root {root} is a folder; LTX-{version} has its text encoder in one file:"
@@ -362,7 +357,7 @@ class ModelFiles:
                 f"--checkpoint-path {self.checkpoint.path} is the transformer of"
                 f" LTX-{self.release.version} alone: the {title} is missing\nType {flag} FILE, or"
                 " --checkpoint-path with the folder of the whole download; the file is"
-                f" {download_of(kind, self.release)}"
+                f" {self.release.download(kind)}"
             )
         return path
 
