@@ -10,6 +10,7 @@ Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct ti
 For sound alone the video has no tokens, draws no noise and is not uploaded: Tv = 0.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,20 +20,32 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import NotFiniteError, Ranks, padded_tokens
+from ltx_neuron.backends.ranks import NotFiniteError, Ranks, at, padded_tokens
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import rope_tables
-from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES, WITHOUT, without_video
+from ltx_neuron.models.signatures import (
+    ANCESTRAL_FIELDS,
+    AUDIO_MASKS,
+    LATENTS,
+    PASSES,
+    WITHOUT,
+    without_video,
+)
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState, initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
-from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
+from ltx_neuron.sampling.schedules import (
+    ANCESTRAL_SEED,
+    ancestral_coefficients,
+    sigma_pairs,
+    stream_sigmas,
+)
 from ltx_neuron.text.encoders import Contexts
 
 _REMEMBERED_TABLES = 8  # per weight set; at most 11 MB for each distinct timestep
@@ -107,6 +120,7 @@ class StageRun:
         self.stage, self.latent_shape, self.audio_frames = stage, video.shape[2:], audio.shape[2]
         if job.sound:  # an input sound attends to the prompt in the negative pass as well
             contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
+        self._generated = job.generated_keyframes(stage.upsampled)
         # The sequence of each step; guidance replaces them.
         self.sequence = ["main"] * self.bucket.max_steps
         given = encoded, (video, audio), images, self.compat, self.dtype
@@ -138,9 +152,15 @@ class StageRun:
             shared |= named | {"nag": nag}
         if one_hot := self.compiled.manifest.fields.get("rank_one_hot"):
             shared["rank_one_hot"] = torch.eye(one_hot.shape[1])
+        if "keyframes_mask" in self.compiled.manifest.fields:
+            shared["keyframes_mask"] = video_state.keyframes_mask  # (Tv, 1)
         fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
         self._put({n: padded_tokens(fields.get(n), x, *ranks) for n, x in shared.items()})
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
+        self._numbered = ["step"]
+        if self.bucket.ancestral:
+            self._numbered += ANCESTRAL_FIELDS
+            self._put_noise(stage, generator.initial_seed())
         if self.bucket.guided:
             # Repeated by skipped steps; the first step overwrites it.
             zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
@@ -150,6 +170,26 @@ class StageRun:
             self.sequence = prepare_passes(
                 self.ranks, self.bucket, *given, *model, job.identity_scale, audio_state
             )
+
+    def _put_noise(self, stage: Stage, seed: int) -> None:
+        """Upload what each step of the ancestral sampler adds: the noise of both streams, (1, T,
+        C), appended tokens included, and its coefficients (2, 5). Only these tensors differ between
+        the steps, and a step reads its own.
+
+        The noise has a generator of its own, so that a resumed stage repeats it. In every step the
+        video draws first. The last step, to sigma 0, draws none.
+        """
+        generator = torch.Generator().manual_seed((seed + ANCESTRAL_SEED) % 2**64)
+        frozen = [state.frozen for state in self.states]
+        coefficients = ancestral_coefficients(stage.sigmas, frozen)
+        for number, own in enumerate(coefficients):
+            noises = [torch.zeros_like(state.latent) for state in self.states]
+            if number + 1 < stage.steps:
+                noises = [
+                    torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in noises
+                ]
+            for name, tensor in zip(ANCESTRAL_FIELDS, (*noises, own), strict=True):
+                self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
 
     def _put(self, tensors: dict[str, Tensor]) -> None:
         """Upload tensors of both streams, as far as the graphs have these."""
@@ -196,7 +236,8 @@ class StageRun:
             ) from None
 
     def _run(self, number: int) -> float:
-        return self.ranks.run(self.bucket.name, self.sequence[number], step=number)
+        numbers = dict.fromkeys(self._numbered, number)
+        return self.ranks.run(self.bucket.name, self.sequence[number], **numbers)
 
     def _double_step(self, number: int) -> float:
         """A step of res_2s: each evaluation uploads the host's latents and reads a prediction."""
@@ -247,8 +288,18 @@ class StageRun:
         (video,) = videos or [self.video]  # no tokens: sound alone
         if self.res_2s:
             video, audio = (stream.latent for stream in self.res_2s.streams)
+        self._tokens = video
         audio = audio[:, : self.audio_frames]  # without a reference's tokens
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)
+
+
+    def generated_keyframes(self) -> Tensor | None:
+        """The latents of the generated keyframes after `result`, (1, 128, K, h, w), or None. Their
+        tokens are the last ones."""
+        if not (count := len(self._generated)):
+            return None
+        shape = count, *self.latent_shape[1:]
+        return latents.unpatchify_video(self._tokens[:, -math.prod(shape) :], shape)
 
 
 def prepare_passes(

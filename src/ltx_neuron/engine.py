@@ -153,6 +153,7 @@ class Engine:
         more       called while the last job is decoded: returns jobs that join the run
         """
         self.check_process()
+        jobs = [*map(self.workspace.resolved, jobs)]
         compiled = self._check(jobs)
         options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
         with self._session(keep), self._decode_queue(**options) as queue:
@@ -195,7 +196,8 @@ class Engine:
                 with isolated(run, isolate):
                     for stage in group.stages:
                         stage_run = self._prepare(run, stage, compiled[id(run.job), stage])
-                        run.finish(stage, *self._steps(stage_run))
+                        result = self._steps(stage_run)
+                        run.finish(stage, *result, stage_run.generated_keyframes())
                         self._finish(run, stage_run)
             except Exception:  # all jobs end: finished ones are returned first
                 yield from queue.drain(wait=False)

@@ -1,5 +1,5 @@
-"""The LTX-2.3 DiT step, from latents to the next latents: Head (select the step, patchify), blocks,
-Tail (velocity, Euler).
+"""The DiT step, from latents to the next latents: Head (select the step, patchify), blocks,
+Tail (velocity, Euler or ancestral Euler).
 
 Sources: ltx-core model/transformer/{model,transformer,transformer_args}.py; sampling in
 ltx-pipelines utils/samplers.py. Inputs that are constant over the steps are uploaded once:
@@ -334,6 +334,8 @@ class Head(nn.Module):
         # Not split over the ranks: a product of 128 channels is not worth a collective.
         if "video" in streams:
             self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
+            if config.use_keyframes_abs_pos_embedding:
+                self.keyframes_abs_pos_embedding = nn.Parameter(torch.empty(1, config.video.inner))
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
     def forward(self, inputs: HeadInputs) -> HeadOutputs | GuidedHeadOutputs:
@@ -350,6 +352,10 @@ class Head(nn.Module):
             f"{stream}_hidden": getattr(self, f"{_PREFIXES[stream]}patchify_proj")(latent)
             for stream, latent in latents.items()
         }
+        if (marked := optional(inputs, "keyframes_mask")) is not None:
+            # A mask's part is a rank's own, like that of timestep_mask.
+            embedding = marked * self.keyframes_abs_pos_embedding
+            hidden["video_hidden"] = hidden["video_hidden"] + embedding
         sigma_pairs = (one_hot[:, None, None] * inputs.sigmas).sum(0)
         outputs = hidden | rows | {"sigma_pairs": sigma_pairs}
         enabled_steps, streams = optional(inputs, "enabled_steps"), tuple(latents)
@@ -457,6 +463,28 @@ class Tail(X0Tail):
         return of_streams(TailOutputs, tuple(denoised))(*latents)
 
 
+class AncestralTail(X0Tail):
+    """x0, blend with held tokens, and a step of the ancestral Euler sampler, which adds noise, all
+    in fp32 (ltx-core EulerAncestralDiffusionStep, ltx-pipelines utils/samplers.py).
+
+    Its coefficients are data, so that all steps share a graph: those of the last step return the
+    prediction, those of a frozen stream its latent.
+    """
+
+    def forward(self, inputs: TailInputs) -> TailOutputs:
+        held, latents = _held(inputs), []
+        for stream, x0 in by_stream(super().forward(inputs), "x0").items():
+            x, noise = (getattr(inputs, f"{stream}_{name}") for name in ("latent", "noise"))
+            of_x, of_x0, signal, of_noise, restore = inputs.ancestral[STREAMS.index(stream)].unbind()
+            x0 = blend(x0.float(), *held[stream]) if stream in held else x0.float()
+            after = signal * (of_x * x.float() + of_x0 * x0) + noise.float() * of_noise
+            if stream in held:
+                # The noise is of all tokens. The prediction of the last step is restored already.
+                after = restore * blend(after, *held[stream]) + (1 - restore) * after
+            latents.append(after.to(x.dtype))
+        return of_streams(TailOutputs, tuple(by_stream(inputs, "latent")))(*latents, finite(latents))
+
+
 class Step(nn.ModuleDict):
     """The whole step, or the whole guided pass, as one graph: head, all blocks, tail."""
 
@@ -502,9 +530,14 @@ def next_latents(
         _euler(latent, denoised[stream], *sigma_pairs[STREAMS.index(stream)].unbind(0))
         for stream, latent in by_stream(inputs, "latent").items()
     ]
+    return *latents, finite(latents)
+
+
+def finite(latents: list[Tensor]) -> Tensor:
+    """A number (1,) that is finite if all of some latents (1, T, C) are."""
     # NaN and Inf propagate through a sum on every device. Some devices ignore NaN in a maximum, and
     # a compiler may fold a product by 0.
-    return *latents, reduce(torch.add, (latent.float().mean((1, 2)) for latent in latents))
+    return reduce(torch.add, (latent.float().mean((1, 2)) for latent in latents))
 
 
 def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:
