@@ -185,9 +185,7 @@ class StageRun:
         for number, own in enumerate(coefficients):
             noises = [torch.zeros_like(state.latent) for state in self.states]
             if number + 1 < stage.steps:
-                noises = [
-                    torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in noises
-                ]
+                noises = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in noises]
             for name, tensor in zip(ANCESTRAL_FIELDS, (*noises, own), strict=True):
                 self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
 
@@ -291,7 +289,6 @@ class StageRun:
         self._tokens = video
         audio = audio[:, : self.audio_frames]  # without a reference's tokens
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)
-
 
     def generated_keyframes(self) -> Tensor | None:
         """The latents of the generated keyframes after `result`, (1, 128, K, h, w), or None. Their

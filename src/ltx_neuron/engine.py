@@ -153,7 +153,8 @@ class Engine:
         more       called while the last job is decoded: returns jobs that join the run
         """
         self.check_process()
-        jobs = [*map(self.workspace.resolved, jobs)]
+        resolved = self.workspace.resolved
+        jobs = [*map(resolved, jobs)]
         compiled = self._check(jobs)
         options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
         with self._session(keep), self._decode_queue(**options) as queue:
@@ -169,7 +170,7 @@ class Engine:
                 yield from self._denoise(groups, compiled, queue, isolate, keep)
                 # On the ranks, decoding ends before other jobs join; on the host it overlaps.
                 yield from queue.drain(wait=bool(queue.on_ranks))
-                while not (jobs := more()) and queue.pause():
+                while not (jobs := [*map(resolved, more())]) and queue.pause():
                     pass
                 compiled = self._check(jobs) if jobs else compiled
             yield from queue.drain()

@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> None:
     if args.prompts_file:
         outputs.check_batch(args.prompt)
         workspace = _workspace(args)
-        lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
+        of_line = flags.job_of_line(args, workspace)
+        lines = read_lines(args.prompts_file, of_line, workspace.identity)
         if args.ray:
             from ltx_neuron.fleet import batch  # Ray is an extra
 

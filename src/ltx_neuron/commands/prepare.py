@@ -225,10 +225,11 @@ def parts_of(
 def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
     """The jobs of the flags; prompts are ignored. Raises UserError for impossible jobs."""
     if args.prompts_file:
-        lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
+        of_line = flags.job_of_line(args, workspace)
+        lines = read_lines(args.prompts_file, of_line, workspace.identity)
         jobs = [line.job for line in lines]
     else:
-        jobs = [flags.shape(args, args.recipe)]
+        jobs = [workspace.resolved(flags.shape(args, args.recipe))]
         jobs[0].check_shape()
         jobs[0].check_voice()
     check_distilled_loras(jobs)

@@ -472,17 +472,18 @@ class AncestralTail(X0Tail):
     """
 
     def forward(self, inputs: TailInputs) -> TailOutputs:
-        held, latents = _held(inputs), []
-        for stream, x0 in by_stream(super().forward(inputs), "x0").items():
+        held, latents, predicted = _held(inputs), [], by_stream(super().forward(inputs), "x0")
+        for stream, x0 in predicted.items():
             x, noise = (getattr(inputs, f"{stream}_{name}") for name in ("latent", "noise"))
-            of_x, of_x0, signal, of_noise, restore = inputs.ancestral[STREAMS.index(stream)].unbind()
+            own = inputs.ancestral[STREAMS.index(stream)]
+            of_x, of_x0, signal, of_noise, restore = own.unbind(0)
             x0 = blend(x0.float(), *held[stream]) if stream in held else x0.float()
             after = signal * (of_x * x.float() + of_x0 * x0) + noise.float() * of_noise
             if stream in held:
                 # The noise is of all tokens. The prediction of the last step is restored already.
                 after = restore * blend(after, *held[stream]) + (1 - restore) * after
             latents.append(after.to(x.dtype))
-        return of_streams(TailOutputs, tuple(by_stream(inputs, "latent")))(*latents, finite(latents))
+        return of_streams(TailOutputs, tuple(predicted))(*latents, finite(latents))
 
 
 class Step(nn.ModuleDict):

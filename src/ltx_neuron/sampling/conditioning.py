@@ -42,7 +42,8 @@ class LatentState:
     frozen_noise  initial noise of a frozen stream: with 0 it does not change, with 1 it is denoised
                   to the held latents (ltx-pipelines 1.2.0, in a retake)
     bias          (T, T), added to its self-attention scores; None: all tokens attend to all
-    keyframes_mask  (T, 1) fp32: 1 for tokens of a single frame that the model generates; None: audio
+    keyframes_mask  (T, 1) fp32: 1 for tokens of a single frame that the model generates; of audio
+                  None
     """
 
     latent: Tensor

@@ -30,7 +30,6 @@ from pydantic import (
 )
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
-from ltx_neuron.config.release import RELEASES
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.sampling.conditions import (
     BedLevel,
@@ -211,8 +210,8 @@ class SizeFields(VideoFields):
         "denoise at half the size, then double it and refine", default=False
     )
     image: Images = _option(
-        "condition on this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, CRF"
-        f" {', '.join(f'{each.image_crf} for LTX-{each.version}' for each in RELEASES)})",
+        "condition on this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, the"
+        " release's CRF)",
         "PATH [FRAME_IDX [STRENGTH [CRF]]]",
         default=(),
     )
