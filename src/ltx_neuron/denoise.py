@@ -34,18 +34,13 @@ from ltx_neuron.models.signatures import (
     WITHOUT,
     without_video,
 )
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import ancestral, latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState, initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
-from ltx_neuron.sampling.schedules import (
-    ANCESTRAL_SEED,
-    ancestral_coefficients,
-    sigma_pairs,
-    stream_sigmas,
-)
+from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.text.encoders import Contexts
 
 _REMEMBERED_TABLES = 8  # per weight set; at most 11 MB for each distinct timestep
@@ -82,6 +77,7 @@ class StageRun:
 
     modulation  returns a stream's modulation table of the weight set
     res_2s      the stage's res_2s sampler, or None
+    own         inputs of which each step has its own tensor
     """
 
     res_2s: Res2s | None = None
@@ -157,10 +153,13 @@ class StageRun:
         fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
         self._put({n: padded_tokens(fields.get(n), x, *ranks) for n, x in shared.items()})
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
-        self._numbered = ["step"]
+        self.own = ["step"]
         if self.bucket.ancestral:
-            self._numbered += ANCESTRAL_FIELDS
-            self._put_noise(stage, generator.initial_seed())
+            self.own += ANCESTRAL_FIELDS
+            given = stage.sigmas, [x.latent for x in self.states], [x.frozen for x in self.states]
+            for number, added in enumerate(ancestral.steps_of(*given, generator.initial_seed())):
+                for name, tensor in zip(ANCESTRAL_FIELDS, added, strict=True):
+                    self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
         if self.bucket.guided:
             # Repeated by skipped steps; the first step overwrites it.
             zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
@@ -170,24 +169,6 @@ class StageRun:
             self.sequence = prepare_passes(
                 self.ranks, self.bucket, *given, *model, job.identity_scale, audio_state
             )
-
-    def _put_noise(self, stage: Stage, seed: int) -> None:
-        """Upload what each step of the ancestral sampler adds: the noise of both streams, (1, T,
-        C), appended tokens included, and its coefficients (2, 5). Only these tensors differ between
-        the steps, and a step reads its own.
-
-        The noise has a generator of its own, so that a resumed stage repeats it. In every step the
-        video draws first. The last step, to sigma 0, draws none.
-        """
-        generator = torch.Generator().manual_seed((seed + ANCESTRAL_SEED) % 2**64)
-        frozen = [state.frozen for state in self.states]
-        coefficients = ancestral_coefficients(stage.sigmas, frozen)
-        for number, own in enumerate(coefficients):
-            noises = [torch.zeros_like(state.latent) for state in self.states]
-            if number + 1 < stage.steps:
-                noises = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in noises]
-            for name, tensor in zip(ANCESTRAL_FIELDS, (*noises, own), strict=True):
-                self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
 
     def _put(self, tensors: dict[str, Tensor]) -> None:
         """Upload tensors of both streams, as far as the graphs have these."""
@@ -234,7 +215,7 @@ class StageRun:
             ) from None
 
     def _run(self, number: int) -> float:
-        numbers = dict.fromkeys(self._numbered, number)
+        numbers = dict.fromkeys(self.own, number)
         return self.ranks.run(self.bucket.name, self.sequence[number], **numbers)
 
     def _double_step(self, number: int) -> float:

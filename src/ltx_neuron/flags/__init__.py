@@ -312,10 +312,10 @@ def job(args: argparse.Namespace) -> Job:
     return _job(args, spec(args))
 
 
-def job_of_line(args: argparse.Namespace, workspace: Workspace) -> Callable[[dict[str, Any]], Job]:
+def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
     """A function from a line of a prompts file to its Job. The command's flags are the defaults."""
     command = spec(args)
-    return lambda line: workspace.resolved(_job(args, command.with_line(line)))
+    return lambda line: _job(args, command.with_line(line))
 
 
 def _job(args: argparse.Namespace, said: JobSpec) -> Job:

@@ -431,7 +431,7 @@ class X0Tail(nn.Module):
                 velocities[stream] = self.mesh.context.joined(velocities[stream])
         timesteps = dict(zip(STREAMS, inputs.sigma_pairs[:, 0].unbind(0), strict=True))
         # If tokens are held, each token has its own timestep, (T, 1).
-        for stream, (mask, _) in _held(inputs).items():
+        for stream, (mask, _) in held(inputs).items():
             timesteps[stream] = mask * timesteps[stream]
         latents = by_stream(inputs, "latent")
         return of_streams(X0Outputs, tuple(latents))(
@@ -457,33 +457,10 @@ class Tail(X0Tail):
 
     def forward(self, inputs: TailInputs) -> TailOutputs:
         denoised = by_stream(super().forward(inputs), "x0")
-        for stream, held in _held(inputs).items():
-            denoised[stream] = blend(denoised[stream], *held)
+        for stream, masks in held(inputs).items():
+            denoised[stream] = blend(denoised[stream], *masks)
         latents = next_latents(inputs, denoised, inputs.sigma_pairs)
         return of_streams(TailOutputs, tuple(denoised))(*latents)
-
-
-class AncestralTail(X0Tail):
-    """x0, blend with held tokens, and a step of the ancestral Euler sampler, which adds noise, all
-    in fp32 (ltx-core EulerAncestralDiffusionStep, ltx-pipelines utils/samplers.py).
-
-    Its coefficients are data, so that all steps share a graph: those of the last step return the
-    prediction, those of a frozen stream its latent.
-    """
-
-    def forward(self, inputs: TailInputs) -> TailOutputs:
-        held, latents, predicted = _held(inputs), [], by_stream(super().forward(inputs), "x0")
-        for stream, x0 in predicted.items():
-            x, noise = (getattr(inputs, f"{stream}_{name}") for name in ("latent", "noise"))
-            own = inputs.ancestral[STREAMS.index(stream)]
-            of_x, of_x0, signal, of_noise, restore = own.unbind(0)
-            x0 = blend(x0.float(), *held[stream]) if stream in held else x0.float()
-            after = signal * (of_x * x.float() + of_x0 * x0) + noise.float() * of_noise
-            if stream in held:
-                # The noise is of all tokens. The prediction of the last step is restored already.
-                after = restore * blend(after, *held[stream]) + (1 - restore) * after
-            latents.append(after.to(x.dtype))
-        return of_streams(TailOutputs, tuple(predicted))(*latents, finite(latents))
 
 
 class Step(nn.ModuleDict):
@@ -517,7 +494,7 @@ def held_tokens(inputs: TailInputs | GuideInputs) -> dict[str, tuple[Tensor, Ten
     }
 
 
-def _held(inputs: TailInputs) -> dict[str, tuple[Tensor, Tensor]]:
+def held(inputs: TailInputs) -> dict[str, tuple[Tensor, Tensor]]:
     """`held_tokens` of streams with several timesteps. Those with one hold none."""
     rows = by_stream(inputs, "rows")
     return {s: held for s, held in held_tokens(inputs).items() if rows[s].shape[0] > 1}

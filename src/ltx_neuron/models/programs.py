@@ -18,9 +18,10 @@ from ltx_neuron.config.sound import AudioDecoderConfig, VocoderConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
 from ltx_neuron.models import audio_decoder, signatures, video_decoder, vocoder
+from ltx_neuron.models.ancestral import AncestralTail
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
-from ltx_neuron.models.dit import AncestralTail, Blocks, Head, Step, Tail, X0Tail
+from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
 from ltx_neuron.models.gemma3 import Gemma3Encoder
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import Comm, ContextParallel, Mesh

@@ -101,7 +101,8 @@ _EXCLUDES = {
 
 FrameIndex = Annotated[int, Field(ge=0)]
 Strength = Annotated[float, Field(ge=0, le=1)]
-Crf = Annotated[int, Field(ge=0, le=51)]
+_CRF = Field(ge=0, le=51)
+Crf = Annotated[int, _CRF]
 TailFrames = Annotated[int, Field(ge=0, le=800, multiple_of=TIME_SCALE)]
 Keyframes = Annotated[int, Field(ge=0)]
 BedLevel = Annotated[float, Field(ge=-120, lt=0)]
@@ -122,7 +123,7 @@ class ImageCondition:
     path: str | Path
     frame_index: FrameIndex = 0
     strength: Strength = 1.0
-    crf: Crf | None = None
+    crf: Annotated[int | None, _CRF] = None
 
     def check(self, num_frames: int) -> None:
         """Raise FieldError for a frame outside a clip of `num_frames`."""

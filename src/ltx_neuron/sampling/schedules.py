@@ -26,30 +26,6 @@ def stream_sigmas(pairs: Tensor, frozen: Iterable[bool] = (False, False)) -> Ten
     return torch.stack([pairs[:, [0, 0]] if stays else pairs for stays in frozen], dim=1)
 
 
-# Added to a job's seed, for the noise of the ancestral sampler (ltx-pipelines 1.2.0 distilled.py).
-ANCESTRAL_SEED = 10_000
-
-
-def ancestral_coefficients(sigmas: tuple[float, ...], frozen: Iterable[bool]) -> Tensor:
-    """(steps, 2, 5) fp32, of video and of audio: each step's coefficients of the ancestral Euler
-    sampler with eta 1, in the order of signatures.ANCESTRAL.
-
-    A step goes down to sigma_down, below its end, and adds noise up to the end, so that the
-    variance of a rectified flow (alpha = 1 - sigma) is preserved. A frozen stream stays as it is.
-    Source: ltx-core 1.2.0 EulerAncestralDiffusionStep, whose operations these are, in its order.
-    """
-    values = torch.tensor(sigmas, dtype=torch.float32)
-    sigma, end = values[:-1], values[1:]
-    down = end * (1.0 + (end / sigma - 1.0))
-    ratio = down / sigma
-    alpha, alpha_down = 1.0 - end, 1.0 - down
-    noise = (end**2 - down**2 * alpha**2 / alpha_down**2).clamp(min=0) ** 0.5
-    # At sigma 0 the step returns the prediction.
-    moving = torch.stack([ratio, 1.0 - ratio, alpha / alpha_down, noise, (end > 0).float()], dim=1)
-    staying = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]).expand_as(moving)
-    return torch.stack([staying if stays else moving for stays in frozen], dim=1)
-
-
 GUIDED_MAX_STEPS = 64  # rows of a guided graph's schedule tables
 _TERMINAL = 0.1
 # The shift is linear in the tokens, through these two points.
