@@ -154,6 +154,8 @@ class Engine:
         more       called while the last job is decoded: returns jobs that join the run
         """
         self.check_process()
+        resolved = self.workspace.resolved
+        jobs = [*map(resolved, jobs)]
         compiled = self._check(jobs)
         options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
         with self._session(keep), self._decode_queue(**options) as queue:
@@ -169,7 +171,7 @@ class Engine:
                 yield from self._denoise(groups, compiled, queue, isolate, keep)
                 # On the ranks, decoding ends before other jobs join; on the host it overlaps.
                 yield from queue.drain(wait=bool(queue.on_ranks))
-                while not (jobs := more()) and queue.pause():
+                while not (jobs := [*map(resolved, more())]) and queue.pause():
                     pass
                 compiled = self._check(jobs) if jobs else compiled
             yield from queue.drain()
@@ -196,7 +198,8 @@ class Engine:
                 with isolated(run, isolate):
                     for stage in group.stages:
                         stage_run = self._prepare(run, stage, compiled[id(run.job), stage])
-                        run.finish(stage, *self._steps(stage_run))
+                        result = self._steps(stage_run)
+                        run.finish(stage, *result, stage_run.generated_keyframes())
                         self._finish(run, stage_run)
             except Exception:  # all jobs end: finished ones are returned first
                 yield from queue.drain(wait=False)

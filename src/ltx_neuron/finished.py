@@ -18,6 +18,7 @@ from ltx_neuron.config.release import release_of
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.errors import FieldError
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import (
@@ -81,6 +82,19 @@ class Finished:
     def gemma_root(self) -> Path | None:
         """Gemma's folder, or the text encoder's file."""
         return self.files.gemma_root
+
+    def resolved(self, job: Job) -> Job:
+        """A job with the settings of the checkpoint's release. Raises FieldError for one that the
+        checkpoint cannot run."""
+        job.check_types()
+        if job.num_generated_keyframes and not self.transformer.use_keyframes_abs_pos_embedding:
+            raise FieldError(
+                f"{{num_generated_keyframes}} {job.num_generated_keyframes}: the model of"
+                f" {self.checkpoint_path}, LTX {self.checkpoint.model_version}, generates no"
+                " keyframes; leave it out"
+            )
+        job.check_release(self.checkpoint.release)
+        return job.of_release(self.checkpoint.release)
 
     def take_tuned(self) -> None:
         """Apply the tuned settings for this device and model, if there are any and the profile does

@@ -111,7 +111,7 @@ class Outputs:
 
 def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outputs) -> None:
     """Make one video. User's mistakes raise UserError before a model loads."""
-    recorder = Recorder()
+    job, recorder = workspace.resolved(job), Recorder()
     engine = Engine(workspace, recorder, options)
     outputs.check(engine.preflight.files_read([job]), job.sound_only)
     assert outputs.video

@@ -55,7 +55,8 @@ class Stage(NamedTuple):
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
     upsampled  starts from the previous stage's upsampled latents, not from noise alone
     loras      merged into its weights
-    sampler    "euler", or "res_2s" with two evaluations of the model per step
+    sampler    "euler", "ancestral", which adds noise in each step, or "res_2s" with two evaluations
+               of the model per step
     window     of an extended video: each has its own stage 1
     """
 
@@ -99,7 +100,10 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Job(Inputs):
-    """The settings of one generation."""
+    """The settings of one generation.
+
+    ancestral  stage 1 uses the ancestral Euler sampler, by the checkpoint's release (`of_release`)
+    """
 
     prompt: str
     size: Size = Size()
@@ -112,6 +116,19 @@ class Job(Inputs):
     loras: WeightSet = ()  # in all stages
     stage_1_loras: WeightSet = ()  # further ones: IC-LoRAs or HQ's distilled LoRA
     stage_2_loras: WeightSet = ()  # further ones: the distilled LoRA
+    ancestral: bool = False
+
+    def of_release(self, release: Release) -> "Job":
+        """The job with the settings of a checkpoint's release where it has none of its own; the
+        same one if there are none."""
+        images = tuple(
+            image if image.crf is not None else dataclasses.replace(image, crf=release.image_crf)
+            for image in self.images
+        )
+        ancestral = release.ancestral and self.recipe == "distilled"
+        if (images, ancestral) == (self.images, self.ancestral):
+            return self
+        return dataclasses.replace(self, images=images, ancestral=ancestral)
 
     @property
     def steps(self) -> int:
@@ -135,7 +152,8 @@ class Job(Inputs):
             tokens = math.prod(video_latent_shape(*first, size.num_frames))
         sigmas = ltx2_schedule(self.steps, tokens) if guided else DISTILLED_SIGMAS
         loras = self.loras + self.stage_1_loras, self.loras + self.stage_2_loras
-        half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=sampler)
+        own = "ancestral" if self.ancestral else sampler
+        half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=own)
         if self.extension:
             return tuple(half._replace(window=window) for window in self.extension.windows)
         if not size.two_stage or self.skip_stage_2:
@@ -200,6 +218,7 @@ class Job(Inputs):
             biased=bool(references and self.attention_mask),
             nag=self.nag is not None,
             identity=stage.guided and self.identity_scale != 0,
+            ancestral=stage.sampler == "ancestral",
         )
 
     @property
@@ -376,6 +395,10 @@ class Job(Inputs):
         """The job as JSON, for the sidecar and the report."""
         described = dataclasses.asdict(self)
         described = described.pop("size") | described
+        if described.pop("ancestral"):
+            described["sampler"] = self.stages[0].sampler
+        if described["num_generated_keyframes"] is None:  # as before LTX-2.5
+            del described["num_generated_keyframes"]
         described["num_frames"] -= self.tail_frames or 0  # as typed
         if self.sound_only:
             del described["height"], described["width"]

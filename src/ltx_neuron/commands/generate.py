@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ltx_neuron import flags, invocation
-from ltx_neuron.batch import read_lines
+from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.generate import generate, generate_batch
+from ltx_neuron.job import Job
 from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
 from ltx_neuron.workspace import Workspace
 
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     if args.prompts_file:
         outputs.check_batch(args.prompt)
         workspace = _workspace(args)
-        lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
+        lines = lines_of(args, workspace)
         if args.ray:
             from ltx_neuron.fleet import batch  # Ray is an extra
 
@@ -107,6 +108,16 @@ def run(args: argparse.Namespace) -> None:
         job = flags.job(args)
         job.check()
         generate(job, _workspace(args), options, outputs)
+
+
+def lines_of(args: argparse.Namespace, workspace: Workspace) -> list[Line]:
+    """The lines of --prompts-file."""
+    of_line = flags.job_of_line(args)
+
+    def resolved(line: dict) -> Job:
+        return workspace.resolved(of_line(line))
+
+    return read_lines(args.prompts_file, resolved, workspace.identity)
 
 
 def _workspace(args: argparse.Namespace) -> Workspace:

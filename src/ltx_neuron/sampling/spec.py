@@ -31,7 +31,13 @@ from pydantic import (
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
-from ltx_neuron.sampling.conditions import BedLevel, ImageCondition, TailFrames, WeightedFile
+from ltx_neuron.sampling.conditions import (
+    BedLevel,
+    ImageCondition,
+    Keyframes,
+    TailFrames,
+    WeightedFile,
+)
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
@@ -86,7 +92,8 @@ def _image(value: Any) -> Any:
 
 
 def _image_values(image: ImageCondition) -> list:
-    return [str(image.path), image.frame_index, image.strength, image.crf]
+    values = [str(image.path), image.frame_index, image.strength]
+    return values if image.crf is None else [*values, image.crf]
 
 
 _Image = Annotated[ImageCondition, BeforeValidator(_image), PlainSerializer(_image_values)]
@@ -203,8 +210,8 @@ class SizeFields(VideoFields):
         "denoise at half the size, then double it and refine", default=False
     )
     image: Images = _option(
-        "condition on this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, CRF"
-        " 33)",
+        "condition on this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, the"
+        " release's CRF)",
         "PATH [FRAME_IDX [STRENGTH [CRF]]]",
         default=(),
     )
@@ -287,6 +294,11 @@ class ConditionFields(Fields):
     )
     tail_frames: TailFrames | None = _option(
         "generate N more frames, a multiple of 8, and cut them off, with their sound", "N"
+    )
+    num_generated_keyframes: Keyframes | None = _option(
+        "LTX-2.5: generate N keyframes beside the clip in stage 1, at equal distances, so that it"
+        " follows faster motion",
+        "N",
     )
 
 

@@ -191,10 +191,11 @@ def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
     compiled, chosen = registry.compiled, registry.default
     if compiled and chosen not in compiled:
         chosen = compiled[0]
-    return [
+    jobs = (
         Job("a probe", chosen.size, recipe=chosen.recipe, **registry.loras(name, chosen) | other)
         for name, other in sets.items()
-    ]
+    )
+    return [*map(registry.workspace.resolved, jobs)]
 
 
 def be_worker(args: argparse.Namespace) -> None:

@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     workspace = flags.workspace(args, tuned=False)
     require_runtime(workspace.profile, workspace.tp)
     check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
-    job = dataclasses.replace(shape, loras=flags.lora_fields(spec)["loras"])
+    job = dataclasses.replace(workspace.resolved(shape), loras=flags.lora_fields(spec)["loras"])
     if job.recipe == "dev":  # with the model version's own guidance
         job.resolved_guidance.check(workspace.transformer.num_layers)
     workspace.dit_weights(job.loras)

@@ -25,8 +25,8 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 
 class Checkpoint(WeightFile):
-    """The single-file LTX-2.3 checkpoint, or LTX-2.5's file of the transformer. `config`, the JSON in
-    its metadata, determines all sizes of its models.
+    """The single-file LTX-2.3 checkpoint, or the transformer's file of LTX-2.5. `config`, the JSON
+    in its metadata, determines all sizes of its models.
 
     UserError for a file that is not a checkpoint, and for an unsupported version.
     """
@@ -51,16 +51,17 @@ class Checkpoint(WeightFile):
                 f"{path} is not an LTX checkpoint: its 'config' metadata has no 'transformer'"
                 f" section.\nDownload one: {CHECKPOINT_DOWNLOAD}"
             )
-        self.release = release_of(self.model_version)
-        if self.release is None:
+        release = release_of(self.model_version)
+        if release is None:
             version = self.model_version or "2.0 (no model_version metadata)"
             raise UserError(
                 f"{path} is of LTX version {version}, this toolkit runs"
                 f" {' and '.join(each.version for each in RELEASES)}.\n"
                 f"Download it: {CHECKPOINT_DOWNLOAD}"
             )
-        if self.release.split:
-            self.download = download_again(self.path) or self.release.download("distilled")
+        self.release = release
+        if release.split:
+            self.download = download_again(self.path) or release.download("distilled")
 
 
 def gemma_files(root: Path) -> list[TensorFile]:
