@@ -54,14 +54,14 @@ def load_tokenizer(gemma_root: Path):
 def embedded_tokenizer(file: TextEncoderFile):
     """The tokenizer in a text encoder's file. Raises UserError if it is broken.
 
-    As in ltx-core: the class and the maximum length of tokenizer_config.json are not used.
+    As in ltx-core, the class in tokenizer_config.json is not used: tokenizer.json has all rules.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     try:
         settings = json.loads(file.asset("tokenizer_config.json"))
-        special = {k: v for k, v in settings.items() if k.endswith(("_token", "_tokens"))}
+        special = {k: settings.get(k) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
         pairs = Tokenizer.from_buffer(file.asset("tokenizer.json"))
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, **special)
         if tokenizer.bos_token_id is None:
