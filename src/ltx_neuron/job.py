@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ltx_neuron.config.release import Release
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.models.signatures import WITHOUT
@@ -285,6 +286,18 @@ class Job(Inputs):
         """Raise FieldError for a reference voice without its LoRA. No graph depends on it."""
         if self.voice and not self.stage_1_loras:
             raise FieldError(VOICE_WITHOUT_LORA)
+
+    def check_release(self, release: Release) -> None:
+        """Raise FieldError for an input or a setting that does not run on a checkpoint's
+        release."""
+        others = {each.path for each in self.stage_1_loras} - {x.path for x in self.stage_2_loras}
+        given = self.given | {"{ic_lora}": bool(others), f"{{upscale}} {self.upscale}": True}
+        for field in release.excluded:
+            if given.get(field):
+                raise FieldError(
+                    f"{field} does not run on LTX-{release.version} yet; leave it out, or use an"
+                    " LTX-2.3 checkpoint"
+                )
 
     def check_shape(self) -> None:
         """Raise UserError for settings without a possible graph. The prompt does not matter."""

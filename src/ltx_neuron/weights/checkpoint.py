@@ -18,14 +18,15 @@ from torch import Tensor
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
 from ltx_neuron.config.release import RELEASES, release_of
 from ltx_neuron.errors import UserError, in_words
+from ltx_neuron.hub import download_again
 from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.sharding import COL, KV, Model, copies, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
 class Checkpoint(WeightFile):
-    """The single-file LTX-2.3 checkpoint. `config`, the JSON in its metadata, determines all sizes
-    of the models.
+    """The single-file LTX-2.3 checkpoint, or LTX-2.5's file of the transformer. `config`, the JSON in
+    its metadata, determines all sizes of its models.
 
     UserError for a file that is not a checkpoint, and for an unsupported version.
     """
@@ -35,7 +36,7 @@ class Checkpoint(WeightFile):
         self.model_version = self.metadata.get("model_version", "")
         if "config" not in self.metadata:
             raise UserError(
-                f"{path} has no 'config' metadata, so it is not a released LTX-2.3 checkpoint.\n"
+                f"{path} has no 'config' metadata, so it is not a released checkpoint of LTX-2.\n"
                 f"Download one: {CHECKPOINT_DOWNLOAD}"
             )
         try:
@@ -58,6 +59,8 @@ class Checkpoint(WeightFile):
                 f" {' and '.join(each.version for each in RELEASES)}.\n"
                 f"Download it: {CHECKPOINT_DOWNLOAD}"
             )
+        if self.release.split:
+            self.download = download_again(self.path) or self.release.download("distilled")
 
 
 def gemma_files(root: Path) -> list[TensorFile]:

@@ -153,7 +153,7 @@ class PartFile(WeightFile):
     """
 
     def __init__(self, path: Path, kind: str, release: Release):
-        part, download = PARTS[kind], download_of(kind, release)
+        part, download = PARTS[kind], release.download(kind)
         super().__init__(path, download)
         self.config = config_of(self)
         if not all(isinstance(self.config.get(name), dict) for name in part.sections):
@@ -162,6 +162,8 @@ class PartFile(WeightFile):
                 f" {described(self)}\nDownload it: {download}"
             )
         check_release(self, part.flag, release, download)
+        if isinstance(encoder := self.config.get("vae", {}).get("encoder"), dict):
+            self.config["vae"] = _flattened(self.config["vae"], encoder)
         if not any(name.startswith(part.prefix) for name in self.shapes):
             self._prefix_names(part.prefix)
 
@@ -172,6 +174,13 @@ class PartFile(WeightFile):
         self.scales = {prefix + name: scale for name, scale in self.scales.items()}
 
 
+def _flattened(vae: dict, encoder: dict) -> dict:
+    """A video VAE's config with the values of its encoder's section where the convolutional VAE's
+    config has them."""
+    names = {"out_channels": "latent_channels", "blocks": "encoder_blocks"}
+    return {names.get(name, name): value for name, value in encoder.items()} | vae
+
+
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
     """Raise UserError if the metadata of a file says that it is of another release."""
     version = file.metadata.get("model_version")
@@ -180,11 +189,6 @@ def check_release(file: TensorFile, flag: str, release: Release, download: str) 
             f"{flag} {file.path} is of LTX {version}, the checkpoint of LTX-{release.version}:"
             f" they do not fit together\nDownload the one of the same release: {download}"
         )
-
-
-def download_of(kind: str, release: Release) -> str:
-    """The command that downloads the released file of a kind."""
-    return hub.download_released(kind, f"Lightricks/LTX-{release.version}")
 
 
 def located(name: str | Path, kind: str) -> Path:
@@ -299,7 +303,7 @@ class ModelFiles:
         if not self.release.split:
             self._check_folder(root)
             return None
-        download = download_of("gemma", self.release)
+        download = self.release.download("gemma")
         if root.is_dir():
             raise UserError(
                 f"--gemma-root {root} is a folder; LTX-{version} has its text encoder in one file:"
@@ -318,7 +322,10 @@ class ModelFiles:
         """Raise UserError for the text encoder of a split release."""
         if root is None or not root.is_file():
             return
-        if kind_of(TensorFile(root, gemma_download(root.parent))) == "gemma":
+        kind = ""
+        with suppress(UserError):
+            kind = kind_of(TensorFile(root, ""))
+        if kind == "gemma":
             raise UserError(
                 f"--gemma-root {root} is the text encoder of a later release; --checkpoint-path"
                 f" {self.checkpoint.path} is of LTX-{self.release.version}, which needs the folder"
@@ -350,7 +357,7 @@ class ModelFiles:
                 f"--checkpoint-path {self.checkpoint.path} is the transformer of"
                 f" LTX-{self.release.version} alone: the {title} is missing\nType {flag} FILE, or"
                 " --checkpoint-path with the folder of the whole download; the file is"
-                f" {download_of(kind, self.release)}"
+                f" {self.release.download(kind)}"
             )
         return path
 
