@@ -13,7 +13,7 @@ from ltx_neuron import artifacts, hub, invocation
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config.common import digest
-from ltx_neuron.config.gemma import check_gemma_fits, gemma_config
+from ltx_neuron.config.gemma import check_gemma_fits, gemma_config, read_config
 from ltx_neuron.config.release import release_of
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
@@ -32,7 +32,7 @@ from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import ConditionFields, SizeFields
 from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCache
 from ltx_neuron.text.host_encoder import HostTextEncoder
-from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
+from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.gains import check_const_max
@@ -120,10 +120,12 @@ class Finished:
 
     @cached_property
     def gemma(self):
-        projections = self.files.text_encoder or self.checkpoint
         assert self.gemma_root
-        config = gemma_config(self.gemma_root)
-        projection = projections.shapes.get(
+        file = self.files.text_encoder
+        config = (
+            read_config(file.gemma_config, file.path) if file else gemma_config(self.gemma_root)
+        )
+        projection = (file or self.checkpoint).shapes.get(
             "text_embedding_projection.video_aggregate_embed.weight"
         )
         check_gemma_fits(
@@ -174,7 +176,8 @@ class Finished:
     def tokenizer(self):
         """Gemma's tokenizer."""
         assert self.gemma_root
-        return load_tokenizer(self.gemma_root)
+        file = self.files.text_encoder
+        return embedded_tokenizer(file) if file else load_tokenizer(self.gemma_root)
 
     def host_text_encoder(self) -> HostTextEncoder:
         """The text encoder for the host's CPU; it loads weights when it encodes."""

@@ -391,11 +391,14 @@ def gemma3_fields(
 ) -> dict[str, Field]:
     """Every tensor of a text encoder graph for a bucket of `tokens`."""
     # Every head has the same frequencies, so every rank has one table for all heads.
-    table = Field((1, 1, tokens, gemma.head_dim // 2), torch.float32)
+    tables = {
+        kind: Field((1, 1, tokens, gemma.attention(full).head_dim // 2), torch.float32)
+        for kind, full in (("local", False), ("global", True))
+    }
     return {
         "embeddings": Field((1, tokens, gemma.hidden_size), dtype),
         "attention_mask": Field((1, 1, tokens, tokens), dtype),
-        **{f"{kind}_{part}": table for kind in ("local", "global") for part in ("cos", "sin")},
+        **{f"{kind}_{part}": table for kind, table in tables.items() for part in ("cos", "sin")},
         "video_features": Field((1, tokens, config.video.inner // tp), dtype, split=2),
         "audio_features": Field((1, tokens, config.audio.inner // tp), dtype, split=2),
         "hidden_states": Field((1, tokens, gemma.hidden_size, gemma.num_hidden_layers + 1), dtype),

@@ -149,7 +149,7 @@ class Source:
     def copies(self, name: str, tp: int) -> int:
         """The number of neighbouring ranks with the same part of a tensor: 1 unless ranks
         outnumber key-value heads."""
-        return copies(rule(self.model, name), tp, self.heads)
+        return copies(self.model, name, self.locations, tp, self.heads)
 
     def nbytes(self, name: str) -> int:
         """Bytes of a whole tensor when it is read."""
