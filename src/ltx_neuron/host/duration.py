@@ -48,9 +48,9 @@ class DurationHead(nn.Module):
         if hidden % heads:
             raise ValueError(f"num_pooler_heads {heads} does not divide pooler_hidden_dim {hidden}")
         mlp = settings.get("mlp_hidden", 256)
-        for stream, width in zip(("video", "audio"), widths, strict=True):
-            setattr(self, f"{stream}_input_proj", nn.Linear(width, hidden))
-            setattr(self, f"{stream}_modality_emb", nn.Parameter(torch.empty(hidden)))
+        self.video_input_proj, self.audio_input_proj = (nn.Linear(w, hidden) for w in widths)
+        self.video_modality_emb = nn.Parameter(torch.empty(hidden))
+        self.audio_modality_emb = nn.Parameter(torch.empty(hidden))
         self.attention_pooler = AttentionPooler(hidden, queries, heads)
         self.mlp_hidden = nn.Linear(hidden * queries, mlp)
         self.mlp_out = nn.Linear(mlp, 1)
