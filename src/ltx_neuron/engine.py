@@ -76,14 +76,15 @@ class Engine:
         self.compat = COMPAT[options.compat]
         self.host = HostModels(
             workspace.checkpoint_path,
-            workspace.checkpoint.config,
+            workspace.config,
             workspace.dtype,
-            options.spatial_upsampler_path,
-            options.temporal_upsampler_path,
+            options.spatial_upsampler_path or workspace.files.find("spatial"),
+            options.temporal_upsampler_path or workspace.files.find("temporal"),
             audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
             profile=workspace.profile,
             arithmetic=workspace.arithmetic,
             tiles_1_0_0=self.compat.tiles,
+            files=workspace.files,
         )
         self.preflight = Preflight(
             workspace,

@@ -43,6 +43,7 @@ from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.spec import RECIPES, JobSpec, validated
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import Lora, WeightSet
+from ltx_neuron.weights.model_files import located
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -89,7 +90,9 @@ class LTXPipeline:
         cls,
         *,
         checkpoint_path: str | Path,
-        gemma_root: str | Path,
+        gemma_root: str | Path | None = None,
+        video_vae_path: str | Path | None = None,
+        audio_vae_path: str | Path | None = None,
         profile: str | None = None,
         artifacts_dir: str | Path = "artifacts",
         tp_degree: int | None = None,
@@ -109,7 +112,8 @@ class LTXPipeline:
         """Open a sharded and compiled checkpoint; models load at the first call.
 
         The checkpoint, Gemma, upsamplers and LoRAs are local paths or Hugging Face Hub names,
-        OWNER/REPO[@REVISION][/FILE]. Their files are downloaded.
+        OWNER/REPO[@REVISION][/FILE]. Their files are downloaded. Of LTX-2.5, checkpoint_path may
+        be the folder of the download; files that are not given are those in it.
 
         loras, distilled_loras  [(path, strength), ...], as merged during sharding: the defaults of
                                 calls
@@ -127,12 +131,14 @@ class LTXPipeline:
         check_type("tp_degree", tp_degree, int | None)
         resolved = resolve(profile, tuple(profile_set))
         workspace = Workspace(
-            hub.local_path(checkpoint_path, recipe),
+            located(checkpoint_path, recipe),
             resolved,
             artifacts_dir,
             resolved.degree(tp_degree),
             dtype,
-            gemma_root and hub.local_path(gemma_root, "gemma"),
+            gemma_root and located(gemma_root, "gemma"),
+            video_vae_path and located(video_vae_path, "video_vae"),
+            audio_vae_path and located(audio_vae_path, "audio_vae"),
         )
         if tuned:
             workspace.take_tuned()

@@ -10,6 +10,7 @@ class Release:
     version    the beginning of `model_version` in the checkpoint's metadata
     image_crf  quality of the H.264 round trip of conditioning images (ltx-pipelines 1.2.0
                utils/constants.py)
+    split      whether every part has a file of its own: text encoder, video VAE, audio VAE
     ancestral  whether stage 1 of the distilled recipe uses the ancestral Euler sampler
                (ltx-pipelines 1.2.0 utils/samplers.py)
     """
@@ -17,9 +18,10 @@ class Release:
     version: str
     image_crf: int = 33
     ancestral: bool = False
+    split: bool = False
 
 
-RELEASES = (Release("2.3"), Release("2.5", image_crf=18, ancestral=True))
+RELEASES = (Release("2.3"), Release("2.5", image_crf=18, ancestral=True, split=True))
 
 
 def release_of(model_version: str) -> Release | None:

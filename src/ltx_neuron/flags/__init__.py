@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ltx_neuron import hub
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
@@ -47,6 +46,7 @@ from ltx_neuron.sampling.spec import (
     validated,
 )
 from ltx_neuron.weights.lora import WeightSet
+from ltx_neuron.weights.model_files import PARTS, located, named_recipe
 from ltx_neuron.workspace import Workspace, reshard, verify_finished
 
 # --- common flags ---------------------------------------------------------------------------------
@@ -88,16 +88,23 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
     """A parser with the flags common to all commands.
 
     gemma     whether the command also reads Gemma's folder
-    required  whether the checkpoint (and Gemma's folder) must be named
+    required  whether the checkpoint must be named, and with it Gemma, unless it is in the download
+              of the checkpoint
     """
     parser = Parser(description=description, epilog=f"example:\n  {example}")
     add = group(parser, "model and machine").add_argument
     names = ("--checkpoint-path", "--distilled-checkpoint-path", "--model-path")
-    help = "checkpoint: a file or a Hub name, Lightricks/LTX-2.3[/FILE]"
+    help = "checkpoint: a file, LTX-2.5's folder, or a Hub name, Lightricks/LTX-2.3[/FILE]"
     add(*names, type=Path, required=required, metavar="FILE", help=help)
     if gemma:
-        help = "Gemma3-12B: a folder or a Hub name"
-        add("--gemma-root", type=Path, required=required, metavar="DIR", help=help)
+        help = "Gemma3-12B: a folder or a Hub name; of LTX-2.5 the text encoder's file"
+        action = add("--gemma-root", type=Path, metavar="DIR", help=help)
+        vars(action)["usual"] = required
+        parser.set_defaults(needs_gemma=required)
+    for kind, part in PARTS.items():
+        help = f"{part.title} of LTX-2.5 (default: in the folder of --checkpoint-path)"
+        flag = f"--{kind.replace('_', '-')}-path"
+        advanced(add(flag, type=Path, metavar="FILE", help=help))
     help = "folder of sharded weights and compiled graphs (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
     add_profile(parser)
@@ -130,6 +137,7 @@ def group(parser: argparse.ArgumentParser, title: str) -> argparse._ActionsConta
 MODEL_FILES = {  # flags, and their files' kinds for hub.local_path
     "checkpoint_path": None,  # the recipe
     "gemma_root": "gemma",
+    **{f"{kind}_path": kind for kind in PARTS},
     "spatial_upsampler_path": "spatial",
     "temporal_upsampler_path": "temporal",
     "duration_head_path": "duration",
@@ -141,7 +149,7 @@ def local(args: argparse.Namespace, flag: str) -> Any:
     file of a Hub name. Raises UserError."""
     name, kind = getattr(args, flag, None), MODEL_FILES[flag]
     recipe = getattr(args, "recipe", None) or Job.recipe
-    return name and hub.local_path(name, kind or recipe)
+    return name and located(name, kind or recipe)
 
 
 def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True) -> Workspace:
@@ -159,11 +167,19 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
         args.artifacts_dir,
         profile.degree(args.tp_degree),
         args.dtype,
-        local(args, "gemma_root"),
+        *(local(args, flag) for flag in ("gemma_root", "video_vae_path", "audio_vae_path")),
     )
+    if getattr(args, "needs_gemma", False):
+        _require_gemma(opened)
     if tuned:
         opened.take_tuned()
     return opened
+
+
+def _require_gemma(opened: Workspace) -> None:
+    """Raise UserError if the workspace has no text encoder."""
+    example = "Type for example --gemma-root gemma-3-12b"
+    require(opened.gemma_root, "--gemma-root", "--checkpoint-path", example)
 
 
 # --- flags of a job -------------------------------------------------------------------------------
@@ -374,11 +390,10 @@ def recipe(args: argparse.Namespace) -> str:
     """
     if args.recipe:
         return args.recipe
-    name = args.checkpoint_path.name.lower()
-    guess = "dev" if "dev" in name and "distilled" not in name else "distilled"
-    reason = "from the file name" if guess in name else "by default"
-    print(f"recipe: {guess} ({reason}; --recipe changes it)")
-    return guess
+    named = named_recipe(args.checkpoint_path)
+    reason = "from the file name" if named else "by default"
+    print(f"recipe: {named or 'distilled'} ({reason}; --recipe changes it)")
+    return named or "distilled"
 
 
 def _orientation(args: argparse.Namespace) -> str:
@@ -540,10 +555,9 @@ def shard(model: str, args: argparse.Namespace) -> None:
     tp = resolve(args.profile, tuple(args.profile_set)).degree(args.tp_degree)
     sets = weight_sets(lora_fields(spec(args))) if "lora" in args else ((),)
     if args.checkpoint_path:
-        if model == "gemma3":
-            example = "Type for example --gemma-root gemma-3-12b"
-            require(args.gemma_root, "--gemma-root", "--checkpoint-path", example)
         opened = workspace(args, writes=False, tuned=False)
+        if model == "gemma3":
+            _require_gemma(opened)
         if args.verify:
             for path in opened.verify(model, sets):
                 print(f"whole, and bit-identical to the source: {path}")

@@ -6,12 +6,12 @@ file."""
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.float8 import WeightFile
+from ltx_neuron.weights.model_files import ModelFiles
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -51,6 +52,7 @@ class ModelSpec(NamedTuple):
               model's part of the file, which must contain no other tensors. Other parts may: a
               checkpoint has per-channel statistics that no model reads
     dtype     of every tensor; None keeps the stored dtypes
+    file      the file at `path` if it is open
     """
 
     name: str
@@ -60,6 +62,7 @@ class ModelSpec(NamedTuple):
     build: Callable[[], torch.nn.Module]
     prefixes: dict[str, str]
     dtype: torch.dtype | None
+    file: WeightFile | None = None
 
     def build_empty(self) -> torch.nn.Module:
         """The module on the meta device.
@@ -124,7 +127,9 @@ class ModelSpec(NamedTuple):
         )
 
     def _file(self) -> WeightFile:
-        return WeightFile(self.path, f"{self.download}\nand pass it with {self.flag} FILE")
+        return self.file or WeightFile(
+            self.path, f"{self.download}\nand pass it with {self.flag} FILE"
+        )
 
     def _problems(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
         """Errors of the file's tensors, a line each. expected: shapes by name."""
@@ -152,9 +157,18 @@ class ModelSpec(NamedTuple):
 
 
 def checkpoint_spec(
-    name: str, path: str | Path, config: dict, dtype: torch.dtype | None
+    name: str,
+    path: str | Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    files: ModelFiles | None = None,
 ) -> ModelSpec:
-    """The source of one of a checkpoint's models. config: the checkpoint's."""
+    """The source of one of a checkpoint's models.
+
+    path    of the checkpoint
+    config  the checkpoint's
+    files   of a model whose parts have files of their own
+    """
     import_ltx_core()
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics
@@ -171,15 +185,21 @@ def checkpoint_spec(
         "vocoder": (audio_vae.VocoderConfigurator.from_config, "vocoder."),
     }[name]
     # A checkpoint has the statistics once, for encoder and decoder.
-    shared = prefix.partition(".")[0] + ".per_channel_statistics."
+    section = prefix.partition(".")[0]
+    shared = f"{section}.per_channel_statistics."
+    flag, download, file = "--checkpoint-path", CHECKPOINT_DOWNLOAD, None
+    if files and files.release.split:
+        flag, file = files.flag(section), files.of(section)
+        path, download = file.path, file.download
     return ModelSpec(
         name=name.replace("_", " "),
         path=path,
-        flag="--checkpoint-path",
-        download=CHECKPOINT_DOWNLOAD,
+        flag=flag,
+        download=download,
         build=partial(from_config, config),
         prefixes={"": prefix, "per_channel_statistics.": shared},
         dtype=dtype,
+        file=file,
     )
 
 

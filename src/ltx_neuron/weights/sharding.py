@@ -45,6 +45,7 @@ DIT = {
     BLOCK + r"(?:audio_)?(?:prompt_)?scale_shift_table": ALL,
     BLOCK + r"scale_shift_table_a2v_ca_(?:audio|video)": ALL,
     r"(?:audio_)?(?:patchify_proj|proj_out)\.(?:weight|bias)|(?:audio_)?scale_shift_table": ALL,
+    r"keyframes_abs_pos_embedding": ALL,
     # Computed on the host, once per schedule.
     r"(?:audio_)?(?:prompt_)?adaln_single\..+|av_ca_\w+_adaln_single\..+": HOST,
 }
