@@ -32,10 +32,9 @@ def with_durations(engine: Engine, jobs: list[Job]) -> list[Job]:
 def predict(engine: Engine, jobs: list[Job]) -> list[tuple[JobRun, float]]:
     """Encode the prompts of jobs of auto_duration. Returns each job's run and its predicted
     seconds, and prints them."""
-    path = require(
-        engine.options.duration_head_path, FLAG, "--auto-duration", f"Download it: {DOWNLOAD}"
-    )
     workspace = engine.workspace
+    path = engine.options.duration_head_path or workspace.files.find("duration_head")
+    path = require(path, FLAG, "--auto-duration", f"Download it (of LTX-2.5): {DOWNLOAD}")
     head = duration_head_spec(path, workspace.checkpoint, workspace.transformer).load()
     predicted = []
     for run in engine.encode(jobs):

@@ -150,7 +150,7 @@ class LTXPipeline:
             spatial_upsampler_path=spatial and hub.local_path(spatial, "spatial"),
             temporal_upsampler_path=temporal and hub.local_path(temporal, "temporal"),
             duration_head_path=duration_head_path
-            and hub.local_path(duration_head_path, "duration"),
+            and hub.local_path(duration_head_path, "duration_head"),
         )
         pipeline = cls(Engine(workspace, Recorder(), options), recipe)
         pipeline.loras, pipeline.distilled_loras = _loras(loras), _loras(distilled_loras)

@@ -140,7 +140,7 @@ MODEL_FILES = {  # flags, and their files' kinds for hub.local_path
     **{f"{kind}_path": kind for kind in PARTS},
     "spatial_upsampler_path": "spatial",
     "temporal_upsampler_path": "temporal",
-    "duration_head_path": "duration",
+    "duration_head_path": "duration_head",
 }
 
 

@@ -8,17 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from ltx_neuron.config.release import release_of
 from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.loading import ModelSpec, metadata_config
-from ltx_neuron.hub import download
+from ltx_neuron.host.loading import ModelSpec
+from ltx_neuron.hub import download_released
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.float8 import WeightFile
+from ltx_neuron.weights.model_files import check_release, config_of, described, kind_of
 
 FLAG, _PREFIX = "--duration-head-path", "duration_head."
-_NAME = "Lightricks/LTX-2.5/model_patches/ltx-2.5-duration-head-bf16.safetensors"
-DOWNLOAD = download(_NAME, "--local-dir", ".")
+DOWNLOAD = download_released("duration_head", "Lightricks/LTX-2.5")
 
 
 class AttentionPooler(nn.Module):
@@ -71,19 +70,12 @@ def duration_head_spec(
     """The source of a checkpoint's duration head. Raises UserError for a file without one, and for
     that of another release or of other widths."""
     file = WeightFile(path, f"{DOWNLOAD}\nand pass it with {FLAG} FILE")
-    if not any(name.startswith(_PREFIX) for name in file.shapes):
+    if kind_of(file) != "duration_head":
         raise UserError(
-            f"{FLAG} {path} is no duration head: it has no tensor {_PREFIX}*.\n"
-            f"Download it: {DOWNLOAD}"
+            f"{FLAG} {path}: wanted a duration head, got {described(file)}\nDownload it: {DOWNLOAD}"
         )
-    version = file.metadata.get("model_version", "")
-    if release_of(version) is not checkpoint.release:
-        raise UserError(
-            f"{FLAG} {path} is of LTX version {version or 'unknown'}, --checkpoint-path"
-            f" {checkpoint.path} of {checkpoint.model_version}: wanted both of one release.\n"
-            f"Leave {FLAG} out and type --num-frames N, or pass the checkpoint of that release"
-        )
-    config = metadata_config(file)
+    check_release(file, FLAG, checkpoint.release, DOWNLOAD)
+    config = config_of(file)
     sizes, settings = config.get("transformer", {}), config.get("duration_head", {})
     widths = sizes.get("cross_attention_dim", 4096), sizes.get("audio_cross_attention_dim", 2048)
     if widths != (wanted := (transformer.video.inner, transformer.audio.inner)):

@@ -222,17 +222,6 @@ def upsampler_spec(kind: str, path: str | Path | None, dtype: torch.dtype) -> Mo
     )
 
 
-def metadata_config(file: TensorFile) -> dict:
-    """The config in a file's metadata. Raises UserError if it is damaged."""
-    try:
-        return {**json.loads(file.metadata.get("config", "{}"))}
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{file.path}: the 'config' metadata is not a JSON object: {error}\n"
-            f"Download it again: {file.download}"
-        ) from None
-
-
 def _upsampler_config(kind: str, path: str | Path | None) -> dict:
     """The config of an upsampler's own file."""
     flag, download = f"--{kind}-upsampler-path", download_released(kind)
@@ -242,7 +231,13 @@ def _upsampler_config(kind: str, path: str | Path | None) -> dict:
             f" {download}"
         )
     file = TensorFile(path, f"{download}\nand pass it with {flag} FILE")
-    config = metadata_config(file)
+    try:
+        config = {**json.loads(file.metadata.get("config", "{}"))}
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path}: the 'config' metadata is not a JSON object: {error}\n"
+            f"Download it again: {download}"
+        ) from None
     kinds = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
     scale = config.get("spatial_scale", 2.0)
     if kinds != [kind] or (kind == "spatial" and scale != 2.0):
