@@ -48,6 +48,7 @@ class RunOptions:
     compat         a key of sampling.compat.COMPAT, the release whose numerics to follow; None: the
                    later releases
     warmup         a discarded first step per stage
+    *_path         of models besides the checkpoint, or None
     cache_prompts  read contexts from the artifacts, and store new ones there
     """
 
@@ -58,6 +59,7 @@ class RunOptions:
     warmup: bool = False
     cache_prompts: bool = False
     neuron_vae: bool = False
+    duration_head_path: str | Path | None = None
 
 
 class Engine:
@@ -84,7 +86,13 @@ class Engine:
             tiles_1_0_0=self.compat.tiles,
             files=workspace.files,
         )
-        self.preflight = Preflight(workspace, self.host, options.neuron_gemma, options.neuron_vae)
+        self.preflight = Preflight(
+            workspace,
+            self.host,
+            options.neuron_gemma,
+            options.neuron_vae,
+            options.duration_head_path,
+        )
         self.residency = Residency(workspace, recorder)
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
@@ -261,6 +269,14 @@ class Engine:
         if not self.options.cache_prompts:
             return None
         return self.workspace.prompt_cache(self.options.neuron_gemma)
+
+    def encode(self, jobs: list[Job]) -> list[JobRun]:
+        """New runs of the jobs with their contexts, which the engine keeps. Checks the text
+        encoder's files before it loads."""
+        self.check_process()
+        self.preflight.check_text()
+        with self._session(keep=True):
+            return self._encode_prompts(jobs, lambda job: None, None)
 
     def _encode_prompts(
         self,

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ltx_neuron.config.release import Release
 from ltx_neuron.config.transformer import Bucket
@@ -13,6 +13,7 @@ from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.models.signatures import WITHOUT
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import Inputs, check_together
+from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import (
@@ -112,6 +113,7 @@ class Job(Inputs):
     negative_prompt: str | None = None
     recipe: str = "distilled"
     guidance: Guidance | None = None  # dev recipe; None: the model version's defaults
+    auto_duration: AutoDuration | None = None  # until the length is known; `size` has the longest
     upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
     loras: WeightSet = ()  # in all stages
     stage_1_loras: WeightSet = ()  # further ones: IC-LoRAs or HQ's distilled LoRA
@@ -220,6 +222,13 @@ class Job(Inputs):
             identity=stage.guided and self.identity_scale != 0,
             ancestral=stage.sampler == "ancestral",
         )
+
+    def lasting(self, seconds: float) -> Self:
+        """The job of auto_duration with the length for a prediction of so many seconds."""
+        assert self.auto_duration
+        frames = self.auto_duration.num_frames(seconds, self.size.frame_rate)
+        size = dataclasses.replace(self.size, num_frames=frames + (self.tail_frames or 0))
+        return dataclasses.replace(self, size=size, auto_duration=None)
 
     @property
     def all_loras(self) -> WeightSet:
@@ -330,6 +339,12 @@ class Job(Inputs):
         if self.extension:
             self.extension.check()
         self.size.check()
+        if self.auto_duration and self.auto_duration.min_seconds > self.auto_duration.max_seconds:
+            least, most = self.auto_duration
+            raise FieldError(
+                f"{{auto_duration}} {least:g} {most:g}: wanted MIN_SECONDS MAX_SECONDS, the smaller"
+                " number first"
+            )
         if self.upscale and self.size.two_stage:
             raise FieldError(
                 "{upscale} is for one-stage runs; {two_stage} upsamples between its stages already"
@@ -339,6 +354,7 @@ class Job(Inputs):
             "{two_stage}": self.size.two_stage,
             f"{{recipe}} {self.recipe}": True,
             "{upscale}": self.upscale is not None,
+            "{auto_duration}": self.auto_duration is not None,
             # HQ's distilled LoRA (dev recipe) applies to stage 1 as well.
             "{ic_lora}": bool(self.stage_1_loras and (self.references or of_ic_lora)),
         }
@@ -400,6 +416,8 @@ class Job(Inputs):
         if described["num_generated_keyframes"] is None:  # as before LTX-2.5
             del described["num_generated_keyframes"]
         described["num_frames"] -= self.tail_frames or 0  # as typed
+        if self.auto_duration is None:
+            del described["auto_duration"]
         if self.sound_only:
             del described["height"], described["width"]
         for name in LORA_FIELDS:

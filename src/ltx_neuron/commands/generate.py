@@ -7,8 +7,12 @@ from pathlib import Path
 from ltx_neuron import flags, invocation
 from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
+from ltx_neuron.durations import predict_only
+from ltx_neuron.engine import Engine
+from ltx_neuron.errors import UserError
 from ltx_neuron.generate import generate, generate_batch
 from ltx_neuron.job import Job
+from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
 from ltx_neuron.workspace import Workspace
 
@@ -42,6 +46,8 @@ def build_parser(
     flags.add_job(parser)
     flags.add_run(parser)
     flags.add_outputs(parser)
+    if verb == "generate":
+        flags.add_prediction(parser)
     if verb == "batch":
         help = "many videos: one JSON object per line, with flags as keys"
         parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE", help=help)
@@ -92,6 +98,7 @@ def batch(argv: list[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    flags.check_prediction(args)
     options, outputs = flags.run_options(args), flags.outputs(args)
     flags.check_fleet(args, args.prompts_file)
     if args.prompts_file:
@@ -99,6 +106,12 @@ def run(args: argparse.Namespace) -> None:
         workspace = _workspace(args)
         lines = lines_of(args, workspace)
         if args.ray:
+            if any(line.job.auto_duration for line in lines):
+                raise UserError(
+                    "--ray distributes videos by their size, and the length of one is predicted"
+                    " when its prompt is encoded\nType --num-frames N, and leave"
+                    " --duration-head-path and --auto-duration out"
+                )
             from ltx_neuron.fleet import batch  # Ray is an extra
 
             batch.generate_batch(lines, args, workspace)
@@ -107,7 +120,10 @@ def run(args: argparse.Namespace) -> None:
     else:
         job = flags.job(args)
         job.check()
-        generate(job, _workspace(args), options, outputs)
+        if getattr(args, "predict_duration", False):
+            predict_only(Engine(_workspace(args), Recorder(), options), job, outputs.tensors)
+        else:
+            generate(job, _workspace(args), options, outputs)
 
 
 def lines_of(args: argparse.Namespace, workspace: Workspace) -> list[Line]:

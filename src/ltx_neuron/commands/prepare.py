@@ -229,6 +229,11 @@ def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
         jobs = [workspace.resolved(flags.shape(args, args.recipe))]
         jobs[0].check_shape()
         jobs[0].check_voice()
+    if any(job.auto_duration for job in jobs):
+        raise UserError(
+            "--auto-duration: the length is known when the prompt is encoded, and graphs have one"
+            " length\nType --num-frames N, the length that generate --predict-duration prints"
+        )
     check_distilled_loras(jobs)
     return jobs
 

@@ -19,11 +19,19 @@ from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
-from ltx_neuron.flags.resolve import check_resumed, job_of, lora_fields, size_of, weight_sets
+from ltx_neuron.flags.resolve import (
+    check_resumed,
+    job_of,
+    lora_fields,
+    size_of,
+    weight_sets,
+    with_auto_duration,
+)
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import MACHINES, resolve
 from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.spec import (
     GUIDANCE_KEYS,
     LORAS,
@@ -132,6 +140,7 @@ MODEL_FILES = {  # flags, and their files' kinds for hub.local_path
     **{f"{kind}_path": kind for kind in PARTS},
     "spatial_upsampler_path": "spatial",
     "temporal_upsampler_path": "temporal",
+    "duration_head_path": "duration_head",
 }
 
 
@@ -179,6 +188,7 @@ def _require_gemma(opened: Workspace) -> None:
 def add_job(parser: argparse.ArgumentParser) -> None:
     """Flags of one generation. A line of a prompts file accepts the same."""
     add_fields(parser, "video", ["prompt", *SamplingFields.model_fields, "sampler"])
+    add_fields(parser, "video", ["auto_duration"])
     add_size(parser)
     guidance = group(parser, "guidance")
     help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
@@ -251,7 +261,7 @@ def _options(name: str, field: FieldInfo) -> dict[str, Any]:
     for kind in (field.annotation, *get_args(field.annotation)):
         if get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
-        if get_origin(kind) is tuple:
+        if get_origin(kind) is tuple or kind is AutoDuration:
             options["nargs"] = "*"
     return options
 
@@ -337,6 +347,8 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
 def _job(args: argparse.Namespace, said: JobSpec) -> Job:
     if getattr(args, "resume", None):
         check_resumed(said)
+    if getattr(args, "duration_head_path", None):
+        said = with_auto_duration(said)
     with _as_typed(args):
         return job_of(said, _orientation(args))
 
@@ -395,8 +407,35 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """Flags of a run, and of model files besides the checkpoint."""
     add_models(parser)
     add_fleet(parser)
+    help = "LTX-2.5: predict --num-frames from the prompt, where it is left out"
+    advanced(
+        group(parser, "models").add_argument(
+            "--duration-head-path", type=Path, metavar="FILE", help=help
+        )
+    )
     help = "many videos: one JSON object per line, with flags as keys"
     group(parser, "video").add_argument("--prompts-file", type=Path, metavar="FILE", help=help)
+
+
+def add_prediction(parser: argparse.ArgumentParser) -> None:
+    """The flag that predicts a length and generates nothing."""
+    help = "print the length that --duration-head-path predicts from --prompt, and make no video"
+    add = group(parser, "video").add_argument
+    advanced(add("--predict-duration", action="store_true", help=help))
+
+
+def check_prediction(args: argparse.Namespace) -> None:
+    """Raise UserError for outputs beside --predict-duration, which takes --auto-duration's
+    limits."""
+    if not getattr(args, "predict_duration", False):
+        return
+    outputs = "output_path", "output_dir", "save_frames", "perf_dump_path", "resume"
+    if wrong := [flag_of(name) for name in (*outputs, "prompts_file") if getattr(args, name)]:
+        raise UserError(
+            f"--predict-duration is for one --prompt and makes no video: leave {' '.join(wrong)}"
+            " out"
+        )
+    args.auto_duration = args.auto_duration or []
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -475,6 +514,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         compat=args.compat,
         spatial_upsampler_path=local(args, "spatial_upsampler_path"),
         temporal_upsampler_path=local(args, "temporal_upsampler_path"),
+        duration_head_path=local(args, "duration_head_path"),
         warmup=args.warmup,
         # The cache keeps no hidden states, which --save-tensors writes.
         cache_prompts=not (args.no_prompt_cache or getattr(args, "save_tensors", None)),

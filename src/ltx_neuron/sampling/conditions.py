@@ -71,6 +71,8 @@ _EXCLUDES = {
     "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
     "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
     "{reference_audio}": ("{video_path}", "{sound_only}"),
+    # Their files have the length; the head reads the contexts of both streams.
+    "{auto_duration}": ("{audio_path}", "{video_path}", "{reference_video}", "{sound_only}"),
     "{reference_video}": (
         "{audio_path}",
         "{video_path}",

@@ -38,6 +38,7 @@ from ltx_neuron.sampling.conditions import (
     TailFrames,
     WeightedFile,
 )
+from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
@@ -106,6 +107,9 @@ def _listed(value: Any) -> Any:
     return value if value is None or isinstance(value, list | tuple) else [value]
 
 
+Duration = Annotated[
+    AutoDuration | None, BeforeValidator(lambda value: AutoDuration() if value == [] else value)
+]
 Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
@@ -397,6 +401,11 @@ class JobSpec(
     """All settings of one video; None: not given."""
 
     prompt: str = _option("description of the video and its sound", "TEXT", default="")
+    auto_duration: Duration = _option(
+        "predict --num-frames from the prompt, within these seconds (default: 1 20), with"
+        " --duration-head-path",
+        "[MIN_SECONDS MAX_SECONDS]",
+    )
     sampler: Literal[tuple(SAMPLERS)] = _option(
         "res_2s: HQ, for --two-stage --recipe dev (default: euler)", default="euler"
     )
@@ -410,12 +419,14 @@ class JobSpec(
         said = by_field({key: None if value is False else value for key, value in line.items()})
         said, values = validated(said), {}
         if "video_path" in said.model_fields_set:  # its file determines the size
-            names = (*SIZES, "tail_frames")
+            names = (*SIZES, "tail_frames", "auto_duration")
             values = {name: JobSpec.model_fields[name].default for name in names}
         elif "reference_video" in said.model_fields_set:  # its file determines the length
-            values = dict.fromkeys(("num_frames", "frame_rate", "tail_frames"))
+            values = dict.fromkeys((*_LENGTH, "frame_rate", "tail_frames"))
         elif said.sound_only:  # nor has it the command's picture
             values = {"two_stage": False, **dict.fromkeys((*PICTURE_FIELDS, "tail_frames"))}
+        if said.model_fields_set & {*_LENGTH}:
+            values |= dict.fromkeys(_LENGTH)
         values |= {name: getattr(said, name) for name in said.model_fields_set}
         for name in ("image", "video_conditioning", "conditioning_attention_mask"):
             values[name] = getattr(self, name) + getattr(said, name)
@@ -450,6 +461,7 @@ class JobSpec(
 
 
 SIZES = tuple(field.name for field in dataclasses.fields(Size))  # as the flags are named
+_LENGTH = "num_frames", "auto_duration"
 LORAS = ("lora", "ic_lora", "distilled_lora")
 
 

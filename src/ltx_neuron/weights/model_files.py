@@ -367,7 +367,7 @@ class ModelFiles:
         if kind in self.given or not self.release.split or self._folder is None:
             return self.given.get(kind)
         if not (found := self._beside.get(kind)):
-            name, downloads = hub.spelled(self._folder), kind in (*PARTS, "gemma")
+            name, downloads = hub.spelled(self._folder), kind in (*PARTS, "gemma", "duration_head")
             of_hub = name != str(self._folder)
             return hub.local_path(name, kind) if of_hub and downloads else None
         plain = [path for path in found if kind == "video_vae" and not _is_diffusion(path)]
@@ -388,7 +388,10 @@ class ModelFiles:
 
 def _named(kind: str) -> tuple[str, str]:
     """The flag and the title of a kind of file."""
-    others = {"gemma": ("--gemma-root", "text encoder")}
+    others = {
+        "gemma": ("--gemma-root", "text encoder"),
+        "duration_head": ("--duration-head-path", "duration head"),
+    }
     if kind in PARTS:
         return PARTS[kind].flag, PARTS[kind].title
     return others.get(kind, (f"--{kind}-upsampler-path", f"{kind} upsampler"))
