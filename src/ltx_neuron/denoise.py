@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import NotFiniteError, Ranks, padded_tokens
+from ltx_neuron.backends.ranks import NotFiniteError, Ranks, padded_tokens, padding_bias
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
@@ -139,6 +139,8 @@ class StageRun:
         if one_hot := self.compiled.manifest.fields.get("rank_one_hot"):
             shared["rank_one_hot"] = torch.eye(one_hot.shape[1])
         fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
+        if field := fields.get("padding_bias"):
+            shared["padding_bias"] = padding_bias(field, self.bucket.video_tokens, *ranks)
         self._put({n: padded_tokens(fields.get(n), x, *ranks) for n, x in shared.items()})
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.guided:
