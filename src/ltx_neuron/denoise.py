@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import NotFiniteError, Ranks, at, padded_tokens
+from ltx_neuron.backends.ranks import NotFiniteError, Ranks, at, padded_tokens, padding_bias
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
@@ -151,6 +151,8 @@ class StageRun:
         if "keyframes_mask" in self.compiled.manifest.fields:
             shared["keyframes_mask"] = video_state.keyframes_mask  # (Tv, 1)
         fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
+        if field := fields.get("padding_bias"):
+            shared["padding_bias"] = padding_bias(field, self.bucket.video_tokens, *ranks)
         self._put({n: padded_tokens(fields.get(n), x, *ranks) for n, x in shared.items()})
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         self.own = ["step"]

@@ -22,7 +22,8 @@ stream. Head selects them from the whole latent, attention and feed-forward gath
 reduce-scatter their sums, and the tail gathers the velocity. Audio is not divided. In the shapes
 below, Tv of the stream and of `timestep_mask` is then Tv / tp. With context parallelism a
 tensor-parallel group has its own part of the video's tokens in the same way, and of their RoPE and
-`video_bias`; only video self-attention and video-to-audio attention need the other groups'.
+`video_bias`; only video self-attention needs the other groups'. Attention from audio to the video
+merges the groups' results.
 """
 
 from functools import reduce
@@ -289,6 +290,7 @@ class TransformerBlock(nn.Module):
                 v_context,
                 a_rope,
                 v_rope,
+                bias=optional(inputs, "padding_bias"),
                 context_divided=self.divided,
                 context_parallel=self.mesh.context,
             ),

@@ -115,7 +115,7 @@ def dit_program(
     mesh = _mesh(bucket, tp, comm, sequence_parallel, context)
     cp = mesh.context.groups.size if mesh.context else 1
     fields = signatures.dit_fields(config, bucket, tp, dtype, sequence_parallel, cp)
-    kinds = _kinds(config, bucket, mesh.selects)
+    kinds = _kinds(config, bucket, mesh)
     inputs = {
         "head": signatures.HeadInputs,
         "blocks": signatures.BlockInputs,
@@ -178,11 +178,12 @@ def _mesh(
     return Mesh(comm, sequence_parallel, context)
 
 
-def _kinds(config: TransformerConfig, bucket: Bucket, divided: bool) -> tuple[str, ...]:
+def _kinds(config: TransformerConfig, bucket: Bucket, mesh: Mesh) -> tuple[str, ...]:
     """The kinds of a DiT's graphs, which have further inputs (signatures.extended)."""
     flags = {
         "guided": bucket.guided,
-        "divided": divided,
+        "divided": mesh.selects,
+        "padded": bool(mesh.context and mesh.context.padding),
         "masked": bucket.audio_timesteps > 1,
         "biased": bucket.biased,
         "nag": bucket.nag,

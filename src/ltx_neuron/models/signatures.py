@@ -31,6 +31,8 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
                             with an attention mask
   audio_bias                (1, Ta), added to the scores of attention to the audio: 0, or the
                             dtype's lowest number for tokens that a pass leaves out
+  padding_bias              (1, Tv'), added to the scores of attention to the video: 0, or fp32's
+                            lowest number for tokens that context parallelism adds
   *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
   *_noise                   (1, T, C), noise that a step of the ancestral sampler adds
   ancestral                 (2, 5), of video and of audio, this step's ANCESTRAL coefficients
@@ -173,8 +175,9 @@ ANCESTRAL_FIELDS = ("video_noise", "audio_noise", "ancestral")
 # noise, and whether held tokens are restored after the noise.
 ANCESTRAL = ("latent", "prediction", "signal", "noise", "restore")
 # Further inputs of some kinds of graphs, by the part of the step that reads them: guided passes,
-# sequence or context parallelism ("divided"), held audio tokens ("masked"), a bias of scores,
-# normalized attention guidance, identity guidance, marked keyframes, the ancestral sampler.
+# sequence or context parallelism ("divided"), the latter with padding ("padded"), held audio tokens
+# ("masked"), a bias of scores, normalized attention guidance, identity guidance, marked keyframes,
+# the ancestral sampler.
 _MORE = {
     "head": {
         "guided": ("enabled_steps",),
@@ -183,6 +186,7 @@ _MORE = {
     },
     "blocks": {
         "guided": ("keep", "enabled"),
+        "padded": ("padding_bias",),
         "masked": AUDIO_MASKS[:1],
         "biased": ("video_bias",),
         "nag": ("nag", "negative_video_context", "negative_audio_context"),
@@ -345,6 +349,8 @@ def _divided(fields: dict[str, Field], tokens: int, tp: int, cp: int) -> dict[st
     ropes = ("video_cos", "video_sin", "video_cross_cos", "video_cross_sin")
     of_group = {"video_bias": (0, group)} | dict.fromkeys(ropes, (2, group))
     divided = fields | {"rank_one_hot": one_hot}
+    if group * cp > tokens:
+        divided["padding_bias"] = Field((1, group), torch.float32, context_split=1)
     for name, (dim, size) in (of_rank | (of_group if context else {})).items():
         if (field := divided.get(name)) is None:
             continue
