@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from urllib.parse import quote
 
+from ltx_neuron.config.release import RELEASES
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
@@ -110,6 +111,9 @@ class Compiled:
 
     def compiled_sizes(self) -> dict[str, list[dict]]:
         return self.recorded
+
+    def resolved(self, job):
+        return job.of_release(RELEASES[0])
 
     def dit_program_for(self, job, stage):
         if job.bucket(stage).name not in self.recorded:

@@ -72,8 +72,7 @@ def read_lines(
             try:
                 job = job_of_line(_parse(raw))
                 job.check()
-                told = job.with_paths(content_digest).identity
-                lines.append(Line(number, job, digest([told, identity])))
+                lines.append(Line(number, job, _digest(job, identity)))
             except UserError as error:
                 problems.append(f"line {number}: {error}")
     if problems:
@@ -81,6 +80,15 @@ def read_lines(
     if not lines:
         raise UserError(f"{path} has no lines")
     return lines
+
+
+def with_job(line: Line, job: Job, identity: dict) -> Line:
+    """A line with the job whose length is known. identity: as for read_lines."""
+    return line if job is line.job else Line(line.number, job, _digest(job, identity))
+
+
+def _digest(job: Job, identity: dict) -> str:
+    return digest([job.with_paths(content_digest).identity, identity])
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

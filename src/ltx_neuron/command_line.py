@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
             if not action.option_strings
             else formatter._format_action_invocation(action)
             for action in self._actions
-            if action.required
+            if action.required or getattr(action, "usual", False)  # most runs need it
         ]
         words = ["usage:", self.prog, *shown, self.typical, "[flags]"]
         usage = " ".join(word for word in words if word)

@@ -10,6 +10,7 @@ Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct ti
 For sound alone the video has no tokens, draws no noise and is not uploaded: Tv = 0.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,14 +20,21 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import NotFiniteError, Ranks, padded_tokens
+from ltx_neuron.backends.ranks import NotFiniteError, Ranks, at, padded_tokens, padding_bias
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import rope_tables
-from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES, WITHOUT, without_video
-from ltx_neuron.sampling import latents
+from ltx_neuron.models.signatures import (
+    ANCESTRAL_FIELDS,
+    AUDIO_MASKS,
+    LATENTS,
+    PASSES,
+    WITHOUT,
+    without_video,
+)
+from ltx_neuron.sampling import ancestral, latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState, initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -69,6 +77,7 @@ class StageRun:
 
     modulation  returns a stream's modulation table of the weight set
     res_2s      the stage's res_2s sampler, or None
+    own         inputs of which each step has its own tensor
     """
 
     res_2s: Res2s | None = None
@@ -107,6 +116,7 @@ class StageRun:
         self.stage, self.latent_shape, self.audio_frames = stage, video.shape[2:], audio.shape[2]
         if job.sound:  # an input sound attends to the prompt in the negative pass as well
             contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
+        self._generated = job.generated_keyframes(stage.upsampled)
         # The sequence of each step; guidance replaces them.
         self.sequence = ["main"] * self.bucket.max_steps
         given = encoded, (video, audio), images, self.compat, self.dtype
@@ -138,9 +148,20 @@ class StageRun:
             shared |= named | {"nag": nag}
         if one_hot := self.compiled.manifest.fields.get("rank_one_hot"):
             shared["rank_one_hot"] = torch.eye(one_hot.shape[1])
+        if "keyframes_mask" in self.compiled.manifest.fields:
+            shared["keyframes_mask"] = video_state.keyframes_mask  # (Tv, 1)
         fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
+        if field := fields.get("padding_bias"):
+            shared["padding_bias"] = padding_bias(field, self.bucket.video_tokens, *ranks)
         self._put({n: padded_tokens(fields.get(n), x, *ranks) for n, x in shared.items()})
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
+        self.own = ["step"]
+        if self.bucket.ancestral:
+            self.own += ANCESTRAL_FIELDS
+            given = stage.sigmas, [x.latent for x in self.states], [x.frozen for x in self.states]
+            for number, added in enumerate(ancestral.steps_of(*given, generator.initial_seed())):
+                for name, tensor in zip(ANCESTRAL_FIELDS, added, strict=True):
+                    self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
         if self.bucket.guided:
             # Repeated by skipped steps; the first step overwrites it.
             zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
@@ -196,7 +217,8 @@ class StageRun:
             ) from None
 
     def _run(self, number: int) -> float:
-        return self.ranks.run(self.bucket.name, self.sequence[number], step=number)
+        numbers = dict.fromkeys(self.own, number)
+        return self.ranks.run(self.bucket.name, self.sequence[number], **numbers)
 
     def _double_step(self, number: int) -> float:
         """A step of res_2s: each evaluation uploads the host's latents and reads a prediction."""
@@ -247,8 +269,17 @@ class StageRun:
         (video,) = videos or [self.video]  # no tokens: sound alone
         if self.res_2s:
             video, audio = (stream.latent for stream in self.res_2s.streams)
+        self._tokens = video
         audio = audio[:, : self.audio_frames]  # without a reference's tokens
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)
+
+    def generated_keyframes(self) -> Tensor | None:
+        """The latents of the generated keyframes after `result`, (1, 128, K, h, w), or None. Their
+        tokens are the last ones."""
+        if not (count := len(self._generated)):
+            return None
+        shape = count, *self.latent_shape[1:]
+        return latents.unpatchify_video(self._tokens[:, -math.prod(shape) :], shape)
 
 
 def prepare_passes(

@@ -48,6 +48,7 @@ class RunOptions:
     compat         a key of sampling.compat.COMPAT, the release whose numerics to follow; None: the
                    later releases
     warmup         a discarded first step per stage
+    *_path         of models besides the checkpoint, or None
     cache_prompts  read contexts from the artifacts, and store new ones there
     """
 
@@ -58,6 +59,7 @@ class RunOptions:
     warmup: bool = False
     cache_prompts: bool = False
     neuron_vae: bool = False
+    duration_head_path: str | Path | None = None
 
 
 class Engine:
@@ -74,16 +76,23 @@ class Engine:
         self.compat = COMPAT[options.compat]
         self.host = HostModels(
             workspace.checkpoint_path,
-            workspace.checkpoint.config,
+            workspace.config,
             workspace.dtype,
-            options.spatial_upsampler_path,
-            options.temporal_upsampler_path,
+            options.spatial_upsampler_path or workspace.files.find("spatial"),
+            options.temporal_upsampler_path or workspace.files.find("temporal"),
             audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
             profile=workspace.profile,
             arithmetic=workspace.arithmetic,
             tiles_1_0_0=self.compat.tiles,
+            files=workspace.files,
         )
-        self.preflight = Preflight(workspace, self.host, options.neuron_gemma, options.neuron_vae)
+        self.preflight = Preflight(
+            workspace,
+            self.host,
+            options.neuron_gemma,
+            options.neuron_vae,
+            options.duration_head_path,
+        )
         self.residency = Residency(workspace, recorder)
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
@@ -153,6 +162,8 @@ class Engine:
         more       called while the last job is decoded: returns jobs that join the run
         """
         self.check_process()
+        resolved = self.workspace.resolved
+        jobs = [*map(resolved, jobs)]
         compiled = self._check(jobs)
         options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
         with self._session(keep), self._decode_queue(**options) as queue:
@@ -168,7 +179,7 @@ class Engine:
                 yield from self._denoise(groups, compiled, queue, isolate, keep)
                 # On the ranks, decoding ends before other jobs join; on the host it overlaps.
                 yield from queue.drain(wait=bool(queue.on_ranks))
-                while not (jobs := more()) and queue.pause():
+                while not (jobs := [*map(resolved, more())]) and queue.pause():
                     pass
                 compiled = self._check(jobs) if jobs else compiled
             yield from queue.drain()
@@ -195,7 +206,8 @@ class Engine:
                 with isolated(run, isolate):
                     for stage in group.stages:
                         stage_run = self._prepare(run, stage, compiled[id(run.job), stage])
-                        run.finish(stage, *self._steps(stage_run))
+                        result = self._steps(stage_run)
+                        run.finish(stage, *result, stage_run.generated_keyframes())
                         self._finish(run, stage_run)
             except Exception:  # all jobs end: finished ones are returned first
                 yield from queue.drain(wait=False)
@@ -258,6 +270,14 @@ class Engine:
         if not self.options.cache_prompts:
             return None
         return self.workspace.prompt_cache(self.options.neuron_gemma)
+
+    def encode(self, jobs: list[Job]) -> list[JobRun]:
+        """New runs of the jobs with their contexts, which the engine keeps. Checks the text
+        encoder's files before it loads."""
+        self.check_process()
+        self.preflight.check_text()
+        with self._session(keep=True):
+            return self._encode_prompts(jobs, lambda job: None, None)
 
     def _encode_prompts(
         self,

@@ -13,10 +13,12 @@ from ltx_neuron import artifacts, hub, invocation
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config.common import digest
-from ltx_neuron.config.gemma import check_gemma_fits, gemma_config
+from ltx_neuron.config.gemma import check_gemma_fits, gemma_config, read_config
+from ltx_neuron.config.release import release_of
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.errors import FieldError
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import (
@@ -30,14 +32,17 @@ from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import ConditionFields, SizeFields
 from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCache
 from ltx_neuron.text.host_encoder import HostTextEncoder
-from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
+from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import tuned_settings
-from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.gains import check_const_max
-from ltx_neuron.weights.lora import MergedSource, WeightSet
+from ltx_neuron.weights.lora import Lora, MergedSource, WeightSet
+from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
+# Model of the decoders -> the section of the config whose file has it
+_SECTIONS = {"vae": "vae", "sound": "audio_vae"}
 MAX_TIMESTEPS = 4  # a suitable graph has fewer surplus timesteps
 
 
@@ -53,9 +58,10 @@ class Finished:
         tp: int,
         dtype: str,
         gemma_root: str | Path | None = None,
+        video_vae_path: str | Path | None = None,
+        audio_vae_path: str | Path | None = None,
     ):
         self.checkpoint_path = Path(checkpoint_path)
-        self.gemma_root = Path(gemma_root) if gemma_root else None
         self.artifacts = Path(artifacts_dir)
         self.profile, self.tp = profile, tp
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
@@ -64,12 +70,31 @@ class Finished:
         self._said = ""
         self.prepare_command = ""  # if set, errors have it instead of each artifact's command
         self._checked_attention = False
-        self.checkpoint = Checkpoint(self.checkpoint_path)
+        self.files = ModelFiles(checkpoint_path, gemma_root, video_vae_path, audio_vae_path)
+        self.checkpoint, self.config = self.files.checkpoint, self.files.config
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
         profile.check_layout(tp, self.transformer.video.heads)
         self._found: dict[str, Path] = {}  # finished folders, by the digest of their identity
         self._sources: dict[tuple[str, WeightSet], Source] = {}
+
+    @property
+    def gemma_root(self) -> Path | None:
+        """Gemma's folder, or the text encoder's file."""
+        return self.files.gemma_root
+
+    def resolved(self, job: Job) -> Job:
+        """A job with the settings of the checkpoint's release. Raises FieldError for one that the
+        checkpoint cannot run."""
+        job.check_types()
+        if job.num_generated_keyframes and not self.transformer.use_keyframes_abs_pos_embedding:
+            raise FieldError(
+                f"{{num_generated_keyframes}} {job.num_generated_keyframes}: the model of"
+                f" {self.checkpoint_path}, LTX {self.checkpoint.model_version}, generates no"
+                " keyframes; leave it out"
+            )
+        job.check_release(self.checkpoint.release)
+        return job.of_release(self.checkpoint.release)
 
     def take_tuned(self) -> None:
         """Apply the tuned settings for this device and model, if there are any and the profile does
@@ -96,8 +121,11 @@ class Finished:
     @cached_property
     def gemma(self):
         assert self.gemma_root
-        config = gemma_config(self.gemma_root)
-        projection = self.checkpoint.shapes.get(
+        file = self.files.text_encoder
+        config = (
+            read_config(file.gemma_config, file.path) if file else gemma_config(self.gemma_root)
+        )
+        projection = (file or self.checkpoint).shapes.get(
             "text_embedding_projection.video_aggregate_embed.weight"
         )
         check_gemma_fits(
@@ -112,36 +140,44 @@ class Finished:
             files: list[TensorFile] = [self.checkpoint]
             heads = self.transformer.heads
             if model == "dit":
+                for lora in loras:
+                    self._check_lora(lora)
                 source = MergedSource(MODELS[model], files, loras, heads)
             elif model == "gemma3":
-                assert self.gemma_root
-                files += gemma_files(self.gemma_root)
+                files += self.files.text_files()
                 source = Source(MODELS[model], files, heads | self.gemma.heads)
             else:
-                source = Source(MODELS[model], files)
+                source = Source(MODELS[model], [self.files.of(_SECTIONS[model])])
             self._sources[model, loras] = source
         return self._sources[model, loras]
+
+    def _check_lora(self, lora: Lora) -> None:
+        """Raise UserError for a LoRA whose metadata names another supported release."""
+        file, release = lora.file(), self.checkpoint.release
+        if release_of(file.metadata.get("model_version", "")) not in (None, release):
+            check_release(file, "--lora", release, release.download("lora"))
 
     @cached_property
     def video_decoder(self):
         """The video decoder's configuration. Raises UserError if the ranks do not support it."""
-        return video_decoder_config(self.checkpoint.config)
+        return video_decoder_config(self.config)
 
     @cached_property
     def audio_decoder(self):
         """The mel decoder's configuration. Raises UserError if the ranks do not support it."""
-        return audio_decoder_config(self.checkpoint.config)
+        return audio_decoder_config(self.config)
 
     @cached_property
     def vocoder(self):
         """The vocoder's configuration. Raises UserError if the ranks do not support it."""
-        return vocoder_config(self.checkpoint.config)
+        return vocoder_config(self.config)
 
     @cached_property
     def tokenizer(self):
         """Gemma's tokenizer."""
         assert self.gemma_root
-        return load_tokenizer(self.gemma_root)
+        file = self.files.text_encoder
+        return embedded_tokenizer(file) if file else load_tokenizer(self.gemma_root)
 
     def host_text_encoder(self) -> HostTextEncoder:
         """The text encoder for the host's CPU; it loads weights when it encodes."""
@@ -392,7 +428,10 @@ class Finished:
         if self.prepare_command:
             return self.prepare_command
         words = ["--checkpoint-path", hub.spelled(self.checkpoint_path)]
-        words += ["--gemma-root", hub.spelled(self.gemma_root)] if gemma and self.gemma_root else []
+        given = self.files.given
+        words += ["--gemma-root", hub.spelled(given["gemma"])] if gemma and "gemma" in given else []
+        for kind, part in PARTS.items() if verb.endswith("vae") else ():
+            words += [part.flag, hub.spelled(given[kind])] if kind in given else []
         words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]
         words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
         for setting in self._typed:

@@ -12,6 +12,7 @@ from ltx_neuron import batch, progress
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.batch import Line
 from ltx_neuron.decode_queue import Clip, Result
+from ltx_neuron.durations import with_durations
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_folder, check_outputs, check_writable, write_json
@@ -111,12 +112,13 @@ class Outputs:
 
 def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outputs) -> None:
     """Make one video. User's mistakes raise UserError before a model loads."""
-    recorder = Recorder()
+    job, recorder = workspace.resolved(job), Recorder()
     engine = Engine(workspace, recorder, options)
     outputs.check(engine.preflight.files_read([job]), job.sound_only)
     assert outputs.video
     state = progress.state_path(outputs.video)
     with progress.logging_failure(progress.log_path(outputs.video), state), engine:
+        (job,) = with_durations(engine, [job])
         # Called first after `run` has checked the job, so its files exist.
         identity = cache(partial(run_identity, job, workspace, options))
         engine.on_stage_end = lambda run: progress.save_state(state, run, identity())
@@ -160,6 +162,8 @@ def generate_batch(
     assert outputs.folder
     log = progress.log_path(outputs.folder / batch.RESULTS)
     with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
+        jobs = with_durations(engine, [line.job for line in lines])
+        lines = [*map(partial(batch.with_job, identity=workspace.identity), lines, jobs)]
         read = engine.preflight.files_read([line.job for line in lines])
         read["--prompts-file"] = prompts_file
         batch.check_outputs(lines, outputs.folder, outputs.report, read)

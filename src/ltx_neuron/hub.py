@@ -19,7 +19,9 @@ from ltx_neuron.errors import UserError, refusal
 from ltx_neuron.format import format_bytes
 
 RELEASE = "Lightricks/LTX-2.3"
-# The files of OWNER/REPO without FILE, from Lightricks' MODELS-LTX-2.3.md; also those in fp8.
+_UPSCALERS = "latent_upscale_models"
+# The files of OWNER/REPO without FILE, from Lightricks' MODELS-LTX-2.3.md and README (LTX-2 1.2.0);
+# also those in fp8.
 RELEASED: dict[str, dict[str, str]] = {
     RELEASE: {
         "distilled": "ltx-2.3-22b-distilled-1.1.safetensors",
@@ -31,6 +33,17 @@ RELEASED: dict[str, dict[str, str]] = {
     "Lightricks/LTX-2.3-fp8": {
         "distilled": "ltx-2.3-22b-distilled-fp8.safetensors",
         "dev": "ltx-2.3-22b-dev-fp8.safetensors",
+    },
+    "Lightricks/LTX-2.5": {
+        "distilled": "diffusion_models/ltx-2.5-22b-distilled-transformer-bf16.safetensors",
+        "dev": "diffusion_models/ltx-2.5-22b-dev-transformer-bf16.safetensors",
+        "gemma": "text_encoders/gemma4-12b-with-proj-ltx-2.5-bf16.safetensors",
+        "video_vae": "vae/ltx-2.5-video-vae-conv-bf16.safetensors",
+        "audio_vae": "vae/ltx-2.5-audio-vae-bf16.safetensors",
+        "lora": "loras/ltx-2.5-22b-distilled-lora-450-bf16.safetensors",
+        "spatial": f"{_UPSCALERS}/ltx-2.5-latent-spatial-upscaler-x2-bf16-1.0.safetensors",
+        "temporal": f"{_UPSCALERS}/ltx-2.5-latent-temporal-upscaler-x2-bf16-1.0.safetensors",
+        "duration_head": "model_patches/ltx-2.5-duration-head-bf16.safetensors",
     },
 }
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([^/]+))?(?:/(.+))?", re.ASCII)
@@ -60,7 +73,8 @@ def local_path(name: str | Path, kind: str) -> Path:
 
     An existing path takes precedence. A name that can only be a path is returned unchanged.
 
-    kind  "distilled" or "dev" (a checkpoint of this recipe), "gemma", "lora", "spatial" or
+    kind  "distilled" or "dev" (a checkpoint of this recipe), "gemma" (a folder, or the file of
+          LTX-2.5's text encoder), "video_vae", "audio_vae", "duration_head", "lora", "spatial" or
           "temporal" (an upsampler)
     Raises UserError if the Hub lacks or refuses the file, or the disk has no room for it.
     """
@@ -68,8 +82,9 @@ def local_path(name: str | Path, kind: str) -> Path:
         return Path(name)
     repo, revision = match[1], match[2] or "main"
     file = match[3] or RELEASED.get(repo, {}).get(kind, "")
-    if kind == "gemma" and file:
+    if kind == "gemma" and _SHARD.fullmatch(file):
         raise UserError(f"{name} is one file; Gemma needs a whole repository\nType {repo}")
+    kind = "" if file else kind
     full = str(name) if match[3] or not file else f"{name}/{file}"
     with _in_words(full, repo, revision):
         path = _cached(repo, revision, file, kind)
@@ -109,9 +124,9 @@ def download(name: str, *options: str) -> str:
     return shlex.join(["hf", "download", repo, *([file] if file else []), *options])
 
 
-def download_released(kind: str) -> str:
+def download_released(kind: str, release: str = RELEASE) -> str:
     """The hf command that downloads the released file of a kind to this folder."""
-    return download(f"{RELEASE}/{RELEASED[RELEASE][kind]}", "--local-dir", ".")
+    return download(f"{release}/{RELEASED[release][kind]}", "--local-dir", ".")
 
 
 def download_again(path: Path) -> str:

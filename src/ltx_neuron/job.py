@@ -5,13 +5,15 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from ltx_neuron.config.release import Release
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.models.signatures import WITHOUT
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import Inputs, check_together
+from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import (
@@ -54,7 +56,8 @@ class Stage(NamedTuple):
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
     upsampled  starts from the previous stage's upsampled latents, not from noise alone
     loras      merged into its weights
-    sampler    "euler", or "res_2s" with two evaluations of the model per step
+    sampler    "euler", "ancestral", which adds noise in each step, or "res_2s" with two evaluations
+               of the model per step
     window     of an extended video: each has its own stage 1
     """
 
@@ -98,7 +101,10 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Job(Inputs):
-    """The settings of one generation."""
+    """The settings of one generation.
+
+    ancestral  stage 1 uses the ancestral Euler sampler, by the checkpoint's release (`of_release`)
+    """
 
     prompt: str
     size: Size = Size()
@@ -107,10 +113,24 @@ class Job(Inputs):
     negative_prompt: str | None = None
     recipe: str = "distilled"
     guidance: Guidance | None = None  # dev recipe; None: the model version's defaults
+    auto_duration: AutoDuration | None = None  # until the length is known; `size` has the longest
     upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
     loras: WeightSet = ()  # in all stages
     stage_1_loras: WeightSet = ()  # further ones: IC-LoRAs or HQ's distilled LoRA
     stage_2_loras: WeightSet = ()  # further ones: the distilled LoRA
+    ancestral: bool = False
+
+    def of_release(self, release: Release) -> "Job":
+        """The job with the settings of a checkpoint's release where it has none of its own; the
+        same one if there are none."""
+        images = tuple(
+            image if image.crf is not None else dataclasses.replace(image, crf=release.image_crf)
+            for image in self.images
+        )
+        ancestral = release.ancestral and self.recipe == "distilled"
+        if (images, ancestral) == (self.images, self.ancestral):
+            return self
+        return dataclasses.replace(self, images=images, ancestral=ancestral)
 
     @property
     def steps(self) -> int:
@@ -134,7 +154,8 @@ class Job(Inputs):
             tokens = math.prod(video_latent_shape(*first, size.num_frames))
         sigmas = ltx2_schedule(self.steps, tokens) if guided else DISTILLED_SIGMAS
         loras = self.loras + self.stage_1_loras, self.loras + self.stage_2_loras
-        half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=sampler)
+        own = "ancestral" if self.ancestral else sampler
+        half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=own)
         if self.extension:
             return tuple(half._replace(window=window) for window in self.extension.windows)
         if not size.two_stage or self.skip_stage_2:
@@ -199,7 +220,15 @@ class Job(Inputs):
             biased=bool(references and self.attention_mask),
             nag=self.nag is not None,
             identity=stage.guided and self.identity_scale != 0,
+            ancestral=stage.sampler == "ancestral",
         )
+
+    def lasting(self, seconds: float) -> Self:
+        """The job of auto_duration with the length for a prediction of so many seconds."""
+        assert self.auto_duration
+        frames = self.auto_duration.num_frames(seconds, self.size.frame_rate)
+        size = dataclasses.replace(self.size, num_frames=frames + (self.tail_frames or 0))
+        return dataclasses.replace(self, size=size, auto_duration=None)
 
     @property
     def all_loras(self) -> WeightSet:
@@ -286,6 +315,18 @@ class Job(Inputs):
         if self.voice and not self.stage_1_loras:
             raise FieldError(VOICE_WITHOUT_LORA)
 
+    def check_release(self, release: Release) -> None:
+        """Raise FieldError for an input or a setting that does not run on a checkpoint's
+        release."""
+        others = {each.path for each in self.stage_1_loras} - {x.path for x in self.stage_2_loras}
+        given = self.given | {"{ic_lora}": bool(others), f"{{upscale}} {self.upscale}": True}
+        for field in release.excluded:
+            if given.get(field):
+                raise FieldError(
+                    f"{field} does not run on LTX-{release.version} yet; leave it out, or use an"
+                    " LTX-2.3 checkpoint"
+                )
+
     def check_shape(self) -> None:
         """Raise UserError for settings without a possible graph. The prompt does not matter."""
         self.check_types()
@@ -298,6 +339,12 @@ class Job(Inputs):
         if self.extension:
             self.extension.check()
         self.size.check()
+        if self.auto_duration and self.auto_duration.min_seconds > self.auto_duration.max_seconds:
+            least, most = self.auto_duration
+            raise FieldError(
+                f"{{auto_duration}} {least:g} {most:g}: wanted MIN_SECONDS MAX_SECONDS, the smaller"
+                " number first"
+            )
         if self.upscale and self.size.two_stage:
             raise FieldError(
                 "{upscale} is for one-stage runs; {two_stage} upsamples between its stages already"
@@ -307,6 +354,7 @@ class Job(Inputs):
             "{two_stage}": self.size.two_stage,
             f"{{recipe}} {self.recipe}": True,
             "{upscale}": self.upscale is not None,
+            "{auto_duration}": self.auto_duration is not None,
             # HQ's distilled LoRA (dev recipe) applies to stage 1 as well.
             "{ic_lora}": bool(self.stage_1_loras and (self.references or of_ic_lora)),
         }
@@ -363,7 +411,13 @@ class Job(Inputs):
         """The job as JSON, for the sidecar and the report."""
         described = dataclasses.asdict(self)
         described = described.pop("size") | described
+        if described.pop("ancestral"):
+            described["sampler"] = self.stages[0].sampler
+        if described["num_generated_keyframes"] is None:  # as before LTX-2.5
+            del described["num_generated_keyframes"]
         described["num_frames"] -= self.tail_frames or 0  # as typed
+        if self.auto_duration is None:
+            del described["auto_duration"]
         if self.sound_only:
             del described["height"], described["width"]
         for name in LORA_FIELDS:

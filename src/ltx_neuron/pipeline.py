@@ -13,10 +13,18 @@ from torch import Tensor
 
 from ltx_neuron import hub
 from ltx_neuron.decode_queue import UPSCALED, Clip, Result
+from ltx_neuron.durations import with_durations
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.flags.resolve import dubbing_of, reference_of, retake_of, size_of, voice_of
+from ltx_neuron.flags.resolve import (
+    dubbing_of,
+    reference_of,
+    retake_of,
+    size_of,
+    voice_of,
+    with_auto_duration,
+)
 from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.profiles import resolve
@@ -35,6 +43,7 @@ from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.spec import RECIPES, JobSpec, validated
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import Lora, WeightSet
+from ltx_neuron.weights.model_files import located
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -46,6 +55,7 @@ _KINDS = {
     "reference_audio": str | Path | None,
     "reference_audio_max_duration": float | None,
     "identity_guidance_scale": float | None,
+    "auto_duration": tuple | None,
 }
 
 
@@ -80,7 +90,9 @@ class LTXPipeline:
         cls,
         *,
         checkpoint_path: str | Path,
-        gemma_root: str | Path,
+        gemma_root: str | Path | None = None,
+        video_vae_path: str | Path | None = None,
+        audio_vae_path: str | Path | None = None,
         profile: str | None = None,
         artifacts_dir: str | Path = "artifacts",
         tp_degree: int | None = None,
@@ -90,6 +102,7 @@ class LTXPipeline:
         recipe: str = "distilled",
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
+        duration_head_path: str | Path | None = None,
         loras: Sequence[tuple] = (),
         distilled_loras: Sequence[tuple] = (),
         compat: str | None = None,
@@ -99,12 +112,14 @@ class LTXPipeline:
         """Open a sharded and compiled checkpoint; models load at the first call.
 
         The checkpoint, Gemma, upsamplers and LoRAs are local paths or Hugging Face Hub names,
-        OWNER/REPO[@REVISION][/FILE]. Their files are downloaded.
+        OWNER/REPO[@REVISION][/FILE]. Their files are downloaded. Of LTX-2.5, checkpoint_path may
+        be the folder of the download; files that are not given are those in it.
 
         loras, distilled_loras  [(path, strength), ...], as merged during sharding: the defaults of
                                 calls
         neuron_gemma            encode prompts on the ranks, else on the host's CPU
         neuron_vae              decode latents on the ranks, else on the host's CPU
+        duration_head_path      LTX-2.5: predicts num_frames from the prompt where it is left out
         profile_set             values of --profile-set, as in ("attention=matmul",)
         tuned                   use the settings of ltx-neuron tune, as the command line does
 
@@ -116,12 +131,14 @@ class LTXPipeline:
         check_type("tp_degree", tp_degree, int | None)
         resolved = resolve(profile, tuple(profile_set))
         workspace = Workspace(
-            hub.local_path(checkpoint_path, recipe),
+            located(checkpoint_path, recipe),
             resolved,
             artifacts_dir,
             resolved.degree(tp_degree),
             dtype,
-            gemma_root and hub.local_path(gemma_root, "gemma"),
+            gemma_root and located(gemma_root, "gemma"),
+            video_vae_path and located(video_vae_path, "video_vae"),
+            audio_vae_path and located(audio_vae_path, "audio_vae"),
         )
         if tuned:
             workspace.take_tuned()
@@ -132,6 +149,8 @@ class LTXPipeline:
             compat=compat,
             spatial_upsampler_path=spatial and hub.local_path(spatial, "spatial"),
             temporal_upsampler_path=temporal and hub.local_path(temporal, "temporal"),
+            duration_head_path=duration_head_path
+            and hub.local_path(duration_head_path, "duration_head"),
         )
         pipeline = cls(Engine(workspace, Recorder(), options), recipe)
         pipeline.loras, pipeline.distilled_loras = _loras(loras), _loras(distilled_loras)
@@ -174,6 +193,7 @@ class LTXPipeline:
         height: int | None = None,
         width: int | None = None,
         num_frames: int | None = None,
+        auto_duration: tuple[float, float] | None = None,
         frame_rate: float | None = None,
         two_stage: bool = False,
         num_inference_steps: int | None = None,
@@ -211,6 +231,8 @@ class LTXPipeline:
     ) -> LTXPipelineOutput:
         """Generate one video, by default 512x768 pixels and 121 frames at 24 fps.
 
+        auto_duration         (min_seconds, max_seconds) of the length that the duration head
+                              predicts; by default (1, 20) where there is a head and no num_frames
         sampler               "res_2s" is the HQ pipeline: the dev recipe in two stages
         nag_scale             distilled recipe: avoid negative_prompt by normalized attention
                               guidance, for example 11; 1: off
@@ -237,7 +259,9 @@ class LTXPipeline:
         """
         size = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         size |= {"two_stage": two_stage, "tail_frames": tail_frames}
+        size |= {"auto_duration": auto_duration}
         part = dict(start_time=start_time, end_time=end_time, regenerate=regenerate, extend=extend)
+        sound = _condition("audio", audio, SoundCondition)
         heard = dict(
             reference_video=reference_video,
             reference_strength=reference_strength,
@@ -245,6 +269,7 @@ class LTXPipeline:
             reference_audio_max_duration=reference_audio_max_duration,
             identity_guidance_scale=identity_guidance_scale,
             sound_only=sound_only,
+            audio_path=sound and str(sound.path),
         )
         recipe = self._recipe_fields(loras, distilled_loras, ic_loras, two_stage)
         job = Job(
@@ -258,7 +283,7 @@ class LTXPipeline:
             nag_tau=_plain(nag_tau),
             upscale=upscale,
             images=_several("image", image, ImageCondition, ImageCondition),
-            sound=_condition("audio", audio, SoundCondition),
+            sound=sound,
             references=_references(reference, ic_loras),
             attention_mask=_condition("attention_mask", attention_mask, AttentionMask),
             images_as_guides=images_as_guides,
@@ -307,7 +332,7 @@ class LTXPipeline:
             options["write"] = write
         with self._exclusively("call"):
             self.engine.on_step_end = callback_on_step_end and on_step_end
-            (result,) = self.engine.run([job], **options)
+            (result,) = self.engine.run(with_durations(self.engine, [job]), **options)
         assert isinstance(result, Result)  # a failed job raises
         return _output(result, output_type, output_path)
 
@@ -328,16 +353,20 @@ class LTXPipeline:
         spec = JobSpec.model_construct(video_path=path, **fields)
         orientation = self.engine.compat.orientation
         try:
-            validated({name: fields[name] for name in _KINDS})
+            given = validated({name: fields[name] for name in _KINDS})
+            spec = spec.model_copy(update={"auto_duration": given.auto_duration})
             retake = retake_of(spec, "video")
             if isinstance(video, Retake):
                 own = {"video_path": str(video.path), "extend": video.extend or None}
                 spec, retake = spec.model_copy(update=own), video
+            if self.engine.options.duration_head_path:
+                spec = with_auto_duration(spec)
             size = size_of(spec, orientation == "shown", "video")
             heard = {"reference_audio": voice_of(spec)} | dubbing_of(spec, size, loras)
         except FieldError as error:
             raise UserError(error.spelled(_name)) from None
         sized = {"size": size, "retake": retake, "orientation": orientation}
+        sized["auto_duration"] = spec.auto_duration
         return sized | heard | {"sound_only": fields["sound_only"]}
 
     def _recipe_fields(

@@ -34,10 +34,16 @@ class Preflight:
     """
 
     def __init__(
-        self, workspace: Workspace, host: HostModels, neuron_gemma: bool, neuron_vae: bool = False
+        self,
+        workspace: Workspace,
+        host: HostModels,
+        neuron_gemma: bool,
+        neuron_vae: bool = False,
+        duration_head_path: str | Path | None = None,
     ):
         self.workspace, self.host, self.neuron_gemma = workspace, host, neuron_gemma
         self.neuron_vae, self.decoder_stays = neuron_vae, False
+        self.duration_head_path = duration_head_path
         self.tiles: dict[str, Manifest] = {}
         self.sound: dict[str, Manifest] = {}
         self._checked_models: set[str] = set()
@@ -50,6 +56,7 @@ class Preflight:
             "--checkpoint-path": workspace.checkpoint_path,
             "--gemma-root": workspace.gemma_root,
             "--artifacts-dir": workspace.artifacts,
+            "--duration-head-path": self.duration_head_path,
             **{f"--{kind}-upsampler-path": path for kind, path in upsamplers.items()},
             **{f"--lora {each.path}": each.path for job in jobs for each in job.all_loras},
             **{flag: path for job in jobs for flag, path in job.files.items()},
@@ -60,6 +67,25 @@ class Preflight:
         """Check the jobs' settings, then their files, then their weight sets and graphs. Loads
         nothing. Returns the compiled step by (id(job), stage); raises UserError.
         """
+        workspace = self.workspace
+        self.check_inputs(jobs)
+        try:
+            compiled = self._find_artifacts(jobs)
+        except UserError:
+            # If the job does not fit the device either, raise that error instead.
+            for job in {tuple(job.buckets): job for job in jobs}.values():
+                workspace.check_plan_fits(job, self.neuron_gemma)
+            raise
+        for job in jobs:
+            manifests = [compiled[id(job), stage].manifest for stage in job.stages]
+            decoders = [*self.tiles.values(), *self.sound.values()]
+            memory = workspace.compiled_memory(manifests, self.neuron_gemma, decoders)
+            workspace.check_compiled_fits(memory, job, self.neuron_gemma)
+            self.decoder_stays = memory.decoder_stays(workspace.profile)
+        return compiled
+
+    def check_inputs(self, jobs: list[Job]) -> None:
+        """Check the jobs' settings and files. Raises UserError."""
         workspace = self.workspace
         for job in jobs:
             job.check()
@@ -83,20 +109,18 @@ class Preflight:
         self.host.check([name for name in models if name not in self._checked_models])
         self._checked_models.update(models)
         self._check_weight_files(jobs)
-        try:
-            compiled = self._find_artifacts(jobs)
-        except UserError:
-            # If the job does not fit the device either, raise that error instead.
-            for job in {tuple(job.buckets): job for job in jobs}.values():
-                workspace.check_plan_fits(job, self.neuron_gemma)
-            raise
-        for job in jobs:
-            manifests = [compiled[id(job), stage].manifest for stage in job.stages]
-            decoders = [*self.tiles.values(), *self.sound.values()]
-            memory = workspace.compiled_memory(manifests, self.neuron_gemma, decoders)
-            workspace.check_compiled_fits(memory, job, self.neuron_gemma)
-            self.decoder_stays = memory.decoder_stays(workspace.profile)
-        return compiled
+
+    def check_text(self) -> None:
+        """Check the text encoder's files and, where the ranks encode, its weights and graphs.
+        Raises UserError."""
+        workspace = self.workspace
+        _ = workspace.gemma, workspace.source("gemma3"), workspace.tokenizer
+        if self.neuron_gemma:
+            workspace.gemma.check_tensor_parallel(workspace.tp)
+            workspace.weights("gemma3")
+            workspace.text_programs(workspace.profile.text_buckets)
+        else:
+            workspace.host_text_encoder().check()
 
     @property
     def sound_on_ranks(self) -> bool:

@@ -75,11 +75,16 @@ class JobRun:
             return f"windows {window.number} to {window.count} of {window.count} are left"
         return f"{', '.join(stage.title for stage in stages) or 'the decoding'} is left"
 
-    def finish(self, stage: Stage, video: Tensor, audio: Tensor) -> None:
-        """Store a stage's latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
+    def finish(
+        self, stage: Stage, video: Tensor, audio: Tensor, keyframes: Tensor | None = None
+    ) -> None:
+        """Store a stage's latents, (1, 128, F, h, w) and (1, 8, Ta, 16), and those of its generated
+        keyframes, (1, 128, K, h, w)."""
         if not self.job.sound_only:
             self.tensors[f"{stage.key}_video"] = video
         self.tensors[f"{stage.key}_audio"] = audio
+        if keyframes is not None:
+            self.tensors[f"{stage.key}_generated_keyframes"] = keyframes
 
 
 class StageGroup(NamedTuple):
@@ -177,6 +182,9 @@ def _latent_shapes(job: Job) -> dict[str, tuple[int, ...]]:
         if not job.sound_only:
             shapes[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *clip)
         shapes[f"{stage.key}_audio"] = sound
+        if made := job.generated_keyframes(stage.upsampled):
+            keyframes = (1, latents.VIDEO_CHANNELS, len(made), *clip[1:])
+            shapes[f"{stage.key}_generated_keyframes"] = keyframes
     if job.extension:  # its windows need the known latents
         shapes["video_latent"] = (1, latents.VIDEO_CHANNELS, *job.latent_shape)
     if job.extension or job.sound:

@@ -1,7 +1,8 @@
-"""Gemma3Encoder has transformers' hidden states and ltx-core's features, whatever the padding it is
-given."""
+"""Gemma3Encoder has transformers' hidden states of Gemma 3 and of Gemma 4, and ltx-core's features,
+whatever the padding it is given."""
 
-import json
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -11,17 +12,18 @@ from torch import nn
 from torch.func import functional_call
 
 from ltx_neuron.config.common import TEXT_TOKENS
-from ltx_neuron.config.gemma import GemmaConfig, gemma_config
+from ltx_neuron.config.gemma import GemmaConfig, read_config
 from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.rope import half_rope
-from ltx_neuron.text.inputs import encoder_inputs, prompt_slices, scale_embeddings
+from ltx_neuron.text.inputs import embedded_ids, encoder_inputs, prompt_slices, scale_embeddings
 from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.gemma import gemma_4_config
 from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 
 # Every second layer attends to all with the global RoPE; every third, in a model of other widths
-# throughout.
+# throughout. Full layers of Gemma 4 have larger heads, one of them for keys that are the values.
 PATTERNS = {
     "every 2nd of 4": TinySizes(),
     "every 3rd of 6": TinySizes(
@@ -32,6 +34,7 @@ PATTERNS = {
         gemma_hidden=48,
         gemma_sliding_window_pattern=3,
     ),
+    "Gemma 4": TinySizes(gemma_layers=6, gemma_head_dim=16, gemma_sliding_window_pattern=3),
 }
 COUNT, BUCKET = 12, 128  # tokens of the prompt, and positions of the smallest compiled graph
 # RoPE turns by positions up to 1023, and a prompt packed behind another has other positions than
@@ -67,15 +70,36 @@ def hidden_states(reference, ids):
     )
 
 
-@pytest.fixture(scope="module", params=PATTERNS)
-def setting(request, tmp_path_factory):
-    from transformers import Gemma3Config, Gemma3TextModel
+def published(name: str, sizes: TinySizes) -> tuple[dict, nn.Module]:
+    """A config as published, and transformers' text model of it."""
+    import transformers
 
-    sizes = PATTERNS[request.param]
-    content, folder = tiny_gemma_config(sizes), tmp_path_factory.mktemp("gemma")
-    (folder / "config.json").write_text(json.dumps(content))
-    reference = randomised(Gemma3TextModel(Gemma3Config.from_dict(content).text_config))
-    gemma, config = gemma_config(folder), made_config(sizes)[1]
+    if name != "Gemma 4":
+        content = tiny_gemma_config(sizes)
+        config = transformers.Gemma3Config.from_dict(content).text_config
+        return content, randomised(transformers.Gemma3TextModel(config))
+    content = gemma_4_config(sizes)
+    config = transformers.Gemma4UnifiedConfig.from_dict(content).text_config
+    reference = randomised(transformers.Gemma4UnifiedTextModel(config))
+    for index, layer in enumerate(reference.layers):
+        layer.layer_scalar.fill_(0.7 + 0.1 * index)
+    return content, reference
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def setting(request):
+    return make_setting(request.param)
+
+
+@pytest.fixture(scope="module")
+def gemma_4():
+    return make_setting("Gemma 4")
+
+
+def make_setting(name: str) -> "Setting":
+    sizes = PATTERNS[name]
+    content, reference = published(name, sizes)
+    gemma, config = read_config(content, Path(name)), made_config(sizes)[1]
     width = gemma.hidden_size * (gemma.num_hidden_layers + 1)
     projections = {
         stream: randomised(nn.Linear(width, size.inner), seed)
@@ -130,11 +154,12 @@ def test_hidden_states_are_transformers_from_the_exact_tokens_a_bucket_or_all_10
 
 def test_the_last_state_is_the_only_normed_one(setting):
     states = encode(setting, inputs_of(setting, [setting.ids], COUNT)).hidden_states
-    weight = 1 + setting.weights["norm.weight"]
+    weight = int(setting.gemma.norms_add_one) + setting.weights["norm.weight"]
     # (1, count, layers + 1): 1 where a state was normed last.
     sizes = (states / weight[:, None]).square().mean(2)
     assert (sizes[..., -1] - 1).abs().max() < SHOWS
-    assert (sizes[..., :-1] - 1).abs().min() > SHOWS
+    # Of any other state, the size of some token shows that it is not.
+    assert (sizes[..., :-1] - 1).abs().amax((0, 1)).min() > SHOWS
 
 
 def test_features_are_ltx_cores_of_the_same_states(setting):
@@ -149,29 +174,69 @@ def test_features_are_ltx_cores_of_the_same_states(setting):
             assert rel(got[:, -COUNT:], wanted[:, -COUNT:]) < EQUAL
 
 
-@pytest.mark.parametrize("kind", ["local", "global"])
-def test_a_uniform_rope_base_would_show(setting, kind):
+@pytest.mark.parametrize("uniform", ["local", "global"])
+def test_a_uniform_rope_base_would_show(setting, uniform):
     """The layers' two bases are what the comparison above sees: either one in all layers gives
     other states."""
-    inputs = inputs_of(setting, [setting.ids], COUNT)
-    base = {"cos": getattr(inputs, f"{kind}_cos"), "sin": getattr(inputs, f"{kind}_sin")}
-    uniform = inputs._replace(
-        **{f"{k}_{part}": table for k in ("local", "global") for part, table in base.items()}
-    )
-    states = encode(setting, uniform).hidden_states
-    assert rel(states[..., -1], last_states(setting.states, COUNT)[..., -1]) > SHOWS
+    local, full = setting.gemma.rope_local_base_freq, setting.gemma.rope_theta
+    changes = {"rope_theta": local} if uniform == "local" else {"rope_local_base_freq": full}
+    assert shows(setting, **changes)
+
+
+def shows(setting, **changes) -> bool:
+    """Whether an encoder with another config gives other states than transformers."""
+    changed = setting._replace(gemma=replace(setting.gemma, **changes))
+    states = encode(changed, inputs_of(changed, [setting.ids], COUNT)).hidden_states
+    return rel(states[..., -1], last_states(setting.states, COUNT)[..., -1]) > SHOWS
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"norms_add_one": True},
+        {"query_pre_attn_scalar": 16},
+        {"value_norm": False},
+        {"partial_rotary_factor": 1.0},
+        {"rope_factor": 8.0},
+    ],
+    ids=lambda mistake: next(iter(mistake)),
+)
+def test_each_rule_of_gemma_4_would_show(gemma_4, mistake):
+    """A rule of Gemma 3 in its place gives other states than transformers."""
+    assert shows(gemma_4, **mistake)
+
+
+def test_a_layer_without_its_scalar_would_show(gemma_4):
+    ones = {k: torch.ones_like(w) for k, w in gemma_4.weights.items() if "layer_scalar" in k}
+    assert ones and shows(gemma_4._replace(weights=gemma_4.weights | ones))
+
+
+def test_full_layers_of_gemma_4_turn_a_quarter_of_the_frequencies_of_the_whole_head(gemma_4):
+    inputs = inputs_of(gemma_4, [gemma_4.ids], COUNT)
+    first, last = TEXT_TOKENS - COUNT, TEXT_TOKENS - 1
+    head, base = gemma_4.gemma.global_head_dim, 1e6
+    for table, function in ((inputs.global_cos, torch.cos), (inputs.global_sin, torch.sin)):
+        for token, position in ((0, first), (-1, last)):
+            # Exponents over the whole head, not over the quarter that turns.
+            turning = [position * base ** (-2 * k / head) for k in range(head // 8)]
+            phases = torch.tensor([*turning, *[0.0] * (head // 2 - head // 8)])
+            assert rel(table[0, 0, token], function(phases)) < EQUAL
+
+
+def test_gemma_4_encodes_the_padding_token_in_place_of_an_image_or_a_sound(gemma_4):
+    image, sound = (token for token, _ in gemma_4.gemma.replaced_tokens[:2])
+    assert embedded_ids([[2, image], [sound, 9]], gemma_4.gemma) == [2, 0, 0, 9]
 
 
 def test_tokens_keep_the_positions_that_padding_to_1024_gives_them(setting):
     """A prompt's tokens have the positions that the reference's padding to 1024 gives them, in any
     bucket."""
     inputs = inputs_of(setting, [setting.ids], COUNT)
-    wanted = half_rope(
-        torch.arange(TEXT_TOKENS - COUNT, TEXT_TOKENS), setting.gemma.head_dim, 1e6, 8.0
-    )
-    assert torch.equal(inputs.global_cos, wanted.cos)
+    positions = torch.arange(TEXT_TOKENS - COUNT, TEXT_TOKENS)
+    wanted = half_rope(positions, setting.gemma.head_dim, 1e4, 1.0)
+    assert torch.equal(inputs.local_cos, wanted.cos)
     assert torch.equal(
-        inputs_of(setting, [setting.ids], BUCKET).global_cos[:, :, -COUNT:], wanted.cos
+        inputs_of(setting, [setting.ids], BUCKET).local_cos[:, :, -COUNT:], wanted.cos
     )
 
 

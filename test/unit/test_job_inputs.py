@@ -777,7 +777,7 @@ def test_compat_of_the_pipelines_1_2_0_is_a_retakes_noise_and_the_orientations_t
 class Jobs:
     """An engine that keeps the jobs that it is asked for."""
 
-    compat = COMPAT[None]
+    compat, options = COMPAT[None], RunOptions()
 
     def __init__(self):
         self.jobs, self.on_step_end = [], None

@@ -187,17 +187,18 @@ def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
     operation("all-gather", shape(1, 8, 3), shape(1, 4, 3), token, groups=between)
     operation("reduce-scatter", shape(parts=[shape(1, 2, 3), token]), shape(1, 4, 3))
     operation("all-to-all", shape(2, 7), shape(2, 7), groups=between)
+    operation("all-reduce", shape(9), shape(9), groups=between)
     hlo = SHAPE(computations=[SHAPE(instructions=instructions)])
     gathered = scattered = 4 * 4 * 3
     assert nxd_compile.collectives(hlo, [[0, 1], [2, 3]]) == {
-        "collectives": 5,
-        "small_collectives": 5,
-        "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4 + gathered + scattered + 4 * 14,
+        "collectives": 6,
+        "small_collectives": 6,
+        "collective_bytes": 4 * (6 + 4 + 14 + 9) + 2 * 5 + gathered + scattered,
         "all_gather_bytes": gathered,
         "reduce_scatter_bytes": scattered,
-        "context_collectives": 2,
-        # The other half of the gathered tokens, and the other rank's row.
-        "context_bytes": gathered + 4 * 7,
+        "context_collectives": 3,
+        # The other half of the gathered tokens, the other rank's row, and a half twice of a sum.
+        "context_bytes": gathered + 4 * 7 + 4 * 9,
     }
     assert nxd_compile.collectives(hlo)["context_collectives"] == 0
 

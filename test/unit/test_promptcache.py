@@ -175,7 +175,7 @@ def test_another_gemma_config_makes_another_encoder_though_no_weight_differs(
     [
         ("host/arithmetic.py", '"none"', '"relu"'),
         ("weights/tensorfile.py", "start * row_bytes", "start * row_bytes + 0"),
-        ("models/gemma3.py", "1 + self.weight", "2 + self.weight"),
+        ("models/gemma3.py", "self.offset + self.weight", "2 + self.weight"),
         ("text/inputs.py", "-1e9", "-2e9"),
     ],
 )

@@ -116,7 +116,8 @@ def test_every_tensor_of_the_released_model_has_exactly_one_row():
 def test_no_row_of_a_table_is_without_a_tensor(sources):
     for model, source in sources.items():
         used = {pattern for name in source.locations for pattern in rows(model, name)}
-        assert set(MODELS[model].table) == used
+        later = {"keyframes_abs_pos_embedding"}  # LTX-2.5's
+        assert set(MODELS[model].table) - later == used
 
 
 def test_every_dimension_that_a_row_splits_can_be_split_in_the_released_model():
@@ -157,7 +158,7 @@ def test_a_tensor_is_split_as_the_computation_wants_it(name, split):
     [
         "transformer_blocks.0.attn3.to_q.weight",
         "transformer_blocks.0.attn1.to_q.weight_scale",
-        "keyframes_abs_pos_embedding",
+        "keyframes_rel_pos_embedding",
     ],
 )
 def test_a_tensor_that_nobody_knows_stops_the_sharder(name, tmp_path):

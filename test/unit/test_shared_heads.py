@@ -1,5 +1,5 @@
-"""More ranks than Gemma3 has key-value heads, as 16 ranks and its 8: neighbours share a head, and
-nothing else changes."""
+"""More ranks than Gemma has key-value heads, as 16 ranks and Gemma3's 8, or any number and the one
+of Gemma 4's full layers: neighbours share a head, and nothing else changes."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,14 +10,18 @@ from helpers import Together, block_summands, fp32_bound, one_thread, randn, rel
 from safetensors.torch import load_file
 from torch.func import functional_call
 
-from ltx_neuron.config.gemma import gemma_config
+from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.config.gemma import gemma_config, read_config
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
+from ltx_neuron.plan import text_weights
 from ltx_neuron.text.inputs import encoder_inputs
 from ltx_neuron.tiny import TinySizes, make_tiny
+from ltx_neuron.tiny.gemma import write_gemma4_file
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.model_files import TextEncoderFile
 from ltx_neuron.weights.rankfiles import RankSource, file_names, rank_file
 from ltx_neuron.weights.sharder import Layout, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
@@ -28,17 +32,24 @@ DEGREES = (1, 4, 8)  # a rank holds 2 heads, 1 shared by two ranks, 1 shared by 
 EQUAL = fp32_bound(*block_summands(32, TOKENS, attentions=1) * 2)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture(scope="module", params=["Gemma 3", "Gemma 4"])
+def model(request, tmp_path_factory):
     """A text encoder, and its rank files at every degree."""
     folder = tmp_path_factory.mktemp("shared")
     heads = {"heads": HEADS, "gemma_heads": HEADS, "gemma_kv_heads": KEY_VALUE_HEADS}
-    assets = make_tiny(folder, TinySizes(layers=1, connector_layers=1, gemma_layers=2, **heads))
-    checkpoint, gemma = Checkpoint(assets.checkpoint), gemma_config(assets.gemma_root)
+    sizes = TinySizes(layers=1, connector_layers=1, gemma_layers=2, **heads)
+    assets = make_tiny(folder, sizes)
+    checkpoint = Checkpoint(assets.checkpoint)
+    if request.param == "Gemma 3":
+        gemma, files = gemma_config(assets.gemma_root), gemma_files(assets.gemma_root)
+    else:
+        write_gemma4_file(folder / "text.safetensors", sizes)
+        file = TextEncoderFile(folder / "text.safetensors", "")
+        gemma, files = read_config(file.gemma_config, file.path), [file]
+        for name in [name for name in checkpoint.shapes if name in file.shapes]:
+            del checkpoint.shapes[name]  # the projections, which are in the file
     config = transformer_config(checkpoint.config)
-    source = Source(
-        MODELS["gemma3"], [checkpoint, *gemma_files(assets.gemma_root)], config.heads | gemma.heads
-    )
+    source = Source(MODELS["gemma3"], [checkpoint, *files], config.heads | gemma.heads)
     layout = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
     layouts = {f"{stream}_aggregate_embed.weight": layout for stream in ("video", "audio")}
     for tp in DEGREES:
@@ -83,14 +94,27 @@ def test_the_encoder_gives_the_same_at_every_degree(model):
 
 @pytest.mark.parametrize("tp", DEGREES)
 def test_each_rank_holds_the_key_value_heads_of_its_queries(model, tp):
-    size, name = model.gemma.head_dim, "layers.0.self_attn.{}_proj.weight"
-    for kind in "kv":
-        heads = model.source.tensor(name.format(kind)).float().split(size)
-        for rank, weights in enumerate(ranks_of(model, tp)):
-            queries = range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
-            wanted = sorted({query * KEY_VALUE_HEADS // HEADS for query in queries})
-            expected = torch.cat([heads[head] for head in wanted])
-            assert torch.equal(weights[name.format(kind)], expected)
+    ranks = ranks_of(model, tp)
+    for layer in (0, 1):  # the second one attends to all tokens
+        size = model.gemma.attention(full=layer == 1)
+        for kind in "k" if size.keys_are_values else "kv":
+            name = f"layers.{layer}.self_attn.{kind}_proj.weight"
+            heads = model.source.tensor(name).float().split(size.head_dim)
+            assert len(heads) == size.key_value_heads
+            for rank, weights in enumerate(ranks):
+                queries = range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
+                wanted = sorted({query * len(heads) // HEADS for query in queries})
+                expected = torch.cat([heads[head] for head in wanted])
+                assert torch.equal(weights[name], expected)
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_a_plan_counts_every_copy(model, tp):
+    """The plan's numbers of a rank are those in its file."""
+    with fake_process_group(tp):
+        planned = sum(text_weights(model.gemma, model.config, tp).values())
+    for weights in ranks_of(model, tp):
+        assert sum(tensor.numel() for tensor in weights.values()) == planned
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 1), (1, 4), (4, 8)])

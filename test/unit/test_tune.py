@@ -49,8 +49,8 @@ def tuned(step_ms, values: dict = VALUES, turns: int = 3) -> tuple[dict, list]:
         ms = step_ms(settings, turn)
         return row(0, ms, settings, turn) if isinstance(ms, str) else row(ms, "", settings, turn)
 
-    def others(key: str, best: dict) -> list[str]:
-        return values[key]
+    def others(key: str, best: dict) -> list[dict]:
+        return [{key: value} for value in values[key]]
 
     return search(OWN, tuple(values), others, turns, measure), measured
 

@@ -1014,12 +1014,12 @@ def test_ranks_of_two_groups_have_the_same_latents_their_own_tokens_and_the_weig
         ranks, per_step = engine.residency.ranks, engine.recorder.counters.collectives_per_step
         digests = ranks.hashes("video_latent", "audio_latent")
         assert len(digests) == 8 and len({*digests}) == 1
-        # A block gathers keys and values of the video's and of the sound's attention to it; the
-        # tail gathers the velocity.
+        # A block gathers keys and values of the video's attention to itself, and merges that of the
+        # sound to it by two collectives; the tail gathers the velocity.
         layers = ours.transformer.num_layers
-        assert per_step["count"] == (PER_BLOCK + 2) * layers + 1
+        assert per_step["count"] == (PER_BLOCK + 3) * layers + 1
         ((program, manifest),) = ranks.programs.items()
-        assert manifest.cost()["context_collectives"] == 2 * layers + 1
+        assert manifest.cost()["context_collectives"] == 3 * layers + 1
         hidden, parts = ranks.get(program, "video_hidden"), ranks._buffers.tensors["video_hidden"]
         assert hidden.shape[1] == 8
         for rank, part in enumerate(parts):

@@ -220,12 +220,20 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
 
 
 def _received(node: fx.Node) -> int:
-    """Bytes that a rank receives from others in an all-gather or all-to-all."""
+    """Bytes that a rank receives from others in a collective of a named group."""
     (given,), result = node.all_input_nodes, _nbytes(node.meta["val"])
     sent = _nbytes(given.meta["val"])
+    if node.target is _OPERATIONS.all_reduce.default:
+        return received_in_sum(result, c10d._resolve_process_group(node.args[-1]).size())  # pyright: ignore[reportArgumentType]
     if node.target is _OPERATIONS.all_to_all_single.default:
         return result - sent // given.meta["val"].shape[0]
     return result - sent
+
+
+def received_in_sum(size: int, ranks: int) -> int:
+    """Bytes that a rank receives in an all-reduce of `size` bytes: a reduce-scatter, then an
+    all-gather."""
+    return 2 * size * (ranks - 1) // ranks
 
 
 def largest_collective(exported: torch.export.ExportedProgram) -> int:

@@ -179,6 +179,12 @@ def padded_tokens(field: Field | None, tensor: Tensor, tp: int, cp: int) -> Tens
     return torch.nn.functional.pad(tensor, zeros) if missing > 0 else tensor
 
 
+def padding_bias(field: Field, tokens: int, tp: int, cp: int) -> Tensor:
+    """The whole padding_bias of a clip of so many video tokens."""
+    positions = torch.arange(whole_shape(field, tp, cp)[1])
+    return torch.where(positions < tokens, 0.0, torch.finfo(field.dtype).min).unsqueeze(0)
+
+
 def at(name: str, number: int) -> str:
     """The name of one of an input's tensors: of a step, or of the blocks from `number` on."""
     return f"{name}@{number}"

@@ -50,6 +50,7 @@ def _transformer(args: argparse.Namespace) -> list[Path]:
     job = flags.shape(args, flags.recipe(args))
     job.check_shape()
     workspace = flags.workspace(args)
+    job = workspace.resolved(job)
     workspace.check_plan_fits(job, neuron_gemma=False)
     workspace.say_tuned(job.buckets_to_compile)
     return workspace.compile_dit(job.buckets_to_compile, job)

@@ -5,9 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ltx_neuron import flags, invocation
-from ltx_neuron.batch import read_lines
+from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
+from ltx_neuron.durations import predict_only
+from ltx_neuron.engine import Engine
+from ltx_neuron.errors import UserError
 from ltx_neuron.generate import generate, generate_batch
+from ltx_neuron.job import Job
+from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
 from ltx_neuron.workspace import Workspace
 
@@ -25,8 +30,9 @@ _TYPICAL = {
 }
 # Flags that weights and graphs depend on, by their names in a Namespace
 _DECIDING = {
-    *("checkpoint_path", "gemma_root", "artifacts_dir", "profile", "profile_set", "tp_degree"),
-    *("dtype", "neuron_gemma", "neuron_vae", "upscale", "nag_scale", "prompts_file"),
+    *("checkpoint_path", "gemma_root", "video_vae_path", "audio_vae_path", "artifacts_dir"),
+    *("profile", "profile_set", "tp_degree", "dtype"),
+    *("neuron_gemma", "neuron_vae", "upscale", "nag_scale", "prompts_file"),
     *SizeFields.model_fields | LoraFields.model_fields | ConditionFields.model_fields,
 }
 
@@ -40,6 +46,8 @@ def build_parser(
     flags.add_job(parser)
     flags.add_run(parser)
     flags.add_outputs(parser)
+    if verb == "generate":
+        flags.add_prediction(parser)
     if verb == "batch":
         help = "many videos: one JSON object per line, with flags as keys"
         parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE", help=help)
@@ -90,13 +98,20 @@ def batch(argv: list[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    flags.check_prediction(args)
     options, outputs = flags.run_options(args), flags.outputs(args)
     flags.check_fleet(args, args.prompts_file)
     if args.prompts_file:
         outputs.check_batch(args.prompt)
         workspace = _workspace(args)
-        lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
+        lines = lines_of(args, workspace)
         if args.ray:
+            if any(line.job.auto_duration for line in lines):
+                raise UserError(
+                    "--ray distributes videos by their size, and the length of one is predicted"
+                    " when its prompt is encoded\nType --num-frames N, and leave"
+                    " --duration-head-path and --auto-duration out"
+                )
             from ltx_neuron.fleet import batch  # Ray is an extra
 
             batch.generate_batch(lines, args, workspace)
@@ -105,7 +120,20 @@ def run(args: argparse.Namespace) -> None:
     else:
         job = flags.job(args)
         job.check()
-        generate(job, _workspace(args), options, outputs)
+        if getattr(args, "predict_duration", False):
+            predict_only(Engine(_workspace(args), Recorder(), options), job, outputs.tensors)
+        else:
+            generate(job, _workspace(args), options, outputs)
+
+
+def lines_of(args: argparse.Namespace, workspace: Workspace) -> list[Line]:
+    """The lines of --prompts-file."""
+    of_line = flags.job_of_line(args)
+
+    def resolved(line: dict) -> Job:
+        return workspace.resolved(of_line(line))
+
+    return read_lines(args.prompts_file, resolved, workspace.identity)
 
 
 def _workspace(args: argparse.Namespace) -> Workspace:

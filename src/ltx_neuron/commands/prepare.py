@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from ltx_neuron import artifacts, flags, invocation
-from ltx_neuron.batch import read_lines
 from ltx_neuron.commands import generate
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
@@ -225,12 +224,16 @@ def parts_of(
 def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
     """The jobs of the flags; prompts are ignored. Raises UserError for impossible jobs."""
     if args.prompts_file:
-        lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
-        jobs = [line.job for line in lines]
+        jobs = [line.job for line in generate.lines_of(args, workspace)]
     else:
-        jobs = [flags.shape(args, args.recipe)]
+        jobs = [workspace.resolved(flags.shape(args, args.recipe))]
         jobs[0].check_shape()
         jobs[0].check_voice()
+    if any(job.auto_duration for job in jobs):
+        raise UserError(
+            "--auto-duration: the length is known when the prompt is encoded, and graphs have one"
+            " length\nType --num-frames N, the length that generate --predict-duration prints"
+        )
     check_distilled_loras(jobs)
     return jobs
 

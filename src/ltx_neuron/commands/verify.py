@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     workspace = flags.workspace(args, writes=False) if args.checkpoint_path else None
     sets = flags.weight_sets(flags.lora_fields(flags.spec(args)))
     for model in models:
-        if workspace and (model != "gemma3" or args.gemma_root):
+        if workspace and (model != "gemma3" or workspace.gemma_root):
             for path in workspace.verify(model, sets if model == "dit" else ((),)):
                 print(f"whole, and bit-identical to the source: {path}")
         else:

@@ -18,8 +18,10 @@ from ltx_neuron.hub import download_released
 CHECKPOINT_DOWNLOAD = download_released("distilled")
 # The tokenizer pads to this length, and the connectors return it (ltx-core base_encoder.py:182).
 TEXT_TOKENS = 1024
-# The name of a count of heads that several ranks may share.
+# The names of counts of heads of which ranks may have copies. The second one's are of layers whose
+# keys are their values.
 KEY_VALUE_HEADS = "Gemma num_key_value_heads"
+GLOBAL_KEY_VALUE_HEADS = "Gemma num_global_key_value_heads"
 HOST_DECODES = "; leave out --neuron-vae: the host decodes it"
 
 
@@ -77,7 +79,8 @@ def check_heads(tp: int, heads: dict[str, int]) -> None:
         return [
             name
             for name, count in heads.items()
-            if count % degree and (name != KEY_VALUE_HEADS or degree % count)
+            if count % degree
+            and (name not in (KEY_VALUE_HEADS, GLOBAL_KEY_VALUE_HEADS) or degree % count)
         ]
 
     wrong = [*heads] if tp < 1 else cut(tp)
@@ -107,8 +110,8 @@ def check_numbers(config, where: str) -> None:
         value = getattr(config, field.name)
         if field.type is AttentionSize:
             check_numbers(value, f"{where}{field.name} ")
-        elif field.type in (int, float):
-            kinds = (int,) if field.type is int else (int, float)
+        elif field.type in (int, float) or (field.type == int | None and value is not None):
+            kinds = (int, float) if field.type is float else (int,)
             if type(value) not in kinds or not 0 < value < float("inf"):
-                wanted = "a whole number" if field.type is int else "a number"
+                wanted = "a number" if field.type is float else "a whole number"
                 raise UserError(f"{where}{field.name} is {value!r}, wanted {wanted} above 0")

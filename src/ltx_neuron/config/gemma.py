@@ -1,12 +1,14 @@
-"""The configuration of Gemma3's text model, which encodes prompts."""
+"""The configuration of the text model that encodes prompts: Gemma 3's or Gemma 4's."""
 
 import dataclasses
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 from ltx_neuron.config.common import (
+    GLOBAL_KEY_VALUE_HEADS,
     KEY_VALUE_HEADS,
     TEXT_TOKENS,
     ModelConfig,
@@ -19,10 +21,35 @@ from ltx_neuron.files import check_regular
 from ltx_neuron.hub import nearest
 
 
+class GemmaAttention(NamedTuple):
+    """Sizes of the attention of sliding or of full layers.
+
+    keys_are_values  the values are the keys, before their norm and RoPE: there is no v_proj
+    """
+
+    head_dim: int
+    key_value_heads: int
+    keys_are_values: bool
+
+
 @dataclass(frozen=True)
 class GemmaConfig(ModelConfig):
-    """Gemma3's text model (text_config of gemma_root/config.json, with the names of transformers 4
-    or 5). The defaults are google/gemma-3-12b-it's, whose published file omits most values."""
+    """Gemma's text model (text_config of gemma_root/config.json, with the names of transformers 4
+    or 5, or of the `gemma_config` in a text encoder's file). The defaults are
+    google/gemma-3-12b-it's, whose published file omits most values.
+
+    The last fields are what Gemma 4 added; their defaults are Gemma 3's.
+
+    global_head_dim             of full layers; None: head_dim
+    num_global_key_value_heads  of full layers whose keys are their values; None: they have values
+                                of their own, and num_key_value_heads
+    partial_rotary_factor       share of the frequencies with which full layers turn
+    norms_add_one               whether norms multiply by 1 + weight, otherwise by weight
+    value_norm                  whether each head of the values is normed, without a weight
+    layer_scalar                whether a weight multiplies the output of a layer
+    replaced_tokens             ids of images, sounds and videos, each with the id that is encoded
+                                instead
+    """
 
     hidden_size: int = 3840
     intermediate_size: int = 15360
@@ -39,17 +66,68 @@ class GemmaConfig(ModelConfig):
     rope_theta: float = 1e6
     rope_factor: float = 8.0
     rope_local_base_freq: float = 1e4
+    global_head_dim: int | None = None
+    num_global_key_value_heads: int | None = None
+    partial_rotary_factor: float = 1.0
+    norms_add_one: bool = True
+    value_norm: bool = False
+    layer_scalar: bool = False
+    replaced_tokens: tuple[tuple[int, int], ...] = ()
+
+    added: ClassVar[dict[str, object]] = {
+        "global_head_dim": None,
+        "num_global_key_value_heads": None,
+        "partial_rotary_factor": 1.0,
+        "norms_add_one": True,
+        "value_norm": False,
+        "layer_scalar": False,
+        "replaced_tokens": (),
+    }
+
+    def attention(self, full: bool) -> GemmaAttention:
+        """The sizes of full layers' attention, or of sliding layers'."""
+        shared = self.num_global_key_value_heads if full else None
+        return GemmaAttention(
+            full and self.global_head_dim or self.head_dim,
+            shared or self.num_key_value_heads,
+            shared is not None,
+        )
 
     @property
     def heads(self) -> dict[str, int]:
-        """A tensor-parallel degree divides these, or is a multiple of the second."""
-        return {
+        """A tensor-parallel degree divides these, or is a multiple of those of keys and values."""
+        heads = {
             "Gemma num_attention_heads": self.num_attention_heads,
             KEY_VALUE_HEADS: self.num_key_value_heads,
         }
+        if self.num_global_key_value_heads:
+            heads[GLOBAL_KEY_VALUE_HEADS] = self.num_global_key_value_heads
+        return heads
 
 
 GEMMA_3_12B = GemmaConfig()
+GEMMA_4_12B = GemmaConfig(
+    query_pre_attn_scalar=1,
+    vocab_size=262144,
+    rope_factor=1.0,
+    global_head_dim=512,
+    num_global_key_value_heads=1,
+    partial_rotary_factor=0.25,
+    norms_add_one=False,
+    value_norm=True,
+    layer_scalar=True,
+    replaced_tokens=((258880, 0), (258881, 0), (258884, 0)),
+)
+# By model_type of a config.
+_KINDS = {"gemma3": GEMMA_3_12B, "gemma4_unified": GEMMA_4_12B}
+_NOT_IMPLEMENTED = (
+    "attn_logit_softcapping",
+    "attention_bias",
+    "enable_moe_block",
+    "num_kv_shared_layers",
+    "hidden_size_per_layer_input",
+    "use_double_wide_mlp",
+)
 
 
 def gemma_config(root: Path) -> GemmaConfig:
@@ -69,19 +147,27 @@ def gemma_config(root: Path) -> GemmaConfig:
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
+    return read_config(content, path)
+
+
+def read_config(content: object, path: Path) -> GemmaConfig:
+    """The text model of a config of Gemma 3 or Gemma 4. path: for errors."""
     content = content if isinstance(content, dict) else {}
     kind, text = content.get("model_type"), content.get("text_config")
-    if kind != "gemma3" or not isinstance(text, dict):
+    known = _KINDS.get(str(kind))
+    if known is None or not isinstance(text, dict):
         raise UserError(
-            f"{path}: model_type is {kind!r}, wanted 'gemma3' with a text_config (LTX-2.3 uses"
-            " Gemma3-12B)"
+            f"{path}: model_type is {kind!r}, wanted {' or '.join(map(repr, _KINDS))} with a"
+            " text_config (LTX-2.3 uses Gemma3-12B, LTX-2.5 Gemma 4)"
         )
-    for name in ("attn_logit_softcapping", "attention_bias", "use_bidirectional_attention"):
+    # Only images are bidirectional in "vision".
+    bidirectional = text.get("use_bidirectional_attention") not in (None, False, "vision")
+    for name in (*_NOT_IMPLEMENTED, *["use_bidirectional_attention"] * bidirectional):
         if text.get(name):
             raise UserError(
                 f"{path}: text_config.{name} is {text[name]!r}, which is not implemented"
             )
-    sizes = {name: text.get(name, own) for name, own in dataclasses.asdict(GEMMA_3_12B).items()}
+    sizes = {name: text.get(name, own) for name, own in dataclasses.asdict(known).items()}
     pattern = text.get("sliding_window_pattern", 6)
     types = text.get("layer_types") or [
         "sliding" if (i + 1) % pattern else "full_attention"
@@ -90,22 +176,32 @@ def gemma_config(root: Path) -> GemmaConfig:
     rope = text.get("rope_parameters") or {}
     full, local = rope.get("full_attention", {}), rope.get("sliding_attention", {})
     scaling = text.get("rope_scaling") or full or {"factor": 8.0, "rope_type": "linear"}
-    if scaling.get("rope_type", "linear") not in ("linear", "default"):
+    kinds = "linear", "default", "proportional"
+    if (rope_type := scaling.get("rope_type", "linear")) not in kinds:
         raise UserError(
-            f"{path}: rope_type {scaling['rope_type']!r} is not implemented, only 'linear'"
+            f"{path}: rope_type {rope_type!r} is not implemented, only 'linear' and 'proportional'"
         )
+    share = scaling.get("partial_rotary_factor", 1.0) if rope_type == "proportional" else 1.0
+    shared = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None
+    names = "image_token_id", "audio_token_id", "video_token_id"
     sizes |= {
         "full_attention_layers": tuple(i for i, t in enumerate(types) if t == "full_attention"),
         "rope_theta": full.get("rope_theta", sizes["rope_theta"]),
         "rope_factor": scaling.get("factor", 1.0),
         "rope_local_base_freq": local.get("rope_theta", sizes["rope_local_base_freq"]),
+        "num_global_key_value_heads": shared,
+        "partial_rotary_factor": share,
+        "replaced_tokens": tuple(
+            (content.get(name, token), text.get("pad_token_id", pad))
+            for name, (token, pad) in zip(names, known.replaced_tokens, strict=False)
+        ),
     }
     config = GemmaConfig(**sizes)
     check_numbers(config, f"{path}: text_config.")
     if config.sliding_window < TEXT_TOKENS:
         raise UserError(
             f"{path}: sliding_window {config.sliding_window} is below the {TEXT_TOKENS} tokens"
-            " LTX-2.3 encodes"
+            " LTX encodes"
         )
     return config
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ltx_neuron.hub import download_released
+
 
 @dataclass(frozen=True)
 class Release:
@@ -10,6 +12,8 @@ class Release:
     version    the beginning of `model_version` in the checkpoint's metadata
     image_crf  quality of the H.264 round trip of conditioning images (ltx-pipelines 1.2.0
                utils/constants.py)
+    split      whether every part has a file of its own: text encoder, video VAE, audio VAE
+    excluded   inputs and settings of a job, spelled as in Inputs.given, that do not run on it
     ancestral  whether stage 1 of the distilled recipe uses the ancestral Euler sampler
                (ltx-pipelines 1.2.0 utils/samplers.py)
     """
@@ -17,9 +21,32 @@ class Release:
     version: str
     image_crf: int = 33
     ancestral: bool = False
+    split: bool = False
+    excluded: tuple[str, ...] = ()
+
+    def download(self, kind: str) -> str:
+        """The command that downloads the release's file of a kind of hub.RELEASED."""
+        return download_released(kind, f"Lightricks/LTX-{self.version}")
 
 
-RELEASES = (Release("2.3"), Release("2.5", image_crf=18, ancestral=True))
+# Of these no reference run of LTX-2.5 exists to compare with.
+_UNCOMPARED = (
+    "{audio_path}",
+    "{video_path}",
+    "{ic_lora}",
+    "{video_conditioning}",
+    "{conditioning_attention_mask}",
+    "{reference_video}",
+    "{reference_audio}",
+    "{sound_only}",
+    "{sampler} res_2s",
+    "{upscale} temporal",
+    "{upscale} both",
+)
+RELEASES = (
+    Release("2.3"),
+    Release("2.5", image_crf=18, ancestral=True, split=True, excluded=_UNCOMPARED),
+)
 
 
 def release_of(model_version: str) -> Release | None:

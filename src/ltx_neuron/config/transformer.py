@@ -176,6 +176,7 @@ class Bucket:
     nag            the text attentions take a negative prompt (normalized attention guidance)
     identity       attention to the audio takes a bias, by which a guided pass leaves out the tokens
                    of a reference's sound (identity guidance)
+    ancestral      the step of the ancestral Euler sampler, which adds noise
     """
 
     video_tokens: int
@@ -187,6 +188,7 @@ class Bucket:
     biased: bool = False
     nag: bool = False
     identity: bool = False
+    ancestral: bool = False
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -206,5 +208,6 @@ class Bucket:
             "-biased": self.biased,
             "-nag": self.nag,
             "-identity": self.identity,
+            "-ancestral": self.ancestral,
         }
         return shape + "".join(kind for kind, applies in kinds.items() if applies)

@@ -311,7 +311,8 @@ def fits(examination: Examination) -> Iterator[Finding]:
 
     def check_memory() -> str:
         text = args.gemma_root is not None
-        examination.workspace().check_plan_fits(examination.job, text)
+        workspace = examination.workspace()
+        workspace.check_plan_fits(workspace.resolved(examination.job), text)
         core = f"fits the {format_bytes(limit)} of a core"
         return f"{core}, according to {command('plan')}"
 
@@ -332,15 +333,17 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
             yield blocked("artifacts", error)
         return
 
+    job = workspace.resolved(examination.job)
+
     def dit_graphs(stage: Stage) -> str:
-        _, manifest = workspace.dit_program_for(examination.job, stage)
+        _, manifest = workspace.dit_program_for(job, stage)
         return str(manifest.folder)
 
     clip = video_latent_shape(size.height, size.width, size.num_frames)
     buckets, sound = examination.profile.text_buckets, size.audio_frames
     folders = map(workspace.dit_weights, examination.weight_sets)
     facts = {"DiT weights": lambda: ", ".join(map(str, folders))}
-    for stage in examination.job.stages:
+    for stage in job.stages:
         facts[f"DiT graphs, {stage.name}"] = partial(dit_graphs, stage)
     if args.gemma_root:
         facts |= {

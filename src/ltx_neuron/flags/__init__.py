@@ -15,16 +15,23 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ltx_neuron import hub
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
-from ltx_neuron.flags.resolve import check_resumed, job_of, lora_fields, size_of, weight_sets
+from ltx_neuron.flags.resolve import (
+    check_resumed,
+    job_of,
+    lora_fields,
+    size_of,
+    weight_sets,
+    with_auto_duration,
+)
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import MACHINES, resolve
 from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.spec import (
     GUIDANCE_KEYS,
     LORAS,
@@ -39,6 +46,7 @@ from ltx_neuron.sampling.spec import (
     validated,
 )
 from ltx_neuron.weights.lora import WeightSet
+from ltx_neuron.weights.model_files import PARTS, located, named_recipe
 from ltx_neuron.workspace import Workspace, reshard, verify_finished
 
 # --- common flags ---------------------------------------------------------------------------------
@@ -80,16 +88,23 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
     """A parser with the flags common to all commands.
 
     gemma     whether the command also reads Gemma's folder
-    required  whether the checkpoint (and Gemma's folder) must be named
+    required  whether the checkpoint must be named, and with it Gemma, unless it is in the download
+              of the checkpoint
     """
     parser = Parser(description=description, epilog=f"example:\n  {example}")
     add = group(parser, "model and machine").add_argument
     names = ("--checkpoint-path", "--distilled-checkpoint-path", "--model-path")
-    help = "checkpoint: a file or a Hub name, Lightricks/LTX-2.3[/FILE]"
+    help = "checkpoint: a file, a Hub name, or the folder of LTX-2.5's files"
     add(*names, type=Path, required=required, metavar="FILE", help=help)
     if gemma:
-        help = "Gemma3-12B: a folder or a Hub name"
-        add("--gemma-root", type=Path, required=required, metavar="DIR", help=help)
+        help = "Gemma3-12B's folder, LTX-2.5's text encoder, or a Hub name"
+        action = add("--gemma-root", type=Path, metavar="DIR", help=help)
+        vars(action)["usual"] = required
+        parser.set_defaults(needs_gemma=required)
+    for kind, part in PARTS.items():
+        help = f"{part.title} of LTX-2.5 (default: in the folder of --checkpoint-path)"
+        flag = f"--{kind.replace('_', '-')}-path"
+        advanced(add(flag, type=Path, metavar="FILE", help=help))
     help = "folder of sharded weights and compiled graphs (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
     add_profile(parser)
@@ -122,8 +137,10 @@ def group(parser: argparse.ArgumentParser, title: str) -> argparse._ActionsConta
 MODEL_FILES = {  # flags, and their files' kinds for hub.local_path
     "checkpoint_path": None,  # the recipe
     "gemma_root": "gemma",
+    **{f"{kind}_path": kind for kind in PARTS},
     "spatial_upsampler_path": "spatial",
     "temporal_upsampler_path": "temporal",
+    "duration_head_path": "duration_head",
 }
 
 
@@ -132,7 +149,7 @@ def local(args: argparse.Namespace, flag: str) -> Any:
     file of a Hub name. Raises UserError."""
     name, kind = getattr(args, flag, None), MODEL_FILES[flag]
     recipe = getattr(args, "recipe", None) or Job.recipe
-    return name and hub.local_path(name, kind or recipe)
+    return name and located(name, kind or recipe)
 
 
 def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True) -> Workspace:
@@ -150,11 +167,19 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
         args.artifacts_dir,
         profile.degree(args.tp_degree),
         args.dtype,
-        local(args, "gemma_root"),
+        *(local(args, flag) for flag in ("gemma_root", "video_vae_path", "audio_vae_path")),
     )
+    if getattr(args, "needs_gemma", False):
+        _require_gemma(opened)
     if tuned:
         opened.take_tuned()
     return opened
+
+
+def _require_gemma(opened: Workspace) -> None:
+    """Raise UserError if the workspace has no text encoder."""
+    example = "Type for example --gemma-root gemma-3-12b"
+    require(opened.gemma_root, "--gemma-root", "--checkpoint-path", example)
 
 
 # --- flags of a job -------------------------------------------------------------------------------
@@ -163,6 +188,7 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
 def add_job(parser: argparse.ArgumentParser) -> None:
     """Flags of one generation. A line of a prompts file accepts the same."""
     add_fields(parser, "video", ["prompt", *SamplingFields.model_fields, "sampler"])
+    add_fields(parser, "video", ["auto_duration"])
     add_size(parser)
     guidance = group(parser, "guidance")
     help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
@@ -235,7 +261,7 @@ def _options(name: str, field: FieldInfo) -> dict[str, Any]:
     for kind in (field.annotation, *get_args(field.annotation)):
         if get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
-        if get_origin(kind) is tuple:
+        if get_origin(kind) is tuple or kind is AutoDuration:
             options["nargs"] = "*"
     return options
 
@@ -321,6 +347,8 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
 def _job(args: argparse.Namespace, said: JobSpec) -> Job:
     if getattr(args, "resume", None):
         check_resumed(said)
+    if getattr(args, "duration_head_path", None):
+        said = with_auto_duration(said)
     with _as_typed(args):
         return job_of(said, _orientation(args))
 
@@ -362,11 +390,10 @@ def recipe(args: argparse.Namespace) -> str:
     """
     if args.recipe:
         return args.recipe
-    name = args.checkpoint_path.name.lower()
-    guess = "dev" if "dev" in name and "distilled" not in name else "distilled"
-    reason = "from the file name" if guess in name else "by default"
-    print(f"recipe: {guess} ({reason}; --recipe changes it)")
-    return guess
+    named = named_recipe(args.checkpoint_path)
+    reason = "from the file name" if named else "by default"
+    print(f"recipe: {named or 'distilled'} ({reason}; --recipe changes it)")
+    return named or "distilled"
 
 
 def _orientation(args: argparse.Namespace) -> str:
@@ -380,8 +407,35 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """Flags of a run, and of model files besides the checkpoint."""
     add_models(parser)
     add_fleet(parser)
+    help = "LTX-2.5: predict --num-frames from the prompt, where it is left out"
+    advanced(
+        group(parser, "models").add_argument(
+            "--duration-head-path", type=Path, metavar="FILE", help=help
+        )
+    )
     help = "many videos: one JSON object per line, with flags as keys"
     group(parser, "video").add_argument("--prompts-file", type=Path, metavar="FILE", help=help)
+
+
+def add_prediction(parser: argparse.ArgumentParser) -> None:
+    """The flag that predicts a length and generates nothing."""
+    help = "print the length that --duration-head-path predicts from --prompt, and make no video"
+    add = group(parser, "video").add_argument
+    advanced(add("--predict-duration", action="store_true", help=help))
+
+
+def check_prediction(args: argparse.Namespace) -> None:
+    """Raise UserError for outputs beside --predict-duration, which takes --auto-duration's
+    limits."""
+    if not getattr(args, "predict_duration", False):
+        return
+    outputs = "output_path", "output_dir", "save_frames", "perf_dump_path", "resume"
+    if wrong := [flag_of(name) for name in (*outputs, "prompts_file") if getattr(args, name)]:
+        raise UserError(
+            f"--predict-duration is for one --prompt and makes no video: leave {' '.join(wrong)}"
+            " out"
+        )
+    args.auto_duration = args.auto_duration or []
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -460,6 +514,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         compat=args.compat,
         spatial_upsampler_path=local(args, "spatial_upsampler_path"),
         temporal_upsampler_path=local(args, "temporal_upsampler_path"),
+        duration_head_path=local(args, "duration_head_path"),
         warmup=args.warmup,
         # The cache keeps no hidden states, which --save-tensors writes.
         cache_prompts=not (args.no_prompt_cache or getattr(args, "save_tensors", None)),
@@ -500,10 +555,9 @@ def shard(model: str, args: argparse.Namespace) -> None:
     tp = resolve(args.profile, tuple(args.profile_set)).degree(args.tp_degree)
     sets = weight_sets(lora_fields(spec(args))) if "lora" in args else ((),)
     if args.checkpoint_path:
-        if model == "gemma3":
-            example = "Type for example --gemma-root gemma-3-12b"
-            require(args.gemma_root, "--gemma-root", "--checkpoint-path", example)
         opened = workspace(args, writes=False, tuned=False)
+        if model == "gemma3":
+            _require_gemma(opened)
         if args.verify:
             for path in opened.verify(model, sets):
                 print(f"whole, and bit-identical to the source: {path}")

@@ -20,6 +20,7 @@ from ltx_neuron.sampling.conditions import (
     Retake,
     SoundCondition,
 )
+from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.guidance import Guidance, check_guidable, default_guidance
 from ltx_neuron.sampling.latents import TIME_SCALE, sound_latent_frames
 from ltx_neuron.sampling.size import NO_PICTURE
@@ -79,6 +80,14 @@ def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_pat
             raise FieldError(f"{{sound_only}} makes no picture: leave out {_listed(wrong)}")
         typed |= dict(zip(("height", "width"), NO_PICTURE, strict=True))
     if spec.video_path is None:
+        if spec.auto_duration:
+            if "num_frames" in typed:
+                raise FieldError(
+                    "{num_frames} cannot be combined with {auto_duration}; leave one of them out"
+                )
+            rate = typed.get("frame_rate", Size.frame_rate)
+            longest = spec.auto_duration.max_seconds
+            typed["num_frames"] = spec.auto_duration.num_frames(longest, rate)
         size = Size(**typed)
         if spec.tail_frames:
             size.check()
@@ -92,6 +101,15 @@ def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_pat
             f" frame rate, in one stage; leave out {names}"
         )
     return video_size(spec.video_path, named, spec.extend, window, upright)
+
+
+def with_auto_duration(spec: JobSpec) -> JobSpec:
+    """The fields with auto_duration, unless they, or a file that they name, have the length."""
+    if any((spec.num_frames, spec.audio_path, spec.video_path, spec.reference_video)):
+        return spec
+    if spec.auto_duration or spec.sound_only:
+        return spec
+    return spec.model_copy(update={"auto_duration": AutoDuration()})
 
 
 def check_resumed(spec: JobSpec) -> None:

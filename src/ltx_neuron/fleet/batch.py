@@ -42,7 +42,7 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
         if left:
             folder.mkdir(exist_ok=True)
             with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
-                _make(left, args, queue, outputs.folder, results)
+                _make(left, args, workspace, queue, outputs.folder, results)
         shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
     failed = sum(results.entries[line.number]["status"] != "done" for line in lines)
     counts = f"{len(lines) - failed} done, {failed} failed"
@@ -51,11 +51,18 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
         raise SystemExit(1)
 
 
-def _make(lines: list[Line], args: Namespace, queue: Queue, folder: Path, results: Results) -> None:
+def _make(
+    lines: list[Line],
+    args: Namespace,
+    workspace: Workspace,
+    queue: Queue,
+    folder: Path,
+    results: Results,
+) -> None:
     """Run the lines on replicas. Records each finished line and moves its video to its name."""
     left = _submit(lines, queue)
     # As replicas parse them: with absolute paths of LoRAs.
-    jobs = [flags.job_of(line.job.spec) for line in lines]
+    jobs = [workspace.resolved(flags.job_of(line.job.spec)) for line in lines]
     sets = list({stage.loras for job in jobs for stage in job.stages})
     max_replicas = min(args.replicas or len(lines), len(lines))
     pool = Pool(queue, args, _capability_jobs(jobs), max_replicas, _MAX_FAILURES, sets)

@@ -7,12 +7,12 @@ file."""
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.float8 import WeightFile
+from ltx_neuron.weights.model_files import ModelFiles
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -54,6 +55,7 @@ class ModelSpec(NamedTuple):
               checkpoint has per-channel statistics that no model reads
     dtype     of every tensor; None keeps the stored dtypes
     unread    pattern of the names in the file of the model's tensors that no part of it reads
+    file      the file at `path` if it is open
     """
 
     name: str
@@ -64,6 +66,7 @@ class ModelSpec(NamedTuple):
     prefixes: dict[str, str]
     dtype: torch.dtype | None
     unread: str = ""
+    file: WeightFile | None = None
 
     def build_empty(self) -> torch.nn.Module:
         """The module on the meta device.
@@ -128,7 +131,9 @@ class ModelSpec(NamedTuple):
         )
 
     def _file(self) -> WeightFile:
-        return WeightFile(self.path, f"{self.download}\nand pass it with {self.flag} FILE")
+        return self.file or WeightFile(
+            self.path, f"{self.download}\nand pass it with {self.flag} FILE"
+        )
 
     def _problems(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
         """Errors of the file's tensors, a line each. expected: shapes by name."""
@@ -157,9 +162,18 @@ class ModelSpec(NamedTuple):
 
 
 def checkpoint_spec(
-    name: str, path: str | Path, config: dict, dtype: torch.dtype | None
+    name: str,
+    path: str | Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    files: ModelFiles | None = None,
 ) -> ModelSpec:
-    """The source of one of a checkpoint's models. config: the checkpoint's."""
+    """The source of one of a checkpoint's models.
+
+    path    of the checkpoint
+    config  the checkpoint's
+    files   of a model whose parts have files of their own
+    """
     import_ltx_core()
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics
@@ -176,15 +190,21 @@ def checkpoint_spec(
         "vocoder": (audio_vae.VocoderConfigurator.from_config, "vocoder."),
     }[name]
     # A checkpoint has the statistics once, for encoder and decoder.
-    shared = prefix.partition(".")[0] + ".per_channel_statistics."
+    section = prefix.partition(".")[0]
+    shared = f"{section}.per_channel_statistics."
+    flag, download, file = "--checkpoint-path", CHECKPOINT_DOWNLOAD, None
+    if files and files.release.split:
+        flag, file = files.flag(section), files.of(section)
+        path, download = file.path, file.download
     spec = ModelSpec(
         name=name.replace("_", " "),
         path=path,
-        flag="--checkpoint-path",
-        download=CHECKPOINT_DOWNLOAD,
+        flag=flag,
+        download=download,
         build=partial(from_config, config),
         prefixes={"": prefix, "per_channel_statistics.": shared},
         dtype=dtype,
+        file=file,
     )
     if name == "video_decoder" and is_diffusion_vae(config):
         from ltx_neuron.host.diffusion import HostSpans

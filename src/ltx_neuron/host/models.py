@@ -23,6 +23,7 @@ from ltx_neuron.host.loading import (
 from ltx_neuron.host.media import Sound
 from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
 from ltx_neuron.profiles import Profile
+from ltx_neuron.weights.model_files import ModelFiles
 
 
 def lay_channels_last(module: torch.nn.Module) -> None:
@@ -54,6 +55,7 @@ class HostModels:
         profile: Profile | None = None,
         arithmetic: Arithmetic | None = None,
         tiles_1_0_0: bool = False,
+        files: ModelFiles | None = None,
     ):
         """Nothing is read yet.
 
@@ -67,9 +69,11 @@ class HostModels:
         arithmetic       of the released video decoder and encoder, and in bfloat16 of upsamplers.
                          None: only the video decoder is ours, all others are ltx-core's
         tiles_1_0_0      see Compat.tiles
+        files            of a model whose parts have files of their own; None: all are in the
+                         checkpoint
         """
         self.profile, self.tiles_1_0_0 = profile, tiles_1_0_0
-        self.checkpoint_path = checkpoint_path
+        self.checkpoint_path, self.files = checkpoint_path, files
         self.config = config
         self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
         # A bfloat16 run computes in float32 where that is faster, and rounds the result.
@@ -299,7 +303,7 @@ class HostModels:
             "video_statistics": self.latent_dtype,
         }
         dtype = dtypes.get(name, self.audio_dtype)
-        return checkpoint_spec(name, self.checkpoint_path, self.config, dtype)
+        return checkpoint_spec(name, self.checkpoint_path, self.config, dtype, self.files)
 
 
 def _to_bytes(frames: torch.Tensor) -> torch.Tensor:

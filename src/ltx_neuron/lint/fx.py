@@ -51,7 +51,7 @@ EXPORTED = _aten(
     rsqrt.default sigmoid.default gelu.default clamp_min.default abs.default eq.Tensor to.dtype
     clamp.default sin.default exp.default log.default reciprocal.default addcmul.default
     linear.default conv2d.default bmm.default softmax.int scaled_dot_product_attention.default
-    layer_norm.default sum.dim_IntList sum.default mean.dim mean.default
+    layer_norm.default sum.dim_IntList sum.default mean.dim mean.default amax.default
     select.int slice.Tensor unsqueeze.default transpose.int unflatten.int flatten.using_ints
     view.default permute.default reshape.default cat.default stack.default chunk.default unbind.int
     split.Tensor split_with_sizes.default repeat_interleave.self_int expand.default squeeze.dim

@@ -70,6 +70,25 @@ def _attended(
     return torch.bmm(scores.softmax(-1).to(values.dtype), values)
 
 
+def part_of_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention to a part of the keys, without its division: the weighted sum of the values and,
+    behind it, the sum of the weights, (B, H, T, D + 1), both over exp(maximum); and the maximum of
+    each query's scores, (B, H, T, 1). All in fp32, without a kernel, so for few queries.
+
+    mask: as in `matmul`. ContextParallel.merged combines the parts.
+    """
+    queries, keys, values = _batched(query, key, value)
+    scores = (torch.bmm(queries, keys) * scale).unflatten(0, query.shape[:-2])
+    if mask is not None:
+        scores = scores + mask.float()
+    maximum = scores.amax(-1, keepdim=True)
+    weights = (scores - maximum).exp()
+    weighted = torch.bmm(weights.flatten(0, -3), values.float()).view(query.shape)
+    return torch.cat([weighted, weights.sum(-1, keepdim=True)], -1), maximum
+
+
 def nki(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
@@ -255,9 +274,12 @@ class Attention(nn.Module):
         context, scale = call.context_parallel, self.head_dim**-0.5
         if context is None:
             return self.kernel(query, key, value, scale, call.bias)
-        # Queries from the audio are the same in every group, and those of other heads are needed
-        # as well after an exchange.
-        if context.ulysses is None or call.context is not call.x:
+        if call.context is not call.x:
+            # Every group has the same queries, from the audio. Their results are smaller than the
+            # video's keys and values.
+            part = part_of_attention(query, key, value, scale, call.bias)
+            return context.merged(*part).to(value.dtype)
+        if context.ulysses is None:
             key, value = context.gathered(context.groups, key, value)
             return self.kernel(query, key, value, scale, call.bias)
         query, key, value = context.to_heads(context.ulysses, query, key, value)

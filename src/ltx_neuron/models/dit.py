@@ -1,5 +1,5 @@
-"""The LTX-2.3 DiT step, from latents to the next latents: Head (select the step, patchify), blocks,
-Tail (velocity, Euler).
+"""The DiT step, from latents to the next latents: Head (select the step, patchify), blocks,
+Tail (velocity, Euler or ancestral Euler).
 
 Sources: ltx-core model/transformer/{model,transformer,transformer_args}.py; sampling in
 ltx-pipelines utils/samplers.py. Inputs that are constant over the steps are uploaded once:
@@ -22,7 +22,8 @@ stream. Head selects them from the whole latent, attention and feed-forward gath
 reduce-scatter their sums, and the tail gathers the velocity. Audio is not divided. In the shapes
 below, Tv of the stream and of `timestep_mask` is then Tv / tp. With context parallelism a
 tensor-parallel group has its own part of the video's tokens in the same way, and of their RoPE and
-`video_bias`; only video self-attention and video-to-audio attention need the other groups'.
+`video_bias`; only video self-attention needs the other groups'. Attention from audio to the video
+merges the groups' results.
 """
 
 from functools import reduce
@@ -289,6 +290,7 @@ class TransformerBlock(nn.Module):
                 v_context,
                 a_rope,
                 v_rope,
+                bias=optional(inputs, "padding_bias"),
                 context_divided=self.divided,
                 context_parallel=self.mesh.context,
             ),
@@ -334,6 +336,8 @@ class Head(nn.Module):
         # Not split over the ranks: a product of 128 channels is not worth a collective.
         if "video" in streams:
             self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
+            if config.use_keyframes_abs_pos_embedding:
+                self.keyframes_abs_pos_embedding = nn.Parameter(torch.empty(1, config.video.inner))
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
     def forward(self, inputs: HeadInputs) -> HeadOutputs | GuidedHeadOutputs:
@@ -350,6 +354,10 @@ class Head(nn.Module):
             f"{stream}_hidden": getattr(self, f"{_PREFIXES[stream]}patchify_proj")(latent)
             for stream, latent in latents.items()
         }
+        if (marked := optional(inputs, "keyframes_mask")) is not None:
+            # A mask's part is a rank's own, like that of timestep_mask.
+            embedding = marked * self.keyframes_abs_pos_embedding
+            hidden["video_hidden"] = hidden["video_hidden"] + embedding
         sigma_pairs = (one_hot[:, None, None] * inputs.sigmas).sum(0)
         outputs = hidden | rows | {"sigma_pairs": sigma_pairs}
         enabled_steps, streams = optional(inputs, "enabled_steps"), tuple(latents)
@@ -425,7 +433,7 @@ class X0Tail(nn.Module):
                 velocities[stream] = self.mesh.context.joined(velocities[stream])
         timesteps = dict(zip(STREAMS, inputs.sigma_pairs[:, 0].unbind(0), strict=True))
         # If tokens are held, each token has its own timestep, (T, 1).
-        for stream, (mask, _) in _held(inputs).items():
+        for stream, (mask, _) in held(inputs).items():
             timesteps[stream] = mask * timesteps[stream]
         latents = by_stream(inputs, "latent")
         return of_streams(X0Outputs, tuple(latents))(
@@ -451,8 +459,8 @@ class Tail(X0Tail):
 
     def forward(self, inputs: TailInputs) -> TailOutputs:
         denoised = by_stream(super().forward(inputs), "x0")
-        for stream, held in _held(inputs).items():
-            denoised[stream] = blend(denoised[stream], *held)
+        for stream, masks in held(inputs).items():
+            denoised[stream] = blend(denoised[stream], *masks)
         latents = next_latents(inputs, denoised, inputs.sigma_pairs)
         return of_streams(TailOutputs, tuple(denoised))(*latents)
 
@@ -488,7 +496,7 @@ def held_tokens(inputs: TailInputs | GuideInputs) -> dict[str, tuple[Tensor, Ten
     }
 
 
-def _held(inputs: TailInputs) -> dict[str, tuple[Tensor, Tensor]]:
+def held(inputs: TailInputs) -> dict[str, tuple[Tensor, Tensor]]:
     """`held_tokens` of streams with several timesteps. Those with one hold none."""
     rows = by_stream(inputs, "rows")
     return {s: held for s, held in held_tokens(inputs).items() if rows[s].shape[0] > 1}
@@ -502,9 +510,14 @@ def next_latents(
         _euler(latent, denoised[stream], *sigma_pairs[STREAMS.index(stream)].unbind(0))
         for stream, latent in by_stream(inputs, "latent").items()
     ]
+    return *latents, finite(latents)
+
+
+def finite(latents: list[Tensor]) -> Tensor:
+    """A number (1,) that is finite if all of some latents (1, T, C) are."""
     # NaN and Inf propagate through a sum on every device. Some devices ignore NaN in a maximum, and
     # a compiler may fold a product by 0.
-    return *latents, reduce(torch.add, (latent.float().mean((1, 2)) for latent in latents))
+    return reduce(torch.add, (latent.float().mean((1, 2)) for latent in latents))
 
 
 def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
-"""Gemma3's text model as an encoder: token embeddings to the sum of every layer's text features.
+"""The text model of Gemma 3 and Gemma 4 as an encoder: token embeddings to the sum of every layer's
+text features. Their config says in what they differ.
 
-Source: transformers models/gemma3/modeling_gemma3.py; features: ltx-core
+Source: transformers models/gemma3/modeling_gemma3.py and
+models/gemma4_unified/modeling_gemma4_unified.py; features: ltx-core
 text_encoders/gemma/feature_extractor.py (V2). The reference stacks all 49 hidden states and
 projects them at once. Here each layer adds its share to the two projections, so the hidden states
 need not leave the device. Sliding layers have their own RoPE base, unscaled. No sequence is longer
 than the sliding window, so no mask is needed for it.
 
 Shapes (the batch is always 1): B tokens of the bucket, W hidden width (3840), H query heads of a
-rank, K key-value heads of a rank, D head size (256), L layers (48), O width of a DiT stream.
+rank, K key-value heads of a rank, D head size (256, in Gemma 4's full layers 512), L layers (48), O
+width of a DiT stream.
 Parameters have transformers' names.
 """
 
@@ -17,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.config.gemma import GemmaConfig
+from ltx_neuron.config.gemma import GemmaAttention, GemmaConfig
 from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.models.attention import matmul
 from ltx_neuron.models.parallel import ColumnLinear, Comm, RowLinear, rms_norm
@@ -26,16 +29,16 @@ from ltx_neuron.models.signatures import Gemma3Inputs, Gemma3Outputs, Gemma3Outp
 
 
 class GemmaRMSNorm(nn.Module):
-    """RMSNorm in fp32 whose factor is 1 + weight."""
+    """RMSNorm in fp32 whose factor is weight, in Gemma 3 1 + weight."""
 
-    def __init__(self, features: int, eps: float):
+    def __init__(self, features: int, config: GemmaConfig):
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = config.rms_norm_eps, int(config.norms_add_one)
         self.weight = nn.Parameter(torch.empty(features))
 
     def forward(self, x: Tensor) -> Tensor:
         # 1 + weight in fp32: bf16 would lose the weight's last bits.
-        return (rms_norm(x.float(), self.eps) * (1 + self.weight.float())).to(x.dtype)
+        return (rms_norm(x.float(), self.eps) * (self.offset + self.weight.float())).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -45,35 +48,41 @@ class SelfAttention(nn.Module):
     With more ranks than key-value heads, each rank has one head, and neighbouring ranks share it.
     """
 
-    def __init__(self, config: GemmaConfig, tp: int):
+    def __init__(self, config: GemmaConfig, size: GemmaAttention, tp: int):
         super().__init__()
-        self.head_dim, self.scale = config.head_dim, config.query_pre_attn_scalar**-0.5
+        self.head_dim, self.scale = size.head_dim, config.query_pre_attn_scalar**-0.5
         # A key-value head is never cut: with more ranks than heads, several ranks hold it.
-        kv_parts = min(tp, config.num_key_value_heads)
+        kv_parts = min(tp, size.key_value_heads)
         heads = config.num_attention_heads // tp
-        kv_heads = config.num_key_value_heads // kv_parts
+        kv_heads = size.key_value_heads // kv_parts
         self.repeats = heads // kv_heads
-        width, queries = config.hidden_size, config.num_attention_heads * config.head_dim
-        keys = config.num_key_value_heads * config.head_dim
+        width, queries = config.hidden_size, config.num_attention_heads * size.head_dim
+        keys = size.key_value_heads * size.head_dim
         self.q_proj = ColumnLinear(width, queries, tp, bias=False)
         self.k_proj = ColumnLinear(width, keys, kv_parts, bias=False)
-        self.v_proj = ColumnLinear(width, keys, kv_parts, bias=False)
+        self.v_proj = (
+            None if size.keys_are_values else ColumnLinear(width, keys, kv_parts, bias=False)
+        )
         self.o_proj = RowLinear(queries, width, tp, bias=False)
         # Norms per head, unlike the DiT's, need no sum over the ranks.
-        self.q_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = GemmaRMSNorm(size.head_dim, config)
+        self.k_norm = GemmaRMSNorm(size.head_dim, config)
+        self.value_eps = config.rms_norm_eps if config.value_norm else None
 
     def partial(self, x: Tensor, rope: Rope, mask: Tensor) -> Tensor:
         """(1, B, W) and a mask (1, 1, B, B) -> this rank's summand of the output (1, B, W)."""
-        # (1, H, B, D) and twice (1, K, B, D)
-        query, key, value = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+
+        def heads(proj: ColumnLinear) -> Tensor:
+            return proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        query, key = heads(self.q_proj), heads(self.k_proj)  # (1, H, B, D) and (1, K, B, D)
+        value = key if self.v_proj is None else heads(self.v_proj)
         query, key = rotate(self.q_norm(query), rope), rotate(self.k_norm(key), rope)
+        if self.value_eps is not None:
+            value = rms_norm(value, self.value_eps)
         # Repeated to (1, H, B, D): every compiler supports plain batched products.
         key, value = (t.repeat_interleave(self.repeats, dim=1) for t in (key, value))
-        # Always `matmul`: the flash kernels support neither heads of 256 nor masks.
+        # Always `matmul`: the flash kernels support neither heads of 256 and 512 nor masks.
         attended = matmul(query, key, value, self.scale, mask)
         return self.o_proj.partial(attended.transpose(1, 2).flatten(-2))
 
@@ -97,14 +106,13 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """One decoder layer: norms before and after both attention and MLP, two sums over the ranks."""
 
-    def __init__(self, config: GemmaConfig, tp: int):
+    def __init__(self, config: GemmaConfig, size: GemmaAttention, tp: int):
         super().__init__()
-        self.self_attn, self.mlp = SelfAttention(config, tp), MLP(config, tp)
+        self.self_attn, self.mlp = SelfAttention(config, size, tp), MLP(config, tp)
         # Every rank has their whole inputs, so they need no sum over the ranks.
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            setattr(
-                self, f"{name}_layernorm", GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
-            )
+            setattr(self, f"{name}_layernorm", GemmaRMSNorm(config.hidden_size, config))
+        self.layer_scalar = nn.Parameter(torch.empty(1)) if config.layer_scalar else None
 
     def forward(self, comm: Comm, x: Tensor, rope: Rope, mask: Tensor) -> Tensor:
         """(1, B, W) -> (1, B, W)"""
@@ -112,7 +120,8 @@ class Layer(nn.Module):
         (summed,) = comm.sum(self.self_attn.partial(self.input_layernorm(x), rope, mask))
         x = x + self.post_attention_layernorm(summed)
         (summed,) = comm.sum(self.mlp.partial(self.pre_feedforward_layernorm(x)))
-        return x + self.post_feedforward_layernorm(summed)
+        x = x + self.post_feedforward_layernorm(summed)
+        return x if self.layer_scalar is None else x * self.layer_scalar
 
 
 class AggregateEmbed(nn.Module):
@@ -156,8 +165,11 @@ class Gemma3Encoder(nn.Module):
         super().__init__()
         self.comm, self.return_states = comm, return_states
         self.full_attention = set(gemma.full_attention_layers)
-        self.layers = nn.ModuleList(Layer(gemma, tp) for _ in range(gemma.num_hidden_layers))
-        self.norm = GemmaRMSNorm(gemma.hidden_size, gemma.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            Layer(gemma, gemma.attention(index in self.full_attention), tp)
+            for index in range(gemma.num_hidden_layers)
+        )
+        self.norm = GemmaRMSNorm(gemma.hidden_size, gemma)
         self.video_aggregate_embed = AggregateEmbed(gemma, config.video.inner, tp)
         self.audio_aggregate_embed = AggregateEmbed(gemma, config.audio.inner, tp)
 

@@ -10,7 +10,7 @@ layers a rank has T / tp of its tokens, (B, T / tp, D).
 
 With context parallelism there are cp groups of tp ranks. Each group has its own part of the video's
 tokens throughout, T' / cp of T' >= T, and all tokens of audio and text. Only video self-attention
-and attention to the video need the tokens of other groups (ContextParallel).
+needs the tokens of other groups; attention to the video merges their results (ContextParallel).
 """
 
 from collections.abc import Sequence
@@ -94,6 +94,15 @@ class ContextParallel:
         whole = self._without_padding(comm.all_gather(tokens))
         whole = whole.unflatten(2, (count, number, size))
         return whole.permute(2, 0, 3, 1, 4).unbind(0)
+
+    def merged(self, sums: Tensor, maximum: Tensor) -> Tensor:
+        """Attention to the keys of all groups, (1, H, T, D), from each group's part: its sums
+        (1, H, T, D + 1) and maximum (1, H, T, 1), see attention.part_of_attention. A part of
+        padding alone has no share."""
+        parts = self.groups.all_gather(maximum.squeeze(-1)).unflatten(1, (self.groups.size, -1))
+        share = (maximum - parts.amax(1).unsqueeze(-1)).exp()
+        (summed,) = self.groups.sum(sums * share)
+        return summed[..., :-1] / summed[..., -1:]
 
     @staticmethod
     def to_heads(comm: Comm, *heads: Tensor) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ from ltx_neuron.config.sound import AudioDecoderConfig, VocoderConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.config.video import DiffusionDecoderConfig, Upsampling, VideoDecoderConfig
 from ltx_neuron.models import audio_decoder, diffusion_decoder, signatures, video_decoder, vocoder
+from ltx_neuron.models.ancestral import AncestralTail
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
@@ -117,7 +118,7 @@ def dit_program(
     mesh = _mesh(bucket, tp, comm, sequence_parallel, context)
     cp = mesh.context.groups.size if mesh.context else 1
     fields = signatures.dit_fields(config, bucket, tp, dtype, sequence_parallel, cp)
-    kinds = _kinds(bucket, mesh.selects)
+    kinds = _kinds(config, bucket, mesh)
     inputs = {
         "head": signatures.HeadInputs,
         "blocks": signatures.BlockInputs,
@@ -128,7 +129,8 @@ def dit_program(
     inputs = {
         part: of_streams(signatures.extended(base, part, kinds)) for part, base in inputs.items()
     }
-    head_outputs, tail, tail_outputs = signatures.HeadOutputs, Tail, signatures.TailOutputs
+    head_outputs, tail_outputs = signatures.HeadOutputs, signatures.TailOutputs
+    tail: type[X0Tail] = AncestralTail if bucket.ancestral else Tail
     if bucket.guided:
         fields |= signatures.guided_fields(config, bucket, tp, dtype, count)
         # A pass ends with its prediction; "guide" needs those of all passes.
@@ -179,15 +181,18 @@ def _mesh(
     return Mesh(comm, sequence_parallel, context)
 
 
-def _kinds(bucket: Bucket, divided: bool) -> tuple[str, ...]:
+def _kinds(config: TransformerConfig, bucket: Bucket, mesh: Mesh) -> tuple[str, ...]:
     """The kinds of a DiT's graphs, which have further inputs (signatures.extended)."""
     flags = {
         "guided": bucket.guided,
-        "divided": divided,
+        "divided": mesh.selects,
+        "padded": bool(mesh.context and mesh.context.padding),
         "masked": bucket.audio_timesteps > 1,
         "biased": bucket.biased,
         "nag": bucket.nag,
         "identity": bucket.identity,
+        "keyframes": config.use_keyframes_abs_pos_embedding,
+        "ancestral": bucket.ancestral,
     }
     return tuple(kind for kind, applies in flags.items() if applies)
 

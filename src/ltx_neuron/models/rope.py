@@ -61,14 +61,20 @@ def split_rope(
     return Rope(*(t.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous() for t in (cos, sin)))
 
 
-def half_rope(positions: Tensor, head_dim: int, theta: float, factor: float) -> Rope:
+def half_rope(
+    positions: Tensor, head_dim: int, theta: float, factor: float, turning: float = 1.0
+) -> Rope:
     """Gemma's tables (1, 1, T, head_dim / 2) for integer positions (T,): every head alike, linear
-    scaling by `factor`.
+    scaling by `factor`. Only the first frequencies turn, a share `turning` of those of the whole
+    head; the phases of the others are 0.
 
-    fp32 throughout, as transformers computes them (modeling_gemma3.py, Gemma3RotaryEmbedding).
+    fp32 throughout, as transformers computes them (modeling_gemma3.py, Gemma3RotaryEmbedding;
+    modeling_rope_utils.py, _compute_proportional_rope_parameters).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    phases = positions.float()[:, None] * (1.0 / theta**exponents / factor)[None]
+    frequencies = 1.0 / theta**exponents / factor
+    frequencies[int(turning * head_dim // 2) :] = 0
+    phases = positions.float()[:, None] * frequencies[None]
     return Rope(phases.cos()[None, None], phases.sin()[None, None])
 
 

@@ -20,6 +20,8 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
   timestep_mask             (Tv, U), one-hot: which of the U timesteps a video token has
   rank_one_hot              (1, parts), sequence and context parallelism: which part of the video's
                             tokens a rank has
+  keyframes_mask            (Tv, 1): 1 for tokens of a single frame that the model generates (latent
+                            frame 0, generated keyframes), of models that mark them
   denoise_mask              (Tv, 1): 1 denoised freely, 0 kept as in clean_latent
   clean_latent              (1, Tv, C), latents of images, references and a retake's kept part
   audio_timestep_mask,
@@ -29,7 +31,11 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
                             with an attention mask
   audio_bias                (1, Ta), added to the scores of attention to the audio: 0, or the
                             dtype's lowest number for tokens that a pass leaves out
+  padding_bias              (1, Tv'), added to the scores of attention to the video: 0, or fp32's
+                            lowest number for tokens that context parallelism adds
   *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
+  *_noise                   (1, T, C), noise that a step of the ancestral sampler adds
+  ancestral                 (2, 5), of video and of audio, this step's ANCESTRAL coefficients
   finite                    (1,), a number that is finite if all of a step's latents are
   *_hidden                  (1, T, D), the streams between the blocks
   *_context                 (1, S, D), the text, from the connectors
@@ -199,19 +205,30 @@ def stage_features(stage: int) -> type:
 
 # Of buckets with audio_timesteps > 1: the inputs that hold audio tokens.
 AUDIO_MASKS = ("audio_timestep_mask", "audio_denoise_mask", "audio_clean_latent")
+# Of a step of the ancestral sampler: the fields that each step has its own tensors of.
+ANCESTRAL_FIELDS = ("video_noise", "audio_noise", "ancestral")
+# Its coefficients: of the latent and of the prediction in the Euler step, of their sum, of the
+# noise, and whether held tokens are restored after the noise.
+ANCESTRAL = ("latent", "prediction", "signal", "noise", "restore")
 # Further inputs of some kinds of graphs, by the part of the step that reads them: guided passes,
-# sequence or context parallelism ("divided"), held audio tokens ("masked"), a bias of scores,
-# normalized attention guidance, identity guidance.
+# sequence or context parallelism ("divided"), the latter with padding ("padded"), held audio tokens
+# ("masked"), a bias of scores, normalized attention guidance, identity guidance, marked keyframes,
+# the ancestral sampler.
 _MORE = {
-    "head": {"guided": ("enabled_steps",), "divided": ("rank_one_hot",)},
+    "head": {
+        "guided": ("enabled_steps",),
+        "divided": ("rank_one_hot",),
+        "keyframes": ("keyframes_mask",),
+    },
     "blocks": {
         "guided": ("keep", "enabled"),
+        "padded": ("padding_bias",),
         "masked": AUDIO_MASKS[:1],
         "biased": ("video_bias",),
         "nag": ("nag", "negative_video_context", "negative_audio_context"),
         "identity": ("audio_bias",),
     },
-    "tail": {"masked": AUDIO_MASKS},
+    "tail": {"masked": AUDIO_MASKS, "ancestral": ANCESTRAL_FIELDS},
     "guide": {"masked": AUDIO_MASKS[1:], "identity": ("identity", "without_audio")},
 }
 
@@ -222,7 +239,9 @@ def extended(signature: type, part: str, kinds: tuple[str, ...]) -> type:
     return namedtuple(signature.__name__, (*signature._fields, *more))
 
 
-_OF_VIDEO = re.compile(r".*video.*|.*_cross_.*|timestep_mask|denoise_mask|clean_latent")
+_OF_VIDEO = re.compile(
+    r".*video.*|.*_cross_.*|timestep_mask|keyframes_mask|denoise_mask|clean_latent"
+)
 
 
 def without_video(fields: Iterable[str]) -> list[str]:
@@ -349,6 +368,11 @@ def dit_fields(
         fields |= negative | {"nag": Field((3,), fp32)}
     if bucket.identity:
         fields["audio_bias"] = Field((1, t_audio), dtype)
+    if config.use_keyframes_abs_pos_embedding:
+        fields["keyframes_mask"] = Field((t_video, 1), dtype)
+    if bucket.ancestral:
+        fields |= {f"{s}_noise": fields[f"{s}_latent"] for s in STREAMS}
+        fields["ancestral"] = Field((len(STREAMS), len(ANCESTRAL)), fp32)
     return _divided(fields, t_video, tp if sequence_parallel else 1, cp)
 
 
@@ -363,9 +387,12 @@ def _divided(fields: dict[str, Field], tokens: int, tp: int, cp: int) -> dict[st
     one_hot = Field((1, parts), fields["timestep_mask"].dtype)
     # Name -> dimension of the tokens, and how many of them a rank has.
     of_rank = {"rank_one_hot": (0, 1), "timestep_mask": (0, own), "video_hidden": (1, own)}
+    of_rank["keyframes_mask"] = 0, own
     ropes = ("video_cos", "video_sin", "video_cross_cos", "video_cross_sin")
     of_group = {"video_bias": (0, group)} | dict.fromkeys(ropes, (2, group))
     divided = fields | {"rank_one_hot": one_hot}
+    if group * cp > tokens:
+        divided["padding_bias"] = Field((1, group), torch.float32, context_split=1)
     for name, (dim, size) in (of_rank | (of_group if context else {})).items():
         if (field := divided.get(name)) is None:
             continue
@@ -412,11 +439,14 @@ def gemma3_fields(
 ) -> dict[str, Field]:
     """Every tensor of a text encoder graph for a bucket of `tokens`."""
     # Every head has the same frequencies, so every rank has one table for all heads.
-    table = Field((1, 1, tokens, gemma.head_dim // 2), torch.float32)
+    tables = {
+        kind: Field((1, 1, tokens, gemma.attention(full).head_dim // 2), torch.float32)
+        for kind, full in (("local", False), ("global", True))
+    }
     return {
         "embeddings": Field((1, tokens, gemma.hidden_size), dtype),
         "attention_mask": Field((1, 1, tokens, tokens), dtype),
-        **{f"{kind}_{part}": table for kind in ("local", "global") for part in ("cos", "sin")},
+        **{f"{kind}_{part}": table for kind, table in tables.items() for part in ("cos", "sin")},
         "video_features": Field((1, tokens, config.video.inner // tp), dtype, split=2),
         "audio_features": Field((1, tokens, config.audio.inner // tp), dtype, split=2),
         "hidden_states": Field((1, tokens, gemma.hidden_size, gemma.num_hidden_layers + 1), dtype),

@@ -72,6 +72,8 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     shape = flags.shape(args, args.recipe or Job.recipe)
     steps, upscale = args.num_inference_steps, args.upscale
     job = dataclasses.replace(shape, num_inference_steps=steps, upscale=upscale)
+    assert checkpoint.release
+    job = job.of_release(checkpoint.release)
     gemma = gemma_config(flags.local(args, "gemma_root")) if args.gemma_root else GEMMA_3_12B
     tp = profile.degree(args.tp_degree)
     result = plan(checkpoint, profile, job, tp, args.dtype, gemma)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.backends.export import fake_process_group, received_in_sum
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.transformer import Bucket, TransformerConfig
 from ltx_neuron.job import Job
@@ -64,15 +64,7 @@ def layouts(
     chip, tp = profile.chip, plan.tp
     if chip is None or profile.chips == 1 or tp * profile.lnc % chip.cores:
         return []
-    own = PROFILES[profile.machine] if profile.context_parallel > 1 else profile
-    base = dataclasses.replace(
-        profile,
-        context_parallel=1,
-        context_mode="gather",
-        ulysses_degree=0,
-        guidance_parallel=1,
-        blocks_per_graph=own.blocks_per_graph,
-    )
+    base = single_group(profile)
     buckets = [job.bucket(stage) for stage in job.stages]
     costs = {bucket: _cost(config, bucket, base, plan) for bucket in set(buckets)}
     passes = [stage.passes for stage in plan.stages]
@@ -82,9 +74,9 @@ def layouts(
         for row in clip.rows
         if row.name.startswith("denoise") and row.where == "device"
     )
-    heads, video = config.video.heads // tp, all(bucket.video_tokens for bucket in buckets)
+    most = (base.cores or 0) // tp
     found: list[Layout] = []
-    for settings in _settings(base, tp, max(passes), heads, video):
+    for settings in layout_settings(base, most, max(passes), config.video.heads // tp, buckets):
         layout = dataclasses.replace(base, **settings)
         steps = [
             step_ms(config, bucket, layout, plan, costs[bucket], count)
@@ -99,7 +91,7 @@ def layouts(
         single = found[0].chip_seconds if found else chip_seconds
         found.append(
             Layout(
-                name=_name(layout) or ("one chip" if chips == 1 else f"{chips} chips"),
+                name=name_of(layout) or ("one chip" if chips == 1 else f"{chips} chips"),
                 settings=tuple(f"{key}={value}" for key, value in settings.items()),
                 chips=chips,
                 at_once=profile.chips // chips,
@@ -112,12 +104,29 @@ def layouts(
     return found
 
 
-def _settings(
-    base: Profile, tp: int, passes: int, heads: int, video: bool
+def single_group(profile: Profile) -> Profile:
+    """A profile with one tensor-parallel group instead of its layout."""
+    own = PROFILES[profile.machine] if profile.context_parallel > 1 else profile
+    return dataclasses.replace(
+        profile,
+        context_parallel=1,
+        context_mode="gather",
+        ulysses_degree=0,
+        guidance_parallel=1,
+        blocks_per_graph=own.blocks_per_graph,
+    )
+
+
+def layout_settings(
+    base: Profile, most: int, passes: int, heads: int, buckets: Sequence[Bucket]
 ) -> Iterator[dict[str, Any]]:
-    """The fields of each layout's profile, from one group on. heads: of a rank; video: whether all
-    stages have video tokens, which context parallelism divides."""
-    most = (base.cores or 0) // tp
+    """The fields of each layout's profile, from one tensor-parallel group on.
+
+    most     such groups that there are cores for
+    heads    of a rank
+    buckets  of the stages; context parallelism divides their video tokens
+    """
+    video = all(bucket.video_tokens for bucket in buckets)
     yield {}
     guidance = [
         {"guidance_parallel": groups, "backend": "torchdist"}
@@ -147,18 +156,19 @@ def _settings(
 
 def _modes(base: Profile, cp: int, heads: int) -> Iterator[dict[str, Any]]:
     """Context parallelism of one degree: by gathering alone, and with the largest exchange."""
-    fields = {
-        "context_parallel": cp,
-        "blocks_per_graph": blocks_per_graph(cp, base.blocks_per_graph),
-    }
+    fields, degrees = {"context_parallel": cp}, CONTEXT_PARALLEL[1:]
+    if base.chip:  # whose graphs have limits
+        fields["blocks_per_graph"] = blocks_per_graph(cp, base.blocks_per_graph)
+        degrees = EXCHANGES
     yield fields
-    exchanges = [n for n in EXCHANGES if cp % n == heads % n == 0]
+    exchanges = [n for n in degrees if cp % n == heads % n == 0]
     if exchanges:
         part = {"ulysses_degree": max(exchanges)} if max(exchanges) < cp else {}
         yield fields | {"context_mode": "ulysses"} | part
 
 
-def _name(layout: Profile) -> str:
+def name_of(layout: Profile) -> str:
+    """A layout's groups in words; empty for one group."""
     groups, context = layout.guidance_parallel, layout.context_parallel
     exchange = f", Ulysses {layout.ulysses}" * (layout.ulysses > 1)
     parts = {f"guidance {groups}": groups, f"context {context}{exchange}": context}
@@ -212,12 +222,12 @@ def step_ms(
 
 def undivided_flops(config: TransformerConfig, bucket: Bucket) -> int:
     """FLOPs of a step that every context-parallel group computes: the keys and values of the text,
-    the audio stream, and its attention to all video tokens."""
+    and the audio stream without its attention to the video."""
     video, audio, tokens = config.video.inner, config.audio.inner, bucket.audio_tokens
     text = TEXT_TOKENS * (1 + bucket.nag)
     keys_and_values = 4 * text * (video**2 + audio**2)
     products = 36 * tokens * audio**2
-    attention = 4 * tokens * (tokens + text + bucket.video_tokens) * audio
+    attention = 4 * tokens * (tokens + text) * audio
     return config.num_layers * (keys_and_values + products + attention)
 
 
@@ -228,12 +238,15 @@ def received_bytes(
     them."""
     cp, exchange = layout.context_parallel, 1 if bucket.biased else layout.ulysses
     own = own_tokens(bucket.video_tokens, cp) * itemsize
-    video, audio = (own * size.inner // tp for size in (config.video, config.audio))
+    video = own * config.video.inner // tp
     # Queries, keys, values and the output are exchanged; of all tokens' keys and values a rank then
     # has its heads' of `exchange` groups.
     attention = 4 * video * (exchange - 1) // exchange + 2 * video * (cp // exchange - 1)
+    # In fp32: every group's maximum of each query's scores, and the sum of all groups' results.
+    queries = 4 * bucket.audio_tokens * config.audio.heads // tp
+    merged = queries * (cp - 1) + received_in_sum(queries * (config.audio.head_dim + 1), cp)
     return {
         "self-attention": config.num_layers * attention,
-        "video to audio": config.num_layers * 2 * audio * (cp - 1),
+        "video to audio": config.num_layers * merged,
         "velocity": own * config.in_channels * (cp - 1),
     }

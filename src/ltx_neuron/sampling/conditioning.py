@@ -42,6 +42,8 @@ class LatentState:
     frozen_noise  initial noise of a frozen stream: with 0 it does not change, with 1 it is denoised
                   to the held latents (ltx-pipelines 1.2.0, in a retake)
     bias          (T, T), added to its self-attention scores; None: all tokens attend to all
+    keyframes_mask  (T, 1) fp32: 1 for tokens of a single frame that the model generates; of audio
+                  None
     """
 
     latent: Tensor
@@ -51,6 +53,7 @@ class LatentState:
     frozen: bool = False
     frozen_noise: float = 0.0
     bias: Tensor | None = None
+    keyframes_mask: Tensor | None = None
 
     @property
     def masks(self) -> tuple[float, ...]:
@@ -83,17 +86,29 @@ class LatentState:
         return replace(self, denoise_mask=mask, frozen=True, frozen_noise=noise)
 
     def append(
-        self, tokens: Tensor, positions: Tensor, denoise_mask: float, start: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        denoise_mask: float,
+        start: Tensor | None = None,
+        generated: bool = False,
     ) -> "LatentState":
-        """Append tokens (1, N, C) with a denoise mask. Noise is added to `start`, or to zeros."""
+        """Append tokens (1, N, C) with a denoise mask. Noise is added to `start`, or to zeros.
+
+        generated  they are a keyframe that the model generates
+        """
         mask = torch.full((tokens.shape[1], 1), denoise_mask)
         start = torch.zeros_like(tokens) if start is None else start
+        marked = self.keyframes_mask
+        if marked is not None:
+            marked = torch.cat([marked, torch.full_like(mask, generated)])
         return replace(
             self,
             latent=torch.cat([self.latent, start], dim=1),
             clean_latent=torch.cat([self.clean_latent, tokens], dim=1),
             denoise_mask=torch.cat([self.denoise_mask, mask]),
             positions=torch.cat([self.positions, positions], dim=2),
+            keyframes_mask=marked,
         )
 
     def noised(
@@ -154,6 +169,10 @@ def initial_states(
     video = video_state(
         start[0], frame_rate, images, compat.conditioning, positions_dtype, inputs.images_as_guides
     )
+    for frame in inputs.generated_keyframes(upsampled):
+        tokens = torch.zeros_like(video.latent[:, : start[0].shape[3:].numel()])
+        positions = keyframe_positions(*start[0].shape[3:], frame, frame_rate)
+        video = video.append(tokens, positions, 1.0, generated=True)
     audio = audio_state(start[1])
     if references := inputs.appended_references(upsampled):
         names = reference_names(len(references), upsampled)
@@ -214,8 +233,10 @@ def video_state(
     midpoints_dtype = torch.float32 if has_keyframes else positions_dtype
     tokens = patchify_video(latent).clone()  # (1, T, C)
     positions = video_positions(shape, frame_rate, positions_dtype, midpoints_dtype)  # (1, 3, T)
-    state = LatentState(tokens, tokens.clone(), torch.ones(tokens.shape[1], 1), positions)
-    per_frame = rows * columns
+    mask, per_frame = torch.ones(tokens.shape[1], 1), rows * columns
+    # The first latent frame has one pixel frame, as a keyframe has.
+    marked = (torch.arange(len(mask)) < per_frame).float()[:, None]
+    state = LatentState(tokens, tokens.clone(), mask, positions, keyframes_mask=marked)
     for image, encoded in images:
         image_tokens, mask = patchify_video(encoded), held_mask(image.strength)  # (1, h w, C)
         # In later releases only clean_latent has the image.

@@ -21,7 +21,12 @@ from ltx_neuron.files import check_readable
 from ltx_neuron.sampling.extension import Extension
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import NAG_ALPHA, NAG_TAU
-from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
+from ltx_neuron.sampling.latents import (
+    SPACE_SCALE,
+    TIME_SCALE,
+    between_keyframes,
+    video_latent_shape,
+)
 from ltx_neuron.sampling.size import Size
 
 # Field of Inputs -> field of JobSpec, its kind of file, and the flag's values.
@@ -66,6 +71,8 @@ _EXCLUDES = {
     "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
     "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
     "{reference_audio}": ("{video_path}", "{sound_only}"),
+    # Their files have the length; the head reads the contexts of both streams.
+    "{auto_duration}": ("{audio_path}", "{video_path}", "{reference_video}", "{sound_only}"),
     "{reference_video}": (
         "{audio_path}",
         "{video_path}",
@@ -86,12 +93,20 @@ _EXCLUDES = {
         "{video_conditioning}",
         "{tail_frames}",
     ),
+    "{num_generated_keyframes}": (
+        "{video_path}",
+        "{reference_video}",
+        "{video_conditioning}",
+        "{sound_only}",
+    ),
 }
 
 FrameIndex = Annotated[int, Field(ge=0)]
 Strength = Annotated[float, Field(ge=0, le=1)]
-Crf = Annotated[int, Field(ge=0, le=51)]
+_CRF = Field(ge=0, le=51)
+Crf = Annotated[int, _CRF]
 TailFrames = Annotated[int, Field(ge=0, le=800, multiple_of=TIME_SCALE)]
+Keyframes = Annotated[int, Field(ge=0)]
 BedLevel = Annotated[float, Field(ge=-120, lt=0)]
 
 
@@ -105,12 +120,12 @@ class WeightedFile(NamedTuple):
 @dataclass(frozen=True)
 class ImageCondition:
     """An image held at a frame: strength 1 keeps it exactly, 0 ignores it; crf is the H.264 round
-    trip before encoding."""
+    trip before encoding, by default the checkpoint's release's (Release.image_crf)."""
 
     path: str | Path
     frame_index: FrameIndex = 0
     strength: Strength = 1.0
-    crf: Crf = 33
+    crf: Annotated[int | None, _CRF] = None
 
     def check(self, num_frames: int) -> None:
         """Raise FieldError for a frame outside a clip of `num_frames`."""
@@ -284,6 +299,8 @@ class Inputs(ABC):
                       of None or 1: off
     sound_only        make no video; `size` has no picture
     tail_frames       last frames of `size` that are generated and not in the file
+    num_generated_keyframes  keyframes between the first and the last frame that stage 1 generates
+                      beside the clip, of models that mark them
     """
 
     images: tuple[ImageCondition, ...] = ()
@@ -302,6 +319,7 @@ class Inputs(ABC):
     nag_tau: float = NAG_TAU
     sound_only: bool = False
     tail_frames: int | None = None
+    num_generated_keyframes: int | None = None
 
     @property
     @abstractmethod
@@ -350,6 +368,11 @@ class Inputs(ABC):
             return (self.dubbing,)
         return () if upsampled else self.references
 
+    def generated_keyframes(self, upsampled: bool) -> tuple[int, ...]:
+        """The frames of a stage's generated keyframes; stage 2 has none."""
+        count = 0 if upsampled else self.num_generated_keyframes or 0
+        return between_keyframes(count, self.size.num_frames)
+
     def appended_audio(self, upsampled: bool) -> int:
         """Audio tokens appended to the clip's in a stage: in stage 1 those of the reference's
         sound, and in stage 2 of dubbing those of stage 1's sound."""
@@ -369,8 +392,9 @@ class Inputs(ABC):
 
     def appended_tokens(self, upsampled: bool, rows: int, columns: int) -> int:
         """Tokens appended to the clip's in a stage with these latent rows and columns: those of
-        keyframes and references."""
+        keyframes, given and generated, and of references."""
         guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.images)
+        guides += len(self.generated_keyframes(upsampled))
         references = self.appended_references(upsampled)
         size = self.stage_size(upsampled)
         shapes = (reference.latent_shape(size) for reference in references)
@@ -455,6 +479,7 @@ class Inputs(ABC):
             "{skip_stage_2}": self.skip_stage_2,
             "{sound_only}": self.sound_only,
             "{tail_frames}": bool(self.tail_frames),
+            "{num_generated_keyframes}": bool(self.num_generated_keyframes),
             f"{{sampler}} {self.sampler}": True,
             "{nag_scale}": self.nag_scale is not None,
             "{nag_alpha}": self.nag_alpha != NAG_ALPHA,
@@ -505,6 +530,12 @@ class Inputs(ABC):
             check_readable(condition.path, flag, f"; pass {what} as {flag} {values}")
         for image in self.images:
             image.check(self.output_size.num_frames)
+        frames, count = self.size.num_frames, self.num_generated_keyframes or 0
+        if count > frames - 2:
+            raise FieldError(
+                f"{{num_generated_keyframes}} {count}: wanted at most {max(0, frames - 2)}, one for"
+                f" each frame between the first and the last of {frames}"
+            )
         for reference in self.references:
             reference.check(self.size)
         if self.dubbing:

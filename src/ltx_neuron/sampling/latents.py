@@ -125,6 +125,13 @@ def keyframe_positions(
     return _grid((start + end) / 2.0, rows, columns)
 
 
+def between_keyframes(count: int, num_frames: int) -> tuple[int, ...]:
+    """Frames of `count` keyframes between a clip's first and last frame, at equal distances.
+    Source: ltx-pipelines 1.2.0 evenly_spaced_keyframe_positions."""
+    frames = torch.linspace(0, num_frames - 1, count + 2).round().int()
+    return tuple(frames[1:-1].tolist())
+
+
 def _middles(bounds: Tensor) -> Tensor:
     return (bounds[:-1] + bounds[1:]) / 2.0
 

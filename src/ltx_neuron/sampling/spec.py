@@ -31,7 +31,14 @@ from pydantic import (
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
-from ltx_neuron.sampling.conditions import BedLevel, ImageCondition, TailFrames, WeightedFile
+from ltx_neuron.sampling.conditions import (
+    BedLevel,
+    ImageCondition,
+    Keyframes,
+    TailFrames,
+    WeightedFile,
+)
+from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
@@ -86,7 +93,8 @@ def _image(value: Any) -> Any:
 
 
 def _image_values(image: ImageCondition) -> list:
-    return [str(image.path), image.frame_index, image.strength, image.crf]
+    values = [str(image.path), image.frame_index, image.strength]
+    return values if image.crf is None else [*values, image.crf]
 
 
 _Image = Annotated[ImageCondition, BeforeValidator(_image), PlainSerializer(_image_values)]
@@ -99,6 +107,9 @@ def _listed(value: Any) -> Any:
     return value if value is None or isinstance(value, list | tuple) else [value]
 
 
+Duration = Annotated[
+    AutoDuration | None, BeforeValidator(lambda value: AutoDuration() if value == [] else value)
+]
 Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
@@ -203,8 +214,8 @@ class SizeFields(VideoFields):
         "denoise at half the size, then double it and refine", default=False
     )
     image: Images = _option(
-        "condition on this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, CRF"
-        " 33)",
+        "condition on this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, the"
+        " release's CRF)",
         "PATH [FRAME_IDX [STRENGTH [CRF]]]",
         default=(),
     )
@@ -287,6 +298,11 @@ class ConditionFields(Fields):
     )
     tail_frames: TailFrames | None = _option(
         "generate N more frames, a multiple of 8, and cut them off, with their sound", "N"
+    )
+    num_generated_keyframes: Keyframes | None = _option(
+        "LTX-2.5: generate N keyframes beside the clip in stage 1, at equal distances, so that it"
+        " follows faster motion",
+        "N",
     )
 
 
@@ -385,6 +401,11 @@ class JobSpec(
     """All settings of one video; None: not given."""
 
     prompt: str = _option("description of the video and its sound", "TEXT", default="")
+    auto_duration: Duration = _option(
+        "predict --num-frames from the prompt, within these seconds (default: 1 20), with"
+        " --duration-head-path",
+        "[MIN_SECONDS MAX_SECONDS]",
+    )
     sampler: Literal[tuple(SAMPLERS)] = _option(
         "res_2s: HQ, for --two-stage --recipe dev (default: euler)", default="euler"
     )
@@ -398,12 +419,14 @@ class JobSpec(
         said = by_field({key: None if value is False else value for key, value in line.items()})
         said, values = validated(said), {}
         if "video_path" in said.model_fields_set:  # its file determines the size
-            names = (*SIZES, "tail_frames")
+            names = (*SIZES, "tail_frames", "auto_duration")
             values = {name: JobSpec.model_fields[name].default for name in names}
         elif "reference_video" in said.model_fields_set:  # its file determines the length
-            values = dict.fromkeys(("num_frames", "frame_rate", "tail_frames"))
+            values = dict.fromkeys((*_LENGTH, "frame_rate", "tail_frames"))
         elif said.sound_only:  # nor has it the command's picture
             values = {"two_stage": False, **dict.fromkeys((*PICTURE_FIELDS, "tail_frames"))}
+        if said.model_fields_set & {*_LENGTH}:
+            values |= dict.fromkeys(_LENGTH)
         values |= {name: getattr(said, name) for name in said.model_fields_set}
         for name in ("image", "video_conditioning", "conditioning_attention_mask"):
             values[name] = getattr(self, name) + getattr(said, name)
@@ -438,6 +461,7 @@ class JobSpec(
 
 
 SIZES = tuple(field.name for field in dataclasses.fields(Size))  # as the flags are named
+_LENGTH = "num_frames", "auto_duration"
 LORAS = ("lora", "ic_lora", "distilled_lora")
 
 

@@ -41,6 +41,7 @@ _LAST_SECONDS = 30.0  # for a worker to end after its parent has died
 def build_parser() -> Parser:
     parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False)
     parser.prog = command("serve")
+    parser.set_defaults(needs_gemma=True)
     flags.add_size(parser)
     flags.add_loras(parser)
     help = (
@@ -110,10 +111,8 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise UserError for invalid flags and combinations."""
-    for flag in ("checkpoint_path", "gemma_root"):
-        if getattr(args, flag) is None:
-            name = flag.replace("_", "-")
-            raise UserError(f"--{name} is missing\nexample: {EXAMPLE}")
+    if args.checkpoint_path is None:
+        raise UserError(f"--checkpoint-path is missing\nexample: {EXAMPLE}")
     if args.image:
         raise UserError("--image is not a flag of serve: requests send images; leave it out")
     limits = [name for name in vars(args) if name.startswith(("max_", "keep_"))]
@@ -192,10 +191,11 @@ def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
     compiled, chosen = registry.compiled, registry.default
     if compiled and chosen not in compiled:
         chosen = compiled[0]
-    return [
+    jobs = (
         Job("a probe", chosen.size, recipe=chosen.recipe, **registry.loras(name, chosen) | other)
         for name, other in sets.items()
-    ]
+    )
+    return [*map(registry.workspace.resolved, jobs)]
 
 
 def be_worker(args: argparse.Namespace) -> None:

@@ -146,7 +146,7 @@ class JobSubmitter:
         loras = sizes.loras(request.lora_set, chosen)
         said = said | _lora_files(loras) | {"recipe": chosen.recipe}
         said["image"] = self._images(request, images, folder)
-        return flags.job_of(spec.model_copy(update=said)), notes
+        return sizes.workspace.resolved(flags.job_of(spec.model_copy(update=said))), notes
 
     def _media(self, request: VideoRequest, folder: Path) -> dict[str, Any]:
         """Write a request's sounds and videos into a job's folder; return their JobSpec fields."""

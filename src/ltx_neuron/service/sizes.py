@@ -258,6 +258,7 @@ class SizeRegistry:
             return False
         job = Job("", chosen.size, recipe=chosen.recipe, **inputs)
         try:
+            job = self.workspace.resolved(job)
             for reference in job.references:
                 reference.check(job.size.first)
             if job.dubbing:

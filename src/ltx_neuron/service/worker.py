@@ -130,6 +130,7 @@ class Worker:
         for entry in self.queue.claim(self.name, key, PROMPT_BATCH_SIZE):
             try:
                 job = job_of(entry.params, self._folder(entry).absolute())
+                job = self.engine.workspace.resolved(job)
                 self.engine.preflight.check([job])
             except UserError as error:  # a file was removed after the job was accepted
                 print(f"{entry.id}: {error}", flush=True)

@@ -25,6 +25,7 @@ HOST_ENCODER_CODE = (
     "text",
     "host/arithmetic",
     "weights/checkpoint",
+    "weights/model_files",
     "weights/sharding",
     "weights/float8",
     "weights/tensorfile",

@@ -22,6 +22,7 @@ from ltx_neuron.text.inputs import (
     attention_mask,
     bucket_for,
     connector_inputs,
+    embedded_ids,
     encoder_inputs,
     gemma3_program_name,
     pack_prompts,
@@ -79,7 +80,10 @@ class RankTextEncoder:
         if the ranks return them."""
         counts, bucket = [len(ids) for ids in prompts], bucket_for(prompts, self.buckets)
         rows = torch.cat(
-            [self.host_file.read("embed_tokens.weight", i, i + 1) for ids in prompts for i in ids]
+            [
+                self.host_file.read("embed_tokens.weight", i, i + 1)
+                for i in embedded_ids(prompts, self.gemma)
+            ]
         )
         padding = torch.zeros(bucket - len(rows), rows.shape[1], dtype=self.dtype)
         inputs = encoder_inputs(

@@ -23,6 +23,7 @@ from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.text.inputs import (
     attention_mask,
     connector_inputs,
+    embedded_ids,
     encoder_inputs,
     pack_prompts,
     pad_left,
@@ -119,7 +120,7 @@ class HostTextEncoder:
         """Hidden states (1, T, L + 1, H) of packed prompts."""
         self.weights.fill(self.encoder.norm, "norm.")
         rows = scale_embeddings(
-            self.source.rows("embed_tokens.weight", [i for ids in prompts for i in ids]), self.dtype
+            self.source.rows("embed_tokens.weight", embedded_ids(prompts, self.gemma)), self.dtype
         )[None]
         inputs = encoder_inputs(rows, [len(ids) for ids in prompts], self.gemma)
         return torch.stack(list(self.encoder.hidden_states(inputs)), dim=2)

@@ -5,6 +5,7 @@ end of the sequence, and each prompt attends only to itself. In shapes below, T 
 a pass (on the ranks with padding before them), n those of one prompt.
 """
 
+import json
 import math
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.files import check_readable
 from ltx_neuron.models.rope import half_rope, split_rope
 from ltx_neuron.models.signatures import ConnectorInputs, Gemma3Inputs
+from ltx_neuron.weights.model_files import TextEncoderFile
 
 # ltx-core's connectors use the default, not the transformer's config
 _CONNECTOR_THETA = 10000.0
@@ -49,9 +51,42 @@ def load_tokenizer(gemma_root: Path):
         ) from None
 
 
+def embedded_tokenizer(file: TextEncoderFile):
+    """The tokenizer in a text encoder's file. Raises UserError if it is broken.
+
+    As in ltx-core, the class in tokenizer_config.json is not used: tokenizer.json has all rules.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        settings = json.loads(file.asset("tokenizer_config.json"))
+        special = {k: settings.get(k) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        pairs = Tokenizer.from_buffer(file.asset("tokenizer.json"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, **special)
+        if tokenizer.bos_token_id is None:
+            raise ValueError("it has no bos_token")
+    # The tokenizers library raises a bare Exception for a broken tokenizer.json.
+    except Exception as error:
+        raise UserError(
+            f"the tokenizer in {file.path} cannot be loaded: {error}\nDownload it again:"
+            f" {file.download}"
+        ) from None
+    return tokenizer
+
+
 def tokenize(tokenizer, prompt: str) -> list[int]:
     """Token ids of a prompt: BOS first, cut at TEXT_TOKENS = 1024, no chat template, no EOS."""
-    return tokenizer(prompt.strip(), truncation=True, max_length=TEXT_TOKENS).input_ids
+    ids = tokenizer(prompt.strip(), truncation=True, max_length=TEXT_TOKENS).input_ids
+    bos = tokenizer.bos_token_id
+    # Gemma 4's tokenizer adds none.
+    return ids if ids[:1] == [bos] else [bos, *ids][:TEXT_TOKENS]
+
+
+def embedded_ids(prompts: list[list[int]], gemma: GemmaConfig) -> list[int]:
+    """The rows of the embedding table for packed prompts."""
+    replaced = dict(gemma.replaced_tokens)
+    return [replaced.get(token, token) for ids in prompts for token in ids]
 
 
 def encoder_inputs(embeddings: Tensor, counts: list[int], gemma: GemmaConfig) -> Gemma3Inputs:
@@ -73,7 +108,13 @@ def encoder_inputs(embeddings: Tensor, counts: list[int], gemma: GemmaConfig) ->
     mask = mask.to(embeddings.dtype)[None, None]
     positions = torch.cat([torch.arange(TEXT_TOKENS - n, TEXT_TOKENS) for n in (padding, *counts)])
     local = half_rope(positions, gemma.head_dim, gemma.rope_local_base_freq, 1.0)
-    full = half_rope(positions, gemma.head_dim, gemma.rope_theta, gemma.rope_factor)
+    full = half_rope(
+        positions,
+        gemma.attention(full=True).head_dim,
+        gemma.rope_theta,
+        gemma.rope_factor,
+        gemma.partial_rotary_factor,
+    )
     return Gemma3Inputs(embeddings, mask, *local, *full)
 
 

@@ -1,4 +1,5 @@
-"""A folder in the format of the published Gemma3: config, random weights, a small tokenizer."""
+"""The text encoder in the published formats, with random weights and a small tokenizer: Gemma3's
+folder, and LTX-2.5's file."""
 
 import json
 import math
@@ -19,6 +20,13 @@ SPECIAL_TOKENS = [
     "<end_of_image>",
     "<image_soft_token>",
 ]
+# Of Gemma 4: images, sounds and videos, as the released gemma_config names their ids.
+MEDIA_TOKENS = {
+    "image_token_id": "<|image|>",
+    "audio_token_id": "<|audio|>",
+    "video_token_id": "<|video|>",
+}
+GEMMA_4_VERSION = "gemma4-12b-ltx-v1"  # as the transformer's file names it too
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 CORPUS = (
     "a golden retriever puppy runs across a sunny green meadow while the woman turns and smiles"
@@ -179,9 +187,115 @@ def published_gemma_name(name: str) -> str:
     return name
 
 
-def train_tokenizer(vocabulary: int) -> dict:
+def write_gemma4_file(path: Path, sizes: TinySizes) -> None:
+    """Write a text encoder's file of LTX-2.5: Gemma 4 and the text projections, with config,
+    tokenizer and chat template inside. Full layers have heads of twice the size, and one key-value
+    head."""
+    config, generator = gemma_4_config(sizes), torch.Generator().manual_seed(sizes.seed + 5)
+    tensors = {
+        name: _random_gemma_4_weight(name, like, generator).bfloat16().contiguous()
+        for name, like in gemma_4_shapes(config, sizes).items()
+    }
+    tokenizer = train_tokenizer(sizes.gemma_vocab, [*SPECIAL_TOKENS[:4], *MEDIA_TOKENS.values()])
+    tokenizer["post_processor"] = None  # it adds no <bos>
+    names = "bos_token", "eos_token", "pad_token", "unk_token"
+    settings = {name: TOKENIZER_CONFIG[name] for name in names}
+    assets = {
+        "tokenizer_json": tokenizer,
+        "hf_asset__tokenizer_config.json": settings | {"tokenizer_class": "GemmaTokenizer"},
+        "hf_asset__processor_config.json": {"processor_class": "Gemma4UnifiedProcessor"},
+    }
+    for name, content in assets.items():
+        data = bytearray(json.dumps(content).encode())
+        tensors[name] = torch.frombuffer(data, dtype=torch.uint8)
+    save(path, tensors, {"format": "pt", "gemma_config": json.dumps(config)})
+
+
+def gemma_4_config(sizes: TinySizes) -> dict:
+    """The config in the metadata of that file, with the released names."""
+    period = sizes.gemma_sliding_window_pattern
+    first = len(SPECIAL_TOKENS[:4])
+    return {
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "gemma_version": GEMMA_4_VERSION,
+        **{name: first + index for index, name in enumerate(MEDIA_TOKENS)},
+        "model_type": "gemma4_unified",
+        "text_config": {
+            "attention_bias": False,
+            "attention_k_eq_v": True,
+            "enable_moe_block": False,
+            "global_head_dim": 2 * sizes.gemma_head_dim,
+            "head_dim": sizes.gemma_head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": sizes.gemma_hidden,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": sizes.gemma_intermediate,
+            "layer_types": [
+                "sliding_attention" if (index + 1) % period else "full_attention"
+                for index in range(sizes.gemma_layers)
+            ],
+            "model_type": "gemma4_unified_text",
+            "num_attention_heads": sizes.gemma_heads,
+            "num_global_key_value_heads": 1,
+            "num_hidden_layers": sizes.gemma_layers,
+            "num_key_value_heads": sizes.gemma_kv_heads,
+            "num_kv_shared_layers": 0,
+            "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1000000.0,
+                    "rope_type": "proportional",
+                },
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "sliding_window": 1024,
+            "use_bidirectional_attention": "vision",
+            "use_double_wide_mlp": False,
+            "vocab_size": sizes.gemma_vocab,
+        },
+    }
+
+
+def gemma_4_shapes(config: dict, sizes: TinySizes) -> dict[str, Tensor]:
+    """The weights of that file on the meta device, under their published names, with one of the
+    vision tower."""
+    text, shapes = config["text_config"], {}
+    width, heads = text["hidden_size"], text["num_attention_heads"]
+    for index, kind in enumerate(text["layer_types"]):
+        full, layer = kind == "full_attention", f"model.layers.{index}."
+        head = text["global_head_dim" if full else "head_dim"]
+        keys = head * text["num_global_key_value_heads" if full else "num_key_value_heads"]
+        attention = {"q_proj": (heads * head, width), "k_proj": (keys, width)}
+        attention |= {} if full else {"v_proj": (keys, width)}
+        attention |= {"o_proj": (width, heads * head), "q_norm": (head,), "k_norm": (head,)}
+        inner = text["intermediate_size"]
+        linear = {"gate_proj": (inner, width), "up_proj": (inner, width)}
+        linear |= {"down_proj": (width, inner)}
+        shapes |= {f"{layer}self_attn.{name}.weight": shape for name, shape in attention.items()}
+        shapes |= {f"{layer}mlp.{name}.weight": shape for name, shape in linear.items()}
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            shapes[f"{layer}{name}_layernorm.weight"] = (width,)
+        shapes[f"{layer}layer_scalar"] = (1,)
+    shapes |= {"model.embed_tokens.weight": (text["vocab_size"], width)}
+    shapes |= {"model.norm.weight": (width,), "vision_model.patch_dense.weight": (width, 12)}
+    for stream, channels in (("video", sizes.video_inner), ("audio", sizes.audio_inner)):
+        projection = f"text_embedding_projection.{stream}_aggregate_embed."
+        shapes[f"{projection}weight"] = (channels, width * (len(text["layer_types"]) + 1))
+        shapes[f"{projection}bias"] = (channels,)
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def _random_gemma_4_weight(name: str, like: Tensor, generator: Generator) -> Tensor:
+    """As random_gemma_weight. Norms multiply by their weight, and layers by their scalar."""
+    centre = 1.0 if "norm" in name else 0.8 if name.endswith("layer_scalar") else 0.0
+    return centre + random_gemma_weight(name, like, generator)
+
+
+def train_tokenizer(vocabulary: int, special: list[str] = SPECIAL_TOKENS) -> dict:
     """tokenizer.json: a byte-pair tokenizer with byte fallback, as Gemma's, trained on two
-    sentences."""
+    sentences. special: its first tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 
     pairs = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -191,7 +305,7 @@ def train_tokenizer(vocabulary: int) -> dict:
     )
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=SPECIAL_TOKENS + BYTE_TOKENS,
+        special_tokens=special + BYTE_TOKENS,
         show_progress=False,
         max_token_length=8,
     )
@@ -200,11 +314,11 @@ def train_tokenizer(vocabulary: int) -> dict:
     pairs.post_processor = processors.TemplateProcessing(
         single="<bos> $A",
         pair="<bos> $A <bos> $B",
-        special_tokens=[("<bos>", SPECIAL_TOKENS.index("<bos>"))],
+        special_tokens=[("<bos>", special.index("<bos>"))],
     )
     content = json.loads(pairs.to_str())
     # Byte tokens are special for the trainer only: decoding skips special tokens.
     content["added_tokens"] = [
-        token for token in content["added_tokens"] if token["content"] in SPECIAL_TOKENS
+        token for token in content["added_tokens"] if token["content"] in special
     ]
     return content

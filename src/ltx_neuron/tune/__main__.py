@@ -7,11 +7,15 @@ steps on random latents. Its output must match the same step in float32 on the h
 tunes one key after another. Later, commands that compile or generate use the saved settings;
 --profile-set tuned=no ignores them.
 
+With --layouts the command compares the ways to divide a clip over several groups of cores instead:
+guidance groups, context parallelism, Ulysses. It prints the fastest and saves nothing.
+
 Shard the weights first. To continue an interrupted tuning, type the same command again.
 """
 
 import argparse
 import dataclasses
+import os
 import shutil
 import sys
 import time
@@ -28,10 +32,12 @@ from ltx_neuron.profiles import require_runtime
 from ltx_neuron.tune import tuned_settings, variant
 from ltx_neuron.tune.search import (
     KEYS,
+    Others,
     Row,
     baseline_settings,
     candidates,
     check_layers,
+    layout_candidates,
     search,
     with_settings,
 )
@@ -60,6 +66,8 @@ def build_parser() -> Parser:
     add("--rounds", type=int, default=3, metavar="N", help=help)
     help = "run only the first N transformer blocks (default: all)"
     add("--layers", type=int, metavar="N", help=help)
+    help = "compare the layouts of so many cores (default: the machine's) instead of tuning keys"
+    add("--layouts", nargs="?", type=int, const=0, metavar="CORES", help=help)
     add("--force", action="store_true", help="measure again, and discard the earlier choice")
     for name in ("variant", "reference"):  # the output folder of one of the tuning's processes
         add(f"--{name}", type=Path, help=argparse.SUPPRESS)
@@ -72,7 +80,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--keys {unknown[0]}: unknown; known: {', '.join(KEYS)}")
     if not 0 < args.limit < float("inf"):
         raise UserError(f"--limit {args.limit:g}: wanted seconds above 0, as in --limit 3600")
-    for flag, number in (("--steps", args.steps), ("--rounds", args.rounds)):
+    numbers = {"--steps": args.steps, "--rounds": args.rounds, "--layouts": args.layouts or 1}
+    for flag, number in numbers.items():
         if number < 1:
             raise UserError(f"{flag} {number}: wanted 1 or more")
 
@@ -83,22 +92,25 @@ class Tuning:
     def __init__(self, workspace: Workspace, args: argparse.Namespace, job: Job):
         self.workspace, self.args, self.job = workspace, args, job
         profile, artifacts = workspace.profile, workspace.artifacts
+        machine = profile.cores or os.cpu_count() or 1
+        self.cores = None if args.layouts is None else args.layouts or machine
         identity = tuned_settings.identity(
             profile, workspace.tp, workspace.dtype_name, workspace.transformer.digest
         )
         path = tuned_settings.file_of(artifacts, identity)
         self.tuned = tuned_settings.load(artifacts, identity) or TunedSettings(path, identity)
         self.key = tuned_settings.size_key(job.buckets)
-        self.base = path.with_suffix("") / self.key  # path prefix of this size's files
+        # Path prefix of this size's files.
+        self.base = path.with_suffix("") / (self.key + "-layouts" * (args.layouts is not None))
         head = identity | {
             "checkpoint": workspace.checkpoint.fingerprint,
             "request": digest({"job": job.spec.line(), "layers": args.layers, "steps": args.steps}),
             "typed": list(profile.settings),
-            "keys": [key for key in KEYS if key in args.keys],
+            "keys": [key for key in KEYS if key in args.keys] if self.cores is None else self.cores,
         }
         # Unless --force is typed, run settings of an earlier tuned size stay fixed.
         others = self.tuned.sizes.keys() - {self.key}
-        fixed = self.tuned.run if others and not args.force else {}
+        fixed = self.tuned.run if others and not args.force and self.cores is None else {}
         self.journal = Journal(self.base.with_suffix(".journal"), head, fixed, args.force)
 
     @property
@@ -114,9 +126,21 @@ class Tuning:
         baseline = baseline_settings(profile)
         keys = tuple(key for key in KEYS if key in args.keys and key not in self.held)
 
-        def others(key: str, best: Settings) -> list[str]:
+        def others(key: str, best: Settings) -> list[Settings]:
             changed = with_settings(profile, best)
-            return candidates(key, changed, workspace.tp, layers, args.layers, self.job.buckets)
+            sizes = layers, args.layers, self.job.buckets
+            return [{key: value} for value in candidates(key, changed, workspace.tp, *sizes)]
+
+        best, ms = self.search(baseline, keys, others)
+        self.keep(best, ms, median_ms(journal.rows, baseline))
+        print(f"chosen: {name_of(best, baseline)} ({self.tuned.path})")
+
+    def search(
+        self, baseline: Settings, keys: tuple[str, ...], others: Others
+    ) -> tuple[Settings, float]:
+        """Measure and print the table; returns the best settings and the milliseconds of their
+        step. Ends the process if no settings work."""
+        workspace, args, journal = self.workspace, self.args, self.journal
 
         def report(row: Row) -> None:
             print(progress(row, baseline), flush=True)
@@ -133,8 +157,26 @@ class Tuning:
             print(f"no settings were chosen: {row.problem}", file=sys.stderr)
             sys.exit(1)
         assert ms is not None  # of a variant without a problem
-        self.keep(best, ms, median_ms(journal.rows, baseline))
-        print(f"chosen: {name_of(best, baseline)} ({self.tuned.path})")
+        return best, ms
+
+    def compare_layouts(self) -> None:
+        """Measure the layouts of the cores, and print the fastest. Whether a clip takes more cores
+        than one group has is the user's decision, so nothing is saved."""
+        workspace, heads = self.workspace, self.workspace.transformer.video.heads
+        assert self.cores is not None
+        where = workspace.profile, workspace.tp, heads, self.job, self.cores
+        baseline, changes = layout_candidates(*where)
+        best, ms = self.search(baseline, ("layout",), lambda key, best: changes)
+        if best == baseline:
+            print("the fastest: one group")
+            return
+        changed = [
+            f"--profile-set {key}={value}" for key, value in best.items() if value != baseline[key]
+        ]
+        cores = with_settings(workspace.profile, best).cores_needed(workspace.tp)
+        single = median_ms(self.journal.rows, baseline)
+        faster = f", {single / ms:.2f} times as fast as one group" if single else ""
+        print(f"the fastest: {cores} cores{faster}. To use it, type {' '.join(changed)}")
 
     def keep(self, best: Settings, ms: float, baseline_ms: float | None) -> None:
         """Write the chosen settings; run settings only if they were tried, typed or fixed."""
@@ -168,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     workspace = flags.workspace(args, tuned=False)
     require_runtime(workspace.profile, workspace.tp)
     check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
-    job = dataclasses.replace(shape, loras=flags.lora_fields(spec)["loras"])
+    job = dataclasses.replace(workspace.resolved(shape), loras=flags.lora_fields(spec)["loras"])
     if job.recipe == "dev":  # with the model version's own guidance
         job.resolved_guidance.check(workspace.transformer.num_layers)
     workspace.dit_weights(job.loras)
@@ -176,7 +218,8 @@ def main(argv: list[str] | None = None) -> None:
         variant.run(workspace, job, folder, args.steps, args.layers, exact=bool(args.reference))
         return
     with exclusive(workspace.artifacts / "tuned", "tuning in"):
-        Tuning(workspace, args, job).run()
+        tuning = Tuning(workspace, args, job)
+        tuning.run() if tuning.cores is None else tuning.compare_layouts()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from importlib.util import find_spec
 from ltx_neuron.backends.nki import KERNELS
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
+from ltx_neuron.job import Job
 from ltx_neuron.models.programs import group_size, may_divide
+from ltx_neuron.plan.layouts import layout_settings, single_group
 from ltx_neuron.profiles import (
     COLLECTIVES_BUFFER,
     COMPILE_BACKENDS,
@@ -104,6 +106,28 @@ def candidates(
     return found
 
 
+LAYOUT = (
+    "backend",
+    "guidance_parallel",
+    "context_parallel",
+    "context_mode",
+    "ulysses_degree",
+    "blocks_per_graph",
+)
+
+
+def layout_candidates(
+    profile: Profile, tp: int, heads: int, job: Job, cores: int
+) -> tuple[Settings, list[Settings]]:
+    """The settings of one tensor-parallel group, and the changes of every other layout of the
+    cores. heads: the model's, of the video."""
+    base = single_group(profile)
+    passes = max(len(job.passes) if stage.guided else 1 for stage in job.stages)
+    found = layout_settings(base, cores // tp, passes, heads // tp, job.buckets)
+    changes = [{key: str(value) for key, value in fields.items()} for fields in found]
+    return {key: text_of(base, key) for key in LAYOUT}, changes[1:]
+
+
 def _threads(ranks: int) -> list[str]:
     """Threads of a rank to try: 1, half its share of the cores, its share, twice that, and all."""
     cores = os.cpu_count() or 1
@@ -159,14 +183,11 @@ def check_layers(layers: int | None, profile: Profile, num_layers: int) -> None:
 
 
 Measure = Callable[[Settings, int], Row]  # settings, the number of their earlier measurements
+Others = Callable[[str, Settings], list[Settings]]  # a key, and the best settings so far
 
 
 def search(
-    baseline: Settings,
-    keys: tuple[str, ...],
-    others: Callable[[str, Settings], list[str]],
-    rounds: int,
-    measure: Measure,
+    baseline: Settings, keys: tuple[str, ...], others: Others, rounds: int, measure: Measure
 ) -> Settings:
     """Run the search; returns the best settings.
 
@@ -174,7 +195,7 @@ def search(
     settings so far in `rounds` alternating rounds. It replaces them if it is faster in every round,
     by more than their own runs differ and by at least MARGIN.
 
-    others  returns the values of a key to try, besides the current one
+    others  returns the changes of a key to try
     """
     best, measured = baseline, {}
 
@@ -185,7 +206,7 @@ def search(
 
     standing = again(baseline)
     for key in keys:
-        rows = [again(best | {key: value}) for value in others(key, best)]
+        rows = [again(best | change) for change in others(key, best)]
         rows = [row for row in rows if not row.problem]
         if not rows:
             continue

@@ -18,14 +18,15 @@ from torch import Tensor
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
 from ltx_neuron.config.release import RELEASES, release_of
 from ltx_neuron.errors import UserError, in_words
+from ltx_neuron.hub import download_again
 from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.sharding import COL, KV, Model, copies, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
 class Checkpoint(WeightFile):
-    """The single-file LTX-2.3 checkpoint. `config`, the JSON in its metadata, determines all sizes
-    of the models.
+    """The single-file LTX-2.3 checkpoint, or the transformer's file of LTX-2.5. `config`, the JSON
+    in its metadata, determines all sizes of its models.
 
     UserError for a file that is not a checkpoint, and for an unsupported version.
     """
@@ -35,7 +36,7 @@ class Checkpoint(WeightFile):
         self.model_version = self.metadata.get("model_version", "")
         if "config" not in self.metadata:
             raise UserError(
-                f"{path} has no 'config' metadata, so it is not a released LTX-2.3 checkpoint.\n"
+                f"{path} has no 'config' metadata, so it is not a released checkpoint of LTX-2.\n"
                 f"Download one: {CHECKPOINT_DOWNLOAD}"
             )
         try:
@@ -50,14 +51,17 @@ class Checkpoint(WeightFile):
                 f"{path} is not an LTX checkpoint: its 'config' metadata has no 'transformer'"
                 f" section.\nDownload one: {CHECKPOINT_DOWNLOAD}"
             )
-        self.release = release_of(self.model_version)
-        if self.release is None:
+        release = release_of(self.model_version)
+        if release is None:
             version = self.model_version or "2.0 (no model_version metadata)"
             raise UserError(
                 f"{path} is of LTX version {version}, this toolkit runs"
                 f" {' and '.join(each.version for each in RELEASES)}.\n"
                 f"Download it: {CHECKPOINT_DOWNLOAD}"
             )
+        self.release = release
+        if release.split:
+            self.download = download_again(self.path) or release.download("distilled")
 
 
 def gemma_files(root: Path) -> list[TensorFile]:
@@ -145,7 +149,7 @@ class Source:
     def copies(self, name: str, tp: int) -> int:
         """The number of neighbouring ranks with the same part of a tensor: 1 unless ranks
         outnumber key-value heads."""
-        return copies(rule(self.model, name), tp, self.heads)
+        return copies(self.model, name, self.locations, tp, self.heads)
 
     def nbytes(self, name: str) -> int:
         """Bytes of a whole tensor when it is read."""

@@ -150,7 +150,7 @@ class RankSource:
 
     def copies(self, name: str, tp: int) -> int:
         """The number of neighbouring ranks, of tp, with the same part of a tensor."""
-        return copies(rule(self.model, name), tp, self.heads)
+        return copies(self.model, name, self.files[0].shapes, tp, self.heads)
 
     def _part(self, name: str) -> tuple[int, ...]:
         """The shape of one rank's part."""

@@ -5,9 +5,10 @@ unknown tensor is an error instead of being copied to every rank.
 """
 
 import re
+from collections.abc import Container
 from typing import NamedTuple
 
-from ltx_neuron.config.common import KEY_VALUE_HEADS
+from ltx_neuron.config.common import GLOBAL_KEY_VALUE_HEADS, KEY_VALUE_HEADS
 from ltx_neuron.errors import UserError
 
 # How a tensor is split. COL and ROW are the dimension of an nn.Linear weight (out, in).
@@ -45,6 +46,7 @@ DIT = {
     BLOCK + r"(?:audio_)?(?:prompt_)?scale_shift_table": ALL,
     BLOCK + r"scale_shift_table_a2v_ca_(?:audio|video)": ALL,
     r"(?:audio_)?(?:patchify_proj|proj_out)\.(?:weight|bias)|(?:audio_)?scale_shift_table": ALL,
+    r"keyframes_abs_pos_embedding": ALL,
     # Computed on the host, once per schedule.
     r"(?:audio_)?(?:prompt_)?adaln_single\..+|av_ca_\w+_adaln_single\..+": HOST,
 }
@@ -58,7 +60,7 @@ GEMMA3 = {
     r"layers\.\d+\.self_attn\.[qk]_norm\.weight": ALL,  # per head
     r"layers\.\d+\.mlp\.(?:gate|up)_proj\.weight": COL,
     r"layers\.\d+\.mlp\.down_proj\.weight": ROW,
-    r"(?:layers\.\d+\.\w+_layernorm|norm)\.weight": ALL,
+    r"(?:layers\.\d+\.\w+_layernorm|norm)\.weight|layers\.\d+\.layer_scalar": ALL,
     r"(?:video|audio)_aggregate_embed\.(?:weight|bias)": COL,
     **_attention(CONNECTOR_BLOCK + r"attn1\."),
     **_feed_forward(CONNECTOR_BLOCK + r"ff\.net\."),
@@ -114,6 +116,11 @@ _CONNECTOR_PREFIXES = {
 }
 _DECODERS = ("vae.", "audio_vae.", "vocoder.")
 _GEMMAS_OTHERS = ("vision_tower.", "multi_modal_projector.", "language_model.lm_head.")
+# As ComfyUI names them and as transformers does.
+_GEMMA_4S_OTHERS = (
+    *("vision_model.", "audio_projector."),
+    *("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
+)
 MODELS = {
     model.name: model
     for model in (
@@ -121,8 +128,14 @@ MODELS = {
         Model(
             "gemma3",
             GEMMA3,
-            {**_CONNECTOR_PREFIXES, TEXT_PROJECTION: "", "language_model.model.": ""},
-            (DIFFUSION, *_DECODERS, *_GEMMAS_OTHERS),
+            {
+                **_CONNECTOR_PREFIXES,
+                TEXT_PROJECTION: "",
+                "language_model.model.": "",
+                "model.language_model.": "",
+                **{f"model.{part}.": f"{part}." for part in ("embed_tokens", "layers", "norm")},
+            },
+            (DIFFUSION, *_DECODERS, *_GEMMAS_OTHERS, *_GEMMA_4S_OTHERS),
         ),
         Model(
             "vae",
@@ -188,10 +201,13 @@ def rule(model: Model, name: str) -> int | str | None:
     return rows[0]
 
 
-def copies(kind: int | str | None, tp: int, heads: dict[str, int]) -> int:
-    """The number of neighbouring ranks with the same part of a tensor of that kind: 2 for 8
-    key-value heads and 16 ranks."""
-    return max(1, tp // heads.get(KEY_VALUE_HEADS, tp)) if kind == KV else 1
+def copies(model: Model, name: str, names: Container[str], tp: int, heads: dict[str, int]) -> int:
+    """The number of neighbouring ranks with the same part of a tensor: 2 for 8 key-value heads and
+    16 ranks. names: of all tensors; a layer without v_proj has global key-value heads."""
+    if rule(model, name) != KV:
+        return 1
+    own = name.replace(".k_proj.", ".v_proj.") in names
+    return max(1, tp // heads.get(KEY_VALUE_HEADS if own else GLOBAL_KEY_VALUE_HEADS, tp))
 
 
 def local_shape(

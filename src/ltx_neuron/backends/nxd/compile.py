@@ -282,8 +282,10 @@ def collectives(hlo, tensor: list[list[int]] | None = None) -> dict[str, int]:
             sizes.append((instruction.opcode.replace("-", "_"), sent))
             groups = [[*group.replica_ids] for group in instruction.replica_groups]
             if tensor and groups != tensor:
-                kept = sent // len(groups[0]) if instruction.opcode == "all-to-all" else sent
-                received.append(_nbytes(instruction.shape) - kept)
+                ranks, result = len(groups[0]), _nbytes(instruction.shape)
+                kept = sent // ranks if instruction.opcode == "all-to-all" else sent
+                summed = instruction.opcode == "all-reduce"
+                received.append(export.received_in_sum(sent, ranks) if summed else result - kept)
     between = {"context_collectives": len(received), "context_bytes": sum(received)}
     return export.collective_cost(sizes) | between
 

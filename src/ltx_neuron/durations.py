@@ -1,0 +1,64 @@
+"""Auto duration: jobs get the length that the duration head predicts from their prompts."""
+
+from pathlib import Path
+
+import torch
+
+from ltx_neuron import progress
+from ltx_neuron.engine import Engine
+from ltx_neuron.errors import require
+from ltx_neuron.files import check_outputs, check_writable
+from ltx_neuron.host.duration import DOWNLOAD, FLAG, duration_head_spec
+from ltx_neuron.job import Job
+from ltx_neuron.progress import JobRun
+
+
+def with_durations(engine: Engine, jobs: list[Job]) -> list[Job]:
+    """The jobs, those of auto_duration with their predicted length. Checks all jobs' files before a
+    model loads; raises UserError. The engine keeps the contexts for the jobs' run."""
+    waiting = [job for job in jobs if job.auto_duration]
+    if not waiting:
+        return jobs
+    engine.preflight.check_inputs(jobs)
+    runs = predict(engine, waiting)
+    known = {id(run.job): run.job.lasting(seconds) for run, seconds in runs}
+    if command := engine.workspace.prepare_command:  # makes graphs of a length that it has
+        lengths = dict.fromkeys(job.size.num_frames for job in known.values())
+        engine.workspace.prepare_command = "\n".join(f"{command} --num-frames {n}" for n in lengths)
+    return [known.get(id(job), job) for job in jobs]
+
+
+@torch.no_grad()
+def predict(engine: Engine, jobs: list[Job]) -> list[tuple[JobRun, float]]:
+    """Encode the prompts of jobs of auto_duration. Returns each job's run and its predicted
+    seconds, and prints them."""
+    workspace = engine.workspace
+    path = engine.options.duration_head_path or workspace.files.find("duration_head")
+    path = require(path, FLAG, "--auto-duration", f"Download it (of LTX-2.5): {DOWNLOAD}")
+    head = duration_head_spec(path, workspace.checkpoint, workspace.transformer).load()
+    predicted = []
+    for run in engine.encode(jobs):
+        (prompt, *_) = run.contexts
+        seconds = head(prompt.video, prompt.audio).item()
+        size = run.job.lasting(seconds).size
+        frames = f"{size.num_frames} frames at {size.frame_rate:g} fps"
+        print(f"duration head: {seconds:.2f} s; {frames}")
+        predicted.append((run, seconds))
+    return predicted
+
+
+def predict_only(engine: Engine, job: Job, tensors: Path | None) -> None:
+    """Print the length that is predicted for a job of auto_duration, and generate nothing.
+
+    tensors  a safetensors file for `seconds`, `num_frames` and the contexts
+    """
+    if tensors:
+        check_writable(tensors, "--save-tensors FILE")
+        check_outputs({"--save-tensors": tensors}, engine.preflight.files_read([job]))
+    with engine:
+        ((run, seconds),) = predict(engine, [job])
+    if tensors:
+        frames = run.job.lasting(seconds).size.num_frames
+        found = {"seconds": torch.tensor([seconds]), "num_frames": torch.tensor([frames])}
+        identity = job.identity | engine.workspace.identity
+        progress.write_run_tensors(tensors, run.tensors | found, identity)

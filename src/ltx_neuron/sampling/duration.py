@@ -1,0 +1,26 @@
+"""Auto duration: a video's length from the seconds that the duration head predicts."""
+
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from ltx_neuron.sampling.latents import TIME_SCALE
+
+_Seconds = Annotated[float, Field(gt=0, le=3600)]
+
+
+class AutoDuration(NamedTuple):
+    """MIN_SECONDS MAX_SECONDS: the limits of a predicted length (ltx-pipelines 1.2.0
+    utils/types.py)."""
+
+    min_seconds: _Seconds = 1.0
+    max_seconds: _Seconds = 20.0
+
+    def num_frames(self, seconds: float, frame_rate: float) -> int:
+        """The frames, 8k+1, of a predicted length: the next lower number, or the next higher one
+        where the lower is below the minimum (ltx-pipelines 1.2.0 utils/helpers.py
+        seconds_to_clamped_num_frames)."""
+        least, most = (max(1, round(limit * frame_rate)) for limit in self)
+        frames = max(least, min(round(seconds * frame_rate), most))
+        below = (frames - 1) // TIME_SCALE * TIME_SCALE + 1
+        return below + TIME_SCALE if below < least and below + TIME_SCALE <= most else below

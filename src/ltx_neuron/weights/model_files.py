@@ -1,0 +1,421 @@
+"""The files of one model. An LTX-2.3 checkpoint has all parts but Gemma and the upsamplers; LTX-2.5
+is published in one file per part, in the folders of one download.
+
+A file's metadata tells its part, its release and its config.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ltx_neuron import hub
+from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, gemma_download
+from ltx_neuron.config.release import Release, release_of
+from ltx_neuron.errors import UserError
+from ltx_neuron.weights.checkpoint import Checkpoint, gemma_files
+from ltx_neuron.weights.float8 import WeightFile
+from ltx_neuron.weights.tensorfile import TensorFile
+
+CONVOLUTIONAL = "CausalVideoAutoencoder"  # `_class_name` of a video VAE that is no diffusion model
+RECIPES = "distilled", "dev"
+_TRANSFORMERS = "diffusion_models"  # the transformers' folder in a download
+_TOKENIZER, _ASSET = "tokenizer_json", "hf_asset__"  # names of tensors that are files
+_SIDECARS = "tokenizer_config.json", "processor_config.json", "chat_template.jinja"
+
+
+class Part(NamedTuple):
+    """A part that a split release has in a file of its own.
+
+    title     for messages
+    flag      of its file
+    sections  of the config that describe it
+    prefix    of all its tensors in a checkpoint; its own file may leave it out
+    """
+
+    title: str
+    flag: str
+    sections: tuple[str, ...]
+    prefix: str = ""
+
+
+PARTS = {
+    "video_vae": Part("video VAE", "--video-vae-path", ("vae",), "vae."),
+    "audio_vae": Part("audio VAE", "--audio-vae-path", ("audio_vae", "vocoder")),
+}
+_OWNERS = {section: kind for kind, part in PARTS.items() for section in part.sections}
+
+
+def kind_of(file: TensorFile) -> str:
+    """What a file's metadata says that it is: "transformer" (also a whole checkpoint), "gemma",
+    "video_vae", "audio_vae", "spatial", "temporal", "duration_head", "lora", or "" if nothing."""
+    config = config_of(file)
+    if "gemma_config" in file.metadata:
+        return "gemma"
+    if "duration_head" in config:  # its config has a transformer section too
+        return "duration_head"
+    if "transformer" in config:
+        return "transformer"
+    for section, kind in _OWNERS.items():
+        if section in config:
+            return kind
+    for kind in ("spatial", "temporal"):
+        if config.get(f"{kind}_upsample"):
+            return kind
+    return "lora" if any(".lora_A." in name for name in file.shapes) else ""
+
+
+def config_of(file: TensorFile) -> dict:
+    """The `config` in a file's metadata; empty if it has none or a damaged one."""
+    try:
+        return {**json.loads(file.metadata.get("config", "{}"))}
+    except (ValueError, TypeError):
+        return {}
+
+
+class TextEncoderFile(WeightFile):
+    """LTX-2.5's text encoder in one file: Gemma 4, the text projections and the tokenizer.
+
+    gemma_config  Gemma's config.json, from the metadata
+    assets        names of the other files of Gemma's folder that it contains, which `asset` reads;
+                  they are no weights, so `shapes` leaves them out
+
+    UserError for another file.
+    """
+
+    def __init__(self, path: Path, download: str):
+        super().__init__(path, download)
+        if kind_of(self) != "gemma":
+            raise UserError(
+                f"--gemma-root {path}: wanted LTX-2.5's text encoder (with 'gemma_config' in its"
+                f" metadata), got {described(self)}\nDownload it: {download}"
+            )
+        try:
+            self.gemma_config = {**json.loads(self.metadata["gemma_config"])}
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{path}: the 'gemma_config' metadata is not a JSON object: {error}\nDownload it"
+                f" again: {self.download}"
+            ) from None
+        # Name of a file -> its tensor, or None if its text is in the metadata.
+        self._assets: dict[str, str | None] = {n: None for n in _SIDECARS if n in self.metadata}
+        for key in [key for key in self.shapes if key == _TOKENIZER or key.startswith(_ASSET)]:
+            name = "tokenizer.json" if key == _TOKENIZER else key.removeprefix(_ASSET)
+            self._assets[name] = key
+        for key in filter(None, self._assets.values()):
+            del self.shapes[key]
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if name not in self._assets:
+                raise UserError(f"{path} has no {name}\nDownload it again: {self.download}")
+
+    @property
+    def assets(self) -> tuple[str, ...]:
+        return tuple(sorted(self._assets))
+
+    @property
+    def gemma_version(self) -> str | None:
+        """The version of Gemma's weights, which a transformer's file names too."""
+        return self.gemma_config.get("gemma_version")
+
+    def asset(self, name: str) -> bytes:
+        """The content of one of `assets`, such as tokenizer.json."""
+        key = self._assets[name]
+        if key is None:
+            return self.metadata[name].encode()
+        # Comfy stores signed bytes.
+        return TensorFile(self.path, self.download).read(key).numpy().tobytes()
+
+
+def described(file: TensorFile) -> str:
+    """A file's kind and release, for a message."""
+    named = {
+        "": "a file without known metadata",
+        "transformer": "a transformer",
+        "gemma": "a text encoder",
+        "duration_head": "a duration head",
+        "lora": "a LoRA",
+        "spatial": "a spatial upsampler",
+        "temporal": "a temporal upsampler",
+        **{kind: f"the {part.title}" for kind, part in PARTS.items()},
+    }
+    version = file.metadata.get("model_version")
+    return named[kind_of(file)] + (f" of LTX {version}" if version else "")
+
+
+class PartFile(WeightFile):
+    """A file with one of PARTS. Its tensors have the names that a checkpoint gives them.
+
+    config  from the metadata
+
+    UserError for a file of another part or of another release.
+    """
+
+    def __init__(self, path: Path, kind: str, release: Release):
+        part, download = PARTS[kind], release.download(kind)
+        super().__init__(path, download)
+        self.config = config_of(self)
+        if not all(isinstance(self.config.get(name), dict) for name in part.sections):
+            raise UserError(
+                f"{part.flag} {path}: wanted the {part.title} of LTX-{release.version}, got"
+                f" {described(self)}\nDownload it: {download}"
+            )
+        check_release(self, part.flag, release, download)
+        if isinstance(encoder := self.config.get("vae", {}).get("encoder"), dict):
+            self.config["vae"] = _flattened(self.config["vae"], encoder)
+        if not any(name.startswith(part.prefix) for name in self.shapes):
+            self._prefix_names(part.prefix)
+
+    def _prefix_names(self, prefix: str) -> None:
+        self.shapes = {prefix + name: shape for name, shape in self.shapes.items()}
+        self.dtypes = {prefix + name: dtype for name, dtype in self.dtypes.items()}
+        self._offsets = {prefix + name: offset for name, offset in self._offsets.items()}
+        self.scales = {prefix + name: scale for name, scale in self.scales.items()}
+
+
+def _flattened(vae: dict, encoder: dict) -> dict:
+    """A video VAE's config with the values of its encoder's section where the convolutional VAE's
+    config has them."""
+    names = {"out_channels": "latent_channels", "blocks": "encoder_blocks"}
+    return {names.get(name, name): value for name, value in encoder.items()} | vae
+
+
+def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
+    """Raise UserError if the metadata of a file says that it is of another release."""
+    version = file.metadata.get("model_version")
+    if version is not None and release_of(version) is not release:
+        raise UserError(
+            f"{flag} {file.path} is of LTX {version}, the checkpoint of LTX-{release.version}:"
+            f" they do not fit together\nDownload the one of the same release: {download}"
+        )
+
+
+def located(name: str | Path, kind: str) -> Path:
+    """The path of a file, of Gemma's folder, or of a Hub name, as hub.local_path gives it; for the
+    folder of a download, the file of this kind in it: the transformer of a recipe, or the text
+    encoder. Raises UserError if the folder has none or several."""
+    path = hub.local_path(name, kind)
+    if kind in RECIPES and path.is_dir():
+        return _transformer_in(path, kind)
+    if kind == "gemma" and path.is_dir() and (found := files_in(path).get(kind)):
+        return _only(found, path, "--gemma-root")
+    return path
+
+
+def named_recipe(path: Path) -> str:
+    """The recipe in a checkpoint's file name, "" without one. Its metadata has none."""
+    name = path.name.lower()
+    return next((recipe for recipe in RECIPES if recipe in name), "")
+
+
+def files_in(folder: Path) -> dict[str, list[Path]]:
+    """The safetensors files of a download's folder and of its subfolders, by kind. Unreadable files
+    are left out."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]):
+        with suppress(UserError):
+            file = TensorFile(path, "")
+            found.setdefault(kind_of(file), []).append(path)
+    return found
+
+
+def _transformer_in(folder: Path, recipe: str) -> Path:
+    found = files_in(folder).get("transformer", [])
+    several = [path for path in found if named_recipe(path) == recipe]
+    if not found:
+        raise UserError(
+            f"--checkpoint-path {folder} is a folder without a transformer's file; wanted one"
+            f" .safetensors file: {CHECKPOINT_DOWNLOAD}\nor the folder of a whole download:"
+            f" {hub.download('Lightricks/LTX-2.5', '--local-dir', str(folder))}"
+        )
+    return _only(several or found, folder, "--checkpoint-path")
+
+
+def _only(paths: list[Path], folder: Path, flag: str) -> Path:
+    if len(paths) > 1:
+        raise UserError(
+            f"{folder} has {len(paths)} files for {flag}: {', '.join(path.name for path in paths)}"
+            f"\nType {flag} with one of them, for example {paths[0]}"
+        )
+    return paths[0]
+
+
+class ModelFiles:
+    """The files of one model.
+
+    checkpoint  the whole checkpoint, or the transformer's file of a split release
+    given       the files that the user named, by kind; a split release's others are those beside
+                the transformer in its download
+
+    UserError for a file that a checkpoint's release does not take. The files of a split release are
+    opened at first use.
+    """
+
+    def __init__(
+        self,
+        checkpoint_path: str | Path,
+        gemma_root: str | Path | None = None,
+        video_vae_path: str | Path | None = None,
+        audio_vae_path: str | Path | None = None,
+    ):
+        self.checkpoint = Checkpoint(Path(checkpoint_path))
+        named = {"gemma": gemma_root, "video_vae": video_vae_path, "audio_vae": audio_vae_path}
+        self.given = {kind: Path(path) for kind, path in named.items() if path}
+        self.release, self._open = self.checkpoint.release, {}
+        for kind in PARTS.keys() & self.given.keys() if not self.release.split else ():
+            part = PARTS[kind]
+            raise UserError(
+                f"{part.flag} {self.given[kind]}: --checkpoint-path {checkpoint_path} is of"
+                f" LTX-{self.release.version} and has its own {part.title}; leave {part.flag} out"
+            )
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The config of all parts, as that of a whole checkpoint."""
+        return _Config(self) if self.release.split else self.checkpoint.config
+
+    def of(self, section: str) -> WeightFile:
+        """The file with the part that a section of the config describes, such as "vae"."""
+        kind = _OWNERS.get(section)
+        if not self.release.split or kind is None:
+            return self.checkpoint
+        if kind not in self._open:
+            self._open[kind] = PartFile(self.path(kind), kind, self.release)
+        return self._open[kind]
+
+    def flag(self, section: str) -> str:
+        """The flag of the file with a section's part."""
+        kind = _OWNERS.get(section)
+        split = self.release.split and kind is not None
+        return PARTS[kind].flag if split else "--checkpoint-path"
+
+    @property
+    def gemma_root(self) -> Path | None:
+        """Gemma's folder, or a split release's text encoder."""
+        return self.path("gemma") if self.release.split else self.given.get("gemma")
+
+    @cached_property
+    def text_encoder(self) -> TextEncoderFile | None:
+        """The text encoder of a split release; None for Gemma's folder. Raises UserError unless it
+        is the one that the transformer was trained with."""
+        root, version = self.gemma_root, self.release.version
+        if not self.release.split:
+            self._check_folder(root)
+            return None
+        download = self.release.download("gemma")
+        if root.is_dir():
+            raise UserError(
+                f"--gemma-root {root} is a folder; LTX-{version} has its text encoder in one file:"
+                f" type --gemma-root FILE\nDownload it: {download}"
+            )
+        file = TextEncoderFile(root, download)
+        if (wanted := self._gemma_version) not in (None, file.gemma_version):
+            raise UserError(
+                f"--gemma-root {root} has Gemma of version {file.gemma_version}, but"
+                f" --checkpoint-path {self.checkpoint.path} was trained with {wanted}\nDownload it:"
+                f" {download}"
+            )
+        return file
+
+    def _check_folder(self, root: Path | None) -> None:
+        """Raise UserError for the text encoder of a split release."""
+        if root is None or not root.is_file():
+            return
+        kind = ""
+        with suppress(UserError):
+            kind = kind_of(TensorFile(root, ""))
+        if kind == "gemma":
+            raise UserError(
+                f"--gemma-root {root} is the text encoder of a later release; --checkpoint-path"
+                f" {self.checkpoint.path} is of LTX-{self.release.version}, which needs the folder"
+                f" of Gemma3-12B: {gemma_download(root.parent)}"
+            )
+
+    @property
+    def _gemma_version(self) -> str | None:
+        """The version of Gemma that the transformer's metadata names."""
+        try:
+            source = json.loads(self.checkpoint.metadata.get("gemma_source_checkpoint", "{}"))
+            return source.get("gemma_version")
+        except (ValueError, AttributeError):
+            return None
+
+    def text_files(self) -> list[TensorFile]:
+        """The files with Gemma's weights and, if the checkpoint lacks them, the projections."""
+        if (file := self.text_encoder) is not None:
+            return [file]
+        assert self.gemma_root
+        return [*gemma_files(self.gemma_root)]
+
+    def path(self, kind: str) -> Path:
+        """The file of a part. Raises UserError if the user named none and none is beside the
+        transformer."""
+        if (path := self.find(kind)) is None:
+            flag, title = _named(kind)
+            raise UserError(
+                f"--checkpoint-path {self.checkpoint.path} is the transformer of"
+                f" LTX-{self.release.version} alone: the {title} is missing\nType {flag} FILE, or"
+                " --checkpoint-path with the folder of the whole download; the file is"
+                f" {self.release.download(kind)}"
+            )
+        return path
+
+    def find(self, kind: str) -> Path | None:
+        """The file of a kind that the user named, or the one beside the transformer. Of several
+        video VAEs it is the convolutional one. A Hub name's file is downloaded."""
+        if kind in self.given or not self.release.split or self._folder is None:
+            return self.given.get(kind)
+        if not (found := self._beside.get(kind)):
+            name, downloads = hub.spelled(self._folder), kind in (*PARTS, "gemma", "duration_head")
+            of_hub = name != str(self._folder)
+            return hub.local_path(name, kind) if of_hub and downloads else None
+        plain = [path for path in found if kind == "video_vae" and not _is_diffusion(path)]
+        return _only(plain or found, self._folder, _named(kind)[0])
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        """The folder of the download that contains the transformer, if it is laid out as
+        published."""
+        folder = self.checkpoint.path.parent
+        return folder.parent if folder.name == _TRANSFORMERS else None
+
+    @cached_property
+    def _beside(self) -> dict[str, list[Path]]:
+        assert self._folder
+        return files_in(self._folder)
+
+
+def _named(kind: str) -> tuple[str, str]:
+    """The flag and the title of a kind of file."""
+    others = {
+        "gemma": ("--gemma-root", "text encoder"),
+        "duration_head": ("--duration-head-path", "duration head"),
+    }
+    if kind in PARTS:
+        return PARTS[kind].flag, PARTS[kind].title
+    return others.get(kind, (f"--{kind}-upsampler-path", f"{kind} upsampler"))
+
+
+def _is_diffusion(path: Path) -> bool:
+    vae = config_of(TensorFile(path, "")).get("vae", {})
+    return vae.get("_class_name", CONVOLUTIONAL) != CONVOLUTIONAL
+
+
+class _Config(Mapping[str, Any]):
+    """The config sections of the files of a split release. A section's file is opened when the
+    section is read."""
+
+    def __init__(self, files: ModelFiles):
+        self._files = files
+
+    def __getitem__(self, section: str) -> Any:
+        if section in _OWNERS:
+            return self._files.of(section).config[section]
+        return self._files.checkpoint.config[section]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._files.checkpoint.config, *_OWNERS])
+
+    def __len__(self) -> int:
+        return len(self._files.checkpoint.config) + len(_OWNERS)
