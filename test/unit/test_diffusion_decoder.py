@@ -152,9 +152,9 @@ def test_memory_and_work_per_frame_do_not_depend_on_the_length(monkeypatch):
     decoder, calls, kept = spans(), [], []
     run, take = decoder.run, diffusion._Frames.take
 
-    def counted(call, given):
+    def counted(clip, call, given):
         calls.append(call)
-        return run(call, given)
+        return run(clip, call, given)
 
     def noted(frames, start, count):
         taken = take(frames, start, count)

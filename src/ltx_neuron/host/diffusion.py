@@ -56,8 +56,8 @@ class HostSpans(nn.Module):
         return next(self.parameters()).dtype
 
     @torch.no_grad()
-    def run(self, call: Call, spans: Sequence[Inputs]) -> list[Tensor]:
-        """The output of a call for each span."""
+    def run(self, clip: tuple[int, int, int], call: Call, spans: Sequence[Inputs]) -> list[Tensor]:
+        """The output of a call for each span; of a clip of any size."""
         name, first = call
         graph = self.graphs[name]
         weights = {
@@ -177,7 +177,7 @@ class DiffusionDecoder:
         for first in range(0, len(parts), self.decoder.at_once):
             check_cancelled()
             group = parts[first : first + self.decoder.at_once]
-            found = self.decoder.run(call, [inputs(part) for part in group])
+            found = self.decoder.run(self.clip, call, [inputs(part) for part in group])
             for part, span in zip(group, found, strict=True):
                 new = times.new[part] * len(span) // times.size
                 yield from span[len(span) - new :]

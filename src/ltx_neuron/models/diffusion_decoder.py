@@ -69,6 +69,20 @@ def volumes(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> list[
     return [*sizes, last._replace(frames=min(last.frames, wanted))]
 
 
+def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The shortest clip of latents (F, h, w) with the graphs of `clip`, which depend on the length
+    only if a stage's frames are fewer than a region's."""
+
+    def shapes(frames: int) -> list[tuple[int, int]]:
+        sizes = volumes(config, (frames, *clip[1:]))
+        cuts = (cut(v.frames, SPAN, k[0]) for v, k in zip(sizes, config.kernels, strict=True))
+        return [(each.size, each.window) for each in cuts]
+
+    frames, rows, columns = map(max, clip, config.smallest)
+    wanted = shapes(frames)
+    return next(n for n in range(1, frames + 1) if shapes(n) == wanted), rows, columns
+
+
 class Cut(NamedTuple):
     """How an axis is cut into parts of equal size, each with the window of its queries' keys.
 

@@ -227,7 +227,7 @@ def connector_program(
 
 
 def tile_program_name(tile: tuple[int, int, int]) -> str:
-    """The name of the program that decodes tiles of latents (f, h, w)."""
+    """The name of the program that decodes tiles, or clips by diffusion, of latents (f, h, w)."""
     return f"vae-{'x'.join(map(str, tile))}"
 
 
@@ -258,9 +258,14 @@ def tile_program(
     return _chained(modules, chain, fields, tuple(calls))
 
 
-def diffusion_program_name(clip: tuple[int, int, int]) -> str:
-    """The name of the program that decodes clips of latents (F, h, w) by diffusion."""
-    return f"diffusion-{'x'.join(map(str, clip))}"
+def video_program(
+    config: VideoDecoderConfig | DiffusionDecoderConfig,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> Program:
+    """The program of either video decoder: for tiles, or for clips, of latents (f, h, w)."""
+    make = diffusion_program if isinstance(config, DiffusionDecoderConfig) else tile_program
+    return make(config, size, dtype)  # pyright: ignore[reportArgumentType]
 
 
 def call_name(graph: str, first: int) -> str:
