@@ -2,6 +2,7 @@
 ltx-core 1.2.0's, and the spans in which it decodes."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from helpers import one_thread, randn, rel  # noqa: F401
 from torch import Tensor
 
 from ltx_neuron.config.video import diffusion_decoder_config
+from ltx_neuron.decode_queue import DecodeQueue
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import diffusion
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.models import HostModels
+from ltx_neuron.job import Job, Size
 from ltx_neuron.models import diffusion_decoder
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.diffusion_decoder import (
@@ -25,6 +28,9 @@ from ltx_neuron.models.diffusion_decoder import (
     rotate,
 )
 from ltx_neuron.models.programs import diffusion_program
+from ltx_neuron.progress import JobRun
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.text.encoders import Contexts
 
 FP32 = 2e-6  # relative, after as many layers as there are
 SHAPE = (3, 4, 5)
@@ -185,6 +191,25 @@ def test_a_file_is_decoded_as_its_config_says(tmp_path, one_thread):  # noqa: F8
     assert (got[::4, ::4, ::4] - wanted).abs().max() < 1.01
     other = torch.cat([*models.decode_video(small, seed=SEED + 1)])
     assert not torch.equal(got, other)
+
+
+def test_a_job_is_decoded_with_the_noise_of_its_seed():
+    """In every job of a batch, and when it is resumed: the seed is the job's."""
+    seeds = []
+
+    def decode_video(video, seed):
+        seeds.append(seed)
+        yield torch.zeros(1, 32, 32, 3, dtype=torch.uint8)
+
+    host = SimpleNamespace(sample_rate=48000)
+    how = {"overlap": False, "decode_video": decode_video}
+    with DecodeQueue(host, Recorder(), decode_audio=lambda _: torch.zeros(2, 9), **how) as queue:
+        for seed in (5, 6):
+            job = Job("rain", Size(32, 32, 1), seed=seed)
+            run = JobRun(job, [Contexts(*[torch.zeros(1)] * 3, None)])
+            run.tensors |= {"s1_video": torch.zeros(1), "s1_audio": torch.zeros(1)}
+            assert [*queue.submit(run)]
+    assert seeds == [5, 6]
 
 
 def test_in_bfloat16_the_host_computes_as_the_profile_says(tmp_path):
