@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ltx_neuron import hub
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, gemma_download
+from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
 from ltx_neuron.config.release import Release, release_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.checkpoint import Checkpoint, gemma_files
@@ -340,6 +341,19 @@ class ModelFiles:
             return source.get("gemma_version")
         except (ValueError, AttributeError):
             return None
+
+    @cached_property
+    def gemma(self) -> GemmaConfig:
+        """The text encoder's config. Raises UserError if it is that of another release."""
+        assert self.gemma_root
+        file, root = self.text_encoder, self.gemma_root
+        config = read_config(file.gemma_config, file.path) if file else gemma_config(root)
+        if config.norms_add_one != self.release.gemma.norms_add_one:
+            raise UserError(
+                f"--gemma-root {root} is another Gemma than that of LTX-{self.release.version}, the"
+                f" release of --checkpoint-path {self.checkpoint.path}"
+            )
+        return config
 
     def text_files(self) -> list[TensorFile]:
         """The files with Gemma's weights and, if the checkpoint lacks them, the projections."""
