@@ -16,10 +16,16 @@ from ltx_neuron.config.common import digest
 from ltx_neuron.config.gemma import check_gemma_fits
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
-from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.config.video import (
+    DiffusionDecoderConfig,
+    diffusion_decoder_config,
+    is_diffusion_vae,
+    video_decoder_config,
+)
 from ltx_neuron.errors import FieldError
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Job, Stage
+from ltx_neuron.models.diffusion_decoder import shortest
 from ltx_neuron.models.programs import (
     may_divide,
     spectrogram_program_name,
@@ -155,6 +161,8 @@ class Finished:
     @cached_property
     def video_decoder(self):
         """The video decoder's configuration. Raises UserError if the ranks do not support it."""
+        if is_diffusion_vae(self.config):
+            return diffusion_decoder_config(self.config, self.source("vae").names)
         return video_decoder_config(self.config)
 
     @cached_property
@@ -439,7 +447,9 @@ class Finished:
 
     def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:
         """The distinct shapes of the tiles in which the ranks decode a clip's latent (F, h, w).
-        Each has its own graphs."""
+        Each has its own graphs. The diffusion decoder's serve a clip of any length."""
+        if isinstance(self.video_decoder, DiffusionDecoderConfig):
+            return [shortest(self.video_decoder, clip)]
         from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
 
         cut = tiles.cut(clip, tiles.tiling_for_ranks(self.profile, clip, self.tp))

@@ -106,10 +106,8 @@ class Preflight:
             if (job.sound or job.reference_audio) and not names_speech(job.prompt):
                 say_no_speech(conditions.SOUND if job.sound else conditions.voice_flag(job))
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
-        if (
-            "video_decoder" in models.keys() - self._checked_models
-            and workspace.files.release.split
-        ):
+        new = models.keys() - self._checked_models
+        if workspace.files.release.split and "video_decoder" in new:
             print(f"video decoder: {workspace.files.describe_decoder()}")
         self.host.check([name for name in models if name not in self._checked_models])
         self._checked_models.update(models)

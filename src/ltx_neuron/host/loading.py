@@ -5,6 +5,7 @@ file."""
 # pyright: reportAttributeAccessIssue=false
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
 from ltx_neuron.config.release import Release
+from ltx_neuron.config.video import UNREAD, diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released
@@ -53,6 +55,7 @@ class ModelSpec(NamedTuple):
               model's part of the file, which must contain no other tensors. Other parts may: a
               checkpoint has per-channel statistics that no model reads
     dtype     of every tensor; None keeps the stored dtypes
+    unread    pattern of the names in the file of the model's tensors that no part of it reads
     file      the file at `path` if it is open
     """
 
@@ -63,6 +66,7 @@ class ModelSpec(NamedTuple):
     build: Callable[[], torch.nn.Module]
     prefixes: dict[str, str]
     dtype: torch.dtype | None
+    unread: str = ""
     file: WeightFile | None = None
 
     def build_empty(self) -> torch.nn.Module:
@@ -140,7 +144,8 @@ class ModelSpec(NamedTuple):
             return [f"none of its {len(expected)} tensors"]
         own_prefix, problems = next(iter(self.prefixes.values())), []
         for name in shapes:
-            if name.startswith(own_prefix) and name not in expected:
+            own = name.startswith(own_prefix) and not re.fullmatch(self.unread, name)
+            if own and name not in expected:
                 problems.append(f"unexpected {name}")
         for name, shape in expected.items():
             if name not in shapes:
@@ -192,7 +197,7 @@ def checkpoint_spec(
     if files and files.release.split:
         flag, file = files.flag(section), files.of(section)
         path, download = file.path, file.download
-    return ModelSpec(
+    spec = ModelSpec(
         name=name.replace("_", " "),
         path=path,
         flag=flag,
@@ -202,6 +207,12 @@ def checkpoint_spec(
         dtype=dtype,
         file=file,
     )
+    if name == "video_decoder" and is_diffusion_vae(config):
+        from ltx_neuron.host.diffusion import HostSpans
+
+        decoder = diffusion_decoder_config(config, spec._file().shapes)
+        return spec._replace(build=partial(HostSpans, decoder), unread=prefix + UNREAD)
+    return spec
 
 
 def upsampler_spec(

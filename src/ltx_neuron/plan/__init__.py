@@ -192,7 +192,7 @@ def compiled_tile(manifests: Iterable[Manifest]) -> int:
     features until those of the next tile replace them."""
     return max(
         (
-            manifest.cost()["peak_bytes"]
+            max(manifest.cost(run)["peak_bytes"] for run in manifest.runs)
             + sum(
                 math.prod(field.shape) * field.dtype.itemsize for field in manifest.fields.values()
             )

@@ -15,12 +15,12 @@ from ltx_neuron import hub
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, gemma_download
 from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
 from ltx_neuron.config.release import Release, release_of
+from ltx_neuron.config.video import is_diffusion_vae
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.checkpoint import Checkpoint, gemma_files
 from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.tensorfile import TensorFile
 
-CONVOLUTIONAL = "CausalVideoAutoencoder"  # `_class_name` of a video VAE that is no diffusion model
 RECIPES = "distilled", "dev"
 _TRANSFORMERS = "diffusion_models"  # the transformers' folder in a download
 _TOKENIZER, _ASSET = "tokenizer_json", "hf_asset__"  # names of tensors that are files
@@ -386,12 +386,14 @@ class ModelFiles:
             of_hub = name != str(self._folder)
             return hub.local_path(name, kind) if of_hub and downloads else None
         configs = {path: config_of(TensorFile(path, "")) for path in found}
-        plain = [path for path in found if kind == "video_vae" and not _is_diffusion(configs[path])]
+        plain = [
+            path for path in found if kind == "video_vae" and not is_diffusion_vae(configs[path])
+        ]
         return _only(plain or found, self._folder, _named(kind)[0])
 
     def describe_decoder(self) -> str:
         """The kind of the video VAE's decoder, and its file, as text."""
-        kind = "diffusion" if _is_diffusion(self.config) else "convolutional"
+        kind = "diffusion" if is_diffusion_vae(self.config) else "convolutional"
         return f"{kind}, of {self.of('vae').path}"
 
     @cached_property
@@ -416,10 +418,6 @@ def _named(kind: str) -> tuple[str, str]:
     if kind in PARTS:
         return PARTS[kind].flag, PARTS[kind].title
     return others.get(kind, (f"--{kind}-upsampler-path", f"{kind} upsampler"))
-
-
-def _is_diffusion(config: Mapping[str, Any]) -> bool:
-    return config["vae"].get("_class_name", CONVOLUTIONAL) != CONVOLUTIONAL
 
 
 class _Config(Mapping[str, Any]):
