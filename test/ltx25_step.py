@@ -26,9 +26,9 @@ JOB = Job("", SIZE, SEED, images=IMAGES, num_generated_keyframes=KEYFRAMES, ance
 (STAGE,) = JOB.stages
 
 
-def images() -> list[tuple[ImageCondition, Tensor]]:
+def images(job: Job = JOB) -> list[tuple[ImageCondition, Tensor]]:
     """Each with a random latent (1, 128, 1, 2, 3)."""
-    return [(image, randn(1, 128, 1, 2, 3, seed=20 + n)) for n, image in enumerate(IMAGES)]
+    return [(image, randn(1, 128, 1, 2, 3, seed=20 + n)) for n, image in enumerate(job.images)]
 
 
 def contexts() -> tuple[Tensor, Tensor]:
@@ -65,10 +65,8 @@ def stage_run(blocks_per_graph: int = 1, config=CONFIG, job: Job = JOB) -> Stage
     compiled = CompiledStep(bucket, program)
     run = StageRun(ranks, compiled, config, torch.float32, modulation, COMPAT[None])
     size = stage.height, stage.width, job.size.num_frames, job.size.frame_rate
-    start, given = (
-        latents.zeros(*size, torch.float32),
-        [Contexts(*contexts(), torch.ones(1, 1024), None)],
-    )
-    run.prepare(job, stage, given, *start, torch.Generator().manual_seed(SEED), images())
+    start, mask = latents.zeros(*size, torch.float32), torch.ones(1, 1024)
+    generator, given = torch.Generator().manual_seed(SEED), [Contexts(*contexts(), mask, None)]
+    run.prepare(job, stage, given, *start, generator, images(job))
     run.start()
     return run
