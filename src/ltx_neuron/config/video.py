@@ -1,6 +1,7 @@
 """The configuration of the video decoder on the ranks."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ _DEFAULTS = {"dims": 3, "norm_layer": "pixel_norm", "causal_decoder": False}
 _STRIDES = {"compress_time": (2, 1, 1), "compress_space": (1, 2, 2), "compress_all": (2, 2, 2)}
 
 
-def video_decoder_config(metadata: dict) -> VideoDecoderConfig:
+def video_decoder_config(metadata: Mapping[str, Any]) -> VideoDecoderConfig:
     """Parse the checkpoint's `config` metadata. Raises UserError for another structure than the
     released decoder's; the host may still be able to decode."""
     values = metadata.get("vae")
