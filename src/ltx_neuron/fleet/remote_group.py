@@ -34,11 +34,8 @@ class RemoteRanks(Ranks):
 
     def __init__(self, placement: PlacementGroup, part: int, options: dict, needed: tuple):
         self._node = f"{part + 1} of the replica"
-        self._actor: Any = (
-            ray.remote(concurrency_groups={ALIVE: 1})(RankGroup)
-            .options(**options, **within(placement, part))
-            .remote()
-        )
+        remote: Any = ray.remote(concurrency_groups={ALIVE: 1})  # pyright: ignore[reportCallIssue]
+        self._actor = remote(RankGroup).options(**options, **within(placement, part)).remote()
         try:
             self._node = self._get(self._actor.node.remote(), _NODE_SECONDS)
             super().__init__(*self._get(self._actor.start.remote(*needed)))
