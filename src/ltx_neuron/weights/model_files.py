@@ -284,6 +284,17 @@ class ModelFiles:
             self._open[kind] = PartFile(self.path(kind), kind, self.release)
         return self._open[kind]
 
+    @property
+    def identity(self) -> dict:
+        """For reports and sidecars, the files of a split release besides the transformer's by their
+        fingerprints, and the class of the video VAE; empty for a whole checkpoint."""
+        if not self.release.split:
+            return {}
+        parts = {kind: self.of(part.sections[0]) for kind, part in PARTS.items()}
+        files = {"text_encoder": self.text_encoder, **parts}
+        prints = {kind: file.fingerprint for kind, file in files.items() if file}
+        return {"files": prints, "video_vae": self.config["vae"].get("_class_name", CONVOLUTIONAL)}
+
     def flag(self, section: str) -> str:
         """The flag of the file with a section's part."""
         kind = _OWNERS.get(section)
