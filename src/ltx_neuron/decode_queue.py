@@ -107,7 +107,8 @@ class DecodeQueue:
 
     A context manager: leaving it cancels a running decode.
 
-    decode_video  latents (1, 128, F, h, w) to chunks of frames, uint8 (N, H, W, 3)
+    decode_video  latents (1, 128, F, h, w) and the job's seed to chunks of frames, uint8
+                  (N, H, W, 3)
     decode_audio  latents (1, 8, Ta, 16) to a waveform (2, samples)
     overlap    decode in the background: `submit` returns at once
     compat     the release that decides which stage's sound is decoded
@@ -128,7 +129,7 @@ class DecodeQueue:
         write: Callable[[Clip], None] | None = None,
         hand_over: Callable[[Result], None] | None = None,
         poll: Callable[[], None] = lambda: None,
-        decode_video: Callable[[Tensor], Iterator[Tensor]] | None = None,
+        decode_video: Callable[..., Iterator[Tensor]] | None = None,
         decode_audio: Callable[[Tensor], Tensor] | None = None,
         compat: Compat = COMPAT[None],
         on_ranks: str = "",
@@ -216,7 +217,7 @@ class DecodeQueue:
         self, job: Job, video: Tensor | None, sound: Callable[[], Tensor], rate: int
     ) -> Iterator[Clip]:
         """A job's clip. If cores are free, pictures are decoded ahead, and sound in parallel."""
-        chunks, sound, task = self._pictures(video), cache(sound), None
+        chunks, sound, task = self._pictures(video, job.seed), cache(sound), None
         if job.extension:
             chunks = with_source(job, chunks)
         elif job.tail_frames:
@@ -235,10 +236,10 @@ class DecodeQueue:
 
             yield Clip(job, self._awaited(chunks), waveform, rate, lambda: bool(task) and task.done)
 
-    def _pictures(self, video: Tensor | None) -> Generator[Tensor, None, None]:
+    def _pictures(self, video: Tensor | None, seed: int) -> Generator[Tensor, None, None]:
         if video is None:
             return
-        chunks = self.decode_video(video)
+        chunks = self.decode_video(video, seed=seed)
         with self.recorder.phase("decode_video"):
             for chunk in chunks:
                 with self.recorder.paused():

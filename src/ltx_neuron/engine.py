@@ -248,12 +248,13 @@ class Engine:
             **options,
         )
 
-    def _decode_video(self, latent: Tensor) -> Iterator[Tensor]:
-        """A latent (1, 128, F, h, w) to chunks of frames: on the host, or on the ranks in tiles."""
+    def _decode_video(self, latent: Tensor, seed: int) -> Iterator[Tensor]:
+        """A latent (1, 128, F, h, w) to chunks of frames: on the host, or on the ranks in tiles or
+        spans. seed: the job's."""
         tiles, programs = None, (self.preflight.tiles, self.preflight.sound)
         if self.options.neuron_vae:
             tiles = self.residency.video_decoder(*programs)
-        return self.host.decode_video(latent, tiles)
+        return self.host.decode_video(latent, tiles, seed)
 
     def _decode_audio(self, latent: Tensor) -> Tensor:
         """A latent (1, 8, Ta, 16) to a waveform: on the host, or on the ranks in spans."""

@@ -13,14 +13,19 @@ from ltx_neuron import artifacts, hub, invocation
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config.common import digest
-from ltx_neuron.config.gemma import check_gemma_fits, gemma_config, read_config
-from ltx_neuron.config.release import release_of
+from ltx_neuron.config.gemma import check_gemma_fits
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
-from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.config.video import (
+    DiffusionDecoderConfig,
+    diffusion_decoder_config,
+    is_diffusion_vae,
+    video_decoder_config,
+)
 from ltx_neuron.errors import FieldError
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Job, Stage
+from ltx_neuron.models.diffusion_decoder import shortest
 from ltx_neuron.models.programs import (
     may_divide,
     spectrogram_program_name,
@@ -121,11 +126,8 @@ class Finished:
     @cached_property
     def gemma(self):
         assert self.gemma_root
-        file = self.files.text_encoder
-        config = (
-            read_config(file.gemma_config, file.path) if file else gemma_config(self.gemma_root)
-        )
-        projection = (file or self.checkpoint).shapes.get(
+        config, projections = self.files.gemma, self.files.text_encoder or self.checkpoint
+        projection = projections.shapes.get(
             "text_embedding_projection.video_aggregate_embed.weight"
         )
         check_gemma_fits(
@@ -153,13 +155,14 @@ class Finished:
 
     def _check_lora(self, lora: Lora) -> None:
         """Raise UserError for a LoRA whose metadata names another supported release."""
-        file, release = lora.file(), self.checkpoint.release
-        if release_of(file.metadata.get("model_version", "")) not in (None, release):
-            check_release(file, "--lora", release, release.download("lora"))
+        release = self.checkpoint.release
+        check_release(lora.file(), "--lora", release, release.download("lora"))
 
     @cached_property
     def video_decoder(self):
         """The video decoder's configuration. Raises UserError if the ranks do not support it."""
+        if is_diffusion_vae(self.config):
+            return diffusion_decoder_config(self.config, self.source("vae").names)
         return video_decoder_config(self.config)
 
     @cached_property
@@ -445,7 +448,9 @@ class Finished:
 
     def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:
         """The distinct shapes of the tiles in which the ranks decode a clip's latent (F, h, w).
-        Each has its own graphs."""
+        Each has its own graphs. The diffusion decoder's serve a clip of any length."""
+        if isinstance(self.video_decoder, DiffusionDecoderConfig):
+            return [shortest(self.video_decoder, clip)]
         from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
 
         cut = tiles.cut(clip, tiles.tiling_for_ranks(self.profile, clip, self.tp))

@@ -16,7 +16,8 @@ import torch
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
-from ltx_neuron.backends.tiles import RankSound, RankTiles
+from ltx_neuron.backends.tiles import RankSound, RankSpans, RankTiles
+from ltx_neuron.config.video import DiffusionDecoderConfig
 from ltx_neuron.denoise import ModulationTables
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import check_readable
@@ -126,11 +127,14 @@ class Residency:
 
     def video_decoder(
         self, tiles: dict[str, Manifest], sound: dict[str, Manifest] | None = None
-    ) -> RankTiles:
+    ) -> RankTiles | RankSpans:
         """The video decoder with the programs of these tiles, loaded beside the transformer or
         instead of it, together with the audio decoders."""
         self._load_decoders(tiles, sound or {})
         assert self.ranks
+        config, dtype = self.workspace.video_decoder, self.workspace.dtype
+        if isinstance(config, DiffusionDecoderConfig):
+            return RankSpans(self.ranks, config, dtype, self._decoding)
         return RankTiles(self.ranks, self._decoding)
 
     def sound_decoder(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> RankSound:

@@ -31,7 +31,7 @@ from ltx_neuron.models.programs import (
     dit_program,
     gemma3_program,
     spectrogram_program,
-    tile_program,
+    video_program,
     waveform_program,
 )
 from ltx_neuron.models.vocoder import arrangement
@@ -155,7 +155,7 @@ class Workspace(Finished):
         return [encoder, connectors], host, layouts
 
     def _vae_parts(self) -> tuple[list[Program], dict, dict]:
-        return [tile_program(self.video_decoder, (1, 1, 1), self.dtype)], {}, {}
+        return [video_program(self.video_decoder, (1, 1, 1), self.dtype)], {}, {}
 
     def _sound_parts(self) -> tuple[list[Program], dict, dict]:
         config, layouts = self.vocoder, {}
@@ -212,7 +212,7 @@ class Workspace(Finished):
     def compile_vae(self, clip: tuple[int, int, int]) -> list[Path]:
         """Trace the video decoder for every tile shape of a clip's latent (F, h, w)."""
         tiles, decoder = self.tile_shapes(clip), self.video_decoder
-        programs = [partial(tile_program, decoder, tile, self.dtype) for tile in tiles]
+        programs = [partial(video_program, decoder, tile, self.dtype) for tile in tiles]
         return self._compile(self.tile_identities(clip).values(), programs)
 
     def compile_sound(self, latents: int) -> list[Path]:

@@ -72,11 +72,11 @@ def broken_decoder(engine, monkeypatch, at: int, error: Exception) -> list[str]:
     ran in."""
     ran, decode = [], engine.host.decode_video
 
-    def decode_video(latent, tiles=None):
+    def decode_video(latent, *how):
         ran.append(threading.current_thread().name)
         if len(ran) == at:
             raise error
-        return decode(latent, tiles)
+        return decode(latent, *how)
 
     monkeypatch.setattr(engine.host, "decode_video", decode_video)
     return ran
@@ -111,10 +111,10 @@ def decoding_long(overlapping, monkeypatch):
     engine = overlapping.engine
     decode = engine.host.decode_video
 
-    def decode_video(latent, tiles=None):
+    def decode_video(latent, *how):
         until = time.monotonic() + LONG
         while time.monotonic() < until:
-            chunks = list(decode(latent))
+            chunks = list(decode(latent, *how))
         yield from chunks
 
     monkeypatch.setattr(engine.host, "decode_video", decode_video)
@@ -133,10 +133,10 @@ def test_a_rank_that_is_killed_while_it_waits_for_the_host_ends_the_run_soon(
     engine, sent = decoding_long, []
     decode = engine.host.decode_video
 
-    def breaking(latent, tiles=None):
+    def breaking(latent, *how):
         engine.residency.ranks._processes[1].kill()
         sent.append(time.monotonic())
-        return decode(latent, tiles)
+        return decode(latent, *how)
 
     monkeypatch.setattr(engine.host, "decode_video", breaking)
     monkeypatch.setattr(
@@ -227,7 +227,7 @@ def test_a_state_that_is_not_the_lines_own_is_not_taken_up(overlapping, tmp_path
 def test_ctrl_c_ends_what_is_decoded_beside_at_once(overlapping, monkeypatch):
     engine, decoding = overlapping.engine, threading.Event()
 
-    def decode_for_ever(latent, tiles=None):
+    def decode_for_ever(latent, *how):
         while True:
             decoding.set()
             check_cancelled()

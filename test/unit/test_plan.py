@@ -403,7 +403,7 @@ def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(
         (Job("", size, dubbing=reference), encoded((121, 512, 768))),
     ):
         checkpoint = SimpleNamespace(config=released_config())
-        host = plan._on_the_host(checkpoint, IN_FLOAT32, job, torch.bfloat16)
+        host = plan._on_the_host(checkpoint.config, IN_FLOAT32, job, torch.bfloat16)
         assert host["host_bytes_to_encode"] == wanted
     assert encoded((121, 512, 768)) < encoded((121, 512, 768), whole=True)
 

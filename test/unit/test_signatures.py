@@ -7,6 +7,7 @@ import zipfile
 from fnmatch import fnmatch
 from functools import partial
 
+import diffusion_vae
 import pytest
 import torch
 from graphs import operations
@@ -38,6 +39,7 @@ from ltx_neuron.models.programs import (
     Graph,
     connector_program,
     cut_graphs,
+    diffusion_program,
     dit_program,
     gemma3_program,
     spectrogram_program,
@@ -55,6 +57,7 @@ from ltx_neuron.tiny.config import released_config, tiny_config
 TP, DTYPE = 4, torch.bfloat16
 SOUND = "mel decoder", "vocoder"  # in float32 whatever the dtype
 BUCKET = Bucket(video_tokens=24, audio_tokens=18, timesteps=2, max_steps=8)
+SMALL = 3, 3, 4  # latents
 GUIDED = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3, guided=True)
 HELD = Bucket(24, 18, timesteps=2, max_steps=8, audio_timesteps=2, biased=True, nag=True)
 VOICED = Bucket(6, 4, 1, max_steps=3, guided=True, audio_timesteps=2, identity=True)
@@ -105,6 +108,7 @@ def manifests(gemma, tmp_path_factory):
         "video decoder": partial(
             tile_program, video_decoder_config(released_config()), (2, 3, 2), DTYPE
         ),
+        "diffusion decoder": partial(diffusion_program, diffusion_vae.config_of(), SMALL, DTYPE),
         "mel decoder": partial(spectrogram_program, audio_decoder_config(tiny_config(sizes)), 3),
         "vocoder": partial(waveform_program, vocoder_config(tiny_config(sizes)), 5),
     }

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.ranks import NotFiniteError, Ranks
+from ltx_neuron.config.video import DiffusionDecoderConfig
+from ltx_neuron.models.diffusion_decoder import shortest
 from ltx_neuron.models.programs import (
+    call_name,
     spectrogram_program_name,
     tile_program_name,
     waveform_program_name,
@@ -31,17 +34,29 @@ class _OnRanks:
     def _decode(
         self, program: str, given: str, parts: Sequence[Tensor], made: str, **constants: Tensor
     ) -> list[Tensor]:
-        """The program's outputs for parts of one shape. NaN and Inf are returned, because the
-        caller can name the model's file."""
+        """The program's outputs for parts of one shape."""
+        return self._run(program, "main", [{given: part} for part in parts], made, **constants)
 
-        def decode(together: Sequence[Tensor]) -> Callable[[Ranks], Sequence[Tensor]]:
+    def _run(
+        self,
+        program: str,
+        sequence: str,
+        parts: Sequence[dict[str, Tensor]],
+        made: str,
+        **constants: Tensor,
+    ) -> list[Tensor]:
+        """A sequence's outputs for the inputs of several parts, of one shape each. NaN and Inf are
+        returned, because the caller can name the model's file."""
+
+        def decode(together: Sequence[dict[str, Tensor]]) -> Callable[[Ranks], Sequence[Tensor]]:
             def run(ranks: Ranks) -> Sequence[Tensor]:
                 # Idle ranks repeat the last part.
-                idle = [together[-1]] * (ranks.size - len(together))
-                ranks.put(program, None, **{given: torch.cat([*together, *idle])}, **constants)
+                each = [*together, *[together[-1]] * (ranks.size - len(together))]
+                inputs = {name: torch.cat([part[name] for part in each]) for name in each[0]}
+                ranks.put(program, None, **inputs, **constants)
                 with suppress(NotFiniteError):
-                    ranks.run(program)
-                return ranks.get(program, made).split(1)[: len(together)]
+                    ranks.run(program, sequence)
+                return ranks.get(program, made).chunk(ranks.size)[: len(together)]
 
             return run
 
@@ -59,6 +74,33 @@ class RankTiles(_OnRanks):
         frames, height, width = latents[0].shape[2:]
         program = tile_program_name((frames, height, width))
         return self._decode(program, "tile_latent", latents, "tile_pixels")
+
+
+class RankSpans(_OnRanks):
+    """Computes spans of frames of the diffusion decoder, as host.diffusion.HostSpans does."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        config: DiffusionDecoderConfig,
+        dtype: torch.dtype,
+        lock: AbstractContextManager | None = None,
+    ):
+        super().__init__(ranks, lock)
+        self.config, self.dtype = config, dtype
+
+    def run(
+        self, clip: tuple[int, int, int], call: tuple[str, int], spans: Sequence[dict[str, Tensor]]
+    ) -> list[Tensor]:
+        """The output of a call, (graph, first block), for each span of a clip of latents
+        (F, h, w)."""
+        program, (graph, _) = tile_program_name(shortest(self.config, clip)), call
+        manifest = self.ranks.programs[program]
+        own = {name for name, field in manifest.fields.items() if field.split is not None}
+        parts = [{name: x for name, x in each.items() if name in own} for each in spans]
+        constants = {name: x for name, x in spans[0].items() if name not in own}
+        made = manifest.graphs[graph]["outputs"][0]
+        return self._run(program, call_name(*call), parts, made, **constants)
 
 
 class RankSound(_OnRanks):

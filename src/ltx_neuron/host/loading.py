@@ -5,6 +5,7 @@ file."""
 # pyright: reportAttributeAccessIssue=false
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,12 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
+from ltx_neuron.config.release import Release
+from ltx_neuron.config.video import UNREAD, diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.float8 import WeightFile
-from ltx_neuron.weights.model_files import ModelFiles
+from ltx_neuron.weights.model_files import ModelFiles, check_release
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -52,6 +55,7 @@ class ModelSpec(NamedTuple):
               model's part of the file, which must contain no other tensors. Other parts may: a
               checkpoint has per-channel statistics that no model reads
     dtype     of every tensor; None keeps the stored dtypes
+    unread    pattern of the names in the file of the model's tensors that no part of it reads
     file      the file at `path` if it is open
     """
 
@@ -62,6 +66,7 @@ class ModelSpec(NamedTuple):
     build: Callable[[], torch.nn.Module]
     prefixes: dict[str, str]
     dtype: torch.dtype | None
+    unread: str = ""
     file: WeightFile | None = None
 
     def build_empty(self) -> torch.nn.Module:
@@ -139,7 +144,8 @@ class ModelSpec(NamedTuple):
             return [f"none of its {len(expected)} tensors"]
         own_prefix, problems = next(iter(self.prefixes.values())), []
         for name in shapes:
-            if name.startswith(own_prefix) and name not in expected:
+            own = name.startswith(own_prefix) and not re.fullmatch(self.unread, name)
+            if own and name not in expected:
                 problems.append(f"unexpected {name}")
         for name, shape in expected.items():
             if name not in shapes:
@@ -173,7 +179,7 @@ def checkpoint_spec(
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics
 
-    def statistics(config: dict) -> torch.nn.Module:
+    def statistics(config: Mapping[str, Any]) -> torch.nn.Module:
         return PerChannelStatistics(config["vae"]["latent_channels"])
 
     from_config, prefix = {
@@ -191,7 +197,7 @@ def checkpoint_spec(
     if files and files.release.split:
         flag, file = files.flag(section), files.of(section)
         path, download = file.path, file.download
-    return ModelSpec(
+    spec = ModelSpec(
         name=name.replace("_", " "),
         path=path,
         flag=flag,
@@ -201,30 +207,41 @@ def checkpoint_spec(
         dtype=dtype,
         file=file,
     )
+    if name == "video_decoder" and is_diffusion_vae(config):
+        from ltx_neuron.host.diffusion import HostSpans
+
+        decoder = diffusion_decoder_config(config, spec._file().shapes)
+        return spec._replace(build=partial(HostSpans, decoder), unread=prefix + UNREAD)
+    return spec
 
 
-def upsampler_spec(kind: str, path: str | Path | None, dtype: torch.dtype) -> ModelSpec:
+def upsampler_spec(
+    kind: str, path: str | Path | None, dtype: torch.dtype, release: Release | None = None
+) -> ModelSpec:
     """The source of the "spatial" or "temporal" upsampler. Raises UserError unless the file is an
-    upsampler of that kind, by factor 2."""
+    upsampler of that kind, by factor 2, and not of another release than `release`."""
     import_ltx_core()
     from ltx_core.model import upsampler
 
-    config = _upsampler_config(kind, path)
+    download = release.download(kind) if release else download_released(kind)
+    config = _upsampler_config(kind, path, download, release)
     assert path
     return ModelSpec(
         name=f"{kind} upsampler",
         path=path,
         flag=f"--{kind}-upsampler-path",
-        download=download_released(kind),
+        download=download,
         build=partial(upsampler.LatentUpsamplerConfigurator.from_config, config),
         prefixes={"": ""},
         dtype=dtype,
     )
 
 
-def _upsampler_config(kind: str, path: str | Path | None) -> dict:
+def _upsampler_config(
+    kind: str, path: str | Path | None, download: str, release: Release | None
+) -> dict:
     """The config of an upsampler's own file."""
-    flag, download = f"--{kind}-upsampler-path", download_released(kind)
+    flag = f"--{kind}-upsampler-path"
     if path is None:
         raise UserError(
             f"{kind} upsampling needs its own model: pass its file with {flag} FILE\nDownload it:"
@@ -238,6 +255,8 @@ def _upsampler_config(kind: str, path: str | Path | None) -> dict:
             f"{path}: the 'config' metadata is not a JSON object: {error}\n"
             f"Download it again: {download}"
         ) from None
+    if release:
+        check_release(file, flag, release, download)
     kinds = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
     scale = config.get("spatial_scale", 2.0)
     if kinds != [kind] or (kind == "spatial" and scale != 2.0):

@@ -1,7 +1,7 @@
 """The host models: video VAE, latent upsamplers, audio decoder and vocoder, run on the CPU with
 ltx-core's modules."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ltx_neuron.config.sound import SPAN_LATENTS, SPAN_ROWS, audio_decoder_config, vocoder_config
+from ltx_neuron.config.video import is_diffusion_vae
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import BackgroundTask
@@ -46,7 +47,7 @@ class HostModels:
     def __init__(
         self,
         checkpoint_path: str | Path,
-        config: dict,
+        config: Mapping[str, Any],
         dtype: torch.dtype,
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
@@ -118,30 +119,43 @@ class HostModels:
 
     # Without torch.no_grad, which would keep a generator's last item; no weight has gradients.
     def decode_video(
-        self, latent: torch.Tensor, rank_tiles: Callable | None = None
+        self, latent: torch.Tensor, rank_tiles: Any = None, seed: int = 0
     ) -> Iterator[torch.Tensor]:
         """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames, lazily, in chunks in order of
         time, each uint8 (N, 32h, 32w, 3).
 
-        Long or large videos are decoded in ltx-core's blended tiles. A chunk has the frames of one
-        time span that later tiles do not change. Memory therefore does not depend on the length: it
-        is that of one time span, and of the frames that the next one changes.
+        The convolutional decoder decodes long or large videos in ltx-core's blended tiles. A chunk
+        has the frames of one time span that later tiles do not change. Memory therefore does not
+        depend on the length: it is that of one time span, and of the frames that the next one
+        changes. The diffusion decoder decodes every clip as a whole, in memory that does not depend
+        on the length either (host/diffusion.py).
 
-        rank_tiles  decodes the tiles on the ranks, as backends.tiles.RankTiles does
+        rank_tiles  decodes on the ranks: backends.tiles.RankTiles, or RankSpans for the diffusion
+                    decoder
+        seed        of the diffusion decoder's noise
         """
         frames, height, width = latent.shape[2:]
-        decoder, tiling = self._tiled_decoder((frames, height, width), rank_tiles)
-        from ltx_neuron.host.vae import FastVideoDecoder
+        clip, spec = (frames, height, width), self._spec("video_decoder")
+        if is_diffusion_vae(self.config):
+            from ltx_neuron.host.diffusion import DiffusionDecoder
 
-        dtype = torch.float32 if isinstance(decoder, FastVideoDecoder) else self.dtype
-        # The 2.3 decoder draws no noise; a decoder that does stays reproducible.
-        generator = torch.Generator().manual_seed(0)
-        latent, spec = latent.to(dtype), self._spec("video_decoder")
-        for frames in decoder.tiled_decode(latent, tiling, generator=generator):
+            spans = rank_tiles or self.video_decoder
+            chunks = DiffusionDecoder(spans.config, clip, spans).pixels(latent, seed)
+        else:
+            decoder, tiling = self._tiled_decoder(clip, rank_tiles)
+            from ltx_neuron.host.vae import FastVideoDecoder
+
+            latent = latent.to(
+                torch.float32 if isinstance(decoder, FastVideoDecoder) else self.dtype
+            )
+            # The 2.3 decoder draws no noise; a decoder that does stays reproducible.
+            generator = torch.Generator().manual_seed(0)
+            chunks = decoder.tiled_decode(latent, tiling, generator=generator)
+        for frames in chunks:
             if not frames.shape[2]:  # the next tiles begin at the same frame
                 continue
             # NaN would become black pixels, and the module's hook is not called for tiles.
-            spec.check_output(decoder, (latent,), frames)
+            spec.check_output(None, (latent,), frames)
             chunk = _to_bytes(frames)
             del frames  # freed while the next ones are decoded
             yield chunk
@@ -217,9 +231,11 @@ class HostModels:
 
     @cached_property
     def video_decoder(self) -> torch.nn.Module:
-        """A FastVideoDecoder if the checkpoint's decoder has the released structure, otherwise
-        ltx-core's in `self.dtype`."""
+        """A FastVideoDecoder if the checkpoint's decoder has the released structure, HostSpans if
+        it is a diffusion decoder, otherwise ltx-core's in `self.dtype`."""
         decoder = self._spec("video_decoder").load()
+        if is_diffusion_vae(self.config):
+            return decoder.to((self.arithmetic or FLOAT32).dtype)
         from ltx_neuron.host.vae import FastVideoDecoder
 
         if FastVideoDecoder.unknown_modules(decoder):
@@ -245,7 +261,7 @@ class HostModels:
         """As audio_decoder."""
         return self._sound_model("vocoder", vocoder_config)
 
-    def _sound_model(self, name: str, config_of: Callable[[dict], object]) -> torch.nn.Module:
+    def _sound_model(self, name: str, config_of: Callable[[Any], object]) -> torch.nn.Module:
         spec = self._spec(name)
         model = spec.load()
         try:
@@ -279,7 +295,8 @@ class HostModels:
         """The source of a model by its property's name, such as "audio_decoder"."""
         kind, _, model = name.rpartition("_")
         if model == "upsampler":
-            return upsampler_spec(kind, self.upsampler_paths[kind], self.latent_dtype)
+            release = self.files and self.files.release
+            return upsampler_spec(kind, self.upsampler_paths[kind], self.latent_dtype, release)
         # The video encoder and decoder keep the stored dtype of their weights.
         dtypes = {
             "video_encoder": None,

@@ -5,6 +5,7 @@ device, because they are only traced; rank files provide the weights.
 """
 
 import re
+from collections import namedtuple
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +17,8 @@ from torch import nn
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import AudioDecoderConfig, VocoderConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
-from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
-from ltx_neuron.models import audio_decoder, signatures, video_decoder, vocoder
+from ltx_neuron.config.video import DiffusionDecoderConfig, Upsampling, VideoDecoderConfig
+from ltx_neuron.models import audio_decoder, diffusion_decoder, signatures, video_decoder, vocoder
 from ltx_neuron.models.ancestral import AncestralTail
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
@@ -40,7 +41,9 @@ class Graph(NamedTuple):
 Calls = tuple[tuple[str, int], ...]
 # Prefix of a graph's parameter names: the part of a whole step, or the model.
 _PART = re.compile(r"^(?:head|blocks|tail|decoder)\.")
-_BLOCK = re.compile(r"(transformer_blocks\.|res_blocks\.)(\d+)")  # a graph serves any of these
+_BLOCK = re.compile(
+    r"((?:transformer_|res_|diff_)blocks\.|det_stages\.\d+\.)(\d+)"
+)  # a graph serves any of these
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ def connector_program(
 
 
 def tile_program_name(tile: tuple[int, int, int]) -> str:
-    """The name of the program that decodes tiles of latents (f, h, w)."""
+    """The name of the program that decodes tiles, or clips by diffusion, of latents (f, h, w)."""
     return f"vae-{'x'.join(map(str, tile))}"
 
 
@@ -253,6 +256,78 @@ def tile_program(
     chain.append(signatures.TileOutputs)
     calls.append(("conv_out", 0))
     return _chained(modules, chain, fields, tuple(calls))
+
+
+def video_program(
+    config: VideoDecoderConfig | DiffusionDecoderConfig,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> Program:
+    """The program of either video decoder: for tiles, or for clips, of latents (f, h, w)."""
+    make = diffusion_program if isinstance(config, DiffusionDecoderConfig) else tile_program
+    return make(config, size, dtype)  # pyright: ignore[reportArgumentType]
+
+
+def call_name(graph: str, first: int) -> str:
+    """The name of the run of one call of a graph of the diffusion decoder."""
+    return f"{graph}-{first}"
+
+
+def diffusion_program(
+    config: DiffusionDecoderConfig,
+    clip: tuple[int, int, int],
+    dtype: torch.dtype,
+    attention: str = "matmul",
+) -> Program:
+    """The diffusion decoder for a clip of latents (F, h, w), a span of frames on each rank. Every
+    call is a run of its own, because the host divides frames into spans anew for each. attention
+    is a key of KERNELS; only `matmul` compiles with a mask."""
+    attend, last = KERNELS[attention], len(config.channels) - 1
+    of_span, calls = signatures.span_outputs, {"latents_in": 1}
+    with torch.device("meta"):
+        modules = {
+            "latents_in": (
+                diffusion_decoder.LatentsIn(config),
+                signatures.LatentsInInputs,
+                of_span(0),
+            )
+        }
+        for stage, upsampling in enumerate(config.upsamplings):
+            module = diffusion_decoder.Stage(config, stage, attend)
+            inputs = signatures.diffusion_inputs(stage)
+            modules[f"stage_{stage}"] = module, inputs, of_span(stage)
+            module = diffusion_decoder.PixelShuffle(config.channels[stage], stage, upsampling)
+            inputs, outputs = stage_features(stage), namedtuple("Upsampled", f"upsampled_{stage}")
+            modules[f"upsample_{stage}"] = module, inputs, outputs
+            calls |= {f"stage_{stage}": config.depths[stage], f"upsample_{stage}": 1}
+        blocks = signatures.diffusion_inputs(last, "timestep", "context")
+        pixels = signatures.diffusion_inputs(last, "timestep")
+        modules |= {
+            "noise_in": (
+                diffusion_decoder.NoiseIn(config),
+                signatures.NoiseInInputs,
+                of_span(last),
+            ),
+            "denoise": (diffusion_decoder.Denoise(config, attend), blocks, of_span(last)),
+            "pixels_out": (
+                diffusion_decoder.PixelsOut(config, attend),
+                pixels,
+                signatures.PatchOutputs,
+            ),
+        }
+    calls |= {"noise_in": 1, "denoise": config.depths[last] - 1}
+    graphs = {
+        name: Graph(Part("decoder", module, after), before, after)
+        for name, (module, before, after) in modules.items()
+    }
+    runs = {
+        call_name(name, first): ((name, first),)
+        for name, count in calls.items()
+        for first in range(count)
+    }
+    final = config.depths[last] - 1
+    runs[call_name("pixels_out", final)] = (("pixels_out", final),)
+    return Program(graphs, runs, signatures.diffusion_fields(config, clip, dtype))
 
 
 class Part(nn.Module):

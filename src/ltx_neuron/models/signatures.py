@@ -72,6 +72,16 @@ Fields of the video decoder; each rank has its own tile:
   features_*                (F, C, H, W), features between the graphs, by stage
   tile_pixels               (1, 3, 8f - 7, 32h, 32w), about -1 to 1
 
+Fields of the diffusion decoder of the video; each rank has its own span of frames. A number after
+the name is the stage's:
+
+  latent_frames             (T, h, w, 128), latents
+  region_*, span_*          (R, H, W, C) and (T, H, W, C): a span's features, and those it reads
+  features_*, upsampled_*   the same features before and after upsampling
+  context, noise, patches   (T, H, W, C): upsampled features, noise and pixels in patches
+  timestep                  (1, 256), features of the noise's timestep
+  place_*, times_*, ...     the tensors of diffusion_decoder.Neighbourhood
+
 Fields of mel decoder and vocoder, float32; each rank has its own span:
 
   span_latent               (1, 8, T, 16), a span's audio latents
@@ -94,7 +104,17 @@ from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import GENERATOR_BINS, AudioDecoderConfig, VocoderConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
-from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
+from ltx_neuron.config.video import DiffusionDecoderConfig, Upsampling, VideoDecoderConfig
+from ltx_neuron.models.diffusion_decoder import (
+    OF_SPAN,
+    SPAN,
+    TIMESTEP_FEATURES,
+    Neighbourhood,
+    cut,
+    neighbourhoods,
+    patch_channels,
+    volumes,
+)
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
 # Selects the step and projects the latents to the streams.
@@ -154,6 +174,22 @@ SpectrogramOutputs = namedtuple("SpectrogramOutputs", "span_mel finite")
 VocoderInputs = namedtuple("VocoderInputs", "span_mel")
 LowWaveform = namedtuple("LowWaveform", "low_waveform")
 WaveformOutputs = namedtuple("WaveformOutputs", "span_waveform finite")
+
+
+LatentsInInputs = namedtuple("LatentsInInputs", "latent_frames")
+NoiseInInputs = namedtuple("NoiseInInputs", "noise context")
+PatchOutputs = namedtuple("PatchOutputs", "patches finite")
+
+
+def diffusion_inputs(stage: int, *more: str) -> type:
+    """Inputs of a diffusion decoder's block. more: those of the last stage."""
+    near = [f"{name}_{stage}" for name in Neighbourhood._fields]
+    return namedtuple("DiffusionInputs", (f"region_{stage}", *more, *near))
+
+
+def span_outputs(stage: int) -> type:
+    """The features of a span of frames."""
+    return namedtuple("SpanOutputs", f"span_{stage}")
 
 
 def waveform_inputs(stage: int) -> type:
@@ -240,7 +276,13 @@ def optional(inputs: tuple, field: str) -> Tensor | None:
 # The state between steps, which the host reads at a stage's end.
 LATENTS = ("video_latent", "audio_latent")
 FINITE = "finite"  # finite if they are
-RESULTS = (*LATENTS, "tile_pixels", "span_mel", "span_waveform")  # outputs that must be finite
+RESULTS = (
+    *LATENTS,
+    "tile_pixels",
+    "patches",
+    "span_mel",
+    "span_waveform",
+)  # outputs that must be finite
 # Of a guided step: with the prompt, with the negative prompt, without self-attention in the STG
 # blocks, and without attention between video and audio.
 PASSES = ("cond", "uncond", "perturbed", "isolated")
@@ -432,6 +474,38 @@ def tile_fields(
         "tile_pixels": _each(Field(pixels, dtype)),
         FINITE: _each(Field((1,), torch.float32)),
     }
+
+
+def diffusion_fields(
+    config: DiffusionDecoderConfig, clip: tuple[int, int, int], dtype: torch.dtype
+) -> dict[str, Field]:
+    """Every tensor of the diffusion decoder's graphs for a clip of latents (F, h, w). The ranks'
+    different spans form a batch."""
+    sizes, last = volumes(config, clip), len(config.channels) - 1
+    fields, near = {}, {}
+    for stage, (volume, channels) in enumerate(zip(sizes, config.channels, strict=True)):
+        frames, *picture = volume
+        times = cut(frames, SPAN, config.kernels[stage][0])
+        span = Field((times.size, *picture, channels), dtype)
+        fields[f"region_{stage}"] = Field((times.window, *picture, channels), dtype)
+        fields[f"span_{stage}"] = span
+        if stage < last:
+            time, down, across = config.upsamplings[stage].stride
+            height, width = picture[0] * down, picture[1] * across
+            larger = times.size * time, height, width, config.channels[stage + 1]
+            fields |= {f"features_{stage}": span, f"upsampled_{stage}": Field(larger, dtype)}
+        else:
+            patches = Field((times.size, *picture, patch_channels(config)), dtype)
+            fields |= {"context": span, "noise": patches, "patches": patches}
+        data = neighbourhoods(config.head_dim, config.kernels[stage], times, *picture)[0]
+        for name, tensor in data._asdict().items():
+            field = Field(tuple(tensor.shape), torch.float32)
+            near[f"{name}_{stage}"] = _each(field) if name in OF_SPAN else field
+    frames = fields["span_0"].shape[0]
+    fields["latent_frames"] = Field((frames, *sizes[0][1:], config.latent_channels), dtype)
+    fields = {name: _each(field) for name, field in fields.items()}
+    fields["timestep"] = Field((1, TIMESTEP_FEATURES), dtype)
+    return fields | near | {FINITE: _each(Field((1,), torch.float32))}
 
 
 def spectrogram_fields(config: AudioDecoderConfig, latents: int) -> dict[str, Field]:

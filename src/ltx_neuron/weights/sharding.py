@@ -68,12 +68,21 @@ GEMMA3 = {
     r"(?:video|audio)_connector\.learnable_registers": HOST,
 }
 
+_NEIGHBOURS = r"(?:det_stages\.\d+|diff_blocks)\.\d+\."
 # Each rank decodes different tiles with the whole decoder.
 VAE = {
     r"conv_(?:in|out)\.conv\.(?:weight|bias)": ALL,
     r"up_blocks\.\d+\.res_blocks\.\d+\.conv[12]\.conv\.(?:weight|bias)": ALL,
     r"up_blocks\.\d+\.conv\.conv\.(?:weight|bias)": ALL,
     r"per_channel_statistics\.(?:std|mean)-of-means": ALL,
+    # Of the diffusion decoder; each rank has different frames.
+    r"(?:conv_in|conv_in_x_t|conv_out)\.(?:weight|bias)|norm_out\.weight": ALL,
+    _NEIGHBOURS + r"attn\.(?:qkv|proj)\.(?:weight|bias)": ALL,
+    _NEIGHBOURS + r"(?:attn\.[qk]_norm|norm[12]|mlp\.w_(?:gate|up|down))\.weight": ALL,
+    r"diff_blocks\.\d+\.context_proj\.(?:weight|bias)": ALL,
+    r"diff_blocks\.\d+\.(?:scale_shift_table|gate_(?:msa|mlp|ctx))": ALL,
+    r"(?:upsamples\.\d+|shared_adaln)\.proj\.(?:weight|bias)": ALL,
+    r"t_embedder\.mlp\.[02]\.(?:weight|bias)": ALL,
 }
 
 
@@ -144,6 +153,8 @@ MODELS = {
             {"vae.decoder.": "", **{f"vae.{name}": name for name in _READ_STATISTICS}},
             (
                 "vae.encoder.",
+                "vae.decoder.coarse_",  # no model reads them: see UNREAD in config/video.py
+                "vae.decoder.type_emb",
                 f"vae.{STATISTICS}",
                 DIFFUSION,
                 TEXT_PROJECTION,

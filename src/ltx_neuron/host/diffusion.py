@@ -1,0 +1,210 @@
+"""Decodes video latents by the diffusion decoder, frame by frame from the first to the last.
+
+Every block of the decoder reads the frames before it as its windows need them, and keeps no others.
+All frames are as if the whole clip were decoded at once, and memory does not depend on its length.
+The host and the ranks run the same parts (models/diffusion_decoder.py) on the same spans.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ltx_neuron.config.video import DiffusionDecoderConfig
+from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.models.diffusion_decoder import (
+    SPAN,
+    Cut,
+    cut,
+    neighbourhoods,
+    timestep_features,
+    volumes,
+)
+from ltx_neuron.models.programs import diffusion_program, weight_name
+
+SPACE_FACTOR = 32  # pixels per row and column of latents
+_FRAMES = 8  # of a chunk of pixels
+
+Call = tuple[str, int]  # graph and first block
+Inputs = dict[str, Tensor]  # by the names of the graph's fields
+
+
+class HostSpans(nn.Module):
+    """The diffusion decoder's weights under the file's names. Its parts run on the host."""
+
+    at_once = 1
+
+    def __init__(self, config: DiffusionDecoderConfig):
+        super().__init__()
+        self.config = config
+        # The modules do not depend on the clip's size.
+        program = diffusion_program(config, config.smallest, torch.float32, "sdpa")
+        self.graphs = program.graphs
+        for name, shape in program.weights().items():
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, nn.Parameter(torch.empty(shape)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @torch.no_grad()
+    def run(self, clip: tuple[int, int, int], call: Call, spans: Sequence[Inputs]) -> list[Tensor]:
+        """The output of a call for each span; of a clip of any size."""
+        name, first = call
+        graph = self.graphs[name]
+        weights = {
+            parameter: self.get_parameter(weight_name(parameter, first))
+            for parameter, _ in graph.module.named_parameters()
+        }
+        inputs = [graph.inputs(**given) for given in spans]
+        return [functional_call(graph.module, weights, (each,))[0] for each in inputs]
+
+
+class _Frames:
+    """The frames of an iterator by number. Those before the last requested ones are freed."""
+
+    def __init__(self, frames: Iterator[Tensor]):
+        self._frames, self._kept, self._first = frames, [], 0
+
+    def take(self, start: int, count: int) -> Tensor:
+        """Some frames as one tensor; `start` must not decrease."""
+        del self._kept[: start - self._first]
+        self._first = start
+        self._kept += itertools.islice(self._frames, count - len(self._kept))
+        return torch.stack(self._kept[:count])
+
+
+class DiffusionDecoder:
+    """Decodes clips of one size.
+
+    clip     latents (F, h, w)
+    decoder  runs the calls, at most `at_once` spans together: HostSpans or backends.tiles.RankSpans
+    """
+
+    def __init__(self, config: DiffusionDecoderConfig, clip: tuple[int, int, int], decoder):
+        self.config, self.clip, self.decoder = config, clip, decoder
+        self.volumes = volumes(config, clip)
+
+    def pixels(self, latent: Tensor, seed: int) -> Iterator[Tensor]:
+        """Latents (1, C, F, h, w) to pixels (1, 3, N, 32h, 32w) of about -1 to 1, in chunks of
+        frames. seed: of the noise."""
+        config, dtype = self.config, self.decoder.dtype
+        frames, height, width = self.clip
+        _, rows, columns = self.volumes[0]
+        # A small clip's last frame and borders are repeated.
+        above, left = (rows - height) // 2, (columns - width) // 2
+        pad = left, columns - width - left, above, rows - height - above
+        padded = nn.functional.pad(latent[0].transpose(0, 1).float(), pad, mode="replicate")
+        total = self.volumes[0].frames
+        padded = torch.cat([padded, padded[-1:].expand(total - frames, -1, -1, -1)])
+        latents = padded.permute(0, 2, 3, 1).to(dtype)
+
+        last = self.volumes[-1]
+        shape = config.out_channels, last.frames, rows * SPACE_FACTOR, columns * SPACE_FACTOR
+        noise = (patches(frame, config.patch_size).to(dtype) for frame in noise_frames(shape, seed))
+        found = itertools.islice(self._patches(iter(latents), noise), 8 * frames - 7)
+        top, side = above * SPACE_FACTOR, left * SPACE_FACTOR
+        while some := [*itertools.islice(found, _FRAMES)]:
+            video = torch.stack([unpatched(each, config.patch_size) for each in some], 1)[None]
+            del some
+            video = video[:, :, :, top : top + height * SPACE_FACTOR]
+            yield video[..., side : side + width * SPACE_FACTOR].float()
+
+    def _patches(self, latents: Iterator[Tensor], noise: Iterator[Tensor]) -> Iterator[Tensor]:
+        """The pixels of every frame in patches, (H, W, patch)."""
+        config, last = self.config, len(self.volumes) - 1
+        features = self._stream(("latents_in", 0), self._whole(0), latent_frames=latents)
+        for stage, upsampling in enumerate(config.upsamplings):
+            times, near = self._near(stage)
+            for block in range(config.depths[stage]):
+                given = {f"region_{stage}": features}
+                features = self._stream((f"stage_{stage}", block), times, near, **given)
+            given = {f"features_{stage}": features}
+            features = self._stream((f"upsample_{stage}", 0), self._whole(stage), **given)
+            # Doubled frames include the first one.
+            features = itertools.islice(features, upsampling.stride[0] - 1, None)
+        blocks = config.depths[last]
+        features = itertools.islice(features, self.volumes[last].frames)
+        contexts = itertools.tee(features, blocks)
+        whole = self._whole(last)
+        features = self._stream(("noise_in", 0), whole, noise=noise, context=contexts[0])
+        times, near = self._near(last)
+        timestep = timestep_features(config.timestep_scale).to(self.decoder.dtype)
+        near = [{**each, "timestep": timestep} for each in near]
+        for block, context in enumerate(contexts[1:]):
+            given = {f"region_{last}": features, "context": context}
+            features = self._stream(("denoise", block), times, near, **given)
+        given = {f"region_{last}": features}
+        yield from self._stream(("pixels_out", blocks - 1), times, near, **given)
+
+    def _whole(self, stage: int) -> Cut:
+        """The spans of a stage's frames for calls without attention."""
+        return cut(self.volumes[stage].frames, SPAN, 1)
+
+    def _near(self, stage: int) -> tuple[Cut, list[Inputs]]:
+        """The spans of a stage's frames, and the data of each span's neighbourhood."""
+        (frames, *sides), kernel = self.volumes[stage], self.config.kernels[stage]
+        times = cut(frames, SPAN, kernel[0])
+        near = neighbourhoods(self.config.head_dim, kernel, times, *sides)
+        fields = [each._asdict().items() for each in near]
+        return times, [{f"{name}_{stage}": tensor for name, tensor in each} for each in fields]
+
+    def _stream(
+        self, call: Call, times: Cut, more: Sequence[Inputs] = (), **frames: Iterator[Tensor]
+    ) -> Iterator[Tensor]:
+        """The frames that a call computes, one by one. frames: its inputs, by field; more: further
+        inputs of each span."""
+        readers = {name: _Frames(each) for name, each in frames.items()}
+        parts = range(len(times.starts))
+
+        def inputs(part: int) -> Inputs:
+            given = {**more[part]} if more else {}
+            for name, reader in readers.items():
+                if name.startswith("region"):
+                    given[name] = reader.take(times.windows[part], times.window)
+                else:
+                    given[name] = reader.take(times.starts[part], times.size)
+            return given
+
+        for first in range(0, len(parts), self.decoder.at_once):
+            check_cancelled()
+            group = parts[first : first + self.decoder.at_once]
+            found = self.decoder.run(self.clip, call, [inputs(part) for part in group])
+            for part, span in zip(group, found, strict=True):
+                new = times.new[part] * len(span) // times.size
+                yield from span[len(span) - new :]
+
+
+def noise_frames(shape: tuple[int, int, int, int], seed: int) -> Iterator[Tensor]:
+    """The frames (C, H, W) of noise (C, F, H, W), float32, with the bits of one torch.randn by a
+    generator with the seed."""
+    channels, frames, height, width = shape
+    generators = [torch.Generator().manual_seed(seed)]
+    for _ in range(channels - 1):
+        following = torch.Generator()
+        following.set_state(generators[-1].get_state())
+        for _ in range(frames):  # to the next channel; torch draws 16 numbers at a time
+            torch.randn(height, width, generator=following)
+        generators.append(following)
+    for _ in range(frames):
+        yield torch.stack([torch.randn(height, width, generator=each) for each in generators])
+
+
+def patches(frame: Tensor, size: int) -> Tensor:
+    """Pixels (C, H, W) as patches of features (H / size, W / size, C size size)."""
+    x = frame.unflatten(2, (-1, size)).unflatten(1, (-1, size))  # (C, rows, q, columns, r)
+    return x.permute(1, 3, 0, 4, 2).flatten(2)
+
+
+def unpatched(features: Tensor, size: int) -> Tensor:
+    """The inverse of `patches`."""
+    x = features.unflatten(2, (-1, size, size))  # (rows, columns, C, r, q)
+    return x.permute(2, 0, 4, 1, 3).flatten(3, 4).flatten(1, 2)

@@ -1,0 +1,83 @@
+"""A diffusion decoder of a few channels, with weights that a seed makes."""
+
+import json
+from pathlib import Path
+
+import torch
+from helpers import generator
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ltx_neuron.config.video import DiffusionDecoderConfig, diffusion_decoder_config
+from ltx_neuron.host.diffusion import DiffusionDecoder, HostSpans
+
+VAE = {
+    "_class_name": "CausalDiffusionVAE",
+    "model_output_type": "x0",
+    "decoder": {
+        "in_channels": 8,
+        "out_channels": 3,
+        "patch_size": 4,
+        "head_dim": 16,
+        "stage_channels": [32, 32, 16, 16, 16],
+        "stage_depths": [1, 2, 1, 1, 3],
+        "stage_kernels": [[3, 3, 3], [3, 3, 3], [3, 3, 3], [3, 5, 3], [5, 5, 7]],
+        "stage5_kernel": [5, 5, 7],
+        "upsamples": [[[1, 2, 2], 1], [[2, 1, 1], 2], [[2, 2, 2], 1], [[2, 2, 2], 1]],
+        "timestep_scale_multiplier": 1000.0,
+        "default_num_inference_steps": 1,
+    },
+}
+SEED = 7  # of the golden frames' noise
+GATED = ["diff_blocks.0.gate_msa"]
+# Every few frames, rows and columns of what ltx-core 1.2.0's DiffusionVideoDecoder makes of
+# `latent` in float32, with NATTEN's neighbourhoods for the whole clip, by latent shape.
+GOLDEN = load_file(Path(__file__).parent / "golden" / "diffusion_decoder.safetensors")
+GOLDEN_STEPS = {"2x2x4": 4, "6x5x7": 8}
+
+
+def config_of(names=GATED) -> DiffusionDecoderConfig:
+    return diffusion_decoder_config({"vae": VAE}, names)
+
+
+def weights(config: DiffusionDecoderConfig) -> dict[str, Tensor]:
+    """The golden frames' weights by name, float32."""
+    drawn, made = generator(1), {}
+    for name, parameter in sorted(HostSpans(config).named_parameters()):
+        weight = torch.randn(parameter.shape, generator=drawn)
+        if weight.ndim == 2 and "table" not in name:
+            made[name] = weight * weight.shape[1] ** -0.5
+        elif any(part in name for part in ("norm", "gate", "std")):
+            made[name] = 1 + 0.3 * weight
+        else:
+            made[name] = 0.3 * weight
+    return made
+
+
+def spans(dtype: torch.dtype = torch.float32) -> HostSpans:
+    """The decoder on the host with the golden frames' weights."""
+    config = config_of()
+    decoder = HostSpans(config)
+    decoder.load_state_dict(weights(config), assign=True)
+    return decoder.to(dtype).requires_grad_(False)
+
+
+def write(path: Path, **more: Tensor) -> Path:
+    """Write the decoder's file under the names of a checkpoint. more: further tensors."""
+    shared = "per_channel_statistics."
+    named = {
+        ("vae." if name.startswith(shared) else "vae.decoder.") + name: tensor
+        for name, tensor in weights(config_of()).items()
+    }
+    save_file(named | more, path, metadata={"config": json.dumps({"vae": VAE})})
+    return path
+
+
+def latent(shape: tuple[int, int, int], seed: int = 2) -> Tensor:
+    return torch.randn(1, 8, *shape, generator=generator(seed))
+
+
+def pixels(decoder, shape: tuple[int, int, int], seed: int = SEED) -> Tensor:
+    """Decoded pixels (F, H, W, 3) of `latent`."""
+    chunks = DiffusionDecoder(decoder.config, shape, decoder).pixels(latent(shape), seed)
+    return torch.cat([*chunks], 2)[0].permute(1, 2, 3, 0)
