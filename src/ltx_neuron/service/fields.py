@@ -109,7 +109,7 @@ class HeldImage(Fields):
     ] = Field(validation_alias="image_url")
     frame: FrameIndex = 0
     strength: Strength = 1.0
-    crf: Crf = Field(default=None)  # the release's
+    crf: Crf | None = None  # the release's
 
 
 class HeldSound(Fields):
