@@ -199,6 +199,7 @@ class Finished:
             "checkpoint": self.checkpoint.fingerprint,
             **({"weights": "float8, dequantised"} if self.checkpoint.scales else {}),
             "model_version": self.checkpoint.model_version,
+            **self.files.identity,
             "config": self.transformer.digest,
             "dtype": self.dtype_name,
             "profile_set": list(self.profile.settings),

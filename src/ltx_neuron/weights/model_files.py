@@ -287,6 +287,17 @@ class ModelFiles:
             self._open[kind] = PartFile(self.path(kind), kind, self.release)
         return self._open[kind]
 
+    @property
+    def identity(self) -> dict:
+        """For reports and sidecars, the files of a split release besides the transformer's by their
+        fingerprints, and the kind of the video decoder; empty for a whole checkpoint."""
+        if not self.release.split:
+            return {}
+        parts = {kind: self.of(part.sections[0]) for kind, part in PARTS.items()}
+        files = {"text_encoder": self.text_encoder, **parts}
+        prints = {kind: file.fingerprint for kind, file in files.items() if file}
+        return {"files": prints, "video_decoder": self.decoder}
+
     def flag(self, section: str) -> str:
         """The flag of the file with a section's part."""
         kind = _OWNERS.get(section)
@@ -393,8 +404,12 @@ class ModelFiles:
 
     def describe_decoder(self) -> str:
         """The kind of the video VAE's decoder, and its file, as text."""
-        kind = "diffusion" if is_diffusion_vae(self.config) else "convolutional"
-        return f"{kind}, of {self.of('vae').path}"
+        return f"{self.decoder}, of {self.of('vae').path}"
+
+    @property
+    def decoder(self) -> str:
+        """The kind of the video VAE's decoder."""
+        return "diffusion" if is_diffusion_vae(self.config) else "convolutional"
 
     @cached_property
     def _folder(self) -> Path | None:
