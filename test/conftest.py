@@ -66,6 +66,14 @@ def tiny(shared):
 
 
 @pytest.fixture(scope="session")
+def split(shared):
+    """Paths of one set of tiny assets of LTX-2.5; tests must not change the files."""
+    from ltx_neuron.tiny.split import make_split
+
+    return once(shared / "split", make_split)
+
+
+@pytest.fixture(scope="session")
 def artifacts(shared) -> Path:
     """The artifacts folder of tests whose subject is not what lies in one: what one of them makes
     the others find, also those of another worker. Prompts that a test wants to be encoded are

@@ -154,12 +154,13 @@ def service(openai, setup, tiny, tmp_path_factory):
 
 
 @contextmanager
-def worker(setup, tiny, folder, *settings: str, previews: bool = False):
+def worker(setup, tiny, folder, *settings: str, previews: bool = False, neuron_gemma: bool = True):
     """A worker with its queue and what fills it. settings: of the profile."""
     workspace = Workspace(
         tiny.checkpoint, resolve("cpu", settings), setup.artifacts, TP, "float32", tiny.gemma_root
     )
-    options = RunOptions(True, spatial_upsampler_path=tiny.spatial_upsampler, cache_prompts=True)
+    upsampler = tiny.spatial_upsampler
+    options = RunOptions(neuron_gemma, spatial_upsampler_path=upsampler, cache_prompts=True)
     threads = torch.get_num_threads()
     queue = Queue(folder / "queue.sqlite", folder / "jobs")
     with closing(queue), Engine(workspace, Recorder(), options) as engine:

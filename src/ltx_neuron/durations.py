@@ -60,5 +60,5 @@ def predict_only(engine: Engine, job: Job, tensors: Path | None) -> None:
     if tensors:
         frames = run.job.lasting(seconds).size.num_frames
         found = {"seconds": torch.tensor([seconds]), "num_frames": torch.tensor([frames])}
-        identity = job.identity | engine.workspace.identity
+        identity = job.identity | {"checkpoint": engine.workspace.checkpoint.fingerprint}
         progress.write_run_tensors(tensors, run.tensors | found, identity)

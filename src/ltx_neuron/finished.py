@@ -13,8 +13,7 @@ from ltx_neuron import artifacts, hub, invocation
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config.common import digest
-from ltx_neuron.config.gemma import check_gemma_fits, gemma_config, read_config
-from ltx_neuron.config.release import release_of
+from ltx_neuron.config.gemma import check_gemma_fits
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.config.video import (
@@ -127,16 +126,12 @@ class Finished:
     @cached_property
     def gemma(self):
         assert self.gemma_root
-        file = self.files.text_encoder
-        config = (
-            read_config(file.gemma_config, file.path) if file else gemma_config(self.gemma_root)
-        )
+        config, file = self.files.gemma, self.files.text_encoder
         projection = (file or self.checkpoint).shapes.get(
             "text_embedding_projection.video_aggregate_embed.weight"
         )
-        check_gemma_fits(
-            config, self.transformer, self.gemma_root, projection[1] if projection else None
-        )
+        features, download = projection[1] if projection else None, file.download if file else ""
+        check_gemma_fits(config, self.transformer, self.gemma_root, features, download)
         return config
 
     def source(self, model: str, loras: WeightSet = ()) -> Source:
@@ -159,9 +154,8 @@ class Finished:
 
     def _check_lora(self, lora: Lora) -> None:
         """Raise UserError for a LoRA whose metadata names another supported release."""
-        file, release = lora.file(), self.checkpoint.release
-        if release_of(file.metadata.get("model_version", "")) not in (None, release):
-            check_release(file, "--lora", release, release.download("lora"))
+        release = self.checkpoint.release
+        check_release(lora.file(), "--lora", release, release.download("lora"))
 
     @cached_property
     def video_decoder(self):
@@ -210,6 +204,7 @@ class Finished:
             "checkpoint": self.checkpoint.fingerprint,
             **({"weights": "float8, dequantised"} if self.checkpoint.scales else {}),
             "model_version": self.checkpoint.model_version,
+            **self.files.identity,
             "config": self.transformer.digest,
             "dtype": self.dtype_name,
             "profile_set": list(self.profile.settings),

@@ -223,6 +223,7 @@ class LTXPipeline:
         skip_stage_2: bool = False,
         sound_only: bool = False,
         tail_frames: int | None = None,
+        num_generated_keyframes: int | None = None,
         sampler: str = Job.sampler,
         ic_loras: Sequence[tuple] = (),
         output_type: str = "np",
@@ -254,6 +255,7 @@ class LTXPipeline:
         images_as_guides      append an image at frame 0 like the others
         sound_only            generate no video (dev recipe); its file is a "wav"
         tail_frames           generate this many more frames, a multiple of 8, and cut them off
+        num_generated_keyframes  LTX-2.5: generate this many keyframes beside the clip in stage 1
         output_type           "np": frames and waveform, "latent": latents, "mp4": file output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
@@ -289,6 +291,7 @@ class LTXPipeline:
             images_as_guides=images_as_guides,
             skip_stage_2=skip_stage_2,
             tail_frames=_plain(tail_frames),
+            num_generated_keyframes=_plain(num_generated_keyframes),
             sampler=sampler,
             **self._sized(video, size | part | heard, recipe["loras"]),
             **recipe,

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.config.release import RELEASES, Release
 from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.host import conditions
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.hub import download_released
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
 from ltx_neuron.profiles import require_runtime
@@ -92,9 +92,9 @@ class Preflight:
             if job.recipe == "dev":
                 job.resolved_guidance.check(workspace.transformer.num_layers)
             for kind, flag in job.upsamplers.items():
-                download = f"Download it: {download_released(kind)}"
+                download = f"Download it: {workspace.checkpoint.release.download(kind)}"
                 require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
-        check_distilled_loras(jobs)
+        check_distilled_loras(jobs, workspace.checkpoint.release)
         require_runtime(workspace.profile, workspace.tp)
         check_guidance_groups(jobs, workspace.profile.guidance_parallel)
         for job in jobs:
@@ -106,6 +106,9 @@ class Preflight:
             if (job.sound or job.reference_audio) and not names_speech(job.prompt):
                 say_no_speech(conditions.SOUND if job.sound else conditions.voice_flag(job))
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
+        new = models.keys() - self._checked_models
+        if workspace.files.release.split and "video_decoder" in new:
+            print(f"video decoder: {workspace.files.describe_decoder()}")
         self.host.check([name for name in models if name not in self._checked_models])
         self._checked_models.update(models)
         self._check_weight_files(jobs)
@@ -177,13 +180,13 @@ class Preflight:
         return compiled
 
 
-def check_distilled_loras(jobs: list[Job]) -> None:
+def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> None:
     """Raise UserError if stage 2 of dev lacks the distilled LoRA, or no stage uses a given one."""
     refining = [job for job in jobs if job.recipe == "dev" and job.stages[-1].upsampled]
     if not all(job.stage_2_loras for job in refining):
         raise UserError(
             "--recipe dev --two-stage needs --distilled-lora: stage 2 has 3 steps, too few without"
-            f" the distilled LoRA\nDownload it: {lora.DOWNLOAD}"
+            f" the distilled LoRA\nDownload it: {release.download('lora')}"
         )
     given = [job for job in jobs if job.stage_2_loras]
     # In a batch, one-stage jobs may have it from the command's own flags.

@@ -165,7 +165,7 @@ def _break_files(world: World) -> None:
     header_only("no-metadata", None, None)
     header_only("2.0", {**config, "transformer": older}, None)
     header_only(
-        "2.5", merge(config, {"transformer": {"use_keyframes_abs_pos_embedding": True}}), "2.5.0"
+        "3.0", merge(config, {"transformer": {"use_keyframes_abs_pos_embedding": True}}), "3.0.0"
     )
     header_only("not-json", "{'transformer': {}}")
     header_only("a-list", "[1, 2]")
@@ -329,7 +329,7 @@ COMPILE_DIT: --checkpoint-path {bad}/circle -> circle: its symbolic links form a
 --checkpoint-path {bad}/a-list.safetensors -> no 'transformer' section | CHECKPOINT
 --checkpoint-path {spatial} -> no 'transformer' section | CHECKPOINT
 --checkpoint-path {bad}/2.0.safetensors -> 2.0 | runs 2.3 | CHECKPOINT
---checkpoint-path {bad}/2.5.safetensors -> 2.5.0 | runs 2.3 | CHECKPOINT
+--checkpoint-path {bad}/3.0.safetensors -> 3.0.0 | runs 2.3 and 2.5 | CHECKPOINT
 --checkpoint-path {bad}/rope_type.safetensors -> rope_type | 'interleaved' | 'split'
 --checkpoint-path {bad}/use_keyframes_abs_pos_embedding.safetensors -> \
 use_keyframes_abs_pos_embedding
@@ -563,7 +563,7 @@ def test_artifacts_that_do_not_fit(finished, check, script, flags, words):
     "without, words",
     [
         ("--checkpoint-path", ("--checkpoint-path", "required", "--help")),
-        ("--gemma-root", ("--gemma-root", "required", "--help")),
+        ("--gemma-root", ("needs --gemma-root", "--gemma-root gemma-3-12b")),
         ("--prompt", ("--prompt is empty", "type for example")),
         ("--output-path", ("--output-path", "out.mp4")),
     ],

@@ -254,7 +254,7 @@ def recorded():
     """
     bucket = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3)
     config = made_config(TinySizes(layers=3))[1]
-    gemma = dataclasses.replace(cases.widths(TP)["tiny"].gemma, num_hidden_layers=1)
+    gemma = dataclasses.replace(cases.widths(TP)["tiny"].gemmas["Gemma3"], num_hidden_layers=1)
     common = dict(tp=TP, comm=TorchDistComm(TP), dtype=torch.bfloat16)
     dit = partial(dit_program, config, bucket, blocks_per_graph=1, **common)
     gemma3 = partial(gemma3_program, gemma, config, 128, states=True, **common)

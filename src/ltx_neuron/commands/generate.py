@@ -9,7 +9,6 @@ from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.durations import predict_only
 from ltx_neuron.engine import Engine
-from ltx_neuron.errors import UserError
 from ltx_neuron.generate import generate, generate_batch
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
@@ -106,12 +105,6 @@ def run(args: argparse.Namespace) -> None:
         workspace = _workspace(args)
         lines = lines_of(args, workspace)
         if args.ray:
-            if any(line.job.auto_duration for line in lines):
-                raise UserError(
-                    "--ray distributes videos by their size, and the length of one is predicted"
-                    " when its prompt is encoded\nType --num-frames N, and leave"
-                    " --duration-head-path and --auto-duration out"
-                )
             from ltx_neuron.fleet import batch  # Ray is an extra
 
             batch.generate_batch(lines, args, workspace)

@@ -234,7 +234,7 @@ def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
             "--auto-duration: the length is known when the prompt is encoded, and graphs have one"
             " length\nType --num-frames N, the length that generate --predict-duration prints"
         )
-    check_distilled_loras(jobs)
+    check_distilled_loras(jobs, workspace.checkpoint.release)
     return jobs
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, GemmaConfig
 from ltx_neuron.hub import download_released
 
 
@@ -12,6 +13,7 @@ class Release:
     version    the beginning of `model_version` in the checkpoint's metadata
     image_crf  quality of the H.264 round trip of conditioning images (ltx-pipelines 1.2.0
                utils/constants.py)
+    gemma      the sizes of its text encoder
     split      whether every part has a file of its own: text encoder, video VAE, audio VAE
     excluded   inputs and settings of a job, spelled as in Inputs.given, that do not run on it
     ancestral  whether stage 1 of the distilled recipe uses the ancestral Euler sampler
@@ -21,6 +23,7 @@ class Release:
     version: str
     image_crf: int = 33
     ancestral: bool = False
+    gemma: GemmaConfig = GEMMA_3_12B
     split: bool = False
     excluded: tuple[str, ...] = ()
 
@@ -45,7 +48,9 @@ _UNCOMPARED = (
 )
 RELEASES = (
     Release("2.3"),
-    Release("2.5", image_crf=18, ancestral=True, split=True, excluded=_UNCOMPARED),
+    Release(
+        "2.5", image_crf=18, ancestral=True, gemma=GEMMA_4_12B, split=True, excluded=_UNCOMPARED
+    ),
 )
 
 

@@ -2,7 +2,9 @@
 waveform)."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ltx_neuron.config.common import HOST_DECODES, ModelConfig, check_numbers, check_values
 from ltx_neuron.errors import UserError
@@ -52,7 +54,7 @@ class AudioDecoderConfig(ModelConfig):
         return rows + 8 + 2, 0  # of the middle blocks and of conv_in
 
 
-def audio_decoder_config(metadata: dict) -> AudioDecoderConfig:
+def audio_decoder_config(metadata: Mapping[str, Any]) -> AudioDecoderConfig:
     """Parse the checkpoint's `config` metadata. Raises UserError for a mel decoder with another
     structure than the released one; ltx-core may still run it."""
     # ltx-core's defaults of absent values.
@@ -158,7 +160,7 @@ class VocoderConfig(ModelConfig):
         return -first, last
 
 
-def vocoder_config(metadata: dict) -> VocoderConfig:
+def vocoder_config(metadata: Mapping[str, Any]) -> VocoderConfig:
     """Parse the checkpoint's `config` metadata. Raises UserError for a vocoder with another
     structure than the released one; ltx-core may still run it."""
     try:

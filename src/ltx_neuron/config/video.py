@@ -1,7 +1,7 @@
 """The configuration of the video decoder on the ranks."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ _DEFAULTS = {"dims": 3, "norm_layer": "pixel_norm", "causal_decoder": False}
 _STRIDES = {"compress_time": (2, 1, 1), "compress_space": (1, 2, 2), "compress_all": (2, 2, 2)}
 
 
-def video_decoder_config(metadata: dict) -> VideoDecoderConfig:
+def video_decoder_config(metadata: Mapping[str, Any]) -> VideoDecoderConfig:
     """Parse the checkpoint's `config` metadata. Raises UserError for another structure than the
     released decoder's; the host may still be able to decode."""
     values = metadata.get("vae")
@@ -139,12 +139,14 @@ UNREAD = r"(?:coarse_.+|type_emb)"
 _ONE_STEP = {"decoder.default_num_inference_steps": 1, "model_output_type": "x0"}
 
 
-def is_diffusion_vae(metadata: dict) -> bool:
+def is_diffusion_vae(metadata: Mapping[str, Any]) -> bool:
     """Whether the video decoder of a checkpoint's `config` metadata is the diffusion decoder."""
     return (metadata.get("vae") or {}).get("_class_name") == DIFFUSION_VAE
 
 
-def diffusion_decoder_config(metadata: dict, names: Iterable[str] = ()) -> DiffusionDecoderConfig:
+def diffusion_decoder_config(
+    metadata: Mapping[str, Any], names: Iterable[str] = ()
+) -> DiffusionDecoderConfig:
     """Parse the `config` metadata of a diffusion VAE. names: of the file's tensors. Raises
     UserError for another structure than the released decoder's."""
     vae = metadata["vae"]

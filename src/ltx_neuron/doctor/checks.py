@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ltx_neuron import flags, hub
-from ltx_neuron.config.gemma import gemma_config
+from ltx_neuron.config.gemma import gemma_config, read_config
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, attempt, blocked, judged
 from ltx_neuron.doctor.groups import probe
@@ -33,9 +33,10 @@ from ltx_neuron.profiles import (
     resolve,
 )
 from ltx_neuron.sampling.latents import video_latent_shape
-from ltx_neuron.text.inputs import load_tokenizer
+from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
 from ltx_neuron.weights.checkpoint import gemma_files
 from ltx_neuron.weights.lora import WeightSet
+from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -88,6 +89,7 @@ def _examine(args: argparse.Namespace, system: System, machine: Machine) -> list
     for flag in flags.MODEL_FILES:
         with suppress(hub.NotDownloaded):  # the check `files` reports it
             setattr(args, flag, flags.local(args, flag))
+    _complete(args)
     images, recipe = flags.spec(args).image, args.recipe or Job.recipe
     job = Job("", flags.size(args), images=images, recipe=recipe)
     profile = PROFILES.get(machine.instance, PROFILES["cpu"])  # until one is resolved
@@ -218,6 +220,16 @@ def host(examination: Examination) -> Iterator[Finding]:
     yield judged("disk", need <= free, text, fix)
 
 
+def _complete(args: argparse.Namespace) -> None:
+    """Set the flags of files that are beside the transformer in its download."""
+    with suppress(UserError):
+        files = ModelFiles(args.checkpoint_path or "", args.gemma_root)
+        kinds = {"gemma_root": "gemma"}
+        kinds |= {f"{kind}_upsampler_path": kind for kind in ("spatial", "temporal")}
+        for flag, kind in kinds.items():
+            setattr(args, flag, getattr(args, flag) or files.find(kind))
+
+
 def weight_bytes(examination: Examination) -> dict[str, int]:
     """Bytes of the rank files by model, of all ranks together, from the headers of the published
     files. Empty without such files, or if they are damaged."""
@@ -268,7 +280,8 @@ def _checkpoint(examination: Examination) -> str:
     workspace = examination.workspace()
     for loras in examination.weight_sets:
         workspace.source("dit", loras)  # raises UserError if a tensor of the DiT is missing
-    models = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
+    path, files = workspace.checkpoint_path, workspace.files
+    models = HostModels(path, workspace.config, workspace.dtype, files=files)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
     config, float8 = workspace.transformer, workspace.checkpoint.describe_float8()
     return (
@@ -280,14 +293,19 @@ def _checkpoint(examination: Examination) -> str:
 
 def _gemma(examination: Examination) -> str:
     checkpoint, root = examination.args.checkpoint_path, flags.local(examination.args, "gemma_root")
-    config, weight_files = gemma_config(root), gemma_files(root)
-    config.check_tensor_parallel(examination.tp)
-    load_tokenizer(root)
     if checkpoint and os.path.isfile(checkpoint):
         workspace = examination.workspace()
         # Raise UserError unless Gemma matches the checkpoint's connectors.
-        _ = workspace.gemma
-        _ = workspace.source("gemma3")
+        config, weight_files = workspace.gemma, workspace.files.text_files()
+        _ = workspace.source("gemma3"), workspace.tokenizer
+    elif os.path.isfile(root):
+        file = TextEncoderFile(root, "")
+        config, weight_files = read_config(file.gemma_config, root), [file]
+        embedded_tokenizer(file)
+    else:
+        config, weight_files = gemma_config(root), gemma_files(root)
+        load_tokenizer(root)
+    config.check_tensor_parallel(examination.tp)
     return (
         f"{root} is whole: {config.num_hidden_layers} layers of {config.hidden_size} channels, "
         f"{format_bytes(sum(file.size for file in weight_files))}, tokenizer"

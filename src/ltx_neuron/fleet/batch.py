@@ -33,6 +33,12 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
         raise UserError(
             "--perf-dump-path cannot be combined with --ray: a latency report covers one machine"
         )
+    if any(line.job.auto_duration for line in lines):
+        raise UserError(
+            "--ray distributes videos by their size, and the length of one is predicted when its"
+            " prompt is encoded\nType --num-frames N, and leave --duration-head-path and"
+            " --auto-duration out"
+        )
     read = Engine(workspace, Recorder(), options).preflight.files_read([line.job for line in lines])
     batch.check_outputs(lines, outputs.folder, None, read | {"--prompts-file": args.prompts_file})
     folder = outputs.folder.absolute() / FOLDER

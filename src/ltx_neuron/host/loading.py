@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
+from ltx_neuron.config.release import Release
 from ltx_neuron.config.video import UNREAD, diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.float8 import WeightFile
-from ltx_neuron.weights.model_files import ModelFiles
+from ltx_neuron.weights.model_files import ModelFiles, check_release
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -178,7 +179,7 @@ def checkpoint_spec(
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics
 
-    def statistics(config: dict) -> torch.nn.Module:
+    def statistics(config: Mapping[str, Any]) -> torch.nn.Module:
         return PerChannelStatistics(config["vae"]["latent_channels"])
 
     from_config, prefix = {
@@ -214,28 +215,33 @@ def checkpoint_spec(
     return spec
 
 
-def upsampler_spec(kind: str, path: str | Path | None, dtype: torch.dtype) -> ModelSpec:
+def upsampler_spec(
+    kind: str, path: str | Path | None, dtype: torch.dtype, release: Release | None = None
+) -> ModelSpec:
     """The source of the "spatial" or "temporal" upsampler. Raises UserError unless the file is an
-    upsampler of that kind, by factor 2."""
+    upsampler of that kind, by factor 2, and not of another release than `release`."""
     import_ltx_core()
     from ltx_core.model import upsampler
 
-    config = _upsampler_config(kind, path)
+    download = release.download(kind) if release else download_released(kind)
+    config = _upsampler_config(kind, path, download, release)
     assert path
     return ModelSpec(
         name=f"{kind} upsampler",
         path=path,
         flag=f"--{kind}-upsampler-path",
-        download=download_released(kind),
+        download=download,
         build=partial(upsampler.LatentUpsamplerConfigurator.from_config, config),
         prefixes={"": ""},
         dtype=dtype,
     )
 
 
-def _upsampler_config(kind: str, path: str | Path | None) -> dict:
+def _upsampler_config(
+    kind: str, path: str | Path | None, download: str, release: Release | None
+) -> dict:
     """The config of an upsampler's own file."""
-    flag, download = f"--{kind}-upsampler-path", download_released(kind)
+    flag = f"--{kind}-upsampler-path"
     if path is None:
         raise UserError(
             f"{kind} upsampling needs its own model: pass its file with {flag} FILE\nDownload it:"
@@ -249,6 +255,8 @@ def _upsampler_config(kind: str, path: str | Path | None) -> dict:
             f"{path}: the 'config' metadata is not a JSON object: {error}\n"
             f"Download it again: {download}"
         ) from None
+    if release:
+        check_release(file, flag, release, download)
     kinds = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
     scale = config.get("spatial_scale", 2.0)
     if kinds != [kind] or (kind == "spatial" and scale != 2.0):

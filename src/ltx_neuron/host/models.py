@@ -1,7 +1,7 @@
 """The host models: video VAE, latent upsamplers, audio decoder and vocoder, run on the CPU with
 ltx-core's modules."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class HostModels:
     def __init__(
         self,
         checkpoint_path: str | Path,
-        config: dict,
+        config: Mapping[str, Any],
         dtype: torch.dtype,
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
@@ -261,7 +261,7 @@ class HostModels:
         """As audio_decoder."""
         return self._sound_model("vocoder", vocoder_config)
 
-    def _sound_model(self, name: str, config_of: Callable[[dict], object]) -> torch.nn.Module:
+    def _sound_model(self, name: str, config_of: Callable[[Any], object]) -> torch.nn.Module:
         spec = self._spec(name)
         model = spec.load()
         try:
@@ -295,7 +295,8 @@ class HostModels:
         """The source of a model by its property's name, such as "audio_decoder"."""
         kind, _, model = name.rpartition("_")
         if model == "upsampler":
-            return upsampler_spec(kind, self.upsampler_paths[kind], self.latent_dtype)
+            release = self.files and self.files.release
+            return upsampler_spec(kind, self.upsampler_paths[kind], self.latent_dtype, release)
         # The video encoder and decoder keep the stored dtype of their weights.
         dtypes = {
             "video_encoder": None,

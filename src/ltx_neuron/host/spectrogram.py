@@ -5,8 +5,9 @@ give the same numbers without torchaudio, which has no build for every torch.
 """
 
 import math
+from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ class MelSizes(NamedTuple):
     window: int
 
 
-def mel_sizes(config: dict) -> MelSizes:
+def mel_sizes(config: Mapping[str, Any]) -> MelSizes:
     """The sizes in a checkpoint's config (as ltx-core's AudioEncoderConfigurator reads them)."""
     audio = config["audio_vae"]
     parameters, stft = audio["model"]["params"], audio["preprocessing"]["stft"]

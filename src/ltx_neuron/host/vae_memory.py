@@ -10,8 +10,10 @@ the measured peak at the sizes of its test.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportReturnType=false
 
+from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 from ltx_core.model.video_vae import (
@@ -46,7 +48,7 @@ Shape = tuple[int, ...]
 
 
 def decode_bytes(
-    config: dict,
+    config: Mapping[str, Any],
     latent: tuple[int, int, int],
     threads: int,
     arithmetic: Arithmetic = FLOAT32,
@@ -82,7 +84,7 @@ def decode_bytes(
 
 
 def encode_bytes(
-    config: dict,
+    config: Mapping[str, Any],
     pixels: tuple[int, int, int],
     threads: int,
     arithmetic: Arithmetic = FLOAT32,

@@ -4,15 +4,16 @@ blocks."""
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from ltx_neuron.backends import mesh, registry
-from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
+from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, GemmaConfig
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
-from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.models.programs import (
     Program,
@@ -37,7 +38,7 @@ class Width(NamedTuple):
     for a small clip or for 512x768 with 121 frames."""
 
     config: dict
-    gemma: GemmaConfig
+    gemmas: dict[str, GemmaConfig]
     video_tokens: int
     audio_tokens: int
     tile: tuple[int, int, int]
@@ -47,17 +48,19 @@ class Width(NamedTuple):
 def widths(tp: int, ulysses: int = 2) -> dict[str, Width]:
     """The sizes to check by name, with enough heads for tp ranks in `ulysses` groups."""
     sizes = TinySizes(heads=max(4, ulysses * tp), gemma_heads=max(8, tp))
-    gemma = replace(
-        GEMMA_3_12B,
+    released = {"Gemma3": GEMMA_3_12B, "Gemma4": GEMMA_4_12B}
+    smaller = dict(
         hidden_size=sizes.gemma_hidden,
         intermediate_size=sizes.gemma_intermediate,
         num_attention_heads=sizes.gemma_heads,
         num_key_value_heads=sizes.gemma_kv_heads,
         head_dim=sizes.gemma_head_dim,
     )
+    tiny = {name: replace(gemma, **smaller) for name, gemma in released.items()}
+    tiny["Gemma4"] = replace(tiny["Gemma4"], global_head_dim=2 * sizes.gemma_head_dim)
     return {
-        "tiny": Width(tiny_config(sizes), gemma, 24, 18, (2, 2, 2), 3),
-        "full": Width(released_config(), GEMMA_3_12B, 6144, 126, (16, 9, 13), 126),
+        "tiny": Width(tiny_config(sizes), tiny, 24, 18, (2, 2, 2), 3),
+        "full": Width(released_config(), released, 6144, 126, (16, 9, 13), 126),
     }
 
 
@@ -98,7 +101,8 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
     for name, width in widths(tp, max(2, profile.ulysses)).items():
         transformer = transformer_config(width.config)
         transformer.check_tensor_parallel(tp)
-        width.gemma.check_tensor_parallel(tp)
+        for gemma in width.gemmas.values():
+            gemma.check_tensor_parallel(tp)
         for decoder, make in _decoders(width, dtype).items():
             yield Case(f"{name}: {decoder}", lambda comm, make=make: make(), one)
         for blocks in BLOCKS:
@@ -109,12 +113,16 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
                 audio_connector_num_layers=blocks,
             )
             # Layer 0 with the local RoPE base, layer 1 with the global one
-            gemma = replace(width.gemma, num_hidden_layers=blocks, full_attention_layers=(1,))
+            gemmas = {
+                name: replace(gemma, num_hidden_layers=blocks, full_attention_layers=(1,))
+                for name, gemma in width.gemmas.items()
+            }
             label = f"{name}, {blocks} block{'s' * (blocks > 1)}"
             buckets = _buckets(width, blocks)
+            configs = {kind: _config(config, bucket) for kind, bucket in buckets.items()}
             for kind, bucket in buckets.items():
                 dit = f"{label}: DiT, {kind}"
-                make = partial(dit_program, config, bucket, **common, attention=kernel)
+                make = partial(dit_program, configs[kind], bucket, **common, attention=kernel)
                 yield Case(f"{dit}, cut", partial(make, blocks_per_graph=blocks), one)
                 yield Case(f"{dit}, whole", partial(make, blocks_per_graph=0), one)
                 if may_divide(bucket, tp):
@@ -126,12 +134,13 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
                 for kind in kinds or buckets:
                     more = dict(blocks_per_graph=own.blocks_per_graph, attention=kernel)
                     more["sequence_parallel"] = own.sequence_parallel
-                    make = partial(dit_program, config, buckets[kind], **common, **more)
+                    make = partial(dit_program, configs[kind], buckets[kind], **common, **more)
                     if buckets[kind].video_tokens:
                         yield Case(f"{label}: DiT, {kind}, {layout}", make, own)
-            for tokens in profile.text_buckets:
-                for states in (False, True):
-                    text = f"{label}: Gemma3, {tokens} tokens{', all states' * states}"
+            for (encoder, gemma), tokens in product(gemmas.items(), profile.text_buckets):
+                # The states of both encoders are stacked alike.
+                for states in (False, True) if encoder == "Gemma3" else (False,):
+                    text = f"{label}: {encoder}, {tokens} tokens{', all states' * states}"
                     make = partial(gemma3_program, gemma, config, tokens, states=states, **common)
                     yield Case(text, make, one)
             make = partial(connector_program, config, **common, attention=other)
@@ -176,6 +185,13 @@ def _layouts(
     }
 
 
+def _config(config: TransformerConfig, bucket: Bucket) -> TransformerConfig:
+    """The model of a bucket: of an ancestral one LTX-2.5's, in what its graphs differ."""
+    if not bucket.ancestral:
+        return config
+    return replace(config, ff_bias=False, use_keyframes_abs_pos_embedding=True)
+
+
 def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
     """Every kind of the DiT's buckets. Buckets of retakes, masked references, NAG and a reference
     voice only change the inputs of a block, the head and the tail, and sound alone leaves out a
@@ -193,6 +209,7 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
         guided = replace(biased, guided=True)
         buckets |= {"masked reference": biased, "masked reference, guided": guided}
         buckets["negative prompt"] = replace(own, nag=True)
+        buckets["LTX-2.5, image to video"] = replace(images, ancestral=True)
         buckets["sound alone"] = replace(own, video_tokens=0, guided=True)
         # Stage 1 of a reference voice as long as the clip.
         kept = replace(images, audio_tokens=2 * width.audio_tokens, audio_timesteps=2)

@@ -198,7 +198,8 @@ def _(query: tuple, key: tuple, value: tuple, scale: float, **_) -> int:
 
 # Kernels of the DiT and the connectors, query, key, value (B, H, T|S, D) -> (B, H, T, D), with a
 # mask that is added to the scores, broadcast to (B, H, T, S), or None; the profile selects one for
-# a program. Gemma3's heads of 256 are larger than the kernels allow, so it always uses `matmul`.
+# a program. Gemma's heads of 256 or 512 are larger than the kernels allow, so it always uses
+# `matmul`.
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 KERNELS: dict[str, Kernel] = {
     "sdpa": sdpa,

@@ -11,8 +11,9 @@ assumptions, and the output prints them.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -265,11 +266,13 @@ def plan(
     tp: int,
     dtype: str,
     gemma: GemmaConfig | None = GEMMA_3_12B,
+    parts: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan a generation. The prompt does not matter. Raises UserError for sizes and TP degrees that
     the model cannot have.
 
     gemma  the text encoder's config; None if the host encodes the prompt
+    parts  the config of all parts of the model; None: the checkpoint's
     """
     job.check_shape()
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
@@ -323,7 +326,7 @@ def plan(
         host_bytes_to_load=0 if profile.maps_weights else ranks * weights_of_rank,
         # The groups of tp ranks map the same files.
         host_bytes_mapped=tp * weights_of_rank if profile.maps_weights else 0,
-        **_on_the_host(checkpoint, profile, job, torch_dtype),
+        **_on_the_host(parts or checkpoint.config, profile, job, torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
         float8=checkpoint.describe_float8(),
@@ -340,22 +343,25 @@ def weight_sets(job: Job) -> int:
     return 2 if refined else len({stage.loras for stage in job.stages})
 
 
-def _on_the_host(checkpoint: Checkpoint, profile: Profile, job: Job, dtype: torch.dtype) -> dict:
-    """The host's dtype for videos, and its memory for encoding and decoding."""
+def _on_the_host(config: Mapping[str, Any], profile: Profile, job: Job, dtype: torch.dtype) -> dict:
+    """The host's dtype for videos, and its memory for encoding and decoding; 0 without the config
+    of a video VAE."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
     from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
-    config, threads = checkpoint.config, profile.host_threads
+    threads, has_vae = profile.host_threads, "vae" in config
     latent = upscaled(job.latent_shape, job.upscale)
     computes, clips = arithmetic(profile.host_dtype, dtype), job.encoded_clips
     if job.images:  # one at a time, at the size of their stage
         clips += [EncodedClip((1, stage.height, stage.width)) for stage in job.stages]
     encoded = (
         encode_bytes(config, clip.pixels, threads, computes.of_latents(dtype), dtype, clip.whole)
-        for clip in clips
+        for clip in (clips if has_vae else ())
     )
     tiling = tiles.tiling(profile)
-    decoded = 0 if job.sound_only else decode_bytes(config, latent, threads, computes, tiling)
+    decoded = 0
+    if has_vae and not job.sound_only:
+        decoded = decode_bytes(config, latent, threads, computes, tiling)
     return {
         "host_bytes_to_encode": max(encoded, default=0),
         "host_bytes_to_decode": decoded,

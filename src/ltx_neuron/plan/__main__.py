@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ltx_neuron import errors, flags
 from ltx_neuron.backends.export import fake_process_group
-from ltx_neuron.config.gemma import GEMMA_3_12B, gemma_config
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.invocation import command
@@ -25,7 +24,7 @@ from ltx_neuron.plan.table import clip_table, layout_table, table
 from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.tune import tuned_settings
-from ltx_neuron.weights.checkpoint import Checkpoint
+from ltx_neuron.weights.model_files import ModelFiles
 from ltx_neuron.weights.tensorfile import DTYPES
 
 EXAMPLE = """ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge \\
@@ -40,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     flags.add_fields(parser, "video", ["sampler"])
     title = "The planned job besides the denoising steps, and the output's form."
     add = parser.add_argument_group("plan", title).add_argument
-    help = "Gemma folder with config.json (default: the sizes of Gemma3-12B)"
+    help = "Gemma folder with config.json (default: the released sizes)"
     add("--gemma-root", type=Path, metavar="DIR", help=help)
     help = "dev recipe: steps of stage 1 (default: 30; res_2s sampler: 15)"
     add("--num-inference-steps", type=int, metavar="N", help=help)
@@ -68,15 +67,17 @@ def main(argv: list[str] | None = None) -> None:
 def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     """The plan of the parsed flags, that of a whole clip's time, and the machine's layouts."""
     profile = resolve(args.profile, tuple(args.profile_set))
-    checkpoint = Checkpoint(flags.local(args, "checkpoint_path"))
+    names = "checkpoint_path", "gemma_root", "video_vae_path", "audio_vae_path"
+    files = ModelFiles(*(flags.local(args, name) for name in names))
+    checkpoint = files.checkpoint
     shape = flags.shape(args, args.recipe or Job.recipe)
     steps, upscale = args.num_inference_steps, args.upscale
     job = dataclasses.replace(shape, num_inference_steps=steps, upscale=upscale)
-    assert checkpoint.release
-    job = job.of_release(checkpoint.release)
-    gemma = gemma_config(flags.local(args, "gemma_root")) if args.gemma_root else GEMMA_3_12B
+    job.check_release(files.release)
+    job = job.of_release(files.release)
+    gemma = files.gemma if files.find("gemma") else files.release.gemma
     tp = profile.degree(args.tp_degree)
-    result = plan(checkpoint, profile, job, tp, args.dtype, gemma)
+    result = plan(checkpoint, profile, job, tp, args.dtype, gemma, files.config)
     config = transformer_config(checkpoint.config)
     with fake_process_group(tp):
         weights = text_weights(gemma, config, tp)
@@ -85,7 +86,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     tuned = tuned_settings.load(args.artifacts_dir, identity)
     clip = Clip(
         result,
-        checkpoint.config,
+        files.config,
         weights,
         profile,
         job,

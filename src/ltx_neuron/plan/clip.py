@@ -9,8 +9,9 @@ a new prompt and models that an earlier clip loaded.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from ltx_core.model.upsampler import LatentUpsamplerConfigurator
@@ -97,7 +98,7 @@ class Clip:
     """
 
     plan: Plan
-    config: dict
+    config: Mapping[str, Any]
     text_weights: dict[str, int]
     profile: Profile
     job: Job
@@ -303,7 +304,9 @@ class Clip:
 # --- FLOPs of the host's models: convolutions count as direct ones --------------------------------
 
 
-def _counted(from_config: Callable[[dict], torch.nn.Module], config: dict, *shape: int) -> int:
+def _counted(
+    from_config: Callable[[Any], torch.nn.Module], config: Mapping[str, Any], *shape: int
+) -> int:
     """FLOPs of one of ltx-core's modules for a tensor (1, *shape), on the meta device."""
     with torch.device("meta"):
         module = from_config(config)
@@ -312,7 +315,7 @@ def _counted(from_config: Callable[[dict], torch.nn.Module], config: dict, *shap
     return counter.get_total_flops()
 
 
-def _sound_flops(config: dict, latents: int, tp: int, ranks: int) -> int:
+def _sound_flops(config: Mapping[str, Any], latents: int, tp: int, ranks: int) -> int:
     """FLOPs of tp of the `ranks` that decode `latents` audio latents; ranks without a span count as
     busy."""
     mel, vocoder = audio_decoder_config(config), vocoder_config(config)

@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from starlette.datastructures import UploadFile
 
 from ltx_neuron.config.common import digest
-from ltx_neuron.sampling.conditions import Crf, FrameIndex, Strength
+from ltx_neuron.sampling.conditions import Crf, FrameIndex, Keyframes, Strength
 from ltx_neuron.sampling.spec import (
     DetailFields,
     Fields,
@@ -109,7 +109,7 @@ class HeldImage(Fields):
     ] = Field(validation_alias="image_url")
     frame: FrameIndex = 0
     strength: Strength = 1.0
-    crf: Crf = Field(default=None)  # the release's
+    crf: Crf | None = None  # the release's
 
 
 class HeldSound(Fields):
@@ -282,6 +282,7 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
         " {audio_url: a data URL}; used for as long as was compiled, listed in GET /v1/models",
     )
     identity_guidance_scale: float | None = described_as("identity_guidance_scale")
+    num_generated_keyframes: Keyframes | None = described_as("num_generated_keyframes")
     extend: float | None = described_as("extend")
     video_conditioning: Annotated[tuple[WeightedReference, ...], BeforeValidator(_references)] = (
         Field(
@@ -329,7 +330,7 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     @property
     def spec(self) -> JobSpec:
         """The JobSpec without the size and the files."""
-        names = {"prompt", "extend", "identity_guidance_scale"}
+        names = {"prompt", "extend", "identity_guidance_scale", "num_generated_keyframes"}
         for fields in (GuidanceFields, DetailFields, SamplingFields):
             names |= set(fields.model_fields)
         return JobSpec(**self.model_dump(include=names))

@@ -114,7 +114,11 @@ class JobSubmitter:
         )
         sizes, wanted, notes = self.sizes, request.wanted, []
         spec = request.spec.model_copy(update=self._media(request, folder))
-        inputs: dict[str, Any] = {"images": images, "nag_scale": spec.nag_scale}
+        inputs: dict[str, Any] = {
+            "images": images,
+            "nag_scale": spec.nag_scale,
+            "num_generated_keyframes": spec.num_generated_keyframes,
+        }
         if request.video_reference:  # its file has the size
             chosen = CompiledSize(Size(), wanted.recipe or sizes.default.recipe)
             if wanted.seconds is not None:

@@ -47,6 +47,7 @@ _AS_THESE = {
     "references": "such reference videos",
     "attention_mask": "their mask",
     "nag_scale": "nag_scale",
+    "num_generated_keyframes": "so many generated keyframes",
     "reference_audio": "such a voice",
 }
 # Inputs whose graphs may be the only ones of their size -> the request's field
@@ -54,7 +55,9 @@ _OWN_GRAPHS = {
     "references": "video_conditioning",
     "reference_audio": "reference_audio",
     "nag_scale": "nag_scale",
+    "num_generated_keyframes": "num_generated_keyframes",
 }
+_KEYFRAMES = range(1, 9)  # the counts for which graphs are searched
 
 
 class RequestedSize(VideoFields):
@@ -215,6 +218,7 @@ class SizeRegistry:
                 "input_reference": [{"images": (ImageCondition("x"),)}],
                 "audio_reference": [{"sound": SoundCondition("x")}],
                 "nag_scale": [{"nag_scale": 11.0}],  # of any scale
+                "num_generated_keyframes": [{"num_generated_keyframes": n} for n in _KEYFRAMES],
                 "video_reference": [{"retake": Retake("x")}] if not size.two_stage else [],
                 "video_conditioning": [{"references": (one,)} for one in references],
                 "conditioning_attention_mask": [

@@ -1,4 +1,4 @@
-"""Token ids to contexts, with Gemma3 and the connectors on the ranks. host_encoder.py does the same
+"""Token ids to contexts, with Gemma and the connectors on the ranks. host_encoder.py does the same
 on the host's CPU.
 
 ltx-core pads a prompt on its left to 1024 tokens, and positions count the padding. Padding has no
@@ -43,7 +43,7 @@ class Contexts(NamedTuple):
 
 
 class RankTextEncoder:
-    """Encodes on the ranks: the sharded Gemma3 in buckets of tokens, then the sharded connectors.
+    """Encodes on the ranks: the sharded Gemma in buckets of tokens, then the sharded connectors.
 
     ranks    a running backend (backends.ranks) that has loaded the programs and these weights
     weights  folder of the rank files; its host file has embeddings and registers

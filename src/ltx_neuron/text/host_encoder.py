@@ -1,4 +1,4 @@
-"""Token ids to contexts, with Gemma3 and the connectors on the host's CPU.
+"""Token ids to contexts, with Gemma and the connectors on the host's CPU.
 
 Shapes as in encoders.py.
 """
@@ -75,7 +75,7 @@ class HostTextEncoder:
 
     @cached_property
     def encoder(self) -> Gemma3Encoder:
-        """Gemma3 whose layers are filled with weights when they run. `_features` computes the
+        """Gemma whose layers are filled with weights when they run. `_features` computes the
         projections of its hidden states."""
         with torch.device("meta"):
             comm: Any = SingleRank()  # without what sequence parallelism needs

@@ -7,10 +7,13 @@ from pathlib import Path
 from ltx_neuron import tiny
 from ltx_neuron.command_line import Parser
 from ltx_neuron.errors import run
+from ltx_neuron.tiny.split import make_split
+
+_MAKERS = {"2.3": tiny.make_tiny, "2.5": make_split}
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the directory and one flag per field of TinySizes."""
+    """Parse the directory, the release, and one flag per field of TinySizes."""
     parser = Parser(prog="python -m ltx_neuron.tiny", description=tiny.__doc__)
     parser.add_argument(
         "directory",
@@ -18,6 +21,8 @@ def parse_arguments() -> argparse.Namespace:
         metavar="DIR",
         help="folder to write to; an earlier tiny set is replaced",
     )
+    help = "release of LTX-2 whose files to write (default: 2.3)"
+    parser.add_argument("--version", choices=list(_MAKERS), default="2.3", help=help)
     for size in fields(tiny.TinySizes):
         flag = "--" + size.name.replace("_", "-")
         parser.add_argument(
@@ -34,8 +39,9 @@ def main() -> None:
     """Write the assets and print their paths."""
     arguments = vars(parse_arguments())
     directory = arguments.pop("directory")
+    make = _MAKERS[arguments.pop("version")]
     sizes = tiny.TinySizes(**arguments)
-    assets = tiny.make_tiny(directory, sizes)
+    assets = make(directory, sizes)
     for name, path in assets._asdict().items():
         files = path.rglob("*") if path.is_dir() else [path]
         print(f"{name:20s} {sum(file.stat().st_size for file in files) / 1e3:8.1f} kB  {path}")

@@ -201,12 +201,18 @@ def write_gemma4_file(path: Path, sizes: TinySizes) -> None:
     names = "bos_token", "eos_token", "pad_token", "unk_token"
     settings = {name: TOKENIZER_CONFIG[name] for name in names}
     assets = {
-        "tokenizer_json": tokenizer,
-        "hf_asset__tokenizer_config.json": settings | {"tokenizer_class": "GemmaTokenizer"},
-        "hf_asset__processor_config.json": {"processor_class": "Gemma4UnifiedProcessor"},
+        "tokenizer_json": json.dumps(tokenizer),
+        "hf_asset__tokenizer_config.json": json.dumps(
+            settings | {"tokenizer_class": "GemmaTokenizer"}
+        ),
+        "hf_asset__processor_config.json": json.dumps(
+            {"processor_class": "Gemma4UnifiedProcessor"}
+        ),
+        "hf_asset__generation_config.json": json.dumps({"pad_token_id": 0}),
+        "hf_asset__chat_template.jinja": TOKENIZER_CONFIG["chat_template"],
     }
     for name, content in assets.items():
-        data = bytearray(json.dumps(content).encode())
+        data = bytearray(content.encode())
         tensors[name] = torch.frombuffer(data, dtype=torch.uint8)
     save(path, tensors, {"format": "pt", "gemma_config": json.dumps(config)})
 
@@ -219,17 +225,31 @@ def gemma_4_config(sizes: TinySizes) -> dict:
         "architectures": ["Gemma4UnifiedForConditionalGeneration"],
         "gemma_version": GEMMA_4_VERSION,
         **{name: first + index for index, name in enumerate(MEDIA_TOKENS)},
+        "dtype": "bfloat16",
+        "eos_token_id": [SPECIAL_TOKENS.index("<eos>")],
+        "initializer_range": 0.02,
         "model_type": "gemma4_unified",
+        "tie_word_embeddings": True,
+        "transformers_version": "5.10.1",
+        **_gemma_4_senses(sizes.gemma_hidden),
         "text_config": {
             "attention_bias": False,
+            "attention_dropout": 0.0,
             "attention_k_eq_v": True,
+            "bos_token_id": SPECIAL_TOKENS.index("<bos>"),
+            "dtype": "bfloat16",
             "enable_moe_block": False,
+            "eos_token_id": SPECIAL_TOKENS.index("<eos>"),
+            "final_logit_softcapping": 30.0,
             "global_head_dim": 2 * sizes.gemma_head_dim,
             "head_dim": sizes.gemma_head_dim,
             "hidden_activation": "gelu_pytorch_tanh",
             "hidden_size": sizes.gemma_hidden,
             "hidden_size_per_layer_input": 0,
+            "initializer_range": 0.02,
             "intermediate_size": sizes.gemma_intermediate,
+            "max_position_embeddings": 262144,
+            "tie_word_embeddings": True,
             "layer_types": [
                 "sliding_attention" if (index + 1) % period else "full_attention"
                 for index in range(sizes.gemma_layers)
@@ -258,6 +278,18 @@ def gemma_4_config(sizes: TinySizes) -> dict:
     }
 
 
+def _gemma_4_senses(width: int) -> dict:
+    """The configs of sounds and images, which are not read."""
+    shared = {"dtype": "bfloat16", "initializer_range": 0.02, "rms_norm_eps": 1e-06}
+    vision = {"mm_embed_dim": width, "mm_posemb_size": 4, "model_type": "gemma4_unified_vision"}
+    vision |= {"num_soft_tokens": 4, "output_proj_dims": width}
+    vision |= {"patch_size": 2, "pooling_kernel_size": 1}
+    return {
+        "audio_config": {"audio_embed_dim": 8, "model_type": "gemma4_unified_audio"} | shared,
+        "vision_config": vision | shared,
+    }
+
+
 def gemma_4_shapes(config: dict, sizes: TinySizes) -> dict[str, Tensor]:
     """The weights of that file on the meta device, under their published names, with one of the
     vision tower."""
@@ -279,12 +311,25 @@ def gemma_4_shapes(config: dict, sizes: TinySizes) -> dict[str, Tensor]:
             shapes[f"{layer}{name}_layernorm.weight"] = (width,)
         shapes[f"{layer}layer_scalar"] = (1,)
     shapes |= {"model.embed_tokens.weight": (text["vocab_size"], width)}
-    shapes |= {"model.norm.weight": (width,), "vision_model.patch_dense.weight": (width, 12)}
+    shapes |= {"model.norm.weight": (width,), **_gemma_4_towers(width)}
     for stream, channels in (("video", sizes.video_inner), ("audio", sizes.audio_inner)):
         projection = f"text_embedding_projection.{stream}_aggregate_embed."
         shapes[f"{projection}weight"] = (channels, width * (len(text["layer_types"]) + 1))
         shapes[f"{projection}bias"] = (channels,)
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def _gemma_4_towers(width: int) -> dict[str, tuple[int, ...]]:
+    """The tensors for images and sounds, which are not read."""
+    sizes = {"patch_ln1": 12, "patch_ln2": width, "pos_norm": width}
+    shapes = {f"{name}.{kind}": (n,) for name, n in sizes.items() for kind in ("weight", "bias")}
+    shapes |= {"patch_dense.weight": (width, 12), "patch_dense.bias": (width,)}
+    shapes |= {"pos_embedding": (4, 2, width)}
+    towers = {f"vision_model.{name}": shape for name, shape in shapes.items()}
+    projectors = {"multi_modal_projector": width, "audio_projector": 8}
+    return towers | {
+        f"{name}.embedding_projection.weight": (width, n) for name, n in projectors.items()
+    }
 
 
 def _random_gemma_4_weight(name: str, like: Tensor, generator: Generator) -> Tensor:

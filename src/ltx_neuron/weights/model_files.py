@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 from ltx_neuron import hub
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, gemma_download
+from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
 from ltx_neuron.config.release import Release, release_of
+from ltx_neuron.config.video import is_diffusion_vae
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.checkpoint import Checkpoint, gemma_files
 from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.tensorfile import TensorFile
 
-CONVOLUTIONAL = "CausalVideoAutoencoder"  # `_class_name` of a video VAE that is no diffusion model
 RECIPES = "distilled", "dev"
 _TRANSFORMERS = "diffusion_models"  # the transformers' folder in a download
 _TOKENIZER, _ASSET = "tokenizer_json", "hf_asset__"  # names of tensors that are files
@@ -182,9 +183,9 @@ def _flattened(vae: dict, encoder: dict) -> dict:
 
 
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
-    """Raise UserError if the metadata of a file says that it is of another release."""
-    version = file.metadata.get("model_version")
-    if version is not None and release_of(version) is not release:
+    """Raise UserError if the metadata of a file says that it is of another supported release."""
+    version = file.metadata.get("model_version", "")
+    if release_of(version) not in (None, release):
         raise UserError(
             f"{flag} {file.path} is of LTX {version}, the checkpoint of LTX-{release.version}:"
             f" they do not fit together\nDownload the one of the same release: {download}"
@@ -262,7 +263,8 @@ class ModelFiles:
         self.checkpoint = Checkpoint(Path(checkpoint_path))
         named = {"gemma": gemma_root, "video_vae": video_vae_path, "audio_vae": audio_vae_path}
         self.given = {kind: Path(path) for kind, path in named.items() if path}
-        self.release, self._open = self.checkpoint.release, {}
+        self.release = self.checkpoint.release
+        self._open: dict[str, PartFile] = {}
         for kind in PARTS.keys() & self.given.keys() if not self.release.split else ():
             part = PARTS[kind]
             raise UserError(
@@ -278,17 +280,28 @@ class ModelFiles:
     def of(self, section: str) -> WeightFile:
         """The file with the part that a section of the config describes, such as "vae"."""
         kind = _OWNERS.get(section)
-        if not self.release.split or kind is None:
-            return self.checkpoint
+        return self._part(kind) if self.release.split and kind else self.checkpoint
+
+    def _part(self, kind: str) -> "PartFile":
         if kind not in self._open:
             self._open[kind] = PartFile(self.path(kind), kind, self.release)
         return self._open[kind]
 
+    @property
+    def identity(self) -> dict:
+        """For reports and sidecars, the files of a split release besides the transformer's by their
+        fingerprints, and the kind of the video decoder; empty for a whole checkpoint."""
+        if not self.release.split:
+            return {}
+        parts = {kind: self.of(part.sections[0]) for kind, part in PARTS.items()}
+        files = {"text_encoder": self.text_encoder, **parts}
+        prints = {kind: file.fingerprint for kind, file in files.items() if file}
+        return {"files": prints, "video_decoder": self.decoder}
+
     def flag(self, section: str) -> str:
         """The flag of the file with a section's part."""
         kind = _OWNERS.get(section)
-        split = self.release.split and kind is not None
-        return PARTS[kind].flag if split else "--checkpoint-path"
+        return PARTS[kind].flag if self.release.split and kind else "--checkpoint-path"
 
     @property
     def gemma_root(self) -> Path | None:
@@ -299,10 +312,10 @@ class ModelFiles:
     def text_encoder(self) -> TextEncoderFile | None:
         """The text encoder of a split release; None for Gemma's folder. Raises UserError unless it
         is the one that the transformer was trained with."""
-        root, version = self.gemma_root, self.release.version
         if not self.release.split:
-            self._check_folder(root)
+            self._check_folder(self.gemma_root)
             return None
+        root, version = self.path("gemma"), self.release.version
         download = self.release.download("gemma")
         if root.is_dir():
             raise UserError(
@@ -341,6 +354,19 @@ class ModelFiles:
         except (ValueError, AttributeError):
             return None
 
+    @cached_property
+    def gemma(self) -> GemmaConfig:
+        """The text encoder's config. Raises UserError if it is that of another release."""
+        assert self.gemma_root
+        file, root = self.text_encoder, self.gemma_root
+        config = read_config(file.gemma_config, file.path) if file else gemma_config(root)
+        if config.norms_add_one != self.release.gemma.norms_add_one:
+            raise UserError(
+                f"--gemma-root {root} is another Gemma than that of LTX-{self.release.version}, the"
+                f" release of --checkpoint-path {self.checkpoint.path}"
+            )
+        return config
+
     def text_files(self) -> list[TensorFile]:
         """The files with Gemma's weights and, if the checkpoint lacks them, the projections."""
         if (file := self.text_encoder) is not None:
@@ -370,8 +396,20 @@ class ModelFiles:
             name, downloads = hub.spelled(self._folder), kind in (*PARTS, "gemma", "duration_head")
             of_hub = name != str(self._folder)
             return hub.local_path(name, kind) if of_hub and downloads else None
-        plain = [path for path in found if kind == "video_vae" and not _is_diffusion(path)]
+        configs = {path: config_of(TensorFile(path, "")) for path in found}
+        plain = [
+            path for path in found if kind == "video_vae" and not is_diffusion_vae(configs[path])
+        ]
         return _only(plain or found, self._folder, _named(kind)[0])
+
+    def describe_decoder(self) -> str:
+        """The kind of the video VAE's decoder, and its file, as text."""
+        return f"{self.decoder}, of {self.of('vae').path}"
+
+    @property
+    def decoder(self) -> str:
+        """The kind of the video VAE's decoder."""
+        return "diffusion" if is_diffusion_vae(self.config) else "convolutional"
 
     @cached_property
     def _folder(self) -> Path | None:
@@ -397,11 +435,6 @@ def _named(kind: str) -> tuple[str, str]:
     return others.get(kind, (f"--{kind}-upsampler-path", f"{kind} upsampler"))
 
 
-def _is_diffusion(path: Path) -> bool:
-    vae = config_of(TensorFile(path, "")).get("vae", {})
-    return vae.get("_class_name", CONVOLUTIONAL) != CONVOLUTIONAL
-
-
 class _Config(Mapping[str, Any]):
     """The config sections of the files of a split release. A section's file is opened when the
     section is read."""
@@ -411,7 +444,7 @@ class _Config(Mapping[str, Any]):
 
     def __getitem__(self, section: str) -> Any:
         if section in _OWNERS:
-            return self._files.of(section).config[section]
+            return self._files._part(_OWNERS[section]).config[section]
         return self._files.checkpoint.config[section]
 
     def __iter__(self) -> Iterator[str]:

@@ -1,0 +1,228 @@
+"""LTX-2.5 is a file per part: each is known by its metadata, found in its download, and refused
+with a model that it does not fit."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ltx_neuron.config.release import RELEASES
+from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.hub import RELEASED
+from ltx_neuron.job import Job
+from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.conditions import Retake, SoundCondition
+from ltx_neuron.sampling.size import Size
+from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located
+from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.workspace import Workspace
+
+
+def refused(call) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    return str(error.value)
+
+
+def changed(source: Path, target: Path, **metadata) -> Path:
+    """A copy of a file with other metadata."""
+    with safe_open(source, "pt") as file:
+        said = {**file.metadata(), **metadata}
+    save_file(load_file(source), target, {k: v for k, v in said.items() if v is not None})
+    return target
+
+
+def alone(split, folder: Path) -> Path:
+    """The transformer outside of its download."""
+    return Path(shutil.copy(split.distilled, folder / "transformer.safetensors"))
+
+
+def workspace(checkpoint: Path, gemma: Path | None = None, **paths) -> Workspace:
+    return Workspace(checkpoint, resolve("cpu"), "artifacts", 1, "float32", gemma, **paths)
+
+
+# --- what a file is, and where it is --------------------------------------------------------------
+
+
+def test_a_file_is_known_by_its_metadata_whatever_its_name(split, tiny, tmp_path):
+    kinds = {
+        "distilled": "transformer",
+        "dev": "transformer",
+        "text_encoder": "gemma",
+        "video_vae": "video_vae",
+        "diffusion_vae": "video_vae",
+        "audio_vae": "audio_vae",
+        "spatial_upsampler": "spatial",
+        "temporal_upsampler": "temporal",
+        "duration_head": "duration_head",
+        "lora": "lora",
+    }
+    for number, (name, kind) in enumerate(kinds.items()):
+        renamed = tmp_path / f"{number}.safetensors"
+        os.symlink(getattr(split, name), renamed)
+        assert kind_of(TensorFile(renamed, "")) == kind
+    assert kind_of(TensorFile(tiny.checkpoint, "")) == "transformer"
+
+
+def test_a_download_s_folder_has_the_transformer_of_each_recipe_and_all_other_files(split):
+    assert located(split.folder, "distilled") == split.distilled
+    files = ModelFiles(located(split.folder, "dev"))
+    assert files.checkpoint.path == split.dev
+    found = {kind: files.find(kind) for kind in ("gemma", "audio_vae", "spatial", "temporal")}
+    assert found == {
+        "gemma": split.text_encoder,
+        "audio_vae": split.audio_vae,
+        "spatial": split.spatial_upsampler,
+        "temporal": split.temporal_upsampler,
+    }
+    assert located(split.folder, "gemma") == split.text_encoder
+
+
+def test_of_two_video_vaes_the_convolutional_one_decodes_unless_the_other_is_typed(split):
+    files = ModelFiles(split.distilled)
+    assert files.describe_decoder() == f"convolutional, of {split.video_vae}"
+    typed = ModelFiles(split.distilled, video_vae_path=split.diffusion_vae)
+    assert typed.describe_decoder() == f"diffusion, of {split.diffusion_vae}"
+
+
+def test_a_folder_with_one_transformer_has_that_of_any_recipe_and_one_with_none_is_refused(
+    split, tmp_path
+):
+    one = tmp_path / "one" / "diffusion_models"
+    one.mkdir(parents=True)
+    shutil.copy(split.dev, one / "model.safetensors")
+    assert located(one.parent, "distilled") == one / "model.safetensors"
+    shutil.copy(split.dev, one / "other.safetensors")
+    message = refused(lambda: located(one.parent, "distilled"))
+    assert "2 files for --checkpoint-path" in message and "other.safetensors" in message
+    assert "is a folder" in refused(lambda: located(split.video_vae.parent, "distilled"))
+
+
+def test_the_config_of_all_parts_reads_like_a_checkpoint_s(split, tiny):
+    config, whole = ModelFiles(split.distilled).config, ModelFiles(tiny.checkpoint).config
+    assert {*whole} == {*config}
+    assert all(config[name] == whole[name] for name in ("vae", "audio_vae", "vocoder"))
+
+
+def test_a_part_s_tensors_have_the_names_that_a_checkpoint_gives_them(split, tiny):
+    of, whole = ModelFiles(split.distilled).of, ModelFiles(tiny.checkpoint)
+    for section in ("vae", "audio_vae", "vocoder"):
+        prefix, part = f"{section}.", of(section)
+        expected = {name for name in whole.checkpoint.shapes if name.startswith(prefix)}
+        assert {name for name in part.shapes if name.startswith(prefix)} == expected
+    name = "vae.decoder.conv_in.conv.weight"
+    stored = load_file(split.video_vae)[name.removeprefix("vae.")]
+    assert torch.equal(of("vae").read(name), stored)
+
+
+def test_both_video_vaes_encode_and_both_decoders_have_all_their_tensors(split):
+    pixels, encoded = torch.rand(1, 3, 1, 64, 64) * 2 - 1, []
+    for path in (split.video_vae, split.diffusion_vae):
+        files = ModelFiles(split.distilled, video_vae_path=path)
+        host = HostModels(split.distilled, files.config, torch.float32, files=files)
+        host.check(["video_decoder", "video_statistics", "audio_decoder", "vocoder"])
+        encoded.append(host.encode_image(pixels))
+    assert torch.equal(*encoded)  # both files have the same encoder
+
+
+def test_a_text_encoder_s_file_has_config_and_tokenizer_and_no_weights_of_them(split):
+    file = TextEncoderFile(split.text_encoder, "")
+    assert file.gemma_config["text_config"]["num_hidden_layers"] == 4
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {*file.assets}
+    assert json.loads(file.asset("tokenizer.json"))["model"]["type"] == "BPE"
+    assert not any("tokenizer" in name for name in file.shapes)
+
+
+def test_the_released_repository_has_a_file_of_every_kind():
+    kinds = {"distilled", "dev", "gemma", "video_vae", "audio_vae", "lora"}
+    kinds |= {"spatial", "temporal", "duration_head"}
+    assert RELEASED["Lightricks/LTX-2.5"].keys() == kinds
+
+
+def test_the_tiny_files_have_the_weights_of_every_model_of_the_ranks(split):
+    opened = workspace(split.distilled)
+    for model in ("dit", "gemma3", "vae"):
+        for source in opened.sources_of(model, ()):
+            assert opened.weight_bytes(source) > 0  # UserError unless the tensors are the model's
+    names = {*opened.source("dit").names}
+    assert "keyframes_abs_pos_embedding" in names
+    assert "transformer_blocks.0.audio_ff.net.2.bias" in names
+    assert "transformer_blocks.0.ff.net.2.bias" not in names
+
+
+# --- mixtures -------------------------------------------------------------------------------------
+
+
+def test_a_text_encoder_of_another_release_is_refused(split, tiny, tmp_path):
+    message = refused(lambda: workspace(tiny.checkpoint, split.text_encoder).gemma)
+    assert "text encoder of a later release" in message and "gemma-3-12b" in message
+    message = refused(lambda: workspace(split.distilled, tiny.gemma_root).gemma)
+    assert "LTX-2.5 has its text encoder in one file" in message and "text_encoders/" in message
+    source = json.dumps({"ltx_version": "2.5.0", "gemma_version": "other"})
+    path = changed(split.distilled, tmp_path / "other.safetensors", gemma_source_checkpoint=source)
+    message = refused(lambda: workspace(path, split.text_encoder).gemma)
+    assert "gemma4-12b-ltx-v1" in message and "trained with other" in message
+    assert "got the video VAE" in refused(lambda: workspace(split.dev, split.video_vae).gemma)
+
+
+def test_a_gemma_4_folder_is_refused_with_an_ltx_2_3_checkpoint(split, tiny, tmp_path):
+    folder = shutil.copytree(tiny.gemma_root, tmp_path / "gemma")
+    content = TextEncoderFile(split.text_encoder, "").gemma_config
+    (folder / "config.json").write_text(json.dumps(content))
+    message = refused(lambda: workspace(tiny.checkpoint, folder).gemma)
+    assert "another Gemma than that of LTX-2.3" in message
+
+
+def test_parts_of_another_kind_or_release_are_refused(split, tiny, tmp_path):
+    def vae(path: Path) -> str:
+        return refused(lambda: workspace(split.distilled, video_vae_path=path).video_decoder)
+
+    assert "wanted the video VAE of LTX-2.5, got the audio VAE" in vae(split.audio_vae)
+    older = changed(split.video_vae, tmp_path / "older.safetensors", model_version="2.3.0")
+    assert "is of LTX 2.3.0, the checkpoint of LTX-2.5" in vae(older)
+    message = refused(lambda: workspace(tiny.checkpoint, video_vae_path=split.video_vae))
+    assert "has its own video VAE; leave --video-vae-path out" in message
+    lora = changed(split.lora, tmp_path / "lora.safetensors", model_version="2.3.0")
+    for checkpoint, file in ((split.dev, lora), (tiny.checkpoint, split.lora)):
+        opened = workspace(checkpoint)
+        message = refused(lambda opened=opened, file=file: opened.source("dit", (Lora(file),)))
+        assert message.startswith(f"--lora {file} is of LTX 2.")
+
+
+def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
+    transformer = alone(split, tmp_path)
+    for kind, flag in (
+        ("gemma", "--gemma-root FILE"),
+        ("video_vae", "--video-vae-path FILE"),
+        ("audio_vae", "--audio-vae-path FILE"),
+    ):
+        message = refused(lambda kind=kind: ModelFiles(transformer).path(kind))
+        assert "transformer of LTX-2.5 alone" in message and flag in message
+        assert RELEASED["Lightricks/LTX-2.5"][kind] in message
+
+
+def test_what_has_no_reference_on_a_release_is_refused_by_name(split, tiny):
+    size, newer = Size(64, 64, 9), workspace(split.distilled)
+    job = Job("rain", size)
+    jobs = {
+        "--audio-path": replace(job, sound=SoundCondition("sound.wav")),
+        "--video-path": replace(job, retake=Retake("film.mp4", 0.0, 0.3)),
+        "--ic-lora": replace(job, stage_1_loras=(Lora(split.lora),)),
+        "--sound-only": replace(job, sound_only=True),
+        "--sampler res_2s": replace(job, sampler="res_2s"),
+        "--upscale temporal": replace(job, upscale="temporal"),
+    }
+    for flag, each in jobs.items():
+        with pytest.raises(FieldError, match=f"{flag} does not run on LTX-2.5 yet"):
+            newer.resolved(each)
+        workspace(tiny.checkpoint).resolved(each)
+    newer.resolved(job)
+    assert not RELEASES[0].excluded
