@@ -8,7 +8,7 @@ from ltx_neuron.backends.export import compile_program, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.tiles import RankSpans
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.models.diffusion_decoder import shortest
+from ltx_neuron.config.diffusion import shortest
 from ltx_neuron.models.programs import diffusion_program, tile_program_name
 from ltx_neuron.profiles import PROFILES
 

@@ -2,6 +2,7 @@
 ltx-core 1.2.0's, and the spans in which it decodes."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,23 +11,16 @@ from diffusion_vae import GOLDEN, GOLDEN_STEPS, SEED, VAE, config_of, latent, pi
 from helpers import one_thread, randn, rel  # noqa: F401
 from torch import Tensor
 
-from ltx_neuron.config.video import diffusion_decoder_config
+from ltx_neuron.config.diffusion import cut, diffusion_decoder_config
 from ltx_neuron.decode_queue import DecodeQueue
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import diffusion
 from ltx_neuron.host.arithmetic import Arithmetic
+from ltx_neuron.host.diffusion import neighbourhoods, rope_table
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
-from ltx_neuron.models import diffusion_decoder
 from ltx_neuron.models.attention import KERNELS
-from ltx_neuron.models.diffusion_decoder import (
-    cut,
-    neighbourhood_attention,
-    neighbourhoods,
-    rope_split,
-    rope_table,
-    rotate,
-)
+from ltx_neuron.models.diffusion_decoder import neighbourhood_attention, rotate
 from ltx_neuron.models.programs import diffusion_program
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
@@ -57,9 +51,10 @@ def attended(query: Tensor, key: Tensor, value: Tensor, kernel, near=window) -> 
 
 def by_spans(query: Tensor, key: Tensor, value: Tensor, kernel, kernel_of: str) -> Tensor:
     sizes, head_dim = query.shape[1:4], query.shape[-1]
-    times = cut(sizes[0], diffusion_decoder.SPAN, kernel[0])
+    config = replace(config_of(), head_dim=head_dim, kernels=(kernel,))
+    times = cut(sizes[0], config.span, kernel[0])
     found = []
-    near = neighbourhoods(head_dim, kernel, times, *sizes[1:])
+    near = neighbourhoods(config, 0, times, *sizes[1:])
     for part, each in enumerate(near):
         mine = slice(times.starts[part], times.starts[part] + times.size)
         keys = slice(times.windows[part], times.windows[part] + times.window)
@@ -97,7 +92,7 @@ def test_windows_that_are_cut_at_borders_give_another_result():
 
 def test_rotated_scores_depend_on_distances_alone():
     sizes, head_dim = (9, 6, 5), 16
-    tables = [rope_table(n + 3, d) for n, d in zip(sizes, rope_split(head_dim), strict=True)]
+    tables = [rope_table(n + 3, d) for n, d in zip(sizes, config_of().rope_split, strict=True)]
     query, key = randn(1, *sizes, head_dim), randn(1, *sizes, head_dim, seed=1)
     scores = []
     for shift in (0, 3):
@@ -115,11 +110,10 @@ def test_frames_are_ltx_cores(shape, one_thread):  # noqa: F811
     assert rel(got, GOLDEN[shape]) < FP32
 
 
-def test_frames_do_not_depend_on_how_the_clip_is_divided(monkeypatch, one_thread):  # noqa: F811
+def test_frames_do_not_depend_on_how_the_clip_is_divided(one_thread):  # noqa: F811
     decoder, wanted = spans(), pixels(spans(), SHAPE)
     for span, tile in ((3, 3), (7, 8)):
-        monkeypatch.setattr(diffusion, "SPAN", span)
-        monkeypatch.setattr(diffusion_decoder, "TILE", tile)
+        decoder.config = replace(config_of(), span=span, tile=tile)
         assert rel(pixels(decoder, SHAPE), wanted) < FP32
     together = spans()
     together.at_once = 3
@@ -177,7 +171,7 @@ def test_memory_and_work_per_frame_do_not_depend_on_the_length(monkeypatch):
     next(chunks)
     assert first < 100 and len(calls) - first < 50
     longest = max(kernel[0] for kernel in decoder.config.kernels)
-    assert max(kept) <= diffusion.SPAN * 8 + longest
+    assert max(kept) <= decoder.config.span * 8 + longest
 
 
 def test_a_file_is_decoded_as_its_config_says(tmp_path, one_thread):  # noqa: F811
