@@ -16,6 +16,7 @@ from ltx_neuron import artifacts
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.manifest import Manifest, record_size
+from ltx_neuron.config.diffusion import DiffusionDecoderConfig
 from ltx_neuron.config.sound import span_sizes
 from ltx_neuron.config.transformer import REGISTERS, Bucket
 from ltx_neuron.errors import UserError
@@ -28,10 +29,11 @@ from ltx_neuron.models.modulation import host_weights
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
+    diffusion_program,
     dit_program,
     gemma3_program,
     spectrogram_program,
-    video_program,
+    tile_program,
     waveform_program,
 )
 from ltx_neuron.models.vocoder import arrangement
@@ -155,7 +157,7 @@ class Workspace(Finished):
         return [encoder, connectors], host, layouts
 
     def _vae_parts(self) -> tuple[list[Program], dict, dict]:
-        return [video_program(self.video_decoder, (1, 1, 1), self.dtype)], {}, {}
+        return [self._tile_program((1, 1, 1))], {}, {}
 
     def _sound_parts(self) -> tuple[list[Program], dict, dict]:
         config, layouts = self.vocoder, {}
@@ -211,9 +213,15 @@ class Workspace(Finished):
 
     def compile_vae(self, clip: tuple[int, int, int]) -> list[Path]:
         """Trace the video decoder for every tile shape of a clip's latent (F, h, w)."""
-        tiles, decoder = self.tile_shapes(clip), self.video_decoder
-        programs = [partial(video_program, decoder, tile, self.dtype) for tile in tiles]
+        programs = [partial(self._tile_program, tile) for tile in self.tile_shapes(clip)]
         return self._compile(self.tile_identities(clip).values(), programs)
+
+    def _tile_program(self, tile: tuple[int, int, int]) -> Program:
+        """The video decoder for tiles of latents (f, h, w), or by diffusion for clips."""
+        config = self.video_decoder
+        if isinstance(config, DiffusionDecoderConfig):
+            return diffusion_program(config, tile, self.dtype)
+        return tile_program(config, tile, self.dtype)
 
     def compile_sound(self, latents: int) -> list[Path]:
         """Trace mel decoder and vocoder for the spans of a sound with this number of latents."""

@@ -45,6 +45,11 @@ class DiffusionDecoderConfig(ModelConfig):
     tile: int = 4
 
     @property
+    def patch_channels(self) -> int:
+        """Channels of pixels and of noise, in patches."""
+        return self.out_channels * self.patch_size**2
+
+    @property
     def rope_split(self) -> tuple[int, int, int]:
         """The channels of a head that are rotated by frame, row and column."""
         time = self.head_dim // 4 // 2 * 2

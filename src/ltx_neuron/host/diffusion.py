@@ -16,12 +16,7 @@ from torch.func import functional_call
 
 from ltx_neuron.config.diffusion import Cut, DiffusionDecoderConfig, clamped, cut, volumes
 from ltx_neuron.host.background import check_cancelled
-from ltx_neuron.models.diffusion_decoder import (
-    MLP_RATIO,
-    TIMESTEP_FEATURES,
-    Neighbourhood,
-    patch_channels,
-)
+from ltx_neuron.models.diffusion_decoder import MLP_RATIO, TIMESTEP_FEATURES, Neighbourhood
 from ltx_neuron.models.programs import diffusion_program, weight_name
 
 SPACE_FACTOR = 32  # pixels per row and column of latents
@@ -287,7 +282,7 @@ def decode_flops(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> 
             upsampling = config.upsamplings[stage]
             more = channels**2 * prod(upsampling.stride) // upsampling.multiplier
         else:  # contexts, noise and pixels
-            more = config.depths[last] * channels**2 + 2 * patch_channels(config) * channels
+            more = config.depths[last] * channels**2 + 2 * config.patch_channels * channels
         total += spans * (config.depths[stage] * block + 2 * tokens * more)
     return total + 2 * prod(sizes[0]) * config.latent_channels * config.channels[0]
 

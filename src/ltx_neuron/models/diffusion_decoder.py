@@ -294,7 +294,7 @@ class NoiseIn(nn.Module):
 
     def __init__(self, config: DiffusionDecoderConfig):
         super().__init__()
-        self.conv_in_x_t = nn.Linear(patch_channels(config), config.channels[-1])
+        self.conv_in_x_t = nn.Linear(config.patch_channels, config.channels[-1])
         self.diff_blocks = nn.ModuleList([Context(config)])
 
     def forward(self, noise: Tensor, context: Tensor) -> Tensor:
@@ -334,7 +334,7 @@ class PixelsOut(Denoise):
     def __init__(self, config: DiffusionDecoderConfig, attend: Callable):
         super().__init__(config, attend, last=True)
         self.norm_out = RMSNorm(config.channels[-1])
-        self.conv_out = nn.Linear(config.channels[-1], patch_channels(config))
+        self.conv_out = nn.Linear(config.channels[-1], config.patch_channels)
 
     def forward(self, region: Tensor, timestep: Tensor, *near: Tensor) -> tuple[Tensor, Tensor]:
         features = self.denoised(region, timestep, *near)
@@ -345,7 +345,3 @@ class PixelsOut(Denoise):
 
 def silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
-
-
-def patch_channels(config: DiffusionDecoderConfig) -> int:
-    return config.out_channels * config.patch_size**2

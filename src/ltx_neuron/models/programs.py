@@ -259,16 +259,6 @@ def tile_program(
     return _chained(modules, chain, fields, tuple(calls))
 
 
-def video_program(
-    config: VideoDecoderConfig | DiffusionDecoderConfig,
-    size: tuple[int, int, int],
-    dtype: torch.dtype,
-) -> Program:
-    """The program of either video decoder: for tiles, or for clips, of latents (f, h, w)."""
-    make = diffusion_program if isinstance(config, DiffusionDecoderConfig) else tile_program
-    return make(config, size, dtype)  # pyright: ignore[reportArgumentType]
-
-
 def call_name(graph: str, first: int) -> str:
     """The name of the run of one call of a graph of the diffusion decoder."""
     return f"{graph}-{first}"
@@ -283,51 +273,31 @@ def diffusion_program(
     """The diffusion decoder for a clip of latents (F, h, w), a span of frames on each rank. Every
     call is a run of its own, because the host divides frames into spans anew for each. attention
     is a key of KERNELS; only `matmul` compiles with a mask."""
-    attend, last = KERNELS[attention], len(config.channels) - 1
-    of_span, calls = signatures.span_outputs, {"latents_in": 1}
+    attend, last, made = KERNELS[attention], len(config.channels) - 1, diffusion_decoder
+    spans = [*map(signatures.span_outputs, range(last + 1))]
+    blocks = partial(signatures.diffusion_inputs, last, "timestep")
+    latents, noise = signatures.LatentsInInputs, signatures.NoiseInInputs
+    calls: dict[str, Iterable[int]] = {}
     with torch.device("meta"):
-        modules = {
-            "latents_in": (
-                diffusion_decoder.LatentsIn(config),
-                signatures.LatentsInInputs,
-                of_span(0),
-            )
-        }
+        modules = {"latents_in": (made.LatentsIn(config), latents, spans[0])}
         for stage, upsampling in enumerate(config.upsamplings):
-            module = diffusion_decoder.Stage(config, stage, attend)
-            inputs = signatures.diffusion_inputs(stage)
-            modules[f"stage_{stage}"] = module, inputs, of_span(stage)
-            module = diffusion_decoder.PixelShuffle(config.channels[stage], stage, upsampling)
-            inputs, outputs = stage_features(stage), namedtuple("Upsampled", f"upsampled_{stage}")
-            modules[f"upsample_{stage}"] = module, inputs, outputs
-            calls |= {f"stage_{stage}": config.depths[stage], f"upsample_{stage}": 1}
-        blocks = signatures.diffusion_inputs(last, "timestep", "context")
-        pixels = signatures.diffusion_inputs(last, "timestep")
-        modules |= {
-            "noise_in": (
-                diffusion_decoder.NoiseIn(config),
-                signatures.NoiseInInputs,
-                of_span(last),
-            ),
-            "denoise": (diffusion_decoder.Denoise(config, attend), blocks, of_span(last)),
-            "pixels_out": (
-                diffusion_decoder.PixelsOut(config, attend),
-                pixels,
-                signatures.PatchOutputs,
-            ),
-        }
-    calls |= {"noise_in": 1, "denoise": config.depths[last] - 1}
+            block, inputs = f"stage_{stage}", signatures.diffusion_inputs(stage)
+            modules[block] = made.Stage(config, stage, attend), inputs, spans[stage]
+            calls[block] = range(config.depths[stage])
+            module = made.PixelShuffle(config.channels[stage], stage, upsampling)
+            larger = namedtuple("Upsampled", f"upsampled_{stage}")
+            modules[f"upsample_{stage}"] = module, stage_features(stage), larger
+        modules["noise_in"] = made.NoiseIn(config), noise, spans[last]
+        modules["denoise"] = made.Denoise(config, attend), blocks("context"), spans[last]
+        modules["pixels_out"] = made.PixelsOut(config, attend), blocks(), signatures.PatchOutputs
+    final = config.depths[last] - 1
+    calls |= {"denoise": range(final), "pixels_out": [final]}
     graphs = {
         name: Graph(Part("decoder", module, after), before, after)
         for name, (module, before, after) in modules.items()
     }
-    runs = {
-        call_name(name, first): ((name, first),)
-        for name, count in calls.items()
-        for first in range(count)
-    }
-    final = config.depths[last] - 1
-    runs[call_name("pixels_out", final)] = (("pixels_out", final),)
+    named = [(name, first) for name in graphs for first in calls.get(name, [0])]
+    runs = {call_name(*call): (call,) for call in named}
     return Program(graphs, runs, signatures.diffusion_fields(config, clip, dtype))
 
 

@@ -106,12 +106,7 @@ from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import GENERATOR_BINS, AudioDecoderConfig, VocoderConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
-from ltx_neuron.models.diffusion_decoder import (
-    OF_SPAN,
-    TIMESTEP_FEATURES,
-    Neighbourhood,
-    patch_channels,
-)
+from ltx_neuron.models.diffusion_decoder import OF_SPAN, TIMESTEP_FEATURES, Neighbourhood
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
 # Selects the step and projects the latents to the streams.
@@ -493,7 +488,7 @@ def diffusion_fields(
             larger = times.size * time, height, width, config.channels[stage + 1]
             fields |= {f"features_{stage}": span, f"upsampled_{stage}": Field(larger, dtype)}
         else:
-            patches = Field((times.size, *picture, patch_channels(config)), dtype)
+            patches = Field((times.size, *picture, config.patch_channels), dtype)
             fields |= {"context": span, "noise": patches, "patches": patches}
         sides = [cut(n, config.tile, k) for n, k in zip(picture, kernel[1:], strict=True)]
         shapes = [(times.size, times.window)] * 2
