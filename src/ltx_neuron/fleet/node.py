@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
-
 if TYPE_CHECKING:
     from ltx_neuron.engine import Engine
     from ltx_neuron.workspace import Workspace
@@ -27,7 +25,6 @@ class RankGroup:
     def __init__(self):
         forget_rays_threads()
 
-    @ray.method(concurrency_group=ALIVE)
     def alive(self) -> None:
         """Answer, also while another method runs."""
 

@@ -89,7 +89,7 @@ class RemoteRanks(Ranks):
         """The result of the actor's method."""
         try:
             while seconds is None and not ray.wait([reference], timeout=_ALIVE_SECONDS)[0]:
-                alive = self._actor.alive.remote()
+                alive = self._actor.alive.options(concurrency_group=ALIVE).remote()
                 if not ray.wait([alive, reference], timeout=_ALIVE_SECONDS)[0]:
                     raise RankError(
                         f"node {self._node} is lost: the group's process has not answered for"
