@@ -15,18 +15,12 @@ if TYPE_CHECKING:
     from ltx_neuron.workspace import Workspace
 
 
-ALIVE = "alive"  # the concurrency group of RankGroup.alive
-
-
 class RankGroup:
     """The Ray actor of a guidance group on another node than its replica. RemoteRanks is its
     client."""
 
     def __init__(self):
         forget_rays_threads()
-
-    def alive(self) -> None:
-        """Answer, also while another method runs."""
 
     def node(self) -> str:
         """The address of this node."""
