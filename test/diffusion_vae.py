@@ -8,7 +8,7 @@ from helpers import generator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ltx_neuron.config.video import DiffusionDecoderConfig, diffusion_decoder_config
+from ltx_neuron.config.diffusion import DiffusionDecoderConfig, diffusion_decoder_config
 from ltx_neuron.host.diffusion import DiffusionDecoder, HostSpans
 
 VAE = {

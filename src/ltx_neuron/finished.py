@@ -13,19 +13,19 @@ from ltx_neuron import artifacts, hub, invocation
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config.common import digest
-from ltx_neuron.config.gemma import check_gemma_fits
-from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
-from ltx_neuron.config.transformer import Bucket, transformer_config
-from ltx_neuron.config.video import (
+from ltx_neuron.config.diffusion import (
     DiffusionDecoderConfig,
     diffusion_decoder_config,
     is_diffusion_vae,
-    video_decoder_config,
+    shortest,
 )
+from ltx_neuron.config.gemma import check_gemma_fits
+from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
+from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import FieldError
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.models.diffusion_decoder import shortest
 from ltx_neuron.models.programs import (
     may_divide,
     spectrogram_program_name,
@@ -163,6 +163,11 @@ class Finished:
         if is_diffusion_vae(self.config):
             return diffusion_decoder_config(self.config, self.source("vae").names)
         return video_decoder_config(self.config)
+
+    @property
+    def decoder_kind(self) -> str:
+        """Which of the two video decoders the VAE's file has, for reports and sidecars."""
+        return "diffusion" if is_diffusion_vae(self.config) else "convolutional"
 
     @cached_property
     def audio_decoder(self):

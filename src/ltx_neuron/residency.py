@@ -17,7 +17,7 @@ from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.backends.tiles import RankSound, RankSpans, RankTiles
-from ltx_neuron.config.video import DiffusionDecoderConfig
+from ltx_neuron.config.diffusion import DiffusionDecoderConfig
 from ltx_neuron.denoise import ModulationTables
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import check_readable

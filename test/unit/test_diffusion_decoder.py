@@ -2,6 +2,8 @@
 ltx-core 1.2.0's, and the spans in which it decodes."""
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,22 +11,20 @@ from diffusion_vae import GOLDEN, GOLDEN_STEPS, SEED, VAE, config_of, latent, pi
 from helpers import one_thread, randn, rel  # noqa: F401
 from torch import Tensor
 
-from ltx_neuron.config.video import diffusion_decoder_config
+from ltx_neuron.config.diffusion import cut, diffusion_decoder_config
+from ltx_neuron.decode_queue import DecodeQueue
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import diffusion
 from ltx_neuron.host.arithmetic import Arithmetic
+from ltx_neuron.host.diffusion import neighbourhoods, rope_table
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.models import diffusion_decoder
+from ltx_neuron.job import Job, Size
 from ltx_neuron.models.attention import KERNELS
-from ltx_neuron.models.diffusion_decoder import (
-    cut,
-    neighbourhood_attention,
-    neighbourhoods,
-    rope_split,
-    rope_table,
-    rotate,
-)
+from ltx_neuron.models.diffusion_decoder import neighbourhood_attention, rotate
 from ltx_neuron.models.programs import diffusion_program
+from ltx_neuron.progress import JobRun
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.text.encoders import Contexts
 
 FP32 = 2e-6  # relative, after as many layers as there are
 SHAPE = (3, 4, 5)
@@ -51,9 +51,10 @@ def attended(query: Tensor, key: Tensor, value: Tensor, kernel, near=window) -> 
 
 def by_spans(query: Tensor, key: Tensor, value: Tensor, kernel, kernel_of: str) -> Tensor:
     sizes, head_dim = query.shape[1:4], query.shape[-1]
-    times = cut(sizes[0], diffusion_decoder.SPAN, kernel[0])
+    config = replace(config_of(), head_dim=head_dim, kernels=(kernel,))
+    times = cut(sizes[0], config.span, kernel[0])
     found = []
-    near = neighbourhoods(head_dim, kernel, times, *sizes[1:])
+    near = neighbourhoods(config, 0, times, *sizes[1:])
     for part, each in enumerate(near):
         mine = slice(times.starts[part], times.starts[part] + times.size)
         keys = slice(times.windows[part], times.windows[part] + times.window)
@@ -91,7 +92,7 @@ def test_windows_that_are_cut_at_borders_give_another_result():
 
 def test_rotated_scores_depend_on_distances_alone():
     sizes, head_dim = (9, 6, 5), 16
-    tables = [rope_table(n + 3, d) for n, d in zip(sizes, rope_split(head_dim), strict=True)]
+    tables = [rope_table(n + 3, d) for n, d in zip(sizes, config_of().rope_split, strict=True)]
     query, key = randn(1, *sizes, head_dim), randn(1, *sizes, head_dim, seed=1)
     scores = []
     for shift in (0, 3):
@@ -109,11 +110,10 @@ def test_frames_are_ltx_cores(shape, one_thread):  # noqa: F811
     assert rel(got, GOLDEN[shape]) < FP32
 
 
-def test_frames_do_not_depend_on_how_the_clip_is_divided(monkeypatch, one_thread):  # noqa: F811
+def test_frames_do_not_depend_on_how_the_clip_is_divided(one_thread):  # noqa: F811
     decoder, wanted = spans(), pixels(spans(), SHAPE)
     for span, tile in ((3, 3), (7, 8)):
-        monkeypatch.setattr(diffusion, "SPAN", span)
-        monkeypatch.setattr(diffusion_decoder, "TILE", tile)
+        decoder.config = replace(config_of(), span=span, tile=tile)
         assert rel(pixels(decoder, SHAPE), wanted) < FP32
     together = spans()
     together.at_once = 3
@@ -171,7 +171,7 @@ def test_memory_and_work_per_frame_do_not_depend_on_the_length(monkeypatch):
     next(chunks)
     assert first < 100 and len(calls) - first < 50
     longest = max(kernel[0] for kernel in decoder.config.kernels)
-    assert max(kept) <= diffusion.SPAN * 8 + longest
+    assert max(kept) <= decoder.config.span * 8 + longest
 
 
 def test_a_file_is_decoded_as_its_config_says(tmp_path, one_thread):  # noqa: F811
@@ -185,6 +185,25 @@ def test_a_file_is_decoded_as_its_config_says(tmp_path, one_thread):  # noqa: F8
     assert (got[::4, ::4, ::4] - wanted).abs().max() < 1.01
     other = torch.cat([*models.decode_video(small, seed=SEED + 1)])
     assert not torch.equal(got, other)
+
+
+def test_a_job_is_decoded_with_the_noise_of_its_seed():
+    """In every job of a batch, and when it is resumed: the seed is the job's."""
+    seeds = []
+
+    def decode_video(video, seed):
+        seeds.append(seed)
+        yield torch.zeros(1, 32, 32, 3, dtype=torch.uint8)
+
+    host = SimpleNamespace(sample_rate=48000)
+    how = {"overlap": False, "decode_video": decode_video}
+    with DecodeQueue(host, Recorder(), decode_audio=lambda _: torch.zeros(2, 9), **how) as queue:
+        for seed in (5, 6):
+            job = Job("rain", Size(32, 32, 1), seed=seed)
+            run = JobRun(job, [Contexts(*[torch.zeros(1)] * 3, None)])
+            run.tensors |= {"s1_video": torch.zeros(1), "s1_audio": torch.zeros(1)}
+            assert [*queue.submit(run)]
+    assert seeds == [5, 6]
 
 
 def test_in_bfloat16_the_host_computes_as_the_profile_says(tmp_path):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.ranks import NotFiniteError, Ranks
-from ltx_neuron.config.video import DiffusionDecoderConfig
-from ltx_neuron.models.diffusion_decoder import shortest
+from ltx_neuron.config.diffusion import DiffusionDecoderConfig, shortest
 from ltx_neuron.models.programs import (
     call_name,
     spectrogram_program_name,

@@ -6,6 +6,7 @@ The host and the ranks run the same parts (models/diffusion_decoder.py) on the s
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from math import prod
 
@@ -13,23 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ltx_neuron.config.video import DiffusionDecoderConfig
+from ltx_neuron.config.diffusion import Cut, DiffusionDecoderConfig, clamped, cut, volumes
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.models.diffusion_decoder import (
     MLP_RATIO,
-    SPAN,
-    TILE,
-    Cut,
-    cut,
-    neighbourhoods,
+    TIMESTEP_FEATURES,
+    Neighbourhood,
     patch_channels,
-    timestep_features,
-    volumes,
 )
 from ltx_neuron.models.programs import diffusion_program, weight_name
 
 SPACE_FACTOR = 32  # pixels per row and column of latents
 _FRAMES = 8  # of a chunk of pixels
+_ROPE_BASE = 10000.0
 
 Call = tuple[str, int]  # graph and first block
 Inputs = dict[str, Tensor]  # by the names of the graph's fields
@@ -151,13 +148,13 @@ class DiffusionDecoder:
 
     def _whole(self, stage: int) -> Cut:
         """The spans of a stage's frames for calls without attention."""
-        return cut(self.volumes[stage].frames, SPAN, 1)
+        return cut(self.volumes[stage].frames, self.config.span, 1)
 
     def _near(self, stage: int) -> tuple[Cut, list[Inputs]]:
         """The spans of a stage's frames, and the data of each span's neighbourhood."""
         (frames, *sides), kernel = self.volumes[stage], self.config.kernels[stage]
-        times = cut(frames, SPAN, kernel[0])
-        near = neighbourhoods(self.config.head_dim, kernel, times, *sides)
+        times = cut(frames, self.config.span, kernel[0])
+        near = neighbourhoods(self.config, stage, times, *sides)
         fields = [each._asdict().items() for each in near]
         return times, [{f"{name}_{stage}": tensor for name, tensor in each} for each in fields]
 
@@ -214,6 +211,56 @@ def unpatched(features: Tensor, size: int) -> Tensor:
     return x.permute(2, 0, 4, 1, 3).flatten(3, 4).flatten(1, 2)
 
 
+# --- the data of attention ------------------------------------------------------------------------
+
+# Added to masked scores. The weight of the sum of three is exactly 0 in fp32, and the sum is finite
+# in bf16.
+_MASKED = -1e4
+
+
+def neighbourhoods(
+    config: DiffusionDecoderConfig, stage: int, times: Cut, rows: int, columns: int
+) -> list[Neighbourhood]:
+    """The Neighbourhood of every span of a stage, whose frames are cut as `times`."""
+    lengths, kernel = (times.window, rows, columns), config.kernels[stage]
+    ropes = [rope_table(n, each) for n, each in zip(lengths, config.rope_split, strict=True)]
+    pairs = zip((rows, columns), kernel[1:], strict=True)
+    sides = [bias(cut(length, config.tile, neighbours)) for length, neighbours in pairs]
+    frames = torch.eye(times.window)
+    return [
+        Neighbourhood(frames[start - first :][: times.size], mine, *sides, *ropes)
+        for start, first, mine in zip(times.starts, times.windows, bias(times), strict=True)
+    ]
+
+
+def bias(parts: Cut) -> Tensor:
+    """(parts, size, window): 0 where a query has a key, otherwise _MASKED."""
+    made = torch.full((len(parts.starts), parts.size, parts.window), _MASKED)
+    for part, (start, first) in enumerate(zip(parts.starts, parts.windows, strict=True)):
+        for query in range(parts.size):
+            key = start + query - parts.kernel // 2
+            key = clamped(key, parts.length - parts.kernel) - first
+            made[part, query, key : key + parts.kernel] = 0
+    return made
+
+
+def rope_table(positions: int, channels: int) -> Tensor:
+    """Cosines and sines (2, positions, channels / 2) fp32. Positions count from a region's begin:
+    attention depends on differences alone."""
+    exponents = torch.arange(0, channels, 2, dtype=torch.float64) / channels
+    frequencies = (_ROPE_BASE**-exponents).float()
+    phases = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
+    return torch.stack([phases.cos(), phases.sin()])
+
+
+def timestep_features(scale: float) -> Tensor:
+    """Cosines and sines (1, 256) fp32 of timestep 1, at which all is noise."""
+    half = TIMESTEP_FEATURES // 2
+    exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32) / half
+    phases = scale * exponents.exp()[None]
+    return torch.cat([phases.cos(), phases.sin()], -1)
+
+
 # --- estimates, for the plan ----------------------------------------------------------------------
 
 _STORED, _FLOAT32 = 2, 4  # bytes of a weight, stored in bfloat16, and of a number
@@ -227,7 +274,7 @@ def decode_flops(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> 
     sizes, last = volumes(config, clip), len(config.channels) - 1
     total = 0
     for stage, (channels, kernel) in enumerate(zip(config.channels, config.kernels, strict=True)):
-        lengths, parts = sizes[stage], (SPAN, TILE, TILE)
+        lengths, parts = sizes[stage], (config.span, config.tile, config.tile)
         times, *sides = map(cut, lengths, parts, kernel)
         spans, tokens = len(times.starts), times.size * lengths.rows * lengths.columns
         # Queries and outputs, three layers of the MLP; keys and values of the whole region.
@@ -253,12 +300,12 @@ def decode_bytes(
     kept = working = 0
     for stage, (volume, depth) in enumerate(zip(volumes(config, clip), config.depths, strict=True)):
         frame, kernel = volume.rows * volume.columns * config.channels[stage], config.kernels[stage]
-        window = cut(volume.frames, SPAN, kernel[0]).window
+        window = cut(volume.frames, config.span, kernel[0]).window
         # Of every block the region's frames, and a span that the next one has not read.
-        kept += depth * (window + SPAN) * frame
+        kept += depth * (window + config.span) * frame
         working = max(working, _OF_REGION * window * frame)
         if stage == len(config.channels) - 1:  # the context, until the last block has read it
-            kept += min(volume.frames, depth * (kernel[0] // 2 + SPAN)) * frame
+            kept += min(volume.frames, depth * (kernel[0] // 2 + config.span)) * frame
     weights = sum(
         prod(shape)
         for shape in diffusion_program(config, config.smallest, dtype).weights().values()

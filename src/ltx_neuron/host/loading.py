@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
+from ltx_neuron.config.diffusion import UNREAD, diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.config.release import Release
-from ltx_neuron.config.video import UNREAD, diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released

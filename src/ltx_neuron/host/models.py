@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.sound import SPAN_LATENTS, SPAN_ROWS, audio_decoder_config, vocoder_config
-from ltx_neuron.config.video import is_diffusion_vae
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import BackgroundTask

@@ -24,7 +24,7 @@ from ltx_core.model.video_vae import (
 from ltx_core.model.video_vae.resnet import UNetMidBlock3D
 from torch import nn
 
-from ltx_neuron.config.video import diffusion_decoder_config, is_diffusion_vae
+from ltx_neuron.config.diffusion import diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.host import diffusion, encoding, tiles
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.winograd import (

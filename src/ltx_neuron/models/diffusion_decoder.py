@@ -25,115 +25,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ltx_neuron.config.video import DiffusionDecoderConfig, Upsampling
+from ltx_neuron.config.diffusion import DiffusionDecoderConfig, cut
+from ltx_neuron.config.video import Upsampling
 from ltx_neuron.models.video_decoder import Statistics
 
 EPS = 1e-6  # of all RMS norms
-ROPE_BASE = 10000.0
 MLP_RATIO = 4
-TIME_FACTOR = 8  # frames of pixels per latent frame
 TIMESTEP_FEATURES, TIMESTEP_CHANNELS = 256, 384
 MODULATION_ROWS = 7  # scale and shift of attention and MLP, and three gates that are not used
-# Rows and columns of a tile of queries, which share the window of all their keys. Smaller tiles
-# compute fewer scores that are masked; larger ones copy fewer keys.
-TILE = 4
-# Added to masked scores. The weight of the sum of three is exactly 0 in fp32, and the sum is finite
-# in bf16.
-MASKED = -1e4
-
-
-# Frames of a span. A stage computes keys and values again for the frames that its regions share,
-# and more scores that are masked with longer spans.
-SPAN = 4
-
-
-class Volume(NamedTuple):
-    """Frames, rows and columns of a stage's features."""
-
-    frames: int
-    rows: int
-    columns: int
-
-
-def volumes(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> list[Volume]:
-    """The features of every stage for a clip of latents (F, h, w), which is enlarged if it is
-    smaller than `config.smallest`. The last stage has only the video's frames."""
-    frames, rows, columns = map(max, clip, config.smallest)
-    sizes = [Volume(frames + config.repeats, rows, columns)]
-    for upsampling in config.upsamplings:
-        time, down, across = upsampling.stride
-        frames, rows, columns = sizes[-1]
-        sizes.append(Volume(frames * time - (time - 1), rows * down, columns * across))
-    last = sizes.pop()
-    wanted = max(last.frames - config.repeats * TIME_FACTOR, config.kernels[-1][0])
-    return [*sizes, last._replace(frames=min(last.frames, wanted))]
-
-
-def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The shortest clip of latents (F, h, w) with the graphs of `clip`, which depend on the length
-    only if a stage's frames are fewer than a region's."""
-
-    def shapes(frames: int) -> list[tuple[int, int]]:
-        sizes = volumes(config, (frames, *clip[1:]))
-        cuts = (cut(v.frames, SPAN, k[0]) for v, k in zip(sizes, config.kernels, strict=True))
-        return [(each.size, each.window) for each in cuts]
-
-    frames, rows, columns = map(max, clip, config.smallest)
-    wanted = shapes(frames)
-    return next(n for n in range(1, frames + 1) if shapes(n) == wanted), rows, columns
-
-
-class Cut(NamedTuple):
-    """How an axis is cut into parts of equal size, each with the window of its queries' keys.
-
-    length, kernel   positions of the axis, and neighbours of each
-    size, window     of a part and of its window
-    starts, windows  where they begin. The last part may overlap the one before it
-    """
-
-    length: int
-    kernel: int
-    size: int
-    window: int
-    starts: list[int]
-    windows: list[int]
-
-    @property
-    def new(self) -> list[int]:
-        """How many of a part's positions no earlier part has: the last ones."""
-        ends = [start + self.size for start in self.starts]
-        return [end - before for before, end in zip([0, *ends], ends, strict=False)]
-
-    def bias(self) -> Tensor:
-        """(parts, size, window): 0 where a query has a key, otherwise MASKED."""
-        bias = torch.full((len(self.starts), self.size, self.window), MASKED)
-        for part, (start, first) in enumerate(zip(self.starts, self.windows, strict=True)):
-            for query in range(self.size):
-                key = start + query - self.kernel // 2
-                key = _clamped(key, self.length - self.kernel) - first
-                bias[part, query, key : key + self.kernel] = 0
-        return bias
-
-
-def cut(length: int, size: int, kernel: int) -> Cut:
-    """Cut an axis of at least `kernel` positions into parts of at most `size`."""
-    size = min(size, length)
-    window = min(size + kernel - 1, length)
-    starts = [*range(0, length - size, size), length - size]
-    windows = [_clamped(start - kernel // 2, length - window) for start in starts]
-    return Cut(length, kernel, size, window, starts, windows)
-
-
-def _clamped(position: int, last: int) -> int:
-    return min(max(position, 0), last)
 
 
 class Neighbourhood(NamedTuple):
     """The data of a span's attention.
 
     place      (T, R), one-hot: where the span's frames are in their region
-    times      (T, R), bias of the span's Cut
-    rows, columns  (tiles, queries, keys), bias of the cuts of rows and columns by TILE
+    times      (T, R), 0 where a query has a key, otherwise lower than any score
+    rows, columns  (tiles, queries, keys), the same for the tiles of rows and of columns
     *_rope     (2, positions, F): cosines and sines of the region's frames, of rows and of columns
     """
 
@@ -148,37 +55,6 @@ class Neighbourhood(NamedTuple):
 
 # The fields of a Neighbourhood that differ between spans.
 OF_SPAN = ("place", "times")
-
-
-def rope_split(head_dim: int) -> tuple[int, int, int]:
-    """The channels of a head that are rotated by frame, row and column."""
-    time = head_dim // 4 // 2 * 2
-    if (head_dim - time) // 2 % 2:
-        time -= 2
-    return time, (head_dim - time) // 2, (head_dim - time) // 2
-
-
-def rope_table(positions: int, channels: int) -> Tensor:
-    """Cosines and sines (2, positions, channels / 2) fp32. Positions count from a region's begin:
-    attention depends on differences alone."""
-    exponents = torch.arange(0, channels, 2, dtype=torch.float64) / channels
-    frequencies = (ROPE_BASE**-exponents).float()
-    phases = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
-    return torch.stack([phases.cos(), phases.sin()])
-
-
-def neighbourhoods(
-    head_dim: int, kernel: tuple[int, int, int], times: Cut, rows: int, columns: int
-) -> list[Neighbourhood]:
-    """The Neighbourhood of every span of a stage, whose frames are cut as `times`."""
-    lengths = times.window, rows, columns
-    ropes = [rope_table(n, each) for n, each in zip(lengths, rope_split(head_dim), strict=True)]
-    sides = [cut(n, TILE, k).bias() for n, k in zip((rows, columns), kernel[1:], strict=True)]
-    frames = torch.eye(times.window)
-    return [
-        Neighbourhood(frames[start - first :][: times.size], bias, *sides, *ropes)
-        for start, first, bias in zip(times.starts, times.windows, times.bias(), strict=True)
-    ]
 
 
 def rotate(x: Tensor, *tables: Tensor) -> Tensor:
@@ -229,7 +105,8 @@ def neighbourhood_attention(
     others. attend: one of attention.KERNELS
     """
     _, span, height, width, size = query.shape
-    rows, columns = cut(height, TILE, kernel[1]), cut(width, TILE, kernel[2])
+    tile = near.rows.shape[1], near.columns.shape[1]
+    rows, columns = cut(height, tile[0], kernel[1]), cut(width, tile[1], kernel[2])
     strips = []
     for number in range(len(rows.starts)):
         down = near.rows[number][None, :, None, None, :, None]
@@ -472,11 +349,3 @@ def silu(x: Tensor) -> Tensor:
 
 def patch_channels(config: DiffusionDecoderConfig) -> int:
     return config.out_channels * config.patch_size**2
-
-
-def timestep_features(scale: float) -> Tensor:
-    """Cosines and sines (1, 256) fp32 of timestep 1, at which all is noise."""
-    half = TIMESTEP_FEATURES // 2
-    exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32) / half
-    phases = scale * exponents.exp()[None]
-    return torch.cat([phases.cos(), phases.sin()], -1)

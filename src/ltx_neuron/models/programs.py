@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ltx_neuron.config.diffusion import DiffusionDecoderConfig
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import AudioDecoderConfig, VocoderConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
-from ltx_neuron.config.video import DiffusionDecoderConfig, Upsampling, VideoDecoderConfig
+from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
 from ltx_neuron.models import audio_decoder, diffusion_decoder, signatures, video_decoder, vocoder
 from ltx_neuron.models.ancestral import AncestralTail
 from ltx_neuron.models.attention import KERNELS

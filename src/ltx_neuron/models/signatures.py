@@ -101,19 +101,16 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.diffusion import DiffusionDecoderConfig, cut, volumes
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import GENERATOR_BINS, AudioDecoderConfig, VocoderConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
-from ltx_neuron.config.video import DiffusionDecoderConfig, Upsampling, VideoDecoderConfig
+from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
 from ltx_neuron.models.diffusion_decoder import (
     OF_SPAN,
-    SPAN,
     TIMESTEP_FEATURES,
     Neighbourhood,
-    cut,
-    neighbourhoods,
     patch_channels,
-    volumes,
 )
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
@@ -485,7 +482,8 @@ def diffusion_fields(
     fields, near = {}, {}
     for stage, (volume, channels) in enumerate(zip(sizes, config.channels, strict=True)):
         frames, *picture = volume
-        times = cut(frames, SPAN, config.kernels[stage][0])
+        kernel = config.kernels[stage]
+        times = cut(frames, config.span, kernel[0])
         span = Field((times.size, *picture, channels), dtype)
         fields[f"region_{stage}"] = Field((times.window, *picture, channels), dtype)
         fields[f"span_{stage}"] = span
@@ -497,9 +495,13 @@ def diffusion_fields(
         else:
             patches = Field((times.size, *picture, patch_channels(config)), dtype)
             fields |= {"context": span, "noise": patches, "patches": patches}
-        data = neighbourhoods(config.head_dim, config.kernels[stage], times, *picture)[0]
-        for name, tensor in data._asdict().items():
-            field = Field(tuple(tensor.shape), torch.float32)
+        sides = [cut(n, config.tile, k) for n, k in zip(picture, kernel[1:], strict=True)]
+        shapes = [(times.size, times.window)] * 2
+        shapes += [(len(side.starts), side.size, side.window) for side in sides]
+        turned = zip((times.window, *picture), config.rope_split, strict=True)
+        shapes += [(2, positions, channels // 2) for positions, channels in turned]
+        for name, shape in zip(Neighbourhood._fields, shapes, strict=True):
+            field = Field(shape, torch.float32)
             near[f"{name}_{stage}"] = _each(field) if name in OF_SPAN else field
     frames = fields["span_0"].shape[0]
     fields["latent_frames"] = Field((frames, *sizes[0][1:], config.latent_channels), dtype)

@@ -19,8 +19,8 @@ from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfi
 from torch.utils.flop_counter import FlopCounterMode
 
 from ltx_neuron import machine
+from ltx_neuron.config.diffusion import diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.config.sound import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
-from ltx_neuron.config.video import diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.format import format_bytes, format_flops
 from ltx_neuron.host import diffusion, tiles
 from ltx_neuron.host.arithmetic import Arithmetic

@@ -1,0 +1,34 @@
+"""The diffusion decoder on real ranks: the host's frames."""
+
+import diffusion_vae
+import torch
+from helpers import one_thread, rel, save_weights  # noqa: F401
+
+from ltx_neuron.backends.export import compile_program, fake_process_group
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.tiles import RankSpans
+from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.config.diffusion import shortest
+from ltx_neuron.models.programs import diffusion_program, tile_program_name
+from ltx_neuron.profiles import PROFILES
+
+TP, SHAPE = 2, (4, 3, 3)
+EQUAL = 2e-6  # relative: sums in another order
+
+
+def test_frames_are_the_hosts(tmp_path, one_thread):  # noqa: F811
+    """Of a last group of spans that leaves a rank idle too, and of a clip of another length with
+    the same graphs."""
+    config = diffusion_vae.config_of()
+    clip = shortest(config, SHAPE)
+    with fake_process_group(TP):
+        program = diffusion_program(config, clip, torch.float32)
+        compile_program(program, tmp_path / "graphs", {}, torch.float32)
+    programs = {tile_program_name(clip): Manifest(tmp_path / "graphs")}
+    weights = save_weights(tmp_path / "weights", *[diffusion_vae.weights(config)] * TP)
+    with Ranks(PROFILES["cpu"], TP) as ranks:
+        ranks.load(weights, programs, torch.float32)
+        decoder = RankSpans(ranks, config, torch.float32)
+        for shape in (SHAPE, (5, 3, 3)):
+            wanted = diffusion_vae.pixels(diffusion_vae.spans(), shape)
+            assert rel(diffusion_vae.pixels(decoder, shape), wanted) < EQUAL
