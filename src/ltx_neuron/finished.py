@@ -126,13 +126,12 @@ class Finished:
     @cached_property
     def gemma(self):
         assert self.gemma_root
-        config, projections = self.files.gemma, self.files.text_encoder or self.checkpoint
-        projection = projections.shapes.get(
+        config, file = self.files.gemma, self.files.text_encoder
+        projection = (file or self.checkpoint).shapes.get(
             "text_embedding_projection.video_aggregate_embed.weight"
         )
-        check_gemma_fits(
-            config, self.transformer, self.gemma_root, projection[1] if projection else None
-        )
+        features, download = projection[1] if projection else None, file.download if file else ""
+        check_gemma_fits(config, self.transformer, self.gemma_root, features, download)
         return config
 
     def source(self, model: str, loras: WeightSet = ()) -> Source:

@@ -563,7 +563,7 @@ def test_artifacts_that_do_not_fit(finished, check, script, flags, words):
     "without, words",
     [
         ("--checkpoint-path", ("--checkpoint-path", "required", "--help")),
-        ("--gemma-root", ("--gemma-root", "required", "--help")),
+        ("--gemma-root", ("needs --gemma-root", "--gemma-root gemma-3-12b")),
         ("--prompt", ("--prompt is empty", "type for example")),
         ("--output-path", ("--output-path", "out.mp4")),
     ],

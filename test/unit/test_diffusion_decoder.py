@@ -24,6 +24,7 @@ from ltx_neuron.models.diffusion_decoder import (
     rope_table,
     rotate,
 )
+from ltx_neuron.models.programs import diffusion_program
 
 FP32 = 2e-6  # relative, after as many layers as there are
 SHAPE = (3, 4, 5)
@@ -222,3 +223,21 @@ def test_another_structure_is_refused_by_what_differs(changes, named):
 def test_a_decoder_without_gates_has_no_gates():
     assert config_of().gated and not config_of(["diff_blocks.0.norm1.weight"]).gated
     assert config_of().digest != config_of(()).digest
+
+
+def test_flops_are_counted_as_torch_counts_them():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    decoder = spans()
+    decoder.graphs = diffusion_program(decoder.config, SHAPE, torch.float32).graphs
+    with FlopCounterMode(display=False) as counter:
+        pixels(decoder, SHAPE)
+    counted = diffusion.decode_flops(decoder.config, SHAPE)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+def test_memory_is_the_same_for_every_length_and_grows_with_the_picture():
+    config, needs = config_of(), diffusion.decode_bytes
+    short, long = (needs(config, (f, 8, 12), torch.float32) for f in (20, 200))
+    assert short == long < needs(config, (20, 16, 12), torch.float32)
+    assert needs(config, (20, 8, 12), torch.bfloat16) < short

@@ -265,5 +265,6 @@ def check_remotely(monkeypatch, error: Exception) -> None:
 
     group = object.__new__(remote_group.RemoteRanks)
     group._node, group._actor = "10.0.0.2", mock.Mock()
+    monkeypatch.setattr(remote_group.ray, "wait", lambda references, timeout: (references, []))
     monkeypatch.setattr(remote_group.ray, "get", get)
     group.check()

@@ -32,6 +32,7 @@ from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.models.parallel import ContextParallel, SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
 from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.ancestral import coefficients
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 from ltx_neuron.tiny import TinySizes
@@ -49,9 +50,12 @@ BF16_FACTOR, BF16_FLOOR = 2, 0.005
 
 
 @cache
-def model():
-    content, config = made_config(TinySizes(layers=LAYERS))
-    return config, ltx_model(content).state_dict()
+def model(marked: bool = False):
+    """marked: with an embedding of keyframes."""
+    content, _ = made_config(TinySizes(layers=LAYERS))
+    weights = ltx_model(content).state_dict()
+    _, config = made_config(TinySizes(layers=LAYERS), use_keyframes_abs_pos_embedding=marked)
+    return config, weights | {"keyframes_abs_pos_embedding": randn(1, config.video.inner, seed=11)}
 
 
 class Layout(NamedTuple):
@@ -80,7 +84,11 @@ CONTEXT_LAYOUTS = {
 
 
 def values(
-    timesteps: int, guided: bool, biased: bool = False, shape: tuple[int, int, int] = (3, 2, 4)
+    timesteps: int,
+    guided: bool,
+    biased: bool = False,
+    shape: tuple[int, int, int] = (3, 2, 4),
+    ancestral: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Everything a step takes, whole. With two timesteps an image holds the first eight tokens."""
     config, weights = model()
@@ -98,6 +106,11 @@ def values(
     inputs |= step_number(1)
     if biased:
         inputs["video_bias"] = randn(tokens, tokens, seed=10)
+    if ancestral:
+        inputs["keyframes_mask"] = (torch.arange(tokens) % 5 == 0).float()[:, None]
+        inputs["ancestral"] = coefficients(STAGE_2_SIGMAS, (False, False))[1]
+        noises = randn(1, tokens, 128, seed=12), randn(1, AUDIO_TOKENS, 128, seed=13)
+        inputs |= dict(zip(("video_noise", "audio_noise"), noises, strict=True))
     if guided:
         keep = torch.ones(LAYERS, 4)
         keep[1] = torch.tensor([0.0, 1.0, 0.0, 1.0])
@@ -133,7 +146,7 @@ def run(program, weights: dict, inputs: dict, dtype: torch.dtype) -> dict[str, t
 
 def on_ranks(bucket: Bucket, inputs: dict, dtype=torch.float32, blocks: int = 0, layout=SEQUENCE):
     """The values of every rank after a step of a layout's ranks."""
-    (config, weights), tp, cp = model(), layout.tp, layout.cp
+    (config, weights), tp, cp = model(bucket.ancestral), layout.tp, layout.cp
     everyone = [[*range(cp * tp)]]
     comms = {
         name: [(members, Together(len(members))) for members in partition]
@@ -170,7 +183,7 @@ def on_ranks(bucket: Bucket, inputs: dict, dtype=torch.float32, blocks: int = 0,
 
 
 def alone(bucket: Bucket, inputs: dict, dtype=torch.float32) -> dict[str, torch.Tensor]:
-    config, weights = model()
+    config, weights = model(bucket.ancestral)
     return run(dit_program(config, bucket, 1, SingleRank(), dtype, 0), weights, inputs, dtype)
 
 
@@ -209,6 +222,23 @@ def test_groups_that_share_the_tokens_give_what_one_rank_gives(layout, biased):
     for name in results(not biased):
         assert all(torch.equal(rank[name], got[0][name]) for rank in got)
         assert rel(got[0][name], wanted[name]) < EQUAL
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [SEQUENCE, Layout(2, 2, divided=True), Layout(2, 2, 2), Layout(1, 5)],
+    ids=["ranks of a group", "groups whose ranks divide too", "an exchange of heads", "5 groups"],
+)
+def test_marked_tokens_and_noise_are_the_same_ones_on_several_ranks(layout):
+    shape = (3, 2, 4) if layout == SEQUENCE else (3, 7, 1)
+    bucket = Bucket(math.prod(shape), AUDIO_TOKENS, 2, STEPS, ancestral=True)
+    inputs = values(2, False, shape=shape, ancestral=True)
+    wanted, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=1, layout=layout)
+    for name in results(False):
+        assert all(torch.equal(rank[name], got[0][name]) for rank in got)
+        assert rel(got[0][name], wanted[name]) < EQUAL
+    other = alone(bucket, inputs | {"keyframes_mask": inputs["keyframes_mask"].roll(1, 0)})
+    assert rel(other["video_latent"], wanted["video_latent"]) > SHOWS
 
 
 def test_between_the_layers_a_rank_holds_a_quarter_of_the_videos_tokens_and_all_of_the_sounds():

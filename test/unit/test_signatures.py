@@ -59,7 +59,7 @@ SOUND = "mel decoder", "vocoder"  # in float32 whatever the dtype
 BUCKET = Bucket(video_tokens=24, audio_tokens=18, timesteps=2, max_steps=8)
 SMALL = 3, 3, 4  # latents
 GUIDED = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3, guided=True)
-HELD = Bucket(24, 18, timesteps=2, max_steps=8, audio_timesteps=2, biased=True, nag=True)
+HELD = Bucket(24, 18, 2, 8, audio_timesteps=2, biased=True, nag=True, ancestral=True)
 VOICED = Bucket(6, 4, 1, max_steps=3, guided=True, audio_timesteps=2, identity=True)
 # All-reduces of a block: q/k norms of three stages; two streams x (three attentions, feed-forward)
 STATISTICS, ACTIVATIONS = 3, 8
@@ -83,6 +83,7 @@ def manifests(gemma, tmp_path_factory):
     """Compiled programs by name. `released` has the full-size blocks: on the meta device they take
     no memory."""
     released, (_, config) = transformer_config(released_config()), made_config(TinySizes(layers=1))
+    _, marked = made_config(TinySizes(layers=1), use_keyframes_abs_pos_embedding=True)
     common, sizes = dict(tp=TP, comm=TorchDistComm(TP), dtype=DTYPE), TinySizes()
     programs = {
         "released": partial(
@@ -92,8 +93,8 @@ def manifests(gemma, tmp_path_factory):
         "guided": partial(
             dit_program, config, VOICED, blocks_per_graph=1, attention="nki", **common
         ),
-        "held audio, a bias and NAG, divided": partial(
-            dit_program, config, HELD, blocks_per_graph=1, sequence_parallel=True, **common
+        "held audio, a bias and NAG, ancestral, divided": partial(
+            dit_program, marked, HELD, blocks_per_graph=1, sequence_parallel=True, **common
         ),
         "context parallel": partial(
             dit_program,

@@ -22,7 +22,15 @@ from ltx_neuron.profiles import COLLECTIVES_BUFFER, resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.tune import __main__ as command
 from ltx_neuron.tune import table, tuned_settings
-from ltx_neuron.tune.search import Row, baseline_settings, candidates, check_layers, search, wins
+from ltx_neuron.tune.search import (
+    Row,
+    baseline_settings,
+    candidates,
+    check_layers,
+    layout_candidates,
+    search,
+    wins,
+)
 from ltx_neuron.tune.tolerance import rel_l2, worst_violation
 from ltx_neuron.tune.trials import Journal, Trials, last_words
 from ltx_neuron.tune.tuned_settings import TunedSettings
@@ -220,6 +228,39 @@ def test_how_groups_reach_each_other_s_tokens_is_tried_where_there_are_several()
     assert modes == {"cpu": [], large: [], f"{large}-cp4": ["ulysses"], f"{large}-cp8": ["gather"]}
     # Two chips have no exchange.
     assert candidates("context_mode", resolve(large, ("context_parallel=2",)), 4, 48) == []
+
+
+def layouts(profile: str, tp: int, cores: int, job: Job, *settings: str) -> list[str]:
+    baseline, changes = layout_candidates(resolve(profile, settings), tp, 32, job, cores)
+    one = dict(guidance_parallel="1", context_parallel="1", context_mode="gather")
+    assert baseline.items() >= (one | {"ulysses_degree": "0"}).items()
+    typed = (tuple(f"{k}={v}" for k, v in (baseline | change).items()) for change in changes)
+    assert all(resolve(profile, (*settings, *each)) for each in typed)
+    return [" ".join(f"{k}={v}" for k, v in change.items()) for change in changes]
+
+
+def test_the_layouts_of_a_cpu_are_those_that_its_cores_allow():
+    assert layouts("cpu", 2, 2, Job("", SIZE)) == layouts("cpu", 2, 3, Job("", SIZE)) == []
+    two = ["context_parallel=2", "context_parallel=2 context_mode=ulysses"]
+    assert layouts("cpu", 1, 2, Job("", SIZE)) == two
+    # What was typed of them does not matter.
+    assert layouts("cpu", 1, 2, Job("", SIZE), "context_parallel=3") == two
+    dev = Job("", SIZE, recipe="dev")  # four passes
+    guided = layouts("cpu", 1, 4, dev)
+    assert guided[0] == "guidance_parallel=2 backend=torchdist"
+    assert guided[1] == "guidance_parallel=4 backend=torchdist" and not any(
+        "=3 " in x for x in guided
+    )
+    assert "context_parallel=4 context_mode=ulysses" in guided
+    assert layouts("cpu", 1, 4, Job("", Size(0, 0, 9), sound_only=True)) == []
+
+
+def test_the_layouts_of_chips_are_those_that_they_connect():
+    tried = layouts("trn2.48xlarge", 4, 64, Job("", SIZE))
+    assert tried[:2] == [f"context_parallel={n} blocks_per_graph={4 * n}" for n in (2, 4)]
+    assert tried[-1].endswith("context_mode=ulysses ulysses_degree=8")
+    assert layouts("trn2.48xlarge", 4, 16, Job("", SIZE)) == tried[:3]
+    assert layouts("trn2.3xlarge", 4, 4, Job("", SIZE)) == []
 
 
 def test_settings_tuned_with_several_groups_are_not_those_of_one():
@@ -524,6 +565,7 @@ WRONG = {
     "an endless limit": (["--limit", "inf"], "--limit inf: wanted seconds above 0"),
     "no rounds": (["--rounds", "0"], "--rounds 0: wanted 1 or more"),
     "no steps": (["--steps", "-1"], "--steps -1: wanted 1 or more"),
+    "no cores": (["--layouts", "-1"], "--layouts -1: wanted 1 or more"),
     "half a block": (["--layers", "1"], "--layers 1: wanted a multiple of 2"),
     "a size that cannot be": (["--height", "65"], "--height 65 is not a multiple of 32"),
     "another recipe's graphs": (["--recipe", "dev", "--nag-scale", "11"], "--nag-scale cannot"),

@@ -211,11 +211,13 @@ def check_gemma_fits(
     transformer: TransformerConfig,
     gemma_root: Path,
     features: int | None = None,
+    download: str = "",
 ) -> None:
     """Raise UserError unless the text encoder's hidden states fit the checkpoint's projections.
 
     features  input width of a projection: the concatenated hidden states of the embedding and all
               layers
+    download  the command that fetches the published text encoder, if it is a file
     """
     if gemma.hidden_size != transformer.caption_channels:
         got = f"hidden_size {gemma.hidden_size}"
@@ -225,7 +227,8 @@ def check_gemma_fits(
     else:
         got = f"num_hidden_layers {gemma.num_hidden_layers}"
         wanted = f"{features // gemma.hidden_size - 1} layers"
+    needed = f"LTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root)}"
     raise UserError(
         f"--gemma-root {gemma_root} has {got}, but the checkpoint's text projections take"
-        f" {wanted}.\nLTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root)}"
+        f" {wanted}.\n{f'Download the published one: {download}' if download else needed}"
     )

@@ -7,6 +7,7 @@ The host and the ranks run the same parts (models/diffusion_decoder.py) on the s
 
 import itertools
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,13 @@ from torch.func import functional_call
 from ltx_neuron.config.video import DiffusionDecoderConfig
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.models.diffusion_decoder import (
+    MLP_RATIO,
     SPAN,
+    TILE,
     Cut,
     cut,
     neighbourhoods,
+    patch_channels,
     timestep_features,
     volumes,
 )
@@ -208,3 +212,57 @@ def unpatched(features: Tensor, size: int) -> Tensor:
     """The inverse of `patches`."""
     x = features.unflatten(2, (-1, size, size))  # (rows, columns, C, r, q)
     return x.permute(2, 0, 4, 1, 3).flatten(3, 4).flatten(1, 2)
+
+
+# --- estimates, for the plan ----------------------------------------------------------------------
+
+_STORED, _FLOAT32 = 2, 4  # bytes of a weight, stored in bfloat16, and of a number
+# Tensors as large as a region that exist at the same time while its keys are rotated.
+_OF_REGION = 8
+
+
+def decode_flops(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> int:
+    """FLOPs of decoding a clip of latents (F, h, w): of matrix products and attention, with masked
+    scores and with the keys and values that spans compute again."""
+    sizes, last = volumes(config, clip), len(config.channels) - 1
+    total = 0
+    for stage, (channels, kernel) in enumerate(zip(config.channels, config.kernels, strict=True)):
+        lengths, parts = sizes[stage], (SPAN, TILE, TILE)
+        times, *sides = map(cut, lengths, parts, kernel)
+        spans, tokens = len(times.starts), times.size * lengths.rows * lengths.columns
+        # Queries and outputs, three layers of the MLP; keys and values of the whole region.
+        layers = tokens * (2 + 3 * MLP_RATIO) + 2 * tokens * times.window // times.size
+        scores = times.size * times.window
+        for side in sides:
+            scores *= len(side.starts) * side.size * side.window
+        block = 2 * channels**2 * layers + 4 * channels * scores
+        if stage < last:
+            upsampling = config.upsamplings[stage]
+            more = channels**2 * prod(upsampling.stride) // upsampling.multiplier
+        else:  # contexts, noise and pixels
+            more = config.depths[last] * channels**2 + 2 * patch_channels(config) * channels
+        total += spans * (config.depths[stage] * block + 2 * tokens * more)
+    return total + 2 * prod(sizes[0]) * config.latent_channels * config.channels[0]
+
+
+def decode_bytes(
+    config: DiffusionDecoderConfig, clip: tuple[int, int, int], dtype: torch.dtype
+) -> int:
+    """Peak bytes, with weights, of decoding latents (F, h, w) to uint8 frames that are written at
+    once. Only the latent's bytes depend on the clip's length."""
+    kept = working = 0
+    for stage, (volume, depth) in enumerate(zip(volumes(config, clip), config.depths, strict=True)):
+        frame, kernel = volume.rows * volume.columns * config.channels[stage], config.kernels[stage]
+        window = cut(volume.frames, SPAN, kernel[0]).window
+        # Of every block the region's frames, and a span that the next one has not read.
+        kept += depth * (window + SPAN) * frame
+        working = max(working, _OF_REGION * window * frame)
+        if stage == len(config.channels) - 1:  # the context, until the last block has read it
+            kept += min(volume.frames, depth * (kernel[0] // 2 + SPAN)) * frame
+    weights = sum(
+        prod(shape)
+        for shape in diffusion_program(config, config.smallest, dtype).weights().values()
+    )
+    _, rows, columns = clip
+    pixels = 2 * _FRAMES * 3 * rows * columns * SPACE_FACTOR**2
+    return _STORED * weights + dtype.itemsize * (weights + kept) + _FLOAT32 * (working + pixels)

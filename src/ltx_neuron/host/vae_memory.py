@@ -24,7 +24,8 @@ from ltx_core.model.video_vae import (
 from ltx_core.model.video_vae.resnet import UNetMidBlock3D
 from torch import nn
 
-from ltx_neuron.host import encoding, tiles
+from ltx_neuron.config.video import diffusion_decoder_config, is_diffusion_vae
+from ltx_neuron.host import diffusion, encoding, tiles
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.winograd import (
     LARGEST_FILTERS,
@@ -59,8 +60,10 @@ def decode_bytes(
     config      the checkpoint's parsed `config` metadata
     threads     cores that compute at the same time, each with scratch memory
     arithmetic  of the decoder
-    tiling      of the latent; by default every profile's
+    tiling      of the latent; by default every profile's; the diffusion decoder has none
     """
+    if is_diffusion_vae(config):
+        return diffusion.decode_bytes(diffusion_decoder_config(config), latent, arithmetic.dtype)
     with torch.device("meta"):
         decoder = VideoDecoderConfigurator.from_config(config)
     cuts = tiles.cut(latent, tiling or tiles.tiling())

@@ -13,7 +13,7 @@ import torch
 from ltx_neuron.backends import mesh, registry
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, GemmaConfig
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
-from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.models.programs import (
     Program,
@@ -119,9 +119,10 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
             }
             label = f"{name}, {blocks} block{'s' * (blocks > 1)}"
             buckets = _buckets(width, blocks)
+            configs = {kind: _config(config, bucket) for kind, bucket in buckets.items()}
             for kind, bucket in buckets.items():
                 dit = f"{label}: DiT, {kind}"
-                make = partial(dit_program, config, bucket, **common, attention=kernel)
+                make = partial(dit_program, configs[kind], bucket, **common, attention=kernel)
                 yield Case(f"{dit}, cut", partial(make, blocks_per_graph=blocks), one)
                 yield Case(f"{dit}, whole", partial(make, blocks_per_graph=0), one)
                 if may_divide(bucket, tp):
@@ -133,7 +134,7 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
                 for kind in kinds or buckets:
                     more = dict(blocks_per_graph=own.blocks_per_graph, attention=kernel)
                     more["sequence_parallel"] = own.sequence_parallel
-                    make = partial(dit_program, config, buckets[kind], **common, **more)
+                    make = partial(dit_program, configs[kind], buckets[kind], **common, **more)
                     if buckets[kind].video_tokens:
                         yield Case(f"{label}: DiT, {kind}, {layout}", make, own)
             for (encoder, gemma), tokens in product(gemmas.items(), profile.text_buckets):
@@ -184,6 +185,13 @@ def _layouts(
     }
 
 
+def _config(config: TransformerConfig, bucket: Bucket) -> TransformerConfig:
+    """The model of a bucket: of an ancestral one LTX-2.5's, in what its graphs differ."""
+    if not bucket.ancestral:
+        return config
+    return replace(config, ff_bias=False, use_keyframes_abs_pos_embedding=True)
+
+
 def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
     """Every kind of the DiT's buckets. Buckets of retakes, masked references, NAG and a reference
     voice only change the inputs of a block, the head and the tail, and sound alone leaves out a
@@ -201,6 +209,7 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
         guided = replace(biased, guided=True)
         buckets |= {"masked reference": biased, "masked reference, guided": guided}
         buckets["negative prompt"] = replace(own, nag=True)
+        buckets["LTX-2.5, image to video"] = replace(images, ancestral=True)
         buckets["sound alone"] = replace(own, video_tokens=0, guided=True)
         # Stage 1 of a reference voice as long as the clip.
         kept = replace(images, audio_tokens=2 * width.audio_tokens, audio_timesteps=2)

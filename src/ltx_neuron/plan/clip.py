@@ -20,8 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ltx_neuron import machine
 from ltx_neuron.config.sound import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
+from ltx_neuron.config.video import diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.format import format_bytes, format_flops
-from ltx_neuron.host import tiles
+from ltx_neuron.host import diffusion, tiles
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.host.models import import_ltx_core
@@ -260,6 +261,12 @@ class Clip:
 
     def _video(self) -> list[Row]:
         clip, tp, ranks = self._latent, self.plan.tp, self.plan.ranks
+        if is_diffusion_vae(self.config):
+            total = diffusion.decode_flops(diffusion_decoder_config(self.config), clip)
+            what = f"{format_flops(total)}, diffusion"
+            if self.neuron_vae:
+                return [self._at_peak("decode_video", total, what)]
+            return [self._host("decode_video", total, f"decode_video {self._dtype}", what)]
         how = tiles.tiling_for_ranks(self.profile, clip, tp) if self.neuron_vae else None
         counts = Counter(map(tiles.tile_shape, tiles.cut(clip, how or tiles.tiling(self.profile))))
         decoder = VideoDecoderConfigurator.from_config

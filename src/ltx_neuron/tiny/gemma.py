@@ -221,10 +221,8 @@ def gemma_4_config(sizes: TinySizes) -> dict:
     """The config in the metadata of that file, with the released names."""
     period = sizes.gemma_sliding_window_pattern
     first = len(SPECIAL_TOKENS[:4])
-    shared = {"dtype": "bfloat16", "initializer_range": 0.02, "rms_norm_eps": 1e-06}
     return {
         "architectures": ["Gemma4UnifiedForConditionalGeneration"],
-        "audio_config": {"audio_embed_dim": 8, "model_type": "gemma4_unified_audio"} | shared,
         "gemma_version": GEMMA_4_VERSION,
         **{name: first + index for index, name in enumerate(MEDIA_TOKENS)},
         "dtype": "bfloat16",
@@ -233,16 +231,7 @@ def gemma_4_config(sizes: TinySizes) -> dict:
         "model_type": "gemma4_unified",
         "tie_word_embeddings": True,
         "transformers_version": "5.10.1",
-        "vision_config": {
-            "mm_embed_dim": sizes.gemma_hidden,
-            "mm_posemb_size": 4,
-            "model_type": "gemma4_unified_vision",
-            "num_soft_tokens": 4,
-            "output_proj_dims": sizes.gemma_hidden,
-            "patch_size": 2,
-            "pooling_kernel_size": 1,
-            **shared,
-        },
+        **_gemma_4_senses(sizes.gemma_hidden),
         "text_config": {
             "attention_bias": False,
             "attention_dropout": 0.0,
@@ -286,6 +275,18 @@ def gemma_4_config(sizes: TinySizes) -> dict:
             "use_double_wide_mlp": False,
             "vocab_size": sizes.gemma_vocab,
         },
+    }
+
+
+def _gemma_4_senses(width: int) -> dict:
+    """The configs of sounds and images, which are not read."""
+    shared = {"dtype": "bfloat16", "initializer_range": 0.02, "rms_norm_eps": 1e-06}
+    vision = {"mm_embed_dim": width, "mm_posemb_size": 4, "model_type": "gemma4_unified_vision"}
+    vision |= {"num_soft_tokens": 4, "output_proj_dims": width}
+    vision |= {"patch_size": 2, "pooling_kernel_size": 1}
+    return {
+        "audio_config": {"audio_embed_dim": 8, "model_type": "gemma4_unified_audio"} | shared,
+        "vision_config": vision | shared,
     }
 
 

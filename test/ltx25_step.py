@@ -1,0 +1,72 @@
+"""A stage 1 of LTX-2.5's distilled recipe with everything that can be in one: an image held in part
+at frame 0, a keyframe held in part, generated keyframes. The model is random."""
+
+from functools import cache, partial
+
+import torch
+from helpers import made_config, randn
+from torch import Tensor
+
+from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.job import Job, Size
+from ltx_neuron.models.modulation import host_weights, modulation_table
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program
+from ltx_neuron.sampling import latents
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.tiny.weights import random_weights
+from ltx_neuron.tune.step import _HostRanks
+
+CONTENT, CONFIG = made_config(ff_bias=False, use_keyframes_abs_pos_embedding=True)
+SEED, KEYFRAMES, SIZE = 7, 2, Size(64, 96, 17, 25.0)
+IMAGES = ImageCondition("", 0, 0.7, 18), ImageCondition("", 16, 0.4, 18)
+JOB = Job("", SIZE, SEED, images=IMAGES, num_generated_keyframes=KEYFRAMES, ancestral=True)
+(STAGE,) = JOB.stages
+
+
+def images(job: Job = JOB) -> list[tuple[ImageCondition, Tensor]]:
+    """Each with a random latent (1, 128, 1, 2, 3)."""
+    return [(image, randn(1, 128, 1, 2, 3, seed=20 + n)) for n, image in enumerate(job.images)]
+
+
+def contexts() -> tuple[Tensor, Tensor]:
+    """(1, 1024, Dv), (1, 1024, Da)"""
+    widths = CONFIG.video.inner, CONFIG.audio.inner
+    video, audio = (randn(1, 1024, width, seed=30 + n) for n, width in enumerate(widths))
+    return video, audio
+
+
+@cache
+def weights() -> dict[str, Tensor]:
+    """Random weights of the DiT in the order of their names."""
+    program = dit_program(CONFIG, JOB.bucket(STAGE), 1, SingleRank(), torch.float32, 1)
+    shapes = program.weights() | host_weights(CONFIG)
+    like = {name: torch.empty(shapes[name]) for name in sorted(shapes)}
+    return random_weights(like, torch.Generator().manual_seed(0))
+
+
+class Ranks(_HostRanks):
+    """One rank in this process, for programs of any cut."""
+
+    def _weight(self, name: str) -> Tensor:
+        return self._weights[name]
+
+
+@torch.no_grad()
+def stage_run(blocks_per_graph: int = 1, config=CONFIG, job: Job = JOB) -> StageRun:
+    """The stage of a job, prepared and started."""
+    (stage,) = job.stages
+    bucket = job.bucket(stage)
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, blocks_per_graph)
+    modulation = partial(modulation_table, weights(), config)
+    ranks = Ranks(bucket.name, program, weights(), None)
+    compiled = CompiledStep(bucket, program)
+    run = StageRun(ranks, compiled, config, torch.float32, modulation, COMPAT[None])
+    size = stage.height, stage.width, job.size.num_frames, job.size.frame_rate
+    start, mask = latents.zeros(*size, torch.float32), torch.ones(1, 1024)
+    generator, given = torch.Generator().manual_seed(SEED), [Contexts(*contexts(), mask, None)]
+    run.prepare(job, stage, given, *start, generator, images(job))
+    run.start()
+    return run

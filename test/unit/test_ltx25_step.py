@@ -1,0 +1,277 @@
+"""Stage 1 of LTX-2.5's distilled recipe: marked keyframes, the ancestral sampler, generated
+keyframes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+from helpers import one_thread, rel  # noqa: F401
+from ltx25_step import CONFIG, JOB, SEED, STAGE, stage_run
+from safetensors.torch import load_file
+
+from ltx_neuron.config.release import RELEASES
+from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.job import Job, Size
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program
+from ltx_neuron.sampling import ancestral
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.latents import between_keyframes
+from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
+
+# Latents after step 1 and after all, by ltx-core and ltx-pipelines 1.2.0 on the same weights,
+# images and contexts (fp32).
+GOLDEN = ROOT / "test/golden/ltx25_stage_1.safetensors"
+BOUND, SHOWS = 1e-6, 1e-3
+LTX_2_3, LTX_2_5 = RELEASES
+
+
+@torch.no_grad()
+def made(run, steps: int = 8) -> dict[str, torch.Tensor]:
+    """What the first steps of a started stage make, by the golden's names."""
+    tensors = {}
+    for number in range(steps):
+        run.step(number)
+        if number == 0:
+            for stream in ("video", "audio"):
+                tensors[f"{stream}_1"] = run.ranks.get("", f"{stream}_latent")
+    tensors["video"], tensors["audio"] = run.result()
+    return tensors | {"generated_keyframes": run.generated_keyframes()}
+
+
+@pytest.mark.parametrize("blocks_per_graph", [0, 1])
+def test_a_stage_is_upstreams(blocks_per_graph):
+    golden, got = load_file(GOLDEN), made(stage_run(blocks_per_graph))
+    assert got.keys() == golden.keys()
+    for name, tensor in golden.items():
+        assert rel(got[name], tensor) < BOUND, name
+
+
+def unmarked(run):
+    run.ranks._values["keyframes_mask"].zero_()
+
+
+def all_marked(run):
+    run.ranks._values["keyframes_mask"].fill_(1)
+
+
+def slots_unmarked(run):
+    run.ranks._values["keyframes_mask"][-12:] = 0
+
+
+def given_keyframe_marked(run):
+    run.ranks._values["keyframes_mask"][18:24] = 1
+
+
+def draw(run, generator, order=("video", "audio")):
+    """Replace the noise of all steps but the last."""
+    for number in range(7):
+        for stream in order:
+            noise = run.ranks._values[f"{stream}_noise@{number}"]
+            drawn = torch.randn(noise.shape, generator=generator)
+            run.ranks._values[f"{stream}_noise@{number}"] = drawn
+
+
+def noise_of_the_seed_itself(run):
+    draw(run, torch.Generator().manual_seed(SEED))
+
+
+def noise_of_the_initial_generator(run):
+    generator = torch.Generator().manual_seed(SEED)
+    for state in run.states:
+        torch.randn(state.latent.shape, generator=generator)
+    draw(run, generator)
+
+
+def audio_first(run):
+    draw(run, torch.Generator().manual_seed(SEED + 10_000), ("audio", "video"))
+
+
+def coefficients(run, of_step):
+    """Replace the coefficients of all steps but the last: of_step returns those of the latent, the
+    prediction and the noise."""
+    for number in range(7):
+        sigma, end = torch.tensor(DISTILLED_SIGMAS[number : number + 2]).double()
+        latent, prediction, noise = of_step(sigma, end)
+        row = torch.tensor([latent, prediction, 1.0, noise, 1.0])
+        run.ranks._values[f"ancestral@{number}"] = row.expand(2, 5)
+
+
+def deterministic_euler(run):
+    coefficients(run, lambda sigma, end: (end / sigma, 1 - end / sigma, 0.0))
+
+
+def ddim_coefficients(run):
+    def of_step(sigma, end):
+        up = (end**2 * (sigma**2 - end**2) / sigma**2) ** 0.5
+        down = (end**2 - up**2) ** 0.5
+        return down / sigma, 1 - down / sigma, up
+
+    coefficients(run, of_step)
+
+
+def stochastic_flow_match(run):
+    coefficients(run, lambda sigma, end: (0.0, 1 - end, end))
+
+
+def no_second_blend(run):
+    for number in range(7):
+        run.ranks._values[f"ancestral@{number}"][:, 4] = 0
+
+
+def blend_of_the_prediction_again(run):
+    run.ranks._values["ancestral@7"][:, 4] = 1
+
+
+MISTAKES = [
+    unmarked,
+    all_marked,
+    slots_unmarked,
+    given_keyframe_marked,
+    noise_of_the_seed_itself,
+    noise_of_the_initial_generator,
+    audio_first,
+    deterministic_euler,
+    ddim_coefficients,
+    stochastic_flow_match,
+    no_second_blend,
+    blend_of_the_prediction_again,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_stage_with_a_mistake_is_not(mistake):
+    golden, run = load_file(GOLDEN), stage_run(0)
+    mistake(run)
+    assert rel(made(run)["video"], golden["video"]) > SHOWS
+
+
+def test_a_step_keeps_the_variance_of_a_rectified_flow():
+    """The coefficients beside the formula in double precision: sigma_down = end ** 2 / sigma, and
+    noise from there up to the end, with the signal's part scaled by the quotient of both alphas."""
+    for row, sigma, end in zip(
+        ancestral.coefficients(DISTILLED_SIGMAS, (False, False)),
+        DISTILLED_SIGMAS,
+        DISTILLED_SIGMAS[1:],
+        strict=False,
+    ):
+        down = end**2 / sigma
+        signal = (1 - end) / (1 - down)
+        noise = max(end**2 - (down * signal) ** 2, 0) ** 0.5
+        wanted = torch.tensor([down / sigma, 1 - down / sigma, signal, noise, float(end > 0)])
+        torch.testing.assert_close(row, wanted.expand(2, 5), rtol=2e-5, atol=1e-6)
+
+
+def test_the_last_step_returns_the_prediction_and_a_frozen_stream_stays():
+    coefficients = ancestral.coefficients(DISTILLED_SIGMAS, (False, True))
+    assert coefficients[-1, 0].tolist() == [0, 1, 1, 0, 0]
+    assert {tuple(row) for row in coefficients[:, 1].tolist()} == {(1, 0, 1, 0, 0)}
+
+
+def test_the_noise_does_not_depend_on_what_was_drawn_before():
+    """A resumed stage adds the same noise."""
+    first, second = (stage_run(0) for _ in range(2))
+    drawn = first.ranks._values
+    assert all(torch.equal(drawn[name], x) for name, x in second.ranks._values.items())
+    # Nor do two steps, or both streams, have the same.
+    assert not torch.equal(drawn["video_noise@0"], drawn["video_noise@1"])
+    assert drawn["video_noise@7"].abs().sum() == 0
+
+
+@pytest.mark.parametrize("seed", [-5, 2**64 - 1])
+def test_every_seed_has_noise(seed):
+    empty = [torch.zeros(1, 16, 4)] * 2
+    noise, _, _ = next(ancestral.steps_of((1.0, 0.5, 0.0), empty, (False, False), seed))
+    wanted = torch.Generator().manual_seed((seed + 10_000) % 2**64)
+    assert torch.equal(noise, torch.randn(1, 16, 4, generator=wanted))
+
+
+def test_held_tokens_stay_in_every_step():
+    run = stage_run(0)
+    held = run.states[0].denoise_mask.flatten() < 1
+    assert held.tolist() == [*[True] * 6, *[False] * 12, *[True] * 6, *[False] * 12]
+    frozen = replace(JOB, images=tuple(replace(image, strength=1.0) for image in JOB.images))
+    run = stage_run(0, job=frozen)
+    with torch.no_grad():
+        run.step(0)
+    latent = run.ranks.get("", "video_latent")
+    assert torch.equal(latent[:, held], run.states[0].clean_latent[:, held])
+
+
+# --- which sampler, which tokens ------------------------------------------------------------------
+
+
+def test_the_distilled_stage_1_of_a_release_uses_its_sampler():
+    two_stages = Size(128, 192, 17, two_stage=True)
+    dev = Job("", two_stages, recipe="dev").of_release(LTX_2_5)
+    assert [stage.sampler for stage in dev.stages] == ["euler", "euler"]
+    for release, sampler in ((LTX_2_3, "euler"), (LTX_2_5, "ancestral")):
+        job = Job("", two_stages).of_release(release)
+        assert [stage.sampler for stage in job.stages] == [sampler, "euler"]
+        assert [bucket.ancestral for bucket in job.buckets] == [sampler == "ancestral", False]
+        assert job.describe()["sampler"] == sampler
+        assert "ancestral" not in job.describe()
+        assert job.of_release(release) is job
+        assert "sampler" not in job.spec.line() or job.spec.line()["sampler"] == "euler"
+
+
+def test_an_images_crf_is_the_releases_unless_it_is_given():
+    job = Job("", images=(ImageCondition("a.png"), ImageCondition("b.png", crf=0)))
+    for release, crf in ((LTX_2_3, 33), (LTX_2_5, 18)):
+        assert [image.crf for image in job.of_release(release).images] == [crf, 0]
+    assert [len(image) for image in job.spec.line()["image"]] == [3, 4]
+
+
+def test_graphs_take_marks_of_a_model_that_has_them_and_noise_of_an_ancestral_bucket():
+    other = replace(CONFIG, use_keyframes_abs_pos_embedding=False)
+    assert CONFIG.digest != other.digest
+
+    def inputs(config, bucket):
+        program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 1)
+        return {name: {*graph.inputs._fields} for name, graph in program.graphs.items()}
+
+    plain = Bucket(12, 8, 1, 8)
+    marked, noisy = inputs(CONFIG, plain), inputs(CONFIG, replace(plain, ancestral=True))
+    unmarked = inputs(other, plain)
+    assert marked["head"] - unmarked["head"] == {"keyframes_mask"}
+    assert noisy["tail"] - marked["tail"] == {"video_noise", "audio_noise", "ancestral"}
+    assert [marked["blocks"], marked["tail"]] == [unmarked["blocks"], unmarked["tail"]]
+    assert inputs(CONFIG, Bucket(0, 8, 1, 8)) == inputs(other, Bucket(0, 8, 1, 8))
+    assert replace(plain, ancestral=True).name == f"{plain.name}-ancestral"
+
+
+@pytest.mark.parametrize(
+    ("count", "frames", "wanted"),
+    [(0, 17, ()), (1, 17, (8,)), (2, 17, (5, 11)), (3, 121, (30, 60, 90)), (3, 5, (1, 2, 3))],
+)
+def test_generated_keyframes_lie_between_the_first_and_the_last_frame(count, frames, wanted):
+    assert between_keyframes(count, frames) == wanted
+
+
+def test_generated_keyframes_follow_the_given_ones_and_last_one_frame():
+    video = stage_run(0).states[0]
+    seconds = video.positions[0, 0].unflatten(0, (-1, 6))
+    assert seconds[-3:, 0].tolist() == pytest.approx([16.5 / 25, 5.5 / 25, 11.5 / 25])
+    assert video.keyframes_mask.flatten().unflatten(0, (-1, 6))[:, 0].tolist() == [1, 0, 0, 0, 1, 1]
+    assert video.clean_latent[:, -12:].abs().sum() == 0
+    assert STAGE.sampler == "ancestral"
+
+
+def test_stage_2_has_no_generated_keyframes():
+    job = Job("", Size(128, 192, 17, two_stage=True), num_generated_keyframes=2)
+    first, second = (job.bucket(stage).video_tokens for stage in job.stages)
+    assert (first, second) == ((3 + 2) * 6, 3 * 24)
+
+
+def test_more_keyframes_than_frames_between_are_refused(tmp_path):
+    fits = Job("a meadow", Size(64, 96, 9), num_generated_keyframes=7)
+    fits.check()
+    with pytest.raises(FieldError, match="at most 7"):
+        replace(fits, num_generated_keyframes=8).check()
+    with pytest.raises(UserError, match="at least 0"):
+        replace(fits, num_generated_keyframes=-1).check()
+    with pytest.raises(FieldError, match="cannot be combined with"):
+        alone = {"recipe": "dev", "sound_only": True, "size": Size(0, 0, 9)}
+        replace(fits, num_generated_keyframes=1, **alone).check()
