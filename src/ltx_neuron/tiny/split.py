@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ltx_neuron.config.video import diffusion_decoder_config
+from ltx_neuron.config.diffusion import diffusion_decoder_config
 from ltx_neuron.hub import RELEASED
 from ltx_neuron.tiny.config import TinySizes, check, tiny_config
 from ltx_neuron.tiny.gemma import GEMMA_4_VERSION, write_gemma4_file
