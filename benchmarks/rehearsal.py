@@ -17,6 +17,7 @@ With --dense (70 GB) Gemma's stay too.
 What it made is deleted at its end, at Ctrl-C and at SIGTERM, unless --keep is given: then the same
 command goes on from there.
 --tiny makes the whole way with tiny models in a minute, to try this script.
+--release 2.5 takes the files of LTX-2.5 from one folder, and makes the distilled video alone.
 """
 
 import json
@@ -25,18 +26,20 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 from lib.harness import finish
 from lib.harness import parser as harness_parser
-from lib.random_sources import write_checkpoint, write_gemma, write_upsampler
+from lib.random_sources import write_checkpoint, write_gemma, write_split, write_upsampler
 from lib.scripts import ROOT, Scripts
 from lib.watch import Watched, run_watched
 
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.tiny import make_tiny
+from ltx_neuron.tiny.split import make_split, split_assets_in
 
 RUN = ["--profile", "cpu", "--tp-degree", 4]
 SIZE = ["--height", 64, "--width", 64, "--num-frames", 9]
@@ -63,8 +66,8 @@ class Row(NamedTuple):
 class Rehearsal:
     """The folder of a rehearsal: sources, artifacts, videos, and a log of every script."""
 
-    def __init__(self, folder: Path, tiny: bool, dense: bool):
-        self.folder, self.tiny, self.dense = folder, tiny, dense
+    def __init__(self, folder: Path, tiny: bool, dense: bool, split: bool):
+        self.folder, self.tiny, self.dense, self.split = folder, tiny, dense, split
         self.sources, self.artifacts = folder / "sources", folder / "artifacts"
         self.checkpoint = self.sources / "ltx-2.3-22b-random.safetensors"
         self.gemma, self.upsampler = self.sources / "gemma", self.sources / "upsampler.safetensors"
@@ -94,7 +97,15 @@ class Rehearsal:
         """Checkpoint, Gemma's folder and the upsampler, unless an earlier run left them."""
         self.sources.mkdir(exist_ok=True)
         began = time.perf_counter()
-        if self.tiny:
+        if self.split:
+            write = make_split if self.tiny else partial(write_split, seed=1)
+            made = self.sources / "split"
+            assets = split_assets_in(made)
+            if not assets.spatial_upsampler.exists():  # the last one that is written
+                assets = write(made)
+            self.checkpoint, self.gemma = made, assets.text_encoder
+            self.upsampler = assets.spatial_upsampler
+        elif self.tiny:
             assets = make_tiny(self.sources / "tiny")
             self.checkpoint, self.gemma = assets.checkpoint, assets.gemma_root
             self.upsampler = assets.spatial_upsampler
@@ -124,11 +135,13 @@ class Rehearsal:
         if not self.dense:
             self.dig_holes()
         self.script("shard_backbone", command("shard_dit"))
-        for recipe in ("distilled", "dev"):
+        for recipe in ("distilled",) if self.split else ("distilled", "dev"):
             dit = command("compile_dit", "--recipe", recipe)
             self.script(f"compile_transformer {recipe}", dit)
         self.script("compile_gemma3", command("compile_gemma3"))
         self.generate("distilled", command("generate", "--upscale", "spatial"))
+        if self.split:
+            return
         negative = ["--negative-prompt", NEGATIVE, "--num-inference-steps", 2]
         self.generate("dev", command("generate", *negative, *CFG_ONLY))
 
@@ -215,8 +228,9 @@ def main() -> None:
     add("--keep", action="store_true", help="delete nothing, and go on from what is there")
     add("--dense", action="store_true", help="leave Gemma's rank files as the sharder wrote them")
     add("--tiny", action="store_true", help="tiny models")
+    add("--release", choices=["2.3", "2.5"], default="2.3", help="of LTX-2")
     args = parser.parse_args()
-    rehearsal = Rehearsal(args.folder, args.tiny, args.dense)
+    rehearsal = Rehearsal(args.folder, args.tiny, args.dense, args.release == "2.5")
     rehearsal.take_folder()
     memory = psutil.virtual_memory().total
     print(f"{psutil.cpu_count()} CPUs, {memory / 1e9:.1f} GB of memory, {platform.platform()}")

@@ -10,6 +10,7 @@ layer.
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -20,8 +21,25 @@ from lib.full_size import Shapes, checkpoint_metadata, released_shapes, write_sp
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.tiny import SPATIAL_UPSAMPLER
 from ltx_neuron.tiny.config import TinySizes, released_config
-from ltx_neuron.tiny.gemma import gemma_shapes, random_gemma_weight, write_gemma_settings
-from ltx_neuron.tiny.weights import random_weight, upsampler_shapes, vocoder_weights
+from ltx_neuron.tiny.gemma import (
+    gemma_4_config,
+    gemma_4_shapes,
+    gemma_4_tokenizer,
+    gemma_shapes,
+    random_gemma_4_weight,
+    random_gemma_weight,
+    write_gemma_settings,
+)
+from ltx_neuron.tiny.split import (
+    ABSENT,
+    SOURCE,
+    TRANSFORMER,
+    SplitAssets,
+    labels,
+    sections,
+    split_assets_in,
+)
+from ltx_neuron.tiny.weights import DIFFUSION, random_weight, upsampler_shapes, vocoder_weights
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES
 
 DENSE_BYTES, ROW_STEP = 2**20, 128
@@ -38,6 +56,8 @@ GEMMA_SIZES = TinySizes(
     gemma_vocab=262208,
     gemma_sliding_window_pattern=6,
 )
+# LTX-2.5's text encoder: Gemma 4, and the projections to both streams.
+GEMMA_4_SIZES = replace(GEMMA_SIZES, gemma_vocab=262144, heads=32, head_dim=128, audio_head_dim=64)
 UPSAMPLER = SPATIAL_UPSAMPLER | {"mid_channels": 512, "num_blocks_per_stage": 4}
 # Random fp32 values for some rows of a tensor, given its name and those rows on the meta device.
 Draw = Callable[[str, Tensor, Generator], Tensor]
@@ -69,6 +89,58 @@ def write_checkpoint(path: Path, seed: int) -> None:
         return random_rows(name, shape, 0 if name in vocoder else nbytes)
 
     write_random(path, checkpoint_metadata(), released_shapes(), draw, rows, generator)
+
+
+def write_split(folder: Path, seed: int) -> SplitAssets:
+    """The files of LTX-2.5 that a distilled video needs, with the convolutional VAE."""
+    import_ltx_core()
+    paths, shapes, config = split_assets_in(folder), released_shapes(), released_config()
+    config["transformer"] |= TRANSFORMER
+    generator = Generator().manual_seed(seed)
+    vocoder = vocoder_weights(config, generator)
+
+    def draw(name: str, like: Tensor, generator: Generator) -> Tensor:
+        return vocoder[name] if name in vocoder else random_weight(name, like, generator)
+
+    def rows(name: str, shape: list[int], nbytes: int) -> list[range]:
+        return random_rows(name, shape, 0 if name in vocoder else nbytes)
+
+    def write(path: Path, prefixes: tuple[str, ...], *names: str, **labelled: str) -> None:
+        own = {n: shapes[n] for n in shapes if n.startswith(prefixes) and not ABSENT.fullmatch(n)}
+        if DIFFUSION in prefixes:
+            width = config["transformer"]["cross_attention_dim"]
+            own[f"{DIFFUSION}keyframes_abs_pos_embedding"] = "BF16", [1, width]
+        own = {name.removeprefix("vae."): described for name, described in own.items()}
+        metadata = labels() | {"config": json.dumps(sections(config, *names))} | labelled
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_random(path, metadata, own, draw, rows, generator)
+
+    write(paths.distilled, (DIFFUSION,), "transformer", "scheduler", **SOURCE)
+    write(paths.video_vae, ("vae.",), "vae")
+    write(paths.audio_vae, ("audio_vae.", "vocoder."), "audio_vae", "vocoder")
+    _write_text_encoder(paths.text_encoder, generator)
+    paths.spatial_upsampler.parent.mkdir(exist_ok=True)
+    write_upsampler(paths.spatial_upsampler, seed)
+    return paths
+
+
+def _write_text_encoder(path: Path, generator: Generator) -> None:
+    """The file of Gemma 4, the projections and the tokenizer."""
+    config, tokenizer = gemma_4_config(GEMMA_4_SIZES), gemma_4_tokenizer(GEMMA_4_SIZES)
+    shapes = _bf16(gemma_4_shapes(config, GEMMA_4_SIZES))
+    shapes |= {name: ("U8", list(tensor.shape)) for name, tensor in tokenizer.items()}
+
+    def draw(name: str, like: Tensor, generator: Generator) -> Tensor:
+        if name in tokenizer:
+            return tokenizer[name]
+        return random_gemma_4_weight(name, like, generator)
+
+    def rows(name: str, shape: list[int], nbytes: int) -> list[range]:
+        return random_rows(name, shape, 0 if name in tokenizer else nbytes)
+
+    path.parent.mkdir(exist_ok=True)
+    metadata = {"format": "pt", "gemma_config": json.dumps(config)}
+    write_random(path, metadata, shapes, draw, rows, generator)
 
 
 def write_gemma(folder: Path, seed: int, sizes: TinySizes = GEMMA_SIZES) -> None:

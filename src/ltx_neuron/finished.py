@@ -164,11 +164,6 @@ class Finished:
             return diffusion_decoder_config(self.config, self.source("vae").names)
         return video_decoder_config(self.config)
 
-    @property
-    def decoder_kind(self) -> str:
-        """Which of the two video decoders the VAE's file has, for reports and sidecars."""
-        return "diffusion" if is_diffusion_vae(self.config) else "convolutional"
-
     @cached_property
     def audio_decoder(self):
         """The mel decoder's configuration. Raises UserError if the ranks do not support it."""

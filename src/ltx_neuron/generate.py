@@ -219,7 +219,7 @@ def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
     packages = {package: package_version(package) or "absent" for package in _PACKAGES}
     versions = {"python": platform.python_version(), **packages}
     identity = code_identity(workspace)
-    identity["video_decoder"] = workspace.decoder_kind
+    identity["video_decoder"] = workspace.files.decoder
     identity["tuned"] = workspace.tuned_settings and workspace.tuned_settings.describe()
     return recorder.report(job, workspace.profile.name, workspace.tp, versions, identity)
 
@@ -229,7 +229,6 @@ def show(report: dict, outputs: Outputs) -> None:
     if outputs.report:
         write_json(outputs.report, report)
     print(table.table(report))
-    print(f"video decoder: {report['identity']['video_decoder']}")
 
 
 def write_sidecar(video: Path, job: Job, recorder: Recorder, workspace: Workspace) -> dict:

@@ -50,7 +50,7 @@ def runs(shared: Path, split) -> Runs:
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        dispatch(runs.words("prepare", *runs.flags[:-4], *runs.flags[-2:]))
+        dispatch(runs.words("prepare", *runs.flags))
         (folder / "jobs.jsonl").write_text("\n".join(map(json.dumps, LINES)))
         outputs = ["--output-dir", folder / "out", "--auto-duration", *LIMITS]
         dispatch(runs.words("batch", folder / "jobs.jsonl", *outputs))

@@ -9,6 +9,7 @@ import threading
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -69,7 +70,8 @@ def made(tmp_path, monkeypatch, prompts: list[str], patience: int = 9) -> list[s
     results = Results(tmp_path, lines)
     left = [line for line in lines if line.number not in results.entries]
     with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
-        batch._make(left, Namespace(replicas=None), queue, tmp_path, results)
+        workspace = SimpleNamespace(resolved=lambda job: job)
+        batch._make(left, Namespace(replicas=None), workspace, queue, tmp_path, results)
         ids = [entry.id for entry in queue.page(batch.OWNER)[0]]
         assert sorted(folder.name for folder in queue.folder.iterdir()) == sorted(ids)
     return Pool.last.made
@@ -265,6 +267,5 @@ def check_remotely(monkeypatch, error: Exception) -> None:
 
     group = object.__new__(remote_group.RemoteRanks)
     group._node, group._actor = "10.0.0.2", mock.Mock()
-    monkeypatch.setattr(remote_group.ray, "wait", lambda references, timeout: (references, []))
     monkeypatch.setattr(remote_group.ray, "get", get)
     group.check()

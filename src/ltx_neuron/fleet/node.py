@@ -10,14 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
-
 if TYPE_CHECKING:
     from ltx_neuron.engine import Engine
     from ltx_neuron.workspace import Workspace
-
-
-ALIVE = "alive"  # the concurrency group of RankGroup.alive
 
 
 class RankGroup:
@@ -26,10 +21,6 @@ class RankGroup:
 
     def __init__(self):
         forget_rays_threads()
-
-    @ray.method(concurrency_group=ALIVE)
-    def alive(self) -> None:
-        """Answer, also while another method runs."""
 
     def node(self) -> str:
         """The address of this node."""

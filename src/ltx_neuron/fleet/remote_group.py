@@ -16,16 +16,15 @@ from torch import Tensor
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import RankError, Ranks
 from ltx_neuron.fleet.cluster import within
-from ltx_neuron.fleet.node import ALIVE, RankGroup
+from ltx_neuron.fleet.node import RankGroup
 
 _NODE_SECONDS = 120.0  # for Ray to start the actor's process
 _CLOSE_SECONDS = 10.0  # for ranks to end
-_ALIVE_SECONDS = 30.0  # between two questions whether the actor's process runs, and to answer one
 
 
 class RemoteRanks(Ranks):
     """The ranks of a RankGroup actor. Raises its errors, and RankError with the node's address if
-    the actor or its node is lost, or the actor's process is frozen.
+    the actor or its node is lost.
 
     placement  of the replica, and `part`, the group's place in it
     options    the actor's resources
@@ -34,8 +33,9 @@ class RemoteRanks(Ranks):
 
     def __init__(self, placement: PlacementGroup, part: int, options: dict, needed: tuple):
         self._node = f"{part + 1} of the replica"
-        remote: Any = ray.remote(concurrency_groups={ALIVE: 1})  # pyright: ignore[reportCallIssue]
-        self._actor = remote(RankGroup).options(**options, **within(placement, part)).remote()
+        self._actor: Any = (
+            ray.remote(RankGroup).options(**options, **within(placement, part)).remote()
+        )
         try:
             self._node = self._get(self._actor.node.remote(), _NODE_SECONDS)
             super().__init__(*self._get(self._actor.start.remote(*needed)))
@@ -88,13 +88,6 @@ class RemoteRanks(Ranks):
     def _get(self, reference: ray.ObjectRef, seconds: float | None = None) -> Any:
         """The result of the actor's method."""
         try:
-            while seconds is None and not ray.wait([reference], timeout=_ALIVE_SECONDS)[0]:
-                alive = self._actor.alive.remote()
-                if not ray.wait([alive, reference], timeout=_ALIVE_SECONDS)[0]:
-                    raise RankError(
-                        f"node {self._node} is lost: the group's process has not answered for"
-                        f" {_ALIVE_SECONDS:g} s"
-                    )
             return ray.get(reference, timeout=seconds)
         except RayTaskError as error:
             raise error.cause from error

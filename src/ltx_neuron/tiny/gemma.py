@@ -193,9 +193,15 @@ def write_gemma4_file(path: Path, sizes: TinySizes) -> None:
     head."""
     config, generator = gemma_4_config(sizes), torch.Generator().manual_seed(sizes.seed + 5)
     tensors = {
-        name: _random_gemma_4_weight(name, like, generator).bfloat16().contiguous()
+        name: random_gemma_4_weight(name, like, generator).bfloat16().contiguous()
         for name, like in gemma_4_shapes(config, sizes).items()
     }
+    tensors |= gemma_4_tokenizer(sizes)
+    save(path, tensors, {"format": "pt", "gemma_config": json.dumps(config)})
+
+
+def gemma_4_tokenizer(sizes: TinySizes) -> dict[str, Tensor]:
+    """The files of that file's tokenizer, as its tensors of bytes."""
     tokenizer = train_tokenizer(sizes.gemma_vocab, [*SPECIAL_TOKENS[:4], *MEDIA_TOKENS.values()])
     tokenizer["post_processor"] = None  # it adds no <bos>
     names = "bos_token", "eos_token", "pad_token", "unk_token"
@@ -211,10 +217,10 @@ def write_gemma4_file(path: Path, sizes: TinySizes) -> None:
         "hf_asset__generation_config.json": json.dumps({"pad_token_id": 0}),
         "hf_asset__chat_template.jinja": TOKENIZER_CONFIG["chat_template"],
     }
-    for name, content in assets.items():
-        data = bytearray(content.encode())
-        tensors[name] = torch.frombuffer(data, dtype=torch.uint8)
-    save(path, tensors, {"format": "pt", "gemma_config": json.dumps(config)})
+    return {
+        name: torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
+        for name, content in assets.items()
+    }
 
 
 def gemma_4_config(sizes: TinySizes) -> dict:
@@ -332,7 +338,7 @@ def _gemma_4_towers(width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _random_gemma_4_weight(name: str, like: Tensor, generator: Generator) -> Tensor:
+def random_gemma_4_weight(name: str, like: Tensor, generator: Generator) -> Tensor:
     """As random_gemma_weight. Norms multiply by their weight, and layers by their scalar."""
     centre = 1.0 if "norm" in name else 0.8 if name.endswith("layer_scalar") else 0.0
     return centre + random_gemma_weight(name, like, generator)

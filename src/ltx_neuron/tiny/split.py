@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ltx_neuron.config.video import diffusion_decoder_config
+from ltx_neuron.config.diffusion import diffusion_decoder_config
 from ltx_neuron.hub import RELEASED
 from ltx_neuron.tiny.config import TinySizes, check, tiny_config
 from ltx_neuron.tiny.gemma import GEMMA_4_VERSION, write_gemma4_file
@@ -24,14 +24,17 @@ from ltx_neuron.tiny.weights import (
 )
 
 VERSION = "2.5.0"
+_PAIR = {"ltx_version": VERSION, "gemma_version": GEMMA_4_VERSION}
+SOURCE = {"gemma_source_checkpoint": json.dumps(_PAIR)}  # of a transformer's metadata
 LICENSE = "Random weights made for tests. No released weight is contained."
-# What its transformer has besides that of LTX-2.3.
-_TRANSFORMER = {
+# The config of its transformer where it differs from LTX-2.3's.
+TRANSFORMER = {
     "ff_bias": False,
     "text_encoder_norm_type": "PER_TOKEN_RMS",
     "use_keyframes_abs_pos_embedding": True,
 }
-_ABSENT = re.compile(r".+\.transformer_blocks\.\d+\.ff\.net\..+\.bias")  # of the video, by ff_bias
+# Tensors of LTX-2.3 that it lacks: the video's, by ff_bias.
+ABSENT = re.compile(r".+\.transformer_blocks\.\d+\.ff\.net\..+\.bias")
 _DECODER = {
     "_class_name": "NADiffusionDecoder",
     "in_channels": 128,
@@ -90,20 +93,18 @@ def make_split(directory: Path, sizes: TinySizes = TinySizes()) -> SplitAssets: 
     assets, config = split_assets_in(directory), tiny_config(sizes)
     for path in assets:
         path.parent.mkdir(parents=True, exist_ok=True)
-    config["transformer"] |= _TRANSFORMER
+    config["transformer"] |= TRANSFORMER
     distilled, dev = (_parts(config, replace(sizes, seed=sizes.seed + n)) for n in (0, 10))
-    source = {"ltx_version": VERSION, "gemma_version": GEMMA_4_VERSION}
-    own = {"gemma_source_checkpoint": json.dumps(source)}
     for path, parts in ((assets.distilled, distilled), (assets.dev, dev)):
-        _save(path, parts[DIFFUSION], _sections(config, "transformer", "scheduler"), own)
+        _save(path, parts[DIFFUSION], sections(config, "transformer", "scheduler"), SOURCE)
     write_gemma4_file(assets.text_encoder, sizes)
     vae = {name.removeprefix("vae."): weight for name, weight in distilled["vae."].items()}
-    _save(assets.video_vae, vae, _sections(config, "vae"))
+    _save(assets.video_vae, vae, sections(config, "vae"))
     nested = {"vae": _diffusion_config(config["vae"])}
     shared = {name: weight for name, weight in vae.items() if not name.startswith("decoder.")}
     _save(assets.diffusion_vae, shared | _diffusion_weights(nested, sizes.seed + 11), nested)
     sound = distilled["audio_vae."] | distilled["vocoder."]
-    _save(assets.audio_vae, sound, _sections(config, "audio_vae", "vocoder"))
+    _save(assets.audio_vae, sound, sections(config, "audio_vae", "vocoder"))
     temporal = TEMPORAL_UPSAMPLER | {"spatial_scale": 1.0}
     for path, upsampler, seed, license in (
         (assets.spatial_upsampler, SPATIAL_UPSAMPLER, sizes.seed + 2, {"license": LICENSE}),
@@ -113,7 +114,7 @@ def make_split(directory: Path, sizes: TinySizes = TinySizes()) -> SplitAssets: 
         save(path, weights, {"config": json.dumps(upsampler)} | license)
     _save_duration_head(assets.duration_head, sizes)
     ranks = {f"lora_{name}": str(LORA_RANK) for name in ("rank", "alpha")}
-    save(assets.lora, lora_weights(dev[DIFFUSION], sizes.seed + 3), _labels() | ranks)
+    save(assets.lora, lora_weights(dev[DIFFUSION], sizes.seed + 3), labels() | ranks)
     picture().save(assets.image)
     return assets
 
@@ -128,7 +129,7 @@ def _parts(config: dict, sizes: TinySizes) -> dict[str, dict[str, Tensor]]:
         prefix: {
             name: weight
             for name, weight in weights.items()
-            if name.startswith(prefix) and not _ABSENT.fullmatch(name)
+            if name.startswith(prefix) and not ABSENT.fullmatch(name)
         }
         for prefix in (DIFFUSION, "vae.", "audio_vae.", "vocoder.")
     }
@@ -187,12 +188,12 @@ def _save_duration_head(path: Path, sizes: TinySizes) -> None:
 def _save(
     path: Path, tensors: dict[str, Tensor], config: dict, metadata: dict[str, str] | None = None
 ) -> None:
-    save(path, tensors, _labels() | {"config": json.dumps(config)} | (metadata or {}))
+    save(path, tensors, labels() | {"config": json.dumps(config)} | (metadata or {}))
 
 
-def _sections(config: dict, *names: str) -> dict:
+def sections(config: dict, *names: str) -> dict:
     return {name: config[name] for name in names}
 
 
-def _labels() -> dict[str, str]:
+def labels() -> dict[str, str]:
     return {"model_version": VERSION, "license": LICENSE}

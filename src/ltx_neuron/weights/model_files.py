@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from ltx_neuron import hub
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, gemma_download
+from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
 from ltx_neuron.config.release import Release, release_of
-from ltx_neuron.config.video import is_diffusion_vae
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.checkpoint import Checkpoint, gemma_files
 from ltx_neuron.weights.float8 import WeightFile

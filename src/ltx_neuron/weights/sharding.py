@@ -153,7 +153,7 @@ MODELS = {
             {"vae.decoder.": "", **{f"vae.{name}": name for name in _READ_STATISTICS}},
             (
                 "vae.encoder.",
-                "vae.decoder.coarse_",  # no model reads them: see UNREAD in config/video.py
+                "vae.decoder.coarse_",  # no model reads them: see UNREAD in config/diffusion.py
                 "vae.decoder.type_emb",
                 f"vae.{STATISTICS}",
                 DIFFUSION,
