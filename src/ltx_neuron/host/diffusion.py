@@ -56,7 +56,7 @@ class HostSpans(nn.Module):
         """The output of a call for each span; of a clip of any size."""
         name, first = call
         graph = self.graphs[name]
-        weights = {
+        weights: dict[str, Tensor] = {
             parameter: self.get_parameter(weight_name(parameter, first))
             for parameter, _ in graph.module.named_parameters()
         }
@@ -117,29 +117,29 @@ class DiffusionDecoder:
     def _patches(self, latents: Iterator[Tensor], noise: Iterator[Tensor]) -> Iterator[Tensor]:
         """The pixels of every frame in patches, (H, W, patch)."""
         config, last = self.config, len(self.volumes) - 1
-        features = self._stream(("latents_in", 0), self._whole(0), latent_frames=latents)
+        features = self._stream(("latents_in", 0), self._whole(0), {"latent_frames": latents})
         for stage, upsampling in enumerate(config.upsamplings):
             times, near = self._near(stage)
             for block in range(config.depths[stage]):
                 given = {f"region_{stage}": features}
-                features = self._stream((f"stage_{stage}", block), times, near, **given)
+                features = self._stream((f"stage_{stage}", block), times, given, near)
             given = {f"features_{stage}": features}
-            features = self._stream((f"upsample_{stage}", 0), self._whole(stage), **given)
+            features = self._stream((f"upsample_{stage}", 0), self._whole(stage), given)
             # Doubled frames include the first one.
             features = itertools.islice(features, upsampling.stride[0] - 1, None)
         blocks = config.depths[last]
         features = itertools.islice(features, self.volumes[last].frames)
         contexts = itertools.tee(features, blocks)
         whole = self._whole(last)
-        features = self._stream(("noise_in", 0), whole, noise=noise, context=contexts[0])
+        features = self._stream(("noise_in", 0), whole, {"noise": noise, "context": contexts[0]})
         times, near = self._near(last)
         timestep = timestep_features(config.timestep_scale).to(self.decoder.dtype)
         near = [{**each, "timestep": timestep} for each in near]
         for block, context in enumerate(contexts[1:]):
             given = {f"region_{last}": features, "context": context}
-            features = self._stream(("denoise", block), times, near, **given)
+            features = self._stream(("denoise", block), times, given, near)
         given = {f"region_{last}": features}
-        yield from self._stream(("pixels_out", blocks - 1), times, near, **given)
+        yield from self._stream(("pixels_out", blocks - 1), times, given, near)
 
     def _whole(self, stage: int) -> Cut:
         """The spans of a stage's frames for calls without attention."""
@@ -154,7 +154,11 @@ class DiffusionDecoder:
         return times, [{f"{name}_{stage}": tensor for name, tensor in each} for each in fields]
 
     def _stream(
-        self, call: Call, times: Cut, more: Sequence[Inputs] = (), **frames: Iterator[Tensor]
+        self,
+        call: Call,
+        times: Cut,
+        frames: dict[str, Iterator[Tensor]],
+        more: Sequence[Inputs] = (),
     ) -> Iterator[Tensor]:
         """The frames that a call computes, one by one. frames: its inputs, by field; more: further
         inputs of each span."""
