@@ -142,6 +142,7 @@ class StageRun:
         if one_hot := self.compiled.manifest.fields.get("rank_one_hot"):
             shared["rank_one_hot"] = torch.eye(one_hot.shape[1])
         if "keyframes_mask" in self.compiled.manifest.fields:
+            assert video_state.keyframes_mask is not None  # every state of video has one
             shared["keyframes_mask"] = video_state.keyframes_mask  # (Tv, 1)
         fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
         if field := fields.get("padding_bias"):

@@ -61,7 +61,7 @@ class HostSpans(nn.Module):
         """The output of a call for each span; of a clip of any size."""
         name, first = call
         graph = self.graphs[name]
-        weights = {
+        weights: dict[str, Tensor] = {
             parameter: self.get_parameter(weight_name(parameter, first))
             for parameter, _ in graph.module.named_parameters()
         }
@@ -129,7 +129,7 @@ class DiffusionDecoder:
                 given = {f"region_{stage}": features}
                 features = self._stream((f"stage_{stage}", block), times, near, **given)
             given = {f"features_{stage}": features}
-            features = self._stream((f"upsample_{stage}", 0), self._whole(stage), **given)
+            features = self._stream((f"upsample_{stage}", 0), self._whole(stage), (), **given)
             # Doubled frames include the first one.
             features = itertools.islice(features, upsampling.stride[0] - 1, None)
         blocks = config.depths[last]

@@ -169,9 +169,10 @@ def initial_states(
     video = video_state(
         start[0], frame_rate, images, compat.conditioning, positions_dtype, inputs.images_as_guides
     )
+    rows, columns = start[0].shape[3:]
     for frame in inputs.generated_keyframes(upsampled):
-        tokens = torch.zeros_like(video.latent[:, : start[0].shape[3:].numel()])
-        positions = keyframe_positions(*start[0].shape[3:], frame, frame_rate)
+        tokens = torch.zeros_like(video.latent[:, : rows * columns])
+        positions = keyframe_positions(rows, columns, frame, frame_rate)
         video = video.append(tokens, positions, 1.0, generated=True)
     audio = audio_state(start[1])
     if references := inputs.appended_references(upsampled):
