@@ -12,8 +12,9 @@ from torch import Tensor
 from world import Scene
 
 from ltx_neuron.demo import ASSETS
-from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.weights.lora import Lora

@@ -12,11 +12,11 @@ from helpers import randn, rel
 
 from ltx_neuron.backends.tiles import RankTiles
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.engine import RunOptions
 from ltx_neuron.generate import Outputs, generate
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import cut, tiling
 from ltx_neuron.job import Job, Size
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import SUFFIX
 from ltx_neuron.report.recorder import Recorder

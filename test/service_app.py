@@ -14,6 +14,7 @@ from urllib.parse import quote
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
+from ltx_neuron.finished import of_release
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service.jobs import JobSubmitter
@@ -113,7 +114,7 @@ class Compiled:
         return self.recorded
 
     def resolved(self, job):
-        return job.of_release(RELEASES[0])
+        return of_release(job, RELEASES[0])
 
     def dit_program_for(self, job, stage):
         if job.bucket(stage).name not in self.recorded:

@@ -1,5 +1,6 @@
 """Auto duration: jobs get the length that the duration head predicts from their prompts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,11 +22,19 @@ def with_durations(engine: Engine, jobs: list[Job]) -> list[Job]:
         return jobs
     engine.preflight.check_inputs(jobs)
     runs = predict(engine, waiting)
-    known = {id(run.job): run.job.lasting(seconds) for run, seconds in runs}
+    known = {id(run.job): lasting(run.job, seconds) for run, seconds in runs}
     if command := engine.workspace.prepare_command:  # makes graphs of a length that it has
         lengths = dict.fromkeys(job.size.num_frames for job in known.values())
         engine.workspace.prepare_command = "\n".join(f"{command} --num-frames {n}" for n in lengths)
     return [known.get(id(job), job) for job in jobs]
+
+
+def lasting(job: Job, seconds: float) -> Job:
+    """The job of auto_duration with the length for a prediction of so many seconds."""
+    assert job.auto_duration
+    frames = job.auto_duration.num_frames(seconds, job.size.frame_rate)
+    size = replace(job.size, num_frames=frames + (job.tail_frames or 0))
+    return replace(job, size=size, auto_duration=None)
 
 
 @torch.no_grad()
@@ -40,7 +49,7 @@ def predict(engine: Engine, jobs: list[Job]) -> list[tuple[JobRun, float]]:
     for run in engine.encode(jobs):
         (prompt, *_) = run.contexts
         seconds = head(prompt.video, prompt.audio).item()
-        size = run.job.lasting(seconds).size
+        size = lasting(run.job, seconds).size
         frames = f"{size.num_frames} frames at {size.frame_rate:g} fps"
         print(f"duration head: {seconds:.2f} s; {frames}")
         predicted.append((run, seconds))
@@ -58,7 +67,7 @@ def predict_only(engine: Engine, job: Job, tensors: Path | None) -> None:
     with engine:
         ((run, seconds),) = predict(engine, [job])
     if tensors:
-        frames = run.job.lasting(seconds).size.num_frames
+        frames = lasting(run.job, seconds).size.num_frames
         found = {"seconds": torch.tensor([seconds]), "num_frames": torch.tensor([frames])}
         identity = job.identity | {"checkpoint": engine.workspace.checkpoint.fingerprint}
         progress.write_run_tensors(tensors, run.tensors | found, identity)

@@ -8,9 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.preflight import Preflight, say_idle_groups
+from ltx_neuron.preflight import Preflight, RunOptions, say_idle_groups
 from ltx_neuron.progress import JobRun, StageGroup, stage_groups
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
@@ -39,29 +37,6 @@ from ltx_neuron.workspace import Workspace
 _REMEMBERED_PROMPTS = 32  # contexts have 13 MB per prompt
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Settings of a run.
-
-    neuron_gemma   encode prompts on the ranks, otherwise on the host's CPU
-    neuron_vae     decode latents on the ranks, otherwise on the host's CPU
-    compat         a key of sampling.compat.COMPAT, the release whose numerics to follow; None: the
-                   later releases
-    warmup         a discarded first step per stage
-    *_path         of models besides the checkpoint, or None
-    cache_prompts  read contexts from the artifacts, and store new ones there
-    """
-
-    neuron_gemma: bool = False
-    compat: str | None = None
-    spatial_upsampler_path: str | Path | None = None
-    temporal_upsampler_path: str | Path | None = None
-    warmup: bool = False
-    cache_prompts: bool = False
-    neuron_vae: bool = False
-    duration_head_path: str | Path | None = None
-
-
 class Engine:
     """Runs jobs on one workspace. A context manager: leaving it ends the ranks and frees memory.
 
@@ -69,9 +44,8 @@ class Engine:
     on_stage_end  called with the JobRun after every stage
     """
 
-    def __init__(
-        self, workspace: Workspace, recorder: Recorder, options: RunOptions = RunOptions()
-    ):
+    def __init__(self, workspace: Workspace, recorder: Recorder, options: RunOptions | None = None):
+        options = options or RunOptions()
         self.workspace, self.recorder, self.options = workspace, recorder, options
         self.compat = COMPAT[options.compat]
         self.host = HostModels(
@@ -86,13 +60,7 @@ class Engine:
             tiles_1_0_0=self.compat.tiles,
             files=workspace.files,
         )
-        self.preflight = Preflight(
-            workspace,
-            self.host,
-            options.neuron_gemma,
-            options.neuron_vae,
-            options.duration_head_path,
-        )
+        self.preflight = Preflight(workspace, self.host, options)
         self.residency = Residency(workspace, recorder)
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None

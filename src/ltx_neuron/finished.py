@@ -1,6 +1,7 @@
 """Finished: finds the existing weight sets and graphs of one checkpoint on one profile by their
 identities. Errors for missing ones have the command that makes them."""
 
+import dataclasses
 import os
 from collections.abc import Iterable
 from functools import cached_property
@@ -20,6 +21,7 @@ from ltx_neuron.config.diffusion import (
     shortest,
 )
 from ltx_neuron.config.gemma import check_gemma_fits
+from ltx_neuron.config.release import Release
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.config.video import video_decoder_config
@@ -98,8 +100,8 @@ class Finished:
                 f" {self.checkpoint_path}, LTX {self.checkpoint.model_version}, generates no"
                 " keyframes; leave it out"
             )
-        job.check_release(self.checkpoint.release)
-        return job.of_release(self.checkpoint.release)
+        check_job(job, self.checkpoint.release)
+        return of_release(job, self.checkpoint.release)
 
     def take_tuned(self) -> None:
         """Apply the tuned settings for this device and model, if there are any and the profile does
@@ -475,3 +477,31 @@ def context_parallelism(profile: Profile) -> dict:
     if profile.context_parallel == 1:
         return {}
     return {"context_parallel": profile.context_parallel, "ulysses": profile.ulysses}
+
+
+# --- a job on a checkpoint of a release -----------------------------------------------------------
+
+
+def of_release(job: Job, release: Release) -> Job:
+    """The job with the settings of a checkpoint's release where it has none of its own; the same
+    one if there are none."""
+    images = tuple(
+        image if image.crf is not None else dataclasses.replace(image, crf=release.image_crf)
+        for image in job.images
+    )
+    ancestral = release.ancestral and job.recipe == "distilled"
+    if (images, ancestral) == (job.images, job.ancestral):
+        return job
+    return dataclasses.replace(job, images=images, ancestral=ancestral)
+
+
+def check_job(job: Job, release: Release) -> None:
+    """Raise FieldError for an input or a setting that does not run on a checkpoint's release."""
+    others = {each.path for each in job.stage_1_loras} - {each.path for each in job.stage_2_loras}
+    given = job.given | {"{ic_lora}": bool(others), f"{{upscale}} {job.upscale}": True}
+    for field in release.excluded:
+        if given.get(field):
+            raise FieldError(
+                f"{field} does not run on LTX-{release.version} yet; leave it out, or use an"
+                " LTX-2.3 checkpoint"
+            )

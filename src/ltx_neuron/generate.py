@@ -13,7 +13,7 @@ from ltx_neuron.artifacts import code_digest
 from ltx_neuron.batch import Line
 from ltx_neuron.decode_queue import Clip, Result
 from ltx_neuron.durations import with_durations
-from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_folder, check_outputs, check_writable, write_json
 from ltx_neuron.host.images import content_digest
@@ -26,6 +26,7 @@ from ltx_neuron.host.video import (
 )
 from ltx_neuron.job import Job
 from ltx_neuron.machine import package_version
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report import table
 from ltx_neuron.report.recorder import Recorder

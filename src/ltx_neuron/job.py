@@ -5,9 +5,8 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from ltx_neuron.config.release import Release
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.models.signatures import WITHOUT
@@ -103,7 +102,7 @@ class Stage(NamedTuple):
 class Job(Inputs):
     """The settings of one generation.
 
-    ancestral  stage 1 uses the ancestral Euler sampler, by the checkpoint's release (`of_release`)
+    ancestral  stage 1 uses the ancestral Euler sampler, by the checkpoint's release
     """
 
     prompt: str
@@ -119,18 +118,6 @@ class Job(Inputs):
     stage_1_loras: WeightSet = ()  # further ones: IC-LoRAs or HQ's distilled LoRA
     stage_2_loras: WeightSet = ()  # further ones: the distilled LoRA
     ancestral: bool = False
-
-    def of_release(self, release: Release) -> "Job":
-        """The job with the settings of a checkpoint's release where it has none of its own; the
-        same one if there are none."""
-        images = tuple(
-            image if image.crf is not None else dataclasses.replace(image, crf=release.image_crf)
-            for image in self.images
-        )
-        ancestral = release.ancestral and self.recipe == "distilled"
-        if (images, ancestral) == (self.images, self.ancestral):
-            return self
-        return dataclasses.replace(self, images=images, ancestral=ancestral)
 
     @property
     def steps(self) -> int:
@@ -223,13 +210,6 @@ class Job(Inputs):
             ancestral=stage.sampler == "ancestral",
         )
 
-    def lasting(self, seconds: float) -> Self:
-        """The job of auto_duration with the length for a prediction of so many seconds."""
-        assert self.auto_duration
-        frames = self.auto_duration.num_frames(seconds, self.size.frame_rate)
-        size = dataclasses.replace(self.size, num_frames=frames + (self.tail_frames or 0))
-        return dataclasses.replace(self, size=size, auto_duration=None)
-
     @property
     def all_loras(self) -> WeightSet:
         """The LoRAs of all stages."""
@@ -314,18 +294,6 @@ class Job(Inputs):
         """Raise FieldError for a reference voice without its LoRA. No graph depends on it."""
         if self.voice and not self.stage_1_loras:
             raise FieldError(VOICE_WITHOUT_LORA)
-
-    def check_release(self, release: Release) -> None:
-        """Raise FieldError for an input or a setting that does not run on a checkpoint's
-        release."""
-        others = {each.path for each in self.stage_1_loras} - {x.path for x in self.stage_2_loras}
-        given = self.given | {"{ic_lora}": bool(others), f"{{upscale}} {self.upscale}": True}
-        for field in release.excluded:
-            if given.get(field):
-                raise FieldError(
-                    f"{field} does not run on LTX-{release.version} yet; leave it out, or use an"
-                    " LTX-2.3 checkpoint"
-                )
 
     def check_shape(self) -> None:
         """Raise UserError for settings without a possible graph. The prompt does not matter."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ltx_neuron import hub
 from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.durations import with_durations
-from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
 from ltx_neuron.flags.resolve import (
@@ -27,6 +27,7 @@ from ltx_neuron.flags.resolve import (
 )
 from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import Job, Stage
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT

@@ -1,7 +1,7 @@
-"""All checks before a model loads."""
+"""The options of a run, and all checks before a model loads."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,27 +23,40 @@ from ltx_neuron.weights import lora
 from ltx_neuron.workspace import Workspace
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """Settings of a run.
+
+    neuron_gemma   encode prompts on the ranks, otherwise on the host's CPU
+    neuron_vae     decode latents on the ranks, otherwise on the host's CPU
+    compat         a key of sampling.compat.COMPAT, the release whose numerics to follow; None: the
+                   later releases
+    warmup         a discarded first step per stage
+    *_path         of models besides the checkpoint, or None
+    cache_prompts  read contexts from the artifacts, and store new ones there
+    """
+
+    neuron_gemma: bool = False
+    compat: str | None = None
+    spatial_upsampler_path: str | Path | None = None
+    temporal_upsampler_path: str | Path | None = None
+    warmup: bool = False
+    cache_prompts: bool = False
+    neuron_vae: bool = False
+    duration_head_path: str | Path | None = None
+
+
 class Preflight:
     """Checks jobs against a workspace; their weight files and host models only once.
 
-    neuron_gemma   whether the ranks encode prompts
-    neuron_vae     whether the ranks decode latents
     tiles          programs of the video decoder for the last checked jobs
     sound          programs of the audio decoders for them
     decoder_stays  whether the decoders fit the device beside the transformer
     """
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        host: HostModels,
-        neuron_gemma: bool,
-        neuron_vae: bool = False,
-        duration_head_path: str | Path | None = None,
-    ):
-        self.workspace, self.host, self.neuron_gemma = workspace, host, neuron_gemma
-        self.neuron_vae, self.decoder_stays = neuron_vae, False
-        self.duration_head_path = duration_head_path
+    def __init__(self, workspace: Workspace, host: HostModels, options: RunOptions):
+        self.workspace, self.host, self.options = workspace, host, options
+        self.decoder_stays = False
         self.tiles: dict[str, Manifest] = {}
         self.sound: dict[str, Manifest] = {}
         self._checked_models: set[str] = set()
@@ -56,7 +69,7 @@ class Preflight:
             "--checkpoint-path": workspace.checkpoint_path,
             "--gemma-root": workspace.gemma_root,
             "--artifacts-dir": workspace.artifacts,
-            "--duration-head-path": self.duration_head_path,
+            "--duration-head-path": self.options.duration_head_path,
             **{f"--{kind}-upsampler-path": path for kind, path in upsamplers.items()},
             **{f"--lora {each.path}": each.path for job in jobs for each in job.all_loras},
             **{flag: path for job in jobs for flag, path in job.files.items()},
@@ -74,13 +87,13 @@ class Preflight:
         except UserError:
             # If the job does not fit the device either, raise that error instead.
             for job in {tuple(job.buckets): job for job in jobs}.values():
-                workspace.check_plan_fits(job, self.neuron_gemma)
+                workspace.check_plan_fits(job, self.options.neuron_gemma)
             raise
         for job in jobs:
             manifests = [compiled[id(job), stage].manifest for stage in job.stages]
             decoders = [*self.tiles.values(), *self.sound.values()]
-            memory = workspace.compiled_memory(manifests, self.neuron_gemma, decoders)
-            workspace.check_compiled_fits(memory, job, self.neuron_gemma)
+            memory = workspace.compiled_memory(manifests, self.options.neuron_gemma, decoders)
+            workspace.check_compiled_fits(memory, job, self.options.neuron_gemma)
             self.decoder_stays = memory.decoder_stays(workspace.profile)
         return compiled
 
@@ -118,7 +131,7 @@ class Preflight:
         Raises UserError."""
         workspace = self.workspace
         _ = workspace.gemma, workspace.source("gemma3"), workspace.tokenizer
-        if self.neuron_gemma:
+        if self.options.neuron_gemma:
             workspace.gemma.check_tensor_parallel(workspace.tp)
             workspace.weights("gemma3")
             workspace.text_programs(workspace.profile.text_buckets)
@@ -128,7 +141,7 @@ class Preflight:
     @property
     def sound_on_ranks(self) -> bool:
         """Whether the ranks decode sound as well; they do so only in fp32."""
-        return self.neuron_vae and self.host.audio_dtype == torch.float32
+        return self.options.neuron_vae and self.host.audio_dtype == torch.float32
 
     def decodes_on_ranks(self, latents: int) -> bool:
         """Whether the ranks decode a sound with this number of latents."""
@@ -142,11 +155,11 @@ class Preflight:
         if self._checked_weight_files:
             return
         _ = workspace.gemma, workspace.source("gemma3"), workspace.tokenizer
-        if self.neuron_gemma:
+        if self.options.neuron_gemma:
             workspace.gemma.check_tensor_parallel(workspace.tp)
         else:
             workspace.host_text_encoder().check()
-        if self.neuron_vae:
+        if self.options.neuron_vae:
             _ = workspace.video_decoder, workspace.source("vae")
             if self.sound_on_ranks:
                 _ = workspace.audio_decoder, workspace.vocoder, workspace.source("sound")
@@ -161,10 +174,10 @@ class Preflight:
             for stage in job.stages
         }
         workspace.check_dit_weights(jobs)
-        if self.neuron_gemma:
+        if self.options.neuron_gemma:
             workspace.weights("gemma3")
             workspace.text_programs(workspace.profile.text_buckets)
-        if self.neuron_vae:
+        if self.options.neuron_vae:
             workspace.weights("vae")
             self.tiles, self.sound = {}, {}
             seen = [job for job in jobs if not job.sound_only]

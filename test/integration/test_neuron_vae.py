@@ -24,8 +24,9 @@ from rank_decoding import (
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.tiles import RankSound
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.progress import LOG_SUFFIX
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.workspace import Workspace

@@ -23,11 +23,11 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
 from ltx_neuron.decode_queue import Failure
-from ltx_neuron.engine import RunOptions
 from ltx_neuron.generate import Outputs, generate
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import SUFFIX, save_state
 from ltx_neuron.workspace import Workspace

@@ -13,6 +13,7 @@ from typed import parsed
 from ltx_neuron import flags
 from ltx_neuron.batch import read_lines
 from ltx_neuron.commands import generate, prepare
+from ltx_neuron.durations import lasting
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.sampling.duration import AutoDuration
@@ -124,10 +125,10 @@ def job(*words: str, head: str | None = "head.safetensors"):
 def test_the_length_is_predicted_where_a_head_is_given_and_no_length():
     predicted = job("--tail-frames", "8", "--frame-rate", "25")
     assert predicted.auto_duration == AutoDuration(1, 20)
-    assert predicted.lasting(3.0).size.num_frames == 73 + 8
-    assert predicted.lasting(3.0).auto_duration is None
+    assert lasting(predicted, 3.0).size.num_frames == 73 + 8
+    assert lasting(predicted, 3.0).auto_duration is None
     assert (
-        predicted.lasting(3.0).identity
+        lasting(predicted, 3.0).identity
         == job(*("--tail-frames", "8", "--frame-rate", "25", "--num-frames", "73")).identity
     )
     assert job("--num-frames", "17").auto_duration is None

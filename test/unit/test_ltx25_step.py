@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.finished import of_release
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
@@ -205,22 +206,22 @@ def test_held_tokens_stay_in_every_step():
 
 def test_the_distilled_stage_1_of_a_release_uses_its_sampler():
     two_stages = Size(128, 192, 17, two_stage=True)
-    dev = Job("", two_stages, recipe="dev").of_release(LTX_2_5)
+    dev = of_release(Job("", two_stages, recipe="dev"), LTX_2_5)
     assert [stage.sampler for stage in dev.stages] == ["euler", "euler"]
     for release, sampler in ((LTX_2_3, "euler"), (LTX_2_5, "ancestral")):
-        job = Job("", two_stages).of_release(release)
+        job = of_release(Job("", two_stages), release)
         assert [stage.sampler for stage in job.stages] == [sampler, "euler"]
         assert [bucket.ancestral for bucket in job.buckets] == [sampler == "ancestral", False]
         assert job.describe()["sampler"] == sampler
         assert "ancestral" not in job.describe()
-        assert job.of_release(release) is job
+        assert of_release(job, release) is job
         assert "sampler" not in job.spec.line() or job.spec.line()["sampler"] == "euler"
 
 
 def test_an_images_crf_is_the_releases_unless_it_is_given():
     job = Job("", images=(ImageCondition("a.png"), ImageCondition("b.png", crf=0)))
     for release, crf in ((LTX_2_3, 33), (LTX_2_5, 18)):
-        assert [image.crf for image in job.of_release(release).images] == [crf, 0]
+        assert [image.crf for image in of_release(job, release).images] == [crf, 0]
     assert [len(image) for image in job.spec.line()["image"]] == [3, 4]
 
 

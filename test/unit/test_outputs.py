@@ -14,13 +14,14 @@ from fuzz import on_random
 
 from ltx_neuron import batch, progress
 from ltx_neuron.batch import RESULTS, Line, Results
-from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, whole_file, write_json, write_tensors
 from ltx_neuron.generate import Outputs, sidecar
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job
 from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import beside
 from ltx_neuron.report.__main__ import main as print_report

@@ -12,9 +12,9 @@ from helpers import picture_frames, tone, write_film, write_sound
 from ltx_neuron import errors, files, invocation
 from ltx_neuron.commands import dispatch, prepare
 from ltx_neuron.commands.prepare import Part, Preparation, parts_of
-from ltx_neuron.engine import RunOptions
 from ltx_neuron.format import format_seconds
 from ltx_neuron.job import Job, Size
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditions import SoundCondition
 from ltx_neuron.weights.lora import Lora

@@ -5,12 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ltx_neuron import flags, invocation
-from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.durations import predict_only
 from ltx_neuron.engine import Engine
 from ltx_neuron.generate import generate, generate_batch
-from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
 from ltx_neuron.workspace import Workspace
@@ -103,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
     if args.prompts_file:
         outputs.check_batch(args.prompt)
         workspace = _workspace(args)
-        lines = lines_of(args, workspace)
+        lines = flags.lines(args, workspace)
         if args.ray:
             from ltx_neuron.fleet import batch  # Ray is an extra
 
@@ -117,16 +115,6 @@ def run(args: argparse.Namespace) -> None:
             predict_only(Engine(_workspace(args), Recorder(), options), job, outputs.tensors)
         else:
             generate(job, _workspace(args), options, outputs)
-
-
-def lines_of(args: argparse.Namespace, workspace: Workspace) -> list[Line]:
-    """The lines of --prompts-file."""
-    of_line = flags.job_of_line(args)
-
-    def resolved(line: dict) -> Job:
-        return workspace.resolved(of_line(line))
-
-    return read_lines(args.prompts_file, resolved, workspace.identity)
 
 
 def _workspace(args: argparse.Namespace) -> Workspace:

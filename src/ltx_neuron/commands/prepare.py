@@ -18,13 +18,12 @@ from blake3 import blake3
 
 from ltx_neuron import artifacts, flags, invocation
 from ltx_neuron.commands import generate
-from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_space, read_json, write_json
 from ltx_neuron.format import columns, format_bytes, format_seconds
 from ltx_neuron.host.arithmetic import choices_file, this_machine
 from ltx_neuron.job import Job
-from ltx_neuron.preflight import check_distilled_loras, sound_size
+from ltx_neuron.preflight import RunOptions, check_distilled_loras, sound_size
 from ltx_neuron.profiles import require_runtime
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.lora import WeightSet
@@ -224,7 +223,7 @@ def parts_of(
 def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
     """The jobs of the flags; prompts are ignored. Raises UserError for impossible jobs."""
     if args.prompts_file:
-        jobs = [line.job for line in generate.lines_of(args, workspace)]
+        jobs = [line.job for line in flags.lines(args, workspace)]
     else:
         jobs = [workspace.resolved(flags.shape(args, args.recipe))]
         jobs[0].check_shape()

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
-from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.flags.resolve import (
@@ -29,6 +29,7 @@ from ltx_neuron.flags.resolve import (
 )
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job, Size
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import MACHINES, resolve
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.duration import AutoDuration
@@ -342,6 +343,16 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
     """A function from a line of a prompts file to its Job. The command's flags are the defaults."""
     command = spec(args)
     return lambda line: _job(args, command.with_line(line))
+
+
+def lines(args: argparse.Namespace, workspace: Workspace) -> list[Line]:
+    """The lines of --prompts-file."""
+    of_line = job_of_line(args)
+
+    def resolved(line: dict[str, Any]) -> Job:
+        return workspace.resolved(of_line(line))
+
+    return read_lines(args.prompts_file, resolved, workspace.identity)
 
 
 def _job(args: argparse.Namespace, said: JobSpec) -> Job:

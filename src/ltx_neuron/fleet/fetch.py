@@ -7,7 +7,7 @@ from pathlib import Path
 from ltx_neuron.artifacts import folder
 from ltx_neuron.artifacts.store import Store, names_in
 from ltx_neuron.artifacts.transfer import pull
-from ltx_neuron.engine import RunOptions
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.workspace import Workspace
 
 

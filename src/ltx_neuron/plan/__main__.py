@@ -14,6 +14,7 @@ from pathlib import Path
 from ltx_neuron import errors, flags
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.transformer import transformer_config
+from ltx_neuron.finished import check_job, of_release
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
@@ -73,8 +74,8 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     shape = flags.shape(args, args.recipe or Job.recipe)
     steps, upscale = args.num_inference_steps, args.upscale
     job = dataclasses.replace(shape, num_inference_steps=steps, upscale=upscale)
-    job.check_release(files.release)
-    job = job.of_release(files.release)
+    check_job(job, files.release)
+    job = of_release(job, files.release)
     gemma = files.gemma if files.find("gemma") else files.release.gemma
     tp = profile.degree(args.tp_degree)
     result = plan(checkpoint, profile, job, tp, args.dtype, gemma, files.config)
