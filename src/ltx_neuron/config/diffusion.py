@@ -42,7 +42,7 @@ class DiffusionDecoderConfig(ModelConfig):
     timestep_scale: float
     gated: bool = False
     span: int = 4
-    tile: int = 4
+    tile: int = 8
 
     @property
     def patch_channels(self) -> int:
@@ -66,7 +66,8 @@ class DiffusionDecoderConfig(ModelConfig):
     @property
     def smallest(self) -> tuple[int, int, int]:
         """The smallest latent (F, h, w) of which every stage has a whole neighbourhood."""
-        scales, sides = (1, 1, 1), [self.kernels[0]]
+        scales: tuple[int, ...] = (1, 1, 1)
+        sides: list[tuple[int, ...]] = [self.kernels[0]]
         for upsampling, kernel in zip(self.upsamplings, self.kernels[1:], strict=True):
             scales = tuple(a * b for a, b in zip(scales, upsampling.stride, strict=True))
             sides.append(tuple(-(-k // scale) for k, scale in zip(kernel, scales, strict=True)))

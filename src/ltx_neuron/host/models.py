@@ -139,7 +139,7 @@ class HostModels:
         if is_diffusion_vae(self.config):
             from ltx_neuron.host.diffusion import DiffusionDecoder
 
-            spans = rank_tiles or self.video_decoder
+            spans: Any = rank_tiles or self.video_decoder
             chunks = DiffusionDecoder(spans.config, clip, spans).pixels(latent, seed)
         else:
             decoder, tiling = self._tiled_decoder(clip, rank_tiles)
