@@ -339,12 +339,8 @@ class Job(Inputs):
         if self.extension:
             self.extension.check()
         self.size.check()
-        if self.auto_duration and self.auto_duration.min_seconds > self.auto_duration.max_seconds:
-            least, most = self.auto_duration
-            raise FieldError(
-                f"{{auto_duration}} {least:g} {most:g}: wanted MIN_SECONDS MAX_SECONDS, the smaller"
-                " number first"
-            )
+        if self.auto_duration:
+            self.auto_duration.check()
         if self.upscale and self.size.two_stage:
             raise FieldError(
                 "{upscale} is for one-stage runs; {two_stage} upsamples between its stages already"

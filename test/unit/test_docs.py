@@ -28,7 +28,7 @@ PAGES = [
 ]
 BENCHMARKS = sorted(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.md"))
 PROGRAM, HELP = "ltx-neuron", ("--help-all", "--help")
-README_LINES, PATH_FILES, PATH_LINES = 140, 12, 2900
+README_LINES, PATH_FILES, PATH_LINES = 140, 12, 2700
 DEVICE = ("-m", "pytest", "test/device")
 MADE_BY_RUNNING = ("artifacts/", "outputs/")
 

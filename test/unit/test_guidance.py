@@ -26,8 +26,8 @@ from recipes_oracle import OFF
 from typed import said
 
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.denoise import prepare_passes
 from ltx_neuron.errors import UserError
+from ltx_neuron.guided_passes import prepare_passes
 from ltx_neuron.job import Job
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank

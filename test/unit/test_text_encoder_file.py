@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib.random_sources import GEMMA_4_SIZES
 from safetensors.torch import load_file
 
 from ltx_neuron.config.common import TEXT_TOKENS
@@ -18,16 +19,6 @@ from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.model_files import TextEncoderFile
 from ltx_neuron.weights.sharding import MODELS
 
-RELEASED = TinySizes(
-    gemma_layers=48,
-    gemma_heads=16,
-    gemma_kv_heads=8,
-    gemma_head_dim=256,
-    gemma_hidden=3840,
-    gemma_intermediate=15360,
-    gemma_vocab=262144,
-    gemma_sliding_window_pattern=6,
-)
 PROMPT = "a golden retriever puppy runs across a sunny green meadow"
 
 
@@ -44,7 +35,7 @@ def tokenizer(path):
 
 
 def test_the_released_sizes_are_those_of_gemma_4_12b():
-    config = read_config(gemma_4_config(RELEASED), Path("text"))
+    config = read_config(gemma_4_config(GEMMA_4_SIZES), Path("text"))
     assert replace(config, replaced_tokens=GEMMA_4_12B.replaced_tokens) == GEMMA_4_12B
     assert GEMMA_4_12B.digest != GEMMA_3_12B.digest
 

@@ -28,9 +28,9 @@ from typed import parsed
 from ltx_neuron import flags
 from ltx_neuron.batch import read_lines
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.denoise import prepare_passes
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags.resolve import voice_of
+from ltx_neuron.guided_passes import prepare_passes
 from ltx_neuron.host import conditions
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models import attention

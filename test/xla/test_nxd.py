@@ -47,12 +47,13 @@ from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import NotFiniteError
-from ltx_neuron.backends.tiles import RankSound, RankTiles
+from ltx_neuron.backends.tiles import RankSound, RankSpans, RankTiles
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.doctor.groups import probe
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags.resolve import voice_of
+from ltx_neuron.host.diffusion import DiffusionDecoder
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import cut
 from ltx_neuron.job import Job, Size
@@ -60,7 +61,7 @@ from ltx_neuron.models.programs import Program, dit_program, tile_program
 from ltx_neuron.models.vocoder import resampling_filters
 from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake
+from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceVideo, Retake
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.text.encoders import Contexts, RankTextEncoder
@@ -798,6 +799,11 @@ def test_the_five_scripts_run_on_the_profile_of_the_device(assets, generated, tm
 GUIDANCE = dict(
     cfg_scale=2.5, stg_scale=0.8, stg_blocks=(0,), modality_scale=2.2, rescale_scale=0.6
 )
+GUIDED = dict(
+    recipe="dev",
+    num_inference_steps=2,
+    guidance=Guidance(StreamGuidance(**GUIDANCE), StreamGuidance(**GUIDANCE)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -835,15 +841,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(
     """Four passes over the same graphs with other inputs under their names, and one graph that
     combines them. All copies of the graphs are loaded before the first step."""
     workspace = open_workspace(assets, workspace.artifacts, *settings)
-    job = Job(
-        prompt=PROMPT,
-        size=Size(64, 32, 9, 24),
-        seed=5,
-        recipe="dev",
-        num_inference_steps=2,
-        negative_prompt="grey",
-        guidance=Guidance(StreamGuidance(**GUIDANCE), StreamGuidance(**GUIDANCE)),
-    )
+    job = Job(prompt=PROMPT, size=Size(64, 32, 9, 24), seed=5, negative_prompt="grey", **GUIDED)
     workspace.compile_dit(job.buckets)
     with Engine(workspace, Recorder()) as engine:
         loaded = []
@@ -883,17 +881,15 @@ def given(assets, tmp_path_factory) -> dict[str, Job]:
     samples = (tone(16000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
     sound = write_sound(folder / "voice.wav", samples, 16000, "pcm_s16le", "stereo", "s16")
     retake = Job(PROMPT, Size(64, 64, 9), 3, retake=Retake(film, 0.05, 0.2))
-    scales = dict(zip(("video", "audio"), [StreamGuidance(**GUIDANCE)] * 2, strict=True))
-    guided = dict(recipe="dev", num_inference_steps=2, guidance=Guidance(**scales))
     return {
         "retake": retake,
-        "guided retake": replace(retake, **guided, negative_prompt="grey"),
+        "guided retake": replace(retake, **GUIDED, negative_prompt="grey"),
         "negative prompt": Job(PROMPT, Size(64, 64, 9), 3, negative_prompt="grey", nag_scale=5.0),
         "sound alone": Job(
             PROMPT,
             Size(0, 0, 30, 30.0),
             sound_only=True,
-            **guided | {"guidance": replace(guided["guidance"], video=StreamGuidance())},
+            **GUIDED | {"guidance": replace(GUIDED["guidance"], video=StreamGuidance())},
         ),
         "voice": Job(
             PROMPT,
@@ -901,7 +897,7 @@ def given(assets, tmp_path_factory) -> dict[str, Job]:
             seed=5,
             stage_1_loras=(Lora(assets.lora, 0.8),),
             reference_audio=voice_of(JobSpec(reference_audio=str(sound))),
-            **guided,
+            **GUIDED,
             negative_prompt="grey",
         ),
         "masked reference": Job(
@@ -1149,3 +1145,106 @@ def test_a_vae_stages_blocks_are_one_graph_that_takes_the_weights_of_each(worksp
         with pytest.raises(NotFiniteError, match="tile_pixels"):
             ranks.run("vae")
         assert torch.equal(ranks.get("vae", "tile_pixels")[[0, 1, 3]], got[[0, 1, 3]])
+
+
+# --- LTX-2.5 --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def later(split) -> dict[str, Job]:
+    """Jobs of LTX-2.5 by their recipe, with an image that is held in part, and one with a keyframe
+    that it generates besides."""
+    job = Job(PROMPT, Size(64, 64, 9), 3, images=(ImageCondition(split.image, 0, 0.7),))
+    return {
+        "distilled": replace(job, num_generated_keyframes=1),
+        "dev": replace(job, **GUIDED, negative_prompt="grey"),
+    }
+
+
+def later_latents(later, split, recipe: str, open_files) -> dict[str, Tensor]:
+    """Stage 1's latents of the job of a recipe; open_files makes the workspace of its files."""
+    files = SimpleNamespace(checkpoint=getattr(split, recipe), gemma_root=split.text_encoder)
+    ours = open_files(files)
+    job = ours.resolved(later[recipe])
+    assert job.ancestral == (recipe == "distilled")
+    return latents_of(job, ours)
+
+
+@pytest.fixture(scope="module")
+def later_on_torchdist(later, split, tmp_path_factory) -> dict[str, dict[str, Tensor]]:
+    """What one rank of the other backend makes of them."""
+    folder, profile = tmp_path_factory.mktemp("torchdist"), resolve("cpu")
+
+    def opened(files):
+        return Workspace(files.checkpoint, profile, folder, 1, "float32", files.gemma_root)
+
+    return {recipe: later_latents(later, split, recipe, opened) for recipe in later}
+
+
+@pytest.mark.parametrize("settings", [(CUT,), (WHOLE, "sequence_parallel=true")])
+@pytest.mark.parametrize("recipe", ["distilled", "dev"])
+def test_a_stage_of_ltx_2_5_is_the_other_backends(
+    split, workspace, later, later_on_torchdist, recipe, settings
+):
+    """The ancestral step has the noise of each step under a name of its own."""
+
+    def opened(files):
+        return open_workspace(files, workspace.artifacts, *settings)
+
+    got, wanted = later_latents(later, split, recipe, opened), later_on_torchdist[recipe]
+    distances = {name: rel(got[name], wanted[name]) for name in wanted}
+    print({name: f"{distance:.1e}" for name, distance in distances.items()})
+    assert max(distances.values()) < FP32
+
+
+def test_groups_of_ranks_mark_the_keyframes_of_their_tokens(
+    split, workspace, later, later_on_torchdist, eight_ranks
+):
+    """12 tokens for eight ranks: the last ones have padding."""
+    tp, settings = LAYOUTS["2 groups of 4 ranks that divide the stream too"]
+
+    def opened(files):
+        return open_workspace(files, workspace.artifacts, *settings, tp=tp)
+
+    got = later_latents(later, split, "distilled", opened)
+    wanted = later_on_torchdist["distilled"]
+    assert max(rel(got[name], wanted[name]) for name in wanted) < FP32
+
+
+def test_gemma_4_whose_global_head_every_rank_has_encodes_as_on_the_host(split, workspace):
+    files = SimpleNamespace(checkpoint=split.distilled, gemma_root=split.text_encoder)
+    ours = open_workspace(files, workspace.artifacts, CUT)
+    ours.shard("gemma3")
+    ours.compile_text()
+    ids = tokenize(ours.tokenizer, PROMPT)
+    with runtime.Ranks(ours.profile, TP) as ranks:
+        ranks.load(ours.weights("gemma3"), ours.text_programs((128,)), torch.float32)
+        (held,) = ranks._sets
+        full, sliding = ours.gemma.full_attention_layers[0], 0
+        assert ours.gemma.attention(True).key_value_heads == 1
+        for layer, copied in ((full, True), (sliding, False)):
+            keys = [part[f"layers.{layer}.self_attn.k_proj.weight"] for part in held.tensors]
+            assert torch.equal(keys[0], keys[1]) == copied
+        encoder = RankTextEncoder(
+            ranks, ours.weights("gemma3"), ours.gemma, ours.transformer, (128,), torch.float32
+        )
+        (got,), (wanted,) = encoder.encode([ids]), ours.host_text_encoder().encode([ids])
+    assert max(rel(got.video, wanted.video), rel(got.audio, wanted.audio)) < FP32
+
+
+def test_frames_of_the_diffusion_decoder_on_four_cores_are_the_hosts(split, workspace):
+    """More spans than cores, which a last call leaves idle in part."""
+    files = split.distilled, workspace.profile, workspace.artifacts, TP, "float32"
+    ours, clip, seed = Workspace(*files, video_vae_path=split.diffusion_vae), (4, 3, 3), 5
+    ours.shard("vae")
+    ours.compile_vae(clip)
+    host = HostModels(ours.checkpoint_path, ours.config, torch.float32, files=ours.files)
+    latent = randn(1, 128, *clip, seed=3)
+    with runtime.Ranks(ours.profile, TP) as ranks:
+        ranks.load(ours.weights("vae"), ours.tile_programs(clip), torch.float32)
+        spans = RankSpans(ranks, ours.video_decoder, torch.float32)
+        decoders = (
+            DiffusionDecoder(each.config, clip, each) for each in (spans, host.video_decoder)
+        )
+        got, wanted = (torch.cat([*each.pixels(latent, seed)], 2) for each in decoders)
+    assert rel(got, wanted) < FP32

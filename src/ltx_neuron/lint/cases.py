@@ -11,13 +11,15 @@ from typing import NamedTuple
 import torch
 
 from ltx_neuron.backends import mesh, registry
+from ltx_neuron.config.diffusion import diffusion_decoder_config
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, GemmaConfig
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
-from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
+from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
+    diffusion_program,
     dit_program,
     gemma3_program,
     may_divide,
@@ -27,21 +29,26 @@ from ltx_neuron.models.programs import (
 )
 from ltx_neuron.profiles import Profile
 from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import released_config, tiny_config
+from ltx_neuron.tiny.config import merge, released_config, tiny_config
+from ltx_neuron.tiny.split import DECODER, TINY_DECODER, TRANSFORMER
 
 FLOAT32 = "float32"  # suffix of programs that are float32 in every run
+LTX_25 = "LTX-2.5"  # in the names of its kinds of buckets; the others are LTX-2.3's
 BLOCKS = (1, 2)  # graphs of more blocks repeat these
 
 
 class Width(NamedTuple):
-    """A checkpoint's config, the DiT's tokens, the video decoder's tile and the latents of sound,
-    for a small clip or for 512x768 with 121 frames."""
+    """A checkpoint's config, its diffusion decoder's, the DiT's tokens, the video decoder's tile,
+    the diffusion decoder's latents and those of sound, for a small clip or for 512x768 with 121
+    frames."""
 
     config: dict
+    diffusion: dict
     gemmas: dict[str, GemmaConfig]
     video_tokens: int
     audio_tokens: int
     tile: tuple[int, int, int]
+    clip: tuple[int, int, int]
     sound: int
 
 
@@ -59,8 +66,10 @@ def widths(tp: int, ulysses: int = 2) -> dict[str, Width]:
     tiny = {name: replace(gemma, **smaller) for name, gemma in released.items()}
     tiny["Gemma4"] = replace(tiny["Gemma4"], global_head_dim=2 * sizes.gemma_head_dim)
     return {
-        "tiny": Width(tiny_config(sizes), tiny, 24, 18, (2, 2, 2), 3),
-        "full": Width(released_config(), released, 6144, 126, (16, 9, 13), 126),
+        "tiny": Width(tiny_config(sizes), TINY_DECODER, tiny, 24, 18, (2, 2, 2), (4, 3, 3), 3),
+        "full": Width(
+            released_config(), DECODER, released, 6144, 126, (16, 9, 13), (16, 16, 24), 126
+        ),
     }
 
 
@@ -99,19 +108,16 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
     common = dict(tp=tp, dtype=dtype)
     kernel, other = profile.attention, profile.connector_attention
     for name, width in widths(tp, max(2, profile.ulysses)).items():
-        transformer = transformer_config(width.config)
-        transformer.check_tensor_parallel(tp)
+        later = merge(width.config, {"transformer": TRANSFORMER})
+        configs = [transformer_config(each) for each in (width.config, later)]
+        configs[0].check_tensor_parallel(tp)
         for gemma in width.gemmas.values():
             gemma.check_tensor_parallel(tp)
         for decoder, make in _decoders(width, dtype).items():
             yield Case(f"{name}: {decoder}", lambda comm, make=make: make(), one)
         for blocks in BLOCKS:
-            config = replace(
-                transformer,
-                num_layers=blocks,
-                connector_num_layers=blocks,
-                audio_connector_num_layers=blocks,
-            )
+            depths = "num_layers", "connector_num_layers", "audio_connector_num_layers"
+            config, marked = (replace(each, **dict.fromkeys(depths, blocks)) for each in configs)
             # Layer 0 with the local RoPE base, layer 1 with the global one
             gemmas = {
                 name: replace(gemma, num_hidden_layers=blocks, full_attention_layers=(1,))
@@ -119,10 +125,10 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
             }
             label = f"{name}, {blocks} block{'s' * (blocks > 1)}"
             buckets = _buckets(width, blocks)
-            configs = {kind: _config(config, bucket) for kind, bucket in buckets.items()}
+            models = {kind: marked if LTX_25 in kind else config for kind in buckets}
             for kind, bucket in buckets.items():
                 dit = f"{label}: DiT, {kind}"
-                make = partial(dit_program, configs[kind], bucket, **common, attention=kernel)
+                make = partial(dit_program, models[kind], bucket, **common, attention=kernel)
                 yield Case(f"{dit}, cut", partial(make, blocks_per_graph=blocks), one)
                 yield Case(f"{dit}, whole", partial(make, blocks_per_graph=0), one)
                 if may_divide(bucket, tp):
@@ -134,7 +140,7 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
                 for kind in kinds or buckets:
                     more = dict(blocks_per_graph=own.blocks_per_graph, attention=kernel)
                     more["sequence_parallel"] = own.sequence_parallel
-                    make = partial(dit_program, configs[kind], buckets[kind], **common, **more)
+                    make = partial(dit_program, models[kind], buckets[kind], **common, **more)
                     if buckets[kind].video_tokens:
                         yield Case(f"{label}: DiT, {kind}, {layout}", make, own)
             for (encoder, gemma), tokens in product(gemmas.items(), profile.text_buckets):
@@ -150,14 +156,19 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
 # Layouts with context parallelism: of the widths, the settings, and the kinds of buckets. What the
 # ranks are given differs between these kinds; others differ from them as without it.
 _KINDS = ("text to video", "text to video, guided", "image to video", "masked reference")
+_LATER = f"{LTX_25}, image to video", f"{LTX_25}, guided"
 _LAYOUTS = {
-    "context 2": (("tiny",), dict(context_parallel=2), (*_KINDS, "reference voice, guided")),
+    "context 2": (
+        ("tiny",),
+        dict(context_parallel=2),
+        (*_KINDS, "reference voice, guided", *_LATER),
+    ),
     "context 2, cut": (("tiny",), dict(context_parallel=2, blocks_per_graph=1), _KINDS[:1]),
     # With padding at tiny size.
     "context 4, divided": (
         ("tiny", "full"),
         dict(context_parallel=4, sequence_parallel=True),
-        _KINDS[:1],
+        (_KINDS[0], _LATER[0]),
     ),
     "ulysses 2": (("tiny",), dict(context_parallel=2, context_mode="ulysses"), _KINDS[:1]),
     "ulysses 2, context 4": (
@@ -185,13 +196,6 @@ def _layouts(
     }
 
 
-def _config(config: TransformerConfig, bucket: Bucket) -> TransformerConfig:
-    """The model of a bucket: of an ancestral one LTX-2.5's, in what its graphs differ."""
-    if not bucket.ancestral:
-        return config
-    return replace(config, ff_bias=False, use_keyframes_abs_pos_embedding=True)
-
-
 def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
     """Every kind of the DiT's buckets. Buckets of retakes, masked references, NAG and a reference
     voice only change the inputs of a block, the head and the tail, and sound alone leaves out a
@@ -209,7 +213,11 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
         guided = replace(biased, guided=True)
         buckets |= {"masked reference": biased, "masked reference, guided": guided}
         buckets["negative prompt"] = replace(own, nag=True)
-        buckets["LTX-2.5, image to video"] = replace(images, ancestral=True)
+        # LTX-2.5's stage 2, stage 1 without and with images, and its recipe with guidance.
+        buckets[f"{LTX_25}, text to video"] = own
+        buckets[f"{LTX_25}, ancestral"] = replace(own, ancestral=True)
+        buckets[f"{LTX_25}, image to video"] = replace(images, ancestral=True)
+        buckets[f"{LTX_25}, guided"] = replace(own, guided=True)
         buckets["sound alone"] = replace(own, video_tokens=0, guided=True)
         # Stage 1 of a reference voice as long as the clip.
         kept = replace(images, audio_tokens=2 * width.audio_tokens, audio_timesteps=2)
@@ -220,8 +228,11 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
 def _decoders(width: Width, dtype: torch.dtype) -> dict[str, Callable[[], Program]]:
     """The decoders, which have no collectives. Sound is float32 in every run."""
     config, (span, rows) = width.config, span_sizes(width.sound)
+    vae = {"model_output_type": "x0", "decoder": width.diffusion}
+    diffusion = diffusion_decoder_config({"vae": vae})
     return {
         "video decoder": partial(tile_program, video_decoder_config(config), width.tile, dtype),
+        "diffusion decoder": partial(diffusion_program, diffusion, width.clip, dtype),
         f"mel decoder, {FLOAT32}": partial(spectrogram_program, audio_decoder_config(config), span),
         f"vocoder, {FLOAT32}": partial(waveform_program, vocoder_config(config), rows),
     }

@@ -4,6 +4,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
+from ltx_neuron.errors import FieldError
 from ltx_neuron.sampling.latents import TIME_SCALE
 
 _Seconds = Annotated[float, Field(gt=0, le=3600)]
@@ -15,6 +16,14 @@ class AutoDuration(NamedTuple):
 
     min_seconds: _Seconds = 1.0
     max_seconds: _Seconds = 20.0
+
+    def check(self) -> None:
+        """Raise FieldError for limits in the wrong order."""
+        if self.min_seconds > self.max_seconds:
+            raise FieldError(
+                f"{{auto_duration}} {self.min_seconds:g} {self.max_seconds:g}: wanted MIN_SECONDS"
+                " MAX_SECONDS, the smaller number first"
+            )
 
     def num_frames(self, seconds: float, frame_rate: float) -> int:
         """The frames, 8k+1, of a predicted length: the next lower number, or the next higher one

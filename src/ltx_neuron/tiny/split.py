@@ -35,21 +35,29 @@ TRANSFORMER = {
 }
 # Tensors of LTX-2.3 that it lacks: the video's, by ff_bias.
 ABSENT = re.compile(r".+\.transformer_blocks\.\d+\.ff\.net\..+\.bias")
-_DECODER = {
+# The decoder of the released diffusion VAE.
+DECODER = {
     "_class_name": "NADiffusionDecoder",
     "in_channels": 128,
     "out_channels": 3,
     "patch_size": 4,
+    "head_dim": 64,
+    "stage_channels": [2048, 1024, 512, 512, 256],
+    "stage_depths": [4, 6, 4, 2, 8],
+    "stage_kernels": [[3, 7, 7]] * 2 + [[3, 5, 5]] * 2 + [[11, 11, 11]],
+    "upsamples": [[[1, 2, 2], 2], [[2, 1, 1], 2], [[2, 2, 2], 1], [[2, 2, 2], 2]],
+    "spatial_padding_mode": "zeros",
+    "resampler_kind": "linear",
+    "stage5_kernel": [11, 11, 11],
+    "timestep_scale_multiplier": 1000.0,
+    "default_num_inference_steps": 1,
+}
+TINY_DECODER = DECODER | {
     "head_dim": 16,
     "stage_channels": [128, 64, 32, 32, 16],
     "stage_depths": [1, 1, 1, 1, 2],
     "stage_kernels": [[3, 3, 3]] * 4 + [[3, 5, 5]],
-    "upsamples": [[[1, 2, 2], 2], [[2, 1, 1], 2], [[2, 2, 2], 1], [[2, 2, 2], 2]],
-    "spatial_padding_mode": "zeros",
-    "resampler_kind": "linear",
     "stage5_kernel": [3, 5, 5],
-    "timestep_scale_multiplier": 1000.0,
-    "default_num_inference_steps": 1,
 }
 
 
@@ -154,7 +162,7 @@ def _diffusion_config(vae: dict) -> dict:
         "_class_name": "CausalDiffusionVAE",
         "dims": 3,
         "encoder": encoder,
-        "decoder": _DECODER,
+        "decoder": TINY_DECODER,
         "model_output_type": "x0",
         "spatial_padding_mode": "zeros",
     }
@@ -166,7 +174,7 @@ def _diffusion_weights(config: dict, seed: int) -> dict[str, Tensor]:
 
     with torch.device("meta"):
         shapes = HostSpans(diffusion_decoder_config(config)).state_dict()
-        shapes |= {"type_emb": torch.empty(_DECODER["stage_channels"][0])}
+        shapes |= {"type_emb": torch.empty(TINY_DECODER["stage_channels"][0])}
     own = {n: like for n, like in shapes.items() if not n.startswith("per_channel_statistics.")}
     weights = random_weights(own, torch.Generator().manual_seed(seed))
     return {f"decoder.{name}": weight.bfloat16() for name, weight in weights.items()}
