@@ -42,7 +42,7 @@ class DiffusionDecoderConfig(ModelConfig):
     timestep_scale: float
     gated: bool = False
     span: int = 4
-    tile: int = 4
+    tile: int = 8
 
     @property
     def patch_channels(self) -> int:

@@ -80,7 +80,9 @@ the name is the stage's:
   features_*, upsampled_*   the same features before and after upsampling
   context, noise, patches   (T, H, W, C): upsampled features, noise and pixels in patches
   timestep                  (1, 256), features of the noise's timestep
-  place_*, times_*, ...     the tensors of diffusion_decoder.Neighbourhood
+  place_*, times_*,
+  rows_*, columns_*,
+  *_rope_*                  the tensors of diffusion_decoder.Neighbourhood
 
 Fields of mel decoder and vocoder, float32; each rank has its own span:
 
