@@ -1152,6 +1152,12 @@ def test_a_vae_stages_blocks_are_one_graph_that_takes_the_weights_of_each(worksp
 
 
 @pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The artifacts of LTX-2.5."""
+    return tmp_path_factory.mktemp("later")
+
+
+@pytest.fixture(scope="module")
 def later(split) -> dict[str, Job]:
     """Jobs of LTX-2.5 by their recipe, with an image that is held in part, and one with a keyframe
     that it generates besides."""
@@ -1185,12 +1191,12 @@ def later_on_torchdist(later, split, tmp_path_factory) -> dict[str, dict[str, Te
 @pytest.mark.parametrize("settings", [(CUT,), (WHOLE, "sequence_parallel=true")])
 @pytest.mark.parametrize("recipe", ["distilled", "dev"])
 def test_a_stage_of_ltx_2_5_is_the_other_backends(
-    split, workspace, later, later_on_torchdist, recipe, settings
+    split, folder, later, later_on_torchdist, recipe, settings
 ):
     """The ancestral step has the noise of each step under a name of its own."""
 
     def opened(files):
-        return open_workspace(files, workspace.artifacts, *settings)
+        return open_workspace(files, folder, *settings)
 
     got, wanted = later_latents(later, split, recipe, opened), later_on_torchdist[recipe]
     distances = {name: rel(got[name], wanted[name]) for name in wanted}
@@ -1199,22 +1205,22 @@ def test_a_stage_of_ltx_2_5_is_the_other_backends(
 
 
 def test_groups_of_ranks_mark_the_keyframes_of_their_tokens(
-    split, workspace, later, later_on_torchdist, eight_ranks
+    split, folder, later, later_on_torchdist, eight_ranks
 ):
     """12 tokens for eight ranks: the last ones have padding."""
     tp, settings = LAYOUTS["2 groups of 4 ranks that divide the stream too"]
 
     def opened(files):
-        return open_workspace(files, workspace.artifacts, *settings, tp=tp)
+        return open_workspace(files, folder, *settings, tp=tp)
 
     got = later_latents(later, split, "distilled", opened)
     wanted = later_on_torchdist["distilled"]
     assert max(rel(got[name], wanted[name]) for name in wanted) < FP32
 
 
-def test_gemma_4_whose_global_head_every_rank_has_encodes_as_on_the_host(split, workspace):
+def test_gemma_4_whose_global_head_every_rank_has_encodes_as_on_the_host(split, folder):
     files = SimpleNamespace(checkpoint=split.distilled, gemma_root=split.text_encoder)
-    ours = open_workspace(files, workspace.artifacts, CUT)
+    ours = open_workspace(files, folder, CUT)
     ours.shard("gemma3")
     ours.compile_text()
     ids = tokenize(ours.tokenizer, PROMPT)
@@ -1233,9 +1239,9 @@ def test_gemma_4_whose_global_head_every_rank_has_encodes_as_on_the_host(split, 
     assert max(rel(got.video, wanted.video), rel(got.audio, wanted.audio)) < FP32
 
 
-def test_frames_of_the_diffusion_decoder_on_four_cores_are_the_hosts(split, workspace):
+def test_frames_of_the_diffusion_decoder_on_four_cores_are_the_hosts(split, folder):
     """More spans than cores, which a last call leaves idle in part."""
-    files = split.distilled, workspace.profile, workspace.artifacts, TP, "float32"
+    files = split.distilled, resolve("trn2.3xlarge"), folder, TP, "float32"
     ours, clip, seed = Workspace(*files, video_vae_path=split.diffusion_vae), (4, 3, 3), 5
     ours.shard("vae")
     ours.compile_vae(clip)

@@ -152,9 +152,10 @@ def graphs():
 
 
 def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
-    # Widths; one block, two; the decoders of video, of mel spectrograms, and of waveforms. Layouts
-    # with context parallelism, tiny and at full width.
-    assert len(graphs) == 2 * (115 + 49 + 11 + 5 + 15) + 13 + 2
+    # Widths; LTX-2.3 with one block, two; LTX-2.5 and Gemma 4; the decoders of video, by diffusion,
+    # of mel spectrograms, and of waveforms. Layouts with context parallelism, tiny and at full
+    # width.
+    assert len(graphs) == 2 * (115 + 49 + 36 + 8 + 11 + 12 + 5 + 15) + 17 + 3
     assert {name: text_of(findings) for name, (_, findings) in graphs.items() if findings} == {}
 
 
