@@ -114,6 +114,8 @@ class Compiled:
         return self.recorded
 
     def resolved(self, job):
+        if job.num_generated_keyframes:
+            raise UserError("LTX-2.3 generates no keyframes")
         return of_release(job, RELEASES[0])
 
     def dit_program_for(self, job, stage):

@@ -74,6 +74,7 @@ class StageRun:
     """
 
     res_2s: Res2s | None = None
+    own: tuple[str, ...] = ("step",)
 
     def __init__(
         self,
@@ -149,9 +150,8 @@ class StageRun:
             shared["padding_bias"] = padding_bias(field, self.bucket.video_tokens, *ranks)
         self._put({n: padded_tokens(fields.get(n), x, *ranks) for n, x in shared.items()})
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
-        self.own = ["step"]
         if self.bucket.ancestral:
-            self.own += ANCESTRAL_FIELDS
+            self.own = (*StageRun.own, *ANCESTRAL_FIELDS)
             given = stage.sigmas, [x.latent for x in self.states], [x.frozen for x in self.states]
             for number, added in enumerate(ancestral.steps_of(*given, generator.initial_seed())):
                 for name, tensor in zip(ANCESTRAL_FIELDS, added, strict=True):

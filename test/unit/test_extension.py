@@ -11,6 +11,7 @@ from helpers import randn, tone
 from typed import parsed, said
 
 from ltx_neuron import flags
+from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
@@ -343,7 +344,7 @@ def test_every_window_brings_a_job_forward():
 class Jobs:
     """An engine that notes the first job and stops."""
 
-    compat = COMPAT[None]
+    compat, options = COMPAT[None], RunOptions()
 
     def check_process(self):
         raise UserError("enough")

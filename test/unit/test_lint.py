@@ -131,8 +131,9 @@ def test_the_collectives_of_each_named_group_are_found_and_ranks_have_one_text()
         assert check_fx(each, mesh.groups(CONTEXT, TP)) == []
         counts.update(o.collective.group for o in fx.operations(each.graph) if o.collective)
     # An exchange of queries, keys and values and one of the output; a gather of the exchanged keys
-    # and values; gathers of the sound's keys and values, and of the velocity.
-    assert counts == {GROUP: 11, "ulysses": 2, "between": 1, "cp": 2}
+    # and values. Attention from the sound gathers its maxima and sums its parts, and the velocity is
+    # gathered.
+    assert counts == {GROUP: 11, "ulysses": 2, "between": 1, "cp": 3}
 
 
 def test_a_group_by_torchs_own_name_is_found_because_ranks_number_theirs_differently():

@@ -120,22 +120,22 @@ def test_phases_and_steps_of_a_report_are_placed_back_from_its_end():
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal, "ROOM", 1e18)
     with pytest.raises(UserError, match=r"(?s)writes 1000000000.0 GB to .*Type --folder"):
-        rehearsal.Rehearsal(tmp_path / "r", tiny=False, dense=False).take_folder()
+        rehearsal.Rehearsal(tmp_path / "r", tiny=False, dense=False, split=False).take_folder()
     assert not any((tmp_path / "r").iterdir())
 
 
 def test_a_folder_with_other_files_is_refused_since_it_is_deleted_at_the_end(tmp_path):
     (tmp_path / "mine.txt").touch()
     with pytest.raises(UserError, match=r"(?s)holds files of others.*an empty folder"):
-        rehearsal.Rehearsal(tmp_path, tiny=True, dense=False).take_folder()
-    ours = rehearsal.Rehearsal(tmp_path / "ours", tiny=True, dense=False)
+        rehearsal.Rehearsal(tmp_path, tiny=True, dense=False, split=False).take_folder()
+    ours = rehearsal.Rehearsal(tmp_path / "ours", tiny=True, dense=False, split=False)
     ours.take_folder()
     (ours.folder / "kept").touch()
     ours.take_folder()  # of an earlier run with --keep
 
 
 def test_zeros_become_holes_in_gemma_s_rank_files_alone(tmp_path):
-    made = rehearsal.Rehearsal(tmp_path, tiny=True, dense=False)
+    made = rehearsal.Rehearsal(tmp_path, tiny=True, dense=False, split=False)
     folders = [made.artifacts / "weights" / name for name in ("gemma3-x", "dit-x")]
     for folder in folders:
         folder.mkdir(parents=True)
