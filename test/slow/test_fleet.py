@@ -24,7 +24,7 @@ from ltx_neuron import flags
 from ltx_neuron.artifacts.store import Store
 from ltx_neuron.artifacts.transfer import push
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.batch import RESULTS, read_lines
+from ltx_neuron.batch import RESULTS
 from ltx_neuron.commands import generate
 from ltx_neuron.errors import UserError
 from ltx_neuron.generate import make_report
@@ -151,8 +151,7 @@ def make_batch(args) -> None:
     from ltx_neuron.fleet.batch import generate_batch
 
     workspace = flags.workspace(args, writes=False)
-    lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
-    generate_batch(lines, args, workspace)
+    generate_batch(flags.lines(args, workspace), args, workspace)
 
 
 def assert_same_videos(folder, wanted) -> None:

@@ -198,9 +198,13 @@ def test_a_dubbed_clip_resumed_after_stage_1_ends_with_the_same_bits(
     engine.on_stage_end = lambda run: state.exists() or progress.save_state(state, run, {})
     give_contexts(engine, job, contexts)
     [*engine.run([job], keep=True, decode=False)]
-    resumed = progress.restore_state(state, job, {}, torch.float32)
-    assert [stage.name for stage in resumed.stages_left] == ["stage_2"]
-    (result,) = engine.run([job], keep=True, decode=False, resume=lambda job: resumed)
+
+    def resume(job):
+        run = progress.restore_state(state, job, {}, torch.float32)
+        assert [stage.name for stage in run.stages_left] == ["stage_2"]
+        return run
+
+    (result,) = engine.run([job], keep=True, decode=False, resume=resume)
     for name in ("s1_audio", "s2_reference_latent", "s2_video", "s2_audio"):
         assert torch.equal(result.tensors[name], want[name])
 
