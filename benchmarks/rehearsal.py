@@ -17,7 +17,7 @@ With --dense (70 GB) Gemma's stay too.
 What it made is deleted at its end, at Ctrl-C and at SIGTERM, unless --keep is given: then the same
 command goes on from there.
 --tiny makes the whole way with tiny models in a minute, to try this script.
---release 2.5 takes the files of LTX-2.5 from one folder, and makes the distilled video alone.
+--release 2.5 writes and runs the files of LTX-2.5, and makes only the distilled video.
 """
 
 import json
@@ -228,7 +228,7 @@ def main() -> None:
     add("--keep", action="store_true", help="delete nothing, and go on from what is there")
     add("--dense", action="store_true", help="leave Gemma's rank files as the sharder wrote them")
     add("--tiny", action="store_true", help="tiny models")
-    add("--release", choices=["2.3", "2.5"], default="2.3", help="of LTX-2")
+    add("--release", choices=["2.3", "2.5"], default="2.3", help="release of LTX-2 (default: 2.3)")
     args = parser.parse_args()
     rehearsal = Rehearsal(args.folder, args.tiny, args.dense, args.release == "2.5")
     rehearsal.take_folder()

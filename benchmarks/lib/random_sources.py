@@ -92,7 +92,7 @@ def write_checkpoint(path: Path, seed: int) -> None:
 
 
 def write_split(folder: Path, seed: int) -> SplitAssets:
-    """The files of LTX-2.5 that a distilled video needs, with the convolutional VAE."""
+    """Write the files of LTX-2.5 that a distilled video needs, with the convolutional VAE."""
     import_ltx_core()
     paths, shapes, config = split_assets_in(folder), released_shapes(), released_config()
     config["transformer"] |= TRANSFORMER
@@ -125,7 +125,7 @@ def write_split(folder: Path, seed: int) -> SplitAssets:
 
 
 def _write_text_encoder(path: Path, generator: Generator) -> None:
-    """The file of Gemma 4, the projections and the tokenizer."""
+    """Write the file with Gemma 4, the projections and the tokenizer."""
     config, tokenizer = gemma_4_config(GEMMA_4_SIZES), gemma_4_tokenizer(GEMMA_4_SIZES)
     shapes = _bf16(gemma_4_shapes(config, GEMMA_4_SIZES))
     shapes |= {name: ("U8", list(tensor.shape)) for name, tensor in tokenizer.items()}

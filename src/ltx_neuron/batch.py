@@ -83,7 +83,7 @@ def read_lines(
 
 
 def with_job(line: Line, job: Job, identity: dict) -> Line:
-    """A line with the job whose length is known. identity: as for read_lines."""
+    """A line with its job after the length is predicted. identity: as for read_lines."""
     return line if job is line.job else Line(line.number, job, _digest(job, identity))
 
 

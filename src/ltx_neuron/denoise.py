@@ -70,7 +70,7 @@ class StageRun:
 
     modulation  returns a stream's modulation table of the weight set
     res_2s      the stage's res_2s sampler, or None
-    own         inputs of which each step has its own tensor
+    own         names of inputs that have a tensor for each step
     """
 
     res_2s: Res2s | None = None
@@ -268,8 +268,8 @@ class StageRun:
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)
 
     def generated_keyframes(self) -> Tensor | None:
-        """The latents of the generated keyframes after `result`, (1, 128, K, h, w), or None. Their
-        tokens are the last ones."""
+        """The latents of the generated keyframes, (1, 128, K, h, w), or None. Call it after
+        `result`. Their tokens are the last ones."""
         if not (count := len(self._generated)):
             return None
         shape = count, *self.latent_shape[1:]

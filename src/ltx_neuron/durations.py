@@ -1,4 +1,4 @@
-"""Auto duration: jobs get the length that the duration head predicts from their prompts."""
+"""Auto duration: the duration head predicts the length of a job from its prompt."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +15,22 @@ from ltx_neuron.progress import JobRun
 
 
 def with_durations(engine: Engine, jobs: list[Job]) -> list[Job]:
-    """The jobs, those of auto_duration with their predicted length. Checks all jobs' files before a
-    model loads; raises UserError. The engine keeps the contexts for the jobs' run."""
+    """Give jobs with auto_duration their predicted length. Returns all jobs. Checks all jobs' files
+    before a model loads; raises UserError. The engine keeps the contexts for the jobs' run."""
     waiting = [job for job in jobs if job.auto_duration]
     if not waiting:
         return jobs
     engine.preflight.check_inputs(jobs)
     runs = predict(engine, waiting)
     known = {id(run.job): lasting(run.job, seconds) for run, seconds in runs}
-    if command := engine.workspace.prepare_command:  # makes graphs of a length that it has
+    if command := engine.workspace.prepare_command:  # it makes graphs of known lengths
         lengths = dict.fromkeys(job.size.num_frames for job in known.values())
         engine.workspace.prepare_command = "\n".join(f"{command} --num-frames {n}" for n in lengths)
     return [known.get(id(job), job) for job in jobs]
 
 
 def lasting(job: Job, seconds: float) -> Job:
-    """The job of auto_duration with the length for a prediction of so many seconds."""
+    """The job of auto_duration with the number of frames for a prediction in seconds."""
     assert job.auto_duration
     frames = job.auto_duration.num_frames(seconds, job.size.frame_rate)
     size = replace(job.size, num_frames=frames + (job.tail_frames or 0))
@@ -39,11 +39,11 @@ def lasting(job: Job, seconds: float) -> Job:
 
 @torch.no_grad()
 def predict(engine: Engine, jobs: list[Job]) -> list[tuple[JobRun, float]]:
-    """Encode the prompts of jobs of auto_duration. Returns each job's run and its predicted
-    seconds, and prints them."""
+    """Encode the prompts of jobs of auto_duration, and print the predicted lengths. Returns each
+    job's run and its predicted seconds."""
     workspace = engine.workspace
     path = engine.options.duration_head_path or workspace.files.find("duration_head")
-    path = require(path, FLAG, "--auto-duration", f"Download it (of LTX-2.5): {DOWNLOAD}")
+    path = require(path, FLAG, "--auto-duration", f"Download LTX-2.5's: {DOWNLOAD}")
     head = duration_head_spec(path, workspace.checkpoint, workspace.transformer).load()
     predicted = []
     for run in engine.encode(jobs):
@@ -57,7 +57,7 @@ def predict(engine: Engine, jobs: list[Job]) -> list[tuple[JobRun, float]]:
 
 
 def predict_only(engine: Engine, job: Job, tensors: Path | None) -> None:
-    """Print the length that is predicted for a job of auto_duration, and generate nothing.
+    """Print the predicted length of a job of auto_duration. Generates nothing.
 
     tensors  a safetensors file for `seconds`, `num_frames` and the contexts
     """
@@ -68,6 +68,6 @@ def predict_only(engine: Engine, job: Job, tensors: Path | None) -> None:
         ((run, seconds),) = predict(engine, [job])
     if tensors:
         frames = lasting(run.job, seconds).size.num_frames
-        found = {"seconds": torch.tensor([seconds]), "num_frames": torch.tensor([frames])}
+        length = {"seconds": torch.tensor([seconds]), "num_frames": torch.tensor([frames])}
         identity = job.identity | {"checkpoint": engine.workspace.checkpoint.fingerprint}
-        progress.write_run_tensors(tensors, run.tensors | found, identity)
+        progress.write_run_tensors(tensors, run.tensors | length, identity)

@@ -240,8 +240,8 @@ class Engine:
         return self.workspace.prompt_cache(self.options.neuron_gemma)
 
     def encode(self, jobs: list[Job]) -> list[JobRun]:
-        """New runs of the jobs with their contexts, which the engine keeps. Checks the text
-        encoder's files before it loads."""
+        """Encode the jobs' prompts. Returns new runs with their contexts, which the engine keeps.
+        Checks the text encoder's files before they load."""
         self.check_process()
         self.preflight.check_text()
         with self._session(keep=True):

@@ -48,7 +48,7 @@ from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
-# Model of the decoders -> the section of the config whose file has it
+# Models of decoders, each with the config section whose file contains it
 _SECTIONS = {"vae": "vae", "sound": "audio_vae"}
 MAX_TIMESTEPS = 4  # a suitable graph has fewer surplus timesteps
 
@@ -91,8 +91,8 @@ class Finished:
         return self.files.gemma_root
 
     def resolved(self, job: Job) -> Job:
-        """A job with the settings of the checkpoint's release. Raises FieldError for one that the
-        checkpoint cannot run."""
+        """The job with the settings of the checkpoint's release. Raises FieldError for a job that
+        the checkpoint cannot run."""
         job.check_types()
         if job.num_generated_keyframes and not self.transformer.use_keyframes_abs_pos_embedding:
             raise FieldError(
@@ -449,7 +449,7 @@ class Finished:
 
     def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:
         """The distinct shapes of the tiles in which the ranks decode a clip's latent (F, h, w).
-        Each has its own graphs. The diffusion decoder's serve a clip of any length."""
+        Each has its own graphs. The diffusion decoder's graphs serve clips of any length."""
         if isinstance(self.video_decoder, DiffusionDecoderConfig):
             return [shortest(self.video_decoder, clip)]
         from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
@@ -483,8 +483,8 @@ def context_parallelism(profile: Profile) -> dict:
 
 
 def of_release(job: Job, release: Release) -> Job:
-    """The job with the settings of a checkpoint's release where it has none of its own; the same
-    one if there are none."""
+    """The job with a release's settings where the job has none. Returns `job` itself if nothing
+    changes."""
     images = tuple(
         image if image.crf is not None else dataclasses.replace(image, crf=release.image_crf)
         for image in job.images
@@ -497,8 +497,9 @@ def of_release(job: Job, release: Release) -> Job:
 
 def check_job(job: Job, release: Release) -> None:
     """Raise FieldError for an input or a setting that does not run on a checkpoint's release."""
-    others = {each.path for each in job.stage_1_loras} - {each.path for each in job.stage_2_loras}
-    given = job.given | {"{ic_lora}": bool(others), f"{{upscale}} {job.upscale}": True}
+    stage_2 = {each.path for each in job.stage_2_loras}
+    ic_loras = {each.path for each in job.stage_1_loras} - stage_2
+    given = job.given | {"{ic_lora}": bool(ic_loras), f"{{upscale}} {job.upscale}": True}
     for field in release.excluded:
         if given.get(field):
             raise FieldError(

@@ -102,7 +102,7 @@ class Stage(NamedTuple):
 class Job(Inputs):
     """The settings of one generation.
 
-    ancestral  stage 1 uses the ancestral Euler sampler, by the checkpoint's release
+    ancestral  stage 1 uses the ancestral Euler sampler; the checkpoint's release determines this
     """
 
     prompt: str
@@ -112,7 +112,7 @@ class Job(Inputs):
     negative_prompt: str | None = None
     recipe: str = "distilled"
     guidance: Guidance | None = None  # dev recipe; None: the model version's defaults
-    auto_duration: AutoDuration | None = None  # until the length is known; `size` has the longest
+    auto_duration: AutoDuration | None = None  # if not None, `size` has the maximum length
     upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
     loras: WeightSet = ()  # in all stages
     stage_1_loras: WeightSet = ()  # further ones: IC-LoRAs or HQ's distilled LoRA
@@ -141,8 +141,8 @@ class Job(Inputs):
             tokens = math.prod(video_latent_shape(*first, size.num_frames))
         sigmas = ltx2_schedule(self.steps, tokens) if guided else DISTILLED_SIGMAS
         loras = self.loras + self.stage_1_loras, self.loras + self.stage_2_loras
-        own = "ancestral" if self.ancestral else sampler
-        half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=own)
+        stage_1 = "ancestral" if self.ancestral else sampler
+        half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=stage_1)
         if self.extension:
             return tuple(half._replace(window=window) for window in self.extension.windows)
         if not size.two_stage or self.skip_stage_2:
@@ -377,7 +377,7 @@ class Job(Inputs):
         described = described.pop("size") | described
         if described.pop("ancestral"):
             described["sampler"] = self.stages[0].sampler
-        if described["num_generated_keyframes"] is None:  # as before LTX-2.5
+        if described["num_generated_keyframes"] is None:  # the identity of earlier versions
             del described["num_generated_keyframes"]
         described["num_frames"] -= self.tail_frames or 0  # as typed
         if self.auto_duration is None:

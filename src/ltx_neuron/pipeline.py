@@ -113,8 +113,9 @@ class LTXPipeline:
         """Open a sharded and compiled checkpoint; models load at the first call.
 
         The checkpoint, Gemma, upsamplers and LoRAs are local paths or Hugging Face Hub names,
-        OWNER/REPO[@REVISION][/FILE]. Their files are downloaded. Of LTX-2.5, checkpoint_path may
-        be the folder of the download; files that are not given are those in it.
+        OWNER/REPO[@REVISION][/FILE]. Their files are downloaded. With LTX-2.5, checkpoint_path
+        may also be the folder of the download. The other files default to those beside the
+        transformer; with a Hub name, spatial_upsampler_path must be given.
 
         loras, distilled_loras  [(path, strength), ...], as merged during sharding: the defaults of
                                 calls
@@ -233,8 +234,8 @@ class LTXPipeline:
     ) -> LTXPipelineOutput:
         """Generate one video, by default 512x768 pixels and 121 frames at 24 fps.
 
-        auto_duration         (min_seconds, max_seconds) of the length that the duration head
-                              predicts; by default (1, 20) where there is a head and no num_frames
+        auto_duration         LTX-2.5: predict the length, between (min_seconds, max_seconds);
+                              default: (1, 20) with duration_head_path and without num_frames
         sampler               "res_2s" is the HQ pipeline: the dev recipe in two stages
         nag_scale             distilled recipe: avoid negative_prompt by normalized attention
                               guidance, for example 11; 1: off

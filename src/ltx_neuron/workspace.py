@@ -217,7 +217,8 @@ class Workspace(Finished):
         return self._compile(self.tile_identities(clip).values(), programs)
 
     def _tile_program(self, tile: tuple[int, int, int]) -> Program:
-        """The video decoder for tiles of latents (f, h, w), or by diffusion for clips."""
+        """The program of the video decoder for tiles of latents (f, h, w), or of the diffusion
+        decoder for clips."""
         config = self.video_decoder
         if isinstance(config, DiffusionDecoderConfig):
             return diffusion_program(config, tile, self.dtype)

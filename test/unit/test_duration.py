@@ -81,7 +81,7 @@ def test_predicted_seconds_become_frames_as_in_ltx_pipelines(seconds, rate, limi
 def test_a_head_of_another_release_is_refused_by_name(checkpoint):
     with pytest.raises(UserError) as error:
         duration_head_spec(GOLDEN, checkpoint("2.3.0"), TRANSFORMER)
-    assert "is of LTX 2.5.0, the checkpoint of LTX-2.3" in str(error.value)
+    assert "is of LTX 2.5.0, but the checkpoint is of LTX-2.3" in str(error.value)
 
 
 def test_a_file_without_a_head_and_one_of_other_widths_are_refused(checkpoint, tmp_path):
@@ -91,7 +91,7 @@ def test_a_file_without_a_head_and_one_of_other_widths_are_refused(checkpoint, t
     ):
         duration_head_spec(other, checkpoint(), TRANSFORMER)
     config = json.dumps({"transformer": {}, "duration_head": {}})
-    with pytest.raises(UserError, match=r"of widths \(4096, 2048\), those of .* are \(32, 16\)"):
+    with pytest.raises(UserError, match=r"of widths \(4096, 2048\), but .* have widths \(32, 16\)"):
         wide = head_file(tmp_path / "wide.safetensors", config=config)
         duration_head_spec(wide, checkpoint(), TRANSFORMER)
 

@@ -88,9 +88,9 @@ def test_a_download_s_folder_has_the_transformer_of_each_recipe_and_all_other_fi
 
 def test_of_two_video_vaes_the_convolutional_one_decodes_unless_the_other_is_typed(split):
     files = ModelFiles(split.distilled)
-    assert files.describe_decoder() == f"convolutional, of {split.video_vae}"
+    assert files.describe_decoder() == f"convolutional, from {split.video_vae}"
     typed = ModelFiles(split.distilled, video_vae_path=split.diffusion_vae)
-    assert typed.describe_decoder() == f"diffusion, of {split.diffusion_vae}"
+    assert typed.describe_decoder() == f"diffusion, from {split.diffusion_vae}"
 
 
 def test_a_folder_with_one_transformer_has_that_of_any_recipe_and_one_with_none_is_refused(
@@ -187,7 +187,7 @@ def test_parts_of_another_kind_or_release_are_refused(split, tiny, tmp_path):
 
     assert "wanted the video VAE of LTX-2.5, got the audio VAE" in vae(split.audio_vae)
     older = changed(split.video_vae, tmp_path / "older.safetensors", model_version="2.3.0")
-    assert "is of LTX 2.3.0, the checkpoint of LTX-2.5" in vae(older)
+    assert "is of LTX 2.3.0, but the checkpoint is of LTX-2.5" in vae(older)
     message = refused(lambda: workspace(tiny.checkpoint, video_vae_path=split.video_vae))
     assert "has its own video VAE; leave --video-vae-path out" in message
     lora = changed(split.lora, tmp_path / "lora.safetensors", model_version="2.3.0")

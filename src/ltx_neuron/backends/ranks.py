@@ -180,7 +180,8 @@ def padded_tokens(field: Field | None, tensor: Tensor, tp: int, cp: int) -> Tens
 
 
 def padding_bias(field: Field, tokens: int, tp: int, cp: int) -> Tensor:
-    """The whole padding_bias of a clip of so many video tokens."""
+    """The padding_bias of all ranks for a clip with this number of video tokens: 0 at its tokens,
+    the dtype's lowest number at the padding."""
     positions = torch.arange(whole_shape(field, tp, cp)[1])
     return torch.where(positions < tokens, 0.0, torch.finfo(field.dtype).min).unsqueeze(0)
 

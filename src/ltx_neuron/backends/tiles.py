@@ -44,8 +44,8 @@ class _OnRanks:
         made: str,
         **constants: Tensor,
     ) -> list[Tensor]:
-        """A sequence's outputs for the inputs of several parts, of one shape each. NaN and Inf are
-        returned, because the caller can name the model's file."""
+        """A sequence's outputs for several parts of one shape. Returns NaN and Inf, because the
+        caller can name the model's file."""
 
         def decode(together: Sequence[dict[str, Tensor]]) -> Callable[[Ranks], Sequence[Tensor]]:
             def run(ranks: Ranks) -> Sequence[Tensor]:

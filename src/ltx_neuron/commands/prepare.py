@@ -230,8 +230,8 @@ def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
         jobs[0].check_voice()
     if any(job.auto_duration for job in jobs):
         raise UserError(
-            "--auto-duration: the length is known when the prompt is encoded, and graphs have one"
-            " length\nType --num-frames N, the length that generate --predict-duration prints"
+            "--auto-duration: a graph has one length, and this length is unknown before the prompt"
+            " is encoded\nType --num-frames N, the length that generate --predict-duration prints"
         )
     check_distilled_loras(jobs, workspace.checkpoint.release)
     return jobs

@@ -18,8 +18,8 @@ from ltx_neuron.hub import download_released
 CHECKPOINT_DOWNLOAD = download_released("distilled")
 # The tokenizer pads to this length, and the connectors return it (ltx-core base_encoder.py:182).
 TEXT_TOKENS = 1024
-# The names of counts of heads of which ranks may have copies. The second one's are of layers whose
-# keys are their values.
+# Names of head counts. Several ranks may have copies of one of these heads. The second count is of
+# layers that use their keys as values.
 KEY_VALUE_HEADS = "Gemma num_key_value_heads"
 GLOBAL_KEY_VALUE_HEADS = "Gemma num_global_key_value_heads"
 HOST_DECODES = "; leave out --neuron-vae: the host decodes it"
@@ -57,8 +57,8 @@ class ModelConfig:
 
     # Counts of heads by name, which a tensor-parallel degree must divide.
     heads: dict[str, int] = {}
-    # Fields that a later release added, with the value that earlier ones have: digests leave out a
-    # field with this value, so that artifacts of earlier releases keep their identity.
+    # Fields that a later release added, with their value in earlier releases. Digests leave out a
+    # field with this value, so artifacts of earlier releases keep their identity.
     added: ClassVar[dict[str, object]] = {}
 
     @property

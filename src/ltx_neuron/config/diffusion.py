@@ -1,6 +1,7 @@
-"""The configuration of the video VAE's diffusion decoder, and how its features are cut into parts.
+"""The configuration of the video VAE's diffusion decoder, and the division of its features into
+parts.
 
-A part has the same size everywhere, so that one graph serves all of them."""
+All parts of a stage have one size, so that one graph serves all of them."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -19,16 +20,16 @@ class DiffusionDecoderConfig(ModelConfig):
     """The diffusion decoder of the video VAE (vae section of the metadata, CausalDiffusionVAE).
 
     channels, depths, kernels  of the stages: width, number of blocks, and neighbourhood in frames,
-                               rows and columns. The last stage denoises pixels, guided by the
-                               others' features
+                               rows and columns. The last stage denoises pixels, conditioned on
+                               the features of the others
     upsamplings      after each stage but the last
     head_dim         of the attention heads, the same in all stages
-    timestep_scale   the noise's timestep 1 is multiplied by it
+    timestep_scale   factor of the noise's timestep, 1
     gated            whether the file has a gate per channel for the last stage's residuals
-    span             frames that a block computes at once. It computes keys and values again for the
-                     frames that spans share; longer spans compute more masked scores
-    tile             rows and columns of queries that share the window of all their keys. Smaller
-                     tiles compute fewer masked scores; larger ones copy fewer keys
+    span             frames that a block computes at once. Short spans compute more keys and values
+                     again; long spans compute more masked scores
+    tile             rows and columns of queries that attend to one window, which contains all their
+                     keys. Small tiles compute fewer masked scores; large tiles copy fewer keys
     """
 
     latent_channels: int
@@ -59,13 +60,13 @@ class DiffusionDecoderConfig(ModelConfig):
 
     @property
     def repeats(self) -> int:
-        """Copies of the last latent frame that the stages before the last one see after it: in
-        place of the border, where windows are shifted."""
+        """Number of copies of the last latent frame that the stages before the last one append to
+        it. They replace the border, at which windows would be shifted."""
         return self.kernels[0][0] // 2 * 2
 
     @property
     def smallest(self) -> tuple[int, int, int]:
-        """The smallest latent (F, h, w) of which every stage has a whole neighbourhood."""
+        """The smallest latent (F, h, w) that contains a whole neighbourhood in every stage."""
         scales: tuple[int, ...] = (1, 1, 1)
         sides: list[tuple[int, ...]] = [self.kernels[0]]
         for upsampling, kernel in zip(self.upsamplings, self.kernels[1:], strict=True):
@@ -76,9 +77,9 @@ class DiffusionDecoderConfig(ModelConfig):
 
 
 DIFFUSION_VAE = "CausalDiffusionVAE"
-# Tensors of its file that the decoder does not read: of previews, and an embedding of training.
+# Tensors of its file that the decoder does not read: those for previews, an embedding for training.
 UNREAD = r"(?:coarse_.+|type_emb)"
-# One step from noise to pixels: what the released decoder was distilled to.
+# The released decoder was distilled to one step, from noise to pixels.
 _ONE_STEP = {"decoder.default_num_inference_steps": 1, "model_output_type": "x0"}
 
 
@@ -90,7 +91,7 @@ def is_diffusion_vae(metadata: Mapping[str, Any]) -> bool:
 def diffusion_decoder_config(
     metadata: Mapping[str, Any], names: Iterable[str] = ()
 ) -> DiffusionDecoderConfig:
-    """Parse the `config` metadata of a diffusion VAE. names: of the file's tensors. Raises
+    """Parse the `config` metadata of a diffusion VAE. names: those of the file's tensors. Raises
     UserError for another structure than the released decoder's."""
     vae = metadata["vae"]
     decoder = vae.get("decoder", {})
@@ -171,8 +172,8 @@ def volumes(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> list[
 
 
 def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The shortest clip of latents (F, h, w) with the graphs of `clip`, which depend on the length
-    only if a stage's frames are fewer than a region's."""
+    """The shortest clip of latents (F, h, w) that uses the graphs of `clip`. Graphs depend on the
+    length only if a stage has fewer frames than a region."""
 
     def shapes(frames: int) -> list[tuple[int, int]]:
         sizes = volumes(config, (frames, *clip[1:]))
@@ -186,11 +187,13 @@ def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tupl
 
 
 class Cut(NamedTuple):
-    """How an axis is cut into parts of equal size, each with the window of its queries' keys.
+    """The division of an axis into parts of equal size. Each part has a window with the keys of its
+    queries.
 
-    length, kernel   positions of the axis, and neighbours of each
-    size, window     of a part and of its window
-    starts, windows  where they begin. The last part may overlap the one before it
+    length, kernel   number of positions of the axis, and of neighbours of a position
+    size, window     number of positions of a part, and of its window
+    starts, windows  first positions of parts and of windows. The last part may overlap the one
+                     before it
     """
 
     length: int
@@ -202,7 +205,7 @@ class Cut(NamedTuple):
 
     @property
     def new(self) -> list[int]:
-        """How many of a part's positions no earlier part has: the last ones."""
+        """For each part, the number of positions that no earlier part has: its last ones."""
         ends = [start + self.size for start in self.starts]
         return [end - before for before, end in zip([0, *ends], ends, strict=False)]
 

@@ -24,7 +24,7 @@ from ltx_neuron.hub import nearest
 class GemmaAttention(NamedTuple):
     """Sizes of the attention of sliding or of full layers.
 
-    keys_are_values  the values are the keys, before their norm and RoPE: there is no v_proj
+    keys_are_values  the layers have no v_proj; their values are the keys before norm and RoPE
     """
 
     head_dim: int
@@ -34,21 +34,21 @@ class GemmaAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmaConfig(ModelConfig):
-    """Gemma's text model (text_config of gemma_root/config.json, with the names of transformers 4
-    or 5, or of the `gemma_config` in a text encoder's file). The defaults are
-    google/gemma-3-12b-it's, whose published file omits most values.
+    """Gemma's text model: text_config of gemma_root/config.json, with the names of transformers 4
+    or 5, or of the `gemma_config` in a text encoder's file. The defaults are those of
+    google/gemma-3-12b-it, whose published file omits most values.
 
-    The last fields are what Gemma 4 added; their defaults are Gemma 3's.
+    Gemma 4 added these fields; their defaults are Gemma 3's.
 
     global_head_dim             of full layers; None: head_dim
-    num_global_key_value_heads  of full layers whose keys are their values; None: they have values
-                                of their own, and num_key_value_heads
-    partial_rotary_factor       share of the frequencies with which full layers turn
+    num_global_key_value_heads  of full layers that use their keys as values; None: full layers have
+                                a v_proj and num_key_value_heads
+    partial_rotary_factor       share of the RoPE frequencies that full layers use
     norms_add_one               whether norms multiply by 1 + weight, otherwise by weight
-    value_norm                  whether each head of the values is normed, without a weight
+    value_norm                  whether the values of each head are normed, without a weight
     layer_scalar                whether a weight multiplies the output of a layer
-    replaced_tokens             ids of images, sounds and videos, each with the id that is encoded
-                                instead
+    replaced_tokens             token ids of images, sounds and videos, each with the id that the
+                                encoder embeds instead
     """
 
     hidden_size: int = 3840
@@ -95,7 +95,8 @@ class GemmaConfig(ModelConfig):
 
     @property
     def heads(self) -> dict[str, int]:
-        """A tensor-parallel degree divides these, or is a multiple of those of keys and values."""
+        """Counts that a tensor-parallel degree must divide. The degree may also be a multiple of a
+        count of key-value heads."""
         heads = {
             "Gemma num_attention_heads": self.num_attention_heads,
             KEY_VALUE_HEADS: self.num_key_value_heads,
@@ -118,7 +119,7 @@ GEMMA_4_12B = GemmaConfig(
     layer_scalar=True,
     replaced_tokens=((258880, 0), (258881, 0), (258884, 0)),
 )
-# By model_type of a config.
+# By the model_type in a config.
 _KINDS = {"gemma3": GEMMA_3_12B, "gemma4_unified": GEMMA_4_12B}
 _NOT_IMPLEMENTED = (
     "attn_logit_softcapping",
@@ -160,7 +161,7 @@ def read_config(content: object, path: Path) -> GemmaConfig:
             f"{path}: model_type is {kind!r}, wanted {' or '.join(map(repr, _KINDS))} with a"
             " text_config (LTX-2.3 uses Gemma3-12B, LTX-2.5 Gemma 4)"
         )
-    # Only images are bidirectional in "vision".
+    # "vision" makes only images bidirectional.
     bidirectional = text.get("use_bidirectional_attention") not in (None, False, "vision")
     for name in (*_NOT_IMPLEMENTED, *["use_bidirectional_attention"] * bidirectional):
         if text.get(name):

@@ -1,4 +1,4 @@
-"""The supported releases of LTX-2, with the settings that a release has besides its config."""
+"""The supported releases of LTX-2, with their settings that no config contains."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Release:
     image_crf  quality of the H.264 round trip of conditioning images (ltx-pipelines 1.2.0
                utils/constants.py)
     gemma      the sizes of its text encoder
-    split      whether every part has a file of its own: text encoder, video VAE, audio VAE
+    split      whether text encoder, video VAE and audio VAE each have a file of their own
     excluded   inputs and settings of a job, spelled as in Inputs.given, that do not run on it
     ancestral  whether stage 1 of the distilled recipe uses the ancestral Euler sampler
                (ltx-pipelines 1.2.0 utils/samplers.py)
@@ -32,7 +32,7 @@ class Release:
         return download_released(kind, f"Lightricks/LTX-{self.version}")
 
 
-# Of these no reference run of LTX-2.5 exists to compare with.
+# No reference run of LTX-2.5 with these exists to compare with.
 _UNCOMPARED = (
     "{audio_path}",
     "{video_path}",

@@ -221,7 +221,7 @@ def host(examination: Examination) -> Iterator[Finding]:
 
 
 def _complete(args: argparse.Namespace) -> None:
-    """Set the flags of files that are beside the transformer in its download."""
+    """Set missing flags to the files beside the transformer in its download."""
     with suppress(UserError):
         files = ModelFiles(args.checkpoint_path or "", args.gemma_root)
         kinds = {"gemma_root": "gemma"}

@@ -89,8 +89,8 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
     """A parser with the flags common to all commands.
 
     gemma     whether the command also reads Gemma's folder
-    required  whether the checkpoint must be named, and with it Gemma, unless it is in the download
-              of the checkpoint
+    required  whether the checkpoint is required, and Gemma too unless the checkpoint's download has
+              it
     """
     parser = Parser(description=description, epilog=f"example:\n  {example}")
     add = group(parser, "model and machine").add_argument
@@ -103,7 +103,7 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
         vars(action)["usual"] = required
         parser.set_defaults(needs_gemma=required)
     for kind, part in PARTS.items():
-        help = f"{part.title} of LTX-2.5 (default: in the folder of --checkpoint-path)"
+        help = f"{part.title} of LTX-2.5 (default: in the download of --checkpoint-path)"
         flag = f"--{kind.replace('_', '-')}-path"
         advanced(add(flag, type=Path, metavar="FILE", help=help))
     help = "folder of sharded weights and compiled graphs (default: artifacts)"
@@ -418,7 +418,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """Flags of a run, and of model files besides the checkpoint."""
     add_models(parser)
     add_fleet(parser)
-    help = "LTX-2.5: predict --num-frames from the prompt, where it is left out"
+    help = "LTX-2.5: the duration head; it predicts --num-frames where that is left out"
     advanced(
         group(parser, "models").add_argument(
             "--duration-head-path", type=Path, metavar="FILE", help=help
@@ -430,14 +430,14 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def add_prediction(parser: argparse.ArgumentParser) -> None:
     """The flag that predicts a length and generates nothing."""
-    help = "print the length that --duration-head-path predicts from --prompt, and make no video"
+    help = "LTX-2.5: print the length that the duration head predicts, and make no video"
     add = group(parser, "video").add_argument
     advanced(add("--predict-duration", action="store_true", help=help))
 
 
 def check_prediction(args: argparse.Namespace) -> None:
-    """Raise UserError for outputs beside --predict-duration, which takes --auto-duration's
-    limits."""
+    """Raise UserError for output flags with --predict-duration. Sets --auto-duration to its default
+    limits if it is left out."""
     if not getattr(args, "predict_duration", False):
         return
     outputs = "output_path", "output_dir", "save_frames", "perf_dump_path", "resume"

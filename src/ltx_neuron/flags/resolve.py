@@ -104,7 +104,7 @@ def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_pat
 
 
 def with_auto_duration(spec: JobSpec) -> JobSpec:
-    """The fields with auto_duration, unless they, or a file that they name, have the length."""
+    """The fields with auto_duration, unless a field or an input file determines the length."""
     if any((spec.num_frames, spec.audio_path, spec.video_path, spec.reference_video)):
         return spec
     if spec.auto_duration or spec.sound_only:

@@ -35,9 +35,9 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
         )
     if any(line.job.auto_duration for line in lines):
         raise UserError(
-            "--ray distributes videos by their size, and the length of one is predicted when its"
-            " prompt is encoded\nType --num-frames N, and leave --duration-head-path and"
-            " --auto-duration out"
+            "--ray distributes videos by size, and the size of a video with a predicted length is"
+            " unknown until its prompt is encoded\nType --num-frames N, and leave out"
+            " --duration-head-path and --auto-duration"
         )
     read = Engine(workspace, Recorder(), options).preflight.files_read([line.job for line in lines])
     batch.check_outputs(lines, outputs.folder, None, read | {"--prompts-file": args.prompts_file})

@@ -1,8 +1,9 @@
-"""Decodes video latents by the diffusion decoder, frame by frame from the first to the last.
+"""Decodes video latents with the diffusion decoder, from the first frame to the last.
 
-Every block of the decoder reads the frames before it as its windows need them, and keeps no others.
-All frames are as if the whole clip were decoded at once, and memory does not depend on its length.
-The host and the ranks run the same parts (models/diffusion_decoder.py) on the same spans.
+Each block of the decoder reads a frame of the block before it when a window needs the frame, and
+frees frames that no later window needs. The frames equal those of a clip that is decoded at once.
+Memory does not depend on the clip's length. The host and the ranks run the same parts
+(models/diffusion_decoder.py) on the same spans.
 """
 
 import itertools
@@ -53,7 +54,7 @@ class HostSpans(nn.Module):
 
     @torch.no_grad()
     def run(self, clip: tuple[int, int, int], call: Call, spans: Sequence[Inputs]) -> list[Tensor]:
-        """The output of a call for each span; of a clip of any size."""
+        """The output of a call for each span. The clip may have any size."""
         name, first = call
         graph = self.graphs[name]
         weights: dict[str, Tensor] = {
@@ -65,13 +66,13 @@ class HostSpans(nn.Module):
 
 
 class _Frames:
-    """The frames of an iterator by number. Those before the last requested ones are freed."""
+    """The frames of an iterator by number. Frees the frames before the last requested ones."""
 
     def __init__(self, frames: Iterator[Tensor]):
         self._frames, self._kept, self._first = frames, [], 0
 
     def take(self, start: int, count: int) -> Tensor:
-        """Some frames as one tensor; `start` must not decrease."""
+        """`count` frames from `start` on, as one tensor. `start` must not decrease."""
         del self._kept[: start - self._first]
         self._first = start
         self._kept += itertools.islice(self._frames, count - len(self._kept))
@@ -95,7 +96,7 @@ class DiffusionDecoder:
         config, dtype = self.config, self.decoder.dtype
         frames, height, width = self.clip
         _, rows, columns = self.volumes[0]
-        # A small clip's last frame and borders are repeated.
+        # Enlarge a small clip by repeating its last frame and its borders.
         above, left = (rows - height) // 2, (columns - width) // 2
         pad = left, columns - width - left, above, rows - height - above
         padded = nn.functional.pad(latent[0].transpose(0, 1).float(), pad, mode="replicate")
@@ -106,33 +107,33 @@ class DiffusionDecoder:
         last = self.volumes[-1]
         shape = config.out_channels, last.frames, rows * SPACE_FACTOR, columns * SPACE_FACTOR
         noise = (patches(frame, config.patch_size).to(dtype) for frame in noise_frames(shape, seed))
-        found = itertools.islice(self._patches(iter(latents), noise), 8 * frames - 7)
+        decoded = itertools.islice(self._patches(iter(latents), noise), 8 * frames - 7)
         top, side = above * SPACE_FACTOR, left * SPACE_FACTOR
-        while some := [*itertools.islice(found, _FRAMES)]:
-            video = torch.stack([unpatched(each, config.patch_size) for each in some], 1)[None]
-            del some
+        while chunk := [*itertools.islice(decoded, _FRAMES)]:
+            video = torch.stack([unpatched(each, config.patch_size) for each in chunk], 1)[None]
+            del chunk
             video = video[:, :, :, top : top + height * SPACE_FACTOR]
             yield video[..., side : side + width * SPACE_FACTOR].float()
 
     def _patches(self, latents: Iterator[Tensor], noise: Iterator[Tensor]) -> Iterator[Tensor]:
-        """The pixels of every frame in patches, (H, W, patch)."""
+        """Each frame's pixels in patches, (H, W, C)."""
         config, last = self.config, len(self.volumes) - 1
-        features = self._stream(("latents_in", 0), self._whole(0), {"latent_frames": latents})
+        features = self._stream(("latents_in", 0), self._spans(0), {"latent_frames": latents})
         for stage, upsampling in enumerate(config.upsamplings):
-            times, near = self._near(stage)
+            times, near = self._attention_spans(stage)
             for block in range(config.depths[stage]):
                 given = {f"region_{stage}": features}
                 features = self._stream((f"stage_{stage}", block), times, given, near)
             given = {f"features_{stage}": features}
-            features = self._stream((f"upsample_{stage}", 0), self._whole(stage), given)
-            # Doubled frames include the first one.
+            features = self._stream((f"upsample_{stage}", 0), self._spans(stage), given)
+            # Upsampling in time doubles the first frame too: skip its copy.
             features = itertools.islice(features, upsampling.stride[0] - 1, None)
         blocks = config.depths[last]
         features = itertools.islice(features, self.volumes[last].frames)
         contexts = itertools.tee(features, blocks)
-        whole = self._whole(last)
+        whole = self._spans(last)
         features = self._stream(("noise_in", 0), whole, {"noise": noise, "context": contexts[0]})
-        times, near = self._near(last)
+        times, near = self._attention_spans(last)
         timestep = timestep_features(config.timestep_scale).to(self.decoder.dtype)
         near = [{**each, "timestep": timestep} for each in near]
         for block, context in enumerate(contexts[1:]):
@@ -141,11 +142,11 @@ class DiffusionDecoder:
         given = {f"region_{last}": features}
         yield from self._stream(("pixels_out", blocks - 1), times, given, near)
 
-    def _whole(self, stage: int) -> Cut:
+    def _spans(self, stage: int) -> Cut:
         """The spans of a stage's frames for calls without attention."""
         return cut(self.volumes[stage].frames, self.config.span, 1)
 
-    def _near(self, stage: int) -> tuple[Cut, list[Inputs]]:
+    def _attention_spans(self, stage: int) -> tuple[Cut, list[Inputs]]:
         """The spans of a stage's frames, and the data of each span's neighbourhood."""
         (frames, *sides), kernel = self.volumes[stage], self.config.kernels[stage]
         times = cut(frames, self.config.span, kernel[0])
@@ -158,15 +159,15 @@ class DiffusionDecoder:
         call: Call,
         times: Cut,
         frames: dict[str, Iterator[Tensor]],
-        more: Sequence[Inputs] = (),
+        of_spans: Sequence[Inputs] = (),
     ) -> Iterator[Tensor]:
-        """The frames that a call computes, one by one. frames: its inputs, by field; more: further
-        inputs of each span."""
+        """The frames that a call computes, one by one. frames: its inputs, by field; of_spans:
+        further inputs of each span."""
         readers = {name: _Frames(each) for name, each in frames.items()}
         parts = range(len(times.starts))
 
         def inputs(part: int) -> Inputs:
-            given = {**more[part]} if more else {}
+            given = {**of_spans[part]} if of_spans else {}
             for name, reader in readers.items():
                 if name.startswith("region"):
                     given[name] = reader.take(times.windows[part], times.window)
@@ -177,15 +178,15 @@ class DiffusionDecoder:
         for first in range(0, len(parts), self.decoder.at_once):
             check_cancelled()
             group = parts[first : first + self.decoder.at_once]
-            found = self.decoder.run(self.clip, call, [inputs(part) for part in group])
-            for part, span in zip(group, found, strict=True):
+            outputs = self.decoder.run(self.clip, call, [inputs(part) for part in group])
+            for part, span in zip(group, outputs, strict=True):
                 new = times.new[part] * len(span) // times.size
                 yield from span[len(span) - new :]
 
 
 def noise_frames(shape: tuple[int, int, int, int], seed: int) -> Iterator[Tensor]:
-    """The frames (C, H, W) of noise (C, F, H, W), float32, with the bits of one torch.randn by a
-    generator with the seed."""
+    """The frames (C, H, W) of noise (C, F, H, W), float32. Their bits are those of one torch.randn
+    with a generator of this seed."""
     channels, frames, height, width = shape
     generators = [torch.Generator().manual_seed(seed)]
     for _ in range(channels - 1):
@@ -212,15 +213,15 @@ def unpatched(features: Tensor, size: int) -> Tensor:
 
 # --- the data of attention ------------------------------------------------------------------------
 
-# Added to masked scores. The weight of the sum of three is exactly 0 in fp32, and the sum is finite
-# in bf16.
+# Added to a masked score, once for each axis that masks it. The score's weight is then exactly 0 in
+# fp32, and a score with three of them is finite in bf16.
 _MASKED = -1e4
 
 
 def neighbourhoods(
     config: DiffusionDecoderConfig, stage: int, times: Cut, rows: int, columns: int
 ) -> list[Neighbourhood]:
-    """The Neighbourhood of every span of a stage, whose frames are cut as `times`."""
+    """The Neighbourhood of every span of a stage. times: the cut of its frames."""
     lengths, kernel = (times.window, rows, columns), config.kernels[stage]
     ropes = [rope_table(n, each) for n, each in zip(lengths, config.rope_split, strict=True)]
     pairs = zip((rows, columns), kernel[1:], strict=True)
@@ -233,7 +234,7 @@ def neighbourhoods(
 
 
 def bias(parts: Cut) -> Tensor:
-    """(parts, size, window): 0 where a query has a key, otherwise _MASKED."""
+    """(parts, size, window): 0 where a query attends to a key, otherwise _MASKED."""
     made = torch.full((len(parts.starts), parts.size, parts.window), _MASKED)
     for part, (start, first) in enumerate(zip(parts.starts, parts.windows, strict=True)):
         for query in range(parts.size):
@@ -244,8 +245,8 @@ def bias(parts: Cut) -> Tensor:
 
 
 def rope_table(positions: int, channels: int) -> Tensor:
-    """Cosines and sines (2, positions, channels / 2) fp32. Positions count from a region's begin:
-    attention depends on differences alone."""
+    """Cosines and sines (2, positions, channels / 2) fp32. Positions count from the beginning of a
+    region, because attention depends on their differences only."""
     exponents = torch.arange(0, channels, 2, dtype=torch.float64) / channels
     frequencies = (_ROPE_BASE**-exponents).float()
     phases = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
@@ -253,7 +254,7 @@ def rope_table(positions: int, channels: int) -> Tensor:
 
 
 def timestep_features(scale: float) -> Tensor:
-    """Cosines and sines (1, 256) fp32 of timestep 1, at which all is noise."""
+    """Cosines and sines (1, 256) fp32 of timestep 1, which is pure noise."""
     half = TIMESTEP_FEATURES // 2
     exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32) / half
     phases = scale * exponents.exp()[None]
@@ -262,15 +263,15 @@ def timestep_features(scale: float) -> Tensor:
 
 # --- estimates, for the plan ----------------------------------------------------------------------
 
-_STORED, _FLOAT32 = 2, 4  # bytes of a weight, stored in bfloat16, and of a number
-# Tensors as large as a region, and biases of a strip of tiles, that exist at the same time, with
-# freed memory that the system does not get back: measured.
+_STORED, _FLOAT32 = 2, 4  # bytes of a stored weight (bfloat16) and of a float32
+# Numbers of tensors as large as a region, and of biases of a strip of tiles, that exist at the same
+# time. They are measured, and include freed memory that the system does not get back.
 _OF_REGION, _OF_BIAS = 14, 4
 
 
 def decode_flops(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> int:
-    """FLOPs of decoding a clip of latents (F, h, w): of matrix products and attention, with masked
-    scores and with the keys and values that spans compute again."""
+    """FLOPs of matrix products and attention for a clip of latents (F, h, w). They include masked
+    scores, and the keys and values that spans compute again."""
     sizes, last = volumes(config, clip), len(config.channels) - 1
     total = 0
     for stage, (channels, kernel) in enumerate(zip(config.channels, config.kernels, strict=True)):
@@ -295,13 +296,13 @@ def decode_flops(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> 
 def decode_bytes(
     config: DiffusionDecoderConfig, clip: tuple[int, int, int], dtype: torch.dtype
 ) -> int:
-    """Peak bytes, with weights, of decoding latents (F, h, w) to uint8 frames that are written at
-    once. Only the latent's bytes depend on the clip's length."""
+    """Peak bytes, with weights, of decoding latents (F, h, w) to uint8 frames that are written
+    immediately. Only the latent's bytes depend on the clip's length."""
     kept = working = 0
     for stage, (volume, depth) in enumerate(zip(volumes(config, clip), config.depths, strict=True)):
         frame, kernel = volume.rows * volume.columns * config.channels[stage], config.kernels[stage]
         window = cut(volume.frames, config.span, kernel[0]).window
-        # Of every block the region's frames, and a span that the next one has not read.
+        # Each block keeps its region's frames, and a span that the next block has not read.
         kept += depth * (window + config.span) * frame
         rows, columns = map(cut, volume[1:], (config.tile, config.tile), kernel[1:])
         keys, queries = rows.window * columns.window, config.span * rows.size * columns.size

@@ -1,5 +1,5 @@
-"""The duration head: the seconds of the shot that a prompt describes, from the prompt's contexts.
-A model of a few MB, in a file of its own since LTX-2.5."""
+"""The duration head predicts, from a prompt's contexts, the seconds of the shot that the prompt
+describes. It is a model of a few MB in its own file, new in LTX-2.5."""
 
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ def duration_head_spec(
     path: str | Path, checkpoint: Checkpoint, transformer: TransformerConfig
 ) -> ModelSpec:
     """The source of a checkpoint's duration head. Raises UserError for a file without one, and for
-    that of another release or of other widths."""
+    a head of another release or of other widths."""
     file = WeightFile(path, f"{DOWNLOAD}\nand pass it with {FLAG} FILE")
     if kind_of(file) != "duration_head":
         raise UserError(
@@ -80,8 +80,8 @@ def duration_head_spec(
     widths = sizes.get("cross_attention_dim", 4096), sizes.get("audio_cross_attention_dim", 2048)
     if widths != (wanted := (transformer.video.inner, transformer.audio.inner)):
         raise UserError(
-            f"{FLAG} {path} reads contexts of widths {widths}, those of --checkpoint-path"
-            f" {checkpoint.path} are {wanted}: pass the head that was published with it"
+            f"{FLAG} {path} reads contexts of widths {widths}, but those of --checkpoint-path"
+            f" {checkpoint.path} have widths {wanted}\nPass the head that was published with it"
         )
     return ModelSpec(
         name="duration head",

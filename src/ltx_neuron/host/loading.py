@@ -55,7 +55,7 @@ class ModelSpec(NamedTuple):
               model's part of the file, which must contain no other tensors. Other parts may: a
               checkpoint has per-channel statistics that no model reads
     dtype     of every tensor; None keeps the stored dtypes
-    unread    pattern of the names in the file of the model's tensors that no part of it reads
+    unread    pattern of names of the model's tensors in the file that the model does not read
     file      the file at `path` if it is open
     """
 
@@ -173,7 +173,7 @@ def checkpoint_spec(
 
     path    of the checkpoint
     config  the checkpoint's
-    files   of a model whose parts have files of their own
+    files   of a model with one file per part
     """
     import_ltx_core()
     from ltx_core.model import audio_vae, video_vae

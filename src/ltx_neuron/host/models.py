@@ -69,8 +69,7 @@ class HostModels:
         arithmetic       of the released video decoder and encoder, and in bfloat16 of upsamplers.
                          None: only the video decoder is ours, all others are ltx-core's
         tiles_1_0_0      see Compat.tiles
-        files            of a model whose parts have files of their own; None: all are in the
-                         checkpoint
+        files            of a model with one file per part; None: the checkpoint has all parts
         """
         self.profile, self.tiles_1_0_0 = profile, tiles_1_0_0
         self.checkpoint_path, self.files = checkpoint_path, files

@@ -57,7 +57,7 @@ KNOWN: dict[type[nn.Module], Callable[[nn.Module], bool]] = {
     nn.Identity: lambda m: True,
     VideoDecoder: lambda m: not m.causal and not m.timestep_conditioning,
     DepthToSpaceUpsample: lambda m: not m.residual,
-    # The last channel is the variance of all latents, which is not used.
+    # The last channel, the variance of all latents, is not used.
     VideoEncoder: lambda m: m.latent_log_var in (LogVarianceType.UNIFORM, LogVarianceType.CONSTANT),
     SpaceToDepthDownsample: lambda m: math.prod(m.stride) % m.group_size == 0,
 }

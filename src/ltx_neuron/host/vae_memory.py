@@ -60,7 +60,7 @@ def decode_bytes(
     config      the checkpoint's parsed `config` metadata
     threads     cores that compute at the same time, each with scratch memory
     arithmetic  of the decoder
-    tiling      of the latent; by default every profile's; the diffusion decoder has none
+    tiling      of the latent; by default every profile's; unused for the diffusion decoder
     """
     if is_diffusion_vae(config):
         return diffusion.decode_bytes(diffusion_decoder_config(config), latent, arithmetic.dtype)

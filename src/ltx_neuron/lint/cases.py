@@ -33,7 +33,7 @@ from ltx_neuron.tiny.config import merge, released_config, tiny_config
 from ltx_neuron.tiny.split import DECODER, TINY_DECODER, TRANSFORMER
 
 FLOAT32 = "float32"  # suffix of programs that are float32 in every run
-LTX_25 = "LTX-2.5"  # in the names of its kinds of buckets; the others are LTX-2.3's
+LTX_25 = "LTX-2.5"  # begins the names of its kinds of buckets; the others are LTX-2.3's
 BLOCKS = (1, 2)  # graphs of more blocks repeat these
 
 
@@ -144,7 +144,7 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
                     if buckets[kind].video_tokens:
                         yield Case(f"{label}: DiT, {kind}, {layout}", make, own)
             for (encoder, gemma), tokens in product(gemmas.items(), profile.text_buckets):
-                # The states of both encoders are stacked alike.
+                # Both encoders stack their states in the same way.
                 for states in (False, True) if encoder == "Gemma3" else (False,):
                     text = f"{label}: {encoder}, {tokens} tokens{', all states' * states}"
                     make = partial(gemma3_program, gemma, config, tokens, states=states, **common)

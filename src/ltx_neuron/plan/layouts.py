@@ -74,9 +74,9 @@ def layouts(
         for row in clip.rows
         if row.name.startswith("denoise") and row.where == "device"
     )
-    most = (base.cores or 0) // tp
+    groups, heads = (base.cores or 0) // tp, config.video.heads // tp
     found: list[Layout] = []
-    for settings in layout_settings(base, most, max(passes), config.video.heads // tp, buckets):
+    for settings in layout_settings(base, groups, max(passes), heads, buckets):
         layout = dataclasses.replace(base, **settings)
         steps = [
             step_ms(config, bucket, layout, plan, costs[bucket], count)
@@ -118,26 +118,26 @@ def single_group(profile: Profile) -> Profile:
 
 
 def layout_settings(
-    base: Profile, most: int, passes: int, heads: int, buckets: Sequence[Bucket]
+    base: Profile, max_groups: int, passes: int, heads: int, buckets: Sequence[Bucket]
 ) -> Iterator[dict[str, Any]]:
     """The fields of each layout's profile, from one tensor-parallel group on.
 
-    most     such groups that there are cores for
-    heads    of a rank
-    buckets  of the stages; context parallelism divides their video tokens
+    max_groups  number of tensor-parallel groups for which there are cores
+    heads       of a rank
+    buckets     of the stages; context parallelism divides their video tokens
     """
     video = all(bucket.video_tokens for bucket in buckets)
     yield {}
     guidance = [
         {"guidance_parallel": groups, "backend": "torchdist"}
-        for groups in range(2, min(passes, most) + 1)
+        for groups in range(2, min(passes, max_groups) + 1)
         if -(-passes // groups) < -(-passes // (groups - 1))  # otherwise one more is idle
     ]
     yield from guidance
     context = [
         each
         for cp in CONTEXT_PARALLEL[1:]
-        if video and cp <= most
+        if video and cp <= max_groups
         for each in _modes(base, cp, heads)
     ]
     yield from context
@@ -145,7 +145,7 @@ def layout_settings(
         fits = [
             each
             for each in context
-            if groups["guidance_parallel"] * each["context_parallel"] <= most
+            if groups["guidance_parallel"] * each["context_parallel"] <= max_groups
         ]
         yield from (
             groups | each
@@ -157,7 +157,7 @@ def layout_settings(
 def _modes(base: Profile, cp: int, heads: int) -> Iterator[dict[str, Any]]:
     """Context parallelism of one degree: by gathering alone, and with the largest exchange."""
     fields, degrees = {"context_parallel": cp}, CONTEXT_PARALLEL[1:]
-    if base.chip:  # whose graphs have limits
+    if base.chip:  # it limits the size of graphs and the sizes of exchanges
         fields["blocks_per_graph"] = blocks_per_graph(cp, base.blocks_per_graph)
         degrees = EXCHANGES
     yield fields

@@ -1,4 +1,4 @@
-"""What the steps of the ancestral Euler sampler add: their coefficients and their noise.
+"""Inputs of the ancestral Euler sampler's steps: their coefficients and their noise.
 
 Sources: ltx-core 1.2.0 EulerAncestralDiffusionStep with eta 1, ltx-pipelines 1.2.0 distilled.py,
 utils/samplers.py. models/ancestral.py is the step.
@@ -19,9 +19,10 @@ def steps_of(
 ) -> Iterator[tuple[Tensor, ...]]:
     """For each step the noise of both streams, (1, T, C), and the coefficients (2, 5).
 
-    streams  latents of video and of audio, whose shapes and dtypes the noise has
-    seed     of the initial noise. This noise has a generator of its own, so a resumed stage draws
-             it again; in every step the video draws first. The last step, to sigma 0, draws none
+    streams  latents of video and audio; the noise has their shapes and dtypes
+    seed     of the initial noise. A separate generator draws the steps' noise, so a resumed stage
+             draws the same noise. In every step it draws the video's first. The last step, to
+             sigma 0, has none
     """
     generator = torch.Generator().manual_seed((seed + _SEED) % 2**64)
     for end, own in zip(sigmas[1:], coefficients(sigmas, frozen), strict=True):
@@ -35,9 +36,9 @@ def coefficients(sigmas: tuple[float, ...], frozen: Iterable[bool]) -> Tensor:
     """(steps, 2, 5) fp32, of video and of audio: each step's coefficients of the ancestral Euler
     sampler with eta 1, in the order of signatures.ANCESTRAL.
 
-    A step goes down to sigma_down, below its end, and adds noise up to the end, so that the
-    variance of a rectified flow (alpha = 1 - sigma) is preserved. A frozen stream stays as it is.
-    The operations are upstream's, in its order.
+    A step denoises to sigma_down, below its end, and adds noise up to the end. This preserves the
+    variance of a rectified flow (alpha = 1 - sigma). A frozen stream does not change. The
+    operations are upstream's, in upstream's order.
     """
     values = torch.tensor(sigmas, dtype=torch.float32)
     sigma, end = values[:-1], values[1:]

@@ -42,8 +42,8 @@ class LatentState:
     frozen_noise  initial noise of a frozen stream: with 0 it does not change, with 1 it is denoised
                   to the held latents (ltx-pipelines 1.2.0, in a retake)
     bias          (T, T), added to its self-attention scores; None: all tokens attend to all
-    keyframes_mask  (T, 1) fp32: 1 for tokens of a single frame that the model generates; of audio
-                  None
+    keyframes_mask  (T, 1) fp32: 1 for tokens of latent frame 0 and of generated keyframes, which
+                  have a single pixel frame; None for audio
     """
 
     latent: Tensor
@@ -95,7 +95,7 @@ class LatentState:
     ) -> "LatentState":
         """Append tokens (1, N, C) with a denoise mask. Noise is added to `start`, or to zeros.
 
-        generated  they are a keyframe that the model generates
+        generated  whether they are a keyframe that the model generates
         """
         mask = torch.full((tokens.shape[1], 1), denoise_mask)
         start = torch.zeros_like(tokens) if start is None else start
@@ -235,7 +235,7 @@ def video_state(
     tokens = patchify_video(latent).clone()  # (1, T, C)
     positions = video_positions(shape, frame_rate, positions_dtype, midpoints_dtype)  # (1, 3, T)
     mask, per_frame = torch.ones(tokens.shape[1], 1), rows * columns
-    # The first latent frame has one pixel frame, as a keyframe has.
+    # Like a keyframe, latent frame 0 has a single pixel frame.
     marked = (torch.arange(len(mask)) < per_frame).float()[:, None]
     state = LatentState(tokens, tokens.clone(), mask, positions, keyframes_mask=marked)
     for image, encoded in images:

@@ -71,7 +71,7 @@ _EXCLUDES = {
     "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
     "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
     "{reference_audio}": ("{video_path}", "{sound_only}"),
-    # Their files have the length; the head reads the contexts of both streams.
+    # These files have a length. Sound alone has one context, and the duration head reads two.
     "{auto_duration}": ("{audio_path}", "{video_path}", "{reference_video}", "{sound_only}"),
     "{reference_video}": (
         "{audio_path}",
@@ -119,8 +119,8 @@ class WeightedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageCondition:
-    """An image held at a frame: strength 1 keeps it exactly, 0 ignores it; crf is the H.264 round
-    trip before encoding, by default the checkpoint's release's (Release.image_crf)."""
+    """An image held at a frame: strength 1 keeps it exactly, 0 ignores it. crf is the quality of
+    the H.264 round trip before encoding; None: the release's (Release.image_crf)."""
 
     path: str | Path
     frame_index: FrameIndex = 0
@@ -299,8 +299,8 @@ class Inputs(ABC):
                       of None or 1: off
     sound_only        make no video; `size` has no picture
     tail_frames       last frames of `size` that are generated and not in the file
-    num_generated_keyframes  keyframes between the first and the last frame that stage 1 generates
-                      beside the clip, of models that mark them
+    num_generated_keyframes  number of keyframes that stage 1 generates beside the clip, between its
+                      first and last frame; needs a model with a keyframe embedding
     """
 
     images: tuple[ImageCondition, ...] = ()

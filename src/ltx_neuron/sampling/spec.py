@@ -402,8 +402,7 @@ class JobSpec(
 
     prompt: str = _option("description of the video and its sound", "TEXT", default="")
     auto_duration: Duration = _option(
-        "predict --num-frames from the prompt, within these seconds (default: 1 20), with"
-        " --duration-head-path",
+        "LTX-2.5: predict --num-frames from the prompt, between these seconds (default: 1 20)",
         "[MIN_SECONDS MAX_SECONDS]",
     )
     sampler: Literal[tuple(SAMPLERS)] = _option(

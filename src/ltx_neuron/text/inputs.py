@@ -79,7 +79,7 @@ def tokenize(tokenizer, prompt: str) -> list[int]:
     """Token ids of a prompt: BOS first, cut at TEXT_TOKENS = 1024, no chat template, no EOS."""
     ids = tokenizer(prompt.strip(), truncation=True, max_length=TEXT_TOKENS).input_ids
     bos = tokenizer.bos_token_id
-    # Gemma 4's tokenizer adds none.
+    # Gemma 4's tokenizer adds no BOS.
     return ids if ids[:1] == [bos] else [bos, *ids][:TEXT_TOKENS]
 
 

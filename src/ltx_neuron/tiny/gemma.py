@@ -20,7 +20,7 @@ SPECIAL_TOKENS = [
     "<end_of_image>",
     "<image_soft_token>",
 ]
-# Of Gemma 4: images, sounds and videos, as the released gemma_config names their ids.
+# Gemma 4's tokens of images, sounds and videos, by the names of their ids in the gemma_config.
 MEDIA_TOKENS = {
     "image_token_id": "<|image|>",
     "audio_token_id": "<|audio|>",
@@ -201,7 +201,7 @@ def write_gemma4_file(path: Path, sizes: TinySizes) -> None:
 
 
 def gemma_4_tokenizer(sizes: TinySizes) -> dict[str, Tensor]:
-    """The files of that file's tokenizer, as its tensors of bytes."""
+    """The tokenizer's files in a text encoder's file, as tensors of bytes."""
     tokenizer = train_tokenizer(sizes.gemma_vocab, [*SPECIAL_TOKENS[:4], *MEDIA_TOKENS.values()])
     tokenizer["post_processor"] = None  # it adds no <bos>
     names = "bos_token", "eos_token", "pad_token", "unk_token"
@@ -224,7 +224,7 @@ def gemma_4_tokenizer(sizes: TinySizes) -> dict[str, Tensor]:
 
 
 def gemma_4_config(sizes: TinySizes) -> dict:
-    """The config in the metadata of that file, with the released names."""
+    """The gemma_config in the metadata of a text encoder's file, with the released names."""
     period = sizes.gemma_sliding_window_pattern
     first = len(SPECIAL_TOKENS[:4])
     return {
@@ -237,7 +237,7 @@ def gemma_4_config(sizes: TinySizes) -> dict:
         "model_type": "gemma4_unified",
         "tie_word_embeddings": True,
         "transformers_version": "5.10.1",
-        **_gemma_4_senses(sizes.gemma_hidden),
+        **_gemma_4_media_configs(sizes.gemma_hidden),
         "text_config": {
             "attention_bias": False,
             "attention_dropout": 0.0,
@@ -284,8 +284,8 @@ def gemma_4_config(sizes: TinySizes) -> dict:
     }
 
 
-def _gemma_4_senses(width: int) -> dict:
-    """The configs of sounds and images, which are not read."""
+def _gemma_4_media_configs(width: int) -> dict:
+    """The configs for sounds and images, which this toolkit does not read."""
     shared = {"dtype": "bfloat16", "initializer_range": 0.02, "rms_norm_eps": 1e-06}
     vision = {"mm_embed_dim": width, "mm_posemb_size": 4, "model_type": "gemma4_unified_vision"}
     vision |= {"num_soft_tokens": 4, "output_proj_dims": width}
@@ -297,8 +297,8 @@ def _gemma_4_senses(width: int) -> dict:
 
 
 def gemma_4_shapes(config: dict, sizes: TinySizes) -> dict[str, Tensor]:
-    """The weights of that file on the meta device, under their published names, with one of the
-    vision tower."""
+    """The weights of a text encoder's file on the meta device, under their published names, with
+    those for images and sounds."""
     text, shapes = config["text_config"], {}
     width, heads = text["hidden_size"], text["num_attention_heads"]
     for index, kind in enumerate(text["layer_types"]):
@@ -326,7 +326,7 @@ def gemma_4_shapes(config: dict, sizes: TinySizes) -> dict[str, Tensor]:
 
 
 def _gemma_4_towers(width: int) -> dict[str, tuple[int, ...]]:
-    """The tensors for images and sounds, which are not read."""
+    """The tensors for images and sounds, which this toolkit does not read."""
     sizes = {"patch_ln1": 12, "patch_ln2": width, "pos_norm": width}
     shapes = {f"{name}.{kind}": (n,) for name, n in sizes.items() for kind in ("weight", "bias")}
     shapes |= {"patch_dense.weight": (width, 12), "patch_dense.bias": (width,)}

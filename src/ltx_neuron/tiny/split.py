@@ -27,13 +27,13 @@ VERSION = "2.5.0"
 _PAIR = {"ltx_version": VERSION, "gemma_version": GEMMA_4_VERSION}
 SOURCE = {"gemma_source_checkpoint": json.dumps(_PAIR)}  # of a transformer's metadata
 LICENSE = "Random weights made for tests. No released weight is contained."
-# The config of its transformer where it differs from LTX-2.3's.
+# The transformer's config where it differs from LTX-2.3's.
 TRANSFORMER = {
     "ff_bias": False,
     "text_encoder_norm_type": "PER_TOKEN_RMS",
     "use_keyframes_abs_pos_embedding": True,
 }
-# Tensors of LTX-2.3 that it lacks: the video's, by ff_bias.
+# Tensors of LTX-2.3 that LTX-2.5 lacks: biases of the video feed-forward (ff_bias).
 ABSENT = re.compile(r".+\.transformer_blocks\.\d+\.ff\.net\..+\.bias")
 # The decoder of the released diffusion VAE.
 DECODER = {
@@ -84,7 +84,7 @@ class SplitAssets(NamedTuple):
 
 
 def split_assets_in(directory: Path) -> SplitAssets:
-    """The paths of make_split's files in a directory: those of the release."""
+    """The paths of make_split's files in a directory, with the released names."""
     names = RELEASED["Lightricks/LTX-2.5"]
     kinds = "distilled", "dev", "gemma", "video_vae", "", "audio_vae", "spatial", "temporal"
     files = [names.get(kind, "") for kind in (*kinds, "duration_head", "lora")]
@@ -93,8 +93,8 @@ def split_assets_in(directory: Path) -> SplitAssets:
 
 
 def make_split(directory: Path, sizes: TinySizes = TinySizes()) -> SplitAssets:  # noqa: B008
-    """Write one set of tiny assets of LTX-2.5, replacing the files of an earlier one. UserError for
-    invalid sizes."""
+    """Write one set of tiny assets of LTX-2.5, replacing the files of an earlier one. Raises
+    UserError for invalid sizes."""
     from ltx_neuron.tiny import SPATIAL_UPSAMPLER, TEMPORAL_UPSAMPLER, picture
 
     check(sizes)

@@ -7,8 +7,8 @@ steps on random latents. Its output must match the same step in float32 on the h
 tunes one key after another. Later, commands that compile or generate use the saved settings;
 --profile-set tuned=no ignores them.
 
-With --layouts the command compares the ways to divide a clip over several groups of cores instead:
-guidance groups, context parallelism, Ulysses. It prints the fastest and saves nothing.
+With --layouts the command compares ways to run a clip on several groups of cores instead: guidance
+groups, context parallelism and Ulysses. It prints the fastest layout and saves nothing.
 
 Shard the weights first. To continue an interrupted tuning, type the same command again.
 """
@@ -66,7 +66,7 @@ def build_parser() -> Parser:
     add("--rounds", type=int, default=3, metavar="N", help=help)
     help = "run only the first N transformer blocks (default: all)"
     add("--layers", type=int, metavar="N", help=help)
-    help = "compare the layouts of so many cores (default: the machine's) instead of tuning keys"
+    help = "compare layouts of this many cores (default: the machine's) instead of tuning keys"
     add("--layouts", nargs="?", type=int, const=0, metavar="CORES", help=help)
     add("--force", action="store_true", help="measure again, and discard the earlier choice")
     for name in ("variant", "reference"):  # the output folder of one of the tuning's processes
@@ -138,8 +138,8 @@ class Tuning:
     def search(
         self, baseline: Settings, keys: tuple[str, ...], others: Others
     ) -> tuple[Settings, float]:
-        """Measure and print the table; returns the best settings and the milliseconds of their
-        step. Ends the process if no settings work."""
+        """Measure the settings and print the table. Returns the best settings and the milliseconds
+        of their step. Ends the process if no settings work."""
         workspace, args, journal = self.workspace, self.args, self.journal
 
         def report(row: Row) -> None:
@@ -160,8 +160,8 @@ class Tuning:
         return best, ms
 
     def compare_layouts(self) -> None:
-        """Measure the layouts of the cores, and print the fastest. Whether a clip takes more cores
-        than one group has is the user's decision, so nothing is saved."""
+        """Measure the layouts of the cores, and print the fastest. Saves nothing, because the user
+        decides how many cores a clip takes."""
         workspace, heads = self.workspace, self.workspace.transformer.video.heads
         assert self.cores is not None
         where = workspace.profile, workspace.tp, heads, self.job, self.cores

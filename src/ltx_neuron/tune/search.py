@@ -120,11 +120,11 @@ def layout_candidates(
     profile: Profile, tp: int, heads: int, job: Job, cores: int
 ) -> tuple[Settings, list[Settings]]:
     """The settings of one tensor-parallel group, and the changes of every other layout of the
-    cores. heads: the model's, of the video."""
+    cores. heads: number of the model's video heads."""
     base = single_group(profile)
     passes = max(len(job.passes) if stage.guided else 1 for stage in job.stages)
-    found = layout_settings(base, cores // tp, passes, heads // tp, job.buckets)
-    changes = [{key: str(value) for key, value in fields.items()} for fields in found]
+    layouts = layout_settings(base, cores // tp, passes, heads // tp, job.buckets)
+    changes = [{key: str(value) for key, value in fields.items()} for fields in layouts]
     return {key: text_of(base, key) for key in LAYOUT}, changes[1:]
 
 
@@ -195,7 +195,7 @@ def search(
     settings so far in `rounds` alternating rounds. It replaces them if it is faster in every round,
     by more than their own runs differ and by at least MARGIN.
 
-    others  returns the changes of a key to try
+    others  returns the changes to try for a key
     """
     best, measured = baseline, {}
 

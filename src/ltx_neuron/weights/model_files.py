@@ -1,7 +1,7 @@
 """The files of one model. An LTX-2.3 checkpoint has all parts but Gemma and the upsamplers; LTX-2.5
 is published in one file per part, in the folders of one download.
 
-A file's metadata tells its part, its release and its config.
+A file's metadata has its config. It shows the file's part and, except for upsamplers, its release.
 """
 
 import json
@@ -50,8 +50,8 @@ _OWNERS = {section: kind for kind, part in PARTS.items() for section in part.sec
 
 
 def kind_of(file: TensorFile) -> str:
-    """What a file's metadata says that it is: "transformer" (also a whole checkpoint), "gemma",
-    "video_vae", "audio_vae", "spatial", "temporal", "duration_head", "lora", or "" if nothing."""
+    """The kind of a file by its metadata: "transformer" (also a whole checkpoint), "gemma",
+    "video_vae", "audio_vae", "spatial", "temporal", "duration_head", "lora", or "" if unknown."""
     config = config_of(file)
     if "gemma_config" in file.metadata:
         return "gemma"
@@ -80,10 +80,10 @@ class TextEncoderFile(WeightFile):
     """LTX-2.5's text encoder in one file: Gemma 4, the text projections and the tokenizer.
 
     gemma_config  Gemma's config.json, from the metadata
-    assets        names of the other files of Gemma's folder that it contains, which `asset` reads;
-                  they are no weights, so `shapes` leaves them out
+    assets        names of the other files of Gemma's folder in it; `asset` reads them. They are
+                  not weights, so `shapes` leaves them out
 
-    UserError for another file.
+    UserError for any other file.
     """
 
     def __init__(self, path: Path, download: str):
@@ -125,7 +125,7 @@ class TextEncoderFile(WeightFile):
         key = self._assets[name]
         if key is None:
             return self.metadata[name].encode()
-        # Comfy stores signed bytes.
+        # ComfyUI stores signed bytes.
         return TensorFile(self.path, self.download).read(key).numpy().tobytes()
 
 
@@ -176,26 +176,26 @@ class PartFile(WeightFile):
 
 
 def _flattened(vae: dict, encoder: dict) -> dict:
-    """A video VAE's config with the values of its encoder's section where the convolutional VAE's
-    config has them."""
+    """A video VAE's config with the values of its encoder's section at the top level, as in the
+    convolutional VAE's config."""
     names = {"out_channels": "latent_channels", "blocks": "encoder_blocks"}
     return {names.get(name, name): value for name, value in encoder.items()} | vae
 
 
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
-    """Raise UserError if the metadata of a file says that it is of another supported release."""
+    """Raise UserError if a file's metadata names another supported release."""
     version = file.metadata.get("model_version", "")
     if release_of(version) not in (None, release):
         raise UserError(
-            f"{flag} {file.path} is of LTX {version}, the checkpoint of LTX-{release.version}:"
-            f" they do not fit together\nDownload the one of the same release: {download}"
+            f"{flag} {file.path} is of LTX {version}, but the checkpoint is of"
+            f" LTX-{release.version}\nDownload the file of that release: {download}"
         )
 
 
 def located(name: str | Path, kind: str) -> Path:
-    """The path of a file, of Gemma's folder, or of a Hub name, as hub.local_path gives it; for the
-    folder of a download, the file of this kind in it: the transformer of a recipe, or the text
-    encoder. Raises UserError if the folder has none or several."""
+    """The local path of a file, of Gemma's folder, or of a Hub name (hub.local_path). In the folder
+    of a download it is the file of this kind: the transformer of a recipe, or the text encoder.
+    Raises UserError if the folder has none or several."""
     path = hub.local_path(name, kind)
     if kind in RECIPES and path.is_dir():
         return _transformer_in(path, kind)
@@ -226,8 +226,8 @@ def _transformer_in(folder: Path, recipe: str) -> Path:
     several = [path for path in found if named_recipe(path) == recipe]
     if not found:
         raise UserError(
-            f"--checkpoint-path {folder} is a folder without a transformer's file; wanted one"
-            f" .safetensors file: {CHECKPOINT_DOWNLOAD}\nor the folder of a whole download:"
+            f"--checkpoint-path {folder} is a folder without a transformer's file\nDownload the"
+            f" checkpoint of LTX-2.3: {CHECKPOINT_DOWNLOAD}\nor the folder of LTX-2.5:"
             f" {hub.download('Lightricks/LTX-2.5', '--local-dir', str(folder))}"
         )
     return _only(several or found, folder, "--checkpoint-path")
@@ -246,7 +246,7 @@ class ModelFiles:
     """The files of one model.
 
     checkpoint  the whole checkpoint, or the transformer's file of a split release
-    given       the files that the user named, by kind; a split release's others are those beside
+    given       files that the user named, by kind. The other files of a split release are beside
                 the transformer in its download
 
     UserError for a file that a checkpoint's release does not take. The files of a split release are
@@ -289,14 +289,14 @@ class ModelFiles:
 
     @property
     def identity(self) -> dict:
-        """For reports and sidecars, the files of a split release besides the transformer's by their
-        fingerprints, and the kind of the video decoder; empty for a whole checkpoint."""
+        """For reports and sidecars: fingerprints of a split release's files, except the
+        transformer's, and the kind of the video decoder. Empty for a whole checkpoint."""
         if not self.release.split:
             return {}
         parts = {kind: self.of(part.sections[0]) for kind, part in PARTS.items()}
         files = {"text_encoder": self.text_encoder, **parts}
-        prints = {kind: file.fingerprint for kind, file in files.items() if file}
-        return {"files": prints, "video_decoder": self.decoder}
+        fingerprints = {kind: file.fingerprint for kind, file in files.items() if file}
+        return {"files": fingerprints, "video_decoder": self.decoder}
 
     def flag(self, section: str) -> str:
         """The flag of the file with a section's part."""
@@ -382,14 +382,15 @@ class ModelFiles:
             raise UserError(
                 f"--checkpoint-path {self.checkpoint.path} is the transformer of"
                 f" LTX-{self.release.version} alone: the {title} is missing\nType {flag} FILE, or"
-                " --checkpoint-path with the folder of the whole download; the file is"
+                " --checkpoint-path with the folder of the whole download\nDownload the file:"
                 f" {self.release.download(kind)}"
             )
         return path
 
     def find(self, kind: str) -> Path | None:
-        """The file of a kind that the user named, or the one beside the transformer. Of several
-        video VAEs it is the convolutional one. A Hub name's file is downloaded."""
+        """The file of a kind that the user named, or the one beside the transformer, or None. Of
+        several video VAEs it is the convolutional one. Beside a transformer from the Hub, missing
+        files other than upsamplers are downloaded."""
         if kind in self.given or not self.release.split or self._folder is None:
             return self.given.get(kind)
         if not (found := self._beside.get(kind)):
@@ -397,14 +398,14 @@ class ModelFiles:
             of_hub = name != str(self._folder)
             return hub.local_path(name, kind) if of_hub and downloads else None
         configs = {path: config_of(TensorFile(path, "")) for path in found}
-        plain = [
+        convolutional = [
             path for path in found if kind == "video_vae" and not is_diffusion_vae(configs[path])
         ]
-        return _only(plain or found, self._folder, _named(kind)[0])
+        return _only(convolutional or found, self._folder, _named(kind)[0])
 
     def describe_decoder(self) -> str:
         """The kind of the video VAE's decoder, and its file, as text."""
-        return f"{self.decoder}, of {self.of('vae').path}"
+        return f"{self.decoder}, from {self.of('vae').path}"
 
     @property
     def decoder(self) -> str:

@@ -68,17 +68,17 @@ GEMMA3 = {
     r"(?:video|audio)_connector\.learnable_registers": HOST,
 }
 
-_NEIGHBOURS = r"(?:det_stages\.\d+|diff_blocks)\.\d+\."
+_DIFFUSION_BLOCK = r"(?:det_stages\.\d+|diff_blocks)\.\d+\."
 # Each rank decodes different tiles with the whole decoder.
 VAE = {
     r"conv_(?:in|out)\.conv\.(?:weight|bias)": ALL,
     r"up_blocks\.\d+\.res_blocks\.\d+\.conv[12]\.conv\.(?:weight|bias)": ALL,
     r"up_blocks\.\d+\.conv\.conv\.(?:weight|bias)": ALL,
     r"per_channel_statistics\.(?:std|mean)-of-means": ALL,
-    # Of the diffusion decoder; each rank has different frames.
+    # The diffusion decoder's; each rank decodes other frames.
     r"(?:conv_in|conv_in_x_t|conv_out)\.(?:weight|bias)|norm_out\.weight": ALL,
-    _NEIGHBOURS + r"attn\.(?:qkv|proj)\.(?:weight|bias)": ALL,
-    _NEIGHBOURS + r"(?:attn\.[qk]_norm|norm[12]|mlp\.w_(?:gate|up|down))\.weight": ALL,
+    _DIFFUSION_BLOCK + r"attn\.(?:qkv|proj)\.(?:weight|bias)": ALL,
+    _DIFFUSION_BLOCK + r"(?:attn\.[qk]_norm|norm[12]|mlp\.w_(?:gate|up|down))\.weight": ALL,
     r"diff_blocks\.\d+\.context_proj\.(?:weight|bias)": ALL,
     r"diff_blocks\.\d+\.(?:scale_shift_table|gate_(?:msa|mlp|ctx))": ALL,
     r"(?:upsamples\.\d+|shared_adaln)\.proj\.(?:weight|bias)": ALL,
@@ -125,8 +125,8 @@ _CONNECTOR_PREFIXES = {
 }
 _DECODERS = ("vae.", "audio_vae.", "vocoder.")
 _GEMMAS_OTHERS = ("vision_tower.", "multi_modal_projector.", "language_model.lm_head.")
-# As ComfyUI names them and as transformers does.
-_GEMMA_4S_OTHERS = (
+# With ComfyUI's names and with those of transformers.
+_GEMMA_4_OTHERS = (
     *("vision_model.", "audio_projector."),
     *("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
 )
@@ -144,7 +144,7 @@ MODELS = {
                 "model.language_model.": "",
                 **{f"model.{part}.": f"{part}." for part in ("embed_tokens", "layers", "norm")},
             },
-            (DIFFUSION, *_DECODERS, *_GEMMAS_OTHERS, *_GEMMA_4S_OTHERS),
+            (DIFFUSION, *_DECODERS, *_GEMMAS_OTHERS, *_GEMMA_4_OTHERS),
         ),
         Model(
             "vae",
