@@ -1,4 +1,4 @@
-"""A diffusion decoder of a few channels, with weights that a seed makes."""
+"""A diffusion decoder of a few channels, with random weights from a seed."""
 
 import json
 from pathlib import Path
@@ -30,8 +30,8 @@ VAE = {
 }
 SEED = 7  # of the golden frames' noise
 GATED = ["diff_blocks.0.gate_msa"]
-# Every few frames, rows and columns of what ltx-core 1.2.0's DiffusionVideoDecoder makes of
-# `latent` in float32, with NATTEN's neighbourhoods for the whole clip, by latent shape.
+# By latent shape: every few frames, rows and columns that ltx-core 1.2.0's DiffusionVideoDecoder
+# decodes from `latent` in float32, with NATTEN's neighbourhoods of the whole clip.
 GOLDEN = load_file(Path(__file__).parent / "golden" / "diffusion_decoder.safetensors")
 GOLDEN_STEPS = {"2x2x4": 4, "6x5x7": 8}
 

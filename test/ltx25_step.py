@@ -1,5 +1,5 @@
-"""A stage 1 of LTX-2.5's distilled recipe with everything that can be in one: an image held in part
-at frame 0, a keyframe held in part, generated keyframes. The model is random."""
+"""Stage 1 of LTX-2.5's distilled recipe with all its inputs: an image at frame 0 and a keyframe,
+both held in part, and generated keyframes. The weights are random."""
 
 from functools import cache, partial
 
@@ -27,12 +27,12 @@ JOB = Job("", SIZE, SEED, images=IMAGES, num_generated_keyframes=KEYFRAMES, ance
 
 
 def images(job: Job = JOB) -> list[tuple[ImageCondition, Tensor]]:
-    """Each with a random latent (1, 128, 1, 2, 3)."""
+    """The job's images, each with a random latent (1, 128, 1, 2, 3)."""
     return [(image, randn(1, 128, 1, 2, 3, seed=20 + n)) for n, image in enumerate(job.images)]
 
 
 def contexts() -> tuple[Tensor, Tensor]:
-    """(1, 1024, Dv), (1, 1024, Da)"""
+    """Random contexts (1, 1024, Dv) and (1, 1024, Da)."""
     widths = CONFIG.video.inner, CONFIG.audio.inner
     video, audio = (randn(1, 1024, width, seed=30 + n) for n, width in enumerate(widths))
     return video, audio

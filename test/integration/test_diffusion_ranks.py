@@ -1,4 +1,4 @@
-"""The diffusion decoder on real ranks: the host's frames."""
+"""The diffusion decoder on real ranks gives the host's frames."""
 
 import diffusion_vae
 import torch
@@ -16,9 +16,9 @@ TP, SHAPE = 2, (4, 3, 3)
 EQUAL = 2e-6  # relative: sums in another order
 
 
-def test_frames_are_the_hosts(tmp_path, one_thread):  # noqa: F811
-    """Of a last group of spans that leaves a rank idle too, and of a clip of another length with
-    the same graphs."""
+def test_frames_equal_the_hosts(tmp_path, one_thread):  # noqa: F811
+    """Also if the last group of spans leaves a rank idle, and for a clip of another length with the
+    same graphs."""
     config = diffusion_vae.config_of()
     clip = shortest(config, SHAPE)
     with fake_process_group(TP):

@@ -1,5 +1,5 @@
-"""LTX-2.5 through every outer surface, from a folder as it is downloaded: a batch, the Python API,
-the service and a resumed run make the same bytes."""
+"""A batch, the Python API, the service and a resumed run make the same bytes with LTX-2.5, from a
+folder in the layout of the download."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import VIDEO
 
 SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
-LINES = [  # of one set of graphs, and the second of a predicted length
+LINES = [  # both use one set of graphs; the second has a predicted length
     {"prompt": "a red fox", **SIZE, "num_generated_keyframes": 1},
     {"prompt": "birds sing", **SIZE, "num_frames": None, "num_generated_keyframes": 1},
 ]
@@ -29,7 +29,7 @@ LIMITS = 0.2, 0.4  # seconds of a predicted length: 9 frames
 
 
 class Runs(SimpleNamespace):
-    """folder: of the download; artifacts: for LINES; wanted: the bytes of their videos."""
+    """folder: the download; artifacts: those of LINES; wanted: the bytes of their videos."""
 
     def words(self, verb: str, *more: object) -> list[str]:
         files = ["--checkpoint-path", self.folder, "--artifacts-dir", self.artifacts]
@@ -63,7 +63,7 @@ def runs(shared: Path, split) -> Runs:
     return runs
 
 
-def test_a_batch_says_what_made_its_videos(runs, split):
+def test_a_batchs_sidecars_have_the_sampler_the_decoder_and_the_files(runs, split):
     assert len(runs.wanted) == len(LINES)
     made = json.loads((runs.out / "0002.json").read_text())
     assert (made["num_frames"], made["num_generated_keyframes"]) == (9, 1)
@@ -72,7 +72,7 @@ def test_a_batch_says_what_made_its_videos(runs, split):
     assert set(made["identity"]["files"]) == {"text_encoder", "video_vae", "audio_vae"}
 
 
-def test_calls_make_the_bytes_of_the_batch_and_refuse_what_has_no_reference_run(
+def test_the_python_api_makes_the_bytes_of_the_batch_and_refuses_an_input_sound(
     runs, split, tmp_path
 ):
     with LTXPipeline.from_pretrained(

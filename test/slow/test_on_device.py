@@ -28,7 +28,7 @@ def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(
     assert any(line.startswith(second.title) for line in process.stdout)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    # Looked for afterwards: it can start none any more.
+    # End its processes only now, when it can start no more.
     for each in psutil.process_iter(["cmdline"]):
         if str(tmp_path) in " ".join(each.info["cmdline"] or ()):
             with suppress(psutil.NoSuchProcess):
@@ -36,8 +36,7 @@ def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(
     assert read_json(state)["sections"][first.name]["status"] == "done"
     assert f"| {first.title} | done |" in report.read_text()
     assert f"| {second.title} | not" in report.read_text()
-    # The second section wants 3 minutes, and the third 4: all the rest is for a busy machine's
-    # start.
+    # The second section needs 3 minutes and the third 4. A busy machine takes the rest to start.
     again = subprocess.run(
         [*words, "--lf", "--minutes", "3.95"], cwd=ROOT, capture_output=True, text=True, timeout=500
     )

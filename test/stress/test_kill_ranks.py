@@ -1,6 +1,6 @@
-"""Kill -9 of each rank, at random moments of a generation at TP 4 and at TP 2 in two groups, and
-in each graph of the groups: the run ends with an error soon, leaves nothing behind, and is
-resumed to the same bytes."""
+"""A run whose rank is killed (-9) ends with an error soon, leaves nothing behind, and is resumed to
+the same bytes. The tests kill each rank at random moments of a generation, at TP 4 and at TP 2 in
+two groups, and in each graph of the groups."""
 
 import os
 import random
@@ -24,18 +24,18 @@ SOON = 10  # seconds until a run with a killed rank has ended: docs/failures.md
 # model's steps are fast. Every second kill comes then.
 DENOISING = 0.85
 SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
-# Two passes a step, so that a step ends with their combination; then two steps of a stage of one.
+# Stage 1 has two passes per step, so a step ends with their combination. Stage 2 has one.
 GUIDED = {"num_inference_steps": 2, "video_stg_guidance_scale": 0, "audio_stg_guidance_scale": 0}
 GUIDED |= {"a2v_guidance_scale": 1, "v2a_guidance_scale": 1}
-# tp, the size's flags, and those of a generation.
+# TP degree, the flags of the size, and those of a generation.
 LAYOUTS = {
     "TP 4": (4, SIZE, {}),
     "TP 2 x context 2": (
         *(2, SIZE | {"recipe": "dev", "profile_set": ("context_parallel=2",)}, GUIDED),
     ),
 }
-# In every process of a run, before anything else: rank KILLED_RANK dies at a call of the graph
-# KILLED_IN, or in loading weights.
+# Runs first in every process of a run: rank KILLED_RANK dies at a call of the graph KILLED_IN, or
+# while it loads weights.
 PLANTED = """
 import os, signal, sys
 if "resource_tracker" not in " ".join(sys.orig_argv):
@@ -187,7 +187,7 @@ def whole(groups, tmp_path_factory) -> dict[str, bytes]:
     return without_a_kill(groups, tmp_path_factory.mktemp("whole")).files
 
 
-# Heads and combinations have no collective: the other ranks wait in the next graph's.
+# Head and combination have no collectives, so the other ranks wait in those of the next graph.
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("graph", ["load", "head", "blocks", "tail", "guide"])
 def test_a_rank_killed_in_any_graph_of_several_groups_is_named(

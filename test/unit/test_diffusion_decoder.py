@@ -1,5 +1,5 @@
-"""The diffusion decoder of the video VAE: its attention against the definition, its frames against
-ltx-core 1.2.0's, and the spans in which it decodes."""
+"""The diffusion decoder of the video VAE: its attention equals the definition, and its frames those
+of ltx-core 1.2.0, however spans and tiles divide the clip."""
 
 import itertools
 from dataclasses import replace
@@ -26,12 +26,12 @@ from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text.encoders import Contexts
 
-FP32 = 2e-6  # relative, after as many layers as there are
+FP32 = 2e-6  # relative, after all layers
 SHAPE = (3, 4, 5)
 
 
 def window(position: int, length: int, kernel: int) -> range:
-    """The neighbours of a position: shifted inward at borders, so that their number is the same."""
+    """The neighbours of a position, shifted inward at borders so that their number is constant."""
     first = min(max(position - kernel // 2, 0), length - kernel)
     return range(first, first + kernel)
 
@@ -80,7 +80,7 @@ def test_every_token_attends_to_its_neighbours_and_to_no_others(sizes, kernel, k
 
 
 def test_windows_that_are_cut_at_borders_give_another_result():
-    """What a port without NATTEN's rule computes."""
+    """A port without NATTEN's rule cuts windows off."""
     given, kernel = [randn(2, 5, 6, 7, 8, seed=seed) for seed in range(3)], (3, 3, 3)
 
     def cut_off(position: int, length: int, kernel: int) -> range:
@@ -103,8 +103,8 @@ def test_rotated_scores_depend_on_distances_alone():
 
 
 @pytest.mark.parametrize("shape", GOLDEN)
-def test_frames_are_ltx_cores(shape, one_thread):  # noqa: F811
-    """Of a clip that is smaller than the kernels too, whose borders are repeated."""
+def test_frames_equal_ltx_cores(shape, one_thread):  # noqa: F811
+    """Also for a clip that is smaller than the kernels, whose borders are repeated."""
     step = GOLDEN_STEPS[shape]
     got = pixels(spans(), tuple(map(int, shape.split("x"))))[::step, ::step, ::step]
     assert rel(got, GOLDEN[shape]) < FP32
@@ -120,14 +120,14 @@ def test_frames_do_not_depend_on_how_the_clip_is_divided(one_thread):  # noqa: F
     assert rel(pixels(together, SHAPE), wanted) < FP32
 
 
-def test_a_seed_gives_the_same_frames_and_another_one_others():
+def test_equal_seeds_give_equal_frames_and_other_seeds_other_frames():
     decoder, shape = spans(), (3, 3, 3)
     first = pixels(decoder, shape)
     assert torch.equal(first, pixels(decoder, shape)) and torch.equal(first, pixels(spans(), shape))
     assert rel(pixels(decoder, shape, SEED + 1), first) > 0.05
 
 
-def test_noise_is_that_of_one_draw():
+def test_noise_has_the_bits_of_one_draw():
     shape = 3, 9, 32, 64
     wanted = torch.randn(1, *shape, generator=torch.Generator().manual_seed(SEED))[0]
     got = torch.stack([*diffusion.noise_frames(shape, SEED)], 1)
@@ -149,7 +149,7 @@ def test_bfloat16_is_near_float32():
 
 
 def test_memory_and_work_per_frame_do_not_depend_on_the_length(monkeypatch):
-    """Frames are there before later latents are read, and no frames are kept without need."""
+    """The first frames are decoded before later latents are read, and few frames are kept."""
     decoder, calls, kept = spans(), [], []
     run, take = decoder.run, diffusion._Frames.take
 
@@ -188,7 +188,7 @@ def test_a_file_is_decoded_as_its_config_says(tmp_path, one_thread):  # noqa: F8
 
 
 def test_a_job_is_decoded_with_the_noise_of_its_seed():
-    """In every job of a batch, and when it is resumed: the seed is the job's."""
+    """Also in a batch: each job has its own seed."""
     seeds = []
 
     def decode_video(video, seed):
@@ -233,13 +233,13 @@ def test_an_unknown_tensor_of_the_decoder_is_refused(tmp_path):
         ({"upsamples": 3}, "does not describe a diffusion decoder"),
     ],
 )
-def test_another_structure_is_refused_by_what_differs(changes, named):
+def test_another_structure_is_refused_with_the_difference(changes, named):
     with pytest.raises(UserError) as error:
         diffusion_decoder_config({"vae": VAE | {"decoder": VAE["decoder"] | changes}})
     assert named in str(error.value)
 
 
-def test_a_decoder_without_gates_has_no_gates():
+def test_the_names_of_a_files_tensors_show_whether_it_has_gates():
     assert config_of().gated and not config_of(["diff_blocks.0.norm1.weight"]).gated
     assert config_of().digest != config_of(()).digest
 

@@ -19,14 +19,14 @@ from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.weights.checkpoint import Checkpoint
 
-# A head of random weights; contexts, and the seconds that ltx-core 1.2.0's DurationHead predicts.
+# A head with random weights, contexts, and the seconds that ltx-core 1.2.0's DurationHead predicts.
 GOLDEN = ROOT / "test/golden/duration_head.safetensors"
 _, TRANSFORMER = made_config()  # of the head's widths
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A function: a checkpoint's file of a version. Its tensors do not matter."""
+    """A function that writes a checkpoint of a version. Its tensors do not matter."""
     config, _ = made_config()
 
     def make(version: str = "2.5.0") -> Checkpoint:
@@ -53,7 +53,7 @@ def test_the_head_predicts_the_seconds_of_ltx_core(checkpoint):
     head = duration_head_spec(GOLDEN, checkpoint(), TRANSFORMER).load()
     seconds = head(golden["video_context"], golden["audio_context"])
     torch.testing.assert_close(seconds, golden["seconds"], rtol=1e-6, atol=0)
-    # Both streams count.
+    # The seconds depend on both streams.
     assert head(golden["video_context"], golden["audio_context"].flip(2)) != seconds
 
 
@@ -144,7 +144,7 @@ def test_the_length_is_predicted_where_a_head_is_given_and_no_length():
         (["--sound-only", "--recipe", "dev"], "--auto-duration cannot be combined with --sound-o"),
     ],
 )
-def test_auto_duration_excludes_what_has_the_length(words, message):
+def test_auto_duration_refuses_inputs_that_determine_the_length(words, message):
     with pytest.raises(UserError, match=message):
         job("--auto-duration", *words).check()
 

@@ -1,5 +1,5 @@
-"""Gemma3Encoder has transformers' hidden states of Gemma 3 and of Gemma 4, and ltx-core's features,
-whatever the padding it is given."""
+"""Gemma3Encoder gives transformers' hidden states of Gemma 3 and Gemma 4 and ltx-core's features,
+with any padding."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,7 @@ def hidden_states(reference, ids):
 
 
 def published(name: str, sizes: TinySizes) -> tuple[dict, nn.Module]:
-    """A config as published, and transformers' text model of it."""
+    """A config in the published format, and transformers' text model of it."""
     import transformers
 
     if name != "Gemma 4":
@@ -217,7 +217,7 @@ def test_full_layers_of_gemma_4_turn_a_quarter_of_the_frequencies_of_the_whole_h
     head, base = gemma_4.gemma.global_head_dim, 1e6
     for table, function in ((inputs.global_cos, torch.cos), (inputs.global_sin, torch.sin)):
         for token, position in ((0, first), (-1, last)):
-            # Exponents over the whole head, not over the quarter that turns.
+            # The exponents are of the whole head, not of the quarter that rotates.
             turning = [position * base ** (-2 * k / head) for k in range(head // 8)]
             phases = torch.tensor([*turning, *[0.0] * (head // 2 - head // 8)])
             assert rel(table[0, 0, token], function(phases)) < EQUAL

@@ -131,8 +131,8 @@ def test_the_collectives_of_each_named_group_are_found_and_ranks_have_one_text()
         assert check_fx(each, mesh.groups(CONTEXT, TP)) == []
         counts.update(o.collective.group for o in fx.operations(each.graph) if o.collective)
     # An exchange of queries, keys and values and one of the output; a gather of the exchanged keys
-    # and values; the sound's attention to the video gathers its maxima and sums its parts; a gather
-    # of the velocity.
+    # and values; the sound's attention to the video gathers maxima and sums parts; the velocity is
+    # gathered.
     assert counts == {GROUP: 11, "ulysses": 2, "between": 1, "cp": 3}
 
 

@@ -31,7 +31,7 @@ LTX_2_3, LTX_2_5 = RELEASES
 
 @torch.no_grad()
 def made(run, steps: int = 8) -> dict[str, torch.Tensor]:
-    """What the first steps of a started stage make, by the golden's names."""
+    """The latents after the first steps of a started stage, by the golden's names."""
     tensors = {}
     for number in range(steps):
         run.step(number)
@@ -43,7 +43,7 @@ def made(run, steps: int = 8) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("blocks_per_graph", [0, 1])
-def test_a_stage_is_upstreams(blocks_per_graph):
+def test_a_stage_equals_upstreams(blocks_per_graph):
     golden, got = load_file(GOLDEN), made(stage_run(blocks_per_graph))
     assert got.keys() == golden.keys()
     for name, tensor in golden.items():
@@ -91,7 +91,7 @@ def audio_first(run):
 
 
 def coefficients(run, of_step):
-    """Replace the coefficients of all steps but the last: of_step returns those of the latent, the
+    """Replace the coefficients of all steps but the last. of_step returns those of the latent, the
     prediction and the noise."""
     for number in range(7):
         sigma, end = torch.tensor(DISTILLED_SIGMAS[number : number + 2]).double()
@@ -143,15 +143,15 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_a_stage_with_a_mistake_is_not(mistake):
+def test_each_mistake_changes_the_stage(mistake):
     golden, run = load_file(GOLDEN), stage_run(0)
     mistake(run)
     assert rel(made(run)["video"], golden["video"]) > SHOWS
 
 
 def test_a_step_keeps_the_variance_of_a_rectified_flow():
-    """The coefficients beside the formula in double precision: sigma_down = end ** 2 / sigma, and
-    noise from there up to the end, with the signal's part scaled by the quotient of both alphas."""
+    """The coefficients equal the formula in double precision: sigma_down = end ** 2 / sigma, and
+    noise from there up to the end, with the signal scaled by the quotient of both alphas."""
     for row, sigma, end in zip(
         ancestral.coefficients(DISTILLED_SIGMAS, (False, False)),
         DISTILLED_SIGMAS,
@@ -176,7 +176,7 @@ def test_the_noise_does_not_depend_on_what_was_drawn_before():
     first, second = (stage_run(0) for _ in range(2))
     drawn = first.ranks._values
     assert all(torch.equal(drawn[name], x) for name, x in second.ranks._values.items())
-    # Nor do two steps, or both streams, have the same.
+    # Two steps have different noise, and the last has none.
     assert not torch.equal(drawn["video_noise@0"], drawn["video_noise@1"])
     assert drawn["video_noise@7"].abs().sum() == 0
 
@@ -225,7 +225,7 @@ def test_an_images_crf_is_the_releases_unless_it_is_given():
     assert [len(image) for image in job.spec.line()["image"]] == [3, 4]
 
 
-def test_graphs_take_marks_of_a_model_that_has_them_and_noise_of_an_ancestral_bucket():
+def test_graphs_take_the_keyframes_mask_if_the_model_has_one_and_noise_if_ancestral():
     other = replace(CONFIG, use_keyframes_abs_pos_embedding=False)
     assert CONFIG.digest != other.digest
 

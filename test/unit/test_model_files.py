@@ -1,5 +1,5 @@
-"""LTX-2.5 is a file per part: each is known by its metadata, found in its download, and refused
-with a model that it does not fit."""
+"""LTX-2.5 has one file per part. ModelFiles identifies each by its metadata, finds it in the
+download, and refuses it with a model of another release."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def changed(source: Path, target: Path, **metadata) -> Path:
 
 
 def alone(split, folder: Path) -> Path:
-    """The transformer outside of its download."""
+    """A copy of the transformer outside of its download."""
     return Path(shutil.copy(split.distilled, folder / "transformer.safetensors"))
 
 
@@ -52,7 +52,7 @@ def workspace(checkpoint: Path, gemma: Path | None = None, **paths) -> Workspace
 # --- what a file is, and where it is --------------------------------------------------------------
 
 
-def test_a_file_is_known_by_its_metadata_whatever_its_name(split, tiny, tmp_path):
+def test_metadata_identifies_a_file_whatever_its_name(split, tiny, tmp_path):
     kinds = {
         "distilled": "transformer",
         "dev": "transformer",
@@ -72,7 +72,7 @@ def test_a_file_is_known_by_its_metadata_whatever_its_name(split, tiny, tmp_path
     assert kind_of(TensorFile(tiny.checkpoint, "")) == "transformer"
 
 
-def test_a_download_s_folder_has_the_transformer_of_each_recipe_and_all_other_files(split):
+def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_other_files(split):
     assert located(split.folder, "distilled") == split.distilled
     files = ModelFiles(located(split.folder, "dev"))
     assert files.checkpoint.path == split.dev
@@ -93,7 +93,7 @@ def test_of_two_video_vaes_the_convolutional_one_decodes_unless_the_other_is_typ
     assert typed.describe_decoder() == f"diffusion, from {split.diffusion_vae}"
 
 
-def test_a_folder_with_one_transformer_has_that_of_any_recipe_and_one_with_none_is_refused(
+def test_a_single_transformer_is_that_of_any_recipe_and_a_folder_without_one_is_refused(
     split, tmp_path
 ):
     one = tmp_path / "one" / "diffusion_models"
@@ -106,13 +106,13 @@ def test_a_folder_with_one_transformer_has_that_of_any_recipe_and_one_with_none_
     assert "is a folder" in refused(lambda: located(split.video_vae.parent, "distilled"))
 
 
-def test_the_config_of_all_parts_reads_like_a_checkpoint_s(split, tiny):
+def test_the_config_of_all_parts_equals_that_of_a_checkpoint(split, tiny):
     config, whole = ModelFiles(split.distilled).config, ModelFiles(tiny.checkpoint).config
     assert {*whole} == {*config}
     assert all(config[name] == whole[name] for name in ("vae", "audio_vae", "vocoder"))
 
 
-def test_a_part_s_tensors_have_the_names_that_a_checkpoint_gives_them(split, tiny):
+def test_tensors_of_a_part_have_the_names_of_a_checkpoint(split, tiny):
     of, whole = ModelFiles(split.distilled).of, ModelFiles(tiny.checkpoint)
     for section in ("vae", "audio_vae", "vocoder"):
         prefix, part = f"{section}.", of(section)
@@ -133,7 +133,7 @@ def test_both_video_vaes_encode_and_both_decoders_have_all_their_tensors(split):
     assert torch.equal(*encoded)  # both files have the same encoder
 
 
-def test_a_text_encoder_s_file_has_config_and_tokenizer_and_no_weights_of_them(split):
+def test_the_file_of_a_text_encoder_has_config_and_tokenizer_apart_from_its_weights(split):
     file = TextEncoderFile(split.text_encoder, "")
     assert file.gemma_config["text_config"]["num_hidden_layers"] == 4
     assert {"tokenizer.json", "tokenizer_config.json"} <= {*file.assets}
@@ -209,7 +209,7 @@ def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
         assert RELEASED["Lightricks/LTX-2.5"][kind] in message
 
 
-def test_what_has_no_reference_on_a_release_is_refused_by_name(split, tiny):
+def test_inputs_without_a_reference_run_are_refused_by_name(split, tiny):
     size, newer = Size(64, 64, 9), workspace(split.distilled)
     job = Job("rain", size)
     jobs = {

@@ -690,7 +690,7 @@ def test_groups_receive_the_bytes_of_the_design():
 
 
 @pytest.mark.parametrize("size", [(512, 768, 121), (1088, 1920, 121)])
-def test_the_forecast_of_a_step_is_the_design_s(size):
+def test_the_forecast_of_a_step_matches_the_design(size):
     config, bucket = transformer_config(released_config()), Job("", Size(*size)).buckets[0]
     with fake_process_group(4):
         cost = plan.step_cost(config, bucket, LARGE, 4, torch.bfloat16)[1]
@@ -765,8 +765,8 @@ def test_a_plan_follows_its_profile_s_layout(released, clip):
     four = planned(released, 512, 768, 121, PROFILES["trn2.48xlarge-cp4"])
     (alone,), (stage,) = one.stages, four.stages
     assert (one.ranks, four.ranks) == (4, 16) and alone.between_groups["count"] == 0
-    # In 48 blocks K and V of the video's attention to itself, and two collectives of the sound's to
-    # it; the velocity at the end.
+    # In each of 48 blocks one collective of the video's self-attention, and two of the sound's
+    # attention to the video; then the velocity's.
     assert stage.between_groups["count"] == 3 * 48 + 1
     assert 0.25 < stage.compute_ms / alone.compute_ms < 0.3
     assert stage.forecast.middle < 0.55 * alone.forecast.middle

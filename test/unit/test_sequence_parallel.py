@@ -51,7 +51,7 @@ BF16_FACTOR, BF16_FLOOR = 2, 0.005
 
 @cache
 def model(marked: bool = False):
-    """marked: with an embedding of keyframes."""
+    """marked: whether the model has a keyframe embedding."""
     content, _ = made_config(TinySizes(layers=LAYERS))
     weights = ltx_model(content).state_dict()
     _, config = made_config(TinySizes(layers=LAYERS), use_keyframes_abs_pos_embedding=marked)
@@ -304,7 +304,7 @@ def test_groups_exchange_as_many_bytes_as_the_design_says(cp, ulysses, self_atte
     # Of an exchange in a part of the groups, keys and values are gathered besides.
     count = {1: 1, cp: 2}.get(ulysses, 3)
     assert block["context_collectives"] == count + 2
-    # In fp32, of 126 queries and 8 heads: their maximum, gathered; results and weights, summed.
+    # In fp32, for 126 queries and 8 heads: gathered maxima, and summed results and weights.
     to_audio = 126 * 8 * 4 * (cp - 1 + 2 * 65 * (cp - 1) / cp)
     assert (block["context_bytes"] - to_audio) * 48 / 1e9 == pytest.approx(
         self_attention, abs=0.005

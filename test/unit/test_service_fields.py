@@ -173,7 +173,7 @@ def test_every_field_of_a_job_can_be_said_but_files_by_their_paths_and_loras_by_
     no_graphs |= {"reference_audio_max_duration"}  # the service cuts to what is compiled
     loras = set(LoraFields.model_fields)  # a lora_set names them
     left = set(JobSpec.model_fields) - set(VideoRequest.model_fields)
-    no_graphs |= {"auto_duration"}  # nor of a length that only the prompt tells
+    no_graphs |= {"auto_duration"}  # a request needs a known length
     assert left == uploads | no_graphs | loras
 
 

@@ -1,5 +1,5 @@
-"""More ranks than Gemma has key-value heads, as 16 ranks and Gemma3's 8, or any number and the one
-of Gemma 4's full layers: neighbours share a head, and nothing else changes."""
+"""With more ranks than key-value heads, neighbouring ranks have copies of a head, and nothing else
+changes. Gemma 3 has 8 of these heads, and Gemma 4's full layers have 1."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def model(request, tmp_path_factory):
         file = TextEncoderFile(folder / "text.safetensors", "")
         gemma, files = read_config(file.gemma_config, file.path), [file]
         for name in [name for name in checkpoint.shapes if name in file.shapes]:
-            del checkpoint.shapes[name]  # the projections, which are in the file
+            del checkpoint.shapes[name]  # the file has the projections
     config = transformer_config(checkpoint.config)
     source = Source(MODELS["gemma3"], [checkpoint, *files], config.heads | gemma.heads)
     layout = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
@@ -110,7 +110,7 @@ def test_each_rank_holds_the_key_value_heads_of_its_queries(model, tp):
 
 @pytest.mark.parametrize("tp", DEGREES)
 def test_a_plan_counts_every_copy(model, tp):
-    """The plan's numbers of a rank are those in its file."""
+    """The plan counts as many numbers for a rank as its file has."""
     with fake_process_group(tp):
         planned = sum(text_weights(model.gemma, model.config, tp).values())
     for weights in ranks_of(model, tp):

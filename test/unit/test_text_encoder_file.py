@@ -56,7 +56,7 @@ def test_gemma_3_has_the_digest_that_it_had_before_gemma_4():
         ("global_head_dim", 0.5),
     ],
 )
-def test_what_the_encoder_does_not_implement_is_refused_by_name(name, value):
+def test_unimplemented_settings_are_refused_by_name(name, value):
     content = gemma_4_config(TinySizes())
     content["text_config"][name] = value
     with pytest.raises(UserError, match=rf"{name}.* '?{value}"):
@@ -104,7 +104,7 @@ def test_a_broken_tokenizer_is_refused(path, tmp_path, name):
         embedded_tokenizer(TextEncoderFile(broken, ""))
 
 
-def test_the_names_of_transformers_and_of_comfyui_are_one(path, tmp_path):
+def test_files_with_the_names_of_transformers_and_of_comfyui_give_equal_weights(path, tmp_path):
     nested = tmp_path / "nested.safetensors"
     renamed = {
         name.replace("model.", "model.language_model.", 1)

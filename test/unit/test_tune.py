@@ -243,7 +243,7 @@ def test_the_layouts_of_a_cpu_are_those_that_its_cores_allow():
     assert layouts("cpu", 2, 2, Job("", SIZE)) == layouts("cpu", 2, 3, Job("", SIZE)) == []
     two = ["context_parallel=2", "context_parallel=2 context_mode=ulysses"]
     assert layouts("cpu", 1, 2, Job("", SIZE)) == two
-    # What was typed of them does not matter.
+    # A typed layout does not matter.
     assert layouts("cpu", 1, 2, Job("", SIZE), "context_parallel=3") == two
     dev = Job("", SIZE, recipe="dev")  # four passes
     guided = layouts("cpu", 1, 4, dev)

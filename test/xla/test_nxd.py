@@ -1011,8 +1011,8 @@ def test_ranks_of_two_groups_have_the_same_latents_their_own_tokens_and_the_weig
         ranks, per_step = engine.residency.ranks, engine.recorder.counters.collectives_per_step
         digests = ranks.hashes("video_latent", "audio_latent")
         assert len(digests) == 8 and len({*digests}) == 1
-        # A block gathers keys and values of the video's attention to itself, and merges that of the
-        # sound to it by two collectives; the tail gathers the velocity.
+        # A block gathers keys and values of the video's self-attention. Two collectives merge the
+        # sound's attention to the video. The tail gathers the velocity.
         layers = ours.transformer.num_layers
         assert per_step["count"] == (PER_BLOCK + 3) * layers + 1
         ((program, manifest),) = ranks.programs.items()
@@ -1159,8 +1159,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def later(split) -> dict[str, Job]:
-    """Jobs of LTX-2.5 by their recipe, with an image that is held in part, and one with a keyframe
-    that it generates besides."""
+    """Jobs of LTX-2.5 by recipe, with an image held in part. The distilled job also generates a
+    keyframe."""
     job = Job(PROMPT, Size(64, 64, 9), 3, images=(ImageCondition(split.image, 0, 0.7),))
     return {
         "distilled": replace(job, num_generated_keyframes=1),
@@ -1169,7 +1169,7 @@ def later(split) -> dict[str, Job]:
 
 
 def later_latents(later, split, recipe: str, open_files) -> dict[str, Tensor]:
-    """Stage 1's latents of the job of a recipe; open_files makes the workspace of its files."""
+    """Stage 1's latents of a recipe's job. open_files returns the workspace of its files."""
     files = SimpleNamespace(checkpoint=getattr(split, recipe), gemma_root=split.text_encoder)
     ours = open_files(files)
     job = ours.resolved(later[recipe])
@@ -1179,7 +1179,7 @@ def later_latents(later, split, recipe: str, open_files) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def later_on_torchdist(later, split, tmp_path_factory) -> dict[str, dict[str, Tensor]]:
-    """What one rank of the other backend makes of them."""
+    """The latents of these jobs on one rank of the other backend."""
     folder, profile = tmp_path_factory.mktemp("torchdist"), resolve("cpu")
 
     def opened(files):
@@ -1190,10 +1190,10 @@ def later_on_torchdist(later, split, tmp_path_factory) -> dict[str, dict[str, Te
 
 @pytest.mark.parametrize("settings", [(CUT,), (WHOLE, "sequence_parallel=true")])
 @pytest.mark.parametrize("recipe", ["distilled", "dev"])
-def test_a_stage_of_ltx_2_5_is_the_other_backends(
+def test_a_stage_of_ltx_2_5_equals_the_other_backends(
     split, folder, later, later_on_torchdist, recipe, settings
 ):
-    """The ancestral step has the noise of each step under a name of its own."""
+    """The noise of each ancestral step has its own name."""
 
     def opened(files):
         return open_workspace(files, folder, *settings)
@@ -1207,7 +1207,7 @@ def test_a_stage_of_ltx_2_5_is_the_other_backends(
 def test_groups_of_ranks_mark_the_keyframes_of_their_tokens(
     split, folder, later, later_on_torchdist, eight_ranks
 ):
-    """12 tokens for eight ranks: the last ones have padding."""
+    """Eight ranks divide 12 tokens, so the last ranks have padding."""
     tp, settings = LAYOUTS["2 groups of 4 ranks that divide the stream too"]
 
     def opened(files):
@@ -1218,7 +1218,7 @@ def test_groups_of_ranks_mark_the_keyframes_of_their_tokens(
     assert max(rel(got[name], wanted[name]) for name in wanted) < FP32
 
 
-def test_gemma_4_whose_global_head_every_rank_has_encodes_as_on_the_host(split, folder):
+def test_gemma_4_with_its_global_head_on_every_rank_encodes_as_on_the_host(split, folder):
     files = SimpleNamespace(checkpoint=split.distilled, gemma_root=split.text_encoder)
     ours = open_workspace(files, folder, CUT)
     ours.shard("gemma3")
@@ -1239,8 +1239,8 @@ def test_gemma_4_whose_global_head_every_rank_has_encodes_as_on_the_host(split, 
     assert max(rel(got.video, wanted.video), rel(got.audio, wanted.audio)) < FP32
 
 
-def test_frames_of_the_diffusion_decoder_on_four_cores_are_the_hosts(split, folder):
-    """More spans than cores, which a last call leaves idle in part."""
+def test_frames_of_the_diffusion_decoder_on_four_cores_equal_the_hosts(split, folder):
+    """There are more spans than cores, and the last call leaves some cores idle."""
     files = split.distilled, resolve("trn2.3xlarge"), folder, TP, "float32"
     ours, clip, seed = Workspace(*files, video_vae_path=split.diffusion_vae), (4, 3, 3), 5
     ours.shard("vae")

@@ -47,7 +47,7 @@ _AS_THESE = {
     "references": "such reference videos",
     "attention_mask": "their mask",
     "nag_scale": "nag_scale",
-    "num_generated_keyframes": "so many generated keyframes",
+    "num_generated_keyframes": "this number of generated keyframes",
     "reference_audio": "such a voice",
 }
 # Inputs whose graphs may be the only ones of their size -> the request's field
@@ -57,7 +57,7 @@ _OWN_GRAPHS = {
     "nag_scale": "nag_scale",
     "num_generated_keyframes": "num_generated_keyframes",
 }
-_KEYFRAMES = range(1, 9)  # the counts for which graphs are searched
+_KEYFRAMES = range(1, 9)  # counts whose graphs are searched
 
 
 class RequestedSize(VideoFields):
