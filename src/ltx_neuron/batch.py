@@ -168,6 +168,14 @@ def run(
     return [results.entries[line.number] for line in lines]
 
 
+def end(folder: Path, entries: list[dict]) -> None:
+    """Print how many lines of a batch have ended in each way; exit with 1 if one failed."""
+    failed = sum(entry["status"] != "done" for entry in entries)
+    print(f"videos: {folder} ({len(entries) - failed} done, {failed} failed; {RESULTS})")
+    if failed:
+        raise SystemExit(1)
+
+
 def check_outputs(
     lines: list[Line], folder: Path, report: Path | None, inputs: dict[str, Path]
 ) -> None:
