@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import tempfile
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from unittest import mock
 import torch
 from lib.harness import finish, print_conditions, print_ratios, take_turns
 from lib.harness import parser as harness_parser
+from lib.random_sources import GEMMA_SIZES
 from safetensors.torch import save_file
 
 from ltx_neuron.config.common import TEXT_TOKENS
@@ -45,15 +47,7 @@ from ltx_neuron.weights.tensorfile import DTYPES
 
 REFERENCE = "ltx-core"
 LAYERS, BLOCKS = 6, 1  # an eighth of the release's 48 and 8
-RELEASED = TinySizes(
-    gemma_layers=LAYERS,
-    gemma_heads=16,
-    gemma_kv_heads=8,
-    gemma_head_dim=256,
-    gemma_hidden=3840,
-    gemma_intermediate=15360,
-    gemma_sliding_window_pattern=6,
-)
+RELEASED = replace(GEMMA_SIZES, gemma_layers=LAYERS, gemma_vocab=TinySizes.gemma_vocab)
 TINY = TinySizes(gemma_layers=LAYERS, connector_layers=BLOCKS, gemma_sliding_window_pattern=6)
 PUBLISHED = {
     "video_connector.": DIFFUSION + "video_embeddings_connector.",

@@ -135,9 +135,6 @@ def run(
     def state_of(job: Job) -> Path:
         return state_path(folder / line_of(job).file)
 
-    def save_progress(run: JobRun) -> None:
-        save_state(state_of(run.job), run, identity_of(run.job))
-
     def resume(job: Job) -> JobRun | None:
         """A line's interrupted run, if there is one with the same identity."""
         path, number = state_of(job), line_of(job).number
@@ -156,18 +153,27 @@ def run(
         results.done(line_of(result.job))
         state_of(result.job).unlink(missing_ok=True)
 
-    def write_line(clip: Clip) -> None:
-        write(clip, folder / line_of(clip.job).file)
-
-    engine.on_stage_end = save_progress
+    engine.on_stage_end = lambda run: save_state(state_of(run.job), run, identity_of(run.job))
     jobs = [line.job for line in pending.values()]
     if jobs:
         for outcome in engine.run(
-            jobs, isolate=True, resume=resume, write=write_line, hand_over=hand_over
+            jobs,
+            isolate=True,
+            resume=resume,
+            write=lambda clip: write(clip, folder / line_of(clip.job).file),
+            hand_over=hand_over,
         ):
             if isinstance(outcome, Failure):
                 results.failed(line_of(outcome.job), outcome.error)
     return [results.entries[line.number] for line in lines]
+
+
+def end(folder: Path, entries: list[dict]) -> None:
+    """Print how many lines of a batch have ended in each way; exit with 1 if one failed."""
+    failed = sum(entry["status"] != "done" for entry in entries)
+    print(f"videos: {folder} ({len(entries) - failed} done, {failed} failed; {RESULTS})")
+    if failed:
+        raise SystemExit(1)
 
 
 def check_outputs(

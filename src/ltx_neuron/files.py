@@ -27,7 +27,7 @@ _PARTIAL = ".partial"
 
 
 @contextmanager
-def whole_file(path: str | Path, suffix: str = "") -> Iterator[Path]:
+def whole_file(path: str | Path) -> Iterator[Path]:
     """The path of a temporary file beside `path`. On leaving the context it is synced to the disk
     and renamed to `path`, replacing an older file; on an error it is removed.
 
@@ -36,13 +36,11 @@ def whole_file(path: str | Path, suffix: str = "") -> Iterator[Path]:
 
     The temporary name is unique, so concurrent writers write separate files and the last one
     finished is kept. A killed process leaves its temporary file.
-
-    suffix  of the temporary name, for writers that choose a format by it
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unique = f"{os.getpid()}-{secrets.token_hex(4)}"
-    partial = path.with_name(f".{path.name}.{unique}{_PARTIAL}{suffix}")
+    partial = path.with_name(f".{path.name}.{unique}{_PARTIAL}")
     try:
         yield partial
         with open(partial, "rb") as file:
@@ -156,6 +154,14 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{path}: got {type(content).__name__}, wanted a JSON object")
     return content
+
+
+def has_keys(path: Path, keys: set[str]) -> bool:
+    """Whether a file is a JSON object with all of these keys."""
+    try:
+        return read_json(path).keys() >= keys
+    except UserError:
+        return False
 
 
 def first_bytes(path: Path, count: int) -> bytes:

@@ -43,7 +43,7 @@ from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.gains import check_const_max
-from ltx_neuron.weights.lora import Lora, MergedSource, WeightSet
+from ltx_neuron.weights.lora import MergedSource, WeightSet
 from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
@@ -143,8 +143,9 @@ class Finished:
             files: list[TensorFile] = [self.checkpoint]
             heads = self.transformer.heads
             if model == "dit":
+                release = self.checkpoint.release
                 for lora in loras:
-                    self._check_lora(lora)
+                    check_release(lora.file(), "--lora", release, release.download("lora"))
                 source = MergedSource(MODELS[model], files, loras, heads)
             elif model == "gemma3":
                 files += self.files.text_files()
@@ -153,11 +154,6 @@ class Finished:
                 source = Source(MODELS[model], [self.files.of(_SECTIONS[model])])
             self._sources[model, loras] = source
         return self._sources[model, loras]
-
-    def _check_lora(self, lora: Lora) -> None:
-        """Raise UserError for a LoRA whose metadata names another supported release."""
-        release = self.checkpoint.release
-        check_release(lora.file(), "--lora", release, release.download("lora"))
 
     @cached_property
     def video_decoder(self):

@@ -173,11 +173,7 @@ def generate_batch(
         )
     described = {"prompts_file": str(prompts_file), "lines": len(lines)}
     show(make_report(recorder, workspace, described), outputs)
-    failed = sum(entry["status"] != "done" for entry in entries)
-    counts = f"{len(entries) - failed} done, {failed} failed"
-    print(f"videos: {outputs.folder} ({counts}; {batch.RESULTS})")
-    if failed:
-        raise SystemExit(1)
+    batch.end(outputs.folder, entries)
 
 
 def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:

@@ -138,21 +138,19 @@ class LTXPipeline:
             artifacts_dir,
             resolved.degree(tp_degree),
             dtype,
-            gemma_root and located(gemma_root, "gemma"),
-            video_vae_path and located(video_vae_path, "video_vae"),
-            audio_vae_path and located(audio_vae_path, "audio_vae"),
+            _located(gemma_root, "gemma"),
+            _located(video_vae_path, "video_vae"),
+            _located(audio_vae_path, "audio_vae"),
         )
         if tuned:
             workspace.take_tuned()
-        spatial, temporal = spatial_upsampler_path, temporal_upsampler_path
         options = RunOptions(
             neuron_gemma=neuron_gemma,
             neuron_vae=neuron_vae,
             compat=compat,
-            spatial_upsampler_path=spatial and hub.local_path(spatial, "spatial"),
-            temporal_upsampler_path=temporal and hub.local_path(temporal, "temporal"),
-            duration_head_path=duration_head_path
-            and hub.local_path(duration_head_path, "duration_head"),
+            spatial_upsampler_path=_located(spatial_upsampler_path, "spatial"),
+            temporal_upsampler_path=_located(temporal_upsampler_path, "temporal"),
+            duration_head_path=_located(duration_head_path, "duration_head"),
         )
         pipeline = cls(Engine(workspace, Recorder(), options), recipe)
         pipeline.loras, pipeline.distilled_loras = _loras(loras), _loras(distilled_loras)
@@ -400,6 +398,10 @@ def _check_known(name: str, value, known: Iterable) -> None:
 def _plain(value):
     """A numpy number as a Python number, for torch's generators and JSON."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _located(name: str | Path | None, kind: str) -> Path | None:
+    return located(name, kind) if name else None
 
 
 def _loras(given: Sequence[tuple]) -> WeightSet:

@@ -129,14 +129,9 @@ class Preflight:
     def check_text(self) -> None:
         """Check the text encoder's files and, where the ranks encode, its weights and graphs.
         Raises UserError."""
-        workspace = self.workspace
-        _ = workspace.gemma, workspace.source("gemma3"), workspace.tokenizer
+        self._check_text_files()
         if self.options.neuron_gemma:
-            workspace.gemma.check_tensor_parallel(workspace.tp)
-            workspace.weights("gemma3")
-            workspace.text_programs(workspace.profile.text_buckets)
-        else:
-            workspace.host_text_encoder().check()
+            self._find_text()
 
     @property
     def sound_on_ranks(self) -> bool:
@@ -154,16 +149,24 @@ class Preflight:
             workspace.source("dit", loras)
         if self._checked_weight_files:
             return
-        _ = workspace.gemma, workspace.source("gemma3"), workspace.tokenizer
-        if self.options.neuron_gemma:
-            workspace.gemma.check_tensor_parallel(workspace.tp)
-        else:
-            workspace.host_text_encoder().check()
+        self._check_text_files()
         if self.options.neuron_vae:
             _ = workspace.video_decoder, workspace.source("vae")
             if self.sound_on_ranks:
                 _ = workspace.audio_decoder, workspace.vocoder, workspace.source("sound")
         self._checked_weight_files = True
+
+    def _check_text_files(self) -> None:
+        workspace = self.workspace
+        _ = workspace.gemma, workspace.source("gemma3"), workspace.tokenizer
+        if self.options.neuron_gemma:
+            workspace.gemma.check_tensor_parallel(workspace.tp)
+        else:
+            workspace.host_text_encoder().check()
+
+    def _find_text(self) -> None:
+        self.workspace.weights("gemma3")
+        self.workspace.text_programs(self.workspace.profile.text_buckets)
 
     def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
         """The compiled step of every stage. Raises UserError for missing graphs or weight sets."""
@@ -175,8 +178,7 @@ class Preflight:
         }
         workspace.check_dit_weights(jobs)
         if self.options.neuron_gemma:
-            workspace.weights("gemma3")
-            workspace.text_programs(workspace.profile.text_buckets)
+            self._find_text()
         if self.options.neuron_vae:
             workspace.weights("vae")
             self.tiles, self.sound = {}, {}

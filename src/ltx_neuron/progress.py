@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ltx_neuron import artifacts, machine
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MARK, first_bytes, read_json, whole_file, write_tensors
+from ltx_neuron.files import MARK, first_bytes, has_keys, whole_file, write_tensors
 from ltx_neuron.host.arithmetic import CHOSEN_FIELDS
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
@@ -148,10 +148,7 @@ def is_state(path: Path) -> bool:
 
 def is_sidecar(path: Path) -> bool:
     """Whether a file is a run's sidecar JSON, not for example a latency report."""
-    try:
-        return read_json(path).keys() >= _SIDECAR_KEYS
-    except UserError:
-        return False
+    return has_keys(path, _SIDECAR_KEYS)
 
 
 def is_log(path: Path) -> bool:

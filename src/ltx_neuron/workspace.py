@@ -122,7 +122,7 @@ class Workspace(Finished):
         parts = {
             "dit": self._dit_parts,
             "gemma3": self._gemma3_parts,
-            "vae": self._vae_parts,
+            "vae": lambda: ([self._tile_program((1, 1, 1))], {}, {}),
             "sound": self._sound_parts,
         }
         programs, host, layouts = parts[source.model.name]()
@@ -155,9 +155,6 @@ class Workspace(Finished):
         by_layer = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
         layouts = {f"{stream}_aggregate_embed.weight": by_layer for stream in ("video", "audio")}
         return [encoder, connectors], host, layouts
-
-    def _vae_parts(self) -> tuple[list[Program], dict, dict]:
-        return [self._tile_program((1, 1, 1))], {}, {}
 
     def _sound_parts(self) -> tuple[list[Program], dict, dict]:
         config, layouts = self.vocoder, {}

@@ -96,13 +96,6 @@ def test_what_a_killed_writer_left_is_removed_and_no_other_file(tmp_path):
     assert names == {"journal.json", "other.json", ".other.json.1-00.partial"}
 
 
-def test_the_temporary_name_ends_as_its_writer_wants_it(tmp_path):
-    with whole_file(tmp_path / "file.mp4", suffix=".mp4") as partial:
-        assert partial.suffix == ".mp4"
-        partial.touch()
-    assert [path.name for path in tmp_path.iterdir()] == ["file.mp4"]
-
-
 def test_objects_and_tensors_are_read_as_they_were_written(tmp_path):
     content = {"name": "naïve ☂", "numbers": [1, 2.5, None]}
     write_json(tmp_path / "a.json", content)

@@ -24,7 +24,14 @@ from ltx_neuron.command_line import advanced
 from ltx_neuron.doctor.redact import Redactor, told_environment
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError, reason
-from ltx_neuron.files import MANIFEST, check_regular, check_writable, read_json, whole_file
+from ltx_neuron.files import (
+    MANIFEST,
+    check_regular,
+    check_writable,
+    has_keys,
+    read_json,
+    whole_file,
+)
 from ltx_neuron.format import format_bytes
 from ltx_neuron.machine import installed_packages, load, probe
 from ltx_neuron.progress import is_log
@@ -133,7 +140,7 @@ def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> I
         if path.is_dir():
             yield from _in(path, (*_LOGS, "*.log", "results.json"), f"added/{path.name}")
             reports = _in(path, ("*.json",), f"added/{path.name}")
-            yield from (file for file in reports if _is_report(file.path))
+            yield from (file for file in reports if has_keys(file.path, _REPORTS))
         else:
             yield Found(f"added/{path.name}", path)
     for folder in {path.absolute(): None for path in (work_dir / "artifacts", *artifacts)}:
@@ -149,13 +156,6 @@ def _in(folder: Path, patterns: Iterable[str], name: str, deep: bool = True) -> 
         with suppress(OSError):  # the folder was removed or is not readable
             for path in sorted(folder.rglob(pattern) if deep else folder.glob(pattern)):
                 yield Found(f"{name}/{path.relative_to(folder)}", path)
-
-
-def _is_report(path: Path) -> bool:
-    try:
-        return read_json(path).keys() >= _REPORTS
-    except UserError:
-        return False
 
 
 def debug_folders() -> list[Path]:

@@ -78,14 +78,10 @@ class Examination:
         return flags.workspace(resolved, writes=False)
 
 
+@hub.no_downloads()
 def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[Finding]:
     """All findings, in the order of the table; a check that fails is a finding as well. Downloads
     nothing. Raises UserError for a flag's wrong value."""
-    with hub.no_downloads():
-        return _examine(args, system, machine)
-
-
-def _examine(args: argparse.Namespace, system: System, machine: Machine) -> list[Finding]:
     for flag in flags.MODEL_FILES:
         with suppress(hub.NotDownloaded):  # the check `files` reports it
             setattr(args, flag, flags.local(args, flag))

@@ -102,10 +102,9 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
         action = add("--gemma-root", type=Path, metavar="DIR", help=help)
         vars(action)["usual"] = required
         parser.set_defaults(needs_gemma=required)
-    for kind, part in PARTS.items():
+    for part in PARTS.values():
         help = f"{part.title} of LTX-2.5 (default: in the download of --checkpoint-path)"
-        flag = f"--{kind.replace('_', '-')}-path"
-        advanced(add(flag, type=Path, metavar="FILE", help=help))
+        advanced(add(part.flag, type=Path, metavar="FILE", help=help))
     help = "folder of sharded weights and compiled graphs (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
     add_profile(parser)
@@ -347,12 +346,8 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
 
 def lines(args: argparse.Namespace, workspace: Workspace) -> list[Line]:
     """The lines of --prompts-file."""
-    of_line = job_of_line(args)
-
-    def resolved(line: dict[str, Any]) -> Job:
-        return workspace.resolved(of_line(line))
-
-    return read_lines(args.prompts_file, resolved, workspace.identity)
+    of_line, identity = job_of_line(args), workspace.identity
+    return read_lines(args.prompts_file, lambda line: workspace.resolved(of_line(line)), identity)
 
 
 def _job(args: argparse.Namespace, said: JobSpec) -> Job:

@@ -50,11 +50,7 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
             with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
                 _make(left, args, workspace, queue, outputs.folder, results)
         shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
-    failed = sum(results.entries[line.number]["status"] != "done" for line in lines)
-    counts = f"{len(lines) - failed} done, {failed} failed"
-    print(f"videos: {outputs.folder} ({counts}; {batch.RESULTS})")
-    if failed:
-        raise SystemExit(1)
+    batch.end(outputs.folder, [results.entries[line.number] for line in lines])
 
 
 def _make(

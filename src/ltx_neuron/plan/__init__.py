@@ -283,7 +283,8 @@ def plan(
 
     def stage_plans(of: Job) -> list[StagePlan]:
         stages = [stage._replace(window=None) for stage in of.stages]
-        with _process_group(profile, tp):  # all windows of an extended video are equal
+        with fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp)):
+            # All windows of an extended video are equal.
             plans = {s: _stage(config, of, s, profile, tp, torch_dtype) for s in set(stages)}
         return [plans[stage] for stage in stages]
 
@@ -474,11 +475,6 @@ def step_launches(config: TransformerConfig, blocks_per_graph: int) -> int:
     if not blocks_per_graph:
         return 1
     return 2 + config.num_layers // group_size(config.num_layers, blocks_per_graph)
-
-
-def _process_group(profile: Profile, tp: int):
-    """A fake process group for the graphs of a profile."""
-    return fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp))
 
 
 def step_cost(

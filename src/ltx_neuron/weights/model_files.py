@@ -47,6 +47,16 @@ PARTS = {
     "audio_vae": Part("audio VAE", "--audio-vae-path", ("audio_vae", "vocoder")),
 }
 _OWNERS = {section: kind for kind, part in PARTS.items() for section in part.sections}
+# Results of kind_of, for messages.
+_TITLES = {kind: part.title for kind, part in PARTS.items()} | {
+    "": "file without known metadata",
+    "transformer": "transformer",
+    "gemma": "text encoder",
+    "duration_head": "duration head",
+    "lora": "LoRA",
+    "spatial": "spatial upsampler",
+    "temporal": "temporal upsampler",
+}
 
 
 def kind_of(file: TensorFile) -> str:
@@ -131,18 +141,9 @@ class TextEncoderFile(WeightFile):
 
 def described(file: TensorFile) -> str:
     """A file's kind and release, for a message."""
-    named = {
-        "": "a file without known metadata",
-        "transformer": "a transformer",
-        "gemma": "a text encoder",
-        "duration_head": "a duration head",
-        "lora": "a LoRA",
-        "spatial": "a spatial upsampler",
-        "temporal": "a temporal upsampler",
-        **{kind: f"the {part.title}" for kind, part in PARTS.items()},
-    }
-    version = file.metadata.get("model_version")
-    return named[kind_of(file)] + (f" of LTX {version}" if version else "")
+    kind, version = kind_of(file), file.metadata.get("model_version")
+    named = f"{'the' if kind in PARTS else 'a'} {_TITLES[kind]}"
+    return named + (f" of LTX {version}" if version else "")
 
 
 class PartFile(WeightFile):
@@ -378,10 +379,10 @@ class ModelFiles:
         """The file of a part. Raises UserError if the user named none and none is beside the
         transformer."""
         if (path := self.find(kind)) is None:
-            flag, title = _named(kind)
             raise UserError(
                 f"--checkpoint-path {self.checkpoint.path} is the transformer of"
-                f" LTX-{self.release.version} alone: the {title} is missing\nType {flag} FILE, or"
+                f" LTX-{self.release.version} alone: the {_TITLES[kind]} is missing\nType"
+                f" {_flag(kind)} FILE, or"
                 " --checkpoint-path with the folder of the whole download\nDownload the file:"
                 f" {self.release.download(kind)}"
             )
@@ -401,7 +402,7 @@ class ModelFiles:
         convolutional = [
             path for path in found if kind == "video_vae" and not is_diffusion_vae(configs[path])
         ]
-        return _only(convolutional or found, self._folder, _named(kind)[0])
+        return _only(convolutional or found, self._folder, _flag(kind))
 
     def describe_decoder(self) -> str:
         """The kind of the video VAE's decoder, and its file, as text."""
@@ -425,15 +426,12 @@ class ModelFiles:
         return files_in(self._folder)
 
 
-def _named(kind: str) -> tuple[str, str]:
-    """The flag and the title of a kind of file."""
-    others = {
-        "gemma": ("--gemma-root", "text encoder"),
-        "duration_head": ("--duration-head-path", "duration head"),
-    }
+def _flag(kind: str) -> str:
+    """The flag of a kind of file."""
+    others = {"gemma": "--gemma-root", "duration_head": "--duration-head-path"}
     if kind in PARTS:
-        return PARTS[kind].flag, PARTS[kind].title
-    return others.get(kind, (f"--{kind}-upsampler-path", f"{kind} upsampler"))
+        return PARTS[kind].flag
+    return others.get(kind, f"--{kind}-upsampler-path")
 
 
 class _Config(Mapping[str, Any]):
