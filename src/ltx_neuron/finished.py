@@ -496,9 +496,4 @@ def check_job(job: Job, release: Release) -> None:
     stage_2 = {each.path for each in job.stage_2_loras}
     ic_loras = {each.path for each in job.stage_1_loras} - stage_2
     given = job.given | {"{ic_lora}": bool(ic_loras), f"{{upscale}} {job.upscale}": True}
-    for field in release.excluded:
-        if given.get(field):
-            raise FieldError(
-                f"{field} does not run on LTX-{release.version} yet; leave it out, or use an"
-                " LTX-2.3 checkpoint"
-            )
+    release.check(given)

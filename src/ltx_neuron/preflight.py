@@ -99,15 +99,17 @@ class Preflight:
 
     def check_inputs(self, jobs: list[Job]) -> None:
         """Check the jobs' settings and files. Raises UserError."""
-        workspace = self.workspace
+        workspace, release = self.workspace, self.workspace.checkpoint.release
+        release.check({f"{{compat}} {self.options.compat}": True})
         for job in jobs:
             job.check()
             if job.recipe == "dev":
                 job.resolved_guidance.check(workspace.transformer.num_layers)
             for kind, flag in job.upsamplers.items():
-                download = f"Download it: {workspace.checkpoint.release.download(kind)}"
-                require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
-        check_distilled_loras(jobs, workspace.checkpoint.release)
+                paths, download = self.host.upsampler_paths, f"Download it: {release.download(kind)}"
+                paths[kind] = paths[kind] or workspace.files.find(kind)
+                require(paths[kind], f"--{kind}-upsampler-path", flag, download)
+        check_distilled_loras(jobs, release)
         require_runtime(workspace.profile, workspace.tp)
         check_guidance_groups(jobs, workspace.profile.guidance_parallel)
         for job in jobs:

@@ -14,9 +14,10 @@ from ltx_neuron.doctor.__main__ import main as doctor
 from ltx_neuron.errors import UserError
 from ltx_neuron.hub import RELEASED, absolute, download_again, local_path, no_downloads, spelled
 from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.weights.model_files import ModelFiles
 
 LTX, GEMMA = "Lightricks/LTX-2.3", "google/gemma-3-12b-it-qat-q4_0-unquantized"
-LORA = "someone/lora"
+LORA, LTX_2_5 = "someone/lora", "Lightricks/LTX-2.5"
 FILES = RELEASED[LTX]
 CHECKPOINT = FILES["distilled"]
 
@@ -259,6 +260,16 @@ def test_a_pipeline_opens_by_names(hub):
     with LTXPipeline.from_pretrained(**names, loras=[(LORA, 1.0)], profile="cpu") as pipeline:
         assert pipeline.engine.workspace.checkpoint_path.name == CHECKPOINT
     assert {CHECKPOINT, FILES["spatial"], "config.json", "lora.safetensors"} < set(hub.downloads)
+
+
+def test_parts_of_a_split_release_are_downloaded_when_they_are_needed(hub, split):
+    hub.repos[LTX_2_5] = {str(path.relative_to(split.folder)): path for path in split}
+    files = ModelFiles(local_path(LTX_2_5, "distilled"))
+    assert files.beside("spatial") is None and len(hub.downloads) == 1
+    for kind in ("spatial", "temporal", "video_vae", "duration_head"):
+        path = files.find(kind)
+        assert path.name == hub.downloads[-1] == Path(RELEASED[LTX_2_5][kind]).name
+    assert ModelFiles(files.checkpoint.path).beside("spatial") == files.find("spatial")
 
 
 def test_the_command_of_a_message_has_the_hub_name(hub, tmp_path):

@@ -13,11 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ltx_neuron.config.release import RELEASES
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.hub import RELEASED
 from ltx_neuron.job import Job
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import Retake, SoundCondition
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.lora import Lora
@@ -225,4 +228,7 @@ def test_inputs_without_a_reference_run_are_refused_by_name(split, tiny):
             newer.resolved(each)
         workspace(tiny.checkpoint).resolved(each)
     newer.resolved(job)
+    engine = Engine(newer, Recorder(), RunOptions(compat="ltx-core-1.0.0"))
+    with pytest.raises(FieldError, match="--compat ltx-core-1.0.0 does not run on LTX-2.5 yet"):
+        engine.preflight.check_inputs([job])
     assert not RELEASES[0].excluded

@@ -261,6 +261,8 @@ def main(argv: list[str]) -> None:
         preparation.check_space()
         if args.dry_run:
             return
+        for kind in {kind for job in jobs for kind in job.upsamplers}:
+            workspace.files.find(kind)  # from the Hub
         try:
             preparation.run()
         except KeyboardInterrupt:

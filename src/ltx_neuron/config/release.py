@@ -1,8 +1,11 @@
 """The supported releases of LTX-2, with their settings that no config contains."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, GemmaConfig
+from ltx_neuron.errors import FieldError
 from ltx_neuron.hub import download_released
 
 
@@ -15,7 +18,7 @@ class Release:
                utils/constants.py)
     gemma      the sizes of its text encoder
     split      whether text encoder, video VAE and audio VAE each have a file of their own
-    excluded   inputs and settings of a job, spelled as in Inputs.given, that do not run on it
+    excluded   inputs and settings of a run, spelled as in Inputs.given, that do not run on it
     ancestral  whether stage 1 of the distilled recipe uses the ancestral Euler sampler
                (ltx-pipelines 1.2.0 utils/samplers.py)
     """
@@ -26,6 +29,15 @@ class Release:
     gemma: GemmaConfig = GEMMA_3_12B
     split: bool = False
     excluded: tuple[str, ...] = ()
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raise FieldError for an input or a setting that does not run on the release."""
+        for field in self.excluded:
+            if given.get(field):
+                raise FieldError(
+                    f"{field} does not run on LTX-{self.version} yet; leave it out, or use an"
+                    " LTX-2.3 checkpoint"
+                )
 
     def download(self, kind: str) -> str:
         """The command that downloads the release's file of a kind of hub.RELEASED."""
@@ -45,6 +57,9 @@ _UNCOMPARED = (
     "{sampler} res_2s",
     "{upscale} temporal",
     "{upscale} both",
+    # Released before it, and without the pipelines for it.
+    "{compat} ltx-core-1.0.0",
+    "{compat} ltx-core-1.0.0-conditioning",
 )
 RELEASES = (
     Release("2.3"),

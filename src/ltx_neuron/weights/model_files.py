@@ -389,15 +389,18 @@ class ModelFiles:
         return path
 
     def find(self, kind: str) -> Path | None:
-        """The file of a kind that the user named, or the one beside the transformer, or None. Of
-        several video VAEs it is the convolutional one. Beside a transformer from the Hub, missing
-        files other than upsamplers are downloaded."""
+        """The file of a kind that the user named, or the one beside the transformer, or None. A
+        file that is missing beside a transformer from the Hub is downloaded."""
+        path, name = self.beside(kind), hub.spelled(self._folder or "")
+        of_hub = self.release.split and name != str(self._folder or "")
+        return hub.local_path(name, kind) if path is None and of_hub else path
+
+    def beside(self, kind: str) -> Path | None:
+        """As `find`, without a download. Of several video VAEs it is the convolutional one."""
         if kind in self.given or not self.release.split or self._folder is None:
             return self.given.get(kind)
         if not (found := self._beside.get(kind)):
-            name, downloads = hub.spelled(self._folder), kind in (*PARTS, "gemma", "duration_head")
-            of_hub = name != str(self._folder)
-            return hub.local_path(name, kind) if of_hub and downloads else None
+            return None
         configs = {path: config_of(TensorFile(path, "")) for path in found}
         convolutional = [
             path for path in found if kind == "video_vae" and not is_diffusion_vae(configs[path])
