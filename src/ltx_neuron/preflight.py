@@ -106,7 +106,8 @@ class Preflight:
             if job.recipe == "dev":
                 job.resolved_guidance.check(workspace.transformer.num_layers)
             for kind, flag in job.upsamplers.items():
-                paths, download = self.host.upsampler_paths, f"Download it: {release.download(kind)}"
+                download = f"Download it: {release.download(kind)}"
+                paths = self.host.upsampler_paths
                 paths[kind] = paths[kind] or workspace.files.find(kind)
                 require(paths[kind], f"--{kind}-upsampler-path", flag, download)
         check_distilled_loras(jobs, release)
