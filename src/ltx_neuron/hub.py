@@ -96,6 +96,12 @@ def local_path(name: str | Path, kind: str) -> Path:
     return path
 
 
+def releases(name: str, kind: str) -> bool:
+    """Whether a Hub name's repository has a released file of a kind."""
+    match = _match(name)
+    return bool(match) and kind in RELEASED.get(match[1], {})
+
+
 def absolute(name: str | Path) -> str:
     """An absolute path, for processes in other folders; a Hub name unchanged."""
     return str(name) if _match(name) else os.path.abspath(name)

@@ -342,7 +342,8 @@ class ModelFiles:
             raise UserError(
                 f"--gemma-root {root} is the text encoder of a later release; --checkpoint-path"
                 f" {self.checkpoint.path} is of LTX-{self.release.version}, which needs the folder"
-                f" of Gemma3-12B: {gemma_download(root.parent)}"
+                f" of Gemma3-12B: type --gemma-root gemma-3-12b\nDownload it:"
+                f" {gemma_download(Path('gemma-3-12b'))}"
             )
 
     @property
@@ -387,20 +388,22 @@ class ModelFiles:
             )
         return path
 
-    def find(self, kind: str) -> Path | None:
+    def find(self, kind: str, needed: bool = False) -> Path | None:
         """The file of a kind that the user named, or the one beside the transformer. Of several
-        video VAEs it is the convolutional one. A Hub name's file is downloaded."""
+        video VAEs it is the convolutional one. A Hub name's file is downloaded, an upsampler only
+        if it is needed."""
         if kind in self.given or not self.release.split or self._folder is None:
             return self.given.get(kind)
-        if not (found := self._beside.get(kind)):
-            name, downloads = hub.spelled(self._folder), kind in (*PARTS, "gemma", "duration_head")
-            of_hub = name != str(self._folder)
-            return hub.local_path(name, kind) if of_hub and downloads else None
-        configs = {path: config_of(TensorFile(path, "")) for path in found}
-        plain = [
-            path for path in found if kind == "video_vae" and not is_diffusion_vae(configs[path])
-        ]
-        return _only(plain or found, self._folder, _named(kind)[0])
+        found, name = self._beside.get(kind, []), hub.spelled(self._folder)
+        plain = found
+        if kind == "video_vae":
+            configs = {path: config_of(TensorFile(path, "")) for path in found}
+            plain = [path for path in found if not is_diffusion_vae(configs[path])]
+        # Which files of a Hub name are in its cache must not decide which one a run takes.
+        if not plain and name != str(self._folder) and (not found or hub.releases(name, kind)):
+            downloads = needed or kind in (*PARTS, "gemma", "duration_head")
+            return hub.local_path(name, kind) if downloads else None
+        return _only(plain or found, self._folder, _named(kind)[0]) if found else None
 
     def describe_decoder(self) -> str:
         """The kind of the video VAE's decoder, and its file, as text."""
