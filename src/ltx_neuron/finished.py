@@ -3,7 +3,7 @@ identities. Errors for missing ones have the command that makes them."""
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from ltx_neuron.config.diffusion import (
 from ltx_neuron.config.gemma import check_gemma_fits
 from ltx_neuron.config.release import Release
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
-from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import FieldError
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
@@ -41,7 +41,7 @@ from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCa
 from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import tuned_settings
-from ltx_neuron.weights.checkpoint import Source
+from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.gains import check_const_max
 from ltx_neuron.weights.lora import Lora, MergedSource, WeightSet
 from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release
@@ -94,13 +94,7 @@ class Finished:
         """A job with the settings of the checkpoint's release. Raises FieldError for one that the
         checkpoint cannot run."""
         job.check_types()
-        if job.num_generated_keyframes and not self.transformer.use_keyframes_abs_pos_embedding:
-            raise FieldError(
-                f"{{num_generated_keyframes}} {job.num_generated_keyframes}: the model of"
-                f" {self.checkpoint_path}, LTX {self.checkpoint.model_version}, generates no"
-                " keyframes; leave it out"
-            )
-        check_job(job, self.checkpoint.release)
+        check_job(job, self.checkpoint, self.transformer)
         return of_release(job, self.checkpoint.release)
 
     def take_tuned(self) -> None:
@@ -495,10 +489,22 @@ def of_release(job: Job, release: Release) -> Job:
     return dataclasses.replace(job, images=images, ancestral=ancestral)
 
 
-def check_job(job: Job, release: Release) -> None:
-    """Raise FieldError for an input or a setting that does not run on a checkpoint's release."""
+def check_job(job: Job, checkpoint: Checkpoint, transformer: TransformerConfig) -> None:
+    """Raise FieldError for an input or a setting that does not run on a checkpoint."""
+    release = checkpoint.release
+    if job.num_generated_keyframes and not transformer.use_keyframes_abs_pos_embedding:
+        raise FieldError(
+            f"{{num_generated_keyframes}} {job.num_generated_keyframes}: the model of"
+            f" {checkpoint.path}, LTX {checkpoint.model_version}, generates no keyframes; leave it"
+            " out"
+        )
     others = {each.path for each in job.stage_1_loras} - {each.path for each in job.stage_2_loras}
     given = job.given | {"{ic_lora}": bool(others), f"{{upscale}} {job.upscale}": True}
+    check_runs(given, release)
+
+
+def check_runs(given: Mapping[str, bool], release: Release) -> None:
+    """Raise FieldError for what is given and does not run on a release."""
     for field in release.excluded:
         if given.get(field):
             raise FieldError(

@@ -11,6 +11,7 @@ from ltx_neuron.config.release import RELEASES, Release
 from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
+from ltx_neuron.finished import check_runs
 from ltx_neuron.host import conditions
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
@@ -100,6 +101,7 @@ class Preflight:
     def check_inputs(self, jobs: list[Job]) -> None:
         """Check the jobs' settings and files. Raises UserError."""
         workspace = self.workspace
+        check_runs({f"{{compat}} {self.options.compat}": True}, workspace.checkpoint.release)
         for job in jobs:
             job.check()
             if job.recipe == "dev":

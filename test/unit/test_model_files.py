@@ -13,11 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ltx_neuron.config.release import RELEASES
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.hub import RELEASED
 from ltx_neuron.job import Job
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import Retake, SoundCondition
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.lora import Lora
@@ -226,3 +229,17 @@ def test_what_has_no_reference_on_a_release_is_refused_by_name(split, tiny):
         workspace(tiny.checkpoint).resolved(each)
     newer.resolved(job)
     assert not RELEASES[0].excluded
+    with pytest.raises(FieldError, match="the model of .* LTX 2.3.0, generates no keyframes"):
+        workspace(tiny.checkpoint).resolved(replace(job, num_generated_keyframes=2))
+    newer.resolved(replace(job, num_generated_keyframes=2))
+
+
+@pytest.mark.parametrize("compat", ["ltx-core-1.0.0", "ltx-core-1.0.0-conditioning"])
+def test_numerics_of_a_release_that_did_not_run_ltx_2_5_are_refused_by_name(split, compat):
+    job, opened = Job("rain", Size(64, 64, 9)), workspace(split.distilled)
+    preflight = Engine(opened, Recorder(), RunOptions(compat=compat)).preflight
+    with pytest.raises(FieldError, match=f"--compat {compat} does not run on LTX-2.5 yet"):
+        preflight.check_inputs([job])
+    Engine(opened, Recorder(), RunOptions(compat="ltx-pipelines-1.2.0")).preflight.check_inputs(
+        [opened.resolved(job)]
+    )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, GemmaConfig
-from ltx_neuron.hub import download_released
+from ltx_neuron.hub import RELEASED, download_released
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Release:
                utils/constants.py)
     gemma      the sizes of its text encoder
     split      whether every part has a file of its own: text encoder, video VAE, audio VAE
-    excluded   inputs and settings of a job, spelled as in Inputs.given, that do not run on it
+    excluded   inputs and settings of a job or a run, spelled as in Inputs.given, that do not run on
+               it
     ancestral  whether stage 1 of the distilled recipe uses the ancestral Euler sampler
                (ltx-pipelines 1.2.0 utils/samplers.py)
     """
@@ -29,7 +30,15 @@ class Release:
 
     def download(self, kind: str) -> str:
         """The command that downloads the release's file of a kind of hub.RELEASED."""
-        return download_released(kind, f"Lightricks/LTX-{self.version}")
+        return download_released(kind, self._repository)
+
+    def has(self, kind: str) -> bool:
+        """Whether the release has a file of a kind of hub.RELEASED."""
+        return kind in RELEASED[self._repository]
+
+    @property
+    def _repository(self) -> str:
+        return f"Lightricks/LTX-{self.version}"
 
 
 # Of these no reference run of LTX-2.5 exists to compare with.
@@ -45,6 +54,9 @@ _UNCOMPARED = (
     "{sampler} res_2s",
     "{upscale} temporal",
     "{upscale} both",
+    # ltx-core 1.0.0 did not run LTX-2.5.
+    "{compat} ltx-core-1.0.0",
+    "{compat} ltx-core-1.0.0-conditioning",
 )
 RELEASES = (
     Release("2.3"),
