@@ -2,6 +2,7 @@
 block takes most of a second, and tens of tests ask for the same few. Imported as `plans`."""
 
 import json
+from collections.abc import Mapping
 from functools import cache
 
 import pytest
@@ -15,7 +16,7 @@ def _by_text(count):
     results = {}
 
     def counted(*args):
-        key = tuple(json.dumps(arg) if isinstance(arg, dict) else arg for arg in args)
+        key = tuple(json.dumps({**arg}) if isinstance(arg, Mapping) else arg for arg in args)
         if key not in results:
             results[key] = count(*args)
         return results[key]

@@ -23,7 +23,7 @@ from ltx_neuron.config.diffusion import (
 from ltx_neuron.config.gemma import check_gemma_fits
 from ltx_neuron.config.release import Release
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
-from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import FieldError
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
@@ -41,7 +41,7 @@ from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCa
 from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import tuned_settings
-from ltx_neuron.weights.checkpoint import Source
+from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.gains import check_const_max
 from ltx_neuron.weights.lora import MergedSource, WeightSet
 from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release
@@ -94,13 +94,7 @@ class Finished:
         """The job with the settings of the checkpoint's release. Raises FieldError for a job that
         the checkpoint cannot run."""
         job.check_types()
-        if job.num_generated_keyframes and not self.transformer.use_keyframes_abs_pos_embedding:
-            raise FieldError(
-                f"{{num_generated_keyframes}} {job.num_generated_keyframes}: the model of"
-                f" {self.checkpoint_path}, LTX {self.checkpoint.model_version}, generates no"
-                " keyframes; leave it out"
-            )
-        check_job(job, self.checkpoint.release)
+        check_job(job, self.checkpoint, self.transformer)
         return of_release(job, self.checkpoint.release)
 
     def take_tuned(self) -> None:
@@ -491,9 +485,15 @@ def of_release(job: Job, release: Release) -> Job:
     return dataclasses.replace(job, images=images, ancestral=ancestral)
 
 
-def check_job(job: Job, release: Release) -> None:
-    """Raise FieldError for an input or a setting that does not run on a checkpoint's release."""
+def check_job(job: Job, checkpoint: Checkpoint, transformer: TransformerConfig) -> None:
+    """Raise FieldError for an input or a setting that does not run on a checkpoint."""
+    if job.num_generated_keyframes and not transformer.use_keyframes_abs_pos_embedding:
+        raise FieldError(
+            f"{{num_generated_keyframes}} {job.num_generated_keyframes}: the model of"
+            f" {checkpoint.path}, LTX {checkpoint.model_version}, generates no keyframes; leave it"
+            " out"
+        )
     stage_2 = {each.path for each in job.stage_2_loras}
     ic_loras = {each.path for each in job.stage_1_loras} - stage_2
     given = job.given | {"{ic_lora}": bool(ic_loras), f"{{upscale}} {job.upscale}": True}
-    release.check(given)
+    checkpoint.release.check(given)

@@ -107,9 +107,7 @@ class Preflight:
                 job.resolved_guidance.check(workspace.transformer.num_layers)
             for kind, flag in job.upsamplers.items():
                 download = f"Download it: {release.download(kind)}"
-                paths = self.host.upsampler_paths
-                paths[kind] = paths[kind] or workspace.files.find(kind)
-                require(paths[kind], f"--{kind}-upsampler-path", flag, download)
+                require(self.upsampler(kind), f"--{kind}-upsampler-path", flag, download)
         check_distilled_loras(jobs, release)
         require_runtime(workspace.profile, workspace.tp)
         check_guidance_groups(jobs, workspace.profile.guidance_parallel)
@@ -128,6 +126,12 @@ class Preflight:
         self.host.check([name for name in models if name not in self._checked_models])
         self._checked_models.update(models)
         self._check_weight_files(jobs)
+
+    def upsampler(self, kind: str) -> str | Path | None:
+        """The path of an upsampler that a job needs. A Hub name's is downloaded."""
+        paths = self.host.upsampler_paths
+        paths[kind] = paths[kind] or self.workspace.files.find(kind)
+        return paths[kind]
 
     def check_text(self) -> None:
         """Check the text encoder's files and, where the ranks encode, its weights and graphs.

@@ -553,6 +553,27 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
     assert code == 1 and "truncated?" in broken["text"] and "Download it again" in broken["fix"]
 
 
+def test_the_files_of_a_download_of_ltx_2_5_are_found_and_a_mixture_blocks(
+    doctor, split, tiny, tmp_path
+):
+    here = Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"})
+    flags = "--checkpoint-path", split.folder, "--profile", "cpu", "--artifacts-dir", tmp_path
+    flags += "--height", 64, "--width", 64, "--num-frames", 9, "--recipe", "distilled"
+    code, others, findings = doctor(here, *flags)
+    assert code == 0 and {f["state"] for f in others} == {"todo"}
+    whole = {f["check"]: f["text"] for f in findings if f["text"].find("is whole") > 0}
+    assert "LTX 2.5.0" in whole["checkpoint"] and str(split.text_encoder) in whole["gemma"]
+    assert str(split.spatial_upsampler) in whole["spatial upsampler"]
+    for flag, path, check in (
+        ("--gemma-root", tiny.gemma_root, "gemma"),
+        ("--video-vae-path", split.audio_vae, "checkpoint"),
+    ):
+        code, others, _ = doctor(here, *flags, flag, path)
+        (blocks,) = [f for f in others if f["state"] == "blocks"]
+        assert code == 1 and blocks["check"] == check and f"{flag} {path}" in blocks["text"]
+        assert "Lightricks/LTX-2.5" in blocks["fix"]
+
+
 def test_artifacts_that_are_damaged_block_and_those_that_are_missing_do_not(tmp_path):
     identity = {"kind": "graphs", "model": "dit", "tp": 4, "dtype": "float32"}
 

@@ -78,10 +78,12 @@ def test_predicted_seconds_become_frames_as_in_ltx_pipelines(seconds, rate, limi
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def test_a_head_of_another_release_is_refused_by_name(checkpoint):
+def test_a_head_is_refused_with_a_release_that_has_none(checkpoint):
     with pytest.raises(UserError) as error:
         duration_head_spec(GOLDEN, checkpoint("2.3.0"), TRANSFORMER)
-    assert "is of LTX 2.5.0, but the checkpoint is of LTX-2.3" in str(error.value)
+    said = str(error.value)
+    assert "is a duration head of LTX 2.5.0" in said and "is of LTX-2.3, which has none" in said
+    assert "Leave --duration-head-path out, and type --num-frames N" in said
 
 
 def test_a_file_without_a_head_and_one_of_other_widths_are_refused(checkpoint, tmp_path):

@@ -18,6 +18,7 @@ from conftest import needs
 
 from ltx_neuron.backends import environment, ranks
 from ltx_neuron.batch import Line, Results
+from ltx_neuron.commands import generate
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Job, Size
@@ -70,11 +71,22 @@ def made(tmp_path, monkeypatch, prompts: list[str], patience: int = 9) -> list[s
     results = Results(tmp_path, lines)
     left = [line for line in lines if line.number not in results.entries]
     with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
-        workspace = SimpleNamespace(resolved=lambda job: job)
+        resolved = []  # by the checkpoint's release
+        workspace = SimpleNamespace(resolved=lambda job: resolved.append(job) or job)
         batch._make(left, Namespace(replicas=None), workspace, queue, tmp_path, results)
+        assert len(resolved) == len(left)
         ids = [entry.id for entry in queue.page(batch.OWNER)[0]]
         assert sorted(folder.name for folder in queue.folder.iterdir()) == sorted(ids)
     return Pool.last.made
+
+
+def test_a_predicted_length_is_refused_before_a_cluster_is_asked(split, tmp_path):
+    lines = tmp_path / "jobs.jsonl"
+    lines.write_text('{"prompt": "a red fox"}')
+    words = ["--checkpoint-path", split.folder, "--output-dir", tmp_path, "--profile", "cpu"]
+    words += ["--recipe", "distilled", "--auto-duration", "--ray", "local", lines]
+    with pytest.raises(UserError, match="Type --num-frames N, and leave --duration-head-path"):
+        generate.batch([*map(str, words)])
 
 
 def test_finished_videos_get_their_names_and_their_jobs_go(tmp_path, monkeypatch):

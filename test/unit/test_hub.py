@@ -13,11 +13,12 @@ from ltx_neuron import flags
 from ltx_neuron.doctor.__main__ import main as doctor
 from ltx_neuron.errors import UserError
 from ltx_neuron.hub import RELEASED, absolute, download_again, local_path, no_downloads, spelled
+from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.weights.model_files import ModelFiles
 
 LTX, GEMMA = "Lightricks/LTX-2.3", "google/gemma-3-12b-it-qat-q4_0-unquantized"
-LORA, LTX_2_5 = "someone/lora", "Lightricks/LTX-2.5"
+LORA, LATER = "someone/lora", "Lightricks/LTX-2.5"
 FILES = RELEASED[LTX]
 CHECKPOINT = FILES["distilled"]
 
@@ -262,14 +263,27 @@ def test_a_pipeline_opens_by_names(hub):
     assert {CHECKPOINT, FILES["spatial"], "config.json", "lora.safetensors"} < set(hub.downloads)
 
 
-def test_parts_of_a_split_release_are_downloaded_when_they_are_needed(hub, split):
-    hub.repos[LTX_2_5] = {str(path.relative_to(split.folder)): path for path in split}
-    files = ModelFiles(local_path(LTX_2_5, "distilled"))
-    assert files.beside("spatial") is None and len(hub.downloads) == 1
-    for kind in ("spatial", "temporal", "video_vae", "duration_head"):
-        path = files.find(kind)
-        assert path.name == hub.downloads[-1] == Path(RELEASED[LTX_2_5][kind]).name
-    assert ModelFiles(files.checkpoint.path).beside("spatial") == files.find("spatial")
+def test_all_parts_of_ltx_2_5_are_found_by_the_name_of_its_repository(hub, split, capsys):
+    files = RELEASED[LATER]
+    hub.repos[LATER] = {file: split.folder / file for file in files.values()}
+    names = dict(checkpoint_path=LATER, profile="cpu", dtype="float32")
+    with LTXPipeline.from_pretrained(**names, artifacts_dir="artifacts") as pipeline:
+        job = Job("a fox", Size(64, 64, 9, two_stage=True))
+        with suppress(UserError):  # there are no graphs
+            pipeline.engine.preflight.check([pipeline.engine.workspace.resolved(job)])
+    assert "video decoder: convolutional, from " in capsys.readouterr().out
+    wanted = "distilled", "gemma", "video_vae", "audio_vae", "spatial"
+    assert set(hub.downloads) == {Path(files[kind]).name for kind in wanted}
+
+
+def test_a_diffusion_vae_in_the_cache_decodes_only_where_it_is_typed(hub, split):
+    files, typed = RELEASED[LATER], "vae/ltx-2.5-video-vae-bf16.safetensors"
+    names = [files["distilled"], files["video_vae"], typed]
+    hub.repos[LATER] = {file: split.folder / file for file in names}
+    checkpoint = local_path(LATER, "distilled")
+    vae = local_path(f"{LATER}/{typed}", "video_vae")
+    assert ModelFiles(checkpoint, video_vae_path=vae).decoder == "diffusion"
+    assert ModelFiles(checkpoint).decoder == "convolutional"
 
 
 def test_the_command_of_a_message_has_the_hub_name(hub, tmp_path):

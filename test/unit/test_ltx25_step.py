@@ -260,6 +260,14 @@ def test_generated_keyframes_follow_the_given_ones_and_last_one_frame():
     assert STAGE.sampler == "ancestral"
 
 
+def test_the_first_latent_frame_is_marked_without_an_image_too():
+    run = stage_run(0, job=replace(JOB, images=(), num_generated_keyframes=None))
+    wanted = [1, 0, 0]
+    assert run.states[0].keyframes_mask.flatten().unflatten(0, (-1, 6))[:, 0].tolist() == wanted
+    marked = run.ranks._values["keyframes_mask"].flatten().unflatten(0, (-1, 6))
+    assert torch.equal(marked, torch.tensor(wanted).float()[:, None].expand(3, 6))
+
+
 def test_stage_2_has_no_generated_keyframes():
     job = Job("", Size(128, 192, 17, two_stage=True), num_generated_keyframes=2)
     first, second = (job.bucket(stage).video_tokens for stage in job.stages)

@@ -232,3 +232,17 @@ def test_inputs_without_a_reference_run_are_refused_by_name(split, tiny):
     with pytest.raises(FieldError, match="--compat ltx-core-1.0.0 does not run on LTX-2.5 yet"):
         engine.preflight.check_inputs([job])
     assert not RELEASES[0].excluded
+    with pytest.raises(FieldError, match="the model of .* LTX 2.3.0, generates no keyframes"):
+        workspace(tiny.checkpoint).resolved(replace(job, num_generated_keyframes=2))
+    newer.resolved(replace(job, num_generated_keyframes=2))
+
+
+@pytest.mark.parametrize("compat", ["ltx-core-1.0.0", "ltx-core-1.0.0-conditioning"])
+def test_numerics_of_a_release_that_did_not_run_ltx_2_5_are_refused_by_name(split, compat):
+    job, opened = Job("rain", Size(64, 64, 9)), workspace(split.distilled)
+    preflight = Engine(opened, Recorder(), RunOptions(compat=compat)).preflight
+    with pytest.raises(FieldError, match=f"--compat {compat} does not run on LTX-2.5 yet"):
+        preflight.check_inputs([job])
+    Engine(opened, Recorder(), RunOptions(compat="ltx-pipelines-1.2.0")).preflight.check_inputs(
+        [opened.resolved(job)]
+    )

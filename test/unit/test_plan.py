@@ -209,6 +209,28 @@ def test_json_is_one_object_with_the_documented_names(released, capsys):
     }
 
 
+def test_a_download_of_ltx_2_5_is_planned_with_its_files(split, tiny, tmp_path, capsys):
+    size = ["--profile", "trn2.3xlarge", "--height", "64", "--width", "64", "--num-frames", "9"]
+
+    def made(checkpoint, *words) -> dict:
+        main(["--checkpoint-path", str(checkpoint), *size, "--json", *map(str, words)])
+        return json.loads(capsys.readouterr().out)
+
+    plain, keyframes = made(split.folder), made(split.folder, "--num-generated-keyframes", 3)
+    tokens = [each["stages"][0]["video_tokens"] for each in (plain, keyframes)]
+    assert tokens == [2 * 4, (2 + 3) * 4]
+    diffusion = made(split.folder, "--video-vae-path", split.diffusion_vae)
+    (decoding,) = (row for row in diffusion["clip"]["rows"] if row["name"] == "decode_video")
+    assert "diffusion" in decoding["rate"]
+    for checkpoint, words, said in (
+        (tiny.checkpoint, ["--num-generated-keyframes", 3], "LTX 2.3.0, generates no keyframes"),
+        (split.folder, ["--gemma-root", tiny.gemma_root], "has its text encoder in one file"),
+        (split.folder, ["--upscale", "temporal"], "--upscale temporal does not run on LTX-2.5"),
+    ):
+        with pytest.raises(UserError, match=said):
+            made(checkpoint, *words)
+
+
 def test_the_disk_s_room_is_that_of_the_rank_files_that_were_written(released):
     """benchmarks/rehearsal.md: 38.02 GB of the transformer, 29.88 GB of text encoder, projections
     and connectors."""

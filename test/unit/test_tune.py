@@ -582,6 +582,16 @@ def test_what_is_typed_wrongly_is_said_before_anything_runs(tiny, tmp_path, type
         command.main([*common, *typed])
 
 
+def test_the_step_of_ltx_2_5_is_tuned_with_its_sampler(split, tmp_path, monkeypatch):
+    tuned = []
+    monkeypatch.setattr(Workspace, "dit_weights", lambda self, loras=(): tmp_path)
+    monkeypatch.setattr(command.Tuning, "run", lambda self: tuned.append(self.job))
+    words = ["--checkpoint-path", str(split.folder), "--artifacts-dir", str(tmp_path)]
+    words += ["--profile", "cpu", "--height", "64", "--width", "64", "--num-frames", "9"]
+    command.main([*words, "--recipe", "distilled"])
+    assert [stage.sampler for stage in tuned.pop().stages] == ["ancestral"]
+
+
 def test_all_that_can_be_tuned_is_a_value_of_the_profile():
     own = baseline_settings(resolve("trn2.3xlarge"))
     assert resolve("trn2.3xlarge", tuple(f"{k}={v}" for k, v in own.items()))

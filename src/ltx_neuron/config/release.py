@@ -6,7 +6,7 @@ from typing import Any
 
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, GemmaConfig
 from ltx_neuron.errors import FieldError
-from ltx_neuron.hub import download_released
+from ltx_neuron.hub import RELEASED, download_released
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,15 @@ class Release:
 
     def download(self, kind: str) -> str:
         """The command that downloads the release's file of a kind of hub.RELEASED."""
-        return download_released(kind, f"Lightricks/LTX-{self.version}")
+        return download_released(kind, self._repository)
+
+    def has(self, kind: str) -> bool:
+        """Whether the release has a file of a kind of hub.RELEASED."""
+        return kind in RELEASED[self._repository]
+
+    @property
+    def _repository(self) -> str:
+        return f"Lightricks/LTX-{self.version}"
 
 
 # No reference run of LTX-2.5 with these exists to compare with.
@@ -57,7 +65,7 @@ _UNCOMPARED = (
     "{sampler} res_2s",
     "{upscale} temporal",
     "{upscale} both",
-    # Released before it, and without the pipelines for it.
+    # ltx-core 1.0.0 did not run LTX-2.5.
     "{compat} ltx-core-1.0.0",
     "{compat} ltx-core-1.0.0-conditioning",
 )

@@ -74,6 +74,12 @@ def duration_head_spec(
         raise UserError(
             f"{FLAG} {path}: wanted a duration head, got {described(file)}\nDownload it: {DOWNLOAD}"
         )
+    if not checkpoint.release.has("duration_head"):
+        raise UserError(
+            f"{FLAG} {path} is {described(file)}; --checkpoint-path {checkpoint.path} is of"
+            f" LTX-{checkpoint.release.version}, which has none\nLeave {FLAG} out, and type"
+            " --num-frames N"
+        )
     check_release(file, FLAG, checkpoint.release, DOWNLOAD)
     config = config_of(file)
     sizes, settings = config.get("transformer", {}), config.get("duration_head", {})

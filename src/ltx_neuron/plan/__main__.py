@@ -74,12 +74,12 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     shape = flags.shape(args, args.recipe or Job.recipe)
     steps, upscale = args.num_inference_steps, args.upscale
     job = dataclasses.replace(shape, num_inference_steps=steps, upscale=upscale)
-    check_job(job, files.release)
+    config = transformer_config(checkpoint.config)
+    check_job(job, checkpoint, config)
     job = of_release(job, files.release)
     gemma = files.gemma if files.find("gemma") else files.release.gemma
     tp = profile.degree(args.tp_degree)
     result = plan(checkpoint, profile, job, tp, args.dtype, gemma, files.config)
-    config = transformer_config(checkpoint.config)
     with fake_process_group(tp):
         weights = text_weights(gemma, config, tp)
     computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)

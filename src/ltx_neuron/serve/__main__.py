@@ -162,6 +162,8 @@ def open_engine(args: argparse.Namespace) -> Engine:
 def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry":
     """The compiled sizes. Raises UserError with the command to type if none can run."""
     default = sizes.CompiledSize(flags.size(args), args.recipe)
+    if default.size.two_stage:
+        engine.preflight.upsampler("spatial")
     upsamplers = {kind for kind, path in engine.host.upsampler_paths.items() if path}
     registry = sizes.SizeRegistry(engine.workspace, default, upsamplers, flags.lora_sets(args))
     jobs = capability_jobs(registry)

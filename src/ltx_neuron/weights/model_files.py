@@ -343,7 +343,8 @@ class ModelFiles:
             raise UserError(
                 f"--gemma-root {root} is the text encoder of a later release; --checkpoint-path"
                 f" {self.checkpoint.path} is of LTX-{self.release.version}, which needs the folder"
-                f" of Gemma3-12B: {gemma_download(root.parent)}"
+                f" of Gemma3-12B: type --gemma-root gemma-3-12b\nDownload it:"
+                f" {gemma_download(Path('gemma-3-12b'))}"
             )
 
     @property
@@ -391,21 +392,20 @@ class ModelFiles:
     def find(self, kind: str) -> Path | None:
         """The file of a kind that the user named, or the one beside the transformer, or None. A
         file that is missing beside a transformer from the Hub is downloaded."""
-        path, name = self.beside(kind), hub.spelled(self._folder or "")
-        of_hub = self.release.split and name != str(self._folder or "")
-        return hub.local_path(name, kind) if path is None and of_hub else path
+        path = self.beside(kind)
+        return hub.local_path(self._hub_name, kind) if path is None and self._hub_name else path
 
     def beside(self, kind: str) -> Path | None:
         """As `find`, without a download. Of several video VAEs it is the convolutional one."""
         if kind in self.given or not self.release.split or self._folder is None:
             return self.given.get(kind)
-        if not (found := self._beside.get(kind)):
-            return None
-        configs = {path: config_of(TensorFile(path, "")) for path in found}
-        convolutional = [
-            path for path in found if kind == "video_vae" and not is_diffusion_vae(configs[path])
-        ]
-        return _only(convolutional or found, self._folder, _flag(kind))
+        found = self._beside.get(kind, [])
+        if kind == "video_vae":
+            configs = {path: config_of(TensorFile(path, "")) for path in found}
+            convolutional = [path for path in found if not is_diffusion_vae(configs[path])]
+            # The cached files of a Hub name must not decide which one a run takes.
+            found = convolutional or ([] if self._hub_name else found)
+        return _only(found, self._folder, _flag(kind)) if found else None
 
     def describe_decoder(self) -> str:
         """The kind of the video VAE's decoder, and its file, as text."""
@@ -422,6 +422,12 @@ class ModelFiles:
         published."""
         folder = self.checkpoint.path.parent
         return folder.parent if folder.name == _TRANSFORMERS else None
+
+    @cached_property
+    def _hub_name(self) -> str:
+        """The Hub name of the download; "" for a folder of the user's."""
+        name = hub.spelled(self._folder or "")
+        return name if name != str(self._folder or "") else ""
 
     @cached_property
     def _beside(self) -> dict[str, list[Path]]:
