@@ -85,7 +85,7 @@ def test_a_predicted_length_is_refused_before_a_cluster_is_asked(split, tmp_path
     lines.write_text('{"prompt": "a red fox"}')
     words = ["--checkpoint-path", split.folder, "--output-dir", tmp_path, "--profile", "cpu"]
     words += ["--recipe", "distilled", "--auto-duration", "--ray", "local", lines]
-    with pytest.raises(UserError, match="Type --num-frames N, and leave --duration-head-path"):
+    with pytest.raises(UserError, match="Type --num-frames N, and leave out --duration-head-path"):
         generate.batch([*map(str, words)])
 
 
