@@ -1,6 +1,7 @@
 """Gemma3Encoder gives transformers' hidden states of Gemma 3 and Gemma 4 and ltx-core's features,
 with any padding."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,7 @@ COUNT, BUCKET = 12, 128  # tokens of the prompt, and positions of the smallest c
 # as much. Next to it, the order of sums (fp32_bound of six layers: 2e-5) matters little.
 EQUAL = 1024 * 2**-24
 SHOWS = 1e-2  # a wrong base, layer kind or mask
+ROUNDED = "embeddings", "attention_mask"  # inputs in the run's dtype
 
 
 class Setting(NamedTuple):
@@ -150,6 +152,21 @@ def test_hidden_states_are_transformers_from_the_exact_tokens_a_bucket_or_all_10
     for layer in range(setting.gemma.num_hidden_layers + 1):
         assert rel(ours[:, -COUNT:, :, layer], theirs[..., layer]) < EQUAL, layer
         assert layer == 0 or rel(theirs[..., layer], theirs[..., layer - 1]) > SHOWS
+
+
+def test_in_bfloat16_the_states_are_as_near_to_fp32_as_transformers(setting):
+    """The three-way rule."""
+    truth = last_states(setting.states, COUNT)
+    rounded = deepcopy(setting.reference).to(torch.bfloat16)
+    theirs = last_states(hidden_states(rounded, setting.ids)[0], COUNT)
+    weights = {name: weight.to(torch.bfloat16) for name, weight in setting.weights.items()}
+    inputs = inputs_of(setting, [setting.ids], COUNT)
+    given = {name: getattr(inputs, name).to(torch.bfloat16) for name in ROUNDED}
+    ours = encode(setting._replace(weights=weights), inputs._replace(**given)).hidden_states
+    assert ours.dtype == torch.bfloat16
+    for layer in range(truth.shape[-1]):
+        near, far = (rel(x[..., layer].float(), truth[..., layer]) for x in (ours, theirs))
+        assert near <= 2 * far + 0.005, layer
 
 
 def test_the_last_state_is_the_only_normed_one(setting):
