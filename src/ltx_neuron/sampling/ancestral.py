@@ -20,9 +20,8 @@ def steps_of(
     """For each step the noise of both streams, (1, T, C), and the coefficients (2, 5).
 
     streams  latents of video and audio; the noise has their shapes and dtypes
-    seed     of the initial noise. A separate generator draws the steps' noise, so a resumed stage
-             draws the same noise. In every step it draws the video's first. The last step, to
-             sigma 0, has none
+    seed     of the initial noise. A generator of the steps' own lets a resumed stage draw the same.
+             It draws the video's first in every step, and none in the last one, to sigma 0
     """
     generator = torch.Generator().manual_seed((seed + _SEED) % 2**64)
     for end, own in zip(sigmas[1:], coefficients(sigmas, frozen), strict=True):

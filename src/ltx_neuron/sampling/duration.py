@@ -26,9 +26,8 @@ class AutoDuration(NamedTuple):
             )
 
     def num_frames(self, seconds: float, frame_rate: float) -> int:
-        """The number of frames, 8k+1, for a predicted length: the next lower one, or the next
-        higher one if the lower is below the minimum (ltx-pipelines 1.2.0 utils/helpers.py
-        seconds_to_clamped_num_frames)."""
+        """The frames, 8k+1, for a predicted length: the next lower number, or the next higher one
+        if that is below the minimum (ltx-pipelines 1.2.0 seconds_to_clamped_num_frames)."""
         shortest, longest = (max(1, round(limit * frame_rate)) for limit in self)
         frames = max(shortest, min(round(seconds * frame_rate), longest))
         below = (frames - 1) // TIME_SCALE * TIME_SCALE + 1
