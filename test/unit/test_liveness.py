@@ -22,6 +22,9 @@ IDLE = "import time; time.sleep(60)"
 def short_limits(monkeypatch):
     monkeypatch.setattr(liveness, "FROZEN_SECONDS", LIMIT)
     monkeypatch.setattr(liveness, "GAP_SECONDS", 4 * LOOK)
+    # One tick of the system's clock: checks are ten times as frequent as the host's, and a process
+    # gets a small part of a busy core between two of them.
+    monkeypatch.setattr(liveness, "_WORK_SECONDS", 0.01)
 
 
 @pytest.fixture
