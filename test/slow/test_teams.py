@@ -218,14 +218,24 @@ def test_prompts_on_two_groups_have_the_contexts_of_one(tiny, artifacts):
             assert ours is wanted is None or torch.equal(ours, wanted)
 
 
-def test_tiles_on_all_groups_have_the_frames_of_one(tiny, artifacts):
+# The ranks that decode a tile each, of two in a group.
+TILED = {
+    (): 2,
+    ("guidance_parallel=3",): 6,
+    ("context_parallel=2",): 4,
+    ("guidance_parallel=2", "context_parallel=2"): 8,
+}
+
+
+def test_tiles_on_the_ranks_of_all_groups_have_the_frames_of_one(tiny, artifacts):
     clip, tiles = CLIPS["borders in rows, columns and time"]
     latent, made = randn(1, 128, *clip), []
-    for settings in ((), ("guidance_parallel=3",)):
-        workspace = opened_for_tiles(tiny, artifacts, 2, "float32", *settings)
+    for layout, ranks in TILED.items():
+        workspace = opened_for_tiles(tiny, artifacts, 2, "float32", *layout)
         with decoding(workspace, clip) as decoder:
             made.append(frames_of(decoder.host.decode_video(latent, decoder.tiles)))
             groups = getattr(decoder.tiles.ranks, "groups", {}).values()
             assert all(group.launches for group in groups)
-    assert tiles == 8 and decoder.tiles.at_once == 6
-    assert torch.equal(*made)
+        assert decoder.tiles.at_once == ranks
+        assert torch.equal(made[-1], made[0]), layout
+    assert tiles == 8

@@ -151,6 +151,14 @@ def test_a_layout_of_several_chips_takes_whole_chips_that_follow_each_other(monk
     monkeypatch.setenv(rays.VISIBLE, "2-17")
     with pytest.raises(UserError, match="several chips, wanted 4 whole chips(.|\n)*take 16 neuron"):
         rays.check_cores(row, 4)
+    monkeypatch.setenv(rays.VISIBLE, "4-19")  # chips 1 to 4, of which 0 to 3 are a row
+    with pytest.raises(UserError, match="context_parallel=4 the cores begin at a multiple of 16"):
+        rays.check_cores(row, 4)
+    both = resolve(
+        "trn2.48xlarge", ("context_parallel=2", "guidance_parallel=2", "backend=torchdist")
+    )
+    monkeypatch.setenv(rays.VISIBLE, "8-23")
+    assert rays.check_cores(both, 4) == [*range(8, 24)]
     monkeypatch.setenv(rays.VISIBLE, "0-7,16-23")
     with pytest.raises(UserError, match="the cores of a run follow each other"):
         rays.check_cores(row, 4)

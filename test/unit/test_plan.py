@@ -771,6 +771,8 @@ def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_al
         and max(map(len, shown.splitlines())) <= 100
     )
     assert "shortest clip: guidance 4 x context 4, Ulysses 4; type --profile trn2.48xlarge" in shown
+    said = " ".join(shown.split())
+    assert "60 or 32 over several; a rank receives 24 or 7 GB/s from other chips" in said
 
 
 def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_chip(released, clip):

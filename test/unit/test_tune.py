@@ -20,6 +20,7 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.tune import __main__ as command
 from ltx_neuron.tune import table, tuned_settings
 from ltx_neuron.tune.search import (
@@ -252,6 +253,9 @@ def test_the_layouts_of_a_cpu_are_those_that_its_cores_allow():
         "=3 " in x for x in guided
     )
     assert "context_parallel=4 context_mode=ulysses" in guided
+    of_cfg = StreamGuidance(cfg_scale=3.0)  # two passes
+    job = Job("", SIZE, recipe="dev", guidance=Guidance(of_cfg, of_cfg))
+    assert not any("guidance_parallel=4" in x for x in layouts("cpu", 1, 4, job))
     assert layouts("cpu", 1, 4, Job("", Size(0, 0, 9), sound_only=True)) == []
 
 
@@ -568,6 +572,14 @@ WRONG = {
     "no cores": (["--layouts", "-1"], "--layouts -1: wanted 1 or more"),
     "half a block": (["--layers", "1"], "--layers 1: wanted a multiple of 2"),
     "a size that cannot be": (["--height", "65"], "--height 65 is not a multiple of 32"),
+    "guidance of another recipe": (
+        ["--guidance", "video_cfg=3"],
+        "recipe takes no --guidance video_cfg",
+    ),
+    "a block that the model lacks": (
+        ["--recipe", "dev", "--guidance", "video_stg_blocks=7"],
+        "video STG block 7: this model has",
+    ),
     "another recipe's graphs": (["--recipe", "dev", "--nag-scale", "11"], "--nag-scale cannot"),
     "no rank files": ([], "no dit weights in .*\nMake them: .* shard transformer "),
 }

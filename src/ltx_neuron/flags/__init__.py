@@ -21,6 +21,7 @@ from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.flags.resolve import (
     check_resumed,
+    guidance_of,
     job_of,
     lora_fields,
     size_of,
@@ -33,6 +34,7 @@ from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import MACHINES, resolve
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.duration import AutoDuration
+from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.spec import (
     GUIDANCE_KEYS,
     LORAS,
@@ -190,14 +192,19 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, "video", ["prompt", *SamplingFields.model_fields, "sampler"])
     add_fields(parser, "video", ["auto_duration"])
     add_size(parser)
+    add_guidance(parser)
+    add_loras(parser)
+    add_conditions(parser)
+
+
+def add_guidance(parser: argparse.ArgumentParser) -> None:
+    """Flags of the guidance of the dev recipe."""
     guidance = group(parser, "guidance")
     help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
     guidance.add_argument(
         "--guidance", nargs="+", action="extend", default=[], metavar="KEY=VALUE ...", help=help
     )
     add_fields(parser, "guidance", GuidanceFields.model_fields)
-    add_loras(parser)
-    add_conditions(parser)
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -273,7 +280,7 @@ def spec(args: argparse.Namespace) -> JobSpec:
     """The job's fields from the flags that the command has. Raises UserError."""
     values = {name: getattr(args, name, None) for name in JobSpec.model_fields}
     values = {name: value for name, value in values.items() if value is not None}
-    guidance = _guidance_of(getattr(args, "guidance", []))
+    guidance = _guidance_settings(getattr(args, "guidance", []))
     for key, field in GUIDANCE_KEYS.items():
         if field in guidance and field in values:
             raise UserError(
@@ -283,7 +290,7 @@ def spec(args: argparse.Namespace) -> JobSpec:
         return validated(values | guidance | _stage_strengths(values))
 
 
-def _guidance_of(settings: list[str]) -> dict[str, Any]:
+def _guidance_settings(settings: list[str]) -> dict[str, Any]:
     """The fields that --guidance sets."""
     values: dict[str, Any] = {}
     for setting in settings:
@@ -357,6 +364,12 @@ def _job(args: argparse.Namespace, said: JobSpec) -> Job:
         said = with_auto_duration(said)
     with _as_typed(args):
         return job_of(said, _orientation(args))
+
+
+def guidance(args: argparse.Namespace, recipe: str) -> Guidance | None:
+    """The guidance of the flags of `add_guidance`; None without such flags."""
+    with _as_typed(args):
+        return guidance_of(spec(args).model_copy(update={"recipe": recipe}))
 
 
 def shape(args: argparse.Namespace, recipe: str) -> Job:

@@ -53,7 +53,7 @@ def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
     size, loras = size_of(spec, orientation == "shown"), lora_fields(spec)
     return Job(
         size=size,
-        guidance=_guidance(spec),
+        guidance=guidance_of(spec),
         images=spec.image,
         sound=sound,
         retake=retake_of(spec),
@@ -269,7 +269,7 @@ def _check_owner(spec: JobSpec, owner: str, fields: tuple[str, ...]) -> None:
 # --- guidance -------------------------------------------------------------------------------------
 
 
-def _guidance(spec: JobSpec) -> Guidance | None:
+def guidance_of(spec: JobSpec) -> Guidance | None:
     """The guidance of the fields, with the sampler's defaults; None without such fields."""
     said = {stream: _said(spec, tuple(guidance_fields(stream))) for stream in ("video", "audio")}
     if not (names := said["video"] + said["audio"]):

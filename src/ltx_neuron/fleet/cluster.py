@@ -155,8 +155,9 @@ def _check_answers(address: str) -> None:
 
 def check_cores(profile: Profile, tp: int) -> list[int]:
     """The logical cores that Ray assigned to this process. Raises UserError unless they follow each
-    other on as few chips as possible. Ray may mix chips, and a step across more chips than needed
-    takes several times as long."""
+    other on as few chips as possible, and context-parallel groups are rows, halves or all of the
+    torus. Ray may mix chips, and a step across more chips than needed takes several times as
+    long."""
     if profile.device != "neuron":
         return []
     if VISIBLE not in os.environ:
@@ -174,6 +175,15 @@ def check_cores(profile: Profile, tp: int) -> list[int]:
             f"{VISIBLE}={os.environ[VISIBLE]}: the cores are of several chips, wanted {chips}"
             f" ({a_chip} cores each). The replica releases them.\nOn this node, run only Ray tasks"
             f" that take {max(a_chip, len(cores))} neuron_cores at a time"
+        )
+    # Chip 0's neighbours are 1, 3, 4 and 12 (AWS's example of neuron-ls): a row begins at 0, 4, ...
+    group = profile.world_size(tp)
+    if profile.context_parallel > 1 and cores[0] % group:
+        raise UserError(
+            f"{VISIBLE}={os.environ[VISIBLE]}: with context_parallel={profile.context_parallel} the"
+            f" cores begin at a multiple of {group}, or their chips are no row of the torus. The"
+            f" replica releases them.\nOn this node, run only Ray tasks that take {len(cores)}"
+            " neuron_cores at a time"
         )
     # A list of single cores, as Ray writes it.
     os.environ[VISIBLE] = ",".join(map(str, cores))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ltx_neuron.format import WIDTH, format_bytes, format_flops
 from ltx_neuron.plan import ASSUMED, Plan, StagePlan
 from ltx_neuron.plan.clip import ClipPlan
+from ltx_neuron.plan.forecast import ALL_REDUCE, ALL_REDUCE_ACROSS, BARRIER_MS, GATHER, SHARE
 from ltx_neuron.plan.layouts import Layout, Range
 from ltx_neuron.profiles import COLLECTIVES_BUFFER
 
@@ -189,12 +190,25 @@ def layout_table(layouts: Sequence[Layout], machine: str) -> str:
     typed = " ".join([f"shortest clip: {shortest.name}; type --profile {machine}", *flags])
     lines += textwrap.wrap(typed, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     hourly = [cheapest.at_once * cheapest.chips * 3600 / each for each in cheapest.chip_seconds]
-    return "\n".join(
-        [
-            *lines,
-            f"most clips: {cheapest.name} a clip, {cheapest.at_once} at once;"
-            f" {_range(hourly, ',.0f')} an hour if the host keeps up",
-        ]
+    lines.append(
+        f"most clips: {cheapest.name} a clip, {cheapest.at_once} at once;"
+        f" {_range(hourly, ',.0f')} an hour if the host keeps up"
+    )
+    return "\n".join([*lines, *textwrap.wrap(_published_rates(), WIDTH, subsequent_indent="  ")])
+
+
+def _published_rates() -> str:
+    """The rates of the layouts' forecasts, with who published them."""
+    on_chip, across, received = (
+        " or ".join(f"{rate / 1e9:.0f}" for rate in dict.fromkeys(rates))
+        for rates in (ALL_REDUCE, ALL_REDUCE_ACROSS, GATHER)
+    )
+    waits = BARRIER_MS.values()
+    return (
+        f"rates: {SHARE:.0%} of the peak (LTX-2.5 on one chip, vllm-omni-neuron); all-reduces"
+        f" {on_chip} GB/s on a chip (J. Burtoft's cookbook), {across} over several; a rank receives"
+        f" {received} GB/s from other chips (MiniMax-H3 and LTX-2.5, vllm-omni-neuron); a launch"
+        f" waits {min(waits)} to {max(waits)} ms (kiln)"
     )
 
 

@@ -55,6 +55,7 @@ def build_parser() -> Parser:
     parser.prog = command("tune")
     flags.add_size(parser)
     flags.add_fields(parser, "video", ["nag_scale", "sound_only"])
+    flags.add_guidance(parser)
     flags.add_loras(parser)
     add = parser.add_argument_group("tuning", "Settings to try, and limits.").add_argument
     help = f"keys of the profile to try (default: all): {', '.join(KEYS)}"
@@ -205,7 +206,8 @@ def main(argv: list[str] | None = None) -> None:
     check(args)
     spec, recipe = flags.spec(args), flags.recipe(args)
     own = {name: getattr(spec, name) for name in ("sound_only", "nag_scale")}
-    shape = Job("", flags.size(args), images=spec.image, recipe=recipe, **own)
+    size, guidance = flags.size(args), flags.guidance(args, recipe)
+    shape = Job("", size, images=spec.image, recipe=recipe, guidance=guidance, **own)
     shape.check_shape()
     workspace = flags.workspace(args, tuned=False)
     require_runtime(workspace.profile, workspace.tp)
