@@ -319,7 +319,7 @@ def table(text: str) -> list:
 MISTAKES = table("""
 # the checkpoint
 --checkpoint-path {bad}/absent.safetensors -> no such file | CHECKPOINT
---checkpoint-path {bad}/folder -> is a folder | one .safetensors file | CHECKPOINT
+--checkpoint-path {bad}/folder -> is a folder without a transformer's file | CHECKPOINT
 COMPILE_DIT: --checkpoint-path {bad}/circle -> circle: its symbolic links form a loop
 --checkpoint-path {bad}/empty.safetensors -> empty | CHECKPOINT
 --checkpoint-path {bad}/text.safetensors -> not a whole safetensors | CHECKPOINT

@@ -126,7 +126,7 @@ def test_a_run_that_is_killed_in_a_stage_is_resumed_to_the_same_bytes(
             dispatch(words)
     dispatch([*words, "--resume"])
     said = capsys.readouterr().out
-    assert left in said and "video decoder: convolutional, of " in said
+    assert left in said and "video decoder: convolutional, from " in said
     assert (tmp_path / "fox.mp4").read_bytes() == runs.wanted[0]
 
 
