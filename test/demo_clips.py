@@ -59,14 +59,13 @@ def workspace(folder: Path, tp: int, dtype: str) -> Workspace:
 
 @pytest.fixture(scope="module")
 def engines(artifacts):
-    """engines(tp, dtype): one on finished artifacts, the same for the same arguments."""
+    """engines(tp, dtype): one on sharded weights, the same for the same arguments."""
     opened = []
 
     @cache
     def engine(tp: int = 1, dtype: str = "float32", folder: Path = artifacts) -> Engine:
         found = workspace(folder, tp, dtype)
         found.shard("dit")
-        found.compile_dit(Job("", SIZE).buckets_to_compile)
         options = RunOptions(spatial_upsampler_path=ASSETS.spatial_upsampler)
         opened.append(Engine(found, Recorder(), options))
         opened[-1].progress = False
@@ -78,7 +77,9 @@ def engines(artifacts):
 
 
 def made(engine: Engine, prompt: str, **more) -> Clip:
-    (result,) = engine.run([Job(prompt, SIZE, SEED, **more)], keep=True)
+    job = Job(prompt, SIZE, SEED, **more)
+    engine.workspace.compile_dit(job.buckets)
+    (result,) = engine.run([job], keep=True)
     tensors = result.tensors
     return Clip(tensors["frames"].float() / 255, tensors["waveform"], tensors)
 

@@ -108,14 +108,13 @@ def test_the_service_makes_the_bytes_of_the_batch(runs, split, tmp_path):
         assert intake.sizes.inputs["num_generated_keyframes"]
 
 
-@pytest.mark.parametrize(("stage", "left"), [("stage_1", "starting over"), ("stage_2", "is left")])
-def test_a_run_that_is_killed_in_a_stage_is_resumed_to_the_same_bytes(
-    runs, tmp_path, monkeypatch, capsys, stage, left
+def test_a_run_that_is_killed_in_its_second_stage_is_resumed_to_the_same_bytes(
+    runs, tmp_path, monkeypatch, capsys
 ):
     step = StageRun.step
 
     def kill(stage_run, number):
-        if stage_run.stage.title == stage and number == 1:
+        if stage_run.stage.title == "stage_2" and number == 1:
             os.kill(stage_run.ranks._processes[0].pid, signal.SIGKILL)
         return step(stage_run, number)
 
@@ -126,7 +125,7 @@ def test_a_run_that_is_killed_in_a_stage_is_resumed_to_the_same_bytes(
             dispatch(words)
     dispatch([*words, "--resume"])
     said = capsys.readouterr().out
-    assert left in said and "video decoder: convolutional, from " in said
+    assert "is left" in said and "video decoder: convolutional, from " in said
     assert (tmp_path / "fox.mp4").read_bytes() == runs.wanted[0]
 
 

@@ -48,7 +48,7 @@ KEPT = 30.0  # dB of the first frame from the image that it begins with
 SHARPER = 1.3
 
 
-BF16 = 4, "bfloat16"  # ranks and dtype of the runs in it
+BF16 = 2, "bfloat16"  # ranks and dtype of the runs in it
 FIRST, *OTHERS = PROMPTS
 
 
@@ -66,7 +66,7 @@ def test_a_clip_shows_and_sounds_what_its_prompt_says(clips, prompt):
     assert_is_as_asked_for(PROMPTS[prompt], clips(prompt))
 
 
-def test_four_ranks_in_bfloat16_make_what_a_prompt_says(clips):
+def test_two_ranks_in_bfloat16_make_what_a_prompt_says(clips):
     assert_is_as_asked_for(PROMPTS[FIRST], clips(FIRST, *BF16))
 
 
@@ -177,9 +177,9 @@ FAULTS += first_frame_of_eight, rows_off_by_one
 
 
 def assert_seen(engine: Engine) -> None:
-    """Of the clips, one at least is far from what was asked for."""
-    faulty = {prompt: made(engine, prompt) for prompt in OTHERS[:2]}
-    assert not all(is_near(nearest(prompt, clip), clip) for prompt, clip in faulty.items())
+    """Of the clips, one at least is far from what was asked for; none is made after it."""
+    faulty = ((prompt, made(engine, prompt)) for prompt in OTHERS[:2])
+    assert not all(is_near(nearest(prompt, clip), clip) for prompt, clip in faulty)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
@@ -189,10 +189,10 @@ def test_a_fault_is_seen(engines, monkeypatch, fault):
 
 
 def test_two_ranks_exchanged_heads_are_seen(engines, artifacts, tmp_path):
-    engines(*BF16)  # makes the graphs
+    (artifacts / "graphs").mkdir(parents=True, exist_ok=True)
     (tmp_path / "graphs").symlink_to(artifacts / "graphs")
     folder = workspace(tmp_path, *BF16).shard("dit", {()})[0]
-    files = [folder / rank_file(rank) for rank in (1, 2)]
+    files = [folder / rank_file(rank) for rank in range(2)]
     for name in headers(files[0]):
         if ".attn1.to_out.0.weight" in name:
             exchange(files, name)

@@ -32,7 +32,7 @@ from ltx_neuron.workspace import Workspace
 film, prepared, engine = longer_film.film, longer_film.prepared, longer_film.engine  # fixtures
 after = longer_film.after
 
-TP = 4
+TP = 2
 SOUND = 5e-5  # on ranks, from the host's: random layers answer a rounding with ten of it
 FP32 = 1e-5  # sums in another order, over ranks and over many steps
 STEPS = 4

@@ -50,6 +50,8 @@ HEALTH = {
         "health_check_timeout_ms": 4000,
         # Else Ray ends replicas where other programs fill the machine's memory.
         "memory_monitor_refresh_ms": 0,
+        # Else other tests get nearly all of the machine.
+        "worker_niceness": 0,
     },
 }
 # A step has three passes.

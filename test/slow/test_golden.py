@@ -56,7 +56,7 @@ def test_ranks_that_share_the_videos_tokens_equal_ltx_core(scripts, tiny):
     are its own wherever it lies."""
     job = with_images(tiny, (0, 0.7), (8, 0.6))
     how = dict(compiled_for=job.images, profile_set=("sequence_parallel=true",))
-    check(Case(job, **how), scripts, tiny)
+    check(Case(job, tp=2, **how), scripts, tiny)
 
 
 @pytest.mark.skipif(
@@ -81,7 +81,8 @@ def test_the_first_releases_numerics_and_text_on_the_host_equal_ltx_core_as_publ
 
 def test_sizes_nobody_tuned_to_equal_ltx_core(scripts, tmp_path):
     sizes = dict(height=96, width=160, num_frames=25, frame_rate=25, two_stage=False)
-    check(Case(oracle.Job(WAVES, **sizes, seed=4242)), scripts, make_tiny(tmp_path / "odd", ODD))
+    job = oracle.Job(WAVES, **sizes, seed=4242)
+    check(Case(job, tp=2), scripts, make_tiny(tmp_path / "odd", ODD))
 
 
 def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(

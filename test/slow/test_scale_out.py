@@ -16,7 +16,7 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.job import Job, Size
 
-TWO = Size(64, 64, 9, two_stage=True)
+ONE, TWO = (Size(64, 64, 9, two_stage=both) for both in (False, True))
 # tp, then the profile's settings.
 LAYOUTS = {
     "2 groups of 2 ranks": (2, "context_parallel=2"),
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def opened(tiny, artifacts):
-    """opened(tp, settings): an engine with all that a job in two stages needs."""
+    """opened(tp, settings): an engine with all that a job needs, and the job."""
     engines = []
 
-    def engine(tp: int = 1, settings: str = ""):
+    def engine(tp: int = 1, settings: str = "", size: Size = ONE):
         workspace = opened_workspace(tiny, artifacts, 1, tp=tp, settings=settings.split())
         workspace.shard("dit", [()])
-        job = Job("a red fox", TWO, 5)
+        job = Job("a red fox", size, 5)
         workspace.compile_dit(job.buckets)
         engines.append(opened_engine(workspace, tiny))
         give_contexts(engines[-1], job, lambda prompt: drawn(workspace, 7))
@@ -52,7 +52,7 @@ def opened(tiny, artifacts):
 
 
 def steps_of(engine, job) -> list[dict[str, torch.Tensor]]:
-    """The latents of every step, of both stages."""
+    """The latents of every step."""
     found = []
 
     def read(stage, number):
@@ -81,17 +81,15 @@ def test_every_step_of_several_groups_equals_one_ranks(opened, alone, layout):
         alone["steps"] = steps_of(engine, job)
         engine.close()
     got = steps_of(*opened(*layout))
-    assert len(got) == len(alone["steps"]) == sum(stage.steps for stage in job_stages())
+    assert len(got) == len(alone["steps"]) == sum(stage.steps for stage in Job("", ONE).stages)
     for ours, theirs in zip(got, alone["steps"], strict=True):
         assert all(rel(ours[stream], theirs[stream]) < EQUAL for stream in STREAMS)
 
 
-def job_stages():
-    return Job("", TWO, 0).stages
-
-
-def test_any_killed_rank_is_named_and_the_clip_goes_on_to_the_same_bits(opened, tmp_path):
-    engine, job = opened(*LAYOUTS["2 groups of 2 ranks"])
+def test_a_killed_rank_of_each_group_is_named_and_the_clip_goes_on_to_the_same_bits(
+    opened, tmp_path
+):
+    engine, job = opened(*LAYOUTS["2 groups of 2 ranks"], size=TWO)
     state = tmp_path / "state"
     engine.on_stage_end = lambda run: run.stages_left and progress.save_state(state, run, {})
     (whole,) = engine.run([job], keep=True, decode=False)
@@ -100,7 +98,7 @@ def test_any_killed_rank_is_named_and_the_clip_goes_on_to_the_same_bits(opened, 
     def resume(job):
         return progress.restore_state(state, job, {}, torch.float32)
 
-    for rank in range(4):
+    for rank in (0, 3):
         pids = []
 
         def kill(stage, number, rank=rank, pids=pids):
