@@ -58,8 +58,8 @@ lint: venv
 	PYTHONPATH=src .venv/bin/lint-imports --no-cache --no-logo
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright --pythonpath $(PY)
 
-# worksteal: a worker that has no tests left takes some of another's; long ones begin first.
-PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist worksteal
+# loadfile: a file's tests share its fixtures, in one worker. Long files begin first.
+PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: venv lint
 	$(PYTEST) test/integration test/unit

@@ -1,5 +1,6 @@
 """Scripts in processes of their own that have torch already: each is forked off a server that
-imported it once. Importing it takes seconds, and a test session runs hundreds of scripts."""
+imported it once, and so is the server of the script's ranks. Importing it takes seconds, and a test
+session runs hundreds of scripts."""
 
 import atexit
 import multiprocessing
@@ -9,12 +10,20 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from functools import cache
+from multiprocessing import forkserver, util
 from multiprocessing.connection import wait
 from pathlib import Path
+from unittest import mock
 
-# What every script imports sooner or later. Nothing of it starts a thread, so it may be forked.
-MODULES = ["torch", "torch.export", "safetensors.torch", "numpy", "transformers", "av", "PIL.Image"]
+# What scripts and their ranks import sooner or later. Nothing of it starts a thread, so it may be
+# forked.
+MODULES = [
+    *("torch", "torch.export", "torch._export.serde.serialize", "safetensors.torch", "numpy"),
+    *("transformers.models.auto.tokenization_auto", "av", "PIL.Image"),
+    *("ltx_neuron.backends.torchdist.rank", "ltx_neuron.commands.generate"),
+]
 
 # Held where a process is asked after, and where one is started, which asks after all: of two
 # threads that ask at once, one gets the exit code and the other 255.
@@ -57,7 +66,24 @@ def _script(command: list[str], cwd: Path, environment: dict, out, err) -> None:
     os.chdir(cwd)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
+    with mock.patch.object(util, "spawnv_passfds", _fork_passing):
+        forkserver.ensure_running()  # before anything starts a thread
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
+
+
+def _fork_passing(path: str, words: list[str], passed: list[int]) -> int:
+    """Fork this process, with these open files alone, to run the program behind -c, for which
+    multiprocessing's own starts a new Python. Returns the pid."""
+    if child := os.fork():
+        return child
+    try:
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number not in passed:
+                with suppress(OSError):  # that which listed them
+                    os.close(number)
+        exec(words[-1], {})
+    finally:
+        os._exit(0)

@@ -8,7 +8,7 @@ from multiprocessing import forkserver
 
 from warm_python import run
 
-RUNS, THREADS = 40, 4
+RUNS, THREADS = 24, 4
 
 
 def test_scripts_that_run_at_once_have_exit_codes_of_their_own(tmp_path, monkeypatch):
