@@ -38,8 +38,8 @@ def test_frames_are_the_host_decoders(tiny, artifacts):
 
 
 def test_sound_is_the_hosts_in_float32_whatever_the_dtype(tiny, artifacts):
-    """Of one span, and of more spans than there are ranks."""
-    check_sound(opened(tiny, artifacts, 2, "bfloat16"), JOBS[0].size.audio_frames, 100)
+    """Of more spans than there are ranks."""
+    check_sound(opened(tiny, artifacts, 2, "bfloat16"), 100)
 
 
 class Phases(Recorder):

@@ -87,6 +87,7 @@ def test_an_index_takes_the_wheels_metadata(wheel):
 
 # In place of the size that the demo's commands name: what is tested is not how long it takes.
 SMALL = "--height 64 --width 64 --num-frames 9 --tp-degree 1 --profile cpu --artifacts-dir made"
+SMALL += " --profile-set text_buckets=1024"
 
 
 @pytest.fixture(scope="module")
