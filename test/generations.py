@@ -42,10 +42,6 @@ class Case:
 
     job: oracle.Job = PUPPY_JOB
     tp: int = 4
-    neuron_gemma: bool = True
-    # the images that the graphs are made for; none: what the script makes when not told
-    compiled_for: tuple = ()
-    compat: str | None = None
     profile_set: tuple[str, ...] = ()
 
     def generate(self, scripts, assets):
@@ -55,12 +51,9 @@ class Case:
             name: getattr(job, name)
             for name in ("height", "width", "num_frames", "frame_rate", "two_stage")
         }
-        setup.prepare(**size, image=self.compiled_for, profile_set=self.profile_set)
-        flags = dict(
-            prompt=job.prompt, seed=job.seed, image=job.images, neuron_gemma=self.neuron_gemma
-        )
-        flags |= {"compat": self.compat, "profile_set": self.profile_set}
-        return setup.generate(**size, **flags)
+        setup.prepare(**size, profile_set=self.profile_set)
+        flags = dict(prompt=job.prompt, seed=job.seed, profile_set=self.profile_set)
+        return setup.generate(**size, **flags, neuron_gemma=True)
 
 
 @pytest.fixture(scope="session")

@@ -534,8 +534,8 @@ def full_strength(references: tuple) -> tuple:
     return tuple((path, 1.0) for path, _ in references)
 
 
-# References with a mask, a voice, and a voice's guidance.
-DIVIDED = "masked in two stages", "dubbed", "voiced"
+# References with a mask; a voice, guided.
+DIVIDED = "masked in two stages", "voiced"
 
 
 # tp, then the profile's settings.

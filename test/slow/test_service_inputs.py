@@ -1,5 +1,4 @@
-"""Videos that a service makes from uploaded videos: retake, extension, references of an IC-LoRA and
-dubbing.
+"""Videos that a service makes from uploaded videos: extension, references of an IC-LoRA, dubbing.
 They have the bytes that the engine makes of the same files where they lie."""
 
 from contextlib import closing
@@ -18,7 +17,6 @@ from starlette.datastructures import UploadFile
 
 from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job
-from ltx_neuron.sampling.conditions import ReferenceVideo
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import VIDEO, JobSubmitter
 from ltx_neuron.service.queue import Queue
@@ -54,7 +52,7 @@ def made(engine: Engine, job: Job, path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["retake", "extend", "IC-LoRA", "dubbing", "still"])
+@pytest.mark.parametrize("kind", ["extend", "IC-LoRA", "dubbing"])
 def test_a_service_makes_the_bytes_that_the_engine_makes(
     kind, opened, contexts, files, tiny, tmp_path
 ):
@@ -74,27 +72,11 @@ def test_a_service_makes_the_bytes_that_the_engine_makes(
         sets["dub"] = NO_LORAS["default"] | {"loras": job.loras}
         fields = {"reference_video": upload(files / "speech.mkv"), "reference_strength": 0.8}
         fields |= {"lora_set": "dub", "size": "128x64"}
-    elif kind == "still":
-        still = ReferenceVideo(str(tiny.image), 0.7, 1, still=True)
-        job = told(ic_lora(files, tiny, images=(), references=(), attention_mask=None))
-        job = given_runs.replace(job, references=(still,))
-        sets["sheet"] = NO_LORAS["default"] | {"stage_1_loras": job.stage_1_loras}
-        picture = {"image_url": upload(tiny.image), "strength": 0.7}
-        fields = {"lora_set": "sheet", "video_conditioning": [picture], "size": "128x128"}
-        fields |= {"fps": 25, "num_frames": 17}
     else:
-        given = retake(files)
-        job = told(given)
-        fields = {"video_reference": upload(files / "film.mkv")}
-        if kind == "extend":
-            job = given_runs.replace(
-                job,
-                size=given_runs.replace(job.size, num_frames=25),
-                retake=given_runs.Retake(files / "film.mkv", extend=0.4, source_frames=17),
-            )
-            fields["extend"] = 0.4
-        else:
-            fields |= {"start_time": 0.12, "end_time": 0.2}
+        job = told(retake(files, num_frames=25))
+        longer = given_runs.Retake(files / "film.mkv", extend=0.4, source_frames=17)
+        job = given_runs.replace(job, retake=longer)
+        fields = {"video_reference": upload(files / "film.mkv"), "extend": 0.4}
     for stage in job.stages:
         engine.workspace.compile_dit([job.bucket(stage)], job)
     give_contexts(engine, job, contexts)

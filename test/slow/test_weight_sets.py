@@ -59,9 +59,7 @@ def mixed(tiny, jobs, tmp_path_factory) -> list[Job]:
             reference_audio=voice,
         ),
         Job("normalized attention guidance", ONE, 22, negative_prompt="dust", nag_scale=11.0),
-        Job("a tail that is cut", Size(64, 64, 17), 23, tail_frames=8),
         Job("a bed of noise", TWO, 24, sound=SoundCondition(film, bed=-30.0)),
-        Job("an IC-LoRA in one stage", ONE, 25, stage_1_loras=second, **masked),
         Job("sound alone", alone[0], 26, **guided, guidance=alone[1], sound_only=True),
     ]
 
@@ -79,8 +77,8 @@ def test_a_batch_of_all_kinds_swaps_least_and_every_line_is_its_single_run(engin
     assert_same(latents(engine, mixed), single)
     assert swaps(engine) == 2
     # What one LoRA makes, what the other does, and then all that is plain.
-    one, other = [11, 16, 19, 19, 20, 21], [13, 21, 25]
-    plain = [11, 12, 13, 14, 18, 18, 15, 16, 17, 17, 20, 22, 23, 24, 24, 26]
+    one, other = [11, 16, 19, 19, 20, 21], [13, 21]
+    plain = [11, 12, 13, 14, 18, 18, 15, 16, 17, 17, 20, 22, 24, 24, 26]
     assert order == one + other + plain
     # What was given counts: without it the latents are others.
     by_seed = {job.seed: job for job in mixed}
