@@ -54,7 +54,8 @@ class Clip(NamedTuple):
 
 
 def workspace(folder: Path, tp: int, dtype: str) -> Workspace:
-    return Workspace(ASSETS.checkpoint, resolve("cpu"), folder, tp, dtype, ASSETS.gemma_root)
+    profile = resolve("cpu", ("blocks_per_graph=1",))  # compiled soonest
+    return Workspace(ASSETS.checkpoint, profile, folder, tp, dtype, ASSETS.gemma_root)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def prepared(tiny, film, artifacts):
 
     @cache
     def prepared(tp: int = 1) -> Workspace:
-        workspace = opened_workspace(tiny, artifacts, tp=tp)
+        workspace = opened_workspace(tiny, artifacts, 1, tp=tp)
         workspace.shard("dit", {()})
         workspace.compile_dit(longer(film, 1.0).buckets_to_compile)
         return workspace

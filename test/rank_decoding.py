@@ -50,7 +50,7 @@ def same_threads():
 
 
 def opened(tiny, folder, tp: int, dtype: str = "float32", *settings: str) -> Workspace:
-    profile = resolve("cpu", (*TILES, *settings))
+    profile = resolve("cpu", (*TILES, "blocks_per_graph=1", *settings))
     return Workspace(tiny.checkpoint, profile, folder, tp, dtype, tiny.gemma_root)
 
 

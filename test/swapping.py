@@ -42,7 +42,7 @@ def jobs_of_three_sets(tiny, folder: Path) -> list[Job]:
 @contextmanager
 def opened(jobs: list[Job], tiny, artifacts: Path) -> Iterator[Callable[[], Engine]]:
     """opened(): the engine, as if it were a new one; it is given the contexts of the jobs."""
-    workspace = opened_workspace(tiny, artifacts)
+    workspace = opened_workspace(tiny, artifacts, 1)
     workspace.shard("dit", {stage.loras for job in jobs for stage in job.stages})
     workspace.compile_dit(list({bucket for job in jobs for bucket in job.buckets}))
     engine = opened_engine(workspace, tiny)

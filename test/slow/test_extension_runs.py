@@ -146,6 +146,7 @@ def command(tiny, film, prepared) -> Callable:
             "tp_degree": TP,
             "dtype": "float32",
             "profile": "cpu",
+            "profile_set": "blocks_per_graph=1",
             "prompt": "waves",
             "seed": 7,
             "video_path": film,

@@ -22,7 +22,6 @@ THREADS = 2
 BFLOAT16 = Arithmetic(torch.bfloat16, bfloat16_speed())
 ONE_TILE, TILES = (3, 8, 12), (17, 2, 18)  # in time and width, blended from chunks that count
 CASES = {
-    "one tile": (ONE_TILE, FLOAT32),
     "tiles": (TILES, FLOAT32),
     "bfloat16": (ONE_TILE, BFLOAT16),
     "bfloat16, by Winograd": (ONE_TILE, Arithmetic(torch.bfloat16, 1)),
@@ -70,7 +69,6 @@ print(status("VmHWM") - before + sum(tensor.nbytes for tensor in decoder.state_d
 # An encoder of the released steps with a quarter of its channels.
 NARROW = merge(released_config(), {"vae": {"latent_channels": 32}})
 ENCODED = {
-    "one tile": ((25, 256, 384), FLOAT32),
     "one frame": ((1, 768, 1024), FLOAT32),
     "tiles": ((89, 128, 256), FLOAT32),
     "bfloat16": ((25, 256, 384), BFLOAT16),
