@@ -47,7 +47,7 @@ def test_frames_are_the_host_decoders(tiny, artifacts, tp):
 
 
 def test_sound_is_the_hosts(tiny, artifacts):
-    """Of one latent, which is fewer spans than there are ranks, and of a latent more than a span."""
+    """Of one latent, fewer spans than there are ranks, and of one more than a span has."""
     check_sound(opened(tiny, artifacts, 2), 1, 58)
 
 
