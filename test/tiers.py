@@ -20,7 +20,7 @@ import pytest
 FIRST = frozenset({"unit", "integration"})
 # What runs of these tiers may cost: make test, and make test-all, which CI runs. Two idle cores of
 # an Intel Xeon took 690 (750 with AVX2 alone) and 1820 before LTX-2.5; those of an AMD EPYC take
-# 1360 and 3460 since. The slowest CPU that we had took 38 minutes for tests that the Xeon made in
+# 1360 and 2890 since. The slowest CPU that we had took 38 minutes for tests that the Xeon made in
 # 23, 1.65 times as much.
 CPU_SECONDS = {FIRST: 2250, FIRST | {"slow"}: 4800}
 # What runs each tier.
