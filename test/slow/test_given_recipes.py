@@ -97,6 +97,15 @@ def test_guided_references_in_one_stage_equal_ltx_pipelines(generate, wanted, fi
     assert_equals_the_oracle(generate(job), wanted(job), GUIDED)
 
 
+def test_a_still_in_the_place_of_a_reference_video_equals_ltx_pipelines(
+    generate, wanted, files, tiny
+):
+    """The oracle reads a video that shows nothing but the picture."""
+    still = ((files / "held.mkv", 1.0),)
+    job = in_one_stage(files, tiny, references=still, attention_mask=None)
+    assert_equals_the_oracle(generate(job), wanted(job))
+
+
 # --- normalized attention guidance ----------------------------------------------------------------
 
 WITH_NAG = {
