@@ -58,7 +58,8 @@ lint: venv
 	PYTHONPATH=src .venv/bin/lint-imports --no-cache --no-logo
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright --pythonpath $(PY)
 
-# loadfile: a file's tests share its fixtures, in one worker. Long files begin first.
+# loadfile: a file's tests share its fixtures, in one worker. Files begin in the order of the folders,
+# so that the last ones are short.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: venv lint

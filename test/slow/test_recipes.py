@@ -110,7 +110,7 @@ def test_hq_goes_on_after_stage_1_and_after_a_warm_up_to_the_same_bits(opened, a
 def test_the_dev_recipe_in_two_stages_equals_ltx_core_through_the_scripts(scripts, tiny):
     job = dev_job(tiny)
     size = dict(height=64, width=128, num_frames=9, frame_rate=30.0, two_stage=True, recipe="dev")
-    setup = scripts(tiny, 4)  # a service offers all sizes of its degree, which is 2 and 1
+    setup = scripts(tiny, 4)  # on 1 or 2, other tests' services would offer this size
     setup.prepare(**size)
     loras = dict(distilled_lora=job.refining_loras)
     setup.run("shards/shard_backbone_weights.py", gemma=False, **loras)
