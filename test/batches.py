@@ -75,7 +75,7 @@ def videos(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / "out").glob("*.mp4"))}
 
 
-def opened(setup, tiny, **more) -> LTXPipeline:
+def opened(setup, tiny, profile_set: tuple[str, ...] = (), **more) -> LTXPipeline:
     """The API on the batch's artifacts."""
     pipe = LTXPipeline.from_pretrained(
         checkpoint_path=tiny.checkpoint,
@@ -83,6 +83,7 @@ def opened(setup, tiny, **more) -> LTXPipeline:
         artifacts_dir=setup.artifacts,
         tp_degree=TP,
         dtype="float32",
+        profile_set=(*setup.settings, *profile_set),
         **{"profile": "cpu", **more},
     )
     pipe.engine.progress = False

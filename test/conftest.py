@@ -1,5 +1,6 @@
 """Fixtures every test may use."""
 
+import gc
 import hashlib
 import json
 import os
@@ -38,6 +39,8 @@ if find_spec("hypothesis"):
         )
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
 
+# Settings of a profile with which less is exported, and ranks load sooner; the bits are the same.
+QUICK = "blocks_per_graph=1", "text_buckets=128,1024"
 SCRIPT_SECONDS = 300  # the longest a script may take; the slowest takes a tenth of it on two cores
 
 
@@ -48,6 +51,11 @@ def needs(*packages: str, extras: str) -> None:
         if not find_spec(package):
             reason = f"an extra is not installed: pip install -e .[{extras}]"
             pytest.skip(reason, allow_module_level=True)
+
+
+def pytest_collection_finish() -> None:
+    """A tenth of an export's time is collecting garbage among what is imported by now."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -132,17 +140,22 @@ class Setup:
 
     Flags are keywords: num_frames=17 is --num-frames 17, two_stage=True is --two-stage, and
     image=((path, 0), (path, 8)) is --image twice.
+
+    settings: of the profile of every script. Four ranks run what the profile says.
     """
 
     def __init__(self, shared: Path, assets, tp: int, dtype: str):
         self.folder, self.assets, self.tp, self.dtype = shared, assets, tp, dtype
         self.artifacts = shared / "artifacts"
+        self.settings = () if tp == 4 else QUICK
         self._results: dict = {}  # of every run so far, by its folder
 
     def words(self, gemma: bool = True, **flags) -> list[str]:
         """The command line of a script on these assets, behind its name."""
         flags |= {"checkpoint_path": self.assets.checkpoint, "artifacts_dir": self.artifacts}
         flags |= {"tp_degree": self.tp, "dtype": self.dtype, "profile": flags.get("profile", "cpu")}
+        more = flags.get("profile_set", ())
+        flags["profile_set"] = *self.settings, *((more,) if isinstance(more, str) else more)
         flags |= {"gemma_root": self.assets.gemma_root} if gemma else {}
         return words(**flags)
 

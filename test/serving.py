@@ -157,8 +157,9 @@ def service(openai, setup, tiny, tmp_path_factory):
 @contextmanager
 def worker(setup, tiny, folder, *settings: str, previews: bool = False, neuron_gemma: bool = True):
     """A worker with its queue and what fills it. settings: of the profile."""
+    profile = resolve("cpu", (*setup.settings, *settings))
     workspace = Workspace(
-        tiny.checkpoint, resolve("cpu", settings), setup.artifacts, TP, "float32", tiny.gemma_root
+        tiny.checkpoint, profile, setup.artifacts, TP, "float32", tiny.gemma_root
     )
     upsampler = tiny.spatial_upsampler
     options = RunOptions(neuron_gemma, spatial_upsampler_path=upsampler, cache_prompts=True)

@@ -58,9 +58,9 @@ def events(scripts, tiny) -> list[Event]:
     how = {"recipe": "dev", "num_inference_steps": 2, "guidance": GUIDANCE}
     how["stage_2_loras"] = (Lora(tiny.lora, 0.8),)
     jobs = [Job(prompt, SIZE, seed, **how) for seed, prompt in enumerate(PROMPTS)]
-    threads, artifacts = torch.get_num_threads(), prepared(scripts, tiny).artifacts
-    settings = artifacts, TP, "float32", tiny.gemma_root
-    workspace = Workspace(tiny.checkpoint, resolve("cpu"), *settings)
+    threads, setup = torch.get_num_threads(), prepared(scripts, tiny)
+    where = setup.artifacts, TP, "float32", tiny.gemma_root
+    workspace = Workspace(tiny.checkpoint, resolve("cpu", setup.settings), *where)
     workspace.shard("dit", {stage.loras for stage in jobs[0].stages})
     workspace.compile_dit(jobs[0].buckets)
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import serving
 import torch
-from conftest import once
+from conftest import QUICK, once
 from safetensors.torch import load_file
 
 from ltx_neuron.commands import dispatch
@@ -29,11 +29,15 @@ LIMITS = 0.2, 0.4  # seconds of a predicted length: 9 frames
 
 
 class Runs(SimpleNamespace):
-    """folder: the download; artifacts: those of LINES; wanted: the bytes of their videos."""
+    """folder: the download; artifacts: those of LINES; wanted: the bytes of their videos; settings:
+    of the profile."""
+
+    settings = QUICK
 
     def words(self, verb: str, *more: object) -> list[str]:
         files = ["--checkpoint-path", self.folder, "--artifacts-dir", self.artifacts]
         machine = ["--profile", "cpu", "--tp-degree", serving.TP, "--dtype", "float32"]
+        machine += [word for each in QUICK for word in ("--profile-set", each)]
         return [verb, *map(str, [*files, *machine, "--recipe", "distilled", *more])]
 
     @property
@@ -84,6 +88,7 @@ def test_the_python_api_makes_the_bytes_of_the_batch_and_refuses_an_input_sound(
         duration_head_path=split.duration_head,
         artifacts_dir=runs.artifacts,
         profile="cpu",
+        profile_set=QUICK,
         tp_degree=serving.TP,
         dtype="float32",
         neuron_gemma=False,

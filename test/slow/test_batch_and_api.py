@@ -298,8 +298,9 @@ def test_nan_after_the_latents_fails_the_run_which_keeps_them(
 
     broken, video = tmp_path / "broken.safetensors", tmp_path / "out" / "video.mp4"
     rewrite(tiny.checkpoint, broken, damage)
+    profile = resolve("cpu", setup.settings)
     workspace = Workspace(
-        tiny.checkpoint, resolve("cpu"), setup.artifacts, TP, "float32", tiny.gemma_root
+        tiny.checkpoint, profile, setup.artifacts, TP, "float32", tiny.gemma_root
     )
     job, spec = Job("birds sing", Size(**SIZE)), HostModels._spec
 
@@ -328,7 +329,8 @@ def test_pulled_artifacts_verify_and_make_the_bits_of_those_that_were_pushed(
     artifacts_main(["push", store, "--artifacts-dir", str(setup.artifacts)])
     artifacts_main(["pull", store, "--artifacts-dir", str(here)])
     assert sorted(path.name for path in here.iterdir()) == ["graphs", "weights"]
-    workspace = Workspace(tiny.checkpoint, resolve("cpu"), here, TP, "float32", tiny.gemma_root)
+    profile = resolve("cpu", setup.settings)
+    workspace = Workspace(tiny.checkpoint, profile, here, TP, "float32", tiny.gemma_root)
     assert len(workspace.verify("dit") + workspace.verify("gemma3")) == 2  # against the checkpoint
     line, video = lines(tiny)[0], tmp_path / "out" / "video.mp4"
     generate(

@@ -87,7 +87,7 @@ def prompts(tiny, tmp_path_factory):
     return path
 
 
-def command(setup, **more) -> list[str]:
+def command(setup, profile_set: str | None = None, **more) -> list[str]:
     """The words of generate_ltx23.py on tiny assets."""
     return words(
         neuron_gemma=True,
@@ -95,6 +95,7 @@ def command(setup, **more) -> list[str]:
         gemma_root=setup.assets.gemma_root,
         spatial_upsampler_path=setup.assets.spatial_upsampler,
         profile="cpu",
+        profile_set=(*setup.settings, *filter(None, [profile_set])),
         tp_degree=1,
         dtype="float32",
         **{"artifacts_dir": setup.artifacts} | more,
