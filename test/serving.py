@@ -158,9 +158,7 @@ def service(openai, setup, tiny, tmp_path_factory):
 def worker(setup, tiny, folder, *settings: str, previews: bool = False, neuron_gemma: bool = True):
     """A worker with its queue and what fills it. settings: of the profile."""
     profile = resolve("cpu", (*setup.settings, *settings))
-    workspace = Workspace(
-        tiny.checkpoint, profile, setup.artifacts, TP, "float32", tiny.gemma_root
-    )
+    workspace = Workspace(tiny.checkpoint, profile, setup.artifacts, TP, "float32", tiny.gemma_root)
     upsampler = tiny.spatial_upsampler
     options = RunOptions(neuron_gemma, spatial_upsampler_path=upsampler, cache_prompts=True)
     threads = torch.get_num_threads()

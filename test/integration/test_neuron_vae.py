@@ -13,7 +13,6 @@ from rank_decoding import (
     at_the_first_tiles,
     check_frames,
     check_nothing_is_left,
-    check_sound,
     frames_of,
     make,
     opened,
@@ -35,11 +34,6 @@ from ltx_neuron.workspace import Workspace
 def test_frames_are_the_host_decoders(tiny, artifacts):
     names = "an odd number of tiles", "borders in rows, columns and time"
     check_frames(opened(tiny, artifacts, 2), *names)
-
-
-def test_sound_is_the_hosts_in_float32_whatever_the_dtype(tiny, artifacts):
-    """Of more spans than there are ranks."""
-    check_sound(opened(tiny, artifacts, 2, "bfloat16"), 100)
 
 
 class Phases(Recorder):

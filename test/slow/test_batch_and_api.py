@@ -299,9 +299,7 @@ def test_nan_after_the_latents_fails_the_run_which_keeps_them(
     broken, video = tmp_path / "broken.safetensors", tmp_path / "out" / "video.mp4"
     rewrite(tiny.checkpoint, broken, damage)
     profile = resolve("cpu", setup.settings)
-    workspace = Workspace(
-        tiny.checkpoint, profile, setup.artifacts, TP, "float32", tiny.gemma_root
-    )
+    workspace = Workspace(tiny.checkpoint, profile, setup.artifacts, TP, "float32", tiny.gemma_root)
     job, spec = Job("birds sing", Size(**SIZE)), HostModels._spec
 
     def run(**how) -> None:

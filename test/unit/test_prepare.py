@@ -1,5 +1,5 @@
 """ltx-neuron prepare: what a generation needs, what is said of it beforehand, and when it stops.
-What it makes: test/integration/test_prepare.py."""
+What it makes: test/slow/test_prepare.py."""
 
 import sys
 import time
