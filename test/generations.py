@@ -10,7 +10,9 @@ import torch
 from conftest import Generated
 from helpers import read_video, rel
 
+from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.conditions import ImageCondition
 
 # Sums in another order: ranks, exported graphs and fused reductions leave about 1e-6. A wrong
 # constant leaves 1e-3 or more.
@@ -107,3 +109,10 @@ def decoded_by_the_oracle(assets, got: dict) -> torch.Tensor:
     random vocoder turns another number's last bits into 2e-4."""
     with oracle.threads(resolve("cpu").host_threads):
         return oracle.decode_audio(assets, got["s2_audio" if "s2_audio" in got else "s1_audio"])
+
+
+def told(job: oracle.Job) -> Job:
+    """The oracle's job in our words."""
+    size = Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage)
+    images = tuple(ImageCondition(str(path), *how) for path, *how in job.images)
+    return Job(job.prompt, size, job.seed, images=images)

@@ -10,25 +10,19 @@ import pytest
 import torch
 from engines import opened_engine, opened_workspace, sharing
 from generations import (
-    BF16_FACTOR,
-    BF16_FLOOR,
-    DECODED,
     FP32,
     PUPPY_JOB,
     assert_equals_the_oracle,
     assert_has_what_was_asked_for,
-    decoded_by_the_oracle,
-    distances,
+    told,
     with_images,
 )
 from helpers import one_thread, rel  # noqa: F401
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import StageRun
-from ltx_neuron.job import Job, Size
 from ltx_neuron.report.recorder import PHASES
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditions import ImageCondition
 
 text_to_video = generations.text_to_video  # a fixture
 
@@ -69,13 +63,6 @@ def test_the_video_has_the_size_rate_and_length_that_were_asked_for(text_to_vide
 # --- by engines, on two ranks ---------------------------------------------------------------------
 
 
-def told(job: oracle.Job) -> Job:
-    """The oracle's job in our words."""
-    size = Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage)
-    images = tuple(ImageCondition(str(path), *how) for path, *how in job.images)
-    return Job(job.prompt, size, job.seed, images=images)
-
-
 def test_a_partly_held_image_and_text_encoded_on_the_host_equal_ltx_core_of_each_release(
     tiny, artifacts, wanted
 ):
@@ -91,29 +78,6 @@ def test_a_partly_held_image_and_text_encoded_on_the_host_equal_ltx_core_of_each
     first_release = wanted(tiny, job, as_published=True)
     assert_equals_the_oracle(tiny, as_published.tensors, first_release)
     assert rel(first_release["s2_video"], wanted(tiny, job)["s2_video"]) > 100 * FP32
-
-
-def test_bfloat16_is_as_near_to_the_truth_as_ltx_cores_own(tiny, artifacts, wanted):
-    # One graph for prompts of every length.
-    how = dict(dtype="bfloat16", tp=2, settings=("text_buckets=1024",))
-    job, workspace = told(PUPPY_JOB), opened_workspace(tiny, artifacts, 1, **how)
-    workspace.shard("dit")
-    workspace.shard("gemma3")
-    workspace.compile_text()
-    workspace.compile_dit(job.buckets)
-    with opened_engine(workspace, tiny, neuron_gemma=True) as engine:
-        (ours,) = engine.run([job])
-    ours, truth = ours.tensors, wanted(tiny, PUPPY_JOB)
-    theirs = wanted(tiny, PUPPY_JOB, torch.bfloat16)
-    ours_off, theirs_off = distances(ours, truth), distances(theirs, truth)
-    print({name: f"{ours_off[name]:.4f} {theirs_off[name]:.4f}" for name in ours_off})
-    assert {
-        name
-        for name in ours_off
-        if not ours_off[name] <= BF16_FACTOR * theirs_off[name] + BF16_FLOOR
-    } == set()
-    assert ours["s2_video"].dtype == torch.bfloat16
-    assert rel(ours["waveform"], decoded_by_the_oracle(tiny, ours)) <= DECODED
 
 
 def test_ranks_that_end_with_different_latents_are_an_error():

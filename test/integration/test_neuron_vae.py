@@ -1,7 +1,6 @@
 """Decoding on the ranks (--neuron-vae): the host decoder's frames and sound, and nothing loaded
 twice. Other degrees, lengths and faults: test/slow/test_neuron_vae.py."""
 
-import json
 from contextlib import contextmanager
 
 import pytest
@@ -10,23 +9,17 @@ from rank_decoding import (
     FRAME_COUNTS,
     JOBS,
     SOUND,
-    at_the_first_tiles,
     check_frames,
-    check_nothing_is_left,
     frames_of,
-    make,
     opened,
     prepared,
     same_threads,  # noqa: F401
 )
 
-from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.backends.tiles import RankSound
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.preflight import RunOptions
-from ltx_neuron.progress import LOG_SUFFIX
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.workspace import Workspace
 
@@ -84,22 +77,6 @@ def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(
         frames = frames_of(engine.host.decode_video(result.tensors["s1_video"]))
         assert (result.frames.int() - frames.int()).abs().max() <= FRAME_COUNTS
         assert rel(result.waveform, engine.host.decode_audio(result.tensors["s1_audio"])) < SOUND
-
-
-def test_a_rank_killed_in_the_vocoder_is_named_and_its_latents_are_decoded_again(
-    tiny, artifacts, tmp_path, monkeypatch
-):
-    workspace = prepared(tiny, artifacts)
-    with monkeypatch.context() as patch:
-        kill = lambda ranks: ranks._processes[1].kill()  # noqa: E731
-        ranks = at_the_first_tiles(patch, kill, RankSound, "waveform")
-        with pytest.raises(RankError, match=r"rank 1 of 2 failed: the process was killed \(SIGK"):
-            make(workspace, tmp_path / "fox.mp4")
-    check_nothing_is_left(tmp_path, ranks, f"fox{LOG_SUFFIX}")
-    make(workspace, tmp_path / "fox.mp4", resume=True)
-    assert (tmp_path / "fox.mp4").stat().st_size > 0
-    phases = json.loads((tmp_path / "fox.json").read_text())["seconds"]
-    assert "load_vae" in phases and "load_transformer" not in phases
 
 
 def test_what_is_missing_is_named_with_the_command_that_makes_it(tiny, artifacts, tmp_path):

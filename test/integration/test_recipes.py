@@ -27,7 +27,7 @@ assets, opened, wanted = recipe_runs.assets, recipe_runs.opened, recipe_runs.wan
 
 
 @pytest.mark.parametrize(
-    ("tp", "blocks", "settings"), [(1, 1, ()), (4, 2, ("sequence_parallel=true",))]
+    ("tp", "blocks", "settings"), [(1, 1, ()), (2, 2, ("sequence_parallel=true",))]
 )
 def test_a_guided_stage_equals_ltx_core_pass_by_pass(opened, wanted, tp, blocks, settings):
     engine = opened(tp, blocks, settings)

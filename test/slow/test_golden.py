@@ -1,5 +1,5 @@
 """The five scripts against ltx-core itself (test/oracle.py) on tiny checkpoints: another size of
-model and another compiler than the first tier has, and two prompts in one process."""
+model and another compiler than the first tier has, two prompts in one process, and bfloat16."""
 
 import os
 
@@ -8,7 +8,19 @@ import generations
 import oracle
 import pytest
 import torch
-from generations import PUPPY, Case, assert_equals_the_oracle
+from engines import opened_engine, opened_workspace
+from generations import (
+    BF16_FACTOR,
+    BF16_FLOOR,
+    DECODED,
+    PUPPY,
+    PUPPY_JOB,
+    Case,
+    assert_equals_the_oracle,
+    decoded_by_the_oracle,
+    distances,
+    told,
+)
 from generations import assert_has_what_was_asked_for as assert_fits
 from helpers import rel
 
@@ -95,3 +107,26 @@ def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(
     # two jobs of two stages
     assert [names for names, _ in compared] == [("video_latent", "audio_latent")] * 4
     assert all(len(found) == 4 and len(set(found)) == 1 for _, found in compared)
+
+
+def test_bfloat16_is_as_near_to_the_truth_as_ltx_cores_own(tiny, artifacts):
+    # One graph for prompts of every length.
+    how = dict(dtype="bfloat16", tp=2, settings=("text_buckets=1024",))
+    job, workspace = told(PUPPY_JOB), opened_workspace(tiny, artifacts, 1, **how)
+    workspace.shard("dit")
+    workspace.shard("gemma3")
+    workspace.compile_text()
+    workspace.compile_dit(job.buckets)
+    with opened_engine(workspace, tiny, neuron_gemma=True) as engine:
+        (ours,) = engine.run([job])
+    ours, truth = ours.tensors, oracle.generate(tiny, PUPPY_JOB)
+    theirs = oracle.generate(tiny, PUPPY_JOB, torch.bfloat16)
+    ours_off, theirs_off = distances(ours, truth), distances(theirs, truth)
+    print({name: f"{ours_off[name]:.4f} {theirs_off[name]:.4f}" for name in ours_off})
+    assert {
+        name
+        for name in ours_off
+        if not ours_off[name] <= BF16_FACTOR * theirs_off[name] + BF16_FLOOR
+    } == set()
+    assert ours["s2_video"].dtype == torch.bfloat16
+    assert rel(ours["waveform"], decoded_by_the_oracle(tiny, ours)) <= DECODED

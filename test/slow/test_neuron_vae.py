@@ -126,12 +126,13 @@ def test_a_rank_frozen_while_it_decodes_is_named_within_ten_seconds(resumed, tmp
     check_nothing_is_left(tmp_path, ranks, f"fox{LOG_SUFFIX}")
 
 
-def test_a_rank_killed_in_the_mel_decoder_is_named_and_the_rest_is_decoded_again_to_the_same_bytes(
-    resumed, stopped, tmp_path, monkeypatch
+@pytest.mark.parametrize("decoder", ["spectrogram", "waveform"])
+def test_a_rank_killed_in_a_sound_decoder_is_named_and_the_rest_is_decoded_again_to_the_same_bytes(
+    resumed, stopped, tmp_path, monkeypatch, decoder
 ):
     with monkeypatch.context() as patch:
         kill = lambda ranks: ranks._processes[1].kill()  # noqa: E731
-        ranks = at_the_first_tiles(patch, kill, RankSound, "spectrogram")
+        ranks = at_the_first_tiles(patch, kill, RankSound, decoder)
         with pytest.raises(RankError, match="rank 1 of 2 failed: the process was killed"):
             resumed()
     check_nothing_is_left(tmp_path, ranks, f"fox{LOG_SUFFIX}")

@@ -318,7 +318,7 @@ def test_tokens_are_divided_where_every_rank_gets_as_many(tokens, tp, may):
 
 
 def test_what_does_not_divide_is_compiled_whole_and_said(tiny, tmp_path, capsys):
-    profile = resolve("cpu", ("sequence_parallel=true",))
+    profile = resolve("cpu", ("sequence_parallel=true", "blocks_per_graph=1"))
     workspace = Workspace(tiny.checkpoint, profile, tmp_path, TP, "float32")
     folders = workspace.compile_dit([Bucket(18, 18, 1, 8), Bucket(24, 18, 1, 8)])
     assert capsys.readouterr().out == (
