@@ -22,7 +22,7 @@ FIRST = frozenset({"unit", "integration"})
 # an Intel Xeon took 690 (750 with AVX2 alone) and 1820 before LTX-2.5; those of an AMD EPYC take
 # 1360 and 2890 since. The slowest CPU that we had took 38 minutes for tests that the Xeon made in
 # 23, 1.65 times as much.
-CPU_SECONDS = {FIRST: 2250, FIRST | {"slow"}: 4800}
+CPU_SECONDS = {FIRST: 1550, FIRST | {"slow"}: 4800}
 # What runs each tier.
 COMMANDS = {
     **dict.fromkeys(sorted(FIRST), "make test"),
