@@ -29,7 +29,7 @@ class Runs(SimpleNamespace):
     def words(self, verb: str, *more: object) -> list[str]:
         files = ["--checkpoint-path", self.folder, "--artifacts-dir", self.artifacts]
         machine = ["--profile", "cpu", "--tp-degree", serving.TP, "--dtype", "float32"]
-        machine += [word for each in QUICK for word in ("--profile-set", each)]
+        machine += [word for each in self.settings for word in ("--profile-set", each)]
         return [verb, *map(str, [*files, *machine, "--recipe", "distilled", *more])]
 
     @property

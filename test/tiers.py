@@ -20,9 +20,8 @@ import pytest
 FIRST = frozenset({"unit", "integration"})
 # What runs of these tiers may cost: make test, and make test-all, which CI runs. Two idle cores of
 # an AMD EPYC take 940 and 2310, with AVX2 alone 990 and 3090, most of the difference for bfloat16.
-# The slowest CPU that we had took 1.65 times as long as an Intel Xeon. CI ends after 35 minutes of
-# two cores, 4200 seconds.
-CPU_SECONDS = {FIRST: 1550, FIRST | {"slow"}: 4200}
+# CI ends after 35 minutes of two cores, 4200 seconds.
+CPU_SECONDS = {FIRST: 1140, FIRST | {"slow"}: 4200}
 # What runs each tier.
 COMMANDS = {
     **dict.fromkeys(sorted(FIRST), "make test"),
