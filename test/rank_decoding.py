@@ -77,7 +77,7 @@ def decoding(workspace: Workspace, *clips: tuple[int, int, int]) -> Iterator[Sim
     config, profile = workspace.checkpoint.config, workspace.profile
     host = HostModels(workspace.checkpoint_path, config, workspace.dtype, profile=profile)
     try:
-        yield SimpleNamespace(host=host, tiles=residency.video_decoder(programs))
+        yield SimpleNamespace(host=host, tiles=residency.video_decoder({"vae": programs}))
     finally:
         residency.close()
 
@@ -115,7 +115,8 @@ def check_sound(workspace: Workspace, *lengths: int) -> None:
     try:
         # As sound's thread does where it comes first: loading is a phase of its own.
         with recorder.phase("decode_audio"):
-            on_ranks = residency.sound_decoder(workspace.tile_programs(CLIP), programs)
+            vae = {"vae": workspace.tile_programs(CLIP), "sound": programs}
+            on_ranks = residency.sound_decoder(vae)
         for latents in lengths:
             latent = randn(1, 8, latents, 16, seed=latents)
             wanted, got = host.decode_audio(latent), host.decode_audio(latent, on_ranks)
@@ -124,7 +125,7 @@ def check_sound(workspace: Workspace, *lengths: int) -> None:
             assert rel(got, wanted) < SOUND_OF_NOISE, latents
     finally:
         residency.close()
-    assert len(workspace.verify("vae")) == 2
+    assert len(workspace.verify("vae")) == 3
 
 
 def make(workspace: Workspace, video: Path, **outputs) -> None:

@@ -154,7 +154,7 @@ class Engine:
 
     def _check(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
         compiled = self.preflight.check(jobs)
-        self.residency.decoder_stays = self.preflight.decoder_stays
+        self.residency.vae_stays = self.preflight.vae_stays
         return compiled
 
     def _denoise(
@@ -202,7 +202,7 @@ class Engine:
 
     def _decode_queue(self, **options) -> DecodeQueue:
         """The queue of a run. options: arguments that DecodeQueue shares with `run`."""
-        on_ranks = "each" if self.residency.decoder_stays else "last"
+        on_ranks = "each" if self.residency.vae_stays else "last"
         return DecodeQueue(
             self.host,
             self.recorder,
@@ -219,16 +219,16 @@ class Engine:
     def _decode_video(self, latent: Tensor, seed: int) -> Iterator[Tensor]:
         """A latent (1, 128, F, h, w) to chunks of frames: on the host, or on the ranks in tiles or
         spans. seed: the job's."""
-        tiles, programs = None, (self.preflight.tiles, self.preflight.sound)
+        tiles = None
         if self.options.neuron_vae:
-            tiles = self.residency.video_decoder(*programs)
+            tiles = self.residency.video_decoder(self.preflight.vae)
         return self.host.decode_video(latent, tiles, seed)
 
     def _decode_audio(self, latent: Tensor) -> Tensor:
         """A latent (1, 8, Ta, 16) to a waveform: on the host, or on the ranks in spans."""
-        spans, programs = None, (self.preflight.tiles, self.preflight.sound)
+        spans = None
         if self.preflight.decodes_on_ranks(latent.shape[2]):
-            spans = self.residency.sound_decoder(*programs)
+            spans = self.residency.sound_decoder(self.preflight.vae)
         return self.host.decode_audio(latent, spans)
 
     # --- encode the prompts -----------------------------------------------------------------------
@@ -300,7 +300,10 @@ class Engine:
         modulation = self.residency.use_weights(stage.loras)
         if job.has_media(stage.upsampled) and "video_latent" not in run.tensors:
             with self.recorder.phase("encode_inputs"):
-                run.tensors |= conditions.encode(self.host, job, stage.upsampled)
+                tiles = None
+                if self.preflight.encodes_on_ranks(job):
+                    tiles = self.residency.video_encoder(self.preflight.vae)
+                run.tensors |= conditions.encode(self.host, job, stage.upsampled, tiles)
         start, ranks = self._initial_latents(run, stage), self.residency.ranks
         shared = workspace.transformer, workspace.dtype, modulation, self.compat
         with self.recorder.phase(f"denoise_{stage.name}"):

@@ -24,11 +24,13 @@ from ltx_neuron.config.gemma import check_gemma_fits
 from ltx_neuron.config.release import Release
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
-from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.errors import FieldError
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
+from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import (
+    encoder_program_name,
     may_divide,
     spectrogram_program_name,
     tile_program_name,
@@ -48,8 +50,8 @@ from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
-# Models of decoders, each with the config section whose file contains it
-_SECTIONS = {"vae": "vae", "sound": "audio_vae"}
+# Models of the VAEs, each with the config section whose file contains it
+_SECTIONS = {"vae": "vae", "encoder": "vae", "sound": "audio_vae"}
 MAX_TIMESTEPS = 4  # a suitable graph has fewer surplus timesteps
 
 
@@ -155,6 +157,11 @@ class Finished:
         if is_diffusion_vae(self.config):
             return diffusion_decoder_config(self.config, self.source("vae").names)
         return video_decoder_config(self.config)
+
+    @cached_property
+    def video_encoder(self):
+        """The video encoder's configuration. Raises UserError if the ranks do not support it."""
+        return video_encoder_config(self.config)
 
     @cached_property
     def audio_decoder(self):
@@ -316,6 +323,16 @@ class Finished:
             for tile in self.tile_shapes(clip)
         }
 
+    def encoder_identities(self, job: Job) -> dict[str, dict]:
+        """The video encoder for every tile shape of a job's videos; empty if the host encodes
+        them."""
+        return {
+            encoder_program_name(tile): self._graph_identity(
+                "encoder", "x".join(map(str, tile)), self.video_encoder.digest
+            )
+            for tile in self.encoder_tiles(job)
+        }
+
     def sound_identities(self, latents: int) -> dict[str, dict]:
         """Mel decoder and vocoder for the spans of a sound with this number of latents."""
         latents, rows = span_sizes(latents)
@@ -366,6 +383,11 @@ class Finished:
         flags = "--height", height, "--width", width, "--num-frames", frames
         command = self._command("compile vae", *flags)
         return self._programs(self.tile_identities(clip), command)
+
+    def encoder_programs(self, job: Job) -> dict[str, Manifest]:
+        """The compiled video encoder, a program per tile shape of a job's videos."""
+        command = self._command("compile vae", *_shape_flags(job))
+        return self._programs(self.encoder_identities(job), command)
 
     def sound_programs(self, size: Size, latents: int) -> dict[str, Manifest]:
         """The compiled mel decoder and vocoder for the spans of a sound with this number of
@@ -447,10 +469,19 @@ class Finished:
         cut = tiles.cut(clip, tiles.tiling_for_ranks(self.profile, clip, self.tp))
         return list(dict.fromkeys(map(tiles.tile_shape, cut)))
 
+    def encoder_tiles(self, job: Job) -> list[tuple[int, int, int]]:
+        """The distinct sizes (frames, rows, columns) of the tiles in which the ranks encode a job's
+        videos. The host encodes an IC-LoRA's references, which have no tiles, and all videos where
+        the encoder would take the transformer's place."""
+        if not self.profile.may_keep_vae:
+            return []
+        clips = (clip.pixels for clip in job.encoded_clips if not clip.whole)
+        return list(dict.fromkeys(tile for pixels in clips for tile in tile_counts(pixels)))
+
 
 def shard_verb(model: str) -> str:
     """The verb that makes the weights of a model, one of MODELS."""
-    named = {"dit": "transformer", "sound": "vae"}
+    named = {"dit": "transformer", "sound": "vae", "encoder": "vae"}
     return f"shard {named.get(model, model)}"
 
 

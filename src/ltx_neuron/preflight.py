@@ -15,6 +15,7 @@ from ltx_neuron.host import conditions
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
+from ltx_neuron.plan import CoreMemory
 from ltx_neuron.profiles import require_runtime
 from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
@@ -49,16 +50,14 @@ class RunOptions:
 class Preflight:
     """Checks jobs against a workspace; their weight files and host models only once.
 
-    tiles          programs of the video decoder for the last checked jobs
-    sound          programs of the audio decoders for them
-    decoder_stays  whether the decoders fit the device beside the transformer
+    vae        programs of the VAEs on the ranks for the last checked jobs
+    vae_stays  whether they fit the device beside the transformer
     """
 
     def __init__(self, workspace: Workspace, host: HostModels, options: RunOptions):
         self.workspace, self.host, self.options = workspace, host, options
-        self.decoder_stays = False
-        self.tiles: dict[str, Manifest] = {}
-        self.sound: dict[str, Manifest] = {}
+        self.vae_stays = False
+        self.vae: dict[str, dict[str, Manifest]] = {}
         self._checked_models: set[str] = set()
         self._checked_weight_files = False
 
@@ -89,13 +88,31 @@ class Preflight:
             for job in {tuple(job.buckets): job for job in jobs}.values():
                 workspace.check_plan_fits(job, self.options.neuron_gemma)
             raise
+        memories = self._memories(jobs, compiled)
+        if self.vae.get("encoder") and not self.vae_stays:
+            print(
+                "the video encoder does not fit beside the transformer: the host encodes the input"
+                " videos"
+            )
+            self.vae["encoder"] = {}
+            memories = self._memories(jobs, compiled)
+        for job, memory in zip(jobs, memories, strict=True):
+            workspace.check_compiled_fits(memory, job, self.options.neuron_gemma)
+        return compiled
+
+    def _memories(
+        self, jobs: list[Job], compiled: dict[tuple[int, Stage], CompiledStep]
+    ) -> list[CoreMemory]:
+        """The memory that each job needs per core. Sets vae_stays."""
+        vae = [manifest for several in self.vae.values() for manifest in several.values()]
+        memories = []
         for job in jobs:
             manifests = [compiled[id(job), stage].manifest for stage in job.stages]
-            decoders = [*self.tiles.values(), *self.sound.values()]
-            memory = workspace.compiled_memory(manifests, self.options.neuron_gemma, decoders)
-            workspace.check_compiled_fits(memory, job, self.options.neuron_gemma)
-            self.decoder_stays = memory.decoder_stays(workspace.profile)
-        return compiled
+            memories.append(
+                self.workspace.compiled_memory(manifests, self.options.neuron_gemma, vae)
+            )
+        self.vae_stays = all(each.vae_stays(self.workspace.profile) for each in memories)
+        return memories
 
     def check_inputs(self, jobs: list[Job]) -> None:
         """Check the jobs' settings and files. Raises UserError."""
@@ -147,7 +164,11 @@ class Preflight:
 
     def decodes_on_ranks(self, latents: int) -> bool:
         """Whether the ranks decode a sound with this number of latents."""
-        return spectrogram_program_name(span_sizes(latents)[0]) in self.sound
+        return spectrogram_program_name(span_sizes(latents)[0]) in self.vae.get("sound", ())
+
+    def encodes_on_ranks(self, job: Job) -> bool:
+        """Whether the ranks encode a job's videos."""
+        return bool(self.vae.get("encoder") and self.workspace.encoder_tiles(job))
 
     def _check_weight_files(self, jobs: list[Job]) -> None:
         """Read the headers of all weight files and the tokenizer, once per engine."""
@@ -186,20 +207,30 @@ class Preflight:
         workspace.check_dit_weights(jobs)
         if self.options.neuron_gemma:
             self._find_text()
-        if self.options.neuron_vae:
-            workspace.weights("vae")
-            self.tiles, self.sound = {}, {}
-            seen = [job for job in jobs if not job.sound_only]
-            for latent in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in seen):
-                self.tiles |= workspace.tile_programs(latent)
-        decoded = [job for job in jobs if not job.sound]  # an input sound is not decoded
-        sounds = {job.audio_latents: size for job in decoded if (size := sound_size(job))}
-        if self.sound_on_ranks and sounds:
-            workspace.weights("sound")
-            for latents, size in sounds.items():
-                self.sound |= workspace.sound_programs(size, latents)
+        self.vae = self._find_vae(jobs) if self.options.neuron_vae else {}
         workspace.say_tuned()
         return compiled
+
+    def _find_vae(self, jobs: list[Job]) -> dict[str, dict[str, Manifest]]:
+        """The programs of the VAEs by model. Raises UserError for missing ones."""
+        workspace = self.workspace
+        vae: dict[str, dict[str, Manifest]] = {"vae": {}, "encoder": {}, "sound": {}}
+        seen = [job for job in jobs if not job.sound_only]
+        latents = dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in seen)
+        given = [job for job in jobs if workspace.encoder_tiles(job)]
+        decoded = [job for job in jobs if not job.sound]  # an input sound is not decoded
+        sounds = {job.audio_latents: size for job in decoded if (size := sound_size(job))}
+        sounds = sounds if self.sound_on_ranks else {}
+        for model, needed in zip(vae, (latents, given, sounds), strict=True):
+            if needed:
+                workspace.weights(model)
+        for latent in latents:
+            vae["vae"] |= workspace.tile_programs(latent)
+        for job in given:
+            vae["encoder"] |= workspace.encoder_programs(job)
+        for count, size in sounds.items():
+            vae["sound"] |= workspace.sound_programs(size, count)
+        return vae
 
 
 def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> None:

@@ -138,6 +138,11 @@ class Profile:
         """Device memory of one logical core."""
         return self.chip and self.chip.memory_bytes * self.lnc // self.chip.cores
 
+    @property
+    def may_keep_vae(self) -> bool:
+        """Whether the video VAE may stay on the device beside the transformer, if it fits."""
+        return self.resident or self.memory_bytes_per_core is not None
+
     def flops(self, tp: int) -> float | None:
         """FLOP/s of `tp` ranks together."""
         return self.chip and self.chip.flops * self._chips_of(tp)
@@ -233,7 +238,7 @@ class Profile:
 NKI_KERNELS = {"nki": ("attention_cte",), "nki_const_max": ("attention_cte", "attention_const_max")}
 _HINTS = typing.get_type_hints(Profile)
 # Models with their own compiler flags.
-MODELS = ("dit", "gemma3", "connectors", "vae", "sound")
+MODELS = ("dit", "gemma3", "connectors", "vae", "encoder", "sound")
 _GIB = 2**30
 TRAINIUM2 = Chip(
     cores=8,
@@ -263,6 +268,9 @@ DIT_FLAGS = tuple(
         " --vectorize-strided-dma --cc-pipeline-tiling-factor=2",
     )
 )
+# Published for the video decoder on trn2, in one graph.
+_UNET = "--model-type=unet-inference -O1 --auto-cast=none"
+_VIDEO_VAE = f"{_UNET} --internal-max-instruction-limit=15000000"
 _TRN2: dict[str, Any] = dict(
     backend="nxd",
     tp=4,
@@ -315,13 +323,9 @@ _TRN2: dict[str, Any] = dict(
             ),
         ),
         ("connectors", _TRANSFORMER),
-        # Published for the same decoder on trn2, in one graph.
-        (
-            "vae",
-            "--model-type=unet-inference -O1 --auto-cast=none"
-            " --internal-max-instruction-limit=15000000",
-        ),
-        ("sound", "--model-type=unet-inference -O1 --auto-cast=none"),
+        ("vae", _VIDEO_VAE),
+        ("encoder", _VIDEO_VAE),
+        ("sound", _UNET),
     ),
 )
 

@@ -1,5 +1,5 @@
-"""Loads models on the ranks: the text encoder, then the transformer, then the decoders if the ranks
-decode. One model is loaded at a time, unless the profile keeps all or the decoders fit too.
+"""Loads models on the ranks: the text encoder, then the transformer, then the VAEs if the ranks
+decode. One model is loaded at a time, unless the profile keeps all or the VAEs fit too.
 
 The ranks start when the first model is needed. Both stages and all jobs share one copy of the
 transformer's weights; a weight set with other LoRAs replaces it.
@@ -7,7 +7,7 @@ transformer's weights; a weight set with other LoRAs replaces it.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
-from ltx_neuron.backends.tiles import RankSound, RankSpans, RankTiles
+from ltx_neuron.backends.tiles import RankEncoder, RankSound, RankSpans, RankTiles
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig
 from ltx_neuron.denoise import ModulationTables
 from ltx_neuron.errors import NoPermission, UserError
@@ -29,6 +29,8 @@ from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
 
+# Programs of the VAEs by name, of the models "vae", "encoder" and "sound".
+VaePrograms = Mapping[str, dict[str, Manifest]]
 _REMEMBERED_WEIGHT_SETS = 4  # weight sets whose modulation tables are kept
 
 
@@ -46,9 +48,9 @@ class Residency:
         self.weights: Path | None = None
         self._programs: frozenset[str] = frozenset()
         self._ran: frozenset[str] = frozenset()  # programs that these ranks have loaded so far
-        self._decoders: frozenset[str] = frozenset()  # the decoders' loaded programs
-        self._decoding = threading.Lock()  # held while decoders are loaded or run
-        self.decoder_stays = False  # whether it fits beside the transformer
+        self._vae_programs: frozenset[str] = frozenset()  # the VAEs' loaded programs
+        self._decoding = threading.Lock()  # held while VAEs are loaded or run
+        self.vae_stays = False  # whether the VAEs fit beside the transformer
         self._modulation: dict[Path, ModulationTables] = {}  # by weight set
 
     @contextmanager
@@ -60,7 +62,7 @@ class Residency:
         workspace = self.workspace
         with self.recorder.phase("load_gemma3"):
             ranks = self.start()
-            if (self.weights or self._decoders) and not workspace.profile.resident:
+            if (self.weights or self._vae_programs) and not workspace.profile.resident:
                 self._unload()
             known = workspace.profile.text_buckets
             apart = workspace.profile.guidance_parallel > 1
@@ -84,7 +86,7 @@ class Residency:
         weights = self.workspace.dit_weights(loras)
         with self.recorder.phase("load_transformer"):
             ranks = self.start()
-            if self._decoders and not self.decoder_stays:
+            if self._vae_programs and not self.vae_stays:
                 self._unload()
             with self._swapping(weights):
                 ranks.load(weights, programs, self.workspace.dtype)
@@ -125,41 +127,42 @@ class Residency:
             self.recorder.counters.weight_swap_seconds += time.perf_counter() - began
         self.weights = weights
 
-    def video_decoder(
-        self, tiles: dict[str, Manifest], sound: dict[str, Manifest] | None = None
-    ) -> RankTiles | RankSpans:
-        """The video decoder with the programs of these tiles, loaded beside the transformer or
-        instead of it, together with the audio decoders."""
-        self._load_decoders(tiles, sound or {})
-        assert self.ranks
-        config, dtype = self.workspace.video_decoder, self.workspace.dtype
+    def video_decoder(self, vae: VaePrograms) -> RankTiles | RankSpans:
+        """The video decoder. All VAEs with programs are loaded together, beside the transformer or
+        instead of it."""
+        ranks, config = self._load_vae(vae), self.workspace.video_decoder
         if isinstance(config, DiffusionDecoderConfig):
-            return RankSpans(self.ranks, config, dtype, self._decoding)
-        return RankTiles(self.ranks, self._decoding)
+            return RankSpans(ranks, config, self.workspace.dtype, self._decoding)
+        return RankTiles(ranks, self._decoding)
 
-    def sound_decoder(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> RankSound:
-        """Mel decoder and vocoder with these programs, loaded like video_decoder."""
-        self._load_decoders(tiles, sound)
-        assert self.ranks
-        return RankSound(self.ranks, resampling_filters(self.workspace.vocoder), self._decoding)
+    def video_encoder(self, vae: VaePrograms) -> RankEncoder:
+        """The video encoder, loaded like video_decoder."""
+        return RankEncoder(self._load_vae(vae), self._decoding)
 
-    def _load_decoders(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> None:
+    def sound_decoder(self, vae: VaePrograms) -> RankSound:
+        """Mel decoder and vocoder, loaded like video_decoder."""
+        resampling = resampling_filters(self.workspace.vocoder)
+        return RankSound(self._load_vae(vae), resampling, self._decoding)
+
+    def _load_vae(self, vae: VaePrograms) -> Ranks:
         # Loading is a separate phase, also when the thread that decodes sound starts it.
         with self.recorder.paused(), self._decoding:
-            if {*tiles, *sound} <= self._decoders:
-                return
+            programs = frozenset(name for several in vae.values() for name in several)
+            ranks = self.start()
+            if programs <= self._vae_programs:
+                return ranks
             workspace = self.workspace
-            if self.weights and not self.decoder_stays:
+            if self.weights and not self.vae_stays:
                 with self.recorder.phase("unload_transformer"):
                     self._unload()
             with self.recorder.phase("load_vae"):
-                ranks = self.start()
-                with _remedy(weights := workspace.weights("vae")):
-                    ranks.load(weights, tiles, workspace.dtype)
-                if sound:
-                    with _remedy(weights := workspace.weights("sound")):
-                        ranks.load(weights, sound, torch.float32)
-            self._decoders = frozenset({*tiles, *sound})
+                for model, several in vae.items():
+                    dtype = torch.float32 if model == "sound" else workspace.dtype
+                    if several:
+                        with _remedy(weights := workspace.weights(model)):
+                            ranks.load(weights, several, dtype)
+            self._vae_programs = programs
+        return ranks
 
     def unload_transformer(self) -> None:
         """Free the ranks' device and host memory."""
@@ -195,7 +198,7 @@ class Residency:
         self._forget()
 
     def _forget(self) -> None:
-        self.weights, self._programs, self._decoders = None, frozenset(), frozenset()
+        self.weights, self._programs, self._vae_programs = None, frozenset(), frozenset()
 
 
 @contextmanager

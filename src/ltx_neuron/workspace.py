@@ -31,6 +31,7 @@ from ltx_neuron.models.programs import (
     connector_program,
     diffusion_program,
     dit_program,
+    encoder_program,
     gemma3_program,
     spectrogram_program,
     tile_program,
@@ -77,7 +78,7 @@ class Workspace(Finished):
         self, model: str, sets: Iterable[WeightSet] = ((),), workers: int | None = None
     ) -> list[Path]:
         """Write the rank files of a model, one of MODELS; for the DiT, of every set of LoRAs; for
-        the video decoder, also those of sound. Returns the folders."""
+        the video decoder, also those of the encoder and of sound. Returns the folders."""
         # Wrong sources raise before anything is written.
         sources = [source for loras in sets for source in self.sources_of(model, loras)]
         specs_of = [self._specs(source) for source in sources]
@@ -123,6 +124,7 @@ class Workspace(Finished):
             "dit": self._dit_parts,
             "gemma3": self._gemma3_parts,
             "vae": lambda: ([self._tile_program((1, 1, 1))], {}, {}),
+            "encoder": lambda: ([self._encoder_program((1, 32, 32))], {}, {}),
             "sound": self._sound_parts,
         }
         programs, host, layouts = parts[source.model.name]()
@@ -213,6 +215,14 @@ class Workspace(Finished):
         programs = [partial(self._tile_program, tile) for tile in self.tile_shapes(clip)]
         return self._compile(self.tile_identities(clip).values(), programs)
 
+    def compile_encoder(self, job: Job) -> list[Path]:
+        """Trace the video encoder for every tile shape of a job's videos."""
+        programs = [partial(self._encoder_program, tile) for tile in self.encoder_tiles(job)]
+        return self._compile(self.encoder_identities(job).values(), programs)
+
+    def _encoder_program(self, tile: tuple[int, int, int]) -> Program:
+        return encoder_program(self.video_encoder, tile, self.dtype)
+
     def _tile_program(self, tile: tuple[int, int, int]) -> Program:
         """The program of the video decoder for tiles of latents (f, h, w), or of the diffusion
         decoder for clips."""
@@ -240,7 +250,7 @@ class Workspace(Finished):
         paths = [artifacts.folder(self.artifacts, identity) for identity in identities]
         named = [*zip(paths, identities, programs, strict=True)]
         missing = [each for each in named if not self.is_made(each[1])]
-        model = identities[0]["model"]
+        model = identities[0]["model"] if identities else ""
         for path, identity, make in tqdm(
             missing, f"{model} graphs", disable=not missing, unit="graph"
         ):
@@ -272,7 +282,7 @@ class Workspace(Finished):
         """The memory that a generation needs per core, from the weights and costs in its graphs'
         manifests and the sizes of other rank files.
 
-        decoders  manifests of the decoders of video and sound on the ranks
+        decoders  manifests of the video VAE and of the decoders of sound on the ranks
         """
         weights = {n: shape for manifest in manifests for n, shape in manifest.weights().items()}
         models = {manifest.identity["model"] for manifest in decoders}
@@ -309,13 +319,13 @@ def reshard(
     Returns their folder. Raises UserError if the finished ones do not suit that tp or dtype.
     """
     source = RankSource(folder)
-    if source.model.name == "sound" and model == "vae":  # one command shards both
-        dtype = "float32"
-    elif source.model.name != model:
+    if source.model.name not in _models_of(model):
         raise UserError(
             f"{folder} has weights of {source.model.name}, wanted {model}: type"
             f" {command(shard_verb(source.model.name))}"
         )
+    if source.model.name == "sound":
+        dtype = "float32"
     source.check(tp, DTYPES[dtype])
     identity = source.identity | {"tp": tp, "dtype": dtype}
     path = artifacts.folder(artifacts_dir, identity)
@@ -341,4 +351,4 @@ def verify_finished(model: str, artifacts_dir: Path) -> None:
 
 def _models_of(model: str) -> tuple[str, ...]:
     """The models whose weights one command shards."""
-    return ("vae", "sound") if model == "vae" else (model,)
+    return ("vae", "encoder", "sound") if model == "vae" else (model,)

@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from device.bench import BF16, FP32, WIDE, Bench, Model, full, tiny, wide
+from device.bench import BF16, FP32, WIDE, Bench, Model, full, request, tiny, wide
 from device.report import cell
+from ltx_neuron.files import read_json
 from ltx_neuron.format import format_bytes
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny import make_tiny
@@ -25,6 +26,8 @@ from ltx_neuron.workspace import Workspace
 # Frames of bfloat16 weights on both sides; ltx-core's own bfloat16 has 48 dB from its float32
 # (benchmarks/vae_decode.md).
 LEAST_PSNR = 40
+# Latents of bfloat16 weights on both sides. A frame or channel in the wrong place leaves 10 %.
+MOST_ENCODED = 0.03
 
 
 def doctor_flags(args: argparse.Namespace) -> list[object]:
@@ -180,6 +183,29 @@ def decoded_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
     )
     if psnr < LEAST_PSNR:
         pytest.fail("the ranks decode other frames than the host")
+
+
+def encoded_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
+    """A clip's latents by the ranks, against the host's."""
+    target = bench.device(model)
+    name = f"{model.name}-encoded-{target.profile}-{target.dtype}"
+    found = read_json(bench.scripted("encoded", name, target, request(model, model.size)))
+    seconds = found["seconds"]
+    tiles = ", ".join("x".join(map(str, tile)) for tile in found["tiles"])
+    yield (
+        f"Sharding the encoder: {seconds['shard']:.1f} s; compiling it for tiles of {tiles}:"
+        f" {seconds['compile']:.1f} s."
+    )
+    yield (
+        f"Encoded by the ranks in {seconds['first']:.2f} s, again in {seconds['second']:.2f} s; by"
+        f" the host in {seconds['host']:.2f} s, with its weights read."
+    )
+    yield (
+        f"Latents of the ranks against the host's: {found['relative']:.2%} (wanted: at most"
+        f" {MOST_ENCODED:.0%})."
+    )
+    if not found["relative"] < MOST_ENCODED:
+        pytest.fail("the ranks encode other latents than the host")
 
 
 def load_frames(folder: Path) -> Tensor:

@@ -92,6 +92,11 @@ def test_tiny_frames_decoded_on_the_ranks(bench, found):
     found.extend(compared.decoded_on_ranks(bench, tiny(bench)))
 
 
+@section(minutes=3, needs=(test_tiny_shard_and_compile,))
+def test_tiny_a_clip_encoded_on_the_ranks(bench, found):
+    found.extend(compared.encoded_on_ranks(bench, tiny(bench)))
+
+
 @section(minutes=10)
 def test_full_shard(bench, found):
     found.append(compared.sharded(bench, full(bench)))
@@ -128,6 +133,11 @@ def test_full_one_step_against_the_cpu(bench, found):
 @section(minutes=60, needs=FULL)
 def test_full_frames_decoded_on_the_ranks(bench, found):
     found.extend(compared.decoded_on_ranks(bench, full(bench)))
+
+
+@section(minutes=60, needs=FULL)
+def test_full_a_clip_encoded_on_the_ranks(bench, found):
+    found.extend(compared.encoded_on_ranks(bench, full(bench)))
 
 
 @section(minutes=60, needs=FULL)

@@ -1,10 +1,11 @@
-"""Decoding on the ranks (--neuron-vae): the host decoder's frames and sound, and nothing loaded
+"""The VAEs on the ranks (--neuron-vae): the host's latents, frames and sound, and nothing loaded
 twice. Other degrees, lengths and faults: test/slow/test_neuron_vae.py."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
-from helpers import rel, rewrite
+from helpers import picture_frames, rel, rewrite, write_film
 from rank_decoding import (
     FRAME_COUNTS,
     JOBS,
@@ -19,8 +20,10 @@ from rank_decoding import (
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
+from ltx_neuron.plan import CoreMemory
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.workspace import Workspace
 
 
@@ -99,3 +102,45 @@ def test_a_decoder_that_the_ranks_cannot_run_is_refused_before_anything_loads(
     for neuron_vae, said in ((True, "vae.causal_decoder is True"), (False, "shard transformer")):
         with pytest.raises(UserError, match=said):
             Engine(causal, Recorder(), RunOptions(neuron_vae=neuron_vae)).preflight.check(JOBS)
+
+
+ENCODED = 1e-5  # convolutions and norms sum in another order
+
+
+def test_a_retake_is_encoded_beside_the_transformer_as_the_host_does(
+    tiny, artifacts, tmp_path, monkeypatch, capsys
+):
+    """Or by the host, where the encoder does not fit there."""
+    workspace = prepared(tiny, artifacts, "resident=true")
+    film = write_film(tmp_path / "film.mkv", picture_frames(9, 64, 96, 3))
+    job = replace(JOBS[0], retake=Retake(film, 0.1, 0.2))
+    workspace.compile_dit(job.buckets, job)
+    with pytest.raises(UserError, match=r" compile vae .* --video-path .*film\.mkv"):
+        Engine(workspace, Recorder(), RunOptions(neuron_vae=True)).preflight.check([job])
+    workspace.compile_encoder(job)
+    made = {}
+    for neuron_vae in (False, True):
+        phases = Phases()
+        with Engine(workspace, phases, RunOptions(neuron_vae=neuron_vae)) as engine:
+            engine.progress = False
+            (made[neuron_vae],) = engine.run([job], keep=True, decode=False)
+            assert ("video_encoder" in vars(engine.host)) != neuron_vae
+        begun = [name for name in phases.begun if name in ("encode_inputs", "load_vae", *DENOISE)]
+        assert begun[:2] == ["encode_inputs", "load_vae" if neuron_vae else DENOISE[0]]
+    theirs, ours = (made[neuron_vae].tensors for neuron_vae in (False, True))
+    for name in ("video_latent", "s1_video"):
+        assert 0 < rel(ours[name], theirs[name]) < ENCODED, name
+
+    preflight = Engine(workspace, Recorder(), RunOptions(neuron_vae=True)).preflight
+    preflight.check([job])
+    assert preflight.encodes_on_ranks(job) and preflight.vae_stays
+    with_encoder = []
+
+    def stays(memory: CoreMemory, profile) -> bool:
+        with_encoder.append(memory.video_decoder)
+        return memory.video_decoder < max(with_encoder)
+
+    monkeypatch.setattr(CoreMemory, "vae_stays", stays)
+    preflight.check([job])
+    assert not preflight.encodes_on_ranks(job) and preflight.vae_stays
+    assert "the video encoder does not fit beside the transformer" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace, sharing
 from given_runs import told as told_given
 from given_runs import voiced
-from helpers import ended, randn
+from helpers import ended, randn, rel
 from rank_decoding import CLIPS, decoding, frames_of
 from rank_decoding import opened as opened_for_tiles
 from recipe_runs import AUDIO, GUIDED, VIDEO, told, told_hq
@@ -22,9 +22,13 @@ from recipes_oracle import OFF
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.errors import UserError
+from ltx_neuron.host import encoding
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.job import Job, Size
 from ltx_neuron.report import table
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
+from ltx_neuron.sampling.conditions import Retake
 
 assets, opened, files = recipe_runs.assets, recipe_runs.opened, given_runs.files  # fixtures
 
@@ -218,6 +222,7 @@ def test_prompts_on_two_groups_have_the_contexts_of_one(tiny, artifacts):
             assert ours is wanted is None or torch.equal(ours, wanted)
 
 
+ENCODED = 1e-5  # convolutions and norms sum in another order
 # The ranks that decode a tile each, of two in a group.
 TILED = {
     (): 2,
@@ -225,6 +230,30 @@ TILED = {
     ("context_parallel=2",): 4,
     ("guidance_parallel=2", "context_parallel=2"): 8,
 }
+
+
+def test_tiles_of_a_clip_are_encoded_on_the_ranks_of_all_groups_as_the_host_does(
+    tiny, artifacts, monkeypatch
+):
+    # Upstream's tiles are larger than a test's clips. These are two in time and two in width.
+    for axis in ("TIME", "SPACE"):
+        monkeypatch.setattr(encoding, f"{axis}_TILE", 2)
+        monkeypatch.setattr(encoding, f"{axis}_OVERLAP", 1)
+    job = Job("", Size(32, 96, 17), retake=Retake("film.mkv", 0, 1))
+    pixels, made = randn(1, 3, 17, 32, 96).clip(-1, 1), []
+    for layout in TILED:
+        workspace = opened_for_tiles(tiny, artifacts, 2, "float32", "resident=true", *layout)
+        workspace.shard("vae")
+        workspace.compile_encoder(job)
+        assert workspace.encoder_tiles(job) == [(9, 32, 64), (17, 32, 64)]
+        residency = Residency(workspace, Recorder())
+        tiles = residency.video_encoder({"encoder": workspace.encoder_programs(job)})
+        host = HostModels(workspace.checkpoint_path, workspace.config, torch.float32)
+        made.append(host.encode_video(pixels, rank_tiles=tiles))
+        residency.close()
+        assert "video_encoder" not in vars(host)
+        assert torch.equal(made[-1], made[0]), layout
+    assert 0 < rel(made[0], host.encode_video(pixels)) < ENCODED
 
 
 def test_tiles_on_the_ranks_of_all_groups_have_the_frames_of_one(tiny, artifacts):

@@ -431,6 +431,29 @@ def test_a_long_clip_to_dub_is_encoded_in_tiles(files, host, tiny):
     assert ic_lora(whole, frames=89, size=(32, 64)).encoded_clips[0].whole
 
 
+def test_ranks_encode_the_tiles_of_every_clip_but_an_ic_loras_references(files, host, tiny):
+    encoded = []
+
+    def tiles(several):
+        encoded.append(len(several))
+        return [host.video_encoder(tile) for tile in several]
+
+    film, longer = files / "film.mp4", Retake(files / "film.mp4", extend=0.3, source_frames=25)
+    extended, dub = Job("", Size(64, 96, 17), retake=longer), dubbed(tiny, film, 17)
+    for given, upsampled in (
+        (retake(files / "long.mp4", 89, (32, 64)), False),
+        (extended, False),
+        (dub, False),
+        (dub, True),
+    ):
+        wanted, got = encode(host, given, upsampled), encode(host, given, upsampled, tiles)
+        assert wanted.keys() == got.keys()
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert encoded == [2, 1, 1, 1]
+    encode(host, ic_lora(ReferenceVideo(film, 1.0, 25)), rank_tiles=tiles)
+    assert len(encoded) == 4
+
+
 @pytest.mark.parametrize("channels", [1, 6])
 def test_the_voice_of_a_dubbed_clip_has_one_or_two_channels(
     host, tiny, tmp_path, capsys, channels, monkeypatch

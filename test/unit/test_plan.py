@@ -504,6 +504,31 @@ def test_a_dubbed_clip_is_planned_with_its_tokens_in_both_stages_and_one_weight_
     assert [row.name for row in rows].count("load_transformer") == 1
 
 
+def test_with_neuron_vae_the_ranks_encode_a_clip_in_tiles_and_the_host_a_reference(
+    released, clip, tmp_path
+):
+    (tmp_path / "there").touch()
+    size, file = Size(512, 768, 121), tmp_path / "there"
+    reference = ReferenceVideo(file, 1.0, 121)
+    jobs = {
+        "retake": Job("", size, retake=Retake(file, 0, 1)),
+        "IC-LoRA": Job("", size, references=(reference,), stage_1_loras=(Lora(file, 1.0),)),
+    }
+    for name, neuron_vae, where in (
+        ("retake", False, "host"),
+        ("retake", True, "device"),
+        ("IC-LoRA", True, "host"),
+    ):
+        rows = clip(job=jobs[name], neuron_vae=neuron_vae).rows
+        row = next(row for row in rows if row.name == "encode_inputs")
+        assert row.where == where, (name, neuron_vae)
+    on_ranks = clip(job=jobs["retake"], neuron_vae=True).rows
+    (row,) = (row for row in on_ranks if row.name == "encode_inputs" and row.where == "device")
+    # Two tiles on four ranks take as long as four.
+    tile = 69.04e12  # FLOPs of ltx-core's encoder, counted by torch for 73x512x768
+    assert row.seconds == pytest.approx(4 * tile / (0.3 * 667e12), rel=1e-3)
+
+
 def test_the_matrix_kernel_s_scores_are_planned_and_those_of_a_flash_kernel_are_none(released):
     matmul = resolve("trn2.3xlarge", ("attention=matmul",))
     (held,) = planned(released, 256, 256, 9, matmul).stages

@@ -16,7 +16,7 @@ from ltx_neuron.format import format_seconds
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
-from ltx_neuron.sampling.conditions import SoundCondition
+from ltx_neuron.sampling.conditions import Retake, SoundCondition
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 
@@ -58,7 +58,7 @@ def test_a_job_needs_its_weight_sets_its_graphs_and_what_runs_on_the_ranks(tiny,
         "DiT graphs, 64x64, 9 frames, two stages",
         "Gemma3 weights",
         "Gemma3 graphs",
-        "decoder weights",
+        "VAE weights",
         "video decoder graphs, 2x2x2 latents",
         "sound decoder graphs, 9 latents",
     ]
@@ -72,12 +72,23 @@ def test_jobs_share_what_is_the_same_and_a_given_sound_is_not_decoded(tiny, tmp_
         "DiT weights",
         "DiT graphs, 64x64, 9 frames",
         "DiT graphs, 64x96, 9 frames",
-        "decoder weights",
+        "VAE weights",
         "video decoder graphs, 2x2x2 latents",
         "video decoder graphs, 2x2x3 latents",
         "sound decoder graphs, 9 latents",
     ]
     assert titles(workspace, jobs[2], neuron_vae=True)[-1] == "video decoder graphs, 2x2x3 latents"
+
+
+@pytest.mark.parametrize(("resident", "encodes"), [("true", True), ("false", False)])
+def test_a_video_needs_the_encoder_where_it_may_stay_beside_the_transformer(
+    tiny, tmp_path, resident, encodes
+):
+    workspace = opened_workspace(tiny, tmp_path, settings=[f"resident={resident}"])
+    job = Job("a", Size(64, 64, 97), retake=Retake("film.mp4", 0, 1))
+    graphs = "video encoder graphs, 73x64x64, 49x64x64"
+    assert (graphs in titles(workspace, job, neuron_vae=True)) == encodes
+    assert graphs not in titles(workspace, job)
 
 
 def test_the_size_of_weights_is_known_before_they_are_written(tiny, tmp_path):

@@ -1,31 +1,23 @@
 """Our forward of the video encoder against ltx-core's, on the same modules."""
 
+from functools import partial
+
 import pytest
 import torch
-from helpers import fp32_bound, one_thread, randn, randomised, rel  # noqa: F401
+from helpers import one_thread, randn, rel  # noqa: F401
 from torch import nn
+from video_encoders import CHANNELS, OTHER_ORDER, ltx_encoder, pixels
 
 from ltx_neuron.host import winograd
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.encoding import encode_tiled
 from ltx_neuron.host.vae import FastVideoEncoder
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import merge, released_config, tiny_config
+from ltx_neuron.tiny.config import released_config
 
 BOUND = 1e-5  # from ltx-core in float32; a frame, pixel or channel in the wrong place leaves 0.1
 BFLOAT16 = Arithmetic(torch.bfloat16, 8)
 # Latent frames, rows and columns: one frame, 9 frames, odd sides.
 SIZES = [(1, 1, 1), (1, 3, 2), (2, 3, 1), (3, 2, 5), (4, 1, 3)]
-# Not the released order, nor its factors: groups of 1, 2, 4 and 8 positions are averaged.
-OTHER_ORDER = [
-    ["compress_space_res", {"multiplier": 4}],
-    ["res_x", {"num_layers": 2}],
-    ["compress_all_res", {"multiplier": 1}],
-    ["compress_all_res", {"multiplier": 2}],
-    ["compress_time_res", {"multiplier": 1}],
-]
-
-
 # Steps alone: a quick encoder that still sees over the borders of tiles.
 STEPS = [
     ["compress_space_res", {"multiplier": 1}],
@@ -33,22 +25,6 @@ STEPS = [
     ["compress_all_res", {"multiplier": 1}],
     ["compress_all_res", {"multiplier": 1}],
 ]
-CHANNELS = 32  # of a latent, and of the first stage
-
-
-def ltx_encoder(**changes) -> nn.Module:
-    """ltx-core's encoder of the tiny config with changes, narrower, with random weights."""
-    from ltx_core.model.video_vae import VideoEncoderConfigurator
-
-    vae = {"latent_channels": CHANNELS} | changes
-    config = merge(tiny_config(TinySizes()), {"vae": vae})
-    return randomised(VideoEncoderConfigurator.from_config(config))
-
-
-def pixels(frames: int, rows: int, columns: int) -> torch.Tensor:
-    """A clip of so many latents, whose pixels bfloat16 holds."""
-    clip = randn(1, 3, 8 * frames - 7, 32 * rows, 32 * columns)
-    return clip.clip(-1, 1).bfloat16().float()
 
 
 @pytest.fixture(params=["tiles", "direct"])
@@ -101,7 +77,9 @@ def test_a_later_frame_changes_no_earlier_latent(method):
 @pytest.mark.parametrize("size", [(14, 1, 1), (2, 1, 25)], ids=str)
 def test_a_clip_in_tiles_is_blended_as_of_ltx_cores_encoder(size):
     encoder, clip = ltx_encoder(encoder_blocks=STEPS), pixels(*size)
-    ours, theirs = (encode_tiled(each, clip) for each in (FastVideoEncoder(encoder), encoder))
+    ours, theirs = (
+        encode_tiled(partial(map, each), clip) for each in (FastVideoEncoder(encoder), encoder)
+    )
     assert rel(ours, theirs) < BOUND
     whole = encoder(clip)
     assert rel(theirs, whole) > 10 * BOUND, "tiles do not show in this clip"

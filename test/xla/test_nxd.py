@@ -47,12 +47,13 @@ from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import NotFiniteError
-from ltx_neuron.backends.tiles import RankSound, RankSpans, RankTiles
+from ltx_neuron.backends.tiles import RankEncoder, RankSound, RankSpans, RankTiles
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.doctor.groups import probe
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags.resolve import voice_of
+from ltx_neuron.host import encoding
 from ltx_neuron.host.diffusion import DiffusionDecoder
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import cut
@@ -1090,6 +1091,25 @@ def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspa
     wanted = torch.cat([*host.video_decoder.tiled_decode(latent, tiling)], dim=2)
     assert len(cut(clip, tiling)) > 1
     assert got.shape == wanted.shape and rel(got, wanted) < FP32
+
+
+def test_tiles_of_a_clip_are_encoded_on_four_cores_as_the_host_does(assets, workspace, monkeypatch):
+    # Upstream's tiles are larger than a test's clips. These are two in time and two in width.
+    for axis in ("TIME", "SPACE"):
+        monkeypatch.setattr(encoding, f"{axis}_TILE", 2)
+        monkeypatch.setattr(encoding, f"{axis}_OVERLAP", 1)
+    encodes = open_workspace(assets, workspace.artifacts, CUT, "resident=true")
+    job = Job("", Size(32, 96, 17), retake=Retake("film.mkv", 0, 1))
+    encodes.shard("encoder")
+    encodes.compile_encoder(job)
+    host = HostModels(assets.checkpoint, encodes.config, torch.float32)
+    pixels = randn(1, 3, 17, 32, 96).clip(-1, 1)
+    with runtime.Ranks(encodes.profile, TP) as ranks:
+        programs = encodes.encoder_programs(job)
+        assert len(programs) == 2
+        ranks.load(encodes.weights("encoder"), programs, torch.float32)
+        got = host.encode_video(pixels, rank_tiles=RankEncoder(ranks))
+    assert rel(got, host.encode_video(pixels)) < FP32
 
 
 def test_sound_on_four_cores_is_the_hosts(assets, workspace, tmp_path):

@@ -29,6 +29,7 @@ _MODELS = {
     "gemma3": "text encoder",
     "connectors": "connectors",
     "vae": "video decoder",
+    "encoder": "video encoder",
     "sound": "mel decoder and vocoder",
 }
 _IN_NAME = ("kind", "model", "bucket", "tp", "dtype", "layout")  # fields not listed again

@@ -1,5 +1,5 @@
-"""Decodes tiles of a clip and spans of its sound on the ranks: each rank decodes one at a time, all
-of the same shape."""
+"""Decodes and encodes tiles of a clip, and decodes spans of its sound, on the ranks: each rank has
+one at a time, all of the same shape."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from ltx_neuron.backends.ranks import NotFiniteError, Ranks
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig, shortest
 from ltx_neuron.models.programs import (
     call_name,
+    encoder_program_name,
     spectrogram_program_name,
     tile_program_name,
     waveform_program_name,
@@ -19,7 +20,7 @@ from ltx_neuron.models.programs import (
 
 
 class _OnRanks:
-    """Decodes with running ranks that have loaded the programs of the shapes.
+    """Uses running ranks that have loaded the programs of the shapes.
 
     tp       ranks for which the clip's tiles are chosen
     at_once  maximum number of tiles or spans per call
@@ -30,7 +31,7 @@ class _OnRanks:
         self.ranks, self._lock = ranks, lock or threading.Lock()
         self.tp, self.at_once = ranks.tp, ranks.at_once
 
-    def _decode(
+    def _outputs(
         self, program: str, given: str, parts: Sequence[Tensor], made: str, **constants: Tensor
     ) -> list[Tensor]:
         """The program's outputs for parts of one shape."""
@@ -72,7 +73,24 @@ class RankTiles(_OnRanks):
         """Latents (1, 128, f, h, w) of one shape to frames (1, 3, 8f - 7, 32h, 32w)."""
         frames, height, width = latents[0].shape[2:]
         program = tile_program_name((frames, height, width))
-        return self._decode(program, "tile_latent", latents, "tile_pixels")
+        return self._outputs(program, "tile_latent", latents, "tile_pixels")
+
+
+class RankEncoder(_OnRanks):
+    """Encodes tiles of a clip."""
+
+    def __call__(self, tiles: Sequence[Tensor]) -> list[Tensor]:
+        """Pixels (1, 3, 8f - 7, 32h, 32w) to latents (1, 128, f, h, w), those of one shape
+        together."""
+        latents: dict[int, Tensor] = {}
+        for shape in dict.fromkeys(tile.shape for tile in tiles):
+            alike = [number for number, tile in enumerate(tiles) if tile.shape == shape]
+            frames, height, width = shape[2:]
+            program = encoder_program_name((frames, height, width))
+            parts = [tiles[number] for number in alike]
+            made = self._outputs(program, "tile_pixels", parts, "tile_latent")
+            latents |= zip(alike, made, strict=True)
+        return [latents[number] for number in range(len(tiles))]
 
 
 class RankSpans(_OnRanks):
@@ -115,9 +133,10 @@ class RankSound(_OnRanks):
     def spectrogram(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Latents (1, 8, T, 16) of one length to mel spectrograms (1, 2, 4T - 3, 64)."""
         program = spectrogram_program_name(latents[0].shape[2])
-        return self._decode(program, "span_latent", latents, "span_mel")
+        return self._outputs(program, "span_latent", latents, "span_mel")
 
     def waveform(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """Mel spectrograms (1, 2, T, 64) of one length to waveforms (1, 2, samples)."""
         program = waveform_program_name(mels[0].shape[2])
-        return self._decode(program, "span_mel", mels, "span_waveform", resampling=self._resampling)
+        constants = {"resampling": self._resampling}
+        return self._outputs(program, "span_mel", mels, "span_waveform", **constants)

@@ -20,9 +20,10 @@ _MODELS = {
         "Compile the encoder-only Gemma3 for every bucket of tokens, and the text connectors.",
     ),
     "vae": (
-        "the decoders of video and sound, for --neuron-vae",
-        "Compile the decoders for --neuron-vae: the video decoder for each tile shape of a clip of"
-        " this size, and the mel decoder and the vocoder for the spans of its sound.",
+        "the decoders of video and sound and the video encoder, for --neuron-vae",
+        "Compile the VAEs for --neuron-vae: the video decoder for each tile shape of a clip of this"
+        " size, the mel decoder and the vocoder for the spans of its sound, and for a video as"
+        " input the video encoder for each tile shape.",
     ),
 }
 
@@ -37,9 +38,6 @@ def main(argv: list[str]) -> None:
     parser.prog = invocation.command(f"compile {model}")
     if not gemma:
         flags.add_size(parser)
-    if model == "vae":
-        flags.add_fields(parser, "video", ["sound_only"])
-    if model == "transformer":
         flags.add_conditions(parser, shape_only=True)
     compiled = {"transformer": _transformer, "gemma3": _gemma3, "vae": _vae}[model]
     for path in compiled(parser.parse_args(argv)):
@@ -66,9 +64,17 @@ def _vae(args: argparse.Namespace) -> list[Path]:
     size = flags.size(args)
     size.check()
     workspace, paths = flags.workspace(args), []
+    if args.video_path or args.reference_video:
+        job = flags.shape(args, flags.recipe(args))
+        job.check_shape()
+        job = workspace.resolved(job)
+        if tiles := workspace.encoder_tiles(job):
+            shapes = ", ".join("x".join(map(str, tile)) for tile in tiles)
+            print(f"tiles of the input video: {shapes} (frames x rows x columns)")
+        paths = workspace.compile_encoder(job)
     if not args.sound_only:
         clip = video_latent_shape(size.height, size.width, size.num_frames)
         shapes = ", ".join("x".join(map(str, shape)) for shape in workspace.tile_shapes(clip))
         print(f"tiles: {shapes} latents (frames x rows x columns)")
-        paths = workspace.compile_vae(clip)
+        paths += workspace.compile_vae(clip)
     return [*paths, *workspace.compile_sound(size.audio_frames)]

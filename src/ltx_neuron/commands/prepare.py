@@ -206,12 +206,17 @@ def parts_of(
         identities = workspace.text_identities(workspace.profile.text_buckets)
         add("Gemma3 graphs", identities.values(), workspace.compile_text)
     if options.neuron_vae:
-        add_weights("decoder weights", "vae")
+        add_weights("VAE weights", "vae")
         seen = (job for job in jobs if not job.sound_only)
         for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in seen):
             title = f"video decoder graphs, {'x'.join(map(str, clip))} latents"
             identities, make = workspace.tile_identities(clip), workspace.compile_vae
             add(title, identities.values(), partial(make, clip))
+        for tiles, job in {tuple(workspace.encoder_tiles(job)): job for job in jobs}.items():
+            if tiles:
+                title = f"video encoder graphs, {', '.join('x'.join(map(str, t)) for t in tiles)}"
+                identities = workspace.encoder_identities(job).values()
+                add(title, identities, partial(workspace.compile_encoder, job))
         decoded = (job for job in jobs if not job.sound and sound_size(job))
         for latents in dict.fromkeys(job.audio_latents for job in decoded):
             title = f"sound decoder graphs, {latents} latents"

@@ -11,8 +11,8 @@ _MODELS = {
         "Shard the weights of Gemma3, the text projections and the connectors",
     ),
     "vae": (
-        "the decoders of video and sound, for --neuron-vae",
-        "For --neuron-vae, copy the weights of the video decoder, mel decoder and vocoder",
+        "the video VAE and the decoders of sound, for --neuron-vae",
+        "For --neuron-vae, copy the weights of the video VAE, mel decoder and vocoder",
     ),
 }
 

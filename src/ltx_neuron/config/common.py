@@ -23,6 +23,7 @@ TEXT_TOKENS = 1024
 KEY_VALUE_HEADS = "Gemma num_key_value_heads"
 GLOBAL_KEY_VALUE_HEADS = "Gemma num_global_key_value_heads"
 HOST_DECODES = "; leave out --neuron-vae: the host decodes it"
+HOST_ENCODES = "; leave out --neuron-vae: the host encodes it"
 
 
 def gemma_download(root: Path) -> str:

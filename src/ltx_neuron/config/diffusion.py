@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ltx_neuron.config.common import ModelConfig, check_numbers, check_values
-from ltx_neuron.config.video import Upsampling
+from ltx_neuron.config.video import Resampling
 from ltx_neuron.errors import UserError
 
 TIME_FACTOR = 8  # frames of pixels per latent frame
@@ -39,7 +39,7 @@ class DiffusionDecoderConfig(ModelConfig):
     channels: tuple[int, ...]
     depths: tuple[int, ...]
     kernels: tuple[tuple[int, int, int], ...]
-    upsamplings: tuple[Upsampling, ...]
+    upsamplings: tuple[Resampling, ...]
     timestep_scale: float
     gated: bool = False
     span: int = 4
@@ -110,7 +110,7 @@ def diffusion_decoder_config(
                 for kernel in (*decoder["stage_kernels"][:-1], decoder["stage5_kernel"])
             ),
             upsamplings=tuple(
-                Upsampling(tuple(stride), divisor) for stride, divisor in decoder["upsamples"]
+                Resampling(tuple(stride), divisor) for stride, divisor in decoder["upsamples"]
             ),
             timestep_scale=float(decoder["timestep_scale_multiplier"]),
             gated=any(name.endswith(".gate_msa") for name in names),

@@ -1,21 +1,27 @@
-"""The configuration of the video decoder on the ranks."""
+"""The configurations of the video decoder and encoder on the ranks."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ltx_neuron.config.common import HOST_DECODES, ModelConfig, check_numbers, check_values
+from ltx_neuron.config.common import (
+    HOST_DECODES,
+    HOST_ENCODES,
+    ModelConfig,
+    check_numbers,
+    check_values,
+)
 from ltx_neuron.errors import UserError
 
 
 @dataclass(frozen=True)
-class Upsampling:
-    """Depth-to-space upsampling in the video decoder: a convolution whose channels become
-    positions.
+class Resampling:
+    """A change of resolution: in the decoder a convolution whose channels become positions (depth
+    to space), in the encoder one whose positions become channels (space to depth).
 
     stride      factors of frames, rows and columns
-    multiplier  the channels are divided by it
+    multiplier  the decoder divides the channels by it, the encoder multiplies them
     """
 
     stride: tuple[int, int, int]
@@ -26,66 +32,118 @@ class Upsampling:
 class VideoDecoderConfig(ModelConfig):
     """The video decoder (vae section of the metadata).
 
-    up_blocks  in execution order: an Upsampling, or the number of residual blocks of a stage
+    up_blocks  in execution order: a Resampling, or the number of residual blocks of a stage
     """
 
     latent_channels: int
     base_channels: int
     out_channels: int
     patch_size: int
-    up_blocks: tuple[int | Upsampling, ...]
+    up_blocks: tuple[int | Resampling, ...]
 
 
-# The released decoder's values. For absent values ltx-core's defaults count, which differ.
-_REQUIRED = {
-    "dims": 3,
-    "norm_layer": "pixel_norm",
+@dataclass(frozen=True)
+class VideoEncoderConfig(ModelConfig):
+    """The video encoder (vae section of the metadata).
+
+    down_blocks  in execution order: a Resampling, or the number of residual blocks of a stage
+    """
+
+    latent_channels: int
+    in_channels: int
+    patch_size: int
+    down_blocks: tuple[int | Resampling, ...]
+
+
+# The released models' values. For absent values ltx-core's defaults count, which differ.
+_PIXEL_NORM = {"dims": 3, "norm_layer": "pixel_norm"}
+_DECODER = _PIXEL_NORM | {
     "causal_decoder": False,
     "timestep_conditioning": False,
     "spatial_padding_mode": "zeros",
 }
-_DEFAULTS = {"dims": 3, "norm_layer": "pixel_norm", "causal_decoder": False}
+_ENCODER = _PIXEL_NORM | {"latent_log_var": "uniform", "spatial_padding_mode": "zeros"}
 _STRIDES = {"compress_time": (2, 1, 1), "compress_space": (1, 2, 2), "compress_all": (2, 2, 2)}
 
 
 def video_decoder_config(metadata: Mapping[str, Any]) -> VideoDecoderConfig:
     """Parse the checkpoint's `config` metadata. Raises UserError for another structure than the
     released decoder's; the host may still be able to decode."""
-    values = metadata.get("vae")
-    if not isinstance(values, dict):
-        raise UserError("the checkpoint's config metadata has no 'vae' section")
-    check_values("vae", _DEFAULTS | values, _REQUIRED, "decoding on the ranks", HOST_DECODES)
+    defaults = _PIXEL_NORM | {"causal_decoder": False}
+    values = _checked(metadata, defaults, _DECODER, "decoding on the ranks", HOST_DECODES)
+    blocks = reversed(values.get("decoder_blocks", []))
     config = VideoDecoderConfig(
         latent_channels=values.get("latent_channels", 128),
         base_channels=values.get("decoder_base_channels", 128),
         out_channels=values.get("out_channels", 3),
         patch_size=values.get("patch_size", 4),
-        up_blocks=tuple(map(_up_block, reversed(values.get("decoder_blocks", [])))),
+        up_blocks=tuple(_block(each, "decoder", "", HOST_DECODES) for each in blocks),
     )
+    _check_scale(config, config.up_blocks, "decoder_blocks upsample", HOST_DECODES)
+    return config
+
+
+def video_encoder_config(metadata: Mapping[str, Any]) -> VideoEncoderConfig:
+    """The same of the encoder."""
+    # Both have one channel of variance, which no latent depends on.
+    variance = (metadata.get("vae") or {}).get("latent_log_var")
+    wanted = _ENCODER | ({"latent_log_var": variance} if variance == "constant" else {})
+    values = _checked(metadata, _ENCODER, wanted, "encoding on the ranks", HOST_ENCODES)
+    blocks = values.get("encoder_blocks", [])
+    config = VideoEncoderConfig(
+        latent_channels=values.get("latent_channels", 128),
+        in_channels=values.get("in_channels", 3),
+        patch_size=values.get("patch_size", 4),
+        down_blocks=tuple(_block(each, "encoder", "_res", HOST_ENCODES) for each in blocks),
+    )
+    _check_scale(config, config.down_blocks, "encoder_blocks downsample", HOST_ENCODES)
+    return config
+
+
+def _checked(
+    metadata: Mapping[str, Any], defaults: dict, wanted: dict, by: str, advice: str
+) -> dict[str, Any]:
+    """The vae section, with these values; see check_values."""
+    values = metadata.get("vae")
+    if not isinstance(values, dict):
+        raise UserError("the checkpoint's config metadata has no 'vae' section")
+    check_values("vae", defaults | values, wanted, by, advice)
+    return values
+
+
+def _check_scale(
+    config: VideoDecoderConfig | VideoEncoderConfig,
+    blocks: tuple[int | Resampling, ...],
+    what: str,
+    advice: str,
+) -> None:
+    """Raise UserError for a number that is none, or another scale than the released one."""
     check_numbers(config, "checkpoint config: vae.")
-    strides = [block.stride for block in config.up_blocks if isinstance(block, Upsampling)]
+    strides = [block.stride for block in blocks if isinstance(block, Resampling)]
     factors = [math.prod(axis) for axis in zip((1, 1, 1), *strides, strict=True)]
     got = (factors[0], *(factor * config.patch_size for factor in factors[1:]))
     if got != (8, 32, 32):
         raise UserError(
-            f"checkpoint config: vae.decoder_blocks upsample by {got} in time, height and"
-            f" width, wanted (8, 32, 32){HOST_DECODES}"
+            f"checkpoint config: vae.{what} by {got} in time, height and width, wanted"
+            f" (8, 32, 32){advice}"
         )
-    return config
 
 
-def _up_block(described: Any) -> int | Upsampling:
-    """Parse an entry of the config's decoder_blocks: [name, number or settings]."""
+def _block(described: Any, part: str, suffix: str, advice: str) -> int | Resampling:
+    """Parse an entry of the config's {part}_blocks: [name, number or settings]. suffix: of the
+    names of changes of resolution; "_res" adds the resampled features."""
+    strides = {name + suffix: stride for name, stride in _STRIDES.items()}
     try:
         name, settings = described
         settings = {"num_layers": settings} if isinstance(settings, int) else {**settings}
         if name == "res_x" and not settings.get("inject_noise", False):
             return settings["num_layers"]
-        if name in _STRIDES and not settings.get("residual", False):
-            return Upsampling(_STRIDES[name], settings.get("multiplier", 1))
+        if name in strides and not settings.get("residual", False):
+            # ltx-core's default differs between decoder and encoder.
+            return Resampling(strides[name], settings.get("multiplier", 2 if suffix else 1))
     except (KeyError, TypeError, ValueError):
         pass
     raise UserError(
-        f"checkpoint config: vae.decoder_blocks has {described!r}, decoding on the ranks implements"
-        f" only res_x, {', '.join(_STRIDES)}, without noise and residuals{HOST_DECODES}"
+        f"checkpoint config: vae.{part}_blocks has {described!r}, {part[:-2]}ing on the ranks"
+        f" implements only res_x, {', '.join(strides)}, without noise and residuals{advice}"
     )

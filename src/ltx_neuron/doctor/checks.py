@@ -71,7 +71,7 @@ class Examination:
     def models(self) -> list[str]:
         """The models that the ranks run."""
         gemma, decoders = self.args.gemma_root, self.args.neuron_vae
-        return ["dit", *["gemma3"] * bool(gemma), *["vae", "sound"] * decoders]
+        return ["dit", *["gemma3"] * bool(gemma), *["vae", "encoder", "sound"] * decoders]
 
     def workspace(self) -> Workspace:
         resolved = argparse.Namespace(**vars(self.args) | {"profile": self.profile.name})

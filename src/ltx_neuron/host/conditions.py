@@ -11,6 +11,7 @@ from contextlib import closing
 from functools import cache
 from itertools import chain, islice, repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,9 +79,12 @@ def encode_images(
     return encoded
 
 
-def encode(host: HostModels, inputs: Inputs, upsampled: bool = False) -> dict[str, Tensor]:
+def encode(
+    host: HostModels, inputs: Inputs, upsampled: bool = False, rank_tiles: Any = None
+) -> dict[str, Tensor]:
     """Tensors of a job's input sound and videos by name, for a stage. Missing inputs have no
-    entries. upsampled: for stage 2, which has only the reference of a dubbed clip.
+    entries. upsampled: for stage 2, which has only the reference of a dubbed clip. rank_tiles:
+    encodes tiles on the ranks, see HostModels.encode_video.
 
     mel               (1, 2, frames, 64) float32; for a retake only if its file has sound
     audio_latent      (1, 8, Ta, 16), as long as the video; if there is a mel
@@ -95,7 +99,7 @@ def encode(host: HostModels, inputs: Inputs, upsampled: bool = False) -> dict[st
     references = inputs.appended_references(upsampled)
     names, size = reference_names(len(references), upsampled), inputs.stage_size(upsampled)
     tensors = {
-        name: _encode_reference(host, inputs, reference, size)
+        name: _encode_reference(host, inputs, reference, size, rank_tiles)
         for name, reference in zip(names, references, strict=True)
     }
     if upsampled:
@@ -103,9 +107,9 @@ def encode(host: HostModels, inputs: Inputs, upsampled: bool = False) -> dict[st
     if inputs.sound:
         tensors |= _encode_sound(host, inputs)
     if inputs.extension:
-        tensors |= _encode_extension(host, inputs)
+        tensors |= _encode_extension(host, inputs, rank_tiles)
     elif inputs.retake:
-        tensors |= _encode_retake(host, inputs)
+        tensors |= _encode_retake(host, inputs, rank_tiles)
     if inputs.reference_audio:
         flag = voice_flag(inputs)
         tensors |= _encode_reference_audio(host, inputs.reference_audio, flag)
@@ -282,12 +286,12 @@ def _check_source(inputs: Inputs) -> None:
     _retaken_sound(path, seconds)
 
 
-def _encode_retake(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
+def _encode_retake(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict[str, Tensor]:
     assert inputs.retake
     path = inputs.retake.path
     timed = frames_until(path, RETAKE, inputs.size.seconds, inputs.upright)
     pixels = pixels_of(_exactly(inputs.size.num_frames, timed, path, RETAKE), *inputs.size.sides)
-    tensors = {"video_latent": host.encode_video(pixels.to(host.dtype))}
+    tensors = {"video_latent": host.encode_video(pixels.to(host.dtype), rank_tiles=rank_tiles)}
     if sound := _retaken_sound(path, inputs.size.seconds):
         mel, latent = host.encode_audio(_stereo(sound, f"{RETAKE} {path}"))
         tensors |= {"mel": mel, "audio_latent": _fitted(latent, inputs.size.audio_frames)}
@@ -312,11 +316,12 @@ def _retaken_sound(path: str | Path, seconds: float) -> Sound | None:
 # --- extended videos ------------------------------------------------------------------------------
 
 
-def _encode_extension(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
+def _encode_extension(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict[str, Tensor]:
     extension, dtype = inputs.extension, host.dtype
     assert extension
     pixels = pixels_of(_known_frames(inputs), *inputs.size.sides)
-    known = host.encode_video(pixels.to(dtype))[:, :, int(extension.before) :]
+    known = host.encode_video(pixels.to(dtype), rank_tiles=rank_tiles)
+    known = known[:, :, int(extension.before) :]
     video = known.new_zeros(*known.shape[:2], extension.video_latents, *known.shape[3:])
     video[:, :, extension.known_video] = known
     mel, latent = host.encode_audio(_extended_sound(inputs))
@@ -399,7 +404,7 @@ def _check_references(inputs: Inputs) -> None:
 
 
 def _encode_reference(
-    host: HostModels, inputs: Inputs, reference: ReferenceVideo, size: Size
+    host: HostModels, inputs: Inputs, reference: ReferenceVideo, size: Size, rank_tiles: Any
 ) -> Tensor:
     """The latent of every time_scale-th frame after frame 0; of an IC-LoRA never in tiles."""
     flag = DUBBED if inputs.dubbing else REFERENCE
@@ -412,7 +417,7 @@ def _encode_reference(
     count, *sides = reference.pixels(size)
     # The encoder needs 8k+1 frames; upstream omits the last ones, too.
     pixels = pixels_of(taken, *sides)[:, :, :count]
-    return host.encode_video(pixels.to(host.dtype), whole=not inputs.dubbing)
+    return host.encode_video(pixels.to(host.dtype), not inputs.dubbing, rank_tiles)
 
 
 def _reference_attention(inputs: Inputs, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,24 +23,19 @@ class Part(NamedTuple):
     weights: Tensor
 
 
-def encode_tiled(encode: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
+def encode_tiled(encode: Callable[[list[Tensor]], Iterable[Tensor]], pixels: Tensor) -> Tensor:
     """The latent (1, 128, F, h, w) of pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1], encoded in
     blended tiles. A clip of at most 80 frames and 768 pixels per side is one tile.
+
+    encode  the tiles' pixels to their latents
 
     Source: ltx-pipelines 1.2.0, VideoEncoder.tiled_encode with its default tiles.
     """
     latent = _latent(pixels.shape[2:])
+    tiles = [*_tiles(latent)]
     total = None
-    for time, row, column in _tiles(latent):
-        # The first latent of a tile, like that of a clip, is one frame.
-        tile = pixels[
-            :,
-            :,
-            TIME_SCALE * time.start : TIME_SCALE * (time.stop - 1) + 1,
-            SPACE_SCALE * row.start : SPACE_SCALE * row.stop,
-            SPACE_SCALE * column.start : SPACE_SCALE * column.stop,
-        ]
-        encoded = encode(tile)
+    cut = [_cut(pixels, *tile) for tile in tiles]
+    for (time, row, column), encoded in zip(tiles, encode(cut), strict=True):
         if total is None:
             total = encoded.new_zeros(1, encoded.shape[1], *latent)
         weights = time.weights[:, None, None] * row.weights[:, None] * column.weights
@@ -48,6 +43,17 @@ def encode_tiled(encode: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
         place[..., column.start : column.stop] += encoded * weights
     assert total is not None  # a clip has a tile
     return total
+
+
+def _cut(pixels: Tensor, time: Part, row: Part, column: Part) -> Tensor:
+    """A tile's pixels. The first latent of a tile, like that of a clip, is one frame."""
+    return pixels[
+        :,
+        :,
+        TIME_SCALE * time.start : TIME_SCALE * (time.stop - 1) + 1,
+        SPACE_SCALE * row.start : SPACE_SCALE * row.stop,
+        SPACE_SCALE * column.start : SPACE_SCALE * column.stop,
+    ]
 
 
 def tile_counts(pixels: Sequence[int]) -> Counter[tuple[int, int, int]]:

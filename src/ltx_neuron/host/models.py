@@ -89,11 +89,21 @@ class HostModels:
         return self.video_encoder(pixels.to(self.latent_dtype)).to(self.dtype)
 
     @torch.no_grad()
-    def encode_video(self, pixels: torch.Tensor, whole: bool = False) -> torch.Tensor:
+    def encode_video(
+        self, pixels: torch.Tensor, whole: bool = False, rank_tiles: Any = None
+    ) -> torch.Tensor:
         """Encode pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1] as a latent (1, 128, F, h, w) in
-        `self.dtype`; long and large clips in tiles, unless `whole`."""
-        encode = self.video_encoder if whole else partial(encode_tiled, self.video_encoder)
-        return encode(pixels.to(self.latent_dtype)).to(self.dtype)
+        `self.dtype`; long and large clips in tiles, unless `whole`.
+
+        rank_tiles  encodes the tiles on the ranks: backends.tiles.RankEncoder
+        """
+        if rank_tiles and not whole:
+            latent = encode_tiled(lambda tiles: map(torch.Tensor.float, rank_tiles(tiles)), pixels)
+            self._spec("video_encoder").check_output(None, (pixels,), latent)
+            return latent.to(self.dtype)
+        pixels, encoder = pixels.to(self.latent_dtype), self.video_encoder
+        latent = encoder(pixels) if whole else encode_tiled(partial(map, encoder), pixels)
+        return latent.to(self.dtype)
 
     @torch.no_grad()
     def encode_audio(self, sound: Sound) -> tuple[torch.Tensor, torch.Tensor]:

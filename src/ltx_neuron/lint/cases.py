@@ -15,12 +15,13 @@ from ltx_neuron.config.diffusion import diffusion_decoder_config
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, GemmaConfig
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
-from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
     diffusion_program,
     dit_program,
+    encoder_program,
     gemma3_program,
     may_divide,
     spectrogram_program,
@@ -39,8 +40,8 @@ BLOCKS = (1, 2)  # graphs of more blocks repeat these
 
 class Width(NamedTuple):
     """A checkpoint's config, its diffusion decoder's, the DiT's tokens, the video decoder's tile,
-    the diffusion decoder's latents and those of sound, for a small clip or for 512x768 with 121
-    frames."""
+    the video encoder's in pixels, the diffusion decoder's latents and those of sound, for a small
+    clip or for 512x768 with 121 frames."""
 
     config: dict
     diffusion: dict
@@ -48,6 +49,7 @@ class Width(NamedTuple):
     video_tokens: int
     audio_tokens: int
     tile: tuple[int, int, int]
+    pixels: tuple[int, int, int]
     clip: tuple[int, int, int]
     sound: int
 
@@ -65,11 +67,10 @@ def widths(tp: int, ulysses: int = 2) -> dict[str, Width]:
     )
     tiny = {name: replace(gemma, **smaller) for name, gemma in released.items()}
     tiny["Gemma4"] = replace(tiny["Gemma4"], global_head_dim=2 * sizes.gemma_head_dim)
+    tiny_tiles, tiles = ((2, 2, 2), (9, 64, 64)), ((16, 9, 13), (73, 512, 768))
     return {
-        "tiny": Width(tiny_config(sizes), TINY_DECODER, tiny, 24, 18, (2, 2, 2), (4, 3, 3), 3),
-        "full": Width(
-            released_config(), DECODER, released, 6144, 126, (16, 9, 13), (16, 16, 24), 126
-        ),
+        "tiny": Width(tiny_config(sizes), TINY_DECODER, tiny, 24, 18, *tiny_tiles, (4, 3, 3), 3),
+        "full": Width(released_config(), DECODER, released, 6144, 126, *tiles, (16, 16, 24), 126),
     }
 
 
@@ -113,8 +114,8 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
         configs[0].check_tensor_parallel(tp)
         for gemma in width.gemmas.values():
             gemma.check_tensor_parallel(tp)
-        for decoder, make in _decoders(width, dtype).items():
-            yield Case(f"{name}: {decoder}", lambda comm, make=make: make(), one)
+        for model, make in _vaes(width, dtype).items():
+            yield Case(f"{name}: {model}", lambda comm, make=make: make(), one)
         for blocks in BLOCKS:
             depths = "num_layers", "connector_num_layers", "audio_connector_num_layers"
             config, marked = (replace(each, **dict.fromkeys(depths, blocks)) for each in configs)
@@ -225,13 +226,15 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
     return buckets
 
 
-def _decoders(width: Width, dtype: torch.dtype) -> dict[str, Callable[[], Program]]:
-    """The decoders, which have no collectives. Sound is float32 in every run."""
+def _vaes(width: Width, dtype: torch.dtype) -> dict[str, Callable[[], Program]]:
+    """The VAEs, which have no collectives. Sound is float32 in every run."""
     config, (span, rows) = width.config, span_sizes(width.sound)
+    encoder = video_encoder_config(config)
     vae = {"model_output_type": "x0", "decoder": width.diffusion}
     diffusion = diffusion_decoder_config({"vae": vae})
     return {
         "video decoder": partial(tile_program, video_decoder_config(config), width.tile, dtype),
+        "video encoder": partial(encoder_program, encoder, width.pixels, dtype),
         "diffusion decoder": partial(diffusion_program, diffusion, width.clip, dtype),
         f"mel decoder, {FLOAT32}": partial(spectrogram_program, audio_decoder_config(config), span),
         f"vocoder, {FLOAT32}": partial(waveform_program, vocoder_config(config), rows),

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig, cut
-from ltx_neuron.config.video import Upsampling
+from ltx_neuron.config.video import Resampling
 from ltx_neuron.models.video_decoder import Statistics
 
 EPS = 1e-6  # of all RMS norms
@@ -244,7 +244,7 @@ class PixelShuffle(nn.Module):
     """A linear layer whose output channels become positions. If it doubles the frames, the video's
     first one is to be dropped."""
 
-    def __init__(self, channels: int, stage: int, upsampling: Upsampling):
+    def __init__(self, channels: int, stage: int, upsampling: Resampling):
         super().__init__()
         self.stride, self.stage = upsampling.stride, str(stage)
         outputs = math.prod(self.stride) * channels // upsampling.multiplier

@@ -6,7 +6,7 @@ device, because they are only traced; rank files provide the weights.
 
 import re
 from collections import namedtuple
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -18,8 +18,15 @@ from ltx_neuron.config.diffusion import DiffusionDecoderConfig
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import AudioDecoderConfig, VocoderConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
-from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
-from ltx_neuron.models import audio_decoder, diffusion_decoder, signatures, video_decoder, vocoder
+from ltx_neuron.config.video import Resampling, VideoDecoderConfig, VideoEncoderConfig
+from ltx_neuron.models import (
+    audio_decoder,
+    diffusion_decoder,
+    signatures,
+    video_decoder,
+    video_encoder,
+    vocoder,
+)
 from ltx_neuron.models.ancestral import AncestralTail
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
@@ -52,7 +59,7 @@ class Program:
     """Graphs by name, runs of them, and the fields that describe every named value.
 
     A run is a sequence of calls. A call is (graph, first block): the graph's `transformer_blocks.j`
-    (of the video decoder `res_blocks.j`) has the weights of block first + j. Most programs have one
+    (of a video VAE `res_blocks.j`) has the weights of block first + j. Most programs have one
     run, "main".
     """
 
@@ -237,26 +244,62 @@ def tile_program(
 ) -> Program:
     """The video decoder for tiles of latents (f, h, w), one on each rank: a graph for the residual
     blocks of a stage, called for each of them."""
-    fields, stage = signatures.tile_fields(config, tile, dtype), 0
-    chain, calls = [signatures.TileInputs, stage_features(0)], [("conv_in", 0)]
+    made = video_decoder
+    parts = made.ConvIn, made.Stage, made.DepthToSpace, made.ConvOut
+    names = "decoder", "up_blocks", "upsample"
+    ends = signatures.TileInputs, signatures.TileOutputs
+    fields = signatures.tile_fields(config, tile, dtype)
+    return _by_stages(config, config.up_blocks, names, parts, ends, fields)
+
+
+def encoder_program_name(tile: tuple[int, int, int]) -> str:
+    """The name of the program that encodes tiles of pixels (frames, rows, columns)."""
+    return f"encoder-{'x'.join(map(str, tile))}"
+
+
+def encoder_program(
+    config: VideoEncoderConfig, tile: tuple[int, int, int], dtype: torch.dtype
+) -> Program:
+    """The video encoder for tiles of pixels (8f - 7, 32h, 32w), cut as the decoder is."""
+    made = video_encoder
+    parts = made.ConvIn, made.Stage, made.SpaceToDepth, made.ConvOut
+    names = "encoder", "down_blocks", "downsample"
+    ends = signatures.EncoderInputs, signatures.EncoderOutputs
+    fields = signatures.encoder_fields(config, tile, dtype)
+    return _by_stages(config, config.down_blocks, names, parts, ends, fields)
+
+
+def _by_stages(
+    config: VideoDecoderConfig | VideoEncoderConfig,
+    blocks: tuple[int | Resampling, ...],
+    names: tuple[str, str, str],
+    parts: tuple[Callable[..., nn.Module], ...],
+    ends: tuple[type, type],
+    fields: dict[str, Field],
+) -> Program:
+    """A video VAE's program. names: of the model, its blocks and a change of resolution; parts:
+    modules of the first convolution, a stage, a change of resolution and the last convolution;
+    ends: what the first graph takes and the last one returns."""
+    (model, path, resample), stage = names, 0
+    conv_in, residual, resampling, conv_out = parts
+    chain, calls = [ends[0], stage_features(0)], [("conv_in", 0)]
     with torch.device("meta"):
-        modules = {"conv_in": ("decoder", video_decoder.ConvIn(config))}
-        for number, block in enumerate(config.up_blocks):
+        modules = {"conv_in": (model, conv_in(config))}
+        for number, block in enumerate(blocks):
             channels = fields[f"features_{stage}"].shape[1]
-            if isinstance(block, Upsampling):
+            if isinstance(block, Resampling):
                 stage += 1
-                name, module = f"upsample_{number}", video_decoder.DepthToSpace(channels, block)
+                name, module = f"{resample}_{number}", resampling(channels, block)
                 calls.append((name, 0))
             else:
-                name, module = f"residual_{number}", video_decoder.Stage(channels)
+                name, module = f"residual_{number}", residual(channels)
                 calls += [(name, first) for first in range(block)]
-            modules[name] = f"decoder.up_blocks.{number}", module
+            modules[name] = f"{model}.{path}.{number}", module
             chain.append(stage_features(stage))
         channels = fields[f"features_{stage}"].shape[1]
-        modules["conv_out"] = "decoder", video_decoder.ConvOut(config, channels)
-    chain.append(signatures.TileOutputs)
+        modules["conv_out"] = model, conv_out(config, channels)
     calls.append(("conv_out", 0))
-    return _chained(modules, chain, fields, tuple(calls))
+    return _chained(modules, [*chain, ends[1]], fields, tuple(calls))
 
 
 def call_name(graph: str, first: int) -> str:

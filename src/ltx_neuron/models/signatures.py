@@ -107,7 +107,7 @@ from ltx_neuron.config.diffusion import DiffusionDecoderConfig, cut, volumes
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import GENERATOR_BINS, AudioDecoderConfig, VocoderConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
-from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
+from ltx_neuron.config.video import Resampling, VideoDecoderConfig, VideoEncoderConfig
 from ltx_neuron.models.diffusion_decoder import OF_SPAN, TIMESTEP_FEATURES, Neighbourhood
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
@@ -160,9 +160,11 @@ ConnectorInputs = namedtuple(
 )
 ConnectorOutputs = namedtuple("ConnectorOutputs", "video_context audio_context")
 
-# The decoders of video and sound.
+# The decoders of video and sound, and the video encoder.
 TileInputs = namedtuple("TileInputs", "tile_latent")
 TileOutputs = namedtuple("TileOutputs", "tile_pixels finite")
+EncoderInputs = namedtuple("EncoderInputs", "tile_pixels")
+EncoderOutputs = namedtuple("EncoderOutputs", "tile_latent finite")
 SpectrogramInputs = namedtuple("SpectrogramInputs", "span_latent")
 SpectrogramOutputs = namedtuple("SpectrogramOutputs", "span_mel finite")
 VocoderInputs = namedtuple("VocoderInputs", "span_mel")
@@ -455,17 +457,47 @@ def tile_fields(
     (frames, height, width), channels = tile, 8 * config.base_channels
     stages = [(frames, channels, height, width)]
     for block in config.up_blocks:
-        if isinstance(block, Upsampling):
+        if isinstance(block, Resampling):
             time, down, across = block.stride
             frames, channels = frames * time - (time - 1), channels // block.multiplier
             height, width = height * down, width * across
             stages.append((frames, channels, height, width))
     patch = config.patch_size
-    pixels = (1, config.out_channels, frames, height * patch, width * patch)
+    pixels = (frames, height * patch, width * patch)
+    return _vae_fields(
+        (config.latent_channels, *tile), stages, (config.out_channels, *pixels), dtype
+    )
+
+
+def encoder_fields(
+    config: VideoEncoderConfig, tile: tuple[int, int, int], dtype: torch.dtype
+) -> dict[str, Field]:
+    """The same of the video encoder's graphs, for a tile of 8f - 7 frames, rows and columns."""
+    frames, height, width = tile
+    channels = config.latent_channels
+    height, width = height // config.patch_size, width // config.patch_size
+    stages = [(frames, channels, height, width)]
+    for block in config.down_blocks:
+        if isinstance(block, Resampling):
+            time, down, across = block.stride
+            frames, channels = -(-frames // time), channels * block.multiplier
+            height, width = height // down, width // across
+            stages.append((frames, channels, height, width))
+    latent = (config.latent_channels, frames, height, width)
+    return _vae_fields(latent, stages, (config.in_channels, *tile), dtype)
+
+
+def _vae_fields(
+    latent: tuple[int, ...],
+    stages: list[tuple[int, ...]],
+    pixels: tuple[int, ...],
+    dtype: torch.dtype,
+) -> dict[str, Field]:
+    """The fields of shapes of a tile's latent, features by stage, and pixels."""
     return {
-        "tile_latent": _each(Field((1, config.latent_channels, *tile), dtype)),
+        "tile_latent": _each(Field((1, *latent), dtype)),
         **{f"features_{stage}": Field(shape, dtype) for stage, shape in enumerate(stages)},
-        "tile_pixels": _each(Field(pixels, dtype)),
+        "tile_pixels": _each(Field((1, *pixels), dtype)),
         FINITE: _each(Field((1,), torch.float32)),
     }
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
+from ltx_neuron.config.video import Resampling, VideoDecoderConfig
 
 EPS = 1e-8  # of PixelNorm
 
@@ -28,18 +28,24 @@ class Convolution(nn.Module):
     It is computed as three 2D convolutions over all frames, one per tap in time, whose results are
     shifted by a frame and summed. Windows of a buffer do not overlap, because neuronx-cc was
     reported to fuse such windows wrongly on trn2. Its documents do not list 3D convolutions.
+
+    causal  read a frame and the two before it, not one before and one after it
     """
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, causal: bool = False):
         super().__init__()
-        self.conv = nn.Conv3d(inputs, outputs, 3)
+        self.conv, self.causal = nn.Conv3d(inputs, outputs, 3), causal
 
     def forward(self, x: Tensor) -> Tensor:
         """(F, Cin, H, W) -> (F, Cout, H, W) fp32."""
         weight, bias = self.conv.weight, self.conv.bias
         x = x.to(weight.dtype)
-        before, here, after = (F.conv2d(x, tap, padding=1).float() for tap in weight.unbind(2))
-        return earlier(before) + here + later(after) + bias.float().unflatten(0, (-1, 1, 1))
+        first, second, third = (F.conv2d(x, tap, padding=1).float() for tap in weight.unbind(2))
+        if self.causal:
+            summed = earlier(earlier(first) + second) + third
+        else:
+            summed = earlier(first) + second + later(third)
+        return summed + bias.float().unflatten(0, (-1, 1, 1))
 
 
 def earlier(x: Tensor) -> Tensor:
@@ -68,10 +74,10 @@ def activate(x: Tensor, eps: float = EPS) -> Tensor:
 class Residual(nn.Module):
     """features + conv2(silu(norm(conv1(silu(norm(features))))))"""
 
-    def __init__(self, channels: int):
+    def __init__(self, channels: int, causal: bool = False):
         super().__init__()
-        self.conv1 = Convolution(channels, channels)
-        self.conv2 = Convolution(channels, channels)
+        self.conv1 = Convolution(channels, channels, causal)
+        self.conv2 = Convolution(channels, channels, causal)
 
     def forward(self, features: Tensor) -> Tensor:
         change = self.conv2(activate(self.conv1(activate(features))))
@@ -82,7 +88,7 @@ class DepthToSpace(nn.Module):
     """A convolution whose output channels become positions. If it doubles the frames, the first
     frame is dropped."""
 
-    def __init__(self, channels: int, upsampling: Upsampling):
+    def __init__(self, channels: int, upsampling: Resampling):
         super().__init__()
         time, down, across = self.stride = upsampling.stride
         self.conv = Convolution(channels, time * down * across * channels // upsampling.multiplier)
@@ -128,9 +134,9 @@ class ConvIn(nn.Module):
 class Stage(nn.Module):
     """A stage's residual block, under the name of its first one."""
 
-    def __init__(self, channels: int):
+    def __init__(self, channels: int, causal: bool = False):
         super().__init__()
-        self.res_blocks = nn.ModuleList([Residual(channels)])
+        self.res_blocks = nn.ModuleList([Residual(channels, causal)])
 
     def forward(self, features: Tensor) -> Tensor:
         return self.res_blocks[0](features)

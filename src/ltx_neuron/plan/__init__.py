@@ -170,8 +170,8 @@ class CoreMemory:
         activations = max(self.activations, self.tile)
         return weights + activations + ASSUMED["runtime_bytes_per_core"]
 
-    def decoder_stays(self, profile: Profile) -> bool:
-        """Whether the video decoder stays on the device beside the transformer."""
+    def vae_stays(self, profile: Profile) -> bool:
+        """Whether the VAEs stay on the device beside the transformer."""
         limit = profile.memory_bytes_per_core
         return profile.resident or (limit is not None and self.with_decoder <= limit)
 

@@ -179,10 +179,14 @@ class Clip:
         size, rows = self.job.size, []
         for clip in self.job.encoded_clips:
             counts = Counter([clip.pixels]) if clip.whole else tile_counts(clip.pixels)
-            flops = sum(count * self._encoder_flops(*t) for t, count in counts.items())
+            each = {shape: self._encoder_flops(*shape) for shape in counts}
+            flops = sum(count * each[shape] for shape, count in counts.items())
             shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in counts.items())
-            what, rate = f"video, {format_flops(flops)}, {shapes}", f"encode_video {self._dtype}"
-            rows.append(self._host("encode_inputs", flops, rate, what))
+            what = f"video, {format_flops(flops)}, {shapes}"
+            if self.neuron_vae and self.profile.may_keep_vae and not clip.whole:
+                rows.append(self._at_peak("encode_inputs", self._on_ranks(each, counts), what))
+            else:
+                rows.append(self._host("encode_inputs", flops, f"encode_video {self._dtype}", what))
         voice = self.job.reference_audio
         if self.job.sound or self.job.retake or voice:
             import_ltx_core()  # this part of it needs torchaudio
@@ -260,7 +264,7 @@ class Clip:
         return upscaled(self.job.latent_shape, self.job.upscale)
 
     def _video(self) -> list[Row]:
-        clip, tp, ranks = self._latent, self.plan.tp, self.plan.ranks
+        clip, tp = self._latent, self.plan.tp
         if is_diffusion_vae(self.config):
             total = diffusion.decode_flops(diffusion_decoder_config(self.config), clip)
             what = f"{format_flops(total)}, diffusion"
@@ -278,9 +282,14 @@ class Clip:
             total = sum(flops[shape] * count for shape, count in counts.items())
             kind = f"decode_video {self._dtype}"
             return [self._host("decode_video", total, kind, f"{format_flops(total)}, {text}")]
-        # Ranks without a tile wait for the others.
-        total = sum(flops[shape] * math.ceil(count / ranks) * tp for shape, count in counts.items())
+        total = self._on_ranks(flops, counts)
         return [self._at_peak("decode_video", total, f"{format_flops(total)}, {text}")]
+
+    def _on_ranks(self, flops: Mapping[tuple, int], counts: Mapping[tuple, int]) -> int:
+        """FLOPs of tp of the ranks that share tiles of several shapes. flops: of a tile of each
+        shape. Ranks without a tile wait for the others."""
+        rounds = {shape: math.ceil(count / self.plan.ranks) for shape, count in counts.items()}
+        return sum(flops[shape] * rounds[shape] * self.plan.tp for shape in counts)
 
     def _sound(self) -> Row:
         longer, size = self.job.extension, self.job.size

@@ -84,7 +84,13 @@ VAE = {
     r"(?:upsamples\.\d+|shared_adaln)\.proj\.(?:weight|bias)": ALL,
     r"t_embedder\.mlp\.[02]\.(?:weight|bias)": ALL,
 }
-
+# Names begin with the model's, because ranks tell loaded models apart by their weights' names.
+ENCODER = {
+    r"encoder\.conv_(?:in|out)\.conv\.(?:weight|bias)": ALL,
+    r"encoder\.down_blocks\.\d+\.res_blocks\.\d+\.conv[12]\.conv\.(?:weight|bias)": ALL,
+    r"encoder\.down_blocks\.\d+\.conv\.conv\.(?:weight|bias)": ALL,
+    r"encoder\.per_channel_statistics\.(?:std|mean)-of-means": ALL,
+}
 
 # Each rank also holds the whole decoders of sound.
 _RESIDUAL = r"audio_decoder\.(?:mid\.block_[12]|up\.\d+\.block\.\d+)\."
@@ -155,6 +161,22 @@ MODELS = {
                 "vae.encoder.",
                 "vae.decoder.coarse_",  # no model reads them: see UNREAD in config/diffusion.py
                 "vae.decoder.type_emb",
+                f"vae.{STATISTICS}",
+                DIFFUSION,
+                TEXT_PROJECTION,
+                "audio_vae.",
+                "vocoder.",
+            ),
+        ),
+        Model(
+            "encoder",
+            ENCODER,
+            {
+                "vae.encoder.": "encoder.",
+                **{f"vae.{name}": f"encoder.{name}" for name in _READ_STATISTICS},
+            },
+            (
+                "vae.decoder.",
                 f"vae.{STATISTICS}",
                 DIFFUSION,
                 TEXT_PROJECTION,

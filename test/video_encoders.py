@@ -1,0 +1,33 @@
+"""ltx-core's video encoders with random weights, and clips for them."""
+
+import torch
+from helpers import randn, randomised
+from torch import nn
+
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import merge, tiny_config
+
+# Not the released order, nor its factors: groups of 1, 2, 4 and 8 positions are averaged.
+OTHER_ORDER = [
+    ["compress_space_res", {"multiplier": 4}],
+    ["res_x", {"num_layers": 2}],
+    ["compress_all_res", {"multiplier": 1}],
+    ["compress_all_res", {"multiplier": 2}],
+    ["compress_time_res", {"multiplier": 1}],
+]
+CHANNELS = 32  # of a latent, and of the first stage
+
+
+def ltx_encoder(**changes) -> nn.Module:
+    """ltx-core's encoder of the tiny config with changes, narrower, with random weights."""
+    from ltx_core.model.video_vae import VideoEncoderConfigurator
+
+    vae = {"latent_channels": CHANNELS} | changes
+    config = merge(tiny_config(TinySizes()), {"vae": vae})
+    return randomised(VideoEncoderConfigurator.from_config(config))
+
+
+def pixels(frames: int, rows: int, columns: int) -> torch.Tensor:
+    """A clip of so many latents, whose pixels bfloat16 holds."""
+    clip = randn(1, 3, 8 * frames - 7, 32 * rows, 32 * columns)
+    return clip.clip(-1, 1).bfloat16().float()
