@@ -235,12 +235,13 @@ TILED = {
 def test_tiles_of_a_clip_are_encoded_on_the_ranks_of_all_groups_as_the_host_does(
     tiny, artifacts, monkeypatch
 ):
-    # Upstream's tiles are larger than a test's clips. These are two in time and two in width.
+    # Upstream's tiles are larger than a test's clips. These are two in time and six in width, so
+    # that no layout has a group without tiles.
     for axis in ("TIME", "SPACE"):
         monkeypatch.setattr(encoding, f"{axis}_TILE", 2)
         monkeypatch.setattr(encoding, f"{axis}_OVERLAP", 1)
-    job = Job("", Size(32, 96, 17), retake=Retake("film.mkv", 0, 1))
-    pixels, made = randn(1, 3, 17, 32, 96).clip(-1, 1), []
+    job = Job("", Size(32, 224, 17), retake=Retake("film.mkv", 0, 1))
+    pixels, made = randn(1, 3, 17, 32, 224).clip(-1, 1), []
     for layout in TILED:
         workspace = opened_for_tiles(tiny, artifacts, 2, "float32", "resident=true", *layout)
         workspace.shard("vae")
@@ -250,6 +251,8 @@ def test_tiles_of_a_clip_are_encoded_on_the_ranks_of_all_groups_as_the_host_does
         tiles = residency.video_encoder({"encoder": workspace.encoder_programs(job)})
         host = HostModels(workspace.checkpoint_path, workspace.config, torch.float32)
         made.append(host.encode_video(pixels, rank_tiles=tiles))
+        groups = getattr(tiles.ranks, "groups", {}).values()
+        assert all(group.launches for group in groups)
         residency.close()
         assert "video_encoder" not in vars(host)
         assert torch.equal(made[-1], made[0]), layout

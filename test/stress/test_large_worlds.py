@@ -70,6 +70,7 @@ def wanted(wide):
     [
         (2, "context_parallel=2"),
         (1, "context_parallel=3"),
+        (1, "context_parallel=4"),
         (2, "context_parallel=2 sequence_parallel=true"),
         (1, "context_parallel=4 context_mode=ulysses ulysses_degree=2"),
     ],

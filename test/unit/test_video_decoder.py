@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import fp32_bound, one_thread, randn, randomised, rel, run_program  # noqa: F401
+from helpers import convolutions_bound, one_thread, randn, randomised, rel, run_program  # noqa: F401
 from torch import Tensor, nn
 
 from ltx_neuron.config.video import video_decoder_config
@@ -43,18 +43,12 @@ def decode(content: dict, weights: dict, latent: Tensor) -> dict[str, Tensor]:
     return run_program(program, weights, {"tile_latent": latent})
 
 
-def rounding(decoder: nn.Module) -> float:
-    """Bound of fp32 frames: the decoder's convolutions and norms follow one another."""
-    convolutions = [module for module in decoder.modules() if isinstance(module, nn.Conv3d)]
-    return fp32_bound(*(27 * c.in_channels + c.in_channels for c in convolutions))
-
-
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_pixels_equal_ltx_cores(tile):
     decoder, latent = ltx_decoder(content := config_of()), randn(1, 128, *tile)
     values, wanted = decode(content, decoder.state_dict(), latent), decoder(latent)
     assert values["tile_pixels"].shape == wanted.shape
-    assert rel(values["tile_pixels"], wanted) < min(rounding(decoder), 1e-5)
+    assert rel(values["tile_pixels"], wanted) < min(convolutions_bound(decoder), 1e-5)
     assert values["finite"].shape == (1,) and values["finite"].isfinite()
 
 
@@ -62,7 +56,7 @@ def test_another_order_of_blocks_is_followed_and_a_stages_blocks_share_a_graph()
     content = config_of(decoder_blocks=OTHER_ORDER, patch_size=4, decoder_base_channels=4)
     decoder, latent = ltx_decoder(content), randn(1, 128, 2, 1, 2)
     values = decode(content, decoder.state_dict(), latent)
-    assert rel(values["tile_pixels"], decoder(latent)) < rounding(decoder)
+    assert rel(values["tile_pixels"], decoder(latent)) < convolutions_bound(decoder)
     program = tile_program(video_decoder_config(content), (2, 1, 2), torch.float32)
     assert cut_graphs(program.runs) == {"residual_2", "residual_6"}
 

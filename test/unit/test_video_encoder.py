@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import fp32_bound, one_thread, randn, rel, run_program  # noqa: F401
-from torch import Tensor, nn
+from helpers import convolutions_bound, one_thread, randn, rel, run_program  # noqa: F401
+from torch import Tensor
 from video_encoders import CHANNELS, OTHER_ORDER, ltx_encoder, pixels
 
 from ltx_neuron.backends.tiles import RankEncoder
@@ -29,18 +29,12 @@ def encode(weights: dict, clip: Tensor, **changes) -> dict[str, Tensor]:
     return run_program(program, weights, {"tile_pixels": clip})
 
 
-def rounding(encoder: nn.Module) -> float:
-    """Bound of fp32 latents: the encoder's convolutions and norms follow one another."""
-    convolutions = [module for module in encoder.modules() if isinstance(module, nn.Conv3d)]
-    return fp32_bound(*(27 * c.in_channels + c.in_channels for c in convolutions))
-
-
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_latents_equal_ltx_cores(tile):
     encoder, clip = ltx_encoder(), pixels(*tile)
     values, wanted = encode(encoder.state_dict(), clip), encoder(clip)
     assert values["tile_latent"].shape == wanted.shape == (1, CHANNELS, *tile)
-    assert rel(values["tile_latent"], wanted) < min(rounding(encoder), 1e-5)
+    assert rel(values["tile_latent"], wanted) < min(convolutions_bound(encoder), 1e-5)
     for axis in (2, 3, 4):  # the first frame, which convolutions repeat, and borders at zeros
         for end in (0, -1):
             ours, theirs = (x.select(axis, end) for x in (values["tile_latent"], wanted))
@@ -53,7 +47,7 @@ def test_another_order_of_blocks_is_followed_and_a_stages_blocks_share_a_graph(f
     blocks = {"encoder_blocks": OTHER_ORDER}
     encoder, clip = ltx_encoder(**blocks), pixels(frames, 2, 1)
     values = encode(encoder.state_dict(), clip, **blocks)
-    assert rel(values["tile_latent"], encoder(clip)) < rounding(encoder)
+    assert rel(values["tile_latent"], encoder(clip)) < convolutions_bound(encoder)
     program = encoder_program(config_of(**blocks), (1, 32, 32), torch.float32)
     assert cut_graphs(program.runs) == {"residual_1"}
 
