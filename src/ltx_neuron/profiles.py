@@ -46,7 +46,7 @@ class Profile:
                     graph for the first time, and of a whole compile step
     blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the
                       whole step
-    attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always
+    attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma's is always
                     matmul and softmax
     sequence_parallel  split the video's tokens over the ranks between layers, in buckets with a
                     divisible number of tokens

@@ -55,7 +55,7 @@ class Residency:
 
     @contextmanager
     def text_encoder(self, prompts: list[list[list[int]]]) -> Iterator[RankTextEncoder]:
-        """The sharded Gemma3 and the connectors, while the block runs.
+        """The sharded Gemma and the connectors, while the block runs.
 
         prompts  the token ids of every job's prompts, which determine the loaded buckets
         """

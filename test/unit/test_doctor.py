@@ -537,7 +537,7 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
     assert "VAE weights" not in commands
     assert (
         invocation.command("shard transformer") in commands["DiT weights"]
-        and invocation.command("compile gemma3") in commands["Gemma3 graphs"]
+        and invocation.command("compile gemma3") in commands["Gemma graphs"]
     )
     assert "--height 64 --width 64 --num-frames 9" in commands["DiT graphs, stage_2"]
     assert {"checkpoint", "gemma", "spatial upsampler"} <= {

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.host.loading import upsampler_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.hub import RELEASED
 from ltx_neuron.job import Job
@@ -198,6 +199,20 @@ def test_parts_of_another_kind_or_release_are_refused(split, tiny, tmp_path):
         opened = workspace(checkpoint)
         message = refused(lambda opened=opened, file=file: opened.source("dit", (Lora(file),)))
         assert message.startswith(f"--lora {file} is of LTX 2.")
+
+
+def test_a_file_without_a_version_is_of_the_release_in_its_name(split, tiny, tmp_path):
+    lora = tmp_path / "ltx-2.3-22b-distilled-lora-384.safetensors"
+    save_file(load_file(split.lora), lora)
+    message = refused(lambda: workspace(split.dev).source("dit", (Lora(lora),)))
+    assert "is of LTX 2.3 by its name, but the checkpoint is of LTX-2.5" in message
+    assert "rename it" in message
+    unnamed = tiny.spatial_upsampler
+    older = shutil.copy(unnamed, tmp_path / "ltx-2.3-spatial-upscaler-x2-1.0.safetensors")
+    release = workspace(split.distilled).checkpoint.release
+    message = refused(lambda: upsampler_spec("spatial", older, torch.float32, release))
+    assert "is of LTX 2.3 by its name" in message
+    upsampler_spec("spatial", unnamed, torch.float32, release)
 
 
 def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):

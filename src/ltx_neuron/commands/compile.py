@@ -16,8 +16,8 @@ _MODELS = {
         " --image, exactly those images. A sound needs no graphs of its own.",
     ),
     "gemma3": (
-        "Gemma3 and the connectors, for every bucket of tokens",
-        "Compile the encoder-only Gemma3 for every bucket of tokens, and the text connectors.",
+        "Gemma and the connectors, for every bucket of tokens",
+        "Compile the encoder-only Gemma for every bucket of tokens, and the text connectors.",
     ),
     "vae": (
         "the decoders of video and sound and the video encoder, for --neuron-vae",

@@ -202,9 +202,9 @@ def parts_of(
         make = partial(workspace.compile_dit, [*buckets], job)
         add(title, workspace.dit_identities([*buckets]), make)
     if options.neuron_gemma:
-        add_weights("Gemma3 weights", "gemma3")
+        add_weights("Gemma weights", "gemma3")
         identities = workspace.text_identities(workspace.profile.text_buckets)
-        add("Gemma3 graphs", identities.values(), workspace.compile_text)
+        add("Gemma graphs", identities.values(), workspace.compile_text)
     if options.neuron_vae:
         add_weights("VAE weights", "vae")
         seen = (job for job in jobs if not job.sound_only)

@@ -7,8 +7,8 @@ from ltx_neuron.commands import choose
 _MODELS = {
     "transformer": ("the DiT, also with LoRAs merged in", "Shard the DiT's weights"),
     "gemma3": (
-        "Gemma3, the text projections and the connectors",
-        "Shard the weights of Gemma3, the text projections and the connectors",
+        "Gemma, the text projections and the connectors",
+        "Shard the weights of Gemma, the text projections and the connectors",
     ),
     "vae": (
         "the video VAE and the decoders of sound, for --neuron-vae",

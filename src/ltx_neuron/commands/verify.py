@@ -6,7 +6,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.workspace import verify_finished
 
 _DESCRIPTION = """Check every finished weight set against its manifest. With --checkpoint-path (and
---gemma-root, for Gemma3) compare it bit for bit with those files as well. Write nothing."""
+--gemma-root, for Gemma) compare it bit for bit with those files as well. Write nothing."""
 _EXAMPLE = """ltx-neuron verify --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
     --gemma-root gemma-3-12b"""
 

@@ -361,8 +361,8 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         facts[f"DiT graphs, {stage.name}"] = partial(dit_graphs, stage)
     if args.gemma_root:
         facts |= {
-            "Gemma3 weights": partial(workspace.weights, "gemma3"),
-            "Gemma3 graphs": lambda: _finished(workspace.text_programs(buckets)),
+            "Gemma weights": partial(workspace.weights, "gemma3"),
+            "Gemma graphs": lambda: _finished(workspace.text_programs(buckets)),
         }
     if args.neuron_vae:
         facts |= {

@@ -112,7 +112,7 @@ class Plan:
     flops_per_step: int  # of the last stage, like the next three
     ideal_step_ms: float | None
     collectives_per_step: dict
-    hbm_bytes_per_core: int  # the DiT, in turn with Gemma3
+    hbm_bytes_per_core: int  # the DiT, in turn with Gemma
     hbm_bytes_per_core_resident: int  # both at once
     hbm_limit_bytes_per_core: int | None
     fits: bool | None

@@ -112,7 +112,7 @@ def _memory_rows(plan: Plan) -> dict[str, str]:
         "DiT weights a core": (
             f"{gb(plan.dit_weight_bytes_per_rank)} (blocks {gb(plan.block_weight_bytes_per_rank)})"
         ),
-        "Gemma3 weights a core": gb(plan.gemma3_weight_bytes_per_rank),
+        "Gemma weights a core": gb(plan.gemma3_weight_bytes_per_rank),
         "memory a core": (
             f"{gb(plan.hbm_bytes_per_core)} in turn, {gb(plan.hbm_bytes_per_core_resident)} both"
             f" resident, of {gb(plan.hbm_limit_bytes_per_core)}"

@@ -1,10 +1,12 @@
 """The files of one model. An LTX-2.3 checkpoint has all parts but Gemma and the upsamplers; LTX-2.5
 is published in one file per part, in the folders of one download.
 
-A file's metadata has its config. It shows the file's part and, except for upsamplers, its release.
+A file's metadata has its config. It shows the file's part and, except for upsamplers, its release,
+which a published file's name has too.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -25,6 +27,7 @@ RECIPES = "distilled", "dev"
 _TRANSFORMERS = "diffusion_models"  # the transformers' folder in a download
 _TOKENIZER, _ASSET = "tokenizer_json", "hf_asset__"  # names of tensors that are files
 _SIDECARS = "tokenizer_config.json", "processor_config.json", "chat_template.jinja"
+_RELEASE_IN_NAME = re.compile(r"ltx-?(\d+\.\d+)")  # of the published files
 
 
 class Part(NamedTuple):
@@ -184,12 +187,16 @@ def _flattened(vae: dict, encoder: dict) -> dict:
 
 
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
-    """Raise UserError if a file's metadata names another supported release."""
-    version = file.metadata.get("model_version", "")
+    """Raise UserError if a file is of another supported release by its metadata or, without a
+    version there, by its name: upsamplers and many LoRAs have no `model_version`."""
+    version, by_name, rename = file.metadata.get("model_version", ""), "", ""
+    if not version and (named := _RELEASE_IN_NAME.search(file.path.name.lower())):
+        version, by_name = named[1], " by its name"
+        rename = f"\nIf it is of LTX-{release.version}, rename it"
     if release_of(version) not in (None, release):
         raise UserError(
-            f"{flag} {file.path} is of LTX {version}, but the checkpoint is of"
-            f" LTX-{release.version}\nDownload the file of that release: {download}"
+            f"{flag} {file.path} is of LTX {version}{by_name}, but the checkpoint is of"
+            f" LTX-{release.version}\nDownload the file of that release: {download}{rename}"
         )
 
 
