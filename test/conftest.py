@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,12 @@ def needs(*packages: str, extras: str) -> None:
         if not find_spec(package):
             reason = f"an extra is not installed: pip install -e .[{extras}]"
             pytest.skip(reason, allow_module_level=True)
+
+
+def pytest_configure() -> None:
+    """Commands that a script starts with & ignore SIGINT, and so do their children. Tests interrupt
+    themselves and the commands that they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
