@@ -8,6 +8,7 @@ import ctypes
 import math
 import os
 import resource
+import statistics
 import sys
 import threading
 import time
@@ -22,6 +23,11 @@ FIRST = frozenset({"unit", "integration"})
 # an AMD EPYC take 940 and 2310, with AVX2 alone 990 and 3090, most of the difference for bfloat16.
 # CI ends after 35 minutes of two cores, 4200 seconds.
 CPU_SECONDS = {FIRST: 1140, FIRST | {"slow"}: 4200}
+# The mean CPU seconds of work() when the first tier takes 940; they are 0.026 when it takes 1034.
+# Tests cost up to 1.4 times more on a core that another machine's work shares, so a budget grows
+# with what work() takes during the run.
+WORK_SECONDS = 0.024
+SECONDS_BETWEEN_WORKS = 5
 # What runs each tier.
 COMMANDS = {
     **dict.fromkeys(sorted(FIRST), "make test"),
@@ -36,6 +42,7 @@ SLOW_IMPORTS = {"ray", "openai", "playwright"}  # seconds each
 
 IMPORTED = pytest.StashKey[set[str]]()  # of SLOW_IMPORTS, once the tests are collected
 SPENT = pytest.StashKey[float]()
+WORKS = pytest.StashKey[list[float]]()  # what each work() of this run took
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 
 
@@ -48,6 +55,23 @@ def pytest_configure(config) -> None:
     if has_workers(config):
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         threading.Thread(target=_reap, daemon=True).start()
+        config.stash[WORKS] = []
+        threading.Thread(target=_measure, args=[config.stash[WORKS]], daemon=True).start()
+
+
+def _measure(works: list[float]) -> None:
+    while True:
+        works.append(work())
+        time.sleep(SECONDS_BETWEEN_WORKS)
+
+
+def work() -> float:
+    """CPU seconds of a fixed piece of work like that of the tests: objects made, and read in an
+    order that caches do not foresee."""
+    start = time.thread_time()
+    texts = {number: str(number) for number in range(50_000)}
+    sum(len(texts[number * 7919 % len(texts)]) for number in texts)
+    return time.thread_time() - start
 
 
 def _reap() -> None:
@@ -93,7 +117,14 @@ def cpu_seconds() -> float:
 
 
 def budget(config) -> float:
-    return CPU_SECONDS.get(whole_tiers(config), math.inf)
+    """CPU seconds that this run may cost on this machine."""
+    return CPU_SECONDS.get(whole_tiers(config), math.inf) * slowdown(config)
+
+
+def slowdown(config) -> float:
+    """How many times longer work() took than where the budgets were measured. A faster machine
+    counts as 1: not all of a test's work is faster there."""
+    return max(1.0, statistics.fmean(config.stash[WORKS]) / WORK_SECONDS)
 
 
 def whole_tiers(config) -> frozenset[str]:
@@ -119,8 +150,11 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.line(line)
     if SPENT in config.stash:
         spent, most = config.stash[SPENT], budget(config)
-        too_many = f" are more than {most} (CPU_SECONDS in test/tiers.py)" if spent > most else ""
-        terminalreporter.line(f"{spent:.0f} CPU seconds{too_many}")
+        too_many = (
+            f" are more than {most:.0f} (CPU_SECONDS in test/tiers.py)" if spent > most else ""
+        )
+        slower = f"; this machine was {slowdown(config):.2f} times slower than the budget's"
+        terminalreporter.line(f"{spent:.0f} CPU seconds{too_many}{slower}")
 
 
 def skipped(reports: list) -> list[str]:
