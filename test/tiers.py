@@ -23,9 +23,9 @@ FIRST = frozenset({"unit", "integration"})
 # an AMD EPYC take 940 and 2310, with AVX2 alone 990 and 3090, most of the difference for bfloat16.
 # CI ends after 35 minutes of two cores, 4200 seconds.
 CPU_SECONDS = {FIRST: 1140, FIRST | {"slow"}: 4200}
-# The mean CPU seconds of work() on that EPYC where no other machine shares its cores. On shared
-# cores tests and work() cost up to 1.4 times more, both alike: with a busy loop on each core, the
-# first tier took 985 where work() took 0.021, and 1101 where it took 0.023.
+# The mean CPU seconds of work() on that EPYC in its fast hours. In slow ones, as virtual machines
+# have them, tests and work() cost up to 1.4 times more, both alike: with a busy loop on each core,
+# the first tier took 985 where work() took 0.021, and 1101 where it took 0.023.
 WORK_SECONDS = 0.021
 SECONDS_BETWEEN_WORKS = 5
 # What runs each tier.
