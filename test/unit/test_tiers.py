@@ -70,7 +70,7 @@ def test_a_run_says_what_it_skipped_which_tiers_it_left_out_and_what_it_cost(tmp
 
 
 def test_a_budget_grows_on_a_machine_that_is_slower_than_that_where_it_was_measured(tmp_path):
-    """Whose work() takes a microsecond, so that this machine is a thousand times slower."""
+    """Whose work() takes a microsecond, so that this machine is thousands of times slower."""
     code, said = run(tmp_path, work_seconds=1e-6)
     assert code == 0 and " CPU seconds; this machine was " in said
 
