@@ -44,7 +44,6 @@ from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.gains import check_const_max
 from ltx_neuron.weights.lora import MergedSource, WeightSet
 from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release
 from ltx_neuron.weights.sharding import MODELS
@@ -78,7 +77,6 @@ class Finished:
         self.tuned_settings: tuned_settings.TunedSettings | None = None
         self._said = ""
         self.prepare_command = ""  # if set, errors have it instead of each artifact's command
-        self._checked_attention = False
         self.files = ModelFiles(checkpoint_path, gemma_root, video_vae_path, audio_vae_path)
         self.checkpoint, self.config = self.files.checkpoint, self.files.config
         self.transformer = transformer_config(self.checkpoint.config)
@@ -276,13 +274,6 @@ class Finished:
             **context_parallelism(profile),
         }
 
-    def check_attention(self, profile: Profile) -> None:
-        """Raise UserError if the weights do not suit the profile's attention."""
-        if profile.attention == "nki_const_max" and not self._checked_attention:
-            head_dim = self.transformer.video.head_dim
-            check_const_max(self.source("dit"), head_dim, self.dtype)
-            self._checked_attention = True
-
     def _dit_identity(self, bucket: Bucket, profile: Profile) -> dict:
         identity = self._graph_identity("dit", bucket.name, self.transformer.digest)
         return identity | {
@@ -313,7 +304,7 @@ class Finished:
             identity["hidden_states"] = profile.return_hidden_states
             identities[gemma3_program_name(tokens)] = identity
         connectors = self._graph_identity("connectors", "1024", config)
-        return identities | {"connectors": connectors | {"attention": profile.connector_attention}}
+        return identities | {"connectors": connectors | {"attention": profile.attention}}
 
     def tile_identities(self, clip: tuple[int, int, int]) -> dict[str, dict]:
         """The video decoder for every tile shape of a clip's latent (F, h, w)."""
@@ -411,7 +402,6 @@ class Finished:
         needed = job.bucket(stage).timesteps
         candidates = [job.bucket(stage, needed + more) for more in range(MAX_TIMESTEPS)]
         profile = self.dit_profile(job.buckets)
-        self.check_attention(profile)
         compiled = (b for b in candidates if self.is_made(self._dit_identity(b, profile)))
         bucket = next(compiled, candidates[0])
         command = self._command("compile transformer", *_shape_flags(job))

@@ -78,7 +78,7 @@ class Profile:
     tp: int
     device: Literal["cpu", "cuda", "neuron"]
     compile_backend: Literal["export", "aot_eager", "inductor", "neuron"]
-    attention: Literal["sdpa", "matmul", "nki", "nki_const_max"]
+    attention: Literal["sdpa", "matmul", "nki"]
     blocks_per_graph: int = 4
     sequence_parallel: bool = False
     context_parallel: int = 1
@@ -116,11 +116,6 @@ class Profile:
     def return_hidden_states(self) -> bool:
         """Whether the text graph also returns all layers' states (49 x tokens x width)."""
         return self.device != "neuron"
-
-    @property
-    def connector_attention(self) -> str:
-        """The attention kernel of the text connectors; nki_const_max is for the DiT only."""
-        return "nki" if self.attention == "nki_const_max" else self.attention
 
     @property
     def maps_weights(self) -> bool:
@@ -234,8 +229,6 @@ class Profile:
             )
 
 
-# Values of `attention` with NKI kernels -> the models' operations that the kernels compute.
-NKI_KERNELS = {"nki": ("attention_cte",), "nki_const_max": ("attention_cte", "attention_const_max")}
 _HINTS = typing.get_type_hints(Profile)
 # Models with their own compiler flags.
 MODELS = ("dit", "gemma3", "connectors", "vae", "encoder", "sound")
@@ -440,9 +433,7 @@ def _check(profile: Profile) -> None:
             profile.guidance_parallel == 1 or profile.backend == "torchdist"
         ),
         "backend=nxd needs a Neuron profile": on_neuron or profile.backend != "nxd",
-        f"attention={profile.attention} needs a Neuron profile": (
-            on_neuron or profile.attention not in NKI_KERNELS
-        ),
+        "attention=nki needs a Neuron profile": on_neuron or profile.attention != "nki",
         f"the last of text_buckets must be {TEXT_TOKENS}, the longest prompt": (
             profile.text_buckets[-1] == TEXT_TOKENS
         ),

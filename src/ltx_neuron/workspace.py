@@ -145,7 +145,7 @@ class Workspace(Finished):
     def _gemma3_parts(self) -> tuple[list[Program], dict, dict]:
         config, gemma, comm = self.transformer, self.gemma, TorchDistComm(self.tp)
         gemma.check_tensor_parallel(self.tp)
-        tokens, attention = self.profile.text_buckets[0], self.profile.connector_attention
+        tokens, attention = self.profile.text_buckets[0], self.profile.attention
         encoder = gemma3_program(gemma, config, tokens, self.tp, comm, self.dtype, False)
         connectors = connector_program(config, self.tp, comm, self.dtype, attention)
         host = {
@@ -172,7 +172,6 @@ class Workspace(Finished):
         """Trace the DiT step for each missing bucket of one size; returns all folders. job: its
         size and recipe are recorded in all manifests."""
         profile = self.dit_profile(buckets)
-        self.check_attention(profile)
         comm, context = registry.comm(profile, self.tp), registry.context(profile, self.tp)
         cut = profile.blocks_per_graph
         programs, whole = [], set()
@@ -204,7 +203,7 @@ class Workspace(Finished):
         gemma.check_tensor_parallel(self.tp)
         check_text_fits(profile, self.tp, self.dtype_name, gemma, config)
         shared = self.tp, registry.comm(profile, self.tp), self.dtype
-        states, attention = profile.return_hidden_states, profile.connector_attention
+        states, attention = profile.return_hidden_states, profile.attention
         buckets = profile.text_buckets
         programs = [partial(gemma3_program, gemma, config, n, *shared, states) for n in buckets]
         programs.append(partial(connector_program, config, *shared, attention))

@@ -2,7 +2,6 @@
 kernel's reference."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,18 +21,15 @@ from helpers import (  # noqa: F401
     step_inputs,
     step_number,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, peak_bytes, trace
 from ltx_neuron.config.gemma import GEMMA_3_12B
 from ltx_neuron.config.transformer import Bucket, transformer_config
-from ltx_neuron.errors import UserError
-from ltx_neuron.models.attention import KERNELS, attention_cte, matmul, nki_const_max, sdpa
+from ltx_neuron.models.attention import KERNELS, attention_cte, matmul, sdpa
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, gemma3_program
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.tiny.config import released_config
-from ltx_neuron.weights.gains import LARGEST_GAP, check_const_max, largest_bounds
 
 # The largest deviation of the scores of `three`: an error of a score, as large as a sum of `size`
 # summands of this deviation makes it, is a relative error of its weight.
@@ -86,12 +82,6 @@ def test_every_kernel_is_attention(name, shape, dtype):
     if name == "nki" and dtype == torch.bfloat16:
         # It rounds the scaled query to its dtype, as the calls that were published do.
         allowed *= SCORES_DEVIATION
-    if name == "nki_const_max" and dtype == torch.bfloat16:
-        allowed *= SCORES_DEVIATION  # as that, which is what other heads have
-    if name == "nki_const_max" and dtype == torch.bfloat16 and shape[3] == 128:
-        # What a bound was subtracted from is rounded to fp16, evenly distributed.
-        lengths = query.float().norm(dim=-1).max(), key.float().norm(dim=-1).max()
-        allowed += 2**-11 * 3**-0.5 * (scale * lengths[0] * lengths[1]).item()
     assert rel(out, wanted) < allowed
     assert rel(exact(query, key, value, 1.5 * scale), wanted) > allowed  # another scale would show
 
@@ -170,125 +160,10 @@ def test_a_masked_block_of_the_release_holds_no_more_than_one_head_s_scores():
     assert masked - plain < (1 + 1 / 16) * head < 0.65e9
 
 
-def planted(gap: float, dtype=torch.float32):
-    """A query, key and value whose every row has scores within a nat of 0 and one key so long, at
-    right angles to all queries, that its bound is `gap` above them."""
-    query, key = torch.zeros(2, 1, 1, 16, 128)
-    query[..., 0] = key[..., 0, 1] = gap**0.5
-    key[..., 1:, 0] = torch.linspace(-1, 1, 15) / gap**0.5
-    return [x.to(dtype) for x in (query, key, randn(1, 1, 16, 128, seed=1))]
-
-
-def test_the_constant_maximum_is_exact_up_to_its_largest_gap_and_loses_rows_beyond():
-    for gap in (1.0, 20.0, LARGEST_GAP):
-        rows = planted(gap)
-        got, wanted = nki_const_max(*rows, 1.0), exact(*rows, 1.0)
-        # A score that is shifted by the gap is right to a rounding of the gap.
-        assert rel(got, wanted) < fp32_bound(gap**2, 16)
-    lost = nki_const_max(*planted(LARGEST_GAP + 15), 1.0)
-    assert lost.norm() < 0.01 * wanted.norm()
-
-
-def test_the_constant_maximum_rounds_shifted_scores_to_fp16_as_its_kernel_does():
-    """So in bf16 it is the further from the exact result the larger the gap, and attention_cte is
-    not."""
-    distances = {}
-    for gap in (4.0, LARGEST_GAP):
-        rows = planted(gap, torch.bfloat16)
-        wanted = exact(*rows, 1.0)
-        distances[gap] = [rel(KERNELS[n](*rows, 1.0), wanted) for n in ("nki_const_max", "nki")]
-    assert distances[LARGEST_GAP][0] > 3 * distances[4.0][0]
-    assert distances[LARGEST_GAP][1] < BF16_ROUNDING
-
-
-@pytest.mark.parametrize("tokens", [128, 130])
-def test_the_constant_maximum_is_for_self_attention_of_heads_of_128_and_the_rest_is_nki_s(tokens):
-    long = torch.ops.ltx_neuron.attention_const_max
-    with Counted(long) as count:
-        nki_const_max(*three(2, tokens, tokens, 128), 0.1)
-    assert count.calls == 1
-    mask = torch.zeros(tokens, tokens)
-    cases = [
-        (three(2, tokens, tokens, 64), None),
-        (three(2, tokens, 7, 128), None),
-        (three(2, tokens, tokens, 128), mask),
-    ]
-    for rows, masked in cases:
-        with Counted(long) as count:
-            got = nki_const_max(*rows, 0.1, masked)
-        assert count.calls == 0 and torch.equal(got, KERNELS["nki"](*rows, 0.1, masked))
-
-
-class Counted(TorchDispatchMode):
-    """Counts the calls of an operation."""
-
-    def __init__(self, operation):
-        super().__init__()
-        self.operation, self.calls = operation.default, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls += function is self.operation
-        return function(*args, **(kwargs or {}))
-
-
-# --- whether weights suit it ----------------------------------------------------------------------
-
-
-def made_source(gain: float, loud: int = 0, shape=(4, 128)):
-    """A source of two attentions whose norms have a gain; `loud` heads' projections are ten times
-    as large as the others'."""
-    inner = shape[0] * shape[1]
-    weight = randn(inner, 8, seed=3)
-    weight[: loud * shape[1]] *= 10
-    tensors = {}
-    for block, gains in enumerate((torch.ones(inner), torch.full((inner,), gain))):
-        for of in "qk":
-            name = f"transformer_blocks.{block}.attn1."
-            tensors[f"{name}to_{of}.weight"] = weight
-            tensors[f"{name}to_{of}.bias"] = torch.zeros(inner)
-            tensors[f"{name}{of}_norm.weight"] = gains
-    return SimpleNamespace(names=tensors, tensor=tensors.__getitem__)
-
-
-def test_the_bound_that_weights_show_is_that_of_queries_and_keys_of_average_length():
-    """sqrt(128) * sqrt(128) / sqrt(128) nats at gains of 1, of tokens twice as long as on average
-    each."""
-    bounds = largest_bounds(made_source(1.5))
-    assert bounds == {
-        "transformer_blocks.0.attn1": pytest.approx(4 * 128**0.5, rel=0.2),
-        "transformer_blocks.1.attn1": pytest.approx(1.5**2 * 4 * 128**0.5, rel=0.2),
-    }
-
-
-def test_weights_that_lose_rows_are_refused_with_the_block_and_what_to_type():
-    check_const_max(made_source(1.0), 128, torch.bfloat16)
-    for source in (made_source(2.0), made_source(torch.nan)):
-        with pytest.raises(UserError, match=r"norms of transformer_blocks.1.*\n.*attention=nki$"):
-            check_const_max(source, 128, torch.bfloat16)
-    with pytest.raises(UserError, match="norms of transformer_blocks"):
-        check_const_max(made_source(1.0, loud=1), 128, torch.bfloat16)
-    check_const_max(made_source(2.0), 64, torch.bfloat16)  # no kernel for such heads
-    with pytest.raises(UserError, match="bfloat16, got --dtype float32.\nType"):
-        check_const_max(made_source(1.0), 128, torch.float32)
-
-
-def test_rows_that_the_check_refuses_are_lost_by_the_reference():
-    """Queries and keys of gains that are refused, as the norm leaves them."""
-    x = randn(2, 1024, 512, seed=7)
-    query, key = (x / x.square().mean(-1, keepdim=True).sqrt() * 2.7).unflatten(-1, (4, 128))
-    rows = [part.transpose(0, 1)[None] for part in (query, key, query)]
-    wanted = exact(*rows, 128**-0.5)
-    lost = nki_const_max(*rows, 128**-0.5).norm(dim=-1) < 0.5 * wanted.norm(dim=-1)
-    assert lost.any()
-    source = made_source(2.7)
-    with pytest.raises(UserError, match="loses rows"):
-        check_const_max(source, 128, torch.bfloat16)
-
-
 def kernels_of(graph) -> set[str]:
     names = {node.target.__name__.removesuffix(".default") for node in operations(graph)}
     kernels = {"scaled_dot_product_attention", "bmm", "softmax.int"}
-    return names & {*kernels, "attention_cte", "attention_const_max"}
+    return names & {*kernels, "attention_cte"}
 
 
 @pytest.mark.parametrize(
@@ -309,19 +184,6 @@ def test_a_program_holds_the_kernel_it_was_built_with_and_no_other(name, wanted)
             )
             == 6
         )
-
-
-def test_of_a_released_block_self_attention_of_the_video_alone_has_the_constant_maximum():
-    config = transformer_config(released_config())
-    with fake_process_group(4):
-        comm = TorchDistComm(4)
-        for tokens, count in ((1024, 2), (6144, 1)):  # a prompt has 1024
-            bucket = Bucket(tokens, 126, 1, 2)
-            program = dit_program(config, bucket, 4, comm, torch.bfloat16, 1, "nki_const_max")
-            graph = trace(program, "blocks", torch.bfloat16)
-            targets = [node.target for node in operations(graph)]
-            assert targets.count(torch.ops.ltx_neuron.attention_const_max.default) == count
-            assert targets.count(torch.ops.ltx_neuron.attention_cte.default) == 6 - count
 
 
 def test_gemma3s_attention_is_products_and_a_softmax():
@@ -370,9 +232,6 @@ def test_the_kernels_operation_is_one_that_a_compiled_graph_keeps():
     torch.library.opcheck(
         torch.ops.ltx_neuron.attention_cte.default, (*rows, 0.3), test_utils="test_faketensor"
     )
-    long = torch.ops.ltx_neuron.attention_const_max.default
-    tokens_first = [x.transpose(1, 2) for x in three(4, 6, 6, 128)]
-    torch.library.opcheck(long, (*tokens_first, 0.3), test_utils="test_faketensor")
     whole = torch.compile(attention_cte, backend="aot_eager", fullgraph=True, dynamic=False)
     assert torch.equal(whole(*rows, 0.3), attention_cte(*rows, 0.3))
 

@@ -345,21 +345,6 @@ def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
         Engine(enough, Recorder()).preflight.check([job])
 
 
-def test_weights_are_asked_whether_they_suit_the_attention_before_anything_is_made(tiny, tmp_path):
-    """At compiling, and at generating with graphs that another checkpoint compiled."""
-    profile = resolve("trn2.3xlarge", ("attention=nki_const_max",))
-    workspace = Workspace(tiny.checkpoint, profile, tmp_path, 4, "float32", tiny.gemma_root)
-    job = Job("rain", SMALL)
-    with pytest.raises(UserError, match="nki_const_max computes in bfloat16"):
-        workspace.compile_dit(job.buckets)
-    with pytest.raises(UserError, match="nki_const_max computes in bfloat16"):
-        workspace.dit_program_for(job, job.stages[0])
-    assert list(tmp_path.iterdir()) == []
-    in_bfloat16 = Workspace(tiny.checkpoint, profile, tmp_path, 4, "bfloat16", tiny.gemma_root)
-    with pytest.raises(UserError, match="no dit graphs"):
-        in_bfloat16.dit_program_for(job, job.stages[0])
-
-
 # --- the time of a whole clip ---------------------------------------------------------------------
 
 

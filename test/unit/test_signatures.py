@@ -97,7 +97,7 @@ def manifests(gemma, tmp_path_factory):
     one_convolution = replace(sound, vocoder=vocoder, bwe=bwe)
     programs = {
         "released": partial(
-            dit_program, released, BUCKET, blocks_per_graph=1, attention="nki_const_max", **common
+            dit_program, released, BUCKET, blocks_per_graph=1, attention="nki", **common
         ),
         "whole step": partial(dit_program, config, BUCKET, blocks_per_graph=0, **common),
         "guided": partial(

@@ -190,11 +190,11 @@ def test_another_backend_is_tried_where_it_is_installed(monkeypatch):
     )
 
 
-def test_the_constant_maximum_is_tried_where_its_package_is_installed(monkeypatch):
-    neuron = resolve("trn2.3xlarge")
-    assert candidates("attention", neuron, 4, 48) == ["matmul"]
+def test_the_flash_kernel_is_tried_where_its_package_is_installed(monkeypatch):
+    plain = resolve("trn2.3xlarge", ("attention=matmul",))
+    assert candidates("attention", plain, 4, 48) == []
     monkeypatch.setattr("ltx_neuron.tune.search.find_spec", lambda package: package)
-    assert candidates("attention", neuron, 4, 48) == ["nki_const_max", "matmul"]
+    assert candidates("attention", plain, 4, 48) == ["nki"]
 
 
 def test_the_dit_s_compiler_flags_are_tried_and_each_compiles_to_graphs_of_its_own():
@@ -495,6 +495,15 @@ def test_settings_that_do_not_go_with_what_was_typed_are_left_out(tiny, tmp_path
     profile = kept.profile_of_run(resolve("cpu", ("device=cuda",)))
     assert profile.compile_backend == "export"
     assert "tuned settings are ignored: --profile-set" in capsys.readouterr().out
+
+
+def test_a_tuned_value_that_does_not_exist_any_more_is_left_out_with_a_sentence(
+    tiny, tmp_path, capsys
+):
+    kept = choose(opened(tiny, tmp_path), {}, {"attention": "nki_const_max"})
+    assert kept.profile_of_size(resolve("trn2.3xlarge"), SHAPES).attention == "nki"
+    printed = capsys.readouterr().out
+    assert printed.startswith("tuned settings are ignored:") and "nki_const_max" in printed
 
 
 IGNORING = "--profile-set tuned=no"

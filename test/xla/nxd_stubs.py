@@ -41,7 +41,6 @@ _CLOSED = (
     "neuronxcc",
     "nki",
     "nkilib",
-    "vllm_omni_neuron",
     "boto3",
     "botocore",
     "s3transfer",
@@ -125,9 +124,6 @@ def install(source: Path, folder: Path) -> torch.library.Library:
         lambda name: getattr(torch, name),
     )
     import_module("nkilib.core.attention.attention_cte").attention_cte = NkiKernel()
-    attention = "vllm_omni_neuron.kernels.nkilib.experimental.attention"
-    ring = import_module(f"{attention}.ring_attention_const_max_fwd")
-    ring.ring_attention_const_max_fwd = RingKernel()
     import_module("libneuronxla").neuron_xla_compile = lambda module_bytes, **_: module_bytes
     torch.classes.neuron = SimpleNamespace(
         SPMDModel=spmd_model, LayoutTransformation=object, Runtime=object, Model=object
@@ -157,20 +153,6 @@ class NkiKernel:
         NkiKernel.launched += 1
         scores = torch.bmm(q.float(), k.float().transpose(1, 2)) * scale
         return torch.bmm(scores.softmax(-1), v.float()).to(q.dtype)
-
-
-class RingKernel(NkiKernel):
-    """vllm-omni-neuron's ring_attention_const_max_fwd likewise, with one worker."""
-
-    launched = 0
-
-    def run(self, q, k, v, num_workers, softmax_scale, training) -> torch.Tensor:
-        assert q.shape == k.shape == v.shape and q.shape[-1] == 128 and q.dtype == torch.bfloat16
-        assert num_workers == 1 and not training and softmax_scale == 128**-0.5
-        RingKernel.launched += 1
-        query, key, value = (x.transpose(1, 2).float() for x in (q, k, v))
-        scores = query @ key.transpose(2, 3) * softmax_scale
-        return (scores.softmax(-1) @ value).to(q.dtype)
 
 
 class _Anything(importlib.abc.MetaPathFinder, importlib.abc.Loader):

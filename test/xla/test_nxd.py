@@ -338,18 +338,6 @@ def test_the_kernel_of_the_profile_is_in_the_graphs(workspace, assets, tmp_path)
     assert launched == {"nki": 6, "matmul": 0}
 
 
-def test_the_constant_maximum_is_in_the_graphs_of_heads_of_128(tmp_path):
-    """One attention of a block is the video's own, without a mask; nkilib has the others."""
-    assets = make_tiny(tmp_path / "tiny", TinySizes(layers=1, head_dim=128))
-    profile = resolve("trn2.3xlarge", (CUT, "attention=nki_const_max"))
-    workspace = Workspace(assets.checkpoint, profile, tmp_path, TP, "bfloat16", assets.gemma_root)
-    kernels = nxd_stubs.NkiKernel, nxd_stubs.RingKernel
-    before = [kernel.launched for kernel in kernels]
-    (folder,) = workspace.compile_dit([SHAPE.buckets[0]])
-    launched = [kernel.launched - was for kernel, was in zip(kernels, before, strict=True)]
-    assert launched == [5, 1] and (folder / "manifest.json").is_file()
-
-
 def test_a_block_has_seven_all_reduces_and_the_manifest_counts_them(generated, workspace):
     assert (
         generated.counters.collectives_per_step["count"]

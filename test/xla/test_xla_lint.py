@@ -15,7 +15,7 @@ from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.lint import compare_ranks, hlo, lower
 from ltx_neuron.lint.cases import Case, dtype_of, programs
-from ltx_neuron.profiles import PROFILES, resolve
+from ltx_neuron.profiles import PROFILES
 
 pytest.importorskip(
     "torch_xla",
@@ -157,15 +157,6 @@ def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
     # with context parallelism, each tiny and at full width.
     assert len(graphs) == 2 * (115 + 49 + 36 + 8 + 11 + 12 + 5 + 15) + (9 + 11) + (17 + 3)
     assert {name: text_of(findings) for name, (_, findings) in graphs.items() if findings} == {}
-
-
-def test_a_released_block_with_the_constant_maximum_has_no_finding():
-    profile = resolve("trn2.3xlarge", ("attention=nki_const_max",))
-    made = {case.name: case for case in programs(profile, TP, DTYPE)}
-    case = made["full, 1 block: DiT, text to video, cut"]
-    with world_of(case):
-        reading = lower.read(case.program(lower, TP), "blocks", RANKS, DTYPE, case.name)
-    assert text_of(reading.check()[1]) == ""
 
 
 def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(graphs):

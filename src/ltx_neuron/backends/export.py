@@ -278,7 +278,6 @@ _ATTENTION = {
     torch.ops.aten.bmm,
     torch.ops.aten.scaled_dot_product_attention,
     torch.ops.ltx_neuron.attention_cte,
-    torch.ops.ltx_neuron.attention_const_max,
 }
 _NOT_ELEMENTWISE = {
     operator.getitem,

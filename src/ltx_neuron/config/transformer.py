@@ -11,7 +11,6 @@ from ltx_neuron.errors import UserError
 # (embeddings_connector.py)
 REGISTERS = 128
 STREAMS: tuple[str, ...] = "video", "audio"
-CONST_MAX_HEAD_DIM = 128  # head size of the kernel of attention=nki_const_max
 
 # Values that the transformer code assumes: those of ltx-core's LTXModelConfigurator, and those of
 # 2.3 checkpoints only.

@@ -3,11 +3,11 @@
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from ltx_neuron.backends.nki import KERNELS
+from ltx_neuron.backends import nki
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, judged
 from ltx_neuron.doctor.system import System
-from ltx_neuron.profiles import NKI_KERNELS, Profile
+from ltx_neuron.profiles import Profile
 
 DRIVER = "sudo modprobe neuron; if it finds no module: sudo apt-get install aws-neuronx-dkms"
 TOOLS = "sudo apt-get install aws-neuronx-tools && export PATH=/opt/aws/neuron/bin:$PATH"
@@ -99,15 +99,10 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
 
 
 def _kernels(profile: Profile, system: System) -> Iterator[Finding]:
-    """The packages of the NKI kernels for the profile's attention."""
-    for name in NKI_KERNELS.get(profile.attention, ()):
-        kernel = KERNELS[name]
-        if error := system.import_error(kernel.package):
-            text = (
-                f"attention={profile.attention} needs the kernels of {kernel.package}; importing"
-                f" it failed: {error}"
-            )
-            yield Finding("nki", "blocks", text, kernel.missing)
+    """The package of the NKI kernel for the profile's attention."""
+    if profile.attention == "nki" and (error := system.import_error(nki.PACKAGE)):
+        text = f"attention=nki needs the kernels of {nki.PACKAGE}; importing it failed: {error}"
+        yield Finding("nki", "blocks", text, nki.MISSING)
 
 
 def _compiler(version: str, system: System) -> Iterator[Finding]:

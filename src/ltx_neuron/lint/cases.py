@@ -107,7 +107,7 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
     that does not divide the heads."""
     one = replace(profile, context_parallel=1, context_mode="gather", ulysses_degree=0)
     common = dict(tp=tp, dtype=dtype)
-    kernel, other = profile.attention, profile.connector_attention
+    kernel = profile.attention
     for name, width in widths(tp, max(2, profile.ulysses)).items():
         later = merge(width.config, {"transformer": TRANSFORMER})
         configs = [transformer_config(each) for each in (width.config, later)]
@@ -150,7 +150,7 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
                     text = f"{label}: {encoder}, {tokens} tokens{', all states' * states}"
                     make = partial(gemma3_program, gemma, config, tokens, states=states, **common)
                     yield Case(text, make, one)
-            make = partial(connector_program, config, **common, attention=other)
+            make = partial(connector_program, config, **common, attention=kernel)
             yield Case(f"{label}: connectors", make, one)
 
 

@@ -57,7 +57,7 @@ EXPORTED = _aten(
     split.Tensor split_with_sizes.default repeat_interleave.self_int expand.default squeeze.dim
     pad.default contiguous.default
     """
-) | {"ltx_neuron.attention_cte.default", "ltx_neuron.attention_const_max.default"}
+) | {"ltx_neuron.attention_cte.default"}
 # Operations of torch.compile's graphs of the same modules: composite operations are decomposed.
 TRACED = _aten(
     """

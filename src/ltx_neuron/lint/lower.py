@@ -8,7 +8,6 @@ its kernels.
 
 import os
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from ltx_neuron.backends.nxd.compile import XlaComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.lint.hlo import operations, target
 from ltx_neuron.lint.rules import Finding, Operation, Reading, check
-from ltx_neuron.models.attention import matmul
 from ltx_neuron.models.programs import Program
 
 TITLE = "HLO (ModelBuilder)"
@@ -46,19 +44,6 @@ def require() -> None:
         raise UserError(
             INSTALL.format(problem="is not installed" if missing else f"does not load: {error}")
         ) from None
-    _lower_plain_attention()
-
-
-@cache  # an operation can be registered only once per process
-def _lower_plain_attention() -> None:
-    """Replace attention_const_max by `matmul`: its reference rounds to the kernel's private
-    types."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        return matmul(query, key, value, scale)
-
-    torch.library.register_kernel("ltx_neuron::attention_const_max", "xla", attention)
 
 
 def comm(groups: Groups) -> XlaComm:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from ltx_neuron.config.common import AttentionSize
-from ltx_neuron.config.transformer import CONST_MAX_HEAD_DIM
 from ltx_neuron.models.parallel import (
     ColumnLinear,
     Comm,
@@ -142,71 +141,12 @@ def _(query: tuple, key: tuple, value: tuple, scale: float, **_) -> int:
     return 4 * heads * queries * key[1] * size
 
 
-def nki_const_max(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
-) -> Tensor:
-    """AWS's kernel, which subtracts an upper bound of each query's scores instead of their maximum,
-    for self-attention of heads of 128 channels without a mask; otherwise `nki`. A backend replaces
-    `attention_const_max` with it.
-
-    It is exact unless a bound is far above its query's largest score. weights/gains.py refuses
-    weights with such bounds.
-    """
-    if mask is not None or query.shape != key.shape or query.shape[-1] != CONST_MAX_HEAD_DIM:
-        return nki(query, key, value, scale, mask)
-    return attention_const_max(*(x.transpose(1, 2) for x in (query, key, value)), scale)
-
-
-@torch.library.custom_op("ltx_neuron::attention_const_max", mutates_args=())
-def attention_const_max(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Self-attention of (B, T, H, 128) queries, keys and values -> (B, H, T, 128), with the bound
-    scale * |query| * the longest |key| instead of each row's maximum.
-
-    This reference rounds in bf16 where the kernel does: the scaled query, the bound and the weights
-    to bf16, the shifted scores to fp16. A weight below the smallest normal number is 0, and the sum
-    of a row is at least 1e-37.
-
-    Source: aws-neuron/vllm-omni-neuron, ring_attention_const_max_fwd.py and attention_const_max.py
-    (2026-09), with one worker.
-    """
-    dtype = query.dtype
-
-    def rounded(x: Tensor, to: torch.dtype = torch.bfloat16) -> Tensor:
-        return x.to(to).float() if dtype == torch.bfloat16 else x
-
-    query, key, value = (x.transpose(1, 2).float() for x in (query, key, value))
-    lengths = query.norm(dim=-1, keepdim=True), key.norm(dim=-1).amax(-1)[..., None, None]
-    bound = rounded(scale * lengths[0] * lengths[1])  # (B, H, T, 1)
-    shifted = rounded(query * scale) @ key.transpose(-1, -2) - bound
-    weights = rounded(rounded(shifted, torch.float16).exp())
-    weights = weights * (weights >= torch.finfo(torch.float32).tiny)
-    total = weights.sum(-1, keepdim=True).clamp_min(1e-37)
-    return (weights @ value / total).to(dtype).contiguous()
-
-
-@attention_const_max.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    batch, tokens, heads, size = query.shape
-    return query.new_empty((batch, heads, tokens, size))
-
-
-@register_flop_formula(torch.ops.ltx_neuron.attention_const_max)
-def _(query: tuple, key: tuple, value: tuple, scale: float, **_) -> int:
-    batch, tokens, heads, size = query
-    return 4 * batch * heads * tokens**2 * size
-
-
 # Kernels of the DiT and the connectors, query, key, value (B, H, T|S, D) -> (B, H, T, D), with a
 # mask that is added to the scores, broadcast to (B, H, T, S), or None; the profile selects one for
 # a program. Gemma's heads of 256 or 512 are larger than the kernels allow, so it always uses
 # `matmul`.
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
-KERNELS: dict[str, Kernel] = {
-    "sdpa": sdpa,
-    "matmul": matmul,
-    "nki": nki,
-    "nki_const_max": nki_const_max,
-}
+KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "matmul": matmul, "nki": nki}
 
 
 class Attention(nn.Module):

@@ -44,7 +44,7 @@ from ltx_neuron.models.programs import (
 )
 from ltx_neuron.models.signatures import LATENTS, own_tokens
 from ltx_neuron.plan.forecast import Forecast, forecast
-from ltx_neuron.profiles import COLLECTIVES_BUFFER, NKI_KERNELS, Profile
+from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile
 from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.latents import TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
@@ -465,7 +465,7 @@ def _score_bytes(
     heads, tokens = config.video.heads // tp, bucket.video_tokens
     queries = own_tokens(tokens, profile.context_parallel)  # with Ulysses, of fewer heads all
     masked = bucket.biased and min(queries, rows_at_once(heads, tokens))
-    rows = {"matmul": queries, **dict.fromkeys(NKI_KERNELS, masked)}
+    rows = {"matmul": queries, "nki": masked}
     row, held = 4 * heads * tokens, rows.get(profile.attention, 0)
     return row * held, row * queries if held else 0
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from ltx_neuron.backends.nki import KERNELS
+from ltx_neuron.backends.nki import PACKAGE
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
@@ -20,7 +20,6 @@ from ltx_neuron.profiles import (
     COLLECTIVES_BUFFER,
     COMPILE_BACKENDS,
     DIT_FLAGS,
-    NKI_KERNELS,
     Profile,
     require_runtime,
     resolve,
@@ -89,7 +88,7 @@ def candidates(
         f"environment.{COLLECTIVES_BUFFER}": ["41943040", "167772160"] if on_neuron else [],
         "compiler_flags.dit": [*DIT_FLAGS] if on_neuron else [],
         "threads": _threads(profile.world_size(tp)) if profile.device == "cpu" else [],
-        "attention": [*NKI_KERNELS, "matmul"] if on_neuron else ["sdpa", "matmul"],
+        "attention": ["nki" if on_neuron else "sdpa", "matmul"],
         "context_mode": ["gather", "ulysses"] if profile.context_parallel > 1 else [],
         "sequence_parallel": ["false", "true"] if divides else [],
         "blocks_per_graph": [
@@ -151,8 +150,7 @@ def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) ->
             require_runtime(changed, tp)
     except UserError:
         return None
-    kernels = NKI_KERNELS.get(value, ()) if key == "attention" else ()
-    if any(find_spec(KERNELS[name].package) is None for name in kernels):
+    if (key, value) == ("attention", "nki") and find_spec(PACKAGE) is None:
         return None
     if key == "blocks_per_graph":
         return changed.blocks_per_graph and group_size(num_layers, changed.blocks_per_graph)

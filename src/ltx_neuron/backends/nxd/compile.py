@@ -26,7 +26,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, whole_file
 from ltx_neuron.models.programs import Graph, Program, cut_graphs
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import NKI_KERNELS, Profile
+from ltx_neuron.profiles import Profile
 
 # Packages that write and read the graphs: NxD's files need the same versions.
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")
@@ -211,8 +211,8 @@ def compile_program(
     # costs are counted in exported graphs.
     costs = {name: export.cost(export.trace(program, name, dtype)) for name in program.graphs}
     # After counting, which uses the operation's reference.
-    for operation in NKI_KERNELS.get(profile.attention, ()):
-        nki.register_for_xla(operation, profile.lnc)
+    if profile.attention == "nki":
+        nki.register_for_xla(profile.lnc)
     with (
         explained(),
         NxDParallelState(

@@ -59,7 +59,7 @@ def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
     if profile.context_parallel > 1:
         _rename_group(module, mesh.WORLD, mesh.TENSOR)
     if profile.device == "neuron":
-        replace_attention(module, lambda name: nki.native_attention(name, profile.lnc))
+        replace_attention(module, lambda: nki.native_attention(profile.lnc))
     return runner(module, profile.compile_backend)
 
 
@@ -71,15 +71,14 @@ def _rename_group(module: fx.GraphModule, old: str, new: str) -> None:
     module.recompile()
 
 
-def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Callable]) -> None:
-    """Replace a graph's operations that have a kernel of the device (nki.KERNELS). make_kernel is
-    called only for operations in the graph, because a kernel's package may be missing."""
-    for name in nki.KERNELS:
-        operation = getattr(torch.ops.ltx_neuron, name).default
-        nodes = [node for node in module.graph.nodes if node.target is operation]
-        kernel = make_kernel(name) if nodes else None
-        for node in nodes:
-            node.target = kernel
+def replace_attention(module: fx.GraphModule, make_kernel: Callable[[], Callable]) -> None:
+    """Replace a graph's attention_cte by the device's kernel. make_kernel is called only for graphs
+    with this operation, because the kernel's package may be missing."""
+    operation = torch.ops.ltx_neuron.attention_cte.default
+    nodes = [node for node in module.graph.nodes if node.target is operation]
+    kernel = make_kernel() if nodes else None
+    for node in nodes:
+        node.target = kernel
     module.recompile()
 
 
