@@ -25,7 +25,7 @@ from helpers import (  # noqa: F401
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, peak_bytes, trace
 from ltx_neuron.config.gemma import GEMMA_3_12B
 from ltx_neuron.config.transformer import Bucket, transformer_config
-from ltx_neuron.models.attention import KERNELS, attention_cte, matmul, sdpa
+from ltx_neuron.models.attention import KERNELS, attention_cte, matmul, part_of_attention, sdpa
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, gemma3_program
 from ltx_neuron.sampling.latents import video_positions
@@ -158,6 +158,25 @@ def test_a_masked_block_of_the_release_holds_no_more_than_one_head_s_scores():
     assert max(x.nbytes for x in scores) == head / 2
     masked, plain = (peak_bytes(graphs[biased]) for biased in (True, False))
     assert masked - plain < (1 + 1 / 16) * head < 0.65e9
+
+
+def test_a_part_of_attention_sums_its_weights_in_the_product_with_the_values():
+    """And nowhere a channel is concatenated: on trn2 one was lost (vllm-neuron, 2026)."""
+    query, key, value = three(2, 6, 400, 64)
+    sums, maximum = part_of_attention(query, key, value, 0.125)
+    weights = (query.double() @ key.double().transpose(-1, -2) * 0.125 - maximum).exp()
+    allowed = rounding(torch.float32, 400, 64)
+    assert rel(sums[..., :-1], weights @ value.double()) < allowed
+    assert rel(sums[..., -1], weights.sum(-1)) < allowed
+
+    class Part(torch.nn.Module):
+        def forward(self, *rows):
+            return part_of_attention(*rows, 0.125)
+
+    graph = torch.export.export(Part(), (query, key, value))
+    targets = [node.target for node in operations(graph)]
+    assert targets.count(torch.ops.aten.bmm.default) == 2
+    assert torch.ops.aten.cat.default not in targets
 
 
 def kernels_of(graph) -> set[str]:

@@ -84,8 +84,10 @@ def part_of_attention(
         scores = scores + mask.float()
     maximum = scores.amax(-1, keepdim=True)
     weights = (scores - maximum).exp()
-    weighted = torch.bmm(weights.flatten(0, -3), values.float()).view(query.shape)
-    return torch.cat([weighted, weights.sum(-1, keepdim=True)], -1), maximum
+    # A channel of ones: the same product sums the weights. A column that is concatenated to four
+    # dimensions was zero on trn2 in another model (vllm-neuron, 2026).
+    values = nn.functional.pad(values.float(), (0, 1), value=1.0)
+    return torch.bmm(weights.flatten(0, -3), values).unflatten(0, query.shape[:-2]), maximum
 
 
 def nki(
