@@ -62,7 +62,7 @@ class Scripts:
         script, takes = SCRIPTS[name]
         flags = {
             "size": self.size,
-            "gemma": ["--gemma-root", self.gemma_root],
+            "gemma": ["--gemma-root", self.gemma_root] if self.gemma_root else [],
             "upsampler": ["--spatial-upsampler-path", self.upsampler] if self.upsampler else [],
             "on_ranks": ["--neuron-gemma"],
         }

@@ -28,7 +28,8 @@ from ltx_neuron.files import write_json
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import Profile
 from ltx_neuron.report import table
-from ltx_neuron.tiny import TinyAssets, TinySizes, assets_in
+from ltx_neuron.tiny import TinySizes, assets_in
+from ltx_neuron.tiny.split import split_assets_in
 
 PROMPT = "waves crash on the shore"
 TINY_SIZE = Size(height=64, width=64, num_frames=9, two_stage=True)
@@ -102,9 +103,9 @@ class Bench:
         return self.profile.degree(self.args.tp_degree)
 
     def device(self, model: "Model") -> Target:
-        """What a model is run on. The tiny one's heads have 8 and 4 channels, and nkilib tests its
+        """What a model is run on. The tiny ones' heads have 8 and 4 channels, and nkilib tests its
         kernel with 64 and more: it might fail there for a reason that no real model has."""
-        tiny = model.name == "tiny" and self.profile.attention == "nki"
+        tiny = model.name in ("tiny", "ltx25") and self.profile.attention == "nki"
         settings = (*self.profile.settings, "attention=matmul") if tiny else self.profile.settings
         return Target(self.profile.name, settings, self.args.dtype)
 
@@ -285,12 +286,18 @@ class CoreMemory:
 
 
 def tiny(bench: Bench) -> Model:
-    assets = assets_in(bench.folder / "tiny")
-    return _model("tiny", assets, TINY_SIZE, bench)
+    return _model("tiny", TINY_SIZE, bench)
+
+
+def ltx25(bench: Bench) -> Model:
+    """Tiny files of LTX-2.5, with the diffusion decoder. The others are found beside the
+    transformer's."""
+    transformer = split_assets_in(bench.folder / "ltx25").distilled
+    return Model("ltx25", transformer, None, None, TINY_SIZE, bench.folder / "artifacts")
 
 
 def wide(bench: Bench) -> Model:
-    return _model("wide", assets_in(bench.folder / "wide"), WIDE_SIZE, bench)
+    return _model("wide", WIDE_SIZE, bench)
 
 
 def full(bench: Bench) -> Model:
@@ -309,12 +316,7 @@ def full(bench: Bench) -> Model:
     )
 
 
-def _model(name: str, assets: TinyAssets, size: Size, bench: Bench) -> Model:
-    return Model(
-        name,
-        assets.checkpoint,
-        assets.gemma_root,
-        assets.spatial_upsampler,
-        size,
-        bench.folder / "artifacts",
-    )
+def _model(name: str, size: Size, bench: Bench) -> Model:
+    files = assets_in(bench.folder / name)
+    paths = files.checkpoint, files.gemma_root, files.spatial_upsampler
+    return Model(name, *paths, size, bench.folder / "artifacts")

@@ -13,12 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from device.bench import BF16, FP32, WIDE, Bench, Model, full, request, tiny, wide
+from device.bench import BF16, FP32, WIDE, Bench, Model, full, ltx25, request, tiny, wide
 from device.report import cell
+from ltx_neuron.doctor.finding import Finding, verdict
 from ltx_neuron.files import read_json
 from ltx_neuron.format import format_bytes
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny import make_tiny
+from ltx_neuron.tiny.split import make_split
 from ltx_neuron.tune.tolerance import FACTOR, FLOOR
 from ltx_neuron.tune.tolerance import rel_l2 as rel
 from ltx_neuron.workspace import Workspace
@@ -40,24 +42,39 @@ def doctor_flags(args: argparse.Namespace) -> list[object]:
 
 
 def doctor(bench: Bench) -> Iterator[str]:
-    """The doctor's findings; a failure where one of them blocks a run."""
+    """The doctor's verdict, and its findings that are not ok; a failure where one of them blocks a
+    run."""
     flags = [*doctor_flags(bench.args), "--json"]
     output = bench.run("doctor", "-m", "ltx_neuron.doctor", *flags, codes=(0, 1)).output
     # Libraries may print warnings before and after the JSON.
     report, _ = json.JSONDecoder().raw_decode(output, output.index("{\n"))
-    yield from ("| | check | |", "|---|---|---|")
-    for finding in report["findings"]:
-        yield f"| {finding['state']} | {finding['check']} | {cell(finding['text'])} |"
+    findings = [Finding(**finding) for finding in report["findings"]]
+    others = [finding for finding in findings if finding.state != "ok"]
+    yield f"{len(findings) - len(others)} checks are ok; {verdict(findings)}."
+    if others:
+        yield from ("", "| | check | |", "|---|---|---|")
+    for finding in others:
+        yield f"| {finding.state} | {finding.check} | {cell(finding.text)} |"
     if not report["can_run"]:
         pytest.fail("something blocks: python -m ltx_neuron.doctor says what to type")
 
 
 def tiny_compiles(bench: Bench) -> Iterator[str]:
     make_tiny(bench.folder / "tiny")
-    settings = " ".join(bench.device(tiny(bench)).settings) or "no settings"
+    return _compiles(bench, tiny(bench))
+
+
+def ltx25_compiles(bench: Bench) -> Iterator[str]:
+    assets = make_split(bench.folder / "ltx25")
+    assets.diffusion_vae.replace(assets.video_vae)  # the file's config selects the decoder
+    return _compiles(bench, ltx25(bench))
+
+
+def _compiles(bench: Bench, model: Model) -> Iterator[str]:
+    settings = " ".join(bench.device(model).settings) or "no settings"
     yield f"With {settings}."
-    yield sharded(bench, tiny(bench))
-    yield compiled(bench, tiny(bench))
+    yield sharded(bench, model)
+    yield compiled(bench, model)
 
 
 def wide_compiles(bench: Bench) -> Iterator[str]:
@@ -129,10 +146,9 @@ def full_step(bench: Bench) -> Iterator[str]:
     yield from one_step(bench, model)
 
 
-def tiny_video(bench: Bench) -> Iterator[str]:
+def tiny_video(bench: Bench, model: Model) -> Iterator[str]:
     """Two stages through the real script: twice alike, and its text contexts by the three-way
     rule."""
-    model = tiny(bench)
     device = bench.device(model)
     runs = [bench.generate(model, device, f"device-{number}") for number in (1, 2)]
     (_, first, report), (_, second, again) = runs

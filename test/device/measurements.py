@@ -3,7 +3,7 @@ memory, how long graphs, collectives and videos take, and which settings are the
 
 import dataclasses
 import statistics
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 
@@ -13,15 +13,25 @@ from device.report import Stopped, cell
 from ltx_neuron import flags
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.files import read_json
+from ltx_neuron.finished import of_release
 from ltx_neuron.format import format_bytes
 from ltx_neuron.job import Job
+from ltx_neuron.plan import Plan, plan
 from ltx_neuron.report import table
 from ltx_neuron.tiny.config import released_config
+from ltx_neuron.weights.model_files import ModelFiles
+from ltx_neuron.weights.tensorfile import DTYPES
 
 RELEASED = transformer_config(released_config())
 VARIANT_SECONDS = 900  # of a tuning, its compile included
 PROBE_SECONDS = 240  # one process of probes.py, its compile included
-SMALL_CHANNELS = 1  # of the sums of norms: a number for each token
+# Collectives of a step: an operation of probes.py, whether a rank has a part of the tokens, and the
+# channels. The norms have a number for each token.
+COLLECTIVES = {
+    "sum of a stream": ("sum", False, RELEASED.video.inner),
+    "sum of its norms": ("sum", False, 1),
+    "gather and scattered sum of a stream": ("gather and scatter", True, RELEASED.video.inner),
+}
 
 
 def outputs(bench: Bench) -> Iterator[str]:
@@ -54,29 +64,35 @@ def _probe(bench: Bench, name: str, content: dict) -> dict:
     return read_json(bench.scripted("probes", name, target, content, seconds=PROBE_SECONDS))
 
 
-def collectives(bench: Bench) -> Iterator[str]:
-    """Each collective of a step alone: its own time, and what a launch adds."""
+def collectives(bench: Bench, names: Sequence[str]) -> Iterator[str]:
+    """These of COLLECTIVES alone: their own time, what a launch adds, and the bytes that a rank
+    sends in a second, as the plan counts them."""
     if bench.tp == 1:
         pytest.skip("one rank has no collectives")
     tokens = Job("", flags.size(bench.args)).buckets[-1].video_tokens
     own = tokens // bench.tp  # a rank's part where the tokens are divided
     shapes = {
-        "sum of a stream": ("sum", tokens, RELEASED.video.inner),
-        "sum of its norms": ("sum", tokens, SMALL_CHANNELS),
-        "gather and scattered sum of a stream": ("gather and scatter", own, RELEASED.video.inner),
+        name: (kind, own if divided else tokens, channels)
+        for name, (kind, divided, channels) in COLLECTIVES.items()
+        if name in names
     }
     cases = [[kind, count, *shape] for kind, *shape in shapes.values() for count in (1, CHAIN)]
     content = {"probe": "collectives", "cases": cases, "groups": None}
     found = _probe(bench, "collectives", content)["cases"]
     yield f"{bench.tp} ranks, {tokens} tokens."
     yield ""
-    yield "| collective | tokens x channels of a rank | ms | with its launch | right |"
-    yield "|---|---|---|---|---|"
+    yield "| collective | tokens x channels of a rank | ms | GB/s | with its launch, ms | right |"
+    yield "|---|---|---|---|---|---|"
     wrong = []
     for number, (name, (_, rows, channels)) in enumerate(shapes.items()):
         one, chain = found[2 * number : 2 * number + 2]
         own_ms = (chain["ms"] - one["ms"]) / (CHAIN - 1)
-        yield f"| {name} | {rows} x {channels} | {own_ms:.3f} | {one['ms']:.3f} | {one['right']} |"
+        sent = 2 * (bench.tp - 1) / bench.tp * tokens * channels * DTYPES[bench.args.dtype].itemsize
+        rate = f"{sent / own_ms / 1e6:.1f}" if own_ms > 0 else "-"
+        yield (
+            f"| {name} | {rows} x {channels} | {own_ms:.3f} | {rate} | {one['ms']:.3f}"
+            f" | {one['right']} |"
+        )
         wrong += [] if one["right"] else [name]
     if wrong:
         pytest.fail(f"wrong numbers: {', '.join(wrong)}")
@@ -119,13 +135,8 @@ def timed_blocks(bench: Bench) -> Model:
     return wide(bench)._replace(size=size)
 
 
-def wide_step_times(bench: Bench) -> Iterator[str]:
+def wide_step_times(bench: Bench, model: Model) -> Iterator[str]:
     """Their step, and what it says of all blocks."""
-    model = timed_blocks(bench)
-    size = model.size
-    seconds, _ = bench.compile(model, bench.device(model), gemma=False)
-    yield f"{size.height}x{size.width}, {size.num_frames} frames; compiled in {seconds:.1f} s."
-    yield ""
     found = yield from step_times(bench, model)
     blocks = sum(call["ms"] for call in found["calls"] if call["graph"] == "blocks")
     rest = sum(call["ms"] for call in found["calls"]) - blocks
@@ -134,15 +145,18 @@ def wide_step_times(bench: Bench) -> Iterator[str]:
 
 
 def step_times(bench: Bench, model: Model) -> Generator[str, None, dict]:
-    """A compiled step by its graphs, and the cores' memory on the way; returns what
-    step_times.py found."""
+    """A compiled step by its graphs, the cores' memory on the way, and both as the plan forecasts
+    them; returns what step_times.py found."""
     target, name = bench.device(model), f"{model.name}-step-times"
     content = request(model, model.size) | {"folder": str(bench.folder / name)}
     found = read_json(bench.scripted("step_times", name, target, content))
     cold, *warm = found["steps_ms"]
     calls, whole = found["calls"], statistics.median(warm)
     alone = sum(call["ms"] for call in calls)
-    yield f"Loaded in {found['load_seconds']:.1f} s; the first step took {cold / 1e3:.2f} s."
+    yield (
+        f"{model.size}. Loaded in {found['load_seconds']:.1f} s; the first step took"
+        f" {cold / 1e3:.2f} s."
+    )
     yield (
         f"A warm step: {whole:.1f} ms; its {len(calls)} launches one by one, each waited for:"
         f" {alone:.1f} ms."
@@ -159,13 +173,39 @@ def step_times(bench: Bench, model: Model) -> Generator[str, None, dict]:
             f" | {cost['collective_bytes'] / 1e6:.1f} |"
         )
     yield ""
-    yield from _memory(bench, found["memory"])
+    expected = planned(bench, model)
+    yield from forecast_lines(expected, whole)
+    yield ""
+    yield from _memory(bench, found["memory"], expected.hbm_bytes_per_core)
     yield ""
     return found
 
 
-def _memory(bench: Bench, memory: dict[str, dict[str, int]]) -> Iterator[str]:
-    """A table of the cores' memory by moment, and what unloading freed."""
+def planned(bench: Bench, model: Model) -> Plan:
+    """What `ltx-neuron plan` says of a model's step, without the text encoder."""
+    files = ModelFiles(model.checkpoint)
+    job = of_release(Job("", model.size), files.release)
+    how = bench.profile, job, bench.tp, bench.args.dtype
+    return plan(files.checkpoint, *how, gemma=None, parts=files.config)
+
+
+def forecast_lines(expected: Plan, measured_ms: float) -> Iterator[str]:
+    """A measured step of the last stage beside the plan's forecast of it, whole and in parts."""
+    forecast = expected.stages[-1].forecast
+    if forecast is None:
+        yield f"Forecast: none, profile {expected.profile} has no documented limits."
+        return
+    yield (
+        f"Forecast of this step: {forecast.low:.1f} to {forecast.high:.1f} ms, middle"
+        f" {forecast.middle:.1f}. Measured / forecast: {measured_ms / forecast.middle:.2f}."
+    )
+    yield from ("", "| part of the forecast | ms | from |", "|---|---|---|")
+    for part in forecast.parts:
+        yield f"| {part.name} | {part.low:.2f} to {part.high:.2f} | {cell(part.source)} |"
+
+
+def _memory(bench: Bench, memory: dict[str, dict[str, int]], expected: int) -> Iterator[str]:
+    """A table of the cores' memory by moment, what unloading freed, and the plan's bytes a core."""
     cores = memory["loaded"]
     if not cores:
         yield no_memory(bench)
@@ -179,7 +219,10 @@ def _memory(bench: Bench, memory: dict[str, dict[str, int]]) -> Iterator[str]:
     )
     yield ""
     freed, taken = format_bytes(most - after), format_bytes(most - before)
-    yield f"Unloading freed {freed} of the {taken} that the model took."
+    yield (
+        f"Unloading freed {freed} of the {taken} that the model took. The plan has"
+        f" {format_bytes(expected)} a core."
+    )
 
 
 def no_memory(bench: Bench) -> str:

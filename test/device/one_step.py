@@ -2,9 +2,10 @@
 
     python -m device.one_step REQUEST.json
 
-It is the last step of stage 1, to sigma 0, which leaves the model's prediction itself
-(ltx_neuron.tune.step, whose inputs are the same in every run). The first step's prediction changes
-the latents by about as much as the rule allows it to be off.
+It is the last step of stage 1, to sigma 0, which leaves the model's prediction itself; of the
+ancestral sampler the one before, which is the last that adds noise. The inputs are the same in
+every run (ltx_neuron.tune.step). The first step's prediction changes the latents by about as much
+as the rule allows it to be off.
 
 REQUEST.json has checkpoint, artifacts, size (the fields of job.Size), profile, settings, dtype, tp
 and output, the file for the latents after the step: video (1, 128, F, h, w) and audio (1, 8, Ta,
@@ -19,31 +20,34 @@ from safetensors.torch import save_file
 
 from ltx_neuron import errors
 from ltx_neuron.backends import registry
+from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.files import read_json
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
-from ltx_neuron.tune.step import last_step, prepared
+from ltx_neuron.tune.step import prepared
 from ltx_neuron.workspace import Workspace
 
 
 @torch.no_grad()
 def take_step(request: dict) -> None:
     """Run the last step of stage 1 and write the latents of both streams."""
-    job = Job("random contexts", Size(**request["size"]))
     profile = resolve(request["profile"], tuple(request["settings"]))
     workspace = Workspace(
         request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"]
     )
+    job = workspace.resolved(Job("random contexts", Size(**request["size"])))
     dtype, stage = workspace.dtype, job.stages[0]
     torch.set_num_threads(profile.host_threads)
     bucket, manifest = workspace.dit_program_for(job, stage)
     with registry.ranks(profile, request["tp"], workspace.compiler_cache) as ranks:
         ranks.load(workspace.dit_weights(), {bucket.name: manifest}, dtype)
         compiled = CompiledStep(bucket, manifest)
-        latents = last_step(prepared(ranks, compiled, workspace, dtype, job, stage))
-    named = {name.removeprefix("s1_"): value for name, value in latents.items()}
-    save_file(named, request["output"])
+        run = prepared(ranks, compiled, workspace, dtype, job, stage)
+        run.start()
+        run.step(stage.steps - 1 - bucket.ancestral)
+        latents = [latent.contiguous() for latent in run.result()]
+    save_file(dict(zip(STREAMS, latents, strict=True)), request["output"])
 
 
 if __name__ == "__main__":

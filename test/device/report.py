@@ -14,7 +14,11 @@ import pytest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, whole_file, write_json
 
-NOT_REACHED = {"status": "not run", "why": "not reached", "seconds": 0.0, "lines": []}
+NOT_REACHED = {"status": "not reached", "why": "", "seconds": 0.0, "lines": []}
+
+
+class NotReached(pytest.skip.Exception):
+    """The time that is left is too short for a section; the text has both."""
 
 
 class Stopped(pytest.skip.Exception):
@@ -70,7 +74,8 @@ class Budget:
         """Give a section its time, or skip it where the budget ends before its estimate."""
         minutes = self.left() / 60
         if section.minutes > minutes:
-            pytest.skip(f"takes about {section.minutes:g} minutes, {minutes:.1f} are left")
+            text = f"takes about {section.minutes:g} minutes, {minutes:.1f} are left"
+            raise NotReached(text)
         longest = 60 * self.LONGEST * section.minutes if self.finite else math.inf
         self._section_end = min(self._end, time.monotonic() + longest)
 
@@ -138,12 +143,15 @@ class Report:
         began, status, why = time.perf_counter(), "done", ""
         self.found.clear()
         try:
+            self.budget.begin(self.sections[name])
             missing = [need for need in self.sections[name].needs if not self.is_done(need)]
             if missing:
                 titles = (self.sections[need].title for need in missing)
                 pytest.skip(f"needs {', '.join(titles)}")
-            self.budget.begin(self.sections[name])
             yield
+        except NotReached as reason:
+            status, why = "not reached", str(reason)
+            raise
         except Stopped as reason:
             status, why = "stopped", str(reason)
             raise
@@ -181,12 +189,20 @@ class Report:
         return f"{result['status']}{why} ({result['seconds']:.1f} s)"
 
     def markdown(self) -> str:
-        """The facts of the run, a table with a line for each section, then what each found."""
-        lines = ["# On the device", "", *(f"- {key}: {value}" for key, value in self.facts.items())]
+        """The facts of the run, a table with a line for each section that had time, then what each
+        found."""
+        lines = ["# ltx-neuron on a device", ""]
+        lines += [f"- {key}: {value}" for key, value in self.facts.items()]
         lines += ["", "| section | | seconds |", "|---|---|---|"]
+        not_reached = []
         for name, section in self.sections.items():
+            if self.result(name)["status"] == "not reached":
+                not_reached.append(section.title)
+                continue
             how, _, seconds = self.line(name).rpartition(" (")
             lines.append(f"| {section.title} | {cell(how)} | {seconds.removesuffix(' s)')} |")
+        if not_reached:
+            lines += ["", f"Not reached in the time: {', '.join(not_reached)}."]
         for name, section in self.sections.items():
             result = self.result(name)
             failed = result["status"] in ("failed", "stopped")

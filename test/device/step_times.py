@@ -46,12 +46,12 @@ def with_run_of_each_call(manifest: Manifest, place: Path) -> Manifest:
 @torch.no_grad()
 def measure(request: dict, root: Path = Path("/")) -> dict:
     """The times of the last stage's step on random latents, distilled."""
-    job = Job("random contexts", Size(**request["size"]))
     profile = resolve(request["profile"], tuple(request["settings"]))
     workspace = Workspace(
         request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"]
     )
     torch.set_num_threads(profile.host_threads)
+    job = workspace.resolved(Job("random contexts", Size(**request["size"])))
     stage = job.stages[-1]
     bucket, compiled = workspace.dit_program_for(job, stage)
     manifest = with_run_of_each_call(compiled, Path(request["folder"]))

@@ -1,19 +1,21 @@
 """Checks and measures this toolkit on the machine at hand: docs/trainium.md, the first hour on the
 chip.
 
+    python -m pytest test/device --minutes 10
     python -m pytest test/device --minutes 60
 
-Doctor; what the runtime does with a graph's outputs; a tiny model compiled, run and compared with
-the CPU; two blocks at full width, compared, timed graph by graph, and tuned; every collective
-alone; and, where the checkpoint is given, the full model: sharded, compiled, one step compared and
-timed, whole videos, models in turn and resident, and with frames that the ranks decode. Every
-section drives the real scripts in processes of their own.
+The sections of ten minutes come first: doctor, a collective, and two blocks at full width, compared
+with the CPU and timed graph by graph beside the plan's forecast. Then what the runtime does with a
+graph's outputs; tiny models of LTX-2.3 and LTX-2.5 compiled, run and compared; a longer clip, the
+other collectives, and tuning; and, where the checkpoint is given, the full model: sharded,
+compiled, one step compared and timed, whole videos, models in turn and resident, and with frames
+that the ranks decode. Every section drives the real scripts in processes of their own.
 
-Sections come in the order of their worth: what is wrong, then what is slow; what a whole checkpoint
-is wanted for comes last. With --minutes, a section that takes longer than what is left, by an
-estimate, is left out, and one that runs when the time is over is stopped. A section that fails is
-recorded with its error, and those that do not need it go on. The same command with --lf runs what
-is not finished. With --profile cpu everything but the device itself runs on any machine.
+What a whole checkpoint is wanted for comes last. With --minutes, a section that takes longer than
+what is left, by an estimate, is left out, and one that runs when the time is over is stopped. A
+section that fails is recorded with its error, and those that do not need it go on. The same command
+with --lf runs what is not finished. With --profile cpu everything but the device itself runs on any
+machine.
 
 "Compared" is the three-way rule: rel_L2(device, fp32) <= 2 * rel_L2(CPU in bf16, fp32) + 0.005,
 from equal noise and contexts. The fp32 reference of the full model wants its weights in host memory
@@ -26,15 +28,36 @@ import pytest
 
 from device import comparisons as compared
 from device import measurements as measured
-from device.bench import full, tiny, wide
+from device.bench import full, ltx25, tiny, wide
 from device.report import SECTIONS, section  # noqa: F401
 
 pytestmark = pytest.mark.timeout(0)  # a section's own is in device.report
+FIRST_COLLECTIVE, *OTHER_COLLECTIVES = measured.COLLECTIVES
 
 
-@section(minutes=1)
+@section(minutes=0.5)
 def test_doctor(bench, found):
     found.extend(compared.doctor(bench))
+
+
+@section(minutes=1.5)
+def test_a_collective(bench, found):
+    found.extend(measured.collectives(bench, [FIRST_COLLECTIVE]))
+
+
+@section(minutes=4)
+def test_two_blocks_shard_and_compile(bench, found):
+    found.extend(compared.wide_compiles(bench))
+
+
+@section(minutes=2, needs=(test_two_blocks_shard_and_compile,))
+def test_two_blocks_one_step_against_the_cpu(bench, found):
+    found.extend(compared.one_step(bench, wide(bench)))
+
+
+@section(minutes=1, needs=(test_two_blocks_shard_and_compile,))
+def test_two_blocks_a_step_by_its_graphs(bench, found):
+    found.extend(measured.wide_step_times(bench, wide(bench)))
 
 
 @section(minutes=3)
@@ -47,29 +70,41 @@ def test_tiny_shard_and_compile(bench, found):
     found.extend(compared.tiny_compiles(bench))
 
 
-@section(minutes=3, needs=(test_tiny_shard_and_compile,))
+@section(minutes=2, needs=(test_tiny_shard_and_compile,))
 def test_tiny_one_step_against_the_cpu(bench, found):
     found.extend(compared.one_step(bench, tiny(bench)))
 
 
-@section(minutes=5)
-def test_two_blocks_shard_and_compile(bench, found):
-    found.extend(compared.wide_compiles(bench))
+@section(minutes=4)
+def test_ltx25_shard_and_compile(bench, found):
+    found.extend(compared.ltx25_compiles(bench))
 
 
-@section(minutes=4, needs=(test_two_blocks_shard_and_compile,))
-def test_two_blocks_one_step_against_the_cpu(bench, found):
-    found.extend(compared.one_step(bench, wide(bench)))
+@section(minutes=2, needs=(test_ltx25_shard_and_compile,))
+def test_ltx25_an_ancestral_step_against_the_cpu(bench, found):
+    found.extend(compared.one_step(bench, ltx25(bench)))
+
+
+@section(minutes=5, needs=(test_ltx25_shard_and_compile,))
+def test_ltx25_a_video_in_two_stages_against_the_cpu(bench, found):
+    found.extend(compared.tiny_video(bench, ltx25(bench)))
+
+
+@section(minutes=6, needs=(test_ltx25_shard_and_compile,))
+def test_ltx25_frames_of_the_diffusion_decoder_on_the_ranks(bench, found):
+    found.extend(compared.decoded_on_ranks(bench, ltx25(bench)))
 
 
 @section(minutes=6, needs=(test_two_blocks_shard_and_compile,))
-def test_two_blocks_a_step_by_its_graphs(bench, found):
-    found.extend(measured.wide_step_times(bench))
+def test_two_blocks_a_clip_by_its_graphs(bench, found):
+    model = measured.timed_blocks(bench)
+    found.append(compared.compiled(bench, model, gemma=False))
+    found.extend(measured.wide_step_times(bench, model))
 
 
-@section(minutes=4)
+@section(minutes=3)
 def test_collectives(bench, found):
-    found.extend(measured.collectives(bench))
+    found.extend(measured.collectives(bench, OTHER_COLLECTIVES))
 
 
 @section(minutes=8)
@@ -82,9 +117,9 @@ def test_two_blocks_tune(bench, found):
     found.extend(measured.tune(bench, measured.timed_blocks(bench)))
 
 
-@section(minutes=7, needs=(test_tiny_shard_and_compile,))
+@section(minutes=5, needs=(test_tiny_shard_and_compile,))
 def test_tiny_a_video_in_two_stages_against_the_cpu(bench, found):
-    found.extend(compared.tiny_video(bench))
+    found.extend(compared.tiny_video(bench, tiny(bench)))
 
 
 @section(minutes=6, needs=(test_tiny_shard_and_compile,))
