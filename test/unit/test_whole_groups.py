@@ -39,6 +39,7 @@ KNOWN = [(layout, "table") for layout in LAYOUTS] + [
 def test_every_rank_compiles_one_graph_over_all_groups_of_a_name(by_ranks, layout, knows):
     ranks, named = by_ranks(layout, knows), mesh.groups(LAYOUTS[layout], TP)
     assert len(ranks) == LAYOUTS[layout].world_size(TP)
+    assert {graphs.get("refusal") for graphs in ranks} == {None}
     assert all(graphs == ranks[0] for graphs in ranks)
     for name, partition in named.items():
         collectives = 3 if name == mesh.ULYSSES else 2
