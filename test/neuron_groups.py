@@ -47,12 +47,13 @@ def texts(folder: Path) -> dict[str, set[str]]:
 
 
 def write_graphs(profile: Profile, tp: int, folder: Path) -> list[Path]:
-    """Write a graph with every collective of each group. Returns their folders."""
-    named = mesh.groups(profile, tp)
+    """Write a graph with every collective of each group, as the doctor's. Returns their folders."""
+    named, whole = mesh.groups(profile, tp), profile.ulysses == profile.context_parallel
     for name in named:
 
         def make(name=name):
-            return groups.program(registry.comm(profile, tp, name), name == mesh.ULYSSES)
+            exchanges = name == (mesh.CONTEXT if whole else mesh.ULYSSES)
+            return groups.program(registry.comm(profile, tp, name), exchanges)
 
         identity = {"model": "dit", "bucket": name}
         registry.compile_program(make, folder / name, identity, torch.float32, profile, tp)

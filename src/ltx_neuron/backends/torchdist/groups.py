@@ -29,8 +29,9 @@ def group_names(groups: mesh.Groups, profile: Profile) -> dict[str, str]:
             # copy in libtorch-neuronx-lite, which vllm-omni-neuron fills by c10d's names.
             from torch_neuronx.distributed.mesh_registry import _MESH_REGISTRY
 
-            own = {name: c10d._resolve_process_group(name).group_name for name in groups}
-            _MESH_REGISTRY |= {own[name]: groups[name] for name in groups} | groups
+            for name, partition in groups.items():
+                own = c10d._resolve_process_group(name).group_name  # pyright: ignore[reportArgumentType]
+                _MESH_REGISTRY[name] = _MESH_REGISTRY[own] = partition
         except ImportError:
             names, registered = _device_mesh(groups, profile.device), False
         for name, partition in groups.items():
