@@ -519,7 +519,7 @@ def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
         other = asking(profile, 2)
         with pytest.raises(UserError, match="4 ranks need 4 different logical cores"):
             ray.get(other.cores.remote())
-        with pytest.raises(UserError, match="2,3,4,5: the cores are of several chips"):
+        with pytest.raises(UserError, match="'2,3,4,5': 4 ranks begin at a multiple of 4"):
             ray.get(asking(profile, 4).cores.remote())
 
 

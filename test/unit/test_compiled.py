@@ -193,7 +193,7 @@ def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation(monkeypatch)
     with fake_process_group(2), torch.no_grad():
         before = module(*inputs)
         settings = SimpleNamespace(profile=replace(TRN2, compile_backend="aot_eager"))
-        run = compiled.ready(module, settings)
+        run = compiled.ready(module, settings, {})
         run(*inputs)
         launches.clear()
         after = run(*inputs)

@@ -149,10 +149,10 @@ def test_a_layout_of_several_chips_takes_whole_chips_that_follow_each_other(monk
     monkeypatch.setenv(rays.VISIBLE, "16-31")
     assert rays.check_cores(row, 4) == [*range(16, 32)]
     monkeypatch.setenv(rays.VISIBLE, "2-17")
-    with pytest.raises(UserError, match="several chips, wanted 4 whole chips(.|\n)*take 16 neuron"):
+    with pytest.raises(UserError, match="multiple of 16 cores, to have whole(.|\n)*take 16 neuron"):
         rays.check_cores(row, 4)
     monkeypatch.setenv(rays.VISIBLE, "4-19")  # chips 1 to 4, of which 0 to 3 are a row
-    with pytest.raises(UserError, match="context_parallel=4 the cores begin at a multiple of 16"):
+    with pytest.raises(UserError, match="'4-19': 16 ranks begin at a multiple of 16 cores"):
         rays.check_cores(row, 4)
     both = resolve(
         "trn2.48xlarge", ("context_parallel=2", "guidance_parallel=2", "backend=torchdist")
@@ -164,7 +164,9 @@ def test_a_layout_of_several_chips_takes_whole_chips_that_follow_each_other(monk
         rays.check_cores(row, 4)
     chip = resolve("trn2.48xlarge", ())
     monkeypatch.setenv(rays.VISIBLE, "2-5")
-    with pytest.raises(UserError, match="wanted one chip"):
+    with pytest.raises(
+        UserError, match="4 ranks begin at a multiple of 4 cores(.|\n)*take 4 neuron"
+    ):
         rays.check_cores(chip, 4)
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.backends import export, nki, registry
+from ltx_neuron.backends import export, mesh, nki, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.parallel import RowLinear
 from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
@@ -190,7 +190,7 @@ def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
     operation("all-reduce", shape(9), shape(9), groups=between)
     hlo = SHAPE(computations=[SHAPE(instructions=instructions)])
     gathered = scattered = 4 * 4 * 3
-    assert nxd_compile.collectives(hlo, [[0, 1], [2, 3]]) == {
+    assert nxd_compile.collectives(hlo, PAIRS) == {
         "collectives": 6,
         "small_collectives": 6,
         "collective_bytes": 4 * (6 + 4 + 14 + 9) + 2 * 5 + gathered + scattered,
@@ -200,7 +200,50 @@ def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
         # The other half of the gathered tokens, the other rank's row, and a half twice of a sum.
         "context_bytes": gathered + 4 * 7 + 4 * 9,
     }
-    assert nxd_compile.collectives(hlo)["context_collectives"] == 0
+
+
+def hlo_of(opcode: str, groups: list[list[int]]):
+    """The HLO of a graph with one collective."""
+    shape = SHAPE(dimensions=(4,), element_type=11, tuple_shapes=())
+    operand = SHAPE(id=0, opcode="parameter", shape=shape)
+    over = [SHAPE(replica_ids=ranks) for ranks in groups]
+    summed = SHAPE(id=1, opcode=opcode, shape=shape, operand_ids=[0], replica_groups=over)
+    return SHAPE(computations=[SHAPE(instructions=[operand, summed])])
+
+
+# Of 4 ranks, with two kinds of groups and with one.
+PAIRS = {"tp": [[0, 1], [2, 3]], "cp": [[0, 2], [1, 3]]}
+WORLD = {"tp": [[0, 1, 2, 3]]}
+
+
+@pytest.mark.parametrize("opcode", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
+@pytest.mark.parametrize(
+    ("groups", "over"),
+    [
+        (PAIRS, []),
+        (PAIRS, [[0, 1, 2, 3]]),
+        (PAIRS, [[0, 3], [1, 2]]),
+        (PAIRS, [[1, 0], [3, 2]]),
+        (PAIRS, [[0, 1]]),
+        (WORLD, []),
+        (WORLD, [[0, 1], [2, 3]]),
+    ],
+)
+def test_a_graph_whose_collective_is_over_other_ranks_than_the_layout_s_is_not_compiled(
+    opcode, groups, over
+):
+    """As a sum that was lowered without its groups: XLA takes none for the world."""
+    for right in groups.values():
+        assert nxd_compile.collectives(hlo_of(opcode, right), groups)["collectives"] == 1
+    with pytest.raises(RunError) as error:
+        nxd_compile.collectives(hlo_of(opcode, over), groups)
+    assert f"an {opcode} over ranks {over}, wanted one of" in str(error.value)
+
+
+def test_the_groups_of_a_compiled_graph_are_the_layout_s_or_the_world():
+    assert mesh.compiled(resolve(TRN2), 4) == WORLD
+    two = resolve("trn2.48xlarge", ("context_parallel=2",))
+    assert mesh.compiled(two, 4) == mesh.groups(two, 4)
 
 
 def test_flags_always_say_the_profile_s_cores_per_logical_core():

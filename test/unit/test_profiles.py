@@ -2,13 +2,16 @@
 refused before a run."""
 
 import dataclasses
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from ltx_neuron import profiles
+from ltx_neuron.backends import environment, mesh
 from ltx_neuron.errors import UserError
 from ltx_neuron.machine import Machine, probe
-from ltx_neuron.profiles import PROFILES, require_runtime, resolve
+from ltx_neuron.profiles import PROFILES, TRAINIUM2, Profile, require_runtime, resolve
 
 GIB = 2**30
 
@@ -298,6 +301,9 @@ UNROUTABLE = {
         "groups of 4, 8 or 16. Type context_mode=gather, or ulysses_degree"
     ),
     "trn2.48xlarge context_parallel=16 context_mode=ulysses ulysses_degree=2": "in groups of 2",
+    "trn2.48xlarge context_parallel=16 context_mode=ulysses ulysses_degree=8": (
+        "two rows of the torus apart, which it does not connect. Type ulysses_degree=4 or 16, or"
+    ),
     "trn2.3xlarge context_parallel=2": (
         "a trn2.3xlarge has one; between machines only guidance groups work, with --ray. Type"
         " context_parallel=1, or --profile trn2.48xlarge"
@@ -316,11 +322,11 @@ def test_groups_that_the_machine_does_not_connect_are_refused(typed):
 
 
 def test_an_exchange_that_does_not_divide_a_rank_s_heads_is_refused():
-    profile = resolve("trn2.48xlarge-cp8")
-    profile.check_layout(4, heads=32)
-    with pytest.raises(UserError, match="rank at tp 8 has 4 heads, .*\nType .*=gather, or .* of 4"):
-        profile.check_layout(8, heads=32)
-    resolve("trn2.48xlarge-cp8", ("ulysses_degree=4",)).check_layout(8, heads=32)
+    resolve("trn2.48xlarge-cp8").check_layout(4, heads=32)
+    settings = "context_parallel=16", "context_mode=ulysses"
+    with pytest.raises(UserError, match="rank at tp 4 has 8 heads, .*\nType .*=gather, or .* of 8"):
+        resolve("trn2.48xlarge", settings).check_layout(4, heads=32)
+    resolve("trn2.48xlarge", (*settings, "ulysses_degree=4")).check_layout(4, heads=32)
 
 
 def test_more_chips_than_the_machine_has_are_refused():
@@ -328,3 +334,90 @@ def test_more_chips_than_the_machine_has_are_refused():
     wanted = "tp-degree 4 x context_parallel 4 x guidance_parallel 5: 80 ranks .* has 64"
     with pytest.raises(UserError, match=f"{wanted} .*\nTogether at most 64"):
         wide.check_layout(4, heads=32)
+
+
+# A row or a column of the 4 x 4 torus, of which a block's chips are one, two neighbours or all.
+ARCS = [{n} for n in range(4)] + [{n, (n + 1) % 4} for n in range(4)] + [{*range(4)}]
+BLOCKS = [{4 * row + column for row, column in product(*arcs)} for arcs in product(ARCS, ARCS)]
+
+
+def connected(cores: list[int]) -> bool:
+    """Whether the torus connects logical cores, of which a chip has 4: vllm-omni-neuron's rule."""
+    chips = {core // 4 for core in cores}
+    offsets = {core % 4 for core in cores}
+    same = {*cores} == {4 * chip + offset for chip in chips for offset in offsets}
+    return chips in BLOCKS and same
+
+
+def groups_from(first: int, profile: Profile, tp: int) -> list[list[int]]:
+    """The cores of every group of every world of a launch that begins at core `first`."""
+    size = profile.world_size(tp)
+    partitions = [[[*range(size)]], *mesh.groups(profile, tp).values()]
+    worlds = range(first, first + profile.cores_needed(tp), size)
+    return [
+        [world + rank for rank in ranks]
+        for world in worlds
+        for part in partitions
+        for ranks in part
+    ]
+
+
+COMBINATIONS = [
+    (tp, cp, ulysses, guidance)
+    for tp in (1, 4, 8, 16, 32)
+    for cp in (1, 2, 4, 8, 16)
+    for ulysses in (1, 4, 8, 16)
+    for guidance in (1, 2, 4)
+    if tp * cp * guidance <= 64 and cp % ulysses == 0
+]
+
+
+def test_a_launch_is_let_through_if_the_torus_connects_every_group_of_its_ranks(monkeypatch):
+    """At every first core; one at a chip's first core also only then."""
+    accepted = set()
+    for tp, cp, ulysses, guidance in COMBINATIONS:
+        settings = [f"context_parallel={cp}", "backend=torchdist", f"guidance_parallel={guidance}"]
+        if ulysses > 1:
+            settings += ["context_mode=ulysses", f"ulysses_degree={ulysses}"]
+        fields = {"ulysses_degree": ulysses, "context_mode": "ulysses"} if ulysses > 1 else {}
+        fields |= {"context_parallel": cp, "guidance_parallel": guidance}
+        layout = replace(resolve("trn2.48xlarge"), **fields)
+        needed = layout.cores_needed(tp)
+        for first in range(65 - needed):
+            right = all(map(connected, groups_from(first, layout, tp)))
+            monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", f"{first}-{first + needed - 1}")
+            try:
+                resolve("trn2.48xlarge", tuple(settings)).check_degree(tp)
+                environment.cores(layout, tp)
+            except UserError:
+                assert not right or first % 4, (tp, cp, ulysses, guidance, first)
+            else:
+                assert right, (tp, cp, ulysses, guidance, first)
+                accepted.add((tp, cp, ulysses))
+    assert accepted >= {(4, cp, 1) for cp in (1, 2, 4, 8, 16)} | {(4, 8, 8), (4, 16, 4), (16, 4, 1)}
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(8, 2), (8, 4), (8, 8), (32, 2)])
+def test_tensor_parallel_groups_of_several_chips_that_are_no_row_are_refused_with_others(tp, cp):
+    """Their ranks with the same heads are on every second chip, or in every second row."""
+    layout = resolve("trn2.48xlarge", (f"context_parallel={cp}",))
+    wanted = f"tp-degree {tp} x context_parallel {cp}: .*\nType --tp-degree 1, 4 or 16, or"
+    for check in (layout.check_degree, lambda tp: layout.check_layout(tp, heads=32)):
+        with pytest.raises(UserError, match=wanted):
+            check(tp)
+    resolve("trn2.48xlarge").check_degree(tp)  # alone they are a pair of chips, or two rows
+
+
+def test_a_launch_that_does_not_begin_a_row_of_the_torus_is_refused(monkeypatch):
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "8-23")
+    wanted = "'8-23': 16 ranks begin at a multiple of 16 cores, .*\nType: export .*_CORES=0-15"
+    with pytest.raises(UserError, match=wanted):
+        environment.cores(resolve("trn2.48xlarge-cp4"), 4)
+
+
+def test_a_machine_without_a_torus_connects_every_group(monkeypatch):
+    switched = replace(resolve("trn2.48xlarge"), chip=replace(TRAINIUM2, torus_row=0))
+    layout = replace(switched, context_parallel=4)
+    layout.check_degree(8)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "8-23")
+    assert environment.cores(layout, 4) == [*range(8, 24)]

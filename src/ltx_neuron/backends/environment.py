@@ -114,8 +114,8 @@ def path() -> str:
 def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
     """The logical cores of a launch, one per rank: the first ones of NEURON_RT_VISIBLE_CORES (such
     as 4-7), otherwise of the machine; of one guidance group, or of all. Raises UserError if they
-    are too few cores of the profile, or have gaps, which the runtime refuses (Neuron runtime's
-    developer guide)."""
+    are too few cores of the profile, have gaps, which the runtime refuses (Neuron runtime's
+    developer guide), or begin where the links between chips do not connect them."""
     needed, size = profile.cores_needed(tp), profile.world_size(tp)
     value = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
     visible = []
@@ -141,6 +141,14 @@ def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
             f"NEURON_RT_VISIBLE_CORES is {value!r}: the cores of a run follow each other, the"
             " runtime refuses gaps.\nType: export NEURON_RT_VISIBLE_CORES="
             f"{launch[0]}-{launch[0] + needed - 1}"
+        )
+    if not profile.placed(launch[0], tp):
+        unit = min(size, profile.torus_row or profile.cores_per_chip)
+        first = launch[0] // unit * unit
+        raise UserError(
+            f"NEURON_RT_VISIBLE_CORES is {value!r}: {size} ranks begin at a multiple of {unit}"
+            " cores, to have whole chips that links connect.\nType: export NEURON_RT_VISIBLE_CORES="
+            f"{first}-{first + needed - 1}"
         )
     return launch if group is None else launch[group * size : (group + 1) * size]
 

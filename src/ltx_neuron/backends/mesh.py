@@ -39,3 +39,9 @@ def groups(profile: Profile, tp: int) -> Groups:
             [(first + u) * tp + t for first in starts] for u in range(ulysses) for t in range(tp)
         ]
     return named
+
+
+def compiled(profile: Profile, tp: int) -> Groups:
+    """The groups over which compiled graphs may have collectives. Without context parallelism that
+    is the world."""
+    return groups(profile, tp) or {TENSOR: [[*range(tp)]]}

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import ceil
 from typing import NamedTuple
 
 import ray
@@ -155,9 +154,7 @@ def _check_answers(address: str) -> None:
 
 def check_cores(profile: Profile, tp: int) -> list[int]:
     """The logical cores that Ray assigned to this process. Raises UserError unless they follow each
-    other on as few chips as possible, and context-parallel groups are rows, halves or all of the
-    torus. Ray may mix chips, and a step across more chips than needed takes several times as
-    long."""
+    other and the links connect them (environment.cores): Ray may mix chips."""
     if profile.device != "neuron":
         return []
     if VISIBLE not in os.environ:
@@ -165,26 +162,14 @@ def check_cores(profile: Profile, tp: int) -> list[int]:
             f"{VISIBLE} is not set: Ray assigns a replica's cores with it.\nUnset"
             " RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES where Ray is started"
         )
-    cores = environment.cores(profile, tp)
-    assert profile.chip
-    a_chip = profile.chip.cores // profile.lnc
-    wanted = ceil(len(cores) / a_chip)
-    if len({core // a_chip for core in cores}) > wanted:
-        chips = "one chip" if wanted == 1 else f"{wanted} whole chips"
+    try:
+        cores = environment.cores(profile, tp)
+    except UserError as error:
+        wrong, _, _ = str(error).partition("\n")  # what to type is Ray's matter
         raise UserError(
-            f"{VISIBLE}={os.environ[VISIBLE]}: the cores are of several chips, wanted {chips}"
-            f" ({a_chip} cores each). The replica releases them.\nOn this node, run only Ray tasks"
-            f" that take {max(a_chip, len(cores))} neuron_cores at a time"
-        )
-    # Chip 0's neighbours are 1, 3, 4 and 12 (AWS's example of neuron-ls): a row begins at 0, 4, ...
-    group = profile.world_size(tp)
-    if profile.context_parallel > 1 and cores[0] % group:
-        raise UserError(
-            f"{VISIBLE}={os.environ[VISIBLE]}: with context_parallel={profile.context_parallel} the"
-            f" cores begin at a multiple of {group}, or their chips are no row of the torus. The"
-            f" replica releases them.\nOn this node, run only Ray tasks that take {len(cores)}"
-            " neuron_cores at a time"
-        )
+            f"{wrong}\nThe replica releases them. On this node, run only Ray tasks that take"
+            f" {max(profile.cores_per_chip, profile.cores_needed(tp))} neuron_cores at a time"
+        ) from None
     # A list of single cores, as Ray writes it.
     os.environ[VISIBLE] = ",".join(map(str, cores))
     return cores

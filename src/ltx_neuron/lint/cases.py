@@ -88,7 +88,7 @@ class Case(NamedTuple):
 
     def groups(self, tp: int) -> mesh.Groups:
         """Every group of ranks over which the program may have collectives."""
-        return mesh.groups(self.profile, tp) or {mesh.TENSOR: [[*range(tp)]]}
+        return mesh.compiled(self.profile, tp)
 
     def program(self, part: ModuleType, tp: int) -> Program:
         """The program with the collectives of a front end."""

@@ -76,7 +76,7 @@ def layouts(
     )
     groups, heads = (base.cores or 0) // tp, config.video.heads // tp
     found: list[Layout] = []
-    for settings in layout_settings(base, groups, max(passes), heads, buckets):
+    for settings in layout_settings(base, tp, groups, max(passes), heads, buckets):
         layout = dataclasses.replace(base, **settings)
         steps = [
             step_ms(config, bucket, layout, plan, costs[bucket], count)
@@ -118,7 +118,7 @@ def single_group(profile: Profile) -> Profile:
 
 
 def layout_settings(
-    base: Profile, max_groups: int, passes: int, heads: int, buckets: Sequence[Bucket]
+    base: Profile, tp: int, max_groups: int, passes: int, heads: int, buckets: Sequence[Bucket]
 ) -> Iterator[dict[str, Any]]:
     """The fields of each layout's profile, from one tensor-parallel group on.
 
@@ -138,7 +138,7 @@ def layout_settings(
         each
         for cp in CONTEXT_PARALLEL[1:]
         if video and cp <= max_groups
-        for each in _modes(base, cp, heads)
+        for each in _modes(base, tp, cp, heads)
     ]
     yield from context
     for groups in guidance[-1:]:  # a group for each pass, and the chips that are left
@@ -154,17 +154,20 @@ def layout_settings(
         )
 
 
-def _modes(base: Profile, cp: int, heads: int) -> Iterator[dict[str, Any]]:
-    """Context parallelism of one degree: by gathering alone, and with the largest exchange."""
+def _modes(base: Profile, tp: int, cp: int, heads: int) -> list[dict[str, Any]]:
+    """Context parallelism of one degree: by gathering alone, and with the largest exchange, where
+    the chips are connected."""
     fields, degrees = {"context_parallel": cp}, CONTEXT_PARALLEL[1:]
     if base.chip:  # it limits the size of graphs and the sizes of exchanges
         fields["blocks_per_graph"] = blocks_per_graph(cp, base.blocks_per_graph)
         degrees = EXCHANGES
-    yield fields
-    exchanges = [n for n in degrees if cp % n == heads % n == 0]
-    if exchanges:
-        part = {"ulysses_degree": max(exchanges)} if max(exchanges) < cp else {}
-        yield fields | {"context_mode": "ulysses"} | part
+    exchanges = [
+        {"context_mode": "ulysses"} | ({"ulysses_degree": n} if n < cp else {})
+        for n in reversed(degrees)
+        if cp % n == heads % n == 0
+    ]
+    modes = [fields | each for each in ({}, *exchanges)]
+    return [each for each in modes if dataclasses.replace(base, **each).connected(tp)][:2]
 
 
 def name_of(layout: Profile) -> str:

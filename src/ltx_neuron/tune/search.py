@@ -122,7 +122,7 @@ def layout_candidates(
     cores. heads: number of the model's video heads."""
     base = single_group(profile)
     passes = max(len(job.passes) if stage.guided else 1 for stage in job.stages)
-    layouts = layout_settings(base, cores // tp, passes, heads // tp, job.buckets)
+    layouts = layout_settings(base, tp, cores // tp, passes, heads // tp, job.buckets)
     changes = [{key: str(value) for key, value in fields.items()} for fields in layouts]
     return {key: text_of(base, key) for key in LAYOUT}, changes[1:]
 

@@ -22,11 +22,11 @@ from torch.func import functional_call
 from ltx_neuron.backends import environment, export, mesh, nki
 from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
 from ltx_neuron.backends.neuron_errors import explained
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import MANIFEST, whole_file
 from ltx_neuron.models.programs import Graph, Program, cut_graphs
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import Profile
+from ltx_neuron.profiles import Profile, install_runtime
 
 # Packages that write and read the graphs: NxD's files need the same versions.
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")
@@ -224,7 +224,7 @@ def compile_program(
     ):
         for name in program.graphs:
             tag = f"{identity['model']}-{identity['bucket']}-{name}"
-            counted = costs[name], mesh.groups(profile, tp).get(mesh.TENSOR)
+            counted = costs[name], mesh.compiled(profile, tp)
             graphs[name] = _compile(program, name, tag, folder, flags, *counted)
     write_manifest(folder, identity, program, graphs, compiler_flags=flags)
 
@@ -236,17 +236,18 @@ def _compile(
     folder: Path,
     flags: str,
     cost: dict[str, int],
-    tensor: list[list[int]] | None,
+    groups: mesh.Groups,
 ) -> dict:
     """Trace and compile a graph; returns its entry of the manifest. If it fails, the compiler's
     working files and log stay in the folder.
 
     tag   NxD's name for the graph
     cost  of a call, without collectives, which are counted in the graph's HLO
-    tensor  as in `collectives`
+    groups  as in `collectives`
     """
     graph, path, workdir = program.graphs[name], folder / graph_file(name, "nxd"), "neuronx-cc"
     builder = trace(program, name, tag)
+    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo, groups)
     compiled = builder.compile(compiler_workdir=str(folder / workdir), compiler_args=flags)
     # NxD saves its example inputs, which may be as large as weights. Only their shapes matter.
     compiled.reserved_example_inputs = {
@@ -256,7 +257,6 @@ def _compile(
     with whole_file(path) as partial:
         compiled.save(str(partial))
     shutil.rmtree(folder / workdir)
-    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo, tensor)
     return {**describe_graph(graph, path, cost), "tag": tag}
 
 
@@ -267,11 +267,10 @@ _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
-def collectives(hlo, tensor: list[list[int]] | None = None) -> dict[str, int]:
-    """The collectives of a graph as export.cost counts them, counted in its HLO.
-
-    tensor  the tensor-parallel groups, if the world has others
-    """
+def collectives(hlo, groups: mesh.Groups) -> dict[str, int]:
+    """The collectives of a graph as export.cost counts them, counted in its HLO. Raises RunError
+    for one over other ranks than `groups` (mesh.compiled), whose result would be wrong: empty
+    replica groups are the world (aws-neuron-sdk issue 1107)."""
     sizes, received = [], []
     for computation in hlo.computations:
         shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
@@ -280,9 +279,15 @@ def collectives(hlo, tensor: list[list[int]] | None = None) -> dict[str, int]:
                 continue
             sent = sum(_nbytes(shapes[operand]) for operand in instruction.operand_ids)
             sizes.append((instruction.opcode.replace("-", "_"), sent))
-            groups = [[*group.replica_ids] for group in instruction.replica_groups]
-            if tensor and groups != tensor:
-                ranks, result = len(groups[0]), _nbytes(instruction.shape)
+            over = [[*group.replica_ids] for group in instruction.replica_groups]
+            if over not in groups.values():
+                raise RunError(
+                    f"the traced graph has an {instruction.opcode} over ranks {over}, wanted one of"
+                    f" {[*groups.values()]}: its results would be wrong.\nInstall the versions of"
+                    f" NxD and torch-neuronx that ltx-neuron names: {install_runtime('nxd')}"
+                )
+            if over != groups[mesh.TENSOR]:
+                ranks, result = len(over[0]), _nbytes(instruction.shape)
                 kept = sent // ranks if instruction.opcode == "all-to-all" else sent
                 summed = instruction.opcode == "all-reduce"
                 received.append(export.received_in_sum(sent, ranks) if summed else result - kept)

@@ -7,7 +7,7 @@ It is tested with inductor on CPUs; the backend "neuron" (TorchNeuron) was not r
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor, fx
 from ltx_neuron.backends import mesh, nki
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.torchdist.groups import group_names
 from ltx_neuron.backends.torchdist.wire import RankSettings
+from ltx_neuron.errors import UserError
 
 # One object for all graphs: some backends write into it, and a different object would cause
 # recompilation.
@@ -53,21 +55,20 @@ def runner(graph: Callable, backend: str) -> Callable:
     return graph if backend == "export" else Compiled(graph, backend)
 
 
-def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
-    """A program's graph as a callable of its weights, then its inputs."""
+def ready(module: fx.GraphModule, settings: RankSettings, names: Mapping[str, str]) -> Callable:
+    """A program's graph as a callable of its weights, then its inputs. names: of group_names."""
     profile = settings.profile
-    if profile.context_parallel > 1:
-        _rename_group(module, mesh.WORLD, mesh.TENSOR)
+    _rename_groups(module, names)
     if profile.device == "neuron":
         replace_attention(module, lambda: nki.native_attention(profile.lnc))
     return runner(module, profile.compile_backend)
 
 
-def _rename_group(module: fx.GraphModule, old: str, new: str) -> None:
-    """Rename the group of a graph's collectives."""
+def _rename_groups(module: fx.GraphModule, names: Mapping[str, str]) -> None:
+    """Rename the groups of a graph's collectives, which are their last arguments."""
     for node in module.graph.nodes:
-        if old in node.args:
-            node.args = tuple(new if argument == old else argument for argument in node.args)
+        if node.args and isinstance(node.args[-1], str):
+            node.args = *node.args[:-1], names.get(node.args[-1], node.args[-1])
     module.recompile()
 
 
@@ -91,7 +92,8 @@ def sum_of_ones(ones: Tensor) -> tuple[Tensor]:
 
 def compile_only(folders: list[Path], settings: RankSettings) -> None:
     """Fill the compiler's cache: compile every graph of the programs in `folders` for one rank,
-    without other ranks or weights. Ends the process with exit code 1 if a graph failed.
+    without other ranks or weights. Ends the process with exit code 1 if a graph failed, 2 if
+    TorchNeuron does not know the layout's groups.
 
     Runs in a separate process with a rank's environment. For TorchNeuron it serves machines without
     a device (TORCH_NEURONX_COMPILE_ONLY), which was not tested. By its source (NRTUtils.cpp, 2026)
@@ -103,6 +105,11 @@ def compile_only(folders: list[Path], settings: RankSettings) -> None:
     profile, tp = settings.profile, settings.tp
     groups = mesh.groups(profile, tp)
     with fake_process_group(profile.world_size(tp), groups=groups), torch.no_grad():
+        try:
+            known = group_names(groups, profile)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
         for manifest in map(Manifest, folders):
             os.environ.update(settings.compilers.get(manifest.identity.get("model"), {}))
             for name in manifest.graphs:
@@ -111,7 +118,7 @@ def compile_only(folders: list[Path], settings: RankSettings) -> None:
                 values = [node.meta["val"] for node in inputs]
                 zeros = [torch.zeros(value.shape, dtype=value.dtype).to(device) for value in values]
                 try:
-                    ready(module, settings)(*zeros)
+                    ready(module, settings, known)(*zeros)
                 except Exception as error:
                     failed = True
                     line = f"{manifest.folder.name}, graph {name}: {type(error).__name__}: {error}"

@@ -33,7 +33,7 @@ from ltx_neuron.backends.torchdist import compiled, liveness
 from ltx_neuron.backends.torchdist.liveness import Watch
 from ltx_neuron.backends.torchdist.rank import serve
 from ltx_neuron.backends.torchdist.wire import Blame, Failure, RankSettings, SharedTensor
-from ltx_neuron.errors import RunError
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.profiles import MODELS, Profile
 
 _POLL_SECONDS = 0.5  # between two checks of the ranks
@@ -61,6 +61,7 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
 
     Raises RunError if it fails or takes longer than the profile allows. On Neuron, where this was
     not tested, a failure prints a message, and ranks compile missing graphs at their first run.
+    Raises UserError if the compiler does not know the layout's groups.
     """
     settings = rank_settings(profile, tp, 0, cache)
     if profile.device == "neuron":
@@ -73,6 +74,8 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     process.join(seconds)
     if process.exitcode == 0:
         return
+    if process.exitcode == 2:
+        raise UserError(f"{names} cannot be compiled; the reason is above")
     if process.exitcode is None:  # on Neuron it may wait for ranks that do not exist
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()

@@ -30,6 +30,7 @@ from ltx_neuron.backends.ranks import (
     whole_shape,
 )
 from ltx_neuron.backends.torchdist import compiled
+from ltx_neuron.backends.torchdist.groups import group_names
 from ltx_neuron.backends.torchdist.wire import RankSettings, SharedTensor, failure_of
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_path
@@ -47,6 +48,7 @@ class Rank:
 
     barrier   waits until every rank has called it
     launched  called after every launch of a graph
+    groups    the names of groups in graph files -> those in this process's graphs
     """
 
     def __init__(
@@ -55,13 +57,14 @@ class Rank:
         device: torch.device,
         barrier: Callable[[], None],
         launched: Callable[[], None],
+        groups: dict[str, str],
     ):
         self.settings, self.device = settings, device
         self.rank, self.tp = settings.rank, settings.tp
         self.cp = settings.profile.context_parallel
         # Ranks with the same heads have the same weights.
         self.weight_file = self.rank % self.tp
-        self._barrier, self._launched = barrier, launched
+        self._barrier, self._launched, self._groups = barrier, launched, groups
         self._synchronize = torch.get_device_module(device).synchronize
         # Graphs contain no weights and survive unload, so that a reloaded model compiles nothing.
         self._graphs: dict[tuple[str, str, str], Callable] = {}
@@ -105,7 +108,8 @@ class Rank:
     def _graph(self, manifest: Manifest, name: str) -> Callable:
         key = str(manifest.folder), name, manifest.graphs[name]["sha256"]
         if key not in self._graphs:
-            self._graphs[key] = compiled.ready(manifest.load(name).graph_module, self.settings)
+            module = manifest.load(name).graph_module
+            self._graphs[key] = compiled.ready(module, self.settings, self._groups)
         return self._graphs[key]
 
     def _load_weights(self, folder: Path, wanted: dict, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -230,12 +234,12 @@ def serve(
     try:
         os.environ.update(settings.environment)  # children of a fork server do not have it yet
         torch.set_num_threads(settings.profile.rank_threads(settings.tp))
-        barrier = _join_group(settings)
+        barrier, groups = _join_group(settings)
         device = torch.device(settings.profile.device)
         if device.type == "cuda":  # a process sees all GPUs, but only one Neuron core
             device = torch.device("cuda", settings.place)
             torch.cuda.set_device(device)
-        rank = Rank(settings, device, barrier, advance)
+        rank = Rank(settings, device, barrier, advance, groups)
         gc.freeze()  # collections skip what was imported: graphs load in 4/5 of the time
         pipe.send(True)
         with torch.no_grad():
@@ -266,8 +270,8 @@ def _end_with_host(folder: Path) -> None:
     os._exit(1)
 
 
-def _join_group(settings: RankSettings) -> Callable[[], None]:
-    """Join the process group; returns Rank's `barrier`."""
+def _join_group(settings: RankSettings) -> tuple[Callable[[], None], dict[str, str]]:
+    """Join the process group and its groups; returns Rank's `barrier` and `groups`."""
     import torch.distributed as dist
 
     profile, tp = settings.profile, settings.tp
@@ -287,11 +291,12 @@ def _join_group(settings: RankSettings) -> Callable[[], None]:
         raise RuntimeError(
             f"the default process group is named {world.group_name!r}, graphs say {mesh.WORLD!r}"
         )
-    name_groups(mesh.groups(profile, tp), timeout=_COLLECTIVE_TIMEOUT)
+    groups = mesh.groups(profile, tp)
+    name_groups(groups, timeout=_COLLECTIVE_TIMEOUT)
     # A device's group reduces only device tensors, so host tensors need a group of their own.
     host = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
 
     def barrier() -> None:
         dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host)
 
-    return barrier
+    return barrier, group_names(groups, profile)

@@ -1,0 +1,72 @@
+"""The names of groups in a process's graphs, for a compiler that needs to know all their ranks.
+
+TorchNeuron replaces a collective's group by replica groups while it compiles. They must be every
+group of the partition: its compiler refuses a rank's own group alone ("replica id #0 not seen in
+replica groups"), and each rank would compile a graph of its own. It knows partitions by its table
+of groups, or those of init_device_mesh. We did not run it; the stand-in of our tests does what
+public sources say.
+"""
+
+import json
+
+import torch
+from torch import fx
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from ltx_neuron.backends import mesh
+from ltx_neuron.errors import UserError
+from ltx_neuron.profiles import Profile, install_runtime
+
+
+def group_names(groups: mesh.Groups, profile: Profile) -> dict[str, str]:
+    """The names of groups in graph files -> those in this process's graphs. Call it in a process
+    group with these named groups. Raises UserError if TorchNeuron does not know their ranks."""
+    names, registered = {name: name for name in groups}, True
+    if groups and profile.compile_backend == "neuron":
+        try:
+            # torch-neuronx has the module (Difflet's parallel_mesh.py). The table is that of its
+            # copy in libtorch-neuronx-lite, which vllm-omni-neuron fills by c10d's names.
+            from torch_neuronx.distributed.mesh_registry import _MESH_REGISTRY
+
+            for name, partition in groups.items():
+                own = c10d._resolve_process_group(name).group_name  # pyright: ignore[reportArgumentType]
+                _MESH_REGISTRY[name] = _MESH_REGISTRY[own] = partition
+        except ImportError:
+            names, registered = _device_mesh(groups, profile.device), False
+        for name, partition in groups.items():
+            known = _replica_groups(names[name])
+            if known != partition and (known or not registered):
+                raise UserError(
+                    f"context_parallel={profile.context_parallel}: this torch-neuronx compiles"
+                    f" group {name} as {known or 'unknown ranks'}, wanted {partition}.\nType"
+                    " --profile-set context_parallel=1, or install another release:"
+                    f" {install_runtime('torchdist')}"
+                )
+    return {mesh.WORLD: names[mesh.TENSOR], **names} if groups else {}
+
+
+def _device_mesh(groups: mesh.Groups, device: str) -> dict[str, str]:
+    """Make the groups once more, by init_device_mesh. Returns their names in c10d."""
+    names, sizes = {}, {name: len(partition[0]) for name, partition in groups.items()}
+    for axes in (mesh.CONTEXT, mesh.TENSOR), (mesh.BETWEEN, mesh.ULYSSES, mesh.TENSOR):
+        if sizes.keys() >= {*axes}:
+            shape = tuple(sizes[axis] for axis in axes)
+            made = init_device_mesh(device, shape, mesh_dim_names=axes)
+            names |= {axis: made.get_group(axis).group_name for axis in axes}
+    return names
+
+
+def _replica_groups(group: str) -> list[list[int]] | None:
+    """What TorchNeuron writes into a graph for a group; None if its pass cannot be asked."""
+    graph = fx.Graph()
+    operation = torch.ops._c10d_functional.all_reduce.default
+    summed = graph.call_function(operation, (graph.placeholder("x"), "sum", group))
+    graph.output(summed)
+    try:
+        from torch_neuronx.neuron_dynamo_backend.fx.passes import collective_legalization
+
+        collective_legalization.CollectiveLegalization()(fx.GraphModule({}, graph))
+        return json.loads(str(summed.args[2]))
+    except (ImportError, AttributeError, ValueError):
+        return None
