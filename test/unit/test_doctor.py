@@ -14,7 +14,7 @@ from helpers import one_thread  # noqa: F401
 from packaging.requirements import Requirement
 from plans import counted_once  # noqa: F401
 
-from ltx_neuron import artifacts, invocation, plan
+from ltx_neuron import artifacts, commands, invocation, plan
 from ltx_neuron.doctor import checks, groups
 from ltx_neuron.doctor.__main__ import main
 from ltx_neuron.doctor.finding import Finding, attempt
@@ -486,6 +486,47 @@ def test_a_machine_without_neuron_says_what_it_can_run(doctor):
     assert doctor(Trn2(driver=None, chips=0, instance=""), "--profile", "trn2.48xlarge")[0] == 1
 
 
+# The installed stack -> its packages, and the backend that every command names
+STACKS = {
+    "none": ({"torch": "2.14.1"}, "torchdist (TorchNeuron, assumed: not installed here)"),
+    "of PyTorch 2.14": (TORCH_NEURON, "torchdist (TorchNeuron, torch-neuronx 2.14.3.0)"),
+    "of PyTorch 2.9": (NXD_29, "nxd (NxD, neuronx-distributed 0.19.28492)"),
+    "both": ({**NXD_29, **TORCH_NEURON}, "torchdist (TorchNeuron, torch-neuronx 2.14.3.0)"),
+}
+NEITHER = (
+    "profile 'trn2.3xlarge' needs TorchNeuron (torch-neuronx 2.13 or later) or NxD"
+    " (neuronx-distributed 0.16 or later), found neither"
+)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_doctor_plan_and_generate_name_the_backend_of_the_installed_stack(
+    stack, doctor, tiny, tmp_path, capsys
+):
+    packages, backend = STACKS[stack]
+    machine = Trn2(packages=packages, driver="2.31.0.0")
+    code, _, findings = doctor(machine)
+    texts = {f["check"]: f["text"] for f in findings}
+    assert texts["profile"] == f"trn2.3xlarge: 4 ranks, backend {backend}"
+    flags = ["--profile", "trn2.3xlarge", "--height", "64", "--width", "64", "--num-frames", "9"]
+    flags += "--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)
+    commands.dispatch(["plan", *flags])  # needs no Neuron package
+    assert capsys.readouterr().out.splitlines()[1] == f"backend {backend}"
+    flags += "--artifacts-dir", str(tmp_path / "made"), "--prompt", "a cat", "--output-path"
+    with pytest.raises(UserError) as refused:
+        commands.dispatch(["generate", *flags, str(tmp_path / "out.mp4")])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("profile")]
+    first = str(refused.value).splitlines()[0].rstrip(".")
+    if stack == "none":
+        assert code == 1 and texts["runtime"].rstrip(".") == first == NEITHER and said == []
+        remedy = 'Install TorchNeuron: pip install "ltx-neuron[torchneuron]"; or NxD: pip install'
+        assert remedy in str(refused.value)
+    else:
+        assert code == 0 and "runtime" not in texts
+        assert said == [f"profile trn2.3xlarge: backend {backend}"]
+        assert first == f"no dit graphs in {tmp_path / 'made'}"
+
+
 # SDK release -> what NxD is on it, and whether it may be used
 RELEASES = {
     (2, 27): ("supported", True),
@@ -518,24 +559,28 @@ def test_releases_are_told_by_their_packages_and_newer_ones_are_counted_on():
         assert release_of("compiler", nothing) is None
 
 
-# Of each extra: what Neuron's own index has for its SDK (n2-manifest.json for 2.31; the list of
-# components of the documentation for 2.33).
+# What Neuron's own index has for an extra's SDK (n2-manifest.json for 2.31; the list of components of
+# the documentation for 2.33).
+NEW = {"nki": "0.7.0", "neuronx-cc": "2.28.7631.0"}
 OF_THE_SDK = {
     "neuron": {
+        "torch": "2.9.1",
         "nki": "0.5.0",
         "neuronx-cc": "2.26.6360.0",
         "torch-neuronx": "2.9.0.2.15.32035",
         "neuronx-distributed": "0.19.28492",
     },
-    "torchneuron": {"nki": "0.7.0", "neuronx-cc": "2.28.7631.0", "torch-neuronx": "2.13.3.0"},
+    "torchneuron": {"torch": "2.13.0", "torch-neuronx": "2.13.3.0", **NEW},
+    "torchneuron, of the image": {"torch": "2.14.1", "torch-neuronx": "2.14.0", **NEW},
 }
 
 
-@pytest.mark.parametrize("extra", OF_THE_SDK)
-def test_an_extra_takes_the_sdk_s_packages_and_no_other_ones_of_their_names(extra):
+@pytest.mark.parametrize("sdk", OF_THE_SDK)
+def test_an_extra_takes_the_sdk_s_packages_and_no_other_ones_of_their_names(sdk):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra, _, _ = sdk.partition(",")
     wanted = {r.name: r for r in map(Requirement, project["optional-dependencies"][extra])}
-    for name, version in OF_THE_SDK[extra].items():
+    for name, version in OF_THE_SDK[sdk].items():
         assert wanted[name].specifier.contains(version)
     for name in DECOYS.keys() & wanted.keys():
         assert not wanted[name].specifier.contains(DECOYS[name])

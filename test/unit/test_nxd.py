@@ -214,7 +214,8 @@ def test_flags_always_say_the_profile_s_cores_per_logical_core():
 def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_other_values_stay(
     monkeypatch,
 ):
-    profile = replace(resolve(TRN2, NXD), environment=(("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")))
+    ours = ("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")
+    profile = replace(resolve(TRN2, NXD), environment=ours)
     for name in ("LTX_TEST_A", "LTX_TEST_B", "NEURON_LOGICAL_NC_CONFIG"):
         monkeypatch.setenv(name, "theirs")
     monkeypatch.delenv("LTX_TEST_B")

@@ -47,7 +47,7 @@ from ltx_neuron.workspace import Workspace
 BLOCK_BYTES, TOLERANCE = 9.26e9, 0.03
 IDEAL_MS = {(512, 768, 121): 298.0, (384, 512, 25): 37.8}
 USUAL = (384, 512, 25)  # of plans whose size does not matter: its step is counted once
-TRN2 = PROFILES["trn2.3xlarge"]
+TRN2 = resolve("trn2.3xlarge")
 IN_FLOAT32 = dataclasses.replace(TRN2, host_dtype="float32")
 
 
@@ -692,7 +692,7 @@ def test_sound_alone_is_planned_by_the_audio_half_of_the_model(released):
 
 # --- layouts over several chips -------------------------------------------------------------------
 
-LARGE = PROFILES["trn2.48xlarge"]
+LARGE = resolve("trn2.48xlarge")
 IN_BF16 = SimpleNamespace(tp=4, dtype="bfloat16")
 
 
@@ -802,7 +802,7 @@ def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_al
 
 def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_chip(released, clip):
     typed = resolve("trn2.48xlarge", ("context_parallel=4",))
-    preset = PROFILES["trn2.48xlarge-cp4"]
+    preset = resolve("trn2.48xlarge-cp4")
     alone, *others = (planned_layouts(released, clip, each) for each in (LARGE, preset, typed))
     for rows in others:
         assert [row.step_ms for row in rows] == [row.step_ms for row in alone]
@@ -811,7 +811,7 @@ def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_ch
 
 def test_a_plan_follows_its_profile_s_layout(released, clip):
     one = planned(released, 512, 768, 121, LARGE)
-    four = planned(released, 512, 768, 121, PROFILES["trn2.48xlarge-cp4"])
+    four = planned(released, 512, 768, 121, resolve("trn2.48xlarge-cp4"))
     (alone,), (stage,) = one.stages, four.stages
     assert (one.ranks, four.ranks) == (4, 16) and alone.between_groups["count"] == 0
     # In each of 48 blocks one collective of the video's self-attention, and two of the sound's
@@ -832,8 +832,8 @@ def test_a_plan_follows_its_profile_s_layout(released, clip):
 def test_guidance_groups_share_a_step_s_passes(released, clip):
     def denoising(name):
         job = Job("", Size(*USUAL), recipe="dev")
-        made = plan.plan(released, PROFILES[name], job, 4, "bfloat16")
-        rows = clip(of=made, profile=PROFILES[name], job=job).rows
+        made = plan.plan(released, resolve(name), job, 4, "bfloat16")
+        rows = clip(of=made, profile=resolve(name), job=job).rows
         return next(row for row in rows if row.name == "denoise_stage_1")
 
     alone, four = denoising("trn2.48xlarge"), denoising("trn2.48xlarge-g4")

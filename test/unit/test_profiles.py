@@ -367,7 +367,7 @@ def test_more_chips_than_the_machine_has_are_refused():
         wide.check_layout(4, heads=32)
 
 
-# --- Trainium3 --------------------------------------------------------------------------------------
+# --- Trainium3 ------------------------------------------------------------------------------------
 
 
 def test_a_trainium3_has_its_own_limits_and_target_and_links_without_a_torus():
