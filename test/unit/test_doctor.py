@@ -559,8 +559,8 @@ def test_releases_are_told_by_their_packages_and_newer_ones_are_counted_on():
         assert release_of("compiler", nothing) is None
 
 
-# What Neuron's own index has for an extra's SDK (n2-manifest.json for 2.31; the list of components of
-# the documentation for 2.33).
+# What Neuron's own index has for an extra's SDK (n2-manifest.json for 2.31; of 2.33 the list of
+# components in the documentation).
 NEW = {"nki": "0.7.0", "neuronx-cc": "2.28.7631.0"}
 OF_THE_SDK = {
     "neuron": {

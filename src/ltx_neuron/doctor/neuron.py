@@ -76,7 +76,7 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
     if installed:
         names = ", ".join(f"{name} {version}" for name, version in installed.items())
         text = names + sdk.release_suffix("compiler", compiler)
-    fix = "source /opt/<the environment of the machine image>/bin/activate, or README, Install"
+    fix = "source /opt/aws_neuronx_venv_torch_neuronx_2_14_0/bin/activate, or README, Install"
     yield judged("sdk", bool(installed), text, fix, "note")
     for name, version in sdk.DECOYS.items():
         if system.version(name) == version:
