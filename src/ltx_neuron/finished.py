@@ -111,8 +111,7 @@ class Finished:
             self.profile = self.tuned_settings.profile_of_run(self.profile)
 
     def check_runtime(self) -> None:
-        """Raise UserError if the packages of the profile's backend are missing; on Neuron, print
-        once which backend it is."""
+        """Raise UserError without the backend's packages; on Neuron, print once which it is."""
         require_runtime(self.profile, self.tp)
         if self.profile.device == "neuron" and not self._said_backend:
             print(f"profile {self.profile.name}: {describe_backend(self.profile)}")

@@ -265,9 +265,8 @@ TRAINIUM3 = Chip(
     link_bytes_per_second=4.9e12,
     chip_link_bytes_per_second=1024 * _GIB,
     source=(
-        "AWS Neuron docs, trainium3.rst and trn3-arch.rst: 8 NeuronCore-v4, 671 TF dense bf16, 144"
-        " GiB HBM at 4.9 TB/s, DMA 4.9 TB/s, NeuronLink-v4 2048 GiB/s a chip, as in Trainium2's"
-        " table in both directions together; NeuronSwitch-v1 connects all chips with all"
+        "AWS Neuron docs, trainium3.rst and trn3-arch.rst; NeuronLink-v4's 2048 GiB/s are taken for"
+        " both directions together, as Trainium2's"
     ),
     switched=True,
 )
@@ -350,10 +349,7 @@ _TRN2: dict[str, Any] = dict(
 _TRN3 = _TRN2 | dict(
     chip=TRAINIUM3,
     environment=tuple((dict(_TRN2["environment"]) | {PLATFORM_TARGET: "trn3"}).items()),
-    note=(
-        "not tried: its limits are documented; compiler flags, kernels and rates of forecasts are"
-        " Trainium2's"
-    ),
+    note="not tried: the compiler flags, kernels and forecast rates are those of Trainium2",
 )
 
 PROFILES = {
@@ -397,15 +393,9 @@ PROFILES = {
             host_memory_bytes=2048 * _GIB,
             **_TRN2,
         ),
-        # One chip, enough for a clip, with its share of a server: the documentation names no
-        # instances, and users one of one chip, trn3pd98.3xlarge.
-        Profile(
-            "trn3",
-            "AWS Neuron docs, trn3-arch.rst: of 64 chips (Gen1, servers of 16; Gen2 has servers of"
-            " 4), 768 vCPU, 8192 GiB host memory",
-            host_memory_bytes=128 * _GIB,
-            **_TRN3,
-        ),
+        # A chip with its share of a server of 16 (UltraServer Gen1). The documentation names no
+        # instances; users have one of one chip, trn3pd98.3xlarge.
+        Profile("trn3", "AWS Neuron docs, trn3-arch.rst", host_memory_bytes=128 * _GIB, **_TRN3),
     )
 }
 MACHINES = tuple(PROFILES)  # the profiles below are layouts of one
@@ -569,13 +559,13 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
         if not stack.version:
             free = profile.guidance_parallel == 1  # groups need TorchNeuron
             wanted = [*STACKS.values()] if free and not here else [stack]
-            packages = ((each.package, package_version(each.package)) for each in STACKS.values())
-            found = ", ".join(f"{name} {version}" for name, version in packages if version)
+            packages = [each.package for each in STACKS.values()]
+            found = [f"{name} {version}" for name in packages if (version := package_version(name))]
             commands = "; or ".join(f"{each.name}: {each.install}" for each in wanted)
             other = f"--profile-set backend={here}" if free and here else "--profile cpu"
             raise UserError(
                 f"profile {profile.name!r} needs {' or '.join(map(str, wanted))}, found"
-                f" {found or 'neither'}.\nInstall {commands}; or type {other}"
+                f" {', '.join(found) or 'neither'}.\nInstall {commands}; or type {other}"
             )
     elif profile.device == "cuda":
         count = (machine or probe()).cuda_devices

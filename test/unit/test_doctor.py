@@ -460,7 +460,7 @@ def test_a_trainium3_is_known_by_its_family_and_said_to_be_not_tried(doctor):
     code, others, findings = doctor(machine)
     assert code == 0 and {f["check"] for f in others} == {*lacking, "profile"}
     (note,) = (f["text"] for f in others if f["check"] == "profile")
-    assert note.startswith("not tried: its limits are documented")
+    assert note.startswith("not tried: the compiler flags")
     can = next(f["text"] for f in findings if f["check"] == "can run here")
     assert can.startswith("cpu, trn3; not cuda") and "trn2.3xlarge (this is a trn3pd98" in can
 

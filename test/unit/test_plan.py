@@ -809,6 +809,20 @@ def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_ch
     assert planned_layouts(released, clip, TRN2) == []
 
 
+def test_a_trainium3_is_planned_by_its_own_limits_and_said_to_be_not_tried(released, clip):
+    one, three = planned(released, *USUAL, TRN2), planned(released, *USUAL, resolve("trn3"))
+    assert three.hbm_limit_bytes_per_core == 36 * 2**30 and three.fits
+    assert three.stages[-1].ideal_step_ms == pytest.approx(one.stages[-1].ideal_step_ms * 667 / 671)
+    _, backend, note, *_ = table(three).splitlines()
+    assert backend.startswith("backend torchdist") and note.startswith("not tried: ")
+    assert "not tried" not in table(one)
+    server = resolve("trn3", ("chips=16",))
+    rows = planned_layouts(released, clip, server)
+    assert [row.chips for row in rows] == [1, 2, 4, 4, 8, 8, 16, 16]
+    for row in rows:  # can be typed
+        assert resolve("trn3", row.settings).cores_needed(4) == 4 * row.chips
+
+
 def test_a_plan_follows_its_profile_s_layout(released, clip):
     one = planned(released, 512, 768, 121, LARGE)
     four = planned(released, 512, 768, 121, resolve("trn2.48xlarge-cp4"))

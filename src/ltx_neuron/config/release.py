@@ -70,9 +70,7 @@ _UNTESTED = (
 )
 RELEASES = (
     Release("2.3"),
-    Release(
-        "2.5", image_crf=18, ancestral=True, gemma=GEMMA_4_12B, split=True, excluded=_UNTESTED
-    ),
+    Release("2.5", image_crf=18, ancestral=True, gemma=GEMMA_4_12B, split=True, excluded=_UNTESTED),
 )
 
 

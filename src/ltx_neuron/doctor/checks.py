@@ -136,7 +136,7 @@ def packages(examination: Examination) -> Iterator[Finding]:
     yield Finding("python", "ok", f"{examination.system.python} in {examination.system.prefix}")
     version, (low, high) = examination.system.version("torch") or "", sdk.TORCH
     numbers = sdk.version_numbers(version)[:2]
-    stack = STACKS[profile.backend]  # its packages run with one torch only
+    stack = STACKS[profile.backend]  # each runs with one torch
     own = sdk.NXD_TORCH if profile.backend == "nxd" else sdk.version_numbers(stack.version)[:2]
     if not low <= numbers < high:
         wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
@@ -146,8 +146,7 @@ def packages(examination: Examination) -> Iterator[Finding]:
         yield Finding("torch", "blocks", f"torch is {version or 'absent'}, wanted {wanted}", fix)
     elif profile.device == "neuron" and own and numbers != own:
         text = f"torch is {version}; this {stack.name} needs {sdk.dotted(own)}"
-        fix = f"in an environment of its own: {stack.install}"
-        yield Finding("torch", "blocks", text, fix)
+        yield Finding("torch", "blocks", text, f"in an environment of its own: {stack.install}")
     else:
         yield Finding("torch", "ok", version)
     try:
@@ -393,13 +392,13 @@ def can_run(examination: Examination) -> Iterator[Finding]:
     """The profiles that this machine can run, and the reasons for the others."""
     can, cannot = [], []
     for name in MACHINES:
-        profile, machine = resolve(name), examination.machine
+        profile, instance = resolve(name), examination.machine.instance
         try:
-            chips = machine.neuron_devices
+            chips = examination.machine.neuron_devices
             if profile.device == "neuron" and chips < profile.chips:
                 raise UserError(f"{profile.chips} Neuron chips wanted, found {chips}")
-            if profile.device == "neuron" and machine.instance[:4] not in ("", name[:4]):
-                raise UserError(f"this is a {machine.instance}")
+            if profile.device == "neuron" and instance[:4] not in ("", name[:4]):
+                raise UserError(f"this is a {instance}")
             require_runtime(profile, profile.tp, examination.machine)
             can.append(name)
         except UserError as error:

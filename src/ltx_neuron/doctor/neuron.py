@@ -50,11 +50,8 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
 
 def libraries(system: System) -> Finding:
     """The libraries of the runtime and of its collectives, which base images lack."""
-    lacking = [
-        package
-        for package, library in LIBRARIES.items()
-        if not any((system.root / _FOLDER).glob(f"{library}.so*"))
-    ]
+    folder = system.root / _FOLDER
+    lacking = [name for name, file in LIBRARIES.items() if not any(folder.glob(f"{file}.so*"))]
     text = f"/{_FOLDER} has no library of {' and '.join(lacking)}; device runs need them"
     fix = f"sudo apt-get install {' '.join(lacking)}"
     return judged("libraries", not lacking, text if lacking else ", ".join(LIBRARIES), fix, "note")

@@ -48,8 +48,7 @@ DECOYS = {
 # From this islpy on, every compile of neuronx-cc 2.27 fails with NCC_ISMP902. 2.28 is untested, and
 # 2.26 pins its islpy.
 ISLPY_TOO_NEW = (2026, 2)
-# Supported versions: from the first, below the second. TORCH is that of pyproject.toml. PYTHON: on
-# Neuron, by backend.
+# Supported versions: from the first, below the second. TORCH: as in pyproject.toml; PYTHON: Neuron
 TORCH = (2, 9), (2, 16)
 PYTHON = {"nxd": ((3, 11), (3, 14)), "torchdist": ((3, 12), (3, 15))}
 NXD_TORCH = (2, 9)  # the last PyTorch with a PyTorch/XLA release, which NxD needs
