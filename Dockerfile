@@ -14,12 +14,13 @@ FROM ${BASE}
 WORKDIR /opt/ltx-neuron
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY src src
-# Where the base has Neuron's packages, the extra only checks their versions.
-RUN if python -m pip show --quiet torch-neuronx; then \
-        python -m pip install --no-cache-dir ".[neuron,plot,serve]"; \
-    else \
-        python -m pip install --no-cache-dir -c constraints.txt ".[plot,serve]"; \
-    fi \
+# Where the base has Neuron's packages, the extra of its stack only checks their versions: NxD's
+# torch-neuronx is 2.9, TorchNeuron's a later one.
+RUN case "$(python -m pip show torch-neuronx 2>/dev/null)" in \
+        '') python -m pip install --no-cache-dir -c constraints.txt ".[plot,serve]" ;; \
+        *'Version: 2.9.'*) python -m pip install --no-cache-dir ".[neuron,plot,serve]" ;; \
+        *) python -m pip install --no-cache-dir ".[torchneuron,plot,serve]" ;; \
+    esac \
  && python -m pip install --no-cache-dir --no-deps -c constraints.txt ltx-core
 
 WORKDIR /work

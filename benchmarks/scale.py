@@ -36,7 +36,7 @@ from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.format import columns
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan import plan
-from ltx_neuron.profiles import PROFILES
+from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.tiny import make_tiny
 from ltx_neuron.tune.step import prepared
 from ltx_neuron.weights.checkpoint import Checkpoint
@@ -188,7 +188,7 @@ def planned(folder: Path, sizes: list[Size], degrees: list[int]) -> list[dict]:
     rows = []
     for tp in degrees:
         for size in sizes:
-            profile = PROFILES["trn2.3xlarge"]
+            profile = resolve("trn2.3xlarge")
             estimate = plan(checkpoint, profile, Job("", size), tp, "bfloat16", gemma=None)
             stage = estimate.stages[-1]
             names = "flops_per_step", "ideal_step_ms", "activation_bytes_per_core", "upload_bytes"

@@ -36,7 +36,7 @@ from ltx_neuron.models.programs import (
     tile_program_name,
     waveform_program_name,
 )
-from ltx_neuron.profiles import Profile
+from ltx_neuron.profiles import Profile, describe_backend, require_runtime
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import ConditionFields, SizeFields
 from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCache
@@ -75,7 +75,7 @@ class Finished:
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self._typed = profile.settings
         self.tuned_settings: tuned_settings.TunedSettings | None = None
-        self._said = ""
+        self._said, self._said_backend = "", False
         self.prepare_command = ""  # if set, errors have it instead of each artifact's command
         self.files = ModelFiles(checkpoint_path, gemma_root, video_vae_path, audio_vae_path)
         self.checkpoint, self.config = self.files.checkpoint, self.files.config
@@ -107,6 +107,13 @@ class Finished:
         self.tuned_settings = tuned_settings.load(self.artifacts, identity)
         if self.tuned_settings:
             self.profile = self.tuned_settings.profile_of_run(self.profile)
+
+    def check_runtime(self) -> None:
+        """Raise UserError without the backend's packages; on Neuron, print once which it is."""
+        require_runtime(self.profile, self.tp)
+        if self.profile.device == "neuron" and not self._said_backend:
+            print(f"profile {self.profile.name}: {describe_backend(self.profile)}")
+        self._said_backend = True
 
     def say_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
         """Print once which tuned settings are in use, if there are any.

@@ -104,6 +104,11 @@ def installed_packages() -> list[str]:
     return sorted(installed)
 
 
+def version_numbers(version: str | None) -> tuple[int, ...]:
+    """The first four numbers of a version: (2, 9, 0) of 2.9.0+cpu, () of a text without any."""
+    return tuple(map(int, re.findall(r"\d+", (version or "").partition("+")[0])[:4]))
+
+
 def package_version(package: str) -> str | None:
     """The version of an installed Python package, or None."""
     try:

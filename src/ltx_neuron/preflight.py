@@ -16,7 +16,6 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
 from ltx_neuron.plan import CoreMemory
-from ltx_neuron.profiles import require_runtime
 from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.text.speech import names_speech, say_no_speech
@@ -126,7 +125,7 @@ class Preflight:
                 download = f"Download it: {release.download(kind)}"
                 require(self.upsampler(kind), f"--{kind}-upsampler-path", flag, download)
         check_distilled_loras(jobs, release)
-        require_runtime(workspace.profile, workspace.tp)
+        workspace.check_runtime()
         check_guidance_groups(jobs, workspace.profile.guidance_parallel)
         for job in jobs:
             conditions.check(job)

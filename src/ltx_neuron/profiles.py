@@ -9,12 +9,12 @@ import os
 import typing
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.errors import UserError
 from ltx_neuron.invocation import command
-from ltx_neuron.machine import Machine, package_version, probe
+from ltx_neuron.machine import Machine, package_version, probe, version_numbers
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,15 @@ class Chip:
     link_bytes_per_second: float  # between the chip's own cores
     chip_link_bytes_per_second: float  # to the instance's other chips, in one direction
     source: str
-    torus_row: int = 0  # chips in a row of the instance's square torus; 0: no torus
+    torus_row: int = 0  # chips in a row of the instance's square torus; 0: a switch connects all
 
 
 @dataclass(frozen=True)
 class Profile:
     """How models run on a kind of machine. `chip` is None if its limits are unknown.
 
-    backend         "torchdist": one process per rank; "nxd": one process drives all ranks
+    backend         "torchdist": one process per rank; "nxd": one process drives all ranks; "auto",
+                    in PROFILES alone: `resolve` replaces it by that of the installed Neuron stack
     tp              ranks that share one model
     device          of a rank
     compile_backend how a rank runs its exported graphs: "export" op by op, others through
@@ -70,12 +71,13 @@ class Profile:
     environment     of the processes that drive the device, set before torch is imported
     compiler_flags  of neuronx-cc by model, without --lnc
     tuned           use the saved settings of ltx-neuron tune for this machine, if there are any
+    note            a warning about the whole profile, for users
     settings        the user's --profile-set, without `tuned`, which affects no result by itself
     """
 
     name: str
     source: str
-    backend: Literal["torchdist", "nxd"]
+    backend: Literal["auto", "torchdist", "nxd"]
     tp: int
     device: Literal["cpu", "cuda", "neuron"]
     compile_backend: Literal["export", "aot_eager", "inductor", "neuron"]
@@ -106,6 +108,7 @@ class Profile:
     environment: tuple[tuple[str, str], ...] = ()
     compiler_flags: tuple[tuple[str, str], ...] = ()
     tuned: bool = True
+    note: str = ""
     settings: tuple[str, ...] = ()
 
     @property
@@ -283,10 +286,23 @@ TRAINIUM2 = Chip(
     ),
     torus_row=4,
 )
+TRAINIUM3 = Chip(
+    cores=8,
+    flops=671e12,
+    memory_bytes=144 * _GIB,
+    memory_bytes_per_second=4.9e12,
+    link_bytes_per_second=4.9e12,
+    chip_link_bytes_per_second=1024 * _GIB,
+    source=(
+        "AWS Neuron docs, trainium3.rst and trn3-arch.rst; NeuronLink-v4's 2048 GiB/s are taken for"
+        " both directions together, as Trainium2's"
+    ),
+)
 
 # The runtime's buffer for one collective, in bytes. The runtime reads it once, at its start, before
 # the size is known.
 COLLECTIVES_BUFFER = "NEURON_RT_DBG_INTRA_RDH_CHANNEL_BUFFER_SIZE"
+PLATFORM_TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _TRANSFORMER = "--model-type=transformer -O1 --auto-cast=none"
 # The first are the profile's; the tuner tries the others. On two blocks of Wan 2.1 the second
 # reduced 37.7 ms to 34.5 (Difflet, neuronx-cc 2.26); AWS adds both options to prefills.
@@ -302,7 +318,7 @@ DIT_FLAGS = tuple(
 _UNET = "--model-type=unet-inference -O1 --auto-cast=none"
 _VIDEO_VAE = f"{_UNET} --internal-max-instruction-limit=15000000"
 _TRN2: dict[str, Any] = dict(
-    backend="nxd",
+    backend="auto",
     tp=4,
     device="neuron",
     compile_backend="neuron",
@@ -320,7 +336,7 @@ _TRN2: dict[str, Any] = dict(
         ("NEURON_RT_EXEC_TIMEOUT", "600"),
         ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0"),
         # A build machine without a device compiles for trn2 as well.
-        ("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2"),
+        (PLATFORM_TARGET, "trn2"),
         # TorchNeuron. A step's 14 launches do not fit the default queue; published LTX runs use the
         # largest (63).
         ("NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS", "63"),
@@ -357,6 +373,11 @@ _TRN2: dict[str, Any] = dict(
         ("encoder", _VIDEO_VAE),
         ("sound", _UNET),
     ),
+)
+_TRN3 = _TRN2 | dict(
+    chip=TRAINIUM3,
+    environment=tuple((dict(_TRN2["environment"]) | {PLATFORM_TARGET: "trn3"}).items()),
+    note="not tried: the compiler flags, kernels and forecast rates are those of Trainium2",
 )
 
 PROFILES = {
@@ -400,10 +421,13 @@ PROFILES = {
             host_memory_bytes=2048 * _GIB,
             **_TRN2,
         ),
+        # A chip with its share of a server of 16 (UltraServer Gen1). The documentation names no
+        # instances; users have one of one chip, trn3pd98.3xlarge.
+        Profile("trn3", "AWS Neuron docs, trn3-arch.rst", host_memory_bytes=128 * _GIB, **_TRN3),
     )
 }
 MACHINES = tuple(PROFILES)  # the profiles below are layouts of one
-_INSTANCES = {name: name for name in MACHINES if name.startswith("trn")}
+_INSTANCES = {name: name for name in MACHINES if name.startswith("trn2")}
 _INSTANCES["trn2u.48xlarge"] = "trn2.48xlarge"
 
 
@@ -446,6 +470,9 @@ def resolve(
     profile = PROFILES[name]
     for setting in settings:
         profile = _changed(profile, setting)
+    if profile.backend == "auto":
+        backend: Any = (profile.device == "neuron" and installed_backend()) or "torchdist"
+        profile = dataclasses.replace(profile, backend=backend)
     _check(profile)
     kept = tuple(setting for setting in settings if setting.partition("=")[0] != "tuned")
     return dataclasses.replace(profile, settings=kept)
@@ -514,10 +541,11 @@ def _routes(profile: Profile) -> dict[str, bool]:
     """Rules for the groups of a Trainium machine, each with whether a profile follows it."""
     cp, ulysses = profile.context_parallel, profile.ulysses
     torus, smallest = bool(profile.torus_row), EXCHANGES[0]
+    more = "--profile trn2.48xlarge" if torus else "--profile-set chips=N"
     return {
         f"context_parallel={cp} divides a clip over the chips of one machine, and a"
         f" {profile.machine} has one; between machines only guidance groups work, with --ray. Type"
-        " context_parallel=1, or --profile trn2.48xlarge": cp == 1 or profile.chips > 1,
+        f" context_parallel=1, or {more}": cp == 1 or profile.chips > 1,
         f"context_parallel={cp} needs lnc=2; type both, or context_parallel=1": (
             cp == 1 or profile.lnc == 2
         ),
@@ -535,7 +563,8 @@ def _routes(profile: Profile) -> dict[str, bool]:
 
 def detect(machine: Machine) -> str:
     """The name of a machine's default profile."""
-    known, here = _INSTANCES.get(machine.instance), machine.instance or "no known EC2 instance type"
+    known = "trn3" if machine.instance.startswith("trn3") else _INSTANCES.get(machine.instance)
+    here = machine.instance or "no known EC2 instance type"
     type_one = f"Type --profile with one of {', '.join(sorted(PROFILES))}"
     if known and not machine.neuron_devices:
         raise UserError(
@@ -545,7 +574,7 @@ def detect(machine: Machine) -> str:
     if machine.neuron_devices and not known:
         raise UserError(
             f"this machine ({here}) has {machine.neuron_devices} Neuron devices but no profile;"
-            f" known: {', '.join(_INSTANCES)}.\n{type_one}"
+            f" known: {', '.join(_INSTANCES)}, trn3.\n{type_one}"
         )
     return known or ("cuda" if machine.cuda_devices else "cpu")
 
@@ -555,19 +584,17 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
     is missing."""
     profile.check_degree(tp)
     if profile.device == "neuron":
-        (package, _), install = _RUNTIMES[profile.backend], install_runtime(profile.backend)
-        version = package_version(package)
-        if version is None:
-            other = "torchdist" if profile.backend == "nxd" else "nxd"
+        stack, here = STACKS[profile.backend], installed_backend()
+        if not stack.version:
+            free = profile.guidance_parallel == 1  # groups need TorchNeuron
+            wanted = [*STACKS.values()] if free and not here else [stack]
+            packages = [each.package for each in STACKS.values()]
+            found = [f"{name} {version}" for name in packages if (version := package_version(name))]
+            commands = "; or ".join(f"{each.name}: {each.install}" for each in wanted)
+            other = f"--profile-set backend={here}" if free and here else "--profile cpu"
             raise UserError(
-                f"profile {profile.name!r} needs {package}, which is not installed.\nInstall it:"
-                f" {install}; or type --profile-set backend={other} in an"
-                f" environment with {_RUNTIMES[other][0]}, or --profile cpu"
-            )
-        if profile.backend == "torchdist" and [*map(int, version.split(".")[:2])] < [2, 13]:
-            raise UserError(
-                f"torch-neuronx {version} is for torch-xla; TorchNeuron begins with 2.13.\nInstall"
-                f" it: {install}, or type --profile-set backend=nxd"
+                f"profile {profile.name!r} needs {' or '.join(map(str, wanted))}, found"
+                f" {', '.join(found) or 'neither'}.\nInstall {commands}; or type {other}"
             )
     elif profile.device == "cuda":
         count = (machine or probe()).cuda_devices
@@ -579,17 +606,51 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
             )
 
 
-def install_runtime(backend: str) -> str:
-    """The command that installs the packages of a Neuron profile's backend."""
-    return f'pip install "ltx-neuron[{_RUNTIMES[backend][1]}]"'
+class Stack(NamedTuple):
+    """The Neuron packages of a backend: `package` of version `first` or later tells that they are
+    installed, and our `extra` installs them."""
+
+    name: str
+    package: str
+    first: str
+    extra: str
+
+    @property
+    def version(self) -> str | None:
+        """The package's version; None if the stack is not installed."""
+        version = package_version(self.package)
+        return version if version_numbers(version) >= version_numbers(self.first) else None
+
+    @property
+    def install(self) -> str:
+        return f'pip install "ltx-neuron[{self.extra}]"'
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.package} {self.first} or later)"
 
 
-# Backend of Neuron profiles -> its package, and our extra with all its packages.
-_RUNTIMES = {
-    "nxd": ("neuronx-distributed", "neuron"),
-    "torchdist": ("torch-neuronx", "torchneuron"),
+# Backend of Neuron profiles -> its stack, the newer first. NxD's torch-neuronx is 2.9.
+STACKS = {
+    "torchdist": Stack("TorchNeuron", "torch-neuronx", "2.13", "torchneuron"),
+    "nxd": Stack("NxD", "neuronx-distributed", "0.16", "neuron"),
 }
-_FIXED = ("name", "source", "chip", "settings", "host_memory_bytes", "spread")
+
+
+def installed_backend() -> str | None:
+    """The backend of the installed Neuron stack, of two the newer; None without any."""
+    return next((backend for backend, stack in STACKS.items() if stack.version), None)
+
+
+def describe_backend(profile: Profile) -> str:
+    """A profile's backend, on Neuron with its stack, for users."""
+    if profile.device != "neuron":
+        return f"backend {profile.backend}"
+    stack = STACKS[profile.backend]
+    version = f"{stack.package} {stack.version}" if stack.version else "assumed: not installed here"
+    return f"backend {profile.backend} ({stack.name}, {version})"
+
+
+_FIXED = ("name", "source", "chip", "settings", "host_memory_bytes", "spread", "note")
 _TABLES = ("environment", "compiler_flags")  # --profile-set changes single entries
 _TYPES = {key: _HINTS[key] for key in _HINTS if key not in _FIXED + _TABLES}
 _MAY_BE_ZERO = (

@@ -46,7 +46,7 @@ from ltx_neuron.plan import (
     compiled_tile,
     does_not_fit,
 )
-from ltx_neuron.profiles import Profile, require_runtime
+from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.rankfiles import (
@@ -253,7 +253,7 @@ class Workspace(Finished):
         for path, identity, make in tqdm(
             missing, f"{model} graphs", disable=not missing, unit="graph"
         ):
-            require_runtime(profile, self.tp)
+            self.check_runtime()
             with exclusive(path, "compiling"):
                 if not self.is_made(identity):
                     dtype = DTYPES[identity["dtype"]]

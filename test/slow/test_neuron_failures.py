@@ -21,7 +21,8 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace
 
-SIZE, SETTINGS = Size(height=64, width=64, num_frames=9), ("text_buckets=1024", "attention=matmul")
+SIZE = Size(height=64, width=64, num_frames=9)
+SETTINGS = "backend=nxd", "text_buckets=1024", "attention=matmul"
 STAND_IN = """
 from contextlib import nullcontext
 from pathlib import Path

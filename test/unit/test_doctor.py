@@ -14,7 +14,7 @@ from helpers import one_thread  # noqa: F401
 from packaging.requirements import Requirement
 from plans import counted_once  # noqa: F401
 
-from ltx_neuron import artifacts, invocation, plan
+from ltx_neuron import artifacts, commands, invocation, plan
 from ltx_neuron.doctor import checks, groups
 from ltx_neuron.doctor.__main__ import main
 from ltx_neuron.doctor.finding import Finding, attempt
@@ -33,7 +33,7 @@ NXD_29 = {
     "neuronx-distributed": "0.19.28492",
     "libneuronxla": "3.0.3854.0",
 }
-TORCH_NEURON = {"torch": "2.13.0", "torch-neuronx": "2.13.3.0", "neuronx-cc": "2.28.1.0"}
+TORCH_NEURON = {"torch": "2.14.1", "torch-neuronx": "2.14.3.0", "neuronx-cc": "2.28.1.0"}
 NEURON = {*NXD_29, *TORCH_NEURON}
 
 
@@ -71,6 +71,7 @@ class Trn2:
     disk: int = 500 * GIB
     broken: tuple = ()  # modules that do not import
     programs: tuple = ("neuronx-cc",)  # beside this Python
+    libraries: tuple = ("libnrt.so.1", "libnccom.so.2")  # of the system
     instance: str = "trn2.3xlarge"
     python: str = "3.12.3"
     processes: dict = field(default_factory=dict)  # pid -> (command line, files it has open)
@@ -82,6 +83,7 @@ class Trn2:
             "opt/aws/neuron/logical_nc_config": self.lnc_file,
             "proc/meminfo": self.meminfo,
             **{f"dev/neuron{index}": "" for index in range(self.chips)},
+            **{f"opt/aws/neuron/lib/{name}": "" for name in self.libraries},
         }
         for name, text in files.items():
             if text is not None:
@@ -147,7 +149,9 @@ def test_on_a_sound_trn2_nothing_blocks_and_the_end_of_nxd_is_told(doctor):
     assert code == 0 and {f["check"] for f in others} == {"nxd", "checkpoint", "gemma"}
     texts = {f["check"]: f["text"] for f in findings}
     assert texts["machine"].startswith("trn2.3xlarge; 1 Neuron chips")
-    assert texts["profile"] == "trn2.3xlarge: 4 ranks, backend nxd"
+    assert texts["profile"] == (
+        "trn2.3xlarge: 4 ranks, backend nxd (NxD, neuronx-distributed 0.19.28492)"
+    )
     assert texts["python"].startswith("3.12.3 in ")
     assert texts["driver"] == "2.29.0.0 (SDK 2.31)" and "neuronx-cc 2.26.6360.0+a1" in texts["sdk"]
     assert texts["cores"] == "4 of 4 logical cores are on free chips, 4 wanted"
@@ -186,8 +190,15 @@ WRONG = {
         Trn2(packages={"torch": "2.9.0"}),
         (),
         "blocks: runtime",
-        "neuronx-distributed, which is not installed",
-        'pip install "ltx-neuron[neuron]"',
+        "(torch-neuronx 2.13 or later) or NxD (neuronx-distributed 0.16 or later), found neither",
+        'TorchNeuron: pip install "ltx-neuron[torchneuron]"; or NxD: pip install',
+    ),
+    "a base image without the runtime's libraries": (
+        Trn2(libraries=("libnrt.so.1",)),
+        (),
+        "note: libraries",
+        "/opt/aws/neuron/lib has no library of aws-neuronx-collectives",
+        "sudo apt-get install aws-neuronx-collectives",
     ),
     "an SDK of before ModelBuilder V2": (
         Trn2(packages=OLD),
@@ -201,7 +212,7 @@ WRONG = {
         (),
         "blocks: nxd",
         "no longer supported on Trainium2",
-        "--profile-set backend=torchdist",
+        "an environment of TorchNeuron (torch-neuronx 2.13 or later), NxD's successor",
     ),
     "NxD with another torch": (
         Trn2(packages={**NXD_29, "torch": "2.13.0"}),
@@ -214,19 +225,19 @@ WRONG = {
         Trn2(packages={**NXD_29, "torch": "2.8.0"}),
         (),
         "blocks: torch",
-        "wanted torch>=2.9,<2.14",
+        "wanted torch>=2.9,<2.16",
         "pip install",
     ),
-    "the torch of the image of SDK 2.33": (
-        Trn2(packages={**TORCH_NEURON, "torch": "2.14.0", "torch-neuronx": "2.14.3.0"}),
-        ("--profile-set", "backend=torchdist"),
+    "TorchNeuron with another torch": (
+        Trn2(packages={**TORCH_NEURON, "torch": "2.13.0"}),
+        (),
         "blocks: torch",
-        "torch is 2.14.0, wanted torch>=2.9,<2.14",
+        "torch is 2.13.0; this TorchNeuron needs 2.14",
         'an environment of its own: pip install "ltx-neuron[torchneuron]"',
     ),
     "a compiler that is Neuron's by name alone": (
         Trn2(packages={**TORCH_NEURON, "neuronx-cc": DECOYS["neuronx-cc"]}),
-        ("--profile-set", "backend=torchdist"),
+        (),
         "blocks: sdk",
         "neuronx-cc 1.0.post1 is a package of the public index",
         "pip uninstall neuronx-cc; add Neuron's own pip repository",
@@ -256,8 +267,8 @@ WRONG = {
         Trn2(packages=NXD_29),
         ("--profile-set", "backend=torchdist"),
         "blocks: runtime",
-        "is for torch-xla",
-        'pip install "ltx-neuron[torchneuron]"',
+        "found torch-neuronx 2.9.0.2.15.32035, neuronx-distributed 0.19.28492",
+        'ltx-neuron[torchneuron]"; or type --profile-set backend=nxd',
     ),
     "no kernels": (
         Trn2(broken=("nkilib",)),
@@ -268,7 +279,7 @@ WRONG = {
     ),
     "a Python that TorchNeuron has no wheels for": (
         Trn2(packages=TORCH_NEURON, python="3.11.9"),
-        ("--profile-set", "backend=torchdist"),
+        (),
         "blocks: python",
         "needs 3.12 or later",
         "python3.12 -m venv",
@@ -431,13 +442,27 @@ def test_what_is_wrong_is_found_and_comes_with_what_to_type(
     )
 
 
-def test_torch_neuron_takes_the_new_torch_and_needs_no_nxd(doctor):
-    code, others, findings = doctor(
-        Trn2(packages=TORCH_NEURON, driver="2.31.0.0"), "--profile-set", "backend=torchdist"
-    )
+@pytest.mark.parametrize("torch", ["2.13.0", "2.14.1"])
+def test_torch_neuron_takes_the_new_torch_and_needs_no_nxd(doctor, torch):
+    release = f"{torch[:4]}.3.0"
+    packages = {**TORCH_NEURON, "torch": torch, "torch-neuronx": release}
+    code, others, findings = doctor(Trn2(packages=packages, driver="2.31.0.0"))
     assert code == 0 and {f["check"] for f in others} == {"checkpoint", "gemma"}
-    text = next(f["text"] for f in findings if f["check"] == "sdk")
-    assert text.endswith("2.13.3.0 (SDK 2.33)")
+    texts = {f["check"]: f["text"] for f in findings}
+    assert texts["sdk"].endswith(f"{release} (SDK 2.33)")
+    wanted = f"trn2.3xlarge: 4 ranks, backend torchdist (TorchNeuron, torch-neuronx {release})"
+    assert texts["profile"] == wanted
+
+
+def test_a_trainium3_is_known_by_its_family_and_said_to_be_not_tried(doctor):
+    packages, lacking = TORCH_NEURON, {"checkpoint", "gemma"}
+    machine = Trn2(packages=packages, driver="2.31.0.0", instance="trn3pd98.3xlarge")
+    code, others, findings = doctor(machine)
+    assert code == 0 and {f["check"] for f in others} == {*lacking, "profile"}
+    (note,) = (f["text"] for f in others if f["check"] == "profile")
+    assert note.startswith("not tried: the compiler flags")
+    can = next(f["text"] for f in findings if f["check"] == "can run here")
+    assert can.startswith("cpu, trn3; not cuda") and "trn2.3xlarge (this is a trn3pd98" in can
 
 
 def test_a_machine_without_neuron_says_what_it_can_run(doctor):
@@ -455,10 +480,51 @@ def test_a_machine_without_neuron_says_what_it_can_run(doctor):
         and "trn2.3xlarge (1 Neuron chips wanted" in texts["can run here"]
     )
     assert (
-        f"trn2.48xlarge: {invocation.command('plan')} --checkpoint-path FILE"
+        f"trn2.48xlarge, trn3: {invocation.command('plan')} --checkpoint-path FILE"
         in texts["can plan here"]
     )
     assert doctor(Trn2(driver=None, chips=0, instance=""), "--profile", "trn2.48xlarge")[0] == 1
+
+
+# The installed stack -> its packages, and the backend that every command names
+STACKS = {
+    "none": ({"torch": "2.14.1"}, "torchdist (TorchNeuron, assumed: not installed here)"),
+    "of PyTorch 2.14": (TORCH_NEURON, "torchdist (TorchNeuron, torch-neuronx 2.14.3.0)"),
+    "of PyTorch 2.9": (NXD_29, "nxd (NxD, neuronx-distributed 0.19.28492)"),
+    "both": ({**NXD_29, **TORCH_NEURON}, "torchdist (TorchNeuron, torch-neuronx 2.14.3.0)"),
+}
+NEITHER = (
+    "profile 'trn2.3xlarge' needs TorchNeuron (torch-neuronx 2.13 or later) or NxD"
+    " (neuronx-distributed 0.16 or later), found neither"
+)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_doctor_plan_and_generate_name_the_backend_of_the_installed_stack(
+    stack, doctor, tiny, tmp_path, capsys
+):
+    packages, backend = STACKS[stack]
+    machine = Trn2(packages=packages, driver="2.31.0.0")
+    code, _, findings = doctor(machine)
+    texts = {f["check"]: f["text"] for f in findings}
+    assert texts["profile"] == f"trn2.3xlarge: 4 ranks, backend {backend}"
+    flags = ["--profile", "trn2.3xlarge", "--height", "64", "--width", "64", "--num-frames", "9"]
+    flags += "--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)
+    commands.dispatch(["plan", *flags])  # needs no Neuron package
+    assert capsys.readouterr().out.splitlines()[1] == f"backend {backend}"
+    flags += "--artifacts-dir", str(tmp_path / "made"), "--prompt", "a cat", "--output-path"
+    with pytest.raises(UserError) as refused:
+        commands.dispatch(["generate", *flags, str(tmp_path / "out.mp4")])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("profile")]
+    first = str(refused.value).splitlines()[0].rstrip(".")
+    if stack == "none":
+        assert code == 1 and texts["runtime"].rstrip(".") == first == NEITHER and said == []
+        remedy = 'Install TorchNeuron: pip install "ltx-neuron[torchneuron]"; or NxD: pip install'
+        assert remedy in str(refused.value)
+    else:
+        assert code == 0 and "runtime" not in texts
+        assert said == [f"profile trn2.3xlarge: backend {backend}"]
+        assert first == f"no dit graphs in {tmp_path / 'made'}"
 
 
 # SDK release -> what NxD is on it, and whether it may be used
@@ -493,24 +559,28 @@ def test_releases_are_told_by_their_packages_and_newer_ones_are_counted_on():
         assert release_of("compiler", nothing) is None
 
 
-# Of each extra: what Neuron's own index has for its SDK (n2-manifest.json for 2.31; the list of
-# components of the documentation for 2.33).
+# What Neuron's own index has for an extra's SDK (n2-manifest.json for 2.31; of 2.33 the list of
+# components in the documentation).
+NEW = {"nki": "0.7.0", "neuronx-cc": "2.28.7631.0"}
 OF_THE_SDK = {
     "neuron": {
+        "torch": "2.9.1",
         "nki": "0.5.0",
         "neuronx-cc": "2.26.6360.0",
         "torch-neuronx": "2.9.0.2.15.32035",
         "neuronx-distributed": "0.19.28492",
     },
-    "torchneuron": {"nki": "0.7.0", "neuronx-cc": "2.28.7631.0", "torch-neuronx": "2.13.3.0"},
+    "torchneuron": {"torch": "2.13.0", "torch-neuronx": "2.13.3.0", **NEW},
+    "torchneuron, of the image": {"torch": "2.14.1", "torch-neuronx": "2.14.0", **NEW},
 }
 
 
-@pytest.mark.parametrize("extra", OF_THE_SDK)
-def test_an_extra_takes_the_sdk_s_packages_and_no_other_ones_of_their_names(extra):
+@pytest.mark.parametrize("sdk", OF_THE_SDK)
+def test_an_extra_takes_the_sdk_s_packages_and_no_other_ones_of_their_names(sdk):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra, _, _ = sdk.partition(",")
     wanted = {r.name: r for r in map(Requirement, project["optional-dependencies"][extra])}
-    for name, version in OF_THE_SDK[extra].items():
+    for name, version in OF_THE_SDK[sdk].items():
         assert wanted[name].specifier.contains(version)
     for name in DECOYS.keys() & wanted.keys():
         assert not wanted[name].specifier.contains(DECOYS[name])
@@ -716,7 +786,7 @@ def test_groups_are_not_probed_where_something_blocks_or_a_run_has_one_group(doc
     )
     texts = {f["check"]: f["text"] for f in findings}
     assert code == 1 and "8 of 8 logical cores are on free chips, 16 wanted" in texts["cores"]
-    assert texts["profile"] == "trn2.48xlarge: 16 ranks, backend nxd"
+    assert texts["profile"].startswith("trn2.48xlarge: 16 ranks, backend nxd (")
     assert taken == []
     whole = replace(machine, chips=16, listed=[chip(index) for index in range(16)])
     doctor(whole, "--profile", "trn2.48xlarge", "--profile-set", "context_parallel=4")

@@ -289,6 +289,12 @@ REFUSED = {
     ),
     "mxfp8": (say("mxfp8"), 'weight is quantised as {"format": "mxfp8"}, not implemented'),
     "rotated": (put("comfy_quant", note(**FORMAT, convrot=True)), "true}, not implemented"),
+    # LTX-2.5's int8-convrot files, as ComfyUI and its converters describe them.
+    "int8, rotated": (
+        put("comfy_quant", note(format="int8_tensorwise", convrot=True, convrot_groupsize=256)),
+        '"int8_tensorwise", "convrot": true, "convrot_groupsize": 256}, not implemented',
+    ),
+    "nvfp4": (put("comfy_quant", note(format="nvfp4")), '{"format": "nvfp4"}, not implemented'),
     "a damaged note": (put("comfy_quant", note(**FORMAT)[:-1]), "comfy_quant is not a JSON object"),
     "blocks": (put("weight_scale_inv", torch.ones(1, 1)), "is of an unknown layout"),
 }

@@ -25,7 +25,7 @@ from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import resolve
 
-TRN2 = "trn2.3xlarge"
+TRN2, NXD, TORCH = "trn2.3xlarge", ("backend=nxd",), ("backend=torchdist",)
 SHAPE = SimpleNamespace  # of an HLO's instruction
 
 
@@ -247,9 +247,9 @@ def test_the_groups_of_a_compiled_graph_are_the_layout_s_or_the_world():
 
 
 def test_flags_always_say_the_profile_s_cores_per_logical_core():
-    profile = resolve(TRN2)
+    profile = resolve(TRN2, NXD)
     assert nxd_compile.compiler_flags(profile, "dit").endswith("--lnc=2")
-    contradicting = resolve(TRN2, ("compiler_flags.dit=-O1 --lnc=1",))
+    contradicting = resolve(TRN2, (*NXD, "compiler_flags.dit=-O1 --lnc=1"))
     with pytest.raises(UserError, match="wanted --lnc=2 alone"):
         nxd_compile.compiler_flags(contradicting, "dit")
 
@@ -257,7 +257,8 @@ def test_flags_always_say_the_profile_s_cores_per_logical_core():
 def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_other_values_stay(
     monkeypatch,
 ):
-    profile = replace(resolve(TRN2), environment=(("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")))
+    ours = ("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")
+    profile = replace(resolve(TRN2, NXD), environment=ours)
     for name in ("LTX_TEST_A", "LTX_TEST_B", "NEURON_LOGICAL_NC_CONFIG"):
         monkeypatch.setenv(name, "theirs")
     monkeypatch.delenv("LTX_TEST_B")
@@ -279,7 +280,7 @@ def test_without_nkilib_its_kernel_is_refused_with_what_to_type():
 
 
 def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compiled_it():
-    ours, other = resolve(TRN2), resolve("cpu")
+    ours, other = resolve(TRN2, NXD), resolve("cpu")
     assert isinstance(registry.comm(ours, 4), nxd_compile.XlaComm) and isinstance(
         registry.comm(other, 4), TorchDistComm
     )
@@ -287,4 +288,6 @@ def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compi
     assert identity["compiler_flags"] == ours.flags("dit") and {*identity["neuron"]} == {
         *nxd_compile.PACKAGES
     }
-    assert registry.identity(other, "dit") == {}
+    assert registry.identity(other, "dit") == registry.identity(resolve(TRN2, TORCH), "dit") == {}
+    # The compiler's target is that of the profile; Trainium2's graphs have none in their identity.
+    assert registry.identity(resolve("trn3", NXD), "dit") == identity | {"target": "trn3"}

@@ -47,7 +47,7 @@ from ltx_neuron.workspace import Workspace
 BLOCK_BYTES, TOLERANCE = 9.26e9, 0.03
 IDEAL_MS = {(512, 768, 121): 298.0, (384, 512, 25): 37.8}
 USUAL = (384, 512, 25)  # of plans whose size does not matter: its step is counted once
-TRN2 = PROFILES["trn2.3xlarge"]
+TRN2 = resolve("trn2.3xlarge")
 IN_FLOAT32 = dataclasses.replace(TRN2, host_dtype="float32")
 
 
@@ -677,7 +677,7 @@ def test_sound_alone_is_planned_by_the_audio_half_of_the_model(released):
 
 # --- layouts over several chips -------------------------------------------------------------------
 
-LARGE = PROFILES["trn2.48xlarge"]
+LARGE = resolve("trn2.48xlarge")
 IN_BF16 = SimpleNamespace(tp=4, dtype="bfloat16")
 
 
@@ -787,16 +787,30 @@ def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_al
 
 def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_chip(released, clip):
     typed = resolve("trn2.48xlarge", ("context_parallel=4",))
-    preset = PROFILES["trn2.48xlarge-cp4"]
+    preset = resolve("trn2.48xlarge-cp4")
     alone, *others = (planned_layouts(released, clip, each) for each in (LARGE, preset, typed))
     for rows in others:
         assert [row.step_ms for row in rows] == [row.step_ms for row in alone]
     assert planned_layouts(released, clip, TRN2) == []
 
 
+def test_a_trainium3_is_planned_by_its_own_limits_and_said_to_be_not_tried(released, clip):
+    one, three = planned(released, *USUAL, TRN2), planned(released, *USUAL, resolve("trn3"))
+    assert three.hbm_limit_bytes_per_core == 36 * 2**30 and three.fits
+    assert three.stages[-1].ideal_step_ms == pytest.approx(one.stages[-1].ideal_step_ms * 667 / 671)
+    _, backend, note, *_ = table(three).splitlines()
+    assert backend.startswith("backend torchdist") and note.startswith("not tried: ")
+    assert "not tried" not in table(one)
+    server = resolve("trn3", ("chips=16",))
+    rows = planned_layouts(released, clip, server)
+    assert [row.chips for row in rows] == [1, 2, 4, 4, 8, 8, 16, 16]
+    for row in rows:  # can be typed
+        assert resolve("trn3", row.settings).cores_needed(4) == 4 * row.chips
+
+
 def test_a_plan_follows_its_profile_s_layout(released, clip):
     one = planned(released, 512, 768, 121, LARGE)
-    four = planned(released, 512, 768, 121, PROFILES["trn2.48xlarge-cp4"])
+    four = planned(released, 512, 768, 121, resolve("trn2.48xlarge-cp4"))
     (alone,), (stage,) = one.stages, four.stages
     assert (one.ranks, four.ranks) == (4, 16) and alone.between_groups["count"] == 0
     # In each of 48 blocks one collective of the video's self-attention, and two of the sound's
@@ -817,8 +831,8 @@ def test_a_plan_follows_its_profile_s_layout(released, clip):
 def test_guidance_groups_share_a_step_s_passes(released, clip):
     def denoising(name):
         job = Job("", Size(*USUAL), recipe="dev")
-        made = plan.plan(released, PROFILES[name], job, 4, "bfloat16")
-        rows = clip(of=made, profile=PROFILES[name], job=job).rows
+        made = plan.plan(released, resolve(name), job, 4, "bfloat16")
+        rows = clip(of=made, profile=resolve(name), job=job).rows
         return next(row for row in rows if row.name == "denoise_stage_1")
 
     alone, four = denoising("trn2.48xlarge"), denoising("trn2.48xlarge-g4")

@@ -24,6 +24,8 @@ DETECTED = {
     "trn2.3xlarge": (Machine("trn2.3xlarge", 1), "trn2.3xlarge"),
     "trn2.48xlarge": (Machine("trn2.48xlarge", 16), "trn2.48xlarge"),
     "trn2u.48xlarge": (Machine("trn2u.48xlarge", 16), "trn2.48xlarge"),
+    "a Trainium3": (Machine("trn3pd98.3xlarge", 1), "trn3"),
+    "a server of Trainium3": (Machine("trn3.48xlarge", 16), "trn3"),
 }
 REFUSED = {
     "no driver": (Machine("trn2.3xlarge"), "no /dev/neuron*: the Neuron driver is not loaded"),
@@ -153,8 +155,9 @@ def test_a_setting_changes_one_value_and_is_remembered(setting):
     changed = resolve("trn2.48xlarge", (setting,))
     assert getattr(changed, key) == wanted and type(getattr(changed, key)) is type(wanted)
     assert changed.settings == (setting,)
-    same = {key: getattr(PROFILES["trn2.48xlarge"], key), "settings": ()}
-    assert dataclasses.replace(changed, **same) == PROFILES["trn2.48xlarge"]
+    own = resolve("trn2.48xlarge")
+    same = {key: getattr(own, key), "settings": ()}
+    assert dataclasses.replace(changed, **same) == own
 
 
 def test_settings_add_up_and_the_last_of_a_key_counts():
@@ -212,9 +215,9 @@ def test_a_wrong_setting_is_an_error_that_says_what_is_wanted(setting):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
         UserError,
-        match=r"unknown profile 'trn3'; known: cpu, cuda, trn2\.3xlarge, trn2\.48xlarge, .*\. ",
+        match=r"unknown profile 'trn4'; known: cpu, cuda, trn2\.3xlarge, trn2\.48xlarge, .*\. ",
     ):
-        resolve("trn3")
+        resolve("trn4")
 
 
 def installed(monkeypatch, **packages):
@@ -227,19 +230,31 @@ def installed(monkeypatch, **packages):
 
 # settings, what is installed -> what the refusal says; None: none
 RUNTIMES = [
-    ("trn2.3xlarge", (), {}, "needs neuronx-distributed, which is not installed"),
+    (
+        "trn2.3xlarge",
+        (),
+        {},
+        "needs TorchNeuron (torch-neuronx 2.13 or later) or NxD (neuronx-distributed 0.16 or"
+        " later), found neither",
+    ),
     ("trn2.3xlarge", (), {"neuronx_distributed": "0.19"}, None),
+    # The public index has an empty package of this name.
+    ("trn2.3xlarge", (), {"neuronx_distributed": "0.1"}, "found neuronx-distributed 0.1"),
+    ("trn2.3xlarge", (), {"torch_neuronx": "2.14.3.0"}, None),
+    ("trn3", (), {"torch_neuronx": "2.14.3.0"}, None),
+    ("trn2.3xlarge", ("backend=nxd",), {"torch_neuronx": "2.14.3.0"}, "needs NxD ("),
+    ("trn2.48xlarge-g4", (), {}, "needs TorchNeuron (torch-neuronx 2.13 or later), found neither"),
     (
         "trn2.3xlarge",
         ("backend=torchdist",),
         {"neuronx_distributed": "0.19"},
-        "needs torch-neuronx, which is not installed",
+        "needs TorchNeuron (torch-neuronx 2.13 or later), found neuronx-distributed 0.19",
     ),
     (
         "trn2.48xlarge",
         ("backend=torchdist",),
         {"torch_neuronx": "2.9.0.2.15"},
-        "torch-neuronx 2.9.0.2.15 is for torch-xla",
+        "found torch-neuronx 2.9.0.2.15",
     ),
     ("trn2.48xlarge", ("backend=torchdist",), {"torch_neuronx": "2.13.3.0"}, None),
     ("cuda", (), {}, "needs 1 GPUs that PyTorch can use, found 0"),
@@ -259,6 +274,28 @@ def test_what_a_backend_runs_on_is_looked_for_before_anything_loads(
     with pytest.raises(UserError) as error:
         require_runtime(profile, profile.tp, Machine())
     assert said in str(error.value) and "nstall" in str(error.value)
+
+
+# What is installed -> the backend of Neuron profiles
+CHOSEN = {
+    "nothing": ({}, "torchdist"),
+    "TorchNeuron": ({"torch_neuronx": "2.13.3.0"}, "torchdist"),
+    "NxD": ({"torch_neuronx": "2.9.0.2.15", "neuronx_distributed": "0.19"}, "nxd"),
+    "both": ({"torch_neuronx": "2.14.3.0", "neuronx_distributed": "0.19"}, "torchdist"),
+}
+
+
+@pytest.mark.parametrize("which", CHOSEN)
+def test_a_neuron_profile_s_backend_is_that_of_the_newest_installed_stack(monkeypatch, which):
+    packages, chosen = CHOSEN[which]
+    installed(monkeypatch, **packages)
+    assert {PROFILES[name].backend for name in ("trn2.3xlarge", "trn2.48xlarge-cp4")} == {"auto"}
+    for name in ("trn2.3xlarge", "trn2.48xlarge", "trn2.48xlarge-cp4", "trn3"):
+        assert resolve(name).backend == resolve(name, ("backend=auto",)).backend == chosen
+        for typed in ("nxd", "torchdist"):
+            assert resolve(name, (f"backend={typed}",)).backend == typed
+    for name in ("cpu", "cuda", "trn2.48xlarge-g4", "trn2.48xlarge-g4cp4"):
+        assert resolve(name).backend == resolve(name, ("backend=torchdist",)).backend == "torchdist"
 
 
 def test_more_ranks_than_the_machine_has_are_refused():
@@ -290,7 +327,7 @@ def test_a_layout_s_profile_is_the_machine_s_but_for_the_chips_of_a_clip(name):
     kept = ("cores", "environment", "compiler_flags", "attention", "host_memory_bytes", "tp")
     assert all(getattr(profile, field) == getattr(large, field) for field in kept)
     # A process with NxD drives one group's cores.
-    assert profile.backend == ("nxd" if profile.guidance_parallel == 1 else "torchdist")
+    assert PROFILES[name].backend == ("auto" if profile.guidance_parallel == 1 else "torchdist")
 
 
 # profile and settings -> what the refusal names, with what works
@@ -421,3 +458,25 @@ def test_a_machine_without_a_torus_connects_every_group(monkeypatch):
     layout.check_degree(8)
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "8-23")
     assert environment.cores(layout, 4) == [*range(8, 24)]
+
+
+# --- Trainium3 ------------------------------------------------------------------------------------
+
+
+def test_a_trainium3_has_its_own_limits_and_target_and_links_without_a_torus():
+    profile = resolve("trn3")
+    assert (profile.cores, profile.memory_bytes_per_core) == (4, 36 * GIB)
+    assert profile.memory_bytes_per_second(4) == 4.9e12 and profile.flops(4) == 671e12
+    variables = dict(profile.environment)
+    assert len(variables) == len(profile.environment)  # the first of a name would count
+    assert variables == dict(resolve("trn2.3xlarge").environment) | {
+        "NEURON_PLATFORM_TARGET_OVERRIDE": "trn3"
+    }
+    assert profile.note.startswith("not tried")
+    with pytest.raises(UserError, match="a trn3 has one; .* or --profile-set chips=N"):
+        resolve("trn3", ("context_parallel=4",))
+    # A group of any chips is routed; Neuron's all-to-all keeps its sizes.
+    six = resolve("trn3", ("chips=16", "context_parallel=6"))
+    assert six.cores_needed(4) == 24
+    with pytest.raises(UserError, match="all-to-all has groups of 4, 8 or 16"):
+        resolve("trn3", ("chips=16", "context_parallel=6", "context_mode=ulysses"))

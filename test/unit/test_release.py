@@ -51,6 +51,12 @@ def test_the_doctor_installs_the_ltx_core_that_is_tested():
     assert install.split()[-1] in (ROOT / "constraints.txt").read_text().splitlines()
 
 
+def test_the_doctor_takes_the_torch_that_the_package_takes():
+    (torch,) = (each for each in PROJECT["dependencies"] if each.startswith("torch>"))
+    low, high = map(sdk.dotted, sdk.TORCH)
+    assert torch == f"torch>={low},<{high}"
+
+
 def test_the_image_copies_files_that_are_there_and_not_ignored():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in ignored and copied()

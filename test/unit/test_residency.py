@@ -43,7 +43,7 @@ def test_torchneuron_s_graphs_of_other_sizes_are_said_to_stay(residency, capsys)
     assert STAYS not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("settings", "profile"), [((), "trn2.3xlarge"), ((), "cpu")])
+@pytest.mark.parametrize(("settings", "profile"), [(("backend=nxd",), "trn2.3xlarge"), ((), "cpu")])
 def test_elsewhere_they_are_freed_and_nothing_is_said(residency, capsys, settings, profile):
     models = residency(*settings, profile=profile)
     for size in ("small", "large"):

@@ -277,7 +277,7 @@ def test_more_groups_than_any_job_has_passes_are_refused_with_the_number_that_he
 
 def test_nxd_which_drives_the_cores_of_one_group_is_refused_by_name():
     with pytest.raises(UserError, match="backend=nxd .*Type --profile-set backend=torchdist"):
-        resolve("trn2.48xlarge", ["guidance_parallel=4"])
+        resolve("trn2.48xlarge", ["guidance_parallel=4", "backend=nxd"])
     resolve("trn2.48xlarge", ["guidance_parallel=4", "backend=torchdist"])
 
 

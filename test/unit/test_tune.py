@@ -178,7 +178,7 @@ def test_only_cuts_that_divide_the_depth_are_tried_and_each_once():
 
 
 def test_another_backend_is_tried_where_it_is_installed(monkeypatch):
-    neuron = resolve("trn2.3xlarge")
+    neuron = resolve("trn2.3xlarge", ("backend=nxd",))
     versions = {"neuronx-distributed": "0.19"}
     monkeypatch.setattr(profiles, "package_version", versions.get)
     assert candidates("backend", neuron, 4, 48) == []
@@ -198,11 +198,11 @@ def test_the_flash_kernel_is_tried_where_its_package_is_installed(monkeypatch):
 
 
 def test_the_dit_s_compiler_flags_are_tried_and_each_compiles_to_graphs_of_its_own():
-    neuron = resolve("trn2.3xlarge")
+    neuron = resolve("trn2.3xlarge", ("backend=nxd",))
     others = candidates("compiler_flags.dit", neuron, 4, 48)
     assert len(others) == 2 and all("--vectorize-strided-dma" in flags for flags in others)
     assert "--cc-pipeline-tiling-factor=2" in others[1]
-    of = {f: resolve("trn2.3xlarge", (f"compiler_flags.dit={f}",)) for f in others}
+    of = {f: resolve(neuron.name, ("backend=nxd", f"compiler_flags.dit={f}")) for f in others}
     made = [registry.identity(profile, "dit") for profile in (neuron, *of.values())]
     assert len({identity["compiler_flags"] for identity in made}) == 3
     assert len({registry.identity(p, "gemma3")["compiler_flags"] for p in of.values()}) == 1

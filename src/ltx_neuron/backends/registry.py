@@ -16,7 +16,7 @@ from ltx_neuron.files import exclusive
 from ltx_neuron.machine import package_version
 from ltx_neuron.models.parallel import Comm, ContextParallel
 from ltx_neuron.models.programs import Program
-from ltx_neuron.profiles import Profile
+from ltx_neuron.profiles import PLATFORM_TARGET, Profile
 
 
 def comm(profile: Profile, tp: int, group: str = mesh.TENSOR) -> Comm:
@@ -46,7 +46,9 @@ def identity(profile: Profile, model: str) -> dict:
     graph files are not compiled."""
     if profile.backend != "nxd":
         return {}
+    target = dict(profile.environment)[PLATFORM_TARGET]
     return {
+        **({} if target == "trn2" else {"target": target}),
         "compiler_flags": nxd_compile.compiler_flags(profile, model),
         "neuron": {package: package_version(package) for package in nxd_compile.PACKAGES},
         # A compiled graph contains the ranks of its groups, not their name.

@@ -24,7 +24,6 @@ from ltx_neuron.format import columns, format_bytes, format_seconds
 from ltx_neuron.host.arithmetic import choices_file, this_machine
 from ltx_neuron.job import Job
 from ltx_neuron.preflight import RunOptions, check_distilled_loras, sound_size
-from ltx_neuron.profiles import require_runtime
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.workspace import Workspace
@@ -259,7 +258,7 @@ def main(argv: list[str]) -> None:
     workspace.say_tuned()
     if missing := preparation.missing:
         if any(part.size is None for part in missing):
-            require_runtime(workspace.profile, workspace.tp)
+            workspace.check_runtime()
             for job in {tuple(job.buckets): job for job in jobs}.values():
                 workspace.check_plan_fits(job, options.neuron_gemma)
         print(preparation.table(), flush=True)

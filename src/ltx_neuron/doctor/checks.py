@@ -27,8 +27,9 @@ from ltx_neuron.machine import Machine
 from ltx_neuron.profiles import (
     MACHINES,
     PROFILES,
+    STACKS,
     Profile,
-    install_runtime,
+    describe_backend,
     require_runtime,
     resolve,
 )
@@ -88,7 +89,8 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
     _complete(args)
     images, recipe = flags.spec(args).image, args.recipe or Job.recipe
     job = Job("", flags.size(args), images=images, recipe=recipe)
-    profile = PROFILES.get(machine.instance, PROFILES["cpu"])  # until one is resolved
+    name = machine.instance if machine.instance in PROFILES else "cpu"
+    profile = resolve(name)  # until the run's
     sets = flags.weight_sets(flags.lora_fields(flags.spec(args)))
     instance = machine.instance or "no known EC2 instance type"
     text = f"{instance}; {machine.neuron_devices} Neuron chips, {machine.cuda_devices} GPUs"
@@ -104,8 +106,10 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
     else:
         examination = replace(examination, profile=profile)
         ranks = profile.cores_needed(examination.tp)
-        text = f"{profile.name}: {ranks} ranks, backend {profile.backend}"
+        text = f"{profile.name}: {ranks} ranks, {describe_backend(profile)}"
         findings.append(Finding("profile", "ok", text))
+        if profile.note:
+            findings.append(Finding("profile", "note", profile.note))
         checks = (packages, media, on_chips, host, files, fits, artifacts, groups, can_run)
     for check in checks:
         try:  # one check that fails must not hide the others
@@ -128,27 +132,25 @@ def on_chips(examination: Examination) -> Iterator[Finding]:
 
 def packages(examination: Examination) -> Iterator[Finding]:
     """Python, torch, the packages of the profile's backend and those of the host models."""
+    profile = examination.profile
     yield Finding("python", "ok", f"{examination.system.python} in {examination.system.prefix}")
     version, (low, high) = examination.system.version("torch") or "", sdk.TORCH
     numbers = sdk.version_numbers(version)[:2]
+    stack = STACKS[profile.backend]  # each runs with one torch
+    own = sdk.NXD_TORCH if profile.backend == "nxd" else sdk.version_numbers(stack.version)[:2]
     if not low <= numbers < high:
         wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
         fix = f'pip install "{wanted}"'
-        if examination.profile.device == "neuron":  # a torch-neuronx supports only one torch
-            fix = f"in an environment of its own: {install_runtime(examination.profile.backend)}"
+        if profile.device == "neuron":
+            fix = f"in an environment of its own: {stack.install}"
         yield Finding("torch", "blocks", f"torch is {version or 'absent'}, wanted {wanted}", fix)
-    elif examination.profile.backend == "nxd" and numbers != sdk.NXD_TORCH:
-        yield Finding(
-            "torch",
-            "blocks",
-            f"torch is {version}; NxD needs {sdk.dotted(sdk.NXD_TORCH)}, PyTorch/XLA's last",
-            f"in an environment of its own: {install_runtime('nxd')}; or, with torch-neuronx 2.13,"
-            " --profile-set backend=torchdist",
-        )
+    elif profile.device == "neuron" and own and numbers != own:
+        text = f"torch is {version}; this {stack.name} needs {sdk.dotted(own)}"
+        yield Finding("torch", "blocks", text, f"in an environment of its own: {stack.install}")
     else:
         yield Finding("torch", "ok", version)
     try:
-        require_runtime(examination.profile, examination.tp, examination.machine)
+        require_runtime(profile, examination.tp, examination.machine)
     except UserError as error:
         yield blocked("runtime", error)
     for package, (why, install) in _PACKAGES.items():
@@ -390,11 +392,13 @@ def can_run(examination: Examination) -> Iterator[Finding]:
     """The profiles that this machine can run, and the reasons for the others."""
     can, cannot = [], []
     for name in MACHINES:
-        profile = PROFILES[name]
+        profile, instance = resolve(name), examination.machine.instance
         try:
             chips = examination.machine.neuron_devices
             if profile.device == "neuron" and chips < profile.chips:
                 raise UserError(f"{profile.chips} Neuron chips wanted, found {chips}")
+            if profile.device == "neuron" and instance[:4] not in ("", name[:4]):
+                raise UserError(f"this is a {instance}")
             require_runtime(profile, profile.tp, examination.machine)
             can.append(name)
         except UserError as error:

@@ -7,15 +7,16 @@ from ltx_neuron.backends import nki
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, judged
 from ltx_neuron.doctor.system import System
-from ltx_neuron.profiles import Profile
+from ltx_neuron.profiles import STACKS, Profile
 
 DRIVER = "sudo modprobe neuron; if it finds no module: sudo apt-get install aws-neuronx-dkms"
 TOOLS = "sudo apt-get install aws-neuronx-tools && export PATH=/opt/aws/neuron/bin:$PATH"
 _PACKAGES = ("neuronx-cc", "neuronx-distributed", "torch-neuronx", "torch-xla", "libneuronxla")
+LIBRARIES = {"aws-neuronx-runtime-lib": "libnrt", "aws-neuronx-collectives": "libnccom"}
+_FOLDER = "opt/aws/neuron/lib"  # where libneuronxla looks for libnrt
 _OTHER_ENVIRONMENT = (
-    f"use an environment of SDK 2.27 to {sdk.dotted(sdk.NXD_LAST)} with torch"
-    f" {sdk.dotted(sdk.NXD_TORCH)}; or, in one with torch-neuronx 2.13, --profile-set"
-    " backend=torchdist"
+    f"use an environment of {STACKS['torchdist']}, NxD's successor; or of SDK 2.27 to"
+    f" {sdk.dotted(sdk.NXD_LAST)} with torch {sdk.dotted(sdk.NXD_TORCH)}"
 )
 _LNC_FILE = "/opt/aws/neuron/logical_nc_config"
 
@@ -41,9 +42,19 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
     if driver:
         text = driver + sdk.release_suffix("driver", driver)
     yield judged("driver", driver is not None, text, DRIVER)
+    yield libraries(system)
     yield from sdk_packages(profile, driver, system)
     yield from cores(profile, tp, system)
     yield lnc(profile, system)
+
+
+def libraries(system: System) -> Finding:
+    """The libraries of the runtime and of its collectives, which base images lack."""
+    folder = system.root / _FOLDER
+    lacking = [name for name, file in LIBRARIES.items() if not any(folder.glob(f"{file}.so*"))]
+    text = f"/{_FOLDER} has no library of {' and '.join(lacking)}; device runs need them"
+    fix = f"sudo apt-get install {' '.join(lacking)}"
+    return judged("libraries", not lacking, text if lacking else ", ".join(LIBRARIES), fix, "note")
 
 
 def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterator[Finding]:
@@ -62,7 +73,7 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
     if installed:
         names = ", ".join(f"{name} {version}" for name, version in installed.items())
         text = names + sdk.release_suffix("compiler", compiler)
-    fix = "source /opt/<the environment of the machine image>/bin/activate, or README, Install"
+    fix = "source /opt/aws_neuronx_venv_torch_neuronx_2_14_0/bin/activate, or README, Install"
     yield judged("sdk", bool(installed), text, fix, "note")
     for name, version in sdk.DECOYS.items():
         if system.version(name) == version:
@@ -94,7 +105,7 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             "nxd",
             "note",
             f"SDK 2.34 ends NxD on Trainium2: keep this environment at {sdk.dotted(sdk.NXD_LAST)}"
-            " or older. Its successor is --profile-set backend=torchdist with torch-neuronx 2.13",
+            f" or older. Its successor is {STACKS['torchdist']}, in an environment of its own",
         )
 
 

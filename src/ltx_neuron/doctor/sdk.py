@@ -1,7 +1,8 @@
 """The Neuron SDK's releases: their packages' versions, and their support of NxD."""
 
-import re
 from typing import NamedTuple
+
+from ltx_neuron.machine import version_numbers
 
 Version = tuple[int, ...]
 
@@ -42,19 +43,15 @@ DECOYS = {
     "neuronx-distributed": "0.1",
     "nkipy": "0.0.2",
     "vllm-neuron": "0.1.0",
+    "vllm-omni-neuron": "0.1.0",
 }
 # From this islpy on, every compile of neuronx-cc 2.27 fails with NCC_ISMP902. 2.28 is untested, and
 # 2.26 pins its islpy.
 ISLPY_TOO_NEW = (2026, 2)
-# Supported versions: from the first, below the second. PYTHON: on Neuron, by backend.
-TORCH = (2, 9), (2, 14)
+# Supported versions: from the first, below the second. TORCH: as in pyproject.toml; PYTHON: Neuron
+TORCH = (2, 9), (2, 16)
 PYTHON = {"nxd": ((3, 11), (3, 14)), "torchdist": ((3, 12), (3, 15))}
 NXD_TORCH = (2, 9)  # the last PyTorch with a PyTorch/XLA release, which NxD needs
-
-
-def version_numbers(version: str | None) -> Version:
-    """The first four numbers of a version: (2, 9, 0) of 2.9.0+cpu, () of a text without any."""
-    return tuple(map(int, re.findall(r"\d+", (version or "").partition("+")[0])[:4]))
 
 
 def dotted(version: Version) -> str:

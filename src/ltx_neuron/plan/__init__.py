@@ -44,7 +44,7 @@ from ltx_neuron.models.programs import (
 )
 from ltx_neuron.models.signatures import LATENTS, own_tokens
 from ltx_neuron.plan.forecast import Forecast, forecast
-from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile
+from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, describe_backend
 from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.latents import TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
@@ -101,6 +101,8 @@ class Plan:
     """A generation on a profile. Byte counts named per_core are those of one rank."""
 
     profile: str
+    backend: str  # as text, like `note`: a warning about the profile, or empty
+    note: str
     tp: int
     context_parallel: int
     guidance_parallel: int
@@ -307,6 +309,8 @@ def plan(
         nearest = _nearest(job, last, room, lambda of: _activations(stage_plans(of)))
     return Plan(
         profile=profile.name,
+        backend=describe_backend(profile),
+        note=profile.note,
         tp=tp,
         context_parallel=profile.context_parallel,
         guidance_parallel=profile.guidance_parallel,

@@ -57,7 +57,7 @@ _SHARES = {
 # core reached in benchmarks/audio_decode.md.
 _ASSUMED = {"decode_audio": 0.3, "encode_mp4": 10e6, "copy": 2e9}
 # From the instances' documentation; other profiles run on this machine.
-_CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192}
+_CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192, "trn3": 12}
 
 
 @dataclass(frozen=True)

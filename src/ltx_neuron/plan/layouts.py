@@ -75,6 +75,7 @@ def layouts(
         if row.name.startswith("denoise") and row.where == "device"
     )
     groups, heads = (base.cores or 0) // tp, config.video.heads // tp
+    own = {} if base.chips == PROFILES[base.machine].chips else {"chips": base.chips}
     found: list[Layout] = []
     for settings in layout_settings(base, tp, groups, max(passes), heads, buckets):
         layout = dataclasses.replace(base, **settings)
@@ -92,7 +93,7 @@ def layouts(
         found.append(
             Layout(
                 name=name_of(layout) or ("one chip" if chips == 1 else f"{chips} chips"),
-                settings=tuple(f"{key}={value}" for key, value in settings.items()),
+                settings=tuple(f"{key}={value}" for key, value in (own | settings).items()),
                 chips=chips,
                 at_once=profile.chips // chips,
                 step_ms=steps[-1],

@@ -19,7 +19,8 @@ def table(plan: Plan) -> str:
     }
     layout = "".join(f" x {name} {n}" for name, n in degrees.items() if n > 1)
     layout += f", {plan.ranks} ranks" if layout else ""
-    lines = [f"profile {plan.profile}, tp {plan.tp}{layout}, {plan.dtype}", ""]
+    lines = [f"profile {plan.profile}, tp {plan.tp}{layout}, {plan.dtype}", plan.backend]
+    lines += [*textwrap.wrap(plan.note, WIDTH), ""]
     for stage in plan.stages:
         steps = f"{stage.steps} steps"
         if stage.evaluations != stage.steps:

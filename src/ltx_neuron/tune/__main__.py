@@ -28,7 +28,6 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
-from ltx_neuron.profiles import require_runtime
 from ltx_neuron.tune import tuned_settings, variant
 from ltx_neuron.tune.search import (
     KEYS,
@@ -210,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     shape = Job("", size, images=spec.image, recipe=recipe, guidance=guidance, **own)
     shape.check_shape()
     workspace = flags.workspace(args, tuned=False)
-    require_runtime(workspace.profile, workspace.tp)
+    workspace.check_runtime()
     check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
     job = dataclasses.replace(workspace.resolved(shape), loras=flags.lora_fields(spec)["loras"])
     if job.recipe == "dev":  # with the model version's own guidance
