@@ -34,7 +34,7 @@ NXD_29 = {
     "libneuronxla": "3.0.3854.0",
 }
 TORCH_NEURON = {"torch": "2.14.1", "torch-neuronx": "2.14.3.0", "neuronx-cc": "2.28.1.0"}
-NEURON = {*NXD_29, *TORCH_NEURON}
+NEURON = {*NXD_29, *TORCH_NEURON, "vllm-omni-neuron"}
 
 
 def chip(index: int = 0, holders: tuple = (), lnc: int = 2, cores: int = 4) -> dict:
@@ -255,6 +255,13 @@ WRONG = {
         "blocks: sdk",
         "neither in PATH nor in this Python's folder",
         "pip install --force-reinstall",
+    ),
+    "a plugin that is Neuron's by name alone": (
+        Trn2(packages={**NXD_29, "vllm-omni-neuron": "0.1.0"}),
+        (),
+        "blocks: sdk",
+        "vllm-omni-neuron 0.1.0 is a package of the public index",
+        "pip uninstall vllm-omni-neuron",
     ),
     "kernels that are Neuron's by name alone": (
         Trn2(packages={**NXD_29, "nki": DECOYS["nki"]}),

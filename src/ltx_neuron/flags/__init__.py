@@ -116,7 +116,7 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
 def add_profile(parser: argparse.ArgumentParser) -> None:
     """Flags of the hardware and the model's placement on it."""
     add = group(parser, "model and machine").add_argument
-    help = f"one of {', '.join(MACHINES)} (default: detected)"
+    help = f"{', '.join(MACHINES)} (default: detected)"
     add("--profile", metavar="NAME", help=help)
     help = (
         "change a value of the profile; repeatable. Most used: host_dtype=float32 (arithmetic of"
