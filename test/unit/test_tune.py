@@ -262,7 +262,9 @@ def test_the_layouts_of_a_cpu_are_those_that_its_cores_allow():
 def test_the_layouts_of_chips_are_those_that_they_connect():
     tried = layouts("trn2.48xlarge", 4, 64, Job("", SIZE))
     assert tried[:2] == [f"context_parallel={n} blocks_per_graph={4 * n}" for n in (2, 4)]
-    assert tried[-1].endswith("context_mode=ulysses ulysses_degree=8")
+    assert tried[-1].endswith("context_mode=ulysses ulysses_degree=4")
+    # Neither an exchange of 8 in 16, nor context parallelism of pairs of chips.
+    assert layouts("trn2.48xlarge", 8, 64, Job("", SIZE)) == []
     assert layouts("trn2.48xlarge", 4, 16, Job("", SIZE)) == tried[:3]
     assert layouts("trn2.3xlarge", 4, 4, Job("", SIZE)) == []
 

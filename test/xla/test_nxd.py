@@ -40,6 +40,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ltx_neuron import profiles
+from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
 from ltx_neuron.backends.export import trace as export_trace
 from ltx_neuron.backends.manifest import Manifest
@@ -531,7 +532,7 @@ def test_in_bf16_activations_travel_as_bf16_and_statistics_as_fp32(assets, works
             )
             program.graphs["step"].module.to(dtype)
             hlo = nxd_compile.trace(program, "step", "tag").trace_artifacts_collection["tag"].hlo
-        sent[dtype] = nxd_compile.collectives(hlo)
+        sent[dtype] = nxd_compile.collectives(hlo, mesh.compiled(workspace.profile, TP))
     video, audio = workspace.transformer.video, workspace.transformer.audio
     tokens = (bucket.video_tokens, bucket.audio_tokens)
     activations = (
@@ -1032,10 +1033,24 @@ def test_the_doctors_probe_finds_ranks_in_another_order(eight_ranks, monkeypatch
         return xm, [ranks[::-1] for ranks in groups]
 
     monkeypatch.setattr(nxd_compile.XlaComm, "_collectives", backwards)
-    findings = [*probe(resolve("trn2.48xlarge", ("context_parallel=2",)), 4)]
+    profile = resolve("trn2.48xlarge", ("context_parallel=2",))
+    (refused,) = probe(profile, 4)  # before it is compiled
+    assert refused.state == "blocks" and "over ranks [[3, 2, 1, 0], [7, 6, 5, 4]]" in refused.text
+    named = mesh.compiled(profile, 4)
+    reversed_too = {name: [ranks[::-1] for ranks in named[name]] for name in named}
+    monkeypatch.setattr(mesh, "compiled", lambda *_: reversed_too)
+    findings = [*probe(profile, 4)]
     assert [each.state for each in findings] == ["blocks"] * 2
     assert "rank 0 gathers from ranks [3, 2, 1, 0], wanted [0, 1, 2, 3]" in findings[0].text
     assert "rank 0 gathers from ranks [4, 0], wanted [0, 4]" in findings[1].text
+
+
+def test_sums_that_lost_their_groups_are_not_compiled(eight_ranks, monkeypatch):
+    """As torch_neuronx once lowered them (aws-neuron-sdk issue 1107): the world's."""
+    inner = nxd_compile.XlaComm._collectives
+    monkeypatch.setattr(nxd_compile.XlaComm, "_collectives", lambda comm: (inner(comm)[0], None))
+    (refused,) = probe(resolve("trn2.48xlarge", ("context_parallel=2",)), 4)
+    assert refused.state == "blocks" and "over ranks [], wanted one of" in refused.text
 
 
 def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
