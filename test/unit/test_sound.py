@@ -209,7 +209,7 @@ def test_a_decode_of_minutes_of_sound_is_cancelled_within_a_graph(vocoders):
     ],
 )
 def test_a_vocoder_unlike_the_released_one_is_refused_by_what_differs(change, named):
-    with pytest.raises(UserError, match="leave out --neuron-vae") as error:
+    with pytest.raises(UserError, match="leave out sound_on_ranks=true") as error:
         vocoder_config(narrow_config(**change))
     assert named in str(error.value)
 
@@ -227,6 +227,6 @@ def test_a_vocoder_unlike_the_released_one_is_refused_by_what_differs(change, na
 )
 def test_a_mel_decoder_unlike_the_released_one_is_refused_by_what_differs(change, named):
     change = {"audio_vae": {"model": {"params": {"ddconfig": change}}}}
-    with pytest.raises(UserError, match="leave out --neuron-vae") as error:
+    with pytest.raises(UserError, match="leave out sound_on_ranks=true") as error:
         audio_decoder_config(narrow_config(**change))
     assert named in str(error.value)

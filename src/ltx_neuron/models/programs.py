@@ -240,16 +240,19 @@ def tile_program_name(tile: tuple[int, int, int]) -> str:
 
 
 def tile_program(
-    config: VideoDecoderConfig, tile: tuple[int, int, int], dtype: torch.dtype
+    config: VideoDecoderConfig,
+    tile: tuple[int, int, int],
+    dtype: torch.dtype,
+    convolution: str = "conv2d",
 ) -> Program:
     """The video decoder for tiles of latents (f, h, w), one on each rank: a graph for the residual
-    blocks of a stage, called for each of them."""
+    blocks of a stage, called for each of them. convolution: Profile.vae_convolution."""
     made = video_decoder
     parts = made.ConvIn, made.Stage, made.DepthToSpace, made.ConvOut
     names = "decoder", "up_blocks", "upsample"
     ends = signatures.TileInputs, signatures.TileOutputs
     fields = signatures.tile_fields(config, tile, dtype)
-    return _by_stages(config, config.up_blocks, names, parts, ends, fields)
+    return _by_stages(config, config.up_blocks, names, parts, ends, fields, convolution)
 
 
 def encoder_program_name(tile: tuple[int, int, int]) -> str:
@@ -258,7 +261,10 @@ def encoder_program_name(tile: tuple[int, int, int]) -> str:
 
 
 def encoder_program(
-    config: VideoEncoderConfig, tile: tuple[int, int, int], dtype: torch.dtype
+    config: VideoEncoderConfig,
+    tile: tuple[int, int, int],
+    dtype: torch.dtype,
+    convolution: str = "conv2d",
 ) -> Program:
     """The video encoder for tiles of pixels (8f - 7, 32h, 32w), cut as the decoder is."""
     made = video_encoder
@@ -266,7 +272,7 @@ def encoder_program(
     names = "encoder", "down_blocks", "downsample"
     ends = signatures.EncoderInputs, signatures.EncoderOutputs
     fields = signatures.encoder_fields(config, tile, dtype)
-    return _by_stages(config, config.down_blocks, names, parts, ends, fields)
+    return _by_stages(config, config.down_blocks, names, parts, ends, fields, convolution)
 
 
 def _by_stages(
@@ -276,6 +282,7 @@ def _by_stages(
     parts: tuple[Callable[..., nn.Module], ...],
     ends: tuple[type, type],
     fields: dict[str, Field],
+    convolution: str,
 ) -> Program:
     """A video VAE's program. names: of the model, its blocks and a change of resolution; parts:
     modules of the first convolution, a stage, a change of resolution and the last convolution;
@@ -298,6 +305,9 @@ def _by_stages(
             chain.append(stage_features(stage))
         channels = fields[f"features_{stage}"].shape[1]
         modules["conv_out"] = model, conv_out(config, channels)
+    for part in (part for _, module in modules.values() for part in module.modules()):
+        if isinstance(part, video_decoder.Convolution):
+            part.whole = convolution == "conv3d"
     calls.append(("conv_out", 0))
     return _chained(modules, [*chain, ends[1]], fields, tuple(calls))
 
