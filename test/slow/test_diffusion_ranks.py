@@ -1,5 +1,7 @@
 """The diffusion decoder on real ranks gives the host's frames."""
 
+from collections import Counter
+
 import diffusion_vae
 import torch
 from helpers import one_thread, rel, save_weights  # noqa: F401
@@ -18,7 +20,7 @@ EQUAL = 2e-6  # relative: sums in another order
 
 def test_frames_equal_the_hosts(tmp_path, one_thread):  # noqa: F811
     """Also if the last group of spans leaves a rank idle, and for a clip of another length with the
-    same graphs."""
+    same graphs. What all spans of a clip have in common is uploaded once."""
     config = diffusion_vae.config_of()
     clip = shortest(config, SHAPE)
     with fake_process_group(TP):
@@ -28,7 +30,22 @@ def test_frames_equal_the_hosts(tmp_path, one_thread):  # noqa: F811
     weights = save_weights(tmp_path / "weights", *[diffusion_vae.weights(config)] * TP)
     with Ranks(PROFILES["cpu"], TP) as ranks:
         ranks.load(weights, programs, torch.float32)
-        decoder = RankSpans(ranks, config, torch.float32)
+        decoder, put = RankSpans(ranks, config, torch.float32), ranks.put
+        fields = program.fields
         for shape in (SHAPE, (5, 3, 3)):
             wanted = diffusion_vae.pixels(diffusion_vae.spans(), shape)
+            sent, counts, size = ranks.bytes_sent, Counter(), 0
+
+            def counted(name, like, **tensors):
+                nonlocal size
+                counts.update(tensors.keys())
+                size += sum(tensor.nbytes for tensor in tensors.values())
+                put(name, like, **tensors)
+
+            ranks.put = counted
             assert rel(diffusion_vae.pixels(decoder, shape), wanted) < EQUAL
+            # Once a clip: RoPE, the biases of rows and columns, the timestep.
+            constants = {name: n for name, n in counts.items() if fields[name].split is None}
+            assert len(constants) == 5 * len(config.channels) + 1 and {*constants.values()} == {1}
+            assert min(n for name, n in counts.items() if name not in constants) > 1
+            assert ranks.bytes_sent - sent == size
