@@ -608,19 +608,13 @@ def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
 
 
 def test_sound_on_the_ranks_is_timed_with_the_cells_that_its_filters_leave_empty(clip):
-    """And after the pictures, not beside them."""
     profile = dataclasses.replace(TRN2, resident=True, sound_on_ranks=True)
     made = clip(profile=profile, neuron_gemma=True, neuron_vae=True)
     (sound,) = (row for row in made.rows if row.name == "decode_audio")
-    # 0.14 and 0.54 TFLOPs a span, of which each rank has one of both; 0.083 of them in filters of
-    # 16 and 32 channels, which fill a 32nd of 128 x 128 cells.
-    assert sound.where == "device" and sound.seconds > 4 * (0.6 + 0.083 * 32) * 1e12 / (
-        0.3 * 181e12
-    )
-    assert sound.seconds == pytest.approx(4 * 4.06e12 / (0.3 * 181e12), rel=0.02)
-    assert (
-        "\nMP4 on the host beside decoding" in clip_table(made) or "sound and" not in made.overlaps
-    )
+    # 0.68 TFLOPs a span, of which each rank has one; 0.083 of them are in filters of 16 and 32
+    # channels, which fill a 32nd of 128 x 128 cells: 2.64. Others have few channels too.
+    assert sound.where == "device" and made.overlaps.startswith("MP4 on the host")
+    assert sound.seconds == pytest.approx(4 * 4.20e12 / (0.3 * 181e12), rel=0.01)
 
 
 def test_without_the_ranks_a_clip_says_how_long_the_host_decodes(clip):
