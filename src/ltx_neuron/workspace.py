@@ -36,6 +36,7 @@ from ltx_neuron.models.programs import (
     spectrogram_program,
     tile_program,
     waveform_program,
+    with_convolution,
 )
 from ltx_neuron.models.vocoder import arrangement
 from ltx_neuron.plan import (
@@ -222,7 +223,8 @@ class Workspace(Finished):
         return self._compile(self.encoder_identities(job).values(), programs)
 
     def _encoder_program(self, tile: tuple[int, int, int]) -> Program:
-        return encoder_program(self.video_encoder, tile, self.dtype, self.profile.vae_convolution)
+        program = encoder_program(self.video_encoder, tile, self.dtype)
+        return with_convolution(program, self.profile.vae_convolution)
 
     def _tile_program(self, tile: tuple[int, int, int]) -> Program:
         """The program of the video decoder for tiles of latents (f, h, w), or of the diffusion
@@ -230,7 +232,8 @@ class Workspace(Finished):
         config = self.video_decoder
         if isinstance(config, DiffusionDecoderConfig):
             return diffusion_program(config, tile, self.dtype)
-        return tile_program(config, tile, self.dtype, self.profile.vae_convolution)
+        program = tile_program(config, tile, self.dtype)
+        return with_convolution(program, self.profile.vae_convolution)
 
     def compile_sound(self, latents: int) -> list[Path]:
         """Trace mel decoder and vocoder for the spans of a sound with this number of latents."""

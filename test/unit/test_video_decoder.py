@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.models.programs import cut_graphs, tile_program
+from ltx_neuron.models.programs import cut_graphs, tile_program, with_convolution
 from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, released_config, tiny_config
@@ -44,9 +44,10 @@ def ltx_decoder(content: dict) -> nn.Module:
     return randomised(VideoDecoderConfigurator.from_config(content))
 
 
-def decode(content: dict, weights: dict, latent: Tensor, *form: str) -> dict[str, Tensor]:
+def decode(content: dict, weights: dict, latent: Tensor, form: str = "conv2d") -> dict[str, Tensor]:
     """All values of a run of our graphs."""
-    program = tile_program(video_decoder_config(content), latent.shape[2:], latent.dtype, *form)
+    program = tile_program(video_decoder_config(content), latent.shape[2:], latent.dtype)
+    program = with_convolution(program, form)
     assert program.weights().keys() == weights.keys()
     return run_program(program, weights, {"tile_latent": latent})
 

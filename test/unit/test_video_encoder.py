@@ -16,7 +16,7 @@ from video_encoders import CHANNELS, OTHER_ORDER, ltx_encoder, pixels
 from ltx_neuron.backends.tiles import RankEncoder
 from ltx_neuron.config.video import video_encoder_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.models.programs import cut_graphs, encoder_program
+from ltx_neuron.models.programs import cut_graphs, encoder_program, with_convolution
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, released_config, tiny_config
 
@@ -30,7 +30,8 @@ def config_of(**changes):
 
 def encode(weights: dict, clip: Tensor, form: str = "conv2d", **changes) -> dict[str, Tensor]:
     """All values of a run of our graphs. weights: by ltx-core's names."""
-    program = encoder_program(config_of(**changes), tuple(clip.shape[2:]), clip.dtype, form)
+    program = encoder_program(config_of(**changes), tuple(clip.shape[2:]), clip.dtype)
+    program = with_convolution(program, form)
     weights = {f"encoder.{name}": tensor for name, tensor in weights.items()}
     assert program.weights() == {name: tuple(tensor.shape) for name, tensor in weights.items()}
     return run_program(program, weights, {"tile_pixels": clip})

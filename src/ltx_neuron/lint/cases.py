@@ -27,6 +27,7 @@ from ltx_neuron.models.programs import (
     spectrogram_program,
     tile_program,
     waveform_program,
+    with_convolution,
 )
 from ltx_neuron.profiles import Profile
 from ltx_neuron.tiny import TinySizes
@@ -236,9 +237,9 @@ def _vaes(width: Width, dtype: torch.dtype) -> dict[str, Callable[[], Program]]:
     encode = partial(encoder_program, encoder, width.pixels, dtype)
     return {
         "video decoder": decode,
-        "video decoder, conv3d": partial(decode, "conv3d"),
+        "video decoder, conv3d": lambda: with_convolution(decode(), "conv3d"),
         "video encoder": encode,
-        "video encoder, conv3d": partial(encode, "conv3d"),
+        "video encoder, conv3d": lambda: with_convolution(encode(), "conv3d"),
         "diffusion decoder": partial(diffusion_program, diffusion, width.clip, dtype),
         f"mel decoder, {FLOAT32}": partial(spectrogram_program, audio_decoder_config(config), span),
         f"vocoder, {FLOAT32}": partial(waveform_program, vocoder_config(config), rows),

@@ -240,19 +240,24 @@ def tile_program_name(tile: tuple[int, int, int]) -> str:
 
 
 def tile_program(
-    config: VideoDecoderConfig,
-    tile: tuple[int, int, int],
-    dtype: torch.dtype,
-    convolution: str = "conv2d",
+    config: VideoDecoderConfig, tile: tuple[int, int, int], dtype: torch.dtype
 ) -> Program:
     """The video decoder for tiles of latents (f, h, w), one on each rank: a graph for the residual
-    blocks of a stage, called for each of them. convolution: Profile.vae_convolution."""
+    blocks of a stage, called for each of them."""
     made = video_decoder
     parts = made.ConvIn, made.Stage, made.DepthToSpace, made.ConvOut
     names = "decoder", "up_blocks", "upsample"
     ends = signatures.TileInputs, signatures.TileOutputs
     fields = signatures.tile_fields(config, tile, dtype)
-    return _by_stages(config, config.up_blocks, names, parts, ends, fields, convolution)
+    return _by_stages(config, config.up_blocks, names, parts, ends, fields)
+
+
+def with_convolution(program: Program, form: str) -> Program:
+    """A video VAE's program with its convolutions in a form: Profile.vae_convolution."""
+    for part in (part for graph in program.graphs.values() for part in graph.module.modules()):
+        if isinstance(part, video_decoder.Convolution):
+            part.whole = form == "conv3d"
+    return program
 
 
 def encoder_program_name(tile: tuple[int, int, int]) -> str:
@@ -261,10 +266,7 @@ def encoder_program_name(tile: tuple[int, int, int]) -> str:
 
 
 def encoder_program(
-    config: VideoEncoderConfig,
-    tile: tuple[int, int, int],
-    dtype: torch.dtype,
-    convolution: str = "conv2d",
+    config: VideoEncoderConfig, tile: tuple[int, int, int], dtype: torch.dtype
 ) -> Program:
     """The video encoder for tiles of pixels (8f - 7, 32h, 32w), cut as the decoder is."""
     made = video_encoder
@@ -272,7 +274,7 @@ def encoder_program(
     names = "encoder", "down_blocks", "downsample"
     ends = signatures.EncoderInputs, signatures.EncoderOutputs
     fields = signatures.encoder_fields(config, tile, dtype)
-    return _by_stages(config, config.down_blocks, names, parts, ends, fields, convolution)
+    return _by_stages(config, config.down_blocks, names, parts, ends, fields)
 
 
 def _by_stages(
@@ -282,7 +284,6 @@ def _by_stages(
     parts: tuple[Callable[..., nn.Module], ...],
     ends: tuple[type, type],
     fields: dict[str, Field],
-    convolution: str,
 ) -> Program:
     """A video VAE's program. names: of the model, its blocks and a change of resolution; parts:
     modules of the first convolution, a stage, a change of resolution and the last convolution;
@@ -305,9 +306,6 @@ def _by_stages(
             chain.append(stage_features(stage))
         channels = fields[f"features_{stage}"].shape[1]
         modules["conv_out"] = model, conv_out(config, channels)
-    for part in (part for _, module in modules.values() for part in module.modules()):
-        if isinstance(part, video_decoder.Convolution):
-            part.whole = convolution == "conv3d"
     calls.append(("conv_out", 0))
     return _chained(modules, [*chain, ends[1]], fields, tuple(calls))
 

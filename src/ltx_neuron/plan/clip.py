@@ -39,8 +39,9 @@ from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 # The factor of float32 on Trainium2, documented: 181 TFLOP/s per chip, against 667 in bf16.
 _FLOAT32_COST = 667 / 181
 SHARE = 0.3  # of a chip's documented peak: assumed
-# Of the video VAE: others' decoder reached 51 % on trn2, with 3D convolutions (vllm-omni-neuron).
-_VAE_SHARE = 0.4, "between 30% and others' 51%"
+# Of the video VAE, between that and 51 %, which others' decoder of 3D convolutions reached on trn2
+# (vllm-omni-neuron).
+_VAE_SHARE = 0.4
 _CELLS = 128  # rows and columns of the tensor engine, for input and output channels
 PROMPT_TOKENS, CONTEXT_TOKENS = 128, 1024
 # FLOP/s of one CPU. Two AVX-512 units make 64 FLOPs a cycle in float32, AMX makes 2048 in bfloat16:
@@ -125,7 +126,7 @@ class Clip:
             seconds = before + device + host
             if self.profile.overlap_decode:
                 seconds, batch_seconds = before + max(device, host), max(before + device, host)
-                if self.neuron_vae:  # the ranks wait for the whole clip
+                if self.neuron_vae:  # the next clip waits for the MP4
                     batch_seconds = seconds
         return ClipPlan(rows, seconds, batch_seconds, self._overlaps())
 
@@ -135,7 +136,7 @@ class Clip:
         if not self.profile.overlap_decode:
             return "nothing: ranks and host share the cores"
         if self.neuron_vae:
-            sound = "" if self.profile.sound_on_ranks else "sound and "
+            sound = "sound and " * (not self.profile.sound_on_ranks)
             return f"{sound}MP4 on the host beside decoding on the ranks"
         return "sound and MP4 beside decoding, on the same cores: their times add up"
 
@@ -151,14 +152,12 @@ class Clip:
         rate, source = self._rate(kind)
         return Row(name, "host", amount / rate, f"{what} ({source})")
 
-    def _at_peak(
-        self, name: str, flops: float, what: str, share: float = SHARE, source: str = "assumed"
-    ) -> Row:
-        """A phase on the ranks, from their total FLOPs. share: of the peak."""
+    def _at_peak(self, name: str, flops: float, what: str, share: float = SHARE) -> Row:
+        """A phase on the ranks, from their total FLOPs."""
         peak = self.profile.flops(self.plan.tp)
         if peak is None:
             return Row(name, "device", None, f"{what}: this profile has no documented peak")
-        text = f"{what} at {share:.0%} ({source}) of {peak / 1e12:.0f} TFLOP/s, not measured"
+        text = f"{what} at {share:.0%} of {peak / 1e12:.0f} TFLOP/s, documented, not measured"
         return Row(name, "device", flops / (share * peak), text)
 
     def _text(self) -> list[Row]:
@@ -193,7 +192,7 @@ class Clip:
             what = f"video, {format_flops(flops)}, {shapes}"
             if self.neuron_vae and self.profile.may_keep_vae and not clip.whole:
                 flops = self._on_ranks(each, counts)
-                rows.append(self._at_peak("encode_inputs", flops, what, *_VAE_SHARE))
+                rows.append(self._at_peak("encode_inputs", flops, what, _VAE_SHARE))
             else:
                 rows.append(self._host("encode_inputs", flops, f"encode_video {self._dtype}", what))
         voice = self.job.reference_audio
@@ -292,8 +291,8 @@ class Clip:
             kind = f"decode_video {self._dtype}"
             return [self._host("decode_video", total, kind, f"{format_flops(total)}, {text}")]
         total = self._on_ranks(flops, counts)
-        text = f"{format_flops(total)}, {text}"
-        return [self._at_peak("decode_video", total, text, *_VAE_SHARE)]
+        what = f"{format_flops(total)}, {text}"
+        return [self._at_peak("decode_video", total, what, _VAE_SHARE)]
 
     def _on_ranks(self, flops: Mapping[tuple, int], counts: Mapping[tuple, int]) -> int:
         """FLOPs of tp of the ranks that share tiles of several shapes. flops: of a tile of each
