@@ -6,8 +6,8 @@ chip.
 Doctor; what the runtime does with a graph's outputs; a tiny model compiled, run and compared with
 the CPU; two blocks at full width, compared, timed graph by graph, and tuned; every collective
 alone; and, where the checkpoint is given, the full model: sharded, compiled, one step compared and
-timed, whole videos, models in turn and resident, and with frames that the ranks decode. Every
-section drives the real scripts in processes of their own.
+timed, whole videos, models in turn and resident, and with frames and sound that the ranks decode.
+Every section drives the real scripts in processes of their own.
 
 Sections come in the order of their worth: what is wrong, then what is slow; what a whole checkpoint
 is wanted for comes last. With --minutes, a section that takes longer than what is left, by an
@@ -26,7 +26,7 @@ import pytest
 
 from device import comparisons as compared
 from device import measurements as measured
-from device.bench import full, tiny, wide
+from device.bench import demo, full, tiny, wide
 from device.report import SECTIONS, section  # noqa: F401
 
 pytestmark = pytest.mark.timeout(0)  # a section's own is in device.report
@@ -97,6 +97,11 @@ def test_tiny_a_clip_encoded_on_the_ranks(bench, found):
     found.extend(compared.encoded_on_ranks(bench, tiny(bench)))
 
 
+@section(minutes=5)
+def test_demo_sound_decoded_on_the_ranks(bench, found):
+    found.extend(compared.sound_on_ranks(bench, demo(bench)))
+
+
 @section(minutes=10)
 def test_full_shard(bench, found):
     found.append(compared.sharded(bench, full(bench)))
@@ -138,6 +143,11 @@ def test_full_frames_decoded_on_the_ranks(bench, found):
 @section(minutes=60, needs=FULL)
 def test_full_a_clip_encoded_on_the_ranks(bench, found):
     found.extend(compared.encoded_on_ranks(bench, full(bench)))
+
+
+@section(minutes=30, needs=FULL)
+def test_full_sound_decoded_on_the_ranks(bench, found):
+    found.extend(compared.sound_on_ranks(bench, full(bench)))
 
 
 @section(minutes=60, needs=FULL)
