@@ -29,6 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.transformer import TransformerConfig, transformer_config
@@ -227,6 +228,19 @@ def run_program(program: Program, weights: dict, values: dict) -> dict[str, Tens
     for name, first_block in program.runs["main"]:
         values = values | call(program, name, first_block, weights, values)
     return values
+
+
+class Convolutions(TorchDispatchMode):
+    """The numbers of dimensions, such as 2, over which convolutions go while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.dimensions: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.convolution.default:
+            self.dimensions.add(args[1].ndim - 2)
+        return function(*args, **kwargs or {})
 
 
 class Together:

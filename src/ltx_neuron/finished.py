@@ -13,7 +13,7 @@ import torch
 from ltx_neuron import artifacts, hub, invocation
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
-from ltx_neuron.config.common import digest
+from ltx_neuron.config.common import ModelConfig, digest
 from ltx_neuron.config.diffusion import (
     DiffusionDecoderConfig,
     diffusion_decoder_config,
@@ -315,9 +315,9 @@ class Finished:
 
     def tile_identities(self, clip: tuple[int, int, int]) -> dict[str, dict]:
         """The video decoder for every tile shape of a clip's latent (F, h, w)."""
-        config = self.video_decoder.digest
+        config = self.video_decoder
         return {
-            tile_program_name(tile): self._graph_identity("vae", "x".join(map(str, tile)), config)
+            tile_program_name(tile): self._tile_identity("vae", tile, config)
             for tile in self.tile_shapes(clip)
         }
 
@@ -325,11 +325,15 @@ class Finished:
         """The video encoder for every tile shape of a job's videos; empty if the host encodes
         them."""
         return {
-            encoder_program_name(tile): self._graph_identity(
-                "encoder", "x".join(map(str, tile)), self.video_encoder.digest
-            )
+            encoder_program_name(tile): self._tile_identity("encoder", tile, self.video_encoder)
             for tile in self.encoder_tiles(job)
         }
+
+    def _tile_identity(self, model: str, tile: tuple[int, int, int], config: ModelConfig) -> dict:
+        identity = self._graph_identity(model, "x".join(map(str, tile)), config.digest)
+        if isinstance(config, DiffusionDecoderConfig):  # it has no convolutions
+            return identity
+        return identity | {"convolution": self.profile.vae_convolution}
 
     def sound_identities(self, latents: int) -> dict[str, dict]:
         """Mel decoder and vocoder for the spans of a sound with this number of latents."""

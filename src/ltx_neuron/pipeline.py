@@ -120,7 +120,7 @@ class LTXPipeline:
         loras, distilled_loras  [(path, strength), ...], as merged during sharding: the defaults of
                                 calls
         neuron_gemma            encode prompts on the ranks, else on the host's CPU
-        neuron_vae              decode latents on the ranks, else on the host's CPU
+        neuron_vae              decode videos on the ranks, else on the host's CPU
         duration_head_path      LTX-2.5: predicts num_frames from the prompt where it is left out
         profile_set             values of --profile-set, as in ("attention=matmul",)
         tuned                   use the settings of ltx-neuron tune, as the command line does

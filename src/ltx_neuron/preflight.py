@@ -28,7 +28,8 @@ class RunOptions:
     """Settings of a run.
 
     neuron_gemma   encode prompts on the ranks, otherwise on the host's CPU
-    neuron_vae     decode latents on the ranks, otherwise on the host's CPU
+    neuron_vae     decode latents on the ranks, otherwise on the host's CPU; sound on the ranks only
+                   with the profile's sound_on_ranks
     compat         a key of sampling.compat.COMPAT, the release whose numerics to follow; None: the
                    later releases
     warmup         a discarded first step per stage
@@ -159,7 +160,8 @@ class Preflight:
     @property
     def sound_on_ranks(self) -> bool:
         """Whether the ranks decode sound as well; they do so only in fp32."""
-        return self.options.neuron_vae and self.host.audio_dtype == torch.float32
+        asked = self.options.neuron_vae and self.workspace.profile.sound_on_ranks
+        return asked and self.host.audio_dtype == torch.float32
 
     def decodes_on_ranks(self, latents: int) -> bool:
         """Whether the ranks decode a sound with this number of latents."""

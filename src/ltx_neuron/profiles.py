@@ -65,6 +65,10 @@ class Profile:
                     defaults are those of ltx-core since 1.1.3
     vae_tile_latents  of --neuron-vae: maximum latents (frames x rows x columns) in a tile, with the
                       overlaps above; 0: tiles as on the host
+    vae_convolution  of --neuron-vae: the form of the video VAE's 3x3x3 convolutions, three 2D ones
+                     ("conv2d") or one 3D one
+    sound_on_ranks  with --neuron-vae the ranks decode sound as well; otherwise the host does, while
+                    the ranks decode pictures
     overlap_decode  the ranks denoise a batch's next clip while the host decodes one; the host
                     decodes sound in parallel with pictures
     resident        keep all models on the device; otherwise one at a time
@@ -102,6 +106,8 @@ class Profile:
     vae_tile_frames: int = 80
     vae_overlap_frames: int = 24
     vae_tile_latents: int = 0
+    vae_convolution: Literal["conv2d", "conv3d"] = "conv2d"
+    sound_on_ranks: bool = False
     overlap_decode: bool = True
     resident: bool = False
     text_buckets: tuple[int, ...] = (128, 256, 512, 1024)
@@ -136,6 +142,11 @@ class Profile:
     def memory_bytes_per_core(self) -> int | None:
         """Device memory of one logical core."""
         return self.chip and self.chip.memory_bytes * self.lnc // self.chip.cores
+
+    @property
+    def vae_models(self) -> tuple[str, ...]:
+        """The models that --neuron-vae places on the ranks."""
+        return ("vae", "encoder", *["sound"] * self.sound_on_ranks)
 
     @property
     def may_keep_vae(self) -> bool:

@@ -36,6 +36,7 @@ from ltx_neuron.models.programs import (
     spectrogram_program,
     tile_program,
     waveform_program,
+    with_convolution,
 )
 from ltx_neuron.models.vocoder import arrangement
 from ltx_neuron.plan import (
@@ -78,7 +79,7 @@ class Workspace(Finished):
         self, model: str, sets: Iterable[WeightSet] = ((),), workers: int | None = None
     ) -> list[Path]:
         """Write the rank files of a model, one of MODELS; for the DiT, of every set of LoRAs; for
-        the video decoder, also those of the encoder and of sound. Returns the folders."""
+        the video decoder, also those of Profile.vae_models. Returns the folders."""
         # Wrong sources raise before anything is written.
         sources = [source for loras in sets for source in self.sources_of(model, loras)]
         specs_of = [self._specs(source) for source in sources]
@@ -115,7 +116,8 @@ class Workspace(Finished):
 
     def sources_of(self, model: str, loras: WeightSet) -> list[Source]:
         """The sources of one shard command."""
-        return [self.source(name, loras) for name in _models_of(model)]
+        models = self.profile.vae_models if model == "vae" else (model,)
+        return [self.source(name, loras) for name in models]
 
     def _specs(self, source: Source) -> list[ShardSpec]:
         """How a model's tensors are distributed over its rank files. Raises UserError if they are
@@ -220,7 +222,8 @@ class Workspace(Finished):
         return self._compile(self.encoder_identities(job).values(), programs)
 
     def _encoder_program(self, tile: tuple[int, int, int]) -> Program:
-        return encoder_program(self.video_encoder, tile, self.dtype)
+        program = encoder_program(self.video_encoder, tile, self.dtype)
+        return with_convolution(program, self.profile.vae_convolution)
 
     def _tile_program(self, tile: tuple[int, int, int]) -> Program:
         """The program of the video decoder for tiles of latents (f, h, w), or of the diffusion
@@ -228,7 +231,8 @@ class Workspace(Finished):
         config = self.video_decoder
         if isinstance(config, DiffusionDecoderConfig):
             return diffusion_program(config, tile, self.dtype)
-        return tile_program(config, tile, self.dtype)
+        program = tile_program(config, tile, self.dtype)
+        return with_convolution(program, self.profile.vae_convolution)
 
     def compile_sound(self, latents: int) -> list[Path]:
         """Trace mel decoder and vocoder for the spans of a sound with this number of latents."""

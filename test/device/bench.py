@@ -23,6 +23,7 @@ from torch import Tensor
 from device.core_memory import counted_memory
 from device.report import Budget, Stopped
 from ltx_neuron import flags
+from ltx_neuron.demo import ASSETS
 from ltx_neuron.doctor.system import System
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Size
@@ -298,6 +299,11 @@ def ltx25(bench: Bench) -> Model:
 
 def wide(bench: Bench) -> Model:
     return _model("wide", WIDE_SIZE, bench)
+
+
+def demo(bench: Bench) -> Model:
+    """The trained checkpoint of a clone: angles of its vocoder reach 37, and random ones do not."""
+    return Model("demo", ASSETS.checkpoint, None, None, TINY_SIZE, bench.folder / "artifacts")
 
 
 def full(bench: Bench) -> Model:

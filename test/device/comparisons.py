@@ -30,6 +30,8 @@ from ltx_neuron.workspace import Workspace
 LEAST_PSNR = 40
 # Latents of bfloat16 weights on both sides. A frame or channel in the wrong place leaves 10 %.
 MOST_ENCODED = 0.03
+# A waveform in float32, of which one product may have an error of 1e-3 on trn2: -40 dB.
+MOST_HEARD = 0.01
 
 
 def doctor_flags(args: argparse.Namespace) -> list[object]:
@@ -222,6 +224,29 @@ def encoded_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
     )
     if not found["relative"] < MOST_ENCODED:
         pytest.fail("the ranks encode other latents than the host")
+
+
+def sound_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
+    """The sound of some latents by the ranks, against the host's."""
+    target = bench.device(model)
+    name = f"{model.name}-heard-{target.profile}-{target.dtype}"
+    found = read_json(bench.scripted("heard", name, target, request(model, model.size)))
+    seconds = found["seconds"]
+    yield (
+        f"Sharding the sound's decoders: {seconds['shard']:.1f} s; compiling them:"
+        f" {seconds['compile']:.1f} s."
+    )
+    yield (
+        f"A span decoded by the ranks in {seconds['first']:.2f} s, again in"
+        f" {seconds['second']:.2f} s; by the host in {seconds['host']:.2f} s, with its weights"
+        " read."
+    )
+    yield (
+        f"Waveform of the ranks against the host's: {found['relative']:.1e} (wanted: at most"
+        f" {MOST_HEARD:.0e})."
+    )
+    if not found["relative"] < MOST_HEARD:
+        pytest.fail("the ranks decode another sound than the host")
 
 
 def load_frames(folder: Path) -> Tensor:

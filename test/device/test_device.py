@@ -8,8 +8,8 @@ The sections of ten minutes come first: doctor, a collective, and two blocks at 
 with the CPU and timed graph by graph beside the plan's forecast. Then what the runtime does with a
 graph's outputs; tiny models of LTX-2.3 and LTX-2.5 compiled, run and compared; a longer clip, the
 other collectives, and tuning; and, where the checkpoint is given, the full model: sharded,
-compiled, one step compared and timed, whole videos, models in turn and resident, and with frames
-that the ranks decode. Every section drives the real scripts in processes of their own.
+compiled, one step compared and timed, whole videos, models in turn and resident, and with frames and
+sound that the ranks decode. Every section drives the real scripts in processes of their own.
 
 What a whole checkpoint is wanted for comes last. With --minutes, a section that takes longer than
 what is left, by an estimate, is left out, and one that runs when the time is over is stopped. A
@@ -28,7 +28,7 @@ import pytest
 
 from device import comparisons as compared
 from device import measurements as measured
-from device.bench import full, ltx25, tiny, wide
+from device.bench import demo, full, ltx25, tiny, wide
 from device.report import SECTIONS, section  # noqa: F401
 
 pytestmark = pytest.mark.timeout(0)  # a section's own is in device.report
@@ -132,6 +132,11 @@ def test_tiny_a_clip_encoded_on_the_ranks(bench, found):
     found.extend(compared.encoded_on_ranks(bench, tiny(bench)))
 
 
+@section(minutes=5)
+def test_demo_sound_decoded_on_the_ranks(bench, found):
+    found.extend(compared.sound_on_ranks(bench, demo(bench)))
+
+
 @section(minutes=10)
 def test_full_shard(bench, found):
     found.append(compared.sharded(bench, full(bench)))
@@ -173,6 +178,11 @@ def test_full_frames_decoded_on_the_ranks(bench, found):
 @section(minutes=60, needs=FULL)
 def test_full_a_clip_encoded_on_the_ranks(bench, found):
     found.extend(compared.encoded_on_ranks(bench, full(bench)))
+
+
+@section(minutes=30, needs=FULL)
+def test_full_sound_decoded_on_the_ranks(bench, found):
+    found.extend(compared.sound_on_ranks(bench, full(bench)))
 
 
 @section(minutes=60, needs=FULL)

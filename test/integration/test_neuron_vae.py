@@ -1,6 +1,7 @@
 """The VAEs on the ranks (--neuron-vae): the host's latents, frames and sound, and nothing loaded
 twice. Other degrees, lengths and faults: test/slow/test_neuron_vae.py."""
 
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from helpers import picture_frames, rel, rewrite, write_film
 from rank_decoding import (
     FRAME_COUNTS,
     JOBS,
+    ON_RANKS,
     SOUND,
     check_frames,
     frames_of,
@@ -55,11 +57,14 @@ ORDER = {
 }
 
 
-@pytest.mark.parametrize("setting", ORDER)
+@pytest.mark.parametrize(
+    ("setting", "sound"), [("resident=false", ()), ("resident=true", (ON_RANKS,))]
+)
 def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(
-    tiny, artifacts, setting, monkeypatch
+    tiny, artifacts, setting, sound, monkeypatch
 ):
-    workspace, phases, loaded = prepared(tiny, artifacts, setting), Phases(), []
+    """The host decodes sound unless the profile places it on the ranks."""
+    workspace, phases, loaded = prepared(tiny, artifacts, setting, *sound), Phases(), []
     call = Ranks._call
 
     def seen(ranks, patience, method, **arguments):
@@ -70,8 +75,7 @@ def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(
     with Engine(workspace, phases, RunOptions(neuron_vae=True)) as engine:
         engine.progress = False
         results = list(engine.run(JOBS))
-        assert not {"video_decoder", "audio_decoder", "vocoder"} & vars(engine.host).keys()
-    folders = workspace.dit_weights(), workspace.weights("vae"), workspace.weights("sound")
+    folders = [workspace.dit_weights(), *map(workspace.weights, ("vae", *["sound"] * len(sound)))]
     assert sorted(folder for folder in loaded if folder) == sorted(folders)
     begun = phases.begun[phases.begun.index("denoise_stage_1") :]
     squeezed = [name for i, name in enumerate(begun) if begun[i - 1 : i] != [name]]
@@ -79,7 +83,40 @@ def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(
     for result in results:
         frames = frames_of(engine.host.decode_video(result.tensors["s1_video"]))
         assert (result.frames.int() - frames.int()).abs().max() <= FRAME_COUNTS
-        assert rel(result.waveform, engine.host.decode_audio(result.tensors["s1_audio"])) < SOUND
+        distance = rel(result.waveform, engine.host.decode_audio(result.tensors["s1_audio"]))
+        assert distance < SOUND and (distance > 0) == bool(sound)
+
+
+def test_the_host_decodes_sound_while_the_ranks_decode_pictures(tiny, artifacts, monkeypatch):
+    """Each waits for the other to have begun, so that one after the other would never end."""
+    workspace, both = prepared(tiny, artifacts, "overlap_decode=true"), threading.Barrier(2)
+    recorder, run = Recorder(), Ranks.run
+    met = []
+
+    def meet(what: str) -> None:
+        if what not in met:
+            met.append(what)
+            both.wait(timeout=60)
+
+    def pictures(ranks, program, *given, **numbers):
+        if program.startswith("vae-"):
+            meet("pictures on the ranks")
+        return run(ranks, program, *given, **numbers)
+
+    monkeypatch.setattr(Ranks, "run", pictures)
+    with Engine(workspace, recorder, RunOptions(neuron_vae=True)) as engine:
+        engine.progress, decode = False, engine.host.decode_audio
+
+        def sound(latent, on_ranks):
+            meet("sound on the host")
+            return decode(latent, on_ranks)
+
+        monkeypatch.setattr(engine.host, "decode_audio", sound)
+        (result,) = engine.run(JOBS[:1])
+    assert sorted(met) == ["pictures on the ranks", "sound on the host"]
+    phases = {entry["name"]: entry for entry in recorder.report({}, "cpu", 2, {}, {})["phases"]}
+    shared = [phases[name].get("overlapped_seconds", 0) for name in DECODE]
+    assert max(shared) > 0 and result.waveform.abs().max() > 0
 
 
 def test_what_is_missing_is_named_with_the_command_that_makes_it(tiny, artifacts, tmp_path):

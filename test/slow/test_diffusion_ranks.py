@@ -18,7 +18,7 @@ EQUAL = 2e-6  # relative: sums in another order
 
 def test_frames_equal_the_hosts(tmp_path, one_thread):  # noqa: F811
     """Also if the last group of spans leaves a rank idle, and for a clip of another length with the
-    same graphs."""
+    same graphs. What all spans of a clip have in common is uploaded once."""
     config = diffusion_vae.config_of()
     clip = shortest(config, SHAPE)
     with fake_process_group(TP):
@@ -28,7 +28,20 @@ def test_frames_equal_the_hosts(tmp_path, one_thread):  # noqa: F811
     weights = save_weights(tmp_path / "weights", *[diffusion_vae.weights(config)] * TP)
     with Ranks(PROFILES["cpu"], TP) as ranks:
         ranks.load(weights, programs, torch.float32)
-        decoder = RankSpans(ranks, config, torch.float32)
+        decoder, put = RankSpans(ranks, config, torch.float32), ranks.put
+        fields, puts = program.fields, []
+
+        def noted(name, like, **tensors):
+            puts.extend(tensors.items())
+            put(name, like, **tensors)
+
+        ranks.put = noted
         for shape in (SHAPE, (5, 3, 3)):
             wanted = diffusion_vae.pixels(diffusion_vae.spans(), shape)
+            sent = ranks.bytes_sent
+            puts.clear()
             assert rel(diffusion_vae.pixels(decoder, shape), wanted) < EQUAL
+            # Once a clip: RoPE, the biases of rows and columns, the timestep.
+            constants = [name for name, _ in puts if fields[name].split is None]
+            assert len(constants) == len({*constants}) == 5 * len(config.channels) + 1
+            assert ranks.bytes_sent - sent == sum(tensor.nbytes for _, tensor in puts)

@@ -97,7 +97,9 @@ def test_the_dev_recipe_guides_every_window(engine, film, tmp_path):
 
 
 def compile_decoders(workspace: Workspace, job: Job) -> None:
+    """Of pictures and of sound, which the ranks decode then."""
     assert job.extension
+    workspace.profile = replace(workspace.profile, sound_on_ranks=True)
     workspace.shard("vae")
     workspace.compile_vae(job.latent_shape)
     workspace.compile_sound(job.extension.audio_latents)
@@ -159,8 +161,8 @@ def command(tiny, film, prepared) -> Callable:
             "output_path": folder / "longer.mp4",
             "save_tensors": folder / "longer.safetensors",
         }
-        script = ROOT / "src/generate_ltx23.py"
-        return [*map(str, (sys.executable, script, *words(**given), *more))]
+        script, sound = ROOT / "src/generate_ltx23.py", ("--profile-set", "sound_on_ranks=true")
+        return [*map(str, (sys.executable, script, *words(**given), *sound, *more))]
 
     return command
 

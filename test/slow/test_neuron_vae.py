@@ -15,6 +15,7 @@ from rank_decoding import (
     CLIPS,
     FRAME_COUNTS,
     JOBS,
+    ON_RANKS,
     SOUND,
     at_the_first_tiles,
     check_frames,
@@ -49,7 +50,7 @@ def test_frames_are_the_host_decoders(tiny, artifacts, tp):
 def test_sound_is_the_hosts_in_float32_whatever_the_dtype(tiny, artifacts):
     """Of one latent, fewer spans than there are ranks; of one more than a span has; and of more
     spans than there are ranks."""
-    check_sound(opened(tiny, artifacts, 2, "bfloat16"), 1, 58, 100)
+    check_sound(opened(tiny, artifacts, 2, "bfloat16", ON_RANKS), 1, 58, 100)
 
 
 def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16(tiny, artifacts):
@@ -66,7 +67,7 @@ def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16(tiny, artif
 
 def test_sound_and_pictures_are_decoded_side_by_side_on_the_ranks(tiny, artifacts):
     """Whichever thread comes first loads the decoders."""
-    workspace = prepared(tiny, artifacts, "overlap_decode=true")
+    workspace = prepared(tiny, artifacts, "overlap_decode=true", ON_RANKS)
     with Engine(workspace, Recorder(), RunOptions(neuron_vae=True)) as engine:
         engine.progress = False
         results = list(engine.run(JOBS))
@@ -81,7 +82,7 @@ def test_sound_and_pictures_are_decoded_side_by_side_on_the_ranks(tiny, artifact
 
 @pytest.fixture(scope="module")
 def workspace(tiny, artifacts) -> Workspace:
-    return prepared(tiny, artifacts)
+    return prepared(tiny, artifacts, ON_RANKS)
 
 
 @pytest.fixture(scope="module")

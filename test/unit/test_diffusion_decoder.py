@@ -10,6 +10,7 @@ import torch
 from diffusion_vae import GOLDEN, GOLDEN_STEPS, SEED, VAE, config_of, latent, pixels, spans, write
 from helpers import one_thread, randn, rel  # noqa: F401
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.config.diffusion import cut, diffusion_decoder_config
 from ltx_neuron.decode_queue import DecodeQueue
@@ -19,6 +20,7 @@ from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.diffusion import neighbourhoods, rope_table
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
+from ltx_neuron.models import diffusion_decoder
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.diffusion_decoder import neighbourhood_attention, rotate
 from ltx_neuron.models.programs import diffusion_program
@@ -100,6 +102,30 @@ def test_rotated_scores_depend_on_distances_alone():
         turned = (rotate(x, *moved).flatten(0, 3) for x in (query, key))
         scores.append(torch.mm(*(x if n == 0 else x.T for n, x in enumerate(turned))))
     assert rel(*scores) < FP32
+
+
+class HalfProducts(TorchDispatchMode):
+    """Rounds the operands of products to bfloat16, less exact than a device's passes of halves."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
+            args = tuple(x.bfloat16().to(x.dtype) for x in args)
+        return function(*args, **kwargs or {})
+
+
+def test_a_span_s_rotation_is_exact_where_products_of_float32_are_not(monkeypatch):
+    turned, decoder = [], spans()
+
+    def noted(x, times, *sides):
+        turned.append(times)
+        return rotate(x, times, *sides)
+
+    monkeypatch.setattr(diffusion_decoder, "rotate", noted)
+    with HalfProducts():
+        pixels(decoder, (3, 3, 3))
+    for own, region in zip(turned[::2], turned[1::2], strict=True):
+        frames = region.unbind(1)
+        assert all(any(torch.equal(one, each) for each in frames) for one in own.unbind(1))
 
 
 @pytest.mark.parametrize("shape", GOLDEN)

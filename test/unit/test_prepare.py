@@ -60,12 +60,11 @@ def test_a_job_needs_its_weight_sets_its_graphs_and_what_runs_on_the_ranks(tiny,
         "Gemma graphs",
         "VAE weights",
         "video decoder graphs, 2x2x2 latents",
-        "sound decoder graphs, 9 latents",
     ]
 
 
 def test_jobs_share_what_is_the_same_and_a_given_sound_is_not_decoded(tiny, tmp_path):
-    workspace = opened_workspace(tiny, tmp_path)
+    workspace = opened_workspace(tiny, tmp_path, settings=["sound_on_ranks=true"])
     sound = SoundCondition("song.wav")
     jobs = Job("a", SMALL), Job("b", SMALL, seed=4), Job("c", Size(64, 96, 9), sound=sound)
     assert titles(workspace, *jobs, neuron_vae=True) == [

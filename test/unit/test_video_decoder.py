@@ -2,12 +2,20 @@
 
 import pytest
 import torch
-from helpers import convolutions_bound, one_thread, randn, randomised, rel, run_program  # noqa: F401
+from helpers import (
+    Convolutions,
+    convolutions_bound,
+    one_thread,  # noqa: F401
+    randn,
+    randomised,
+    rel,
+    run_program,
+)
 from torch import Tensor, nn
 
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.models.programs import cut_graphs, tile_program
+from ltx_neuron.models.programs import cut_graphs, tile_program, with_convolution
 from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, released_config, tiny_config
@@ -36,17 +44,22 @@ def ltx_decoder(content: dict) -> nn.Module:
     return randomised(VideoDecoderConfigurator.from_config(content))
 
 
-def decode(content: dict, weights: dict, latent: Tensor) -> dict[str, Tensor]:
+def decode(content: dict, weights: dict, latent: Tensor, form: str = "conv2d") -> dict[str, Tensor]:
     """All values of a run of our graphs."""
     program = tile_program(video_decoder_config(content), latent.shape[2:], latent.dtype)
+    program = with_convolution(program, form)
     assert program.weights().keys() == weights.keys()
     return run_program(program, weights, {"tile_latent": latent})
 
 
+@pytest.mark.parametrize("form", ["conv2d", "conv3d"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_pixels_equal_ltx_cores(tile):
+def test_pixels_equal_ltx_cores(tile, form):
     decoder, latent = ltx_decoder(content := config_of()), randn(1, 128, *tile)
-    values, wanted = decode(content, decoder.state_dict(), latent), decoder(latent)
+    with Convolutions() as convolutions:
+        values = decode(content, decoder.state_dict(), latent, form)
+    wanted = decoder(latent)
+    assert convolutions.dimensions == {int(form[4])}
     assert values["tile_pixels"].shape == wanted.shape
     assert rel(values["tile_pixels"], wanted) < min(convolutions_bound(decoder), 1e-5)
     assert values["finite"].shape == (1,) and values["finite"].isfinite()

@@ -2,14 +2,21 @@
 
 import pytest
 import torch
-from helpers import convolutions_bound, one_thread, randn, rel, run_program  # noqa: F401
+from helpers import (
+    Convolutions,
+    convolutions_bound,
+    one_thread,  # noqa: F401
+    randn,
+    rel,
+    run_program,
+)
 from torch import Tensor
 from video_encoders import CHANNELS, OTHER_ORDER, ltx_encoder, pixels
 
 from ltx_neuron.backends.tiles import RankEncoder
 from ltx_neuron.config.video import video_encoder_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.models.programs import cut_graphs, encoder_program
+from ltx_neuron.models.programs import cut_graphs, encoder_program, with_convolution
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, released_config, tiny_config
 
@@ -21,18 +28,23 @@ def config_of(**changes):
     return video_encoder_config(merge(tiny_config(TinySizes()), {"vae": vae}))
 
 
-def encode(weights: dict, clip: Tensor, **changes) -> dict[str, Tensor]:
+def encode(weights: dict, clip: Tensor, form: str = "conv2d", **changes) -> dict[str, Tensor]:
     """All values of a run of our graphs. weights: by ltx-core's names."""
     program = encoder_program(config_of(**changes), tuple(clip.shape[2:]), clip.dtype)
+    program = with_convolution(program, form)
     weights = {f"encoder.{name}": tensor for name, tensor in weights.items()}
     assert program.weights() == {name: tuple(tensor.shape) for name, tensor in weights.items()}
     return run_program(program, weights, {"tile_pixels": clip})
 
 
+@pytest.mark.parametrize("form", ["conv2d", "conv3d"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_latents_equal_ltx_cores(tile):
+def test_latents_equal_ltx_cores(tile, form):
     encoder, clip = ltx_encoder(), pixels(*tile)
-    values, wanted = encode(encoder.state_dict(), clip), encoder(clip)
+    with Convolutions() as convolutions:
+        values = encode(encoder.state_dict(), clip, form)
+    wanted = encoder(clip)
+    assert convolutions.dimensions == {int(form[4])}
     assert values["tile_latent"].shape == wanted.shape == (1, CHANNELS, *tile)
     assert rel(values["tile_latent"], wanted) < min(convolutions_bound(encoder), 1e-5)
     for axis in (2, 3, 4):  # the first frame, which convolutions repeat, and borders at zeros

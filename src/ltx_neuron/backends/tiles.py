@@ -30,6 +30,8 @@ class _OnRanks:
     def __init__(self, ranks: Ranks, lock: AbstractContextManager | None = None):
         self.ranks, self._lock = ranks, lock or threading.Lock()
         self.tp, self.at_once = ranks.tp, ranks.at_once
+        # By guidance group, the constants that it holds: one upload serves a whole clip.
+        self._held: dict[Ranks, dict[str, Tensor]] = {}
 
     def _outputs(
         self, program: str, given: str, parts: Sequence[Tensor], made: str, **constants: Tensor
@@ -53,7 +55,10 @@ class _OnRanks:
                 # Idle ranks repeat the last part.
                 each = [*together, *[together[-1]] * (ranks.size - len(together))]
                 inputs = {name: torch.cat([part[name] for part in each]) for name in each[0]}
-                ranks.put(program, None, **inputs, **constants)
+                held = self._held.setdefault(ranks, {})
+                new = {name: x for name, x in constants.items() if held.get(name) is not x}
+                ranks.put(program, None, **inputs, **new)
+                held |= new
                 with suppress(NotFiniteError):
                     ranks.run(program, sequence)
                 return ranks.get(program, made).chunk(ranks.size)[: len(together)]

@@ -20,10 +20,10 @@ _MODELS = {
         "Compile the encoder-only Gemma for every bucket of tokens, and the text connectors.",
     ),
     "vae": (
-        "the decoders of video and sound and the video encoder, for --neuron-vae",
+        "the video decoder and encoder, for --neuron-vae",
         "Compile the VAEs for --neuron-vae: the video decoder for each tile shape of a clip of this"
-        " size, the mel decoder and the vocoder for the spans of its sound, and for a video as"
-        " input the video encoder for each tile shape.",
+        " size, and for a video as input the video encoder for each tile shape. With --profile-set"
+        " sound_on_ranks=true also the mel decoder and the vocoder for the spans of its sound.",
     ),
 }
 
@@ -77,4 +77,7 @@ def _vae(args: argparse.Namespace) -> list[Path]:
         shapes = ", ".join("x".join(map(str, shape)) for shape in workspace.tile_shapes(clip))
         print(f"tiles: {shapes} latents (frames x rows x columns)")
         paths += workspace.compile_vae(clip)
-    return [*paths, *workspace.compile_sound(size.audio_frames)]
+    if workspace.profile.sound_on_ranks:
+        return [*paths, *workspace.compile_sound(size.audio_frames)]
+    print("sound: decoded by the host, without graphs")
+    return paths

@@ -216,7 +216,8 @@ def parts_of(
                 title = f"video encoder graphs, {', '.join('x'.join(map(str, t)) for t in tiles)}"
                 identities = workspace.encoder_identities(job).values()
                 add(title, identities, partial(workspace.compile_encoder, job))
-        decoded = (job for job in jobs if not job.sound and sound_size(job))
+        sounding = jobs if workspace.profile.sound_on_ranks else []
+        decoded = (job for job in sounding if not job.sound and sound_size(job))
         for latents in dict.fromkeys(job.audio_latents for job in decoded):
             title = f"sound decoder graphs, {latents} latents"
             identities, make = workspace.sound_identities(latents), workspace.compile_sound

@@ -11,8 +11,9 @@ _MODELS = {
         "Shard the weights of Gemma, the text projections and the connectors",
     ),
     "vae": (
-        "the video VAE and the decoders of sound, for --neuron-vae",
-        "For --neuron-vae, copy the weights of the video VAE, mel decoder and vocoder",
+        "the video VAE, for --neuron-vae",
+        "For --neuron-vae, copy the weights of the video VAE, and with --profile-set"
+        " sound_on_ranks=true those of mel decoder and vocoder,",
     ),
 }
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ltx_neuron.config.common import HOST_DECODES, ModelConfig, check_numbers, check_values
+from ltx_neuron.config.common import ModelConfig, check_numbers, check_values
 from ltx_neuron.errors import UserError
 
+_HOST_DECODES = "; leave out sound_on_ranks=true: the host decodes it"
 AUDIO_SCALE = 4  # spectrogram rows per latent (1 for the first one), and bins per latent bin
 # Sizes of a rank's spans: four of them cover the sound of 121 frames at 24 per second.
 SPAN_LATENTS, SPAN_ROWS = 57, 208
@@ -216,11 +217,11 @@ def _generator(values: dict, where: str, clamped: bool) -> GeneratorConfig:
 
 
 def _check_values(section: str, values: dict, wanted: dict) -> None:
-    check_values(section, values, wanted, "decoding sound on the ranks", HOST_DECODES)
+    check_values(section, values, wanted, "decoding sound on the ranks", _HOST_DECODES)
 
 
 def _no_sound(section: str, error: Exception) -> UserError:
     return UserError(
         f"the checkpoint's config metadata does not fit the released {section}:"
-        f" {type(error).__name__}: {error}{HOST_DECODES}"
+        f" {type(error).__name__}: {error}{_HOST_DECODES}"
     )

@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = flags.group(parser, "models").add_argument
     add("--spatial-upsampler-path", type=Path, metavar="FILE", help="check this file too")
     add("--temporal-upsampler-path", type=Path, metavar="FILE", help="check this file too")
-    help = "also check the requirements for decoding video and sound on the device"
+    help = "also check the requirements for decoding on the device"
     add("--neuron-vae", action="store_true", help=help)
     flags.add_size(parser)
     flags.add_loras(parser)

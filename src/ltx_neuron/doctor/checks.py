@@ -72,7 +72,7 @@ class Examination:
     def models(self) -> list[str]:
         """The models that the ranks run."""
         gemma, decoders = self.args.gemma_root, self.args.neuron_vae
-        return ["dit", *["gemma3"] * bool(gemma), *["vae", "encoder", "sound"] * decoders]
+        return ["dit", *["gemma3"] * bool(gemma), *self.profile.vae_models * decoders]
 
     def workspace(self) -> Workspace:
         resolved = argparse.Namespace(**vars(self.args) | {"profile": self.profile.name})
@@ -370,6 +370,9 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         facts |= {
             "VAE weights": partial(workspace.weights, "vae"),
             "VAE graphs": lambda: _finished(workspace.tile_programs(clip)),
+        }
+    if args.neuron_vae and examination.profile.sound_on_ranks:
+        facts |= {
             "sound weights": partial(workspace.weights, "sound"),
             "sound graphs": lambda: _finished(workspace.sound_programs(size, sound)),
         }

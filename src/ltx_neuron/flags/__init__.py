@@ -462,7 +462,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add = group(parser, "models").add_argument
     help = "encode prompts on the device (default: on the host's CPU)"
     add("--neuron-gemma", action="store_true", help=help)
-    help = "run the VAEs on the device (default: on the host's CPU)"
+    help = "run the video VAE on the device (default: on the host's CPU)"
     add("--neuron-vae", action="store_true", help=help)
     help = "for --two-stage and --upscale spatial|both"
     add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)

@@ -19,7 +19,7 @@ def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tu
     Raises UserError if the store does not answer or is damaged.
     """
     models = ["gemma3"] if options.neuron_gemma else []
-    models += ["vae", "encoder", "sound"] if options.neuron_vae else []
+    models += workspace.profile.vae_models if options.neuron_vae else ()
     sources = [workspace.source("dit", loras) for loras in sets]
     sources += [workspace.source(model) for model in models]
     wanted = [folder(Path(), workspace.weights_identity(source)).as_posix() for source in sources]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ltx_neuron.models.vocoder import EPS, Activation, Convolution, Snake, Upsample
+from ltx_neuron.models.vocoder import EPS, Activation, Convolution, MelSpectrogram, Snake, Upsample
 
 
 @torch.no_grad()
@@ -26,6 +26,8 @@ def compute_on_host(graph: nn.Module) -> None:
             by_sample = module.weight.squeeze(2).unflatten(0, (-1, module.stride))
             module.weight.data = by_sample.permute(1, 0, 3, 2).flatten(2).flatten(0, 1)
             module.forward = partial(upsampled, module)
+        elif isinstance(module, MelSpectrogram):
+            module.least_power = 0.0  # a CPU's square root is valid everywhere
         elif isinstance(module, Activation):
             down = module.downsample["lowpass"]
             module.forward = partial(

@@ -27,6 +27,7 @@ from ltx_neuron.models.programs import (
     spectrogram_program,
     tile_program,
     waveform_program,
+    with_convolution,
 )
 from ltx_neuron.profiles import Profile
 from ltx_neuron.tiny import TinySizes
@@ -232,9 +233,13 @@ def _vaes(width: Width, dtype: torch.dtype) -> dict[str, Callable[[], Program]]:
     encoder = video_encoder_config(config)
     vae = {"model_output_type": "x0", "decoder": width.diffusion}
     diffusion = diffusion_decoder_config({"vae": vae})
+    decode = partial(tile_program, video_decoder_config(config), width.tile, dtype)
+    encode = partial(encoder_program, encoder, width.pixels, dtype)
     return {
-        "video decoder": partial(tile_program, video_decoder_config(config), width.tile, dtype),
-        "video encoder": partial(encoder_program, encoder, width.pixels, dtype),
+        "video decoder": decode,
+        "video decoder, conv3d": lambda: with_convolution(decode(), "conv3d"),
+        "video encoder": encode,
+        "video encoder, conv3d": lambda: with_convolution(encode(), "conv3d"),
         "diffusion decoder": partial(diffusion_program, diffusion, width.clip, dtype),
         f"mel decoder, {FLOAT32}": partial(spectrogram_program, audio_decoder_config(config), span),
         f"vocoder, {FLOAT32}": partial(waveform_program, vocoder_config(config), rows),

@@ -48,9 +48,10 @@ def _aten(names: str) -> set[str]:
 EXPORTED = _aten(
     """
     mul.Tensor add.Tensor sub.Tensor div.Tensor rsub.Scalar square.default sqrt.default
-    rsqrt.default sigmoid.default gelu.default clamp_min.default abs.default eq.Tensor to.dtype
-    clamp.default sin.default exp.default log.default reciprocal.default addcmul.default
-    linear.default conv2d.default bmm.default softmax.int scaled_dot_product_attention.default
+    rsqrt.default sigmoid.default gelu.default clamp_min.default abs.default floor.default
+    eq.Tensor to.dtype clamp.default sin.default exp.default log.default reciprocal.default
+    addcmul.default linear.default conv2d.default conv3d.default bmm.default softmax.int
+    scaled_dot_product_attention.default
     layer_norm.default sum.dim_IntList sum.default mean.dim mean.default amax.default
     select.int slice.Tensor unsqueeze.default transpose.int unflatten.int flatten.using_ints
     view.default permute.default reshape.default cat.default stack.default chunk.default unbind.int

@@ -10,8 +10,8 @@ from ltx_neuron.lint.rules import Collective, Finding, Group, Kind, Operation, T
 # logistic, which every SiLU uses (Neuron docs, neuron-cc-ops-xla).
 _PLAIN = """
     parameter constant tuple get-tuple-element convert broadcast reshape transpose slice concatenate
-    pad add subtract multiply divide abs maximum clamp exponential tanh logistic sqrt rsqrt power
-    compare select log sine dot convolution reduce batch-norm-training
+    pad add subtract multiply divide abs floor maximum clamp exponential tanh logistic sqrt rsqrt
+    power compare select log sine dot convolution reduce batch-norm-training
 """
 # torch_xla orders an all-gather or reduce-scatter before the next collective by gathering one
 # number of its result, as in every sequence-parallel model of NxD.

@@ -157,7 +157,7 @@ class NeighbourhoodAttention(nn.Module):
             self._heads(F.linear(x, weight, bias))
             for x, weight, bias in zip((own, region, region), weights, biases, strict=True)
         )
-        times = near.place.float().expand(2, -1, -1).bmm(near.time_rope.float())
+        times = (near.place[:, :, None].float() * near.time_rope.float()[:, None]).sum(2)
         sides = near.row_rope, near.column_rope
         query = rotate(self.q_norm(query), times, *sides).to(dtype)
         key = rotate(self.k_norm(key), near.time_rope, *sides).to(dtype)
@@ -214,7 +214,8 @@ class Block(nn.Module):
             one = lambda x: x * (1 + rows[0]) + rows[1]  # noqa: E731
             two = lambda x: x * (1 + rows[3]) + rows[4]  # noqa: E731
         dtype = region.dtype
-        # The span's frames of the region, exactly.
+        # The span's frames of the region, exactly in bf16; Trainium2 computes products of float32
+        # in two passes of halves.
         own = torch.bmm(near.place.to(dtype)[None], region.flatten(1)[None])[0]
         own = own.unflatten(-1, region.shape[1:])
         normed = one(self.norm1(region)).to(dtype)

@@ -252,6 +252,14 @@ def tile_program(
     return _by_stages(config, config.up_blocks, names, parts, ends, fields)
 
 
+def with_convolution(program: Program, form: str) -> Program:
+    """A video VAE's program with its convolutions in a form: Profile.vae_convolution."""
+    for part in (part for graph in program.graphs.values() for part in graph.module.modules()):
+        if isinstance(part, video_decoder.Convolution):
+            part.whole = form == "conv3d"
+    return program
+
+
 def encoder_program_name(tile: tuple[int, int, int]) -> str:
     """The name of the program that encodes tiles of pixels (frames, rows, columns)."""
     return f"encoder-{'x'.join(map(str, tile))}"

@@ -27,10 +27,14 @@ class Convolution(nn.Module):
 
     It is computed as three 2D convolutions over all frames, one per tap in time, whose results are
     shifted by a frame and summed. Windows of a buffer do not overlap, because neuronx-cc was
-    reported to fuse such windows wrongly on trn2. Its documents do not list 3D convolutions.
+    reported to fuse such windows wrongly on trn2. Or it is one 3D convolution, which others run
+    there (vllm-omni-neuron) and which writes the result once; neither is measured.
 
     causal  read a frame and the two before it, not one before and one after it
+    whole   one 3D convolution
     """
+
+    whole = False
 
     def __init__(self, inputs: int, outputs: int, causal: bool = False):
         super().__init__()
@@ -40,6 +44,11 @@ class Convolution(nn.Module):
         """(F, Cin, H, W) -> (F, Cout, H, W) fp32."""
         weight, bias = self.conv.weight, self.conv.bias
         x = x.to(weight.dtype)
+        if self.whole:
+            ends = [x[:1]] * (1 + self.causal), [x[-1:]] * (not self.causal)
+            x = torch.cat([*ends[0], x, *ends[1]]).transpose(0, 1).unsqueeze(0)
+            summed = F.conv3d(x, weight, padding=(0, 1, 1))[0].transpose(0, 1).float()
+            return summed + bias.float().unflatten(0, (-1, 1, 1))
         first, second, third = (F.conv2d(x, tap, padding=1).float() for tap in weight.unbind(2))
         if self.causal:
             summed = earlier(earlier(first) + second) + third

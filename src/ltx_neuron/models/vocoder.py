@@ -4,7 +4,8 @@ waveform, and by a second generator to one of a higher rate (bandwidth extension
 Source: ltx-core model/audio_vae/vocoder.py, without the parts that the released vocoder does not
 have. Parameters have ltx-core's names; `arrangement` reorders those that differ from the
 checkpoint's layout. Every rank has its own span, without collectives and without knowing its rank.
-All tensors are float32.
+All tensors are float32. Trainium2 computes float32 products in two passes of halves; the error in
+the sound is not measured.
 
 Signals are (1, C, 1, T), so convolutions in time are 2D convolutions of one row. Transposed and
 depthwise convolutions would be products with few channels, so the graphs have none. A signal is
@@ -12,6 +13,7 @@ filtered in blocks of SIDE samples, which are the channels of a convolution. `re
 `dropped` of a graph's module are as in audio_decoder.py.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -99,7 +101,11 @@ class Snake(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(C, size, 1, N) -> (C, size, 1, N), blocks of samples."""
         alpha, beta = (each.exp().view(-1, 1, 1, 1) for each in (self.alpha, self.beta))
-        return torch.addcmul(x, (x * alpha).sin().square(), 1 / (beta + EPS))
+        # Trainium2's sine is valid in [-pi, pi] (nki.api.shared); its square repeats every pi.
+        # Arguments reach 37 in the demo's vocoder.
+        angle = x * alpha
+        angle = angle - math.pi * torch.floor(angle * (1 / math.pi) + 0.5)
+        return torch.addcmul(x, angle.sin().square(), 1 / (beta + EPS))
 
 
 class Activation(nn.Module):
@@ -200,6 +206,9 @@ class ConvPost(nn.Module):
 class MelSpectrogram(nn.Module):
     """The logarithm of a waveform's mel spectrogram, as a convolution of blocks of a hop."""
 
+    # Trainium2's square root is valid from 2^-116 on (nki.api.shared); silence has power 0.
+    least_power = 1e-30
+
     def __init__(self, config: VocoderConfig):
         super().__init__()
         frequencies, self.hop = config.window // 2 + 1, config.hop
@@ -216,7 +225,7 @@ class MelSpectrogram(nn.Module):
         basis, rows = self.stft_fn.forward_basis, x.shape[3]
         spectrum = F.conv2d(x, basis, padding=(0, basis.shape[3] - 1))[:, :, 0, :rows]
         real, imaginary = spectrum.chunk(2, dim=1)
-        magnitude = (real.square() + imaginary.square()).sqrt()
+        magnitude = (real.square() + imaginary.square()).clamp_min(self.least_power).sqrt()
         mel = F.linear(magnitude.transpose(1, 2), self.mel_basis)
         return mel.clamp_min(1e-5).log().unsqueeze(0)
 

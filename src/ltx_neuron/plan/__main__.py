@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     help = "dev recipe: steps of stage 1 (default: 30; res_2s sampler: 15)"
     add("--num-inference-steps", type=int, metavar="N", help=help)
     add("--neuron-gemma", action="store_true", help="encode the prompt on the device")
-    add("--neuron-vae", action="store_true", help="decode video and sound on the device")
+    add("--neuron-vae", action="store_true", help="decode video on the device")
     help = "enlarge the video after one stage: its size, its frame rate, or both"
     add("--upscale", choices=list(UPSCALES), help=help)
     add("--json", action="store_true", help="print one JSON object instead of the tables")

@@ -8,7 +8,8 @@ tunes one key after another. Later, commands that compile or generate use the sa
 --profile-set tuned=no ignores them.
 
 With --layouts the command compares ways to run a clip on several groups of cores instead: guidance
-groups, context parallelism and Ulysses. It prints the fastest layout and saves nothing.
+groups, context parallelism and Ulysses. It prints the fastest layout and saves nothing. With --vae
+it times a tile of the video decoder with each value of vae_convolution.
 
 Shard the weights first. To continue an interrupted tuning, type the same command again.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from ltx_neuron import errors, flags
 from ltx_neuron.command_line import Parser
 from ltx_neuron.config.common import digest
+from ltx_neuron.config.diffusion import DiffusionDecoderConfig
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
 from ltx_neuron.invocation import command
@@ -68,6 +70,8 @@ def build_parser() -> Parser:
     add("--layers", type=int, metavar="N", help=help)
     help = "compare layouts of this many cores (default: the machine's) instead of tuning keys"
     add("--layouts", nargs="?", type=int, const=0, metavar="CORES", help=help)
+    help = "time the video decoder with each value of vae_convolution instead"
+    add("--vae", action="store_true", help=help)
     add("--force", action="store_true", help="measure again, and discard the earlier choice")
     for name in ("variant", "reference"):  # the output folder of one of the tuning's processes
         add(f"--{name}", type=Path, help=argparse.SUPPRESS)
@@ -214,6 +218,11 @@ def main(argv: list[str] | None = None) -> None:
     job = dataclasses.replace(workspace.resolved(shape), loras=flags.lora_fields(spec)["loras"])
     if job.recipe == "dev":  # with the model version's own guidance
         job.resolved_guidance.check(workspace.transformer.num_layers)
+    if args.vae:
+        if isinstance(workspace.video_decoder, DiffusionDecoderConfig):
+            raise UserError("--vae: the diffusion decoder has no convolutions; leave it out")
+        variant.compare_convolutions(workspace, job, args.steps)
+        return
     workspace.dit_weights(job.loras)
     if folder := args.variant or args.reference:
         variant.run(workspace, job, folder, args.steps, args.layers, exact=bool(args.reference))

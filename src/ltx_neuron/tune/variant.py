@@ -4,7 +4,10 @@ It compiles missing graphs, loads the rank files, and times a cold and some warm
 stage on random latents. The process and its children end when their parent ends.
 """
 
+import math
+import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +19,9 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.files import MANIFEST, read_json, write_json, write_tensors
 from ltx_neuron.job import Job
+from ltx_neuron.models.programs import tile_program_name
 from ltx_neuron.tune.step import last_step, prepared, reference
+from ltx_neuron.tune.tolerance import rel_l2
 from ltx_neuron.workspace import Workspace
 
 RESULT, OUTPUTS = "result.json", "outputs.safetensors"  # in the variant's folder
@@ -77,6 +82,27 @@ def _timed_step(run) -> float:
     began = time.perf_counter()
     run.step(run.stage.steps - 1)
     return (time.perf_counter() - began) * 1e3
+
+
+@torch.no_grad()
+def compare_convolutions(workspace: Workspace, job: Job, rounds: int) -> None:
+    """Decode the largest tile of a clip on every rank with each form of the VAE's convolutions, and
+    print the milliseconds. Saves nothing."""
+    clip, profile, pixels = job.latent_shape, workspace.profile, []
+    tile = max(workspace.tile_shapes(clip), key=math.prod)
+    name, generator = tile_program_name(tile), torch.Generator().manual_seed(0)
+    latent = torch.randn(1, 128, *tile, generator=generator).to(workspace.dtype)
+    for form in ("conv2d", "conv3d"):
+        workspace.profile = replace(profile, vae_convolution=form)
+        workspace.compile_vae(clip)
+        programs = {name: workspace.tile_programs(clip)[name]}
+        with registry.ranks(profile, workspace.tp, workspace.compiler_cache) as ranks:
+            ranks.load(workspace.weights("vae"), programs, workspace.dtype)
+            ranks.put(name, tile_latent=torch.cat([latent] * ranks.size))
+            ms = statistics.median([ranks.run(name) for _ in range(1 + rounds)][1:])
+            pixels.append(ranks.get(name, "tile_pixels"))
+        distance = rel_l2(pixels[-1], pixels[0])
+        print(f"vae_convolution={form}: {ms:.2f} ms a tile, {distance:.1e} from conv2d", flush=True)
 
 
 def first_blocks(folder: Path, layers: int, place: Path) -> Path:
