@@ -47,6 +47,7 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.backends.nxd.inputs import Inputs
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.backends.tiles import RankEncoder, RankSound, RankSpans, RankTiles
 from ltx_neuron.config.video import video_decoder_config
@@ -177,7 +178,10 @@ def test_the_whole_step_in_one_graph_is_the_reference_s_in_fp32_too(whole, asset
     ) as engine:
         (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
         (held,) = engine.residency.ranks._sets
-        assert {graph for _, graph in held.models} == {"step"} and not held.arguments
+        assert {graph for _, graph in held.models} == {"step"}
+        # One group of blocks, whose weights are bound: the inputs are the manifest's alone.
+        for (_, _, first), inputs in held.inputs.items():
+            assert first == 0 and {*inputs._places} <= {*inputs.fields}
     distances = {name: rel(result.tensors[name], wanted[name]) for name in LATENTS}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32
@@ -254,9 +258,9 @@ def test_both_buckets_and_both_blocks_use_one_copy_of_the_weights(generated, wor
                 for model in copies
             ]
             given = [
-                {parts[rank].data_ptr() for parts in arguments.values()}
-                for (of, _, _), arguments in held.arguments.items()
-                if of == program
+                {parts[rank].data_ptr() for parts in weights_of(inputs).values()}
+                for (of, graph, _), inputs in held.inputs.items()
+                if (of, graph) == (program, "blocks")
             ]
             # A head; two copies of the blocks, which take theirs in the call; two of the tail.
             assert [len(each) for each in bound] == [4, 0, 0, 6, 6] and len(given) == 2
@@ -264,6 +268,15 @@ def test_both_buckets_and_both_blocks_use_one_copy_of_the_weights(generated, wor
             used = [head, tail, *given]
             assert tail_again == tail
             assert set().union(*used) == copy and sum(map(len, used)) == len(copy)
+
+
+def weights_of(inputs: Inputs) -> dict[str, list[Tensor]]:
+    """The weights among a graph's inputs by keyword: one tensor per rank."""
+    return {
+        name: [tensors[place] for tensors in inputs._of_ranks]
+        for name, place in inputs._places.items()
+        if name not in inputs.fields
+    }
 
 
 def test_the_weights_of_all_buckets_are_uploaded_once(workspace, monkeypatch):
@@ -284,11 +297,11 @@ def test_a_block_is_computed_with_its_own_weights(generated):
     ranks, program = generated.ranks, program_of(generated)
     right = one_step(ranks, program)
     (held,) = ranks._sets
-    own = dict(held.arguments)
+    own = dict(held.inputs)
     first, second = (program, "blocks", 0), (program, "blocks", 1)
-    held.arguments |= {first: own[second], second: own[first]}
+    held.inputs |= {first: own[second], second: own[first]}
     wrong = one_step(ranks, program)
-    held.arguments |= own
+    held.inputs |= own
     assert rel(wrong, right) > SHOWS
     assert rel(one_step(ranks, program), right) == 0
 
@@ -394,6 +407,59 @@ def one_step(ranks: runtime.Ranks, program: str, **changed) -> Tensor:
         return runtime.to_host(held.tensors["video_latent"][0])
     finally:
         held.tensors, held.owners = tensors, owners
+
+
+def test_a_warm_step_passes_only_what_a_graph_has_returned_since(generated, monkeypatch):
+    """Not the 86 weights of each block, nor what was uploaded."""
+    ranks, program = generated.ranks, program_of(generated)
+    right, changed, inner = one_step(ranks, program), [], Inputs._set
+    monkeypatch.setattr(
+        Inputs, "_set", lambda self, name, parts: changed.append(name) or inner(self, name, parts)
+    )
+    assert rel(one_step(ranks, program), right) == 0
+    assert "video_hidden" in changed and {*changed} <= ranks.programs[program].outputs
+
+
+def test_a_warm_step_reads_a_new_upload(generated):
+    ranks, program = generated.ranks, program_of(generated)
+    context = generated.tensors["video_context"].to(torch.float32)
+    right = one_step(ranks, program)
+    ranks.put(program, video_context=1.5 * context)
+    assert rel(one_step(ranks, program), right) > SHOWS
+    ranks.put(program, video_context=context)
+    assert rel(one_step(ranks, program), right) == 0
+
+
+def test_a_copy_of_a_graph_that_runs_for_the_first_time_gets_the_same_inputs(generated):
+    """The copies that ran before own tensors that outlive the step."""
+    ranks, program = generated.ranks, program_of(generated)
+    (held,) = ranks._sets
+    right = one_step(ranks, program)
+    graphs = {graph: len(copies) for (of, graph), copies in held.models.items() if of == program}
+    kept = {
+        f"kept_{graph}_{number}": (program, graph, number)
+        for graph, copies in graphs.items()
+        for number in range(copies)
+    }
+    ranks._buffers.owners |= kept
+    assert rel(one_step(ranks, program), right) == 0
+    for graph, copies in graphs.items():
+        assert len(held.models[program, graph]) == copies + (2 if graph == "blocks" else 1)
+    for name in kept:
+        del ranks._buffers.owners[name]
+
+
+def test_a_warm_step_has_the_weights_that_took_the_place_of_the_loaded_ones(generated, tmp_path):
+    ranks, program = generated.ranks, program_of(generated)
+    (held,) = ranks._sets
+    own, bias = held.folder, "transformer_blocks.1.attn1.to_v.bias"
+    parts = [load_file(own / rank_file(rank)) for rank in range(TP)]
+    right = one_step(ranks, program)
+    shifted = [{**part, bias: part[bias] + 1} for part in parts]
+    ranks.replace_weights(save_weights(tmp_path / "weights", *shifted))
+    assert rel(one_step(ranks, program), right) > SHOWS
+    ranks.replace_weights(own)
+    assert rel(one_step(ranks, program), right) == 0
 
 
 def test_an_input_of_another_dtype_is_refused_though_nxd_would_take_it(generated):
@@ -578,11 +644,11 @@ def test_unloading_frees_weights_graphs_and_tensors(workspace):
         (held,) = ranks._sets
         watched = [weakref.ref(model) for copies in held.models.values() for model in copies]
         watched += [weakref.ref(tensor) for tensors in held.tensors for tensor in tensors.values()]
-        arguments = held.arguments
-        assert len(arguments) == 2 * 2
+        inputs = held.inputs
+        assert len(inputs) == 2 * 4  # the head, both blocks and the tail of each bucket
         del held
         ranks.unload()
-        assert [ref() for ref in watched if ref() is not None] == [] and arguments == {}
+        assert [ref() for ref in watched if ref() is not None] == [] and inputs == {}
         # And comes back.
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
 
@@ -606,7 +672,9 @@ def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(work
         ranks.load(workspace.dit_weights(), dict([second]), torch.float32)
         assert len(leaving) == 1 + 2 + 2 and not any(model() for model in leaving)
         assert {*ranks.programs} == {second[0]} and held.models == kept
-        assert {*held.arguments} == {(second[0], "blocks", block) for block in (0, 1)}
+        assert {*held.inputs} == {
+            (second[0], *call) for call in (("head", 0), ("blocks", 0), ("blocks", 1), ("tail", 0))
+        }
         watched = [weakref.ref(t) for t in ranks._sets[0].tensors[0].values()]
         del kept, held
         ranks.load(other, dict([first]), torch.float32)
@@ -632,7 +700,7 @@ def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspac
             bound = head.weights[1]["module.patchify_proj.bias"]
             assert torch.equal(bound, parts[1]["patchify_proj.bias"] * 2)
             for block in (0, 1):
-                given = held.arguments[program, "blocks", block]
+                given = weights_of(held.inputs[program, "blocks", block])
                 name = f"transformer_blocks.{block}.scale_shift_table"
                 table = given["transformer_blocks__0__scale_shift_table"][1]
                 assert torch.equal(table, parts[1][name] * 2)
@@ -682,11 +750,12 @@ def test_a_failure_of_the_runtime_says_what_to_do(workspace, monkeypatch, call):
 
     if call == "_parallel_load":
         monkeypatch.setattr(torch.ops.neuron, "_parallel_load", fail)
-    else:
+    elif call == "initialize":
         from neuronx_distributed import NxDModel
 
-        inner = {"initialize": "to_neuron", "forward_ranked": "forward"}[call]
-        monkeypatch.setattr(NxDModel, inner, fail)
+        monkeypatch.setattr(NxDModel, "to_neuron", fail)
+    else:
+        monkeypatch.setattr(nxd_stubs, "_replicated", fail)
     with (
         runtime.Ranks(workspace.profile, TP) as ranks,
         pytest.raises(DeviceFailure, match=re.escape(said)) as failed,

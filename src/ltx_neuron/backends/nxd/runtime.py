@@ -3,9 +3,9 @@ graphs.
 
 Rank files are read strictly and uploaded once. A graph is bound to these weights. A graph that
 serves several groups of blocks instead receives the weights of one group with each call, as lists
-of tensors that are already on the cores. buffers.py decides how often a graph is loaded and which
-copy runs next. Only five calls need hardware: NxDModel's load, set_weights, to_neuron and call, and
-`to_core`. We did not run them on hardware.
+of tensors that are already on the cores (inputs.py). buffers.py decides how often a graph is loaded
+and which copy runs next. Only five calls need hardware: NxDModel's load, set_weights and to_neuron,
+its runtime object's forward_ranked, and `to_core`. We did not run them on hardware.
 """
 
 import gc
@@ -22,6 +22,7 @@ from ltx_neuron.backends.manifest import Manifest, graph_file
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.backends.nxd.buffers import Buffers, copies_needed
 from ltx_neuron.backends.nxd.compile import WRAPPED, argument_name, set_environment
+from ltx_neuron.backends.nxd.inputs import Inputs, check
 from ltx_neuron.backends.ranks import Call, NotFiniteError, calls_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, weight_name
@@ -43,17 +44,16 @@ def to_host(tensor: Tensor) -> Tensor:
 class _WeightSet:
     """One copy of a model's weights on the cores, and the graphs that use it.
 
-    tensors    by rank, then by name; None until the first graph is loaded
-    models     by (program, graph): its loaded copies, an NxDModel each
-    arguments  of graphs with weight inputs, by (program, graph, first block), then by keyword: one
-               tensor per rank
+    tensors  by rank, then by name; None until the first graph is loaded
+    models   by (program, graph): its loaded copies, an NxDModel each
+    inputs   by (program, graph, first block)
     """
 
     def __init__(self, folder: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype):
         self.folder, self.wanted, self.dtype = folder, wanted, dtype
         self.tensors: list[dict[str, Tensor]] | None = None
         self.models: dict[tuple[str, str], list] = {}
-        self.arguments: dict[tuple[str, str, int], dict[str, list[Tensor]]] = {}
+        self.inputs: dict[tuple[str, str, int], Inputs] = {}
         self.manifests: dict[str, Manifest] = {}
 
     def bind(self, program: str, graph: str, copies: int, tp: int, size: int) -> None:
@@ -73,15 +73,20 @@ class _WeightSet:
             # Ranks with the same heads have the same weights, and share the host's tensors.
             models[0].set_weights(files * (size // tp))
             self.tensors = models[0].weights
+        described = manifest.graphs[graph]
         firsts = {first for run in manifest.runs.values() for name, first in run if name == graph}
-        weights = {first: self._weights(manifest.graphs[graph], first) for first in firsts}
-        bound = {}
+        weights = {first: self._weights(described, first) for first in firsts}
+        bound, given = {}, dict.fromkeys(firsts, {})
         if graph in cut_graphs(manifest.runs):
             for first, parts in weights.items():
-                named = {argument_name(parameter): each for parameter, each in parts.items()}
-                self.arguments[program, graph, first] = named
+                given[first] = {argument_name(name): each for name, each in parts.items()}
         else:
             (bound,) = weights.values()
+        if not loaded:  # a further copy has the same inputs
+            fields = {name: manifest.fields[name] for name in described["inputs"]}
+            for first, parts in given.items():
+                inputs = Inputs(models[0], described["tag"], fields, parts)
+                self.inputs[program, graph, first] = inputs
         for model in models:
             # Without set_weights, which would upload the weights again.
             model.weights = [
@@ -98,7 +103,7 @@ class _WeightSet:
         for parameter, shape in described["parameters"].items():
             name = weight_name(parameter, first_block)
             weights[parameter] = [tensors[name] for tensors in self.tensors or ()]
-            _check(name, weights[parameter], (tuple(shape), self.dtype))
+            check(name, weights[parameter], (tuple(shape), self.dtype))
         return weights
 
     def release(self, programs: set[str]) -> None:
@@ -108,17 +113,9 @@ class _WeightSet:
         for key in [key for key in self.models if key[0] in programs]:
             for model in self.models.pop(key):
                 model.spmd_models, model.weights, model.states = {}, [], []
-        for key in [key for key in self.arguments if key[0] in programs]:
-            del self.arguments[key]
+        for key in [key for key in self.inputs if key[0] in programs]:
+            del self.inputs[key]
         gc.collect()
-
-
-def _check(name: str, parts: list[Tensor], wanted: tuple[tuple[int, ...], torch.dtype]) -> None:
-    """Raise RuntimeError unless the ranks' parts of a tensor have this shape and dtype. NxD routes
-    by names and shapes, and would misread another dtype."""
-    for part in parts:
-        if (tuple(part.shape), part.dtype) != wanted:
-            raise RuntimeError(f"{name}: got {tuple(part.shape)} {part.dtype}, wanted {wanted}")
 
 
 def _open(manifest: Manifest, graph: str, size: int):
@@ -262,20 +259,16 @@ class Ranks(ranks.Ranks):
 
     def _launch(self, held: _WeightSet, program: str, call: Call) -> float:
         """Run one graph; returns its own milliseconds."""
-        manifest = held.manifests[program]
-        described, fields = manifest.graphs[call.graph], manifest.fields
-        values = {name: self._buffers.tensors[source] for name, source in call.reads.items()}
-        for name, parts in values.items():
-            _check(f"{call.graph}.{name}", parts, (fields[name].shape, fields[name].dtype))
-        values |= held.arguments.get((program, call.graph, call.first), {})
+        inputs = held.inputs[program, call.graph, call.first]
+        for name, source in call.reads.items():
+            inputs.take(name, self._buffers.tensors[source])
         number = self._buffers.claim(program, call)
         with explained():
             # A sequence in another order than defined may need another copy.
             held.bind(program, call.graph, number + 1, self.tp, self.size)
             model = held.models[program, call.graph][number]
-            # One list per output, with a tensor per rank
             called = time.perf_counter()
-            outputs = model(**values, model_name=described["tag"], forward_mode="ranked")
+            outputs = inputs.launch(model)
             milliseconds = (time.perf_counter() - called) * 1e3
         self._buffers.tensors.update(zip(call.writes.values(), outputs, strict=True))
         return milliseconds
