@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from ltx_neuron.report.price import Price
+
 PHASES = (
     "load_gemma3",
     "encode_text",
@@ -118,15 +120,18 @@ class _Phase:
 
 
 class Recorder:
-    """Collects one run's times, by time.perf_counter, from its construction to `report()`.
+    """Collects one run's times, by time.perf_counter, from its construction to `report()`, and its
+    price if the machine's is known.
 
     A thread has at most one phase at a time. Each moment counts for one phase, so that phases and
     residual add up to the total: for the phase of the thread that made the recorder if it has one,
     otherwise for the phase that began first.
     """
 
-    def __init__(self) -> None:
-        self.counters = Counters()
+    def __init__(self, price: Price | None = None) -> None:
+        self.counters, self.price = Counters(), price
+        self._clips, self._video_seconds = 0, 0.0
+        self._start_to_first_clip: float | None = None
         self._began = self._counted_until = time.perf_counter()
         self._lock = threading.Lock()
         self._main_thread = threading.get_ident()
@@ -206,6 +211,13 @@ class Recorder:
         for group, name, milliseconds in passes:
             self._passes[stage].setdefault((group, name), []).append(milliseconds)
 
+    def finished(self, seconds: float) -> None:
+        """Add a finished clip of so many seconds."""
+        if not self._clips:
+            self._start_to_first_clip = time.time() - psutil.Process().create_time()
+        self._clips += 1
+        self._video_seconds += seconds
+
     def last_step(self, stage: str) -> float:
         """Milliseconds of the stage's last denoise step."""
         return self._steps[stage][-1][0]
@@ -225,6 +237,7 @@ class Recorder:
         last_stage = max((stage for stage in STAGES if self._steps[stage]), default=STAGES[0])
         flops = self.counters.flops_per_step
         flops = flops.get(last_stage) if isinstance(flops, dict) else flops
+        made = self._clips, self._video_seconds
         peak, median = self.counters.peak_flops, warm[last_stage]["median"]
         return {
             "schema": 1,
@@ -250,6 +263,10 @@ class Recorder:
                 100 * flops / (median / 1000) / peak if flops and median and peak else None
             ),
             **self._guidance_groups(),
+            "clips": self._clips,
+            "video_seconds": self._video_seconds,
+            "start_to_first_clip": self._start_to_first_clip,
+            **({"price": self.price.of(end_to_end, *made)} if self.price else {}),
             "end_to_end_seconds": end_to_end,
             "residual_seconds": end_to_end - sum(phase["seconds"] for phase in phases),
         }
