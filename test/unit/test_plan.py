@@ -680,7 +680,7 @@ def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
     made = clip(profile=resident, neuron_gemma=True, neuron_vae=True)
     rows = {(row.name, row.where): row for row in made.rows}
     steps, decoding = rows["denoise_stage_1", "device"], rows["decode_video", "device"]
-    assert steps.seconds == pytest.approx(8 * 0.86, abs=0.1) and "the forecast's" in steps.rate
+    assert steps.seconds == pytest.approx(8 * 0.97, abs=0.1) and "the forecast's" in steps.rate
     # 35.8 TFLOPs a tile, of which each rank has one
     assert decoding.seconds == pytest.approx(4 * 35.81e12 / (0.3 * 667e12), rel=1e-3)
     assert decoding.seconds <= 1.5 and "not measured" in decoding.rate
@@ -781,7 +781,6 @@ def test_sound_alone_is_planned_by_the_audio_half_of_the_model(released):
 # --- layouts over several chips -------------------------------------------------------------------
 
 LARGE = PROFILES["trn2.48xlarge"]
-IN_BF16 = SimpleNamespace(tp=4, dtype="bfloat16")
 
 
 def layout(cp, ulysses=1, groups=1):
@@ -818,7 +817,7 @@ def test_groups_receive_the_bytes_of_the_design():
 @pytest.mark.parametrize(("cp", "ulysses"), [(4, 1), (8, 4)])
 def test_the_divided_cost_of_a_step_is_that_of_its_graphs(cp, ulysses):
     config, which = transformer_config(released_config()), layout(cp, ulysses)
-    bucket = Job("", Size(*USUAL)).buckets[0]
+    bucket = Job("", Size(512, 768, 121)).buckets[0]
     with fake_process_group(4):
         single = plan.step_cost(config, bucket, LARGE, 4, torch.bfloat16)[1]
     with fake_process_group(4 * cp, groups=mesh.groups(which, 4)):
@@ -829,7 +828,7 @@ def test_the_divided_cost_of_a_step_is_that_of_its_graphs(cp, ulysses):
         ("flops", 0.01),
         ("attention_flops", 0.01),
         ("moved_bytes", 0.01),
-        ("elementwise_bytes", 0.05),
+        ("elementwise_bytes", 0.15),  # the text has some, which are not divided
     ):
         assert counted[name] == pytest.approx(divided[name], rel=tolerance), name
     assert counted["weight_tensors"] == divided["weight_tensors"]
@@ -844,12 +843,13 @@ def planned_layouts(released, clip, profile=LARGE, **fields):
 
 
 def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_allow(released, clip):
-    one_pass = planned_layouts(released, clip)
+    large = dataclasses.replace(LARGE, backend="torchdist")  # of all: guidance groups need it
+    one_pass = planned_layouts(released, clip, large)
     context = [f"context {cp}{u}" for cp, u in [(2, ""), (4, ""), (4, ", Ulysses 4"), (8, "")]]
     context += ["context 8, Ulysses 8", "context 16", "context 16, Ulysses 8"]
     assert [each.name for each in one_pass] == ["one chip", *context]
     assert [(each.chips, each.at_once) for each in one_pass[:3]] == [(1, 16), (2, 8), (4, 4)]
-    guided = planned_layouts(released, clip, recipe="dev")
+    guided = planned_layouts(released, clip, large, recipe="dev")
     both = ["guidance 4 x context 4", "guidance 4 x context 4, Ulysses 4"]
     assert [e.name for e in guided] == ["one chip", "guidance 2", "guidance 4", *context, *both]
     assert guided[-1].chips == 16 and guided[2].efficiency[0] > 0.97
@@ -860,14 +860,12 @@ def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_al
     # One chip a clip takes the fewest chip-seconds, and its step the longest.
     assert min(guided, key=lambda each: each.chip_seconds[0]).name == "one chip"
     shown = layout_table(guided, "trn2.48xlarge")
-    assert "forecasts from published rates, not measured" in shown
+    assert "forecasts, not measured, from the faster to the slower rates" in shown
     assert (
         "most clips: one chip a clip, 16 at once" in shown
         and max(map(len, shown.splitlines())) <= 100
     )
     assert "shortest clip: guidance 4 x context 4, Ulysses 4; type --profile trn2.48xlarge" in shown
-    said = " ".join(shown.split())
-    assert "60 or 32 over several; a rank receives 24 or 7 GB/s from other chips" in said
 
 
 def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_chip(released, clip):
@@ -896,7 +894,7 @@ def test_a_plan_follows_its_profile_s_layout(released, clip):
     )
     shown = table(four)
     assert "trn2.48xlarge-cp4, tp 4 x context parallel 4, 16 ranks, bfloat16" in shown
-    assert "145 of them, 926.6 MB received a rank" in shown and "launches at 2.0 ms" in shown
+    assert "145 of them, 926.6 MB received a rank" in shown and " 5 at 2.0 to 7.8 ms " in shown
 
 
 def test_guidance_groups_share_a_step_s_passes(released, clip):
