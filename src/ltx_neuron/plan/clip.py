@@ -138,7 +138,7 @@ class Clip:
         cold = self._cold(rows) if self.profile.device == "neuron" else []
         cold_seconds = price = None
         if seconds is not None:
-            cold_seconds = sum((row.seconds or 0 for row in cold), seconds)
+            cold_seconds = sum((row.seconds or 0 for row in cold), seconds) if cold else None
             length = self.job.output_frames / self.job.output_frame_rate
             price = self.price and self.price.of(batch_seconds or seconds, 1, length)
         overlaps = self._overlaps()

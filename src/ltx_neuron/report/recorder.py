@@ -1,11 +1,13 @@
 """Records a run's time and memory by phase, as the latency report of schema 1."""
 
 import contextlib
+import os
 import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -214,7 +216,7 @@ class Recorder:
     def finished(self, seconds: float) -> None:
         """Add a finished clip of so many seconds."""
         if not self._clips:
-            self._start_to_first_clip = time.time() - psutil.Process().create_time()
+            self._start_to_first_clip = _seconds_since_start()
         self._clips += 1
         self._video_seconds += seconds
 
@@ -263,12 +265,12 @@ class Recorder:
                 100 * flops / (median / 1000) / peak if flops and median and peak else None
             ),
             **self._guidance_groups(),
+            "end_to_end_seconds": end_to_end,
+            "residual_seconds": end_to_end - sum(phase["seconds"] for phase in phases),
             "clips": self._clips,
             "video_seconds": self._video_seconds,
             "start_to_first_clip": self._start_to_first_clip,
             **({"price": self.price.of(end_to_end, *made)} if self.price else {}),
-            "end_to_end_seconds": end_to_end,
-            "residual_seconds": end_to_end - sum(phase["seconds"] for phase in phases),
         }
 
     def _guidance_groups(self) -> dict:
@@ -283,6 +285,12 @@ class Recorder:
         }
         entry = {"passes": passes, "lost": [*self.lost_groups]}
         return {"guidance_groups": entry} if passes or self.lost_groups else {}
+
+
+def _seconds_since_start() -> float:
+    """Seconds since this process started. psutil rounds the time of the boot to a second."""
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _warm_step(steps: list[tuple[float, float]]) -> dict[str, float | None]:
