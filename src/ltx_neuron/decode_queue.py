@@ -206,6 +206,7 @@ class DecodeQueue:
                 elif not job.sound_only:
                     tensors["frames"] = torch.cat(list(clip.chunks))
                 tensors["waveform"] = clip.waveform()
+            self.recorder.finished(job.output_frames / job.output_frame_rate)
         frames, waveform = tensors.get("frames"), tensors.get("waveform")
         result = Result(job, frames, waveform, rate, tensors, heard)
         if self.hand_over:

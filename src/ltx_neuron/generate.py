@@ -29,6 +29,7 @@ from ltx_neuron.machine import package_version
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report import table
+from ltx_neuron.report.price import Price
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.workspace import Workspace
 
@@ -46,6 +47,7 @@ class Outputs:
     frames   a folder for every frame as PNG
     tensors  a safetensors file for every named intermediate
     report   a JSON file for the latency report
+    price    of the machine, for the latency report
     resume   True: from the resume file beside `video`; a path: from that file
     """
 
@@ -54,6 +56,7 @@ class Outputs:
     frames: Path | None = None
     tensors: Path | None = None
     report: Path | None = None
+    price: Price | None = None
     resume: bool | str | None = None
 
     def check(self, inputs: dict[str, Path], sound_only: bool = False) -> None:
@@ -113,7 +116,7 @@ class Outputs:
 
 def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outputs) -> None:
     """Make one video. User's mistakes raise UserError before a model loads."""
-    job, recorder = workspace.resolved(job), Recorder()
+    job, recorder = workspace.resolved(job), Recorder(outputs.price)
     engine = Engine(workspace, recorder, options)
     outputs.check(engine.preflight.files_read([job]), job.sound_only)
     assert outputs.video
@@ -153,7 +156,7 @@ def generate_batch(
     outputs: Outputs,
 ) -> None:
     """Make the videos of a prompts file's lines. Exits with 1 if one failed."""
-    recorder = Recorder()
+    recorder = Recorder(outputs.price)
 
     def save(clip: Clip, path: Path) -> None:
         with recorder.phase(clip.phase):

@@ -8,8 +8,8 @@ The sections of ten minutes come first: doctor, a collective, and two blocks at 
 with the CPU and timed graph by graph beside the plan's forecast. Then what the runtime does with a
 graph's outputs; tiny models of LTX-2.3 and LTX-2.5 compiled, run and compared; a longer clip, the
 other collectives, and tuning; and, where the checkpoint is given, the full model: sharded,
-compiled, one step compared and timed, whole videos, models in turn and resident, and with frames and
-sound that the ranks decode. Every section drives the real scripts in processes of their own.
+compiled, one step compared and timed, whole videos, models in turn and resident, and with frames
+and sound that the ranks decode. Every section drives the real scripts in processes of their own.
 
 What a whole checkpoint is wanted for comes last. With --minutes, a section that takes longer than
 what is left, by an estimate, is left out, and one that runs when the time is over is stopped. A

@@ -269,7 +269,8 @@ def decoding(tiny, request):
         host.video_decoder.forward = lambda tile, *more: calls.append(1) or forward(tile, *more)
         run = JobRun(Job("rain"), [Contexts(*4 * [None])])
         run.finish(run.job.stages[-1], video, latent(AUDIO_SHAPE))
-        with DecodeQueue(host, Recorder(), overlap=request.param, write=write) as queue:
+        decode.recorder = recorder = Recorder()
+        with DecodeQueue(host, recorder, overlap=request.param, write=write) as queue:
             return (*queue.submit(run), *queue.drain())
 
     decode.calls, decode.ahead = calls, request.param
@@ -294,6 +295,22 @@ def test_a_clip_is_written_as_it_is_decoded_and_has_the_bytes_of_the_whole_one(d
     assert len(whole.frames) == sum(CHUNKS) and torch.equal(whole.waveform, result.waveform)
     whole.clip().write(tmp_path / "whole.mp4")
     assert (tmp_path / "whole.mp4").read_bytes() == (tmp_path / "streamed.mp4").read_bytes()
+
+
+def test_a_clip_counts_as_finished_once_it_is_written(decoding, tmp_path):
+    def write(clip):
+        assert clips() == 0
+        clip.write(tmp_path / "out.mp4")
+
+    def clips():
+        return decoding.recorder.report({}, "cpu", 1, {}, {})["clips"]
+
+    decoding(latent((1, 128, 3, 1, 2)), write)
+    report = decoding.recorder.report({}, "cpu", 1, {}, {})
+    assert (report["clips"], report["video_seconds"]) == (1, Job("rain").size.seconds)
+    with pytest.raises(OSError):
+        decoding(latent((1, 128, 3, 1, 2)), lambda clip: (_ for _ in ()).throw(OSError("full")))
+    assert clips() == 0
 
 
 def test_of_a_clip_that_is_written_few_chunks_are_held(decoding, tmp_path, monkeypatch):

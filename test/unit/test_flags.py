@@ -11,6 +11,7 @@ from ltx_neuron import flags
 from ltx_neuron.command_line import RENAMED, Parser, advanced
 from ltx_neuron.commands import VERBS, dispatch
 from ltx_neuron.errors import UserError
+from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.spec import GUIDANCE_KEYS, GuidanceFields, JobSpec, names_of
 
 LINES, COLUMNS = 50, 100  # two screens
@@ -37,6 +38,24 @@ def parser_of(command: str) -> Parser:
 
 def shown(parser: Parser) -> list[argparse.Action]:
     return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+
+
+# --- the price of the machine ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["generate", "batch", "serve", "plan"])
+def test_the_price_is_for_the_runs_that_the_machine_has_room_for(command):
+    def price(*words):
+        words = [*("--checkpoint-path", "c", "--profile"), *words]
+        return flags.price(parser_of(command).parse_known_args(words)[0])
+
+    assert price("trn2.48xlarge", "--price-per-hour", "14.56") == Price(14.56, 16)
+    assert price("trn2.48xlarge-cp4", "--price-per-hour", "14.56") == Price(14.56, 4)
+    assert price("trn2.3xlarge", "--price-per-hour", "2") == Price(2, 1)
+    assert price("trn2.3xlarge") is None
+    for wrong in ("0", "-1", "nan", "inf"):
+        with pytest.raises(UserError, match=f"--price-per-hour {wrong}: wanted US dollars above 0"):
+            price("trn2.3xlarge", f"--price-per-hour={wrong}")
 
 
 # --- help -----------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@ documented peaks."""
 
 import dataclasses
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 from plans import counted_once  # noqa: F401
 
 from ltx_neuron import plan
@@ -22,10 +24,13 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan.__main__ import main
 from ltx_neuron.plan.clip import Clip
-from ltx_neuron.plan.layouts import layouts, received_bytes, step_ms, undivided_flops
+from ltx_neuron.plan.forecast import forecast
+from ltx_neuron.plan.layouts import divided_cost, layouts, received_bytes
+from ltx_neuron.plan.published import STEPS
 from ltx_neuron.plan.table import clip_table, layout_table, table
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, PROFILES, Chip, resolve
+from ltx_neuron.report.price import Price
 from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -35,6 +40,7 @@ from ltx_neuron.sampling.conditions import (
     Retake,
     SoundCondition,
 )
+from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint
@@ -92,13 +98,12 @@ def test_the_release_at_tp_4_has_the_published_shards_and_ideal_steps(released, 
 
 
 def test_a_step_s_forecast_is_the_sum_of_parts_that_say_what_they_are_from(released):
-    """What the review of the public sources came to: 720 to 970 ms, middle 860."""
     made = planned(released, 512, 768, 121)
     expected = made.stages[0].forecast
     assert [round(ms, -1) for ms in (expected.low, expected.middle, expected.high)] == [
-        720,
-        860,
+        830,
         970,
+        1120,
     ]
     assert sum(part.low for part in expected.parts) == pytest.approx(expected.low)
     assert sum(part.high for part in expected.parts) == pytest.approx(expected.high)
@@ -109,17 +114,104 @@ def test_a_step_s_forecast_is_the_sum_of_parts_that_say_what_they_are_from(relea
             "linear": (341, 396),
             "attention": (120, 151),
             "large sums": (80, 144),
-            "small sums": (13.3, 21),
             "elementwise": (103, 144),
-            "waiting": (66, 111),
+            "waiting": (64, 108),
+            "fixed": (115, 168),
+            "launches": (3.5, 10.1),
         }.items()
     }
     shown = table(made)
-    assert "forecast step         720 to 970 ms, middle 860: a forecast, not measured" in shown
+    assert "forecast step         830 to 1,100 ms, middle 970: a forecast, not measured" in shown
     assert "attention_cte on Wan 2.2 (AWS)" in shown
-    assert all(
-        "assumed" in p.source or "(" in p.source or "CPU" in p.source for p in expected.parts
+    named = "assumed", "published", "CPU", "("
+    assert all(any(word in part.source for word in named) for part in expected.parts)
+
+
+# --- what others published ------------------------------------------------------------------------
+
+
+def forecast_of(published, backend="torchdist"):
+    """Our forecast of a published step, divided as its stack divided it."""
+    config, tp, cp = transformer_config(released_config()), published["tp"], published["cp"]
+    bucket = Job("", Size(*published["size"])).buckets[0]
+    which = dataclasses.replace(layout(cp), backend=backend)
+    with fake_process_group(tp):
+        cost = plan.step_cost(config, bucket, LARGE, tp, torch.bfloat16)[1]
+    step = divided_cost(config, bucket, which, tp, 2, cost)
+    launches = plan.step_launches(config, which.blocks_per_graph)
+    return forecast(which, tp, config.num_layers, step, launches)
+
+
+@pytest.mark.parametrize("published", STEPS, ids=lambda s: f"{s['source']} {s['size']} {s['ms']}")
+def test_a_published_step_is_in_our_range_unless_its_stack_works_otherwise(published):
+    ours, (low, high) = forecast_of(published), published["ms"]
+    assert math.prod(video_latent_shape(*published["size"])) == published["tokens"]
+    assert (ours.low <= low and high <= ours.high) != bool(published["differs"])
+
+
+def test_what_the_published_steps_take_whatever_their_tokens_is_the_fixed_part():
+    """Which no other rate explains: it is as long for 768 tokens as for 6,144."""
+    residuals = []
+    for published in STEPS:
+        if published["tp"] == 4 and published["cp"] == 1 and not published["differs"]:
+            nxd = "nxd" if published["model"] != "LTX-2.5" else "torchdist"
+            ours = forecast_of(published, nxd)
+            (fixed,) = (part for part in ours.parts if part.name == "fixed")
+            others = ours.middle - (fixed.low + fixed.high) / 2
+            residuals.append(published["ms"][0] - others)
+    assert [round(ms) for ms in residuals] == [115, 148, 165, 144]  # as forecast.py says
+    assert min(residuals) == pytest.approx(fixed.low, abs=3)
+    assert max(residuals) == pytest.approx(fixed.high, abs=4)
+
+
+def test_the_docs_compare_every_published_step_with_our_range():
+    rows = (ROOT / "docs" / "results.md").read_text().splitlines()
+    for published in STEPS:
+        ours, (low, high) = forecast_of(published), published["ms"]
+        size = "x".join(map(str, published["size"]))
+        ms = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        tp, cp, where = published["tp"], published["cp"], published["source"].partition(",")[0]
+        how = f"TP {tp}" + f", context {cp}" * (cp > 1)
+        wanted = f"| {size} | {published['tokens']:,} | {how} | {ms} | {_range_of(ours)} | "
+        found = [row for row in rows if row.startswith(wanted)]
+        row = next(row for row in found if where in row and published["date"] in row)
+        assert ("outside" in row) == bool(published["differs"])
+
+
+def _range_of(ours) -> str:
+    return f"{float(f'{ours.low:.2g}'):,.0f} to {float(f'{ours.high:.2g}'):,.0f}"
+
+
+def test_past_every_published_step_the_plan_says_so(released, clip):
+    said = "beyond every published measurement, by tokens or chips"
+    assert said not in table(planned(released, 512, 768, 121))
+    assert said in table(planned(released, 1024, 1536, 121))
+    assert said in table(planned(released, *USUAL, PROFILES["trn2.48xlarge-cp8"]))
+    rows = planned_layouts(released, clip)
+    assert [row.name for row in rows if row.measured] == [
+        *("one chip", "context 2", "context 4", "context 4, Ulysses 4")
+    ]
+    shown = layout_table(rows, "trn2.48xlarge")
+    assert f"* {said}" in shown and "context 8, Ulysses 8 * " in shown
+    assert "shortest clip: context 4, Ulysses 4; type" in shown  # of the measured ones
+
+
+def test_a_launch_costs_nxd_s_python_by_tensors_and_ranks_and_torchneuron_nothing(released):
+    """As measured with NxD's source on a CPU: 8.7 ms a step of 12 launches with 359 tensors."""
+
+    def launches(name, *settings):
+        made = planned(released, *USUAL, resolve(name, settings))
+        return next(p for p in made.stages[0].forecast.parts if p.name == "launches")
+
+    nxd, torchneuron = (
+        launches("trn2.3xlarge", f"backend={name}") for name in ("nxd", "torchdist")
     )
+    python = nxd.high - torchneuron.high
+    assert python == pytest.approx(8.7, rel=0.02)
+    assert torchneuron.low == torchneuron.high == pytest.approx(14 * 0.1)
+    several = launches("trn2.48xlarge-cp4", "backend=nxd")
+    assert several.high - 5 * 7.8 == pytest.approx(4 * python, rel=0.05)
+    assert "NxD's Python" in nxd.source and "NxD" not in torchneuron.source
 
 
 def test_the_forecast_follows_what_is_counted(released):
@@ -129,12 +221,10 @@ def test_the_forecast_follows_what_is_counted(released):
     ).stages[0]
     parts = lambda stage: {part.name: part.high for part in stage.forecast.parts}  # noqa: E731
     whole, plain = of("blocks_per_graph=0"), of()
-    saved = parts(plain)["small sums"] - parts(whole)["small sums"]
-    assert saved == pytest.approx(13 * 0.47)
+    saved = parts(plain)["launches"] - parts(whole)["launches"]
+    assert saved == pytest.approx(13 * (0.1 + 15 * 4 * 0.5e-3))  # 15 tensors besides the weights
     divided = of("sequence_parallel=true").forecast
-    assert 650 < divided.low < 680 and 850 < divided.high < 910
-    small = of(size=(384, 512, 25)).forecast
-    assert 90 < small.low < small.middle < 140
+    assert 750 < divided.low < 780 and 1000 < divided.high < 1060
     assert parts(of(tp=8))["large sums"] > parts(plain)["large sums"]
     held = of("attention=matmul")
     assert parts(held)["attention"] - parts(plain)["attention"] == pytest.approx(held.score_ms)
@@ -198,8 +288,13 @@ def test_what_does_not_fit_names_a_size_that_does(released):
 
 def test_json_is_one_object_with_the_documented_names(released, capsys):
     size = "--profile trn2.3xlarge --height 384 --width 512 --num-frames 25 --json"
-    main(["--checkpoint-path", str(released.path), *size.split()])
+    words = ["--checkpoint-path", str(released.path), *size.split()]
+    main([*words, "--price-per-hour", "2"])
     made = json.loads(capsys.readouterr().out)
+    price = made["clip"]["price"]
+    assert price["dollars_per_hour"] == 2 and price["dollars_per_clip"] > 0
+    with pytest.raises(UserError, match="--price-per-hour -1: wanted US dollars above 0"):
+        main([*words, "--price-per-hour", "-1"])
     names = "block_weight_bytes_per_rank flops_per_step ideal_step_ms collectives_per_step"
     names = f"{names} hbm_bytes_per_core".split()
     assert made["fits"] is True and all(made[name] for name in names)
@@ -577,7 +672,7 @@ def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
     made = clip(profile=resident, neuron_gemma=True, neuron_vae=True)
     rows = {(row.name, row.where): row for row in made.rows}
     steps, decoding = rows["denoise_stage_1", "device"], rows["decode_video", "device"]
-    assert steps.seconds == pytest.approx(8 * 0.86, abs=0.1) and "the forecast's" in steps.rate
+    assert steps.seconds == pytest.approx(8 * 0.97, abs=0.1) and "the forecast's" in steps.rate
     # 35.8 TFLOPs a tile, of which each rank has one
     assert decoding.seconds == pytest.approx(4 * 35.81e12 / (0.4 * 667e12), rel=1e-3)
     assert decoding.seconds <= 1.5 and "not measured" in decoding.rate
@@ -600,6 +695,45 @@ def test_sound_on_the_ranks_is_timed_with_the_cells_that_its_filters_leave_empty
     # channels, which fill a 32nd of 128 x 128 cells: 2.64. Others have few channels too.
     assert sound.where == "device" and made.overlaps.startswith("MP4 on the host")
     assert sound.seconds == pytest.approx(4 * 4.20e12 / (0.3 * 181e12), rel=0.01)
+
+
+def test_a_cold_start_reads_the_rank_files_and_loads_what_a_warm_clip_has_on_the_ranks(clip):
+    """Difflet's LTX-2: 37.8 GB in 11 to 15 s from the page cache, and 310 s more from the disk."""
+    resident = clip(profile=dataclasses.replace(TRN2, resident=True), neuron_gemma=True)
+    in_turn, on_host = clip(neuron_gemma=True), clip()
+    names = [[row.name for row in made.cold] for made in (resident, in_turn, on_host)]
+    assert names == [
+        ["read_weights", "load_gemma3", "load_transformer", "first_step"],
+        ["read_weights", "first_step"],  # the warm clip loads the models in turn
+        ["read_weights", "load_transformer", "first_step"],
+    ]
+    seconds = {row.name: row.seconds for row in resident.cold}
+    assert seconds["read_weights"] == pytest.approx(67.9e9 / (125 * 2**20), rel=1e-3)
+    assert seconds["load_transformer"] == pytest.approx(37.17e9 / 2.7e9, rel=1e-3)
+    assert resident.cold_seconds == pytest.approx(resident.seconds + sum(seconds.values()))
+    shown = clip_table(resident)
+    assert "a cold start            where    seconds  from" in shown
+    assert f"to the first MP4        {'':8}{resident.cold_seconds:8.2f}" in shown
+    cpu = clip(profile=PROFILES["cpu"])
+    assert cpu.cold == [] and cpu.cold_seconds is None and "cold" not in clip_table(cpu)
+
+
+def test_the_price_of_a_clip_is_that_of_a_busy_machine(clip):
+    def priced(**changed):
+        return clip(price=Price(14.56, LARGE.runs_at_once(4)), profile=LARGE, **changed)
+
+    made, twice = priced(), priced(upscale="temporal")
+    dollars = made.batch_seconds * 14.56 / 3600 / 16
+    assert made.price["dollars_per_clip"] == pytest.approx(dollars)
+    assert made.price["dollars_per_video_second"] == pytest.approx(dollars * 24 / 121)
+    assert twice.price["dollars_per_video_second"] == pytest.approx(
+        twice.price["dollars_per_clip"] * 48 / 241
+    )
+    said = f"${dollars:.2g} a clip, "
+    assert said in clip_table(made) and "$14.56 an hour,\n" in clip_table(made)
+    assert clip().price is None and "price" not in clip_table(clip())
+    runs = {name: resolve(name).runs_at_once(4) for name in ("trn2.48xlarge-cp4", "cpu")}
+    assert runs == {"trn2.48xlarge-cp4": 4, "cpu": 1}
 
 
 def test_without_the_ranks_a_clip_says_how_long_the_host_decodes(clip):
@@ -687,7 +821,6 @@ def test_sound_alone_is_planned_by_the_audio_half_of_the_model(released):
 # --- layouts over several chips -------------------------------------------------------------------
 
 LARGE = resolve("trn2.48xlarge")
-IN_BF16 = SimpleNamespace(tp=4, dtype="bfloat16")
 
 
 def layout(cp, ulysses=1, groups=1):
@@ -707,15 +840,6 @@ RECEIVED = {
     (8, 8): (0.26, 0.66, 1.40, 2.90),
     (16, 8): (0.21, 0.52, 1.10, 2.28),
 }
-# Milliseconds of a step at 6,144 and 32,640 tokens, by the faster and the slower rates.
-FORECAST = {
-    (1, 1): ((938, 938), (7544, 7544)),
-    (2, 1): ((520, 582), (3932, 4258)),
-    (4, 1): ((307, 402), (2121, 2612)),
-    (8, 1): ((201, 311), (1217, 1788)),
-    (8, 8): ((168, 198), (1041, 1186)),
-    (16, 8): ((117, 140), (567, 681)),
-}
 
 
 def test_groups_receive_the_bytes_of_the_design():
@@ -730,33 +854,24 @@ def test_groups_receive_the_bytes_of_the_design():
             assert got["video to audio"] < 0.03e9
 
 
-@pytest.mark.parametrize("size", [(512, 768, 121), (1088, 1920, 121)])
-def test_the_forecast_of_a_step_matches_the_design(size):
-    config, bucket = transformer_config(released_config()), Job("", Size(*size)).buckets[0]
-    with fake_process_group(4):
-        cost = plan.step_cost(config, bucket, LARGE, 4, torch.bfloat16)[1]
-    column = [6144, 32640].index(bucket.video_tokens)
-    for (cp, ulysses), wanted in FORECAST.items():
-        which = layout(cp, ulysses)
-        got = step_ms(config, bucket, which, IN_BF16, cost, 1)
-        assert list(got) == pytest.approx(wanted[column], rel=0.1)
-
-
 @pytest.mark.parametrize(("cp", "ulysses"), [(4, 1), (8, 4)])
 def test_the_divided_cost_of_a_step_is_that_of_its_graphs(cp, ulysses):
     config, which = transformer_config(released_config()), layout(cp, ulysses)
-    bucket = Job("", Size(*USUAL)).buckets[0]
+    bucket = Job("", Size(512, 768, 121)).buckets[0]
     with fake_process_group(4):
         single = plan.step_cost(config, bucket, LARGE, 4, torch.bfloat16)[1]
     with fake_process_group(4 * cp, groups=mesh.groups(which, 4)):
         counted = plan.step_cost(config, bucket, which, 4, torch.bfloat16)[1]
-    received = sum(received_bytes(config, bucket, which, 4, 2).values())
-    assert counted["context_bytes"] == received
-    whole = undivided_flops(config, bucket) / 4
-    assert counted["flops"] == pytest.approx(whole + (single["flops"] - whole) / cp, rel=0.01)
-    video, audio = bucket.video_tokens * 4096, bucket.audio_tokens * 2048
-    divided = single["moved_bytes"] * (video / cp + audio) / (video + audio)
-    assert counted["moved_bytes"] == pytest.approx(divided, rel=0.01)
+    divided = divided_cost(config, bucket, which, 4, 2, single)
+    assert counted["context_bytes"] == divided["context_bytes"]
+    for name, tolerance in (
+        ("flops", 0.01),
+        ("attention_flops", 0.01),
+        ("moved_bytes", 0.01),
+        ("elementwise_bytes", 0.16),  # the text has some, which are not divided
+    ):
+        assert counted[name] == pytest.approx(divided[name], rel=tolerance), name
+    assert counted["weight_tensors"] == divided["weight_tensors"]
     assert counted["peak_bytes"] < single["peak_bytes"]
 
 
@@ -768,12 +883,13 @@ def planned_layouts(released, clip, profile=LARGE, **fields):
 
 
 def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_allow(released, clip):
-    one_pass = planned_layouts(released, clip)
+    large = dataclasses.replace(LARGE, backend="torchdist")  # of all: guidance groups need it
+    one_pass = planned_layouts(released, clip, large)
     context = [f"context {cp}{u}" for cp, u in [(2, ""), (4, ""), (4, ", Ulysses 4"), (8, "")]]
     context += ["context 8, Ulysses 8", "context 16", "context 16, Ulysses 4"]
     assert [each.name for each in one_pass] == ["one chip", *context]
     assert [(each.chips, each.at_once) for each in one_pass[:3]] == [(1, 16), (2, 8), (4, 4)]
-    guided = planned_layouts(released, clip, recipe="dev")
+    guided = planned_layouts(released, clip, large, recipe="dev")
     both = ["guidance 4 x context 4", "guidance 4 x context 4, Ulysses 4"]
     assert [e.name for e in guided] == ["one chip", "guidance 2", "guidance 4", *context, *both]
     assert guided[-1].chips == 16 and guided[2].efficiency[0] > 0.97
@@ -784,14 +900,12 @@ def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_al
     # One chip a clip takes the fewest chip-seconds, and its step the longest.
     assert min(guided, key=lambda each: each.chip_seconds[0]).name == "one chip"
     shown = layout_table(guided, "trn2.48xlarge")
-    assert "forecasts from published rates, not measured" in shown
+    assert "forecasts, not measured, from the faster to the slower rates" in shown
     assert (
         "most clips: one chip a clip, 16 at once" in shown
         and max(map(len, shown.splitlines())) <= 100
     )
     assert "shortest clip: guidance 4 x context 4, Ulysses 4; type --profile trn2.48xlarge" in shown
-    said = " ".join(shown.split())
-    assert "60 or 32 over several; a rank receives 24 or 7 GB/s from other chips" in said
 
 
 def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_chip(released, clip):
@@ -834,7 +948,7 @@ def test_a_plan_follows_its_profile_s_layout(released, clip):
     )
     shown = table(four)
     assert "trn2.48xlarge-cp4, tp 4 x context parallel 4, 16 ranks, bfloat16" in shown
-    assert "145 of them, 926.6 MB received a rank" in shown and "launches at 2.0 ms" in shown
+    assert "145 of them, 926.6 MB received a rank" in shown and " 5 at 2.0 to 7.8 ms " in shown
 
 
 def test_guidance_groups_share_a_step_s_passes(released, clip):

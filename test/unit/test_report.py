@@ -18,6 +18,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.report import plot
 from ltx_neuron.report import table as latency
 from ltx_neuron.report.__main__ import main as report_main
+from ltx_neuron.report.price import Price
 from ltx_neuron.report.recorder import Recorder
 
 JOB = {"height": 384, "width": 512, "prompt": "a very long prompt " * 20}
@@ -68,6 +69,42 @@ def test_guidance_groups_have_the_median_of_each_pass_and_a_line_for_each_loss()
     assert ["stage_1", "2", "uncond", "3", "40.000"] in table
     assert recorder.lost_groups[0].split() == table[-1]
     assert "guidance_groups" not in recorded()
+
+
+def test_a_report_has_the_price_of_its_clips_for_the_part_of_the_machine_that_made_them():
+    recorder = Recorder(Price(36.0, 4))
+    for seconds in (2.0, 3.0):
+        recorder.finished(seconds)
+    report = recorder.report({}, "trn2.48xlarge", 4, {}, {})
+    price, dollars = report["price"], report["end_to_end_seconds"] * 36 / 3600 / 4
+    assert (report["clips"], report["video_seconds"]) == (2, 5.0)
+    assert price["dollars_per_clip"] == pytest.approx(dollars / 2)
+    assert price["dollars_per_video_second"] == pytest.approx(dollars / 5)
+    price |= {"dollars_per_clip": 0.00273, "dollars_per_video_second": 0.00054}
+    line = "price                     $0.0027 a clip, $0.00054 a second of video; $36.00 an hour, 4"
+    assert f"{line} runs at once" in latency.table(report).splitlines()
+    assert "price" not in recorded() and "price" not in latency.table(recorded())
+
+
+def test_a_run_that_made_no_clip_has_no_price_of_one():
+    report = Recorder(Price(14.56, 1)).report({}, "trn2.3xlarge", 4, {}, {})
+    assert report["price"] == {"dollars_per_hour": 14.56, "runs_at_once": 1}
+    assert "no clip; $14.56 an hour, 1 run at once" in latency.table(report)
+
+
+def test_the_first_clip_is_timed_from_the_start_of_the_process():
+    code = (
+        "import time; from ltx_neuron.report.recorder import Recorder; time.sleep(0.3);"
+        "r = Recorder(); time.sleep(0.1); r.finished(5); time.sleep(2); r.finished(5);"
+        "print(r.report({}, 'cpu', 1, {}, {})['start_to_first_clip'])"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.4 <= float(done.stdout) < time.monotonic() - began - 1.9
+    report = recorded()
+    assert report["start_to_first_clip"] is None
+    report["start_to_first_clip"] = 41.5
+    assert "start to first clip       41.500 s" in latency.table(report).splitlines()
 
 
 def test_a_phase_is_timed_and_what_lies_between_phases_is_the_residual():
@@ -313,6 +350,9 @@ def test_the_report_has_exactly_the_fields_of_schema_1():
         "percent_of_peak",
         "end_to_end_seconds",
         "residual_seconds",
+        "clips",
+        "video_seconds",
+        "start_to_first_clip",
     ]
     assert {
         key: report[key] for key in ("schema", "job", "profile", "tp", "versions", "identity")

@@ -32,6 +32,7 @@ from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import MACHINES, resolve
+from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.guidance import Guidance
@@ -128,6 +129,23 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     advanced(add("--tp-degree", type=int, metavar="N", help=help))
     help = "data type of weights and activations (default: bfloat16)"
     advanced(add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help=help))
+
+
+def add_price(parser: argparse.ArgumentParser) -> None:
+    """The flag of the machine's price."""
+    help = "US dollars for an hour of this machine, to report the price of a clip"
+    add = group(parser, "model and machine").add_argument
+    advanced(add("--price-per-hour", type=float, metavar="DOLLARS", help=help))
+
+
+def price(args: argparse.Namespace) -> Price | None:
+    """The machine's price, for the runs that it has room for; None without the flag."""
+    if (dollars := args.price_per_hour) is None:
+        return None
+    if not 0 < dollars < float("inf"):
+        raise UserError(f"--price-per-hour {dollars:g}: wanted US dollars above 0, such as 14.56")
+    profile = resolve(args.profile, tuple(args.profile_set))
+    return Price(dollars, profile.runs_at_once(profile.degree(args.tp_degree)))
 
 
 def group(parser: argparse.ArgumentParser, title: str) -> argparse._ActionsContainer:
@@ -524,6 +542,7 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     advanced(add("--save-tensors", type=Path, metavar="FILE.safetensors", help=help))
     help = "write the latency report: the time of each phase and step"
     advanced(add("--perf-dump-path", type=Path, metavar="FILE.json", help=help))
+    add_price(parser)
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
@@ -547,6 +566,7 @@ def outputs(args: argparse.Namespace) -> Outputs:
         frames=args.save_frames,
         tensors=args.save_tensors,
         report=args.perf_dump_path,
+        price=price(args),
         resume=args.resume,
     )
 

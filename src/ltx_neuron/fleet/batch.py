@@ -29,10 +29,9 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
     """Generate the videos of a prompts file's lines; exit code 1 if one failed."""
     outputs, options = flags.outputs(args), flags.run_options(args)
     assert outputs.folder  # Outputs.check_batch
-    if outputs.report:
-        raise UserError(
-            "--perf-dump-path cannot be combined with --ray: a latency report covers one machine"
-        )
+    if outputs.report or outputs.price:
+        flag = "--perf-dump-path" if outputs.report else "--price-per-hour"
+        raise UserError(f"{flag} cannot be combined with --ray: a report covers one machine")
     if any(line.job.auto_duration for line in lines):
         raise UserError(
             "--ray distributes videos by size, and the size of a video with a predicted length is"

@@ -44,6 +44,7 @@ from ltx_neuron.models.programs import (
 )
 from ltx_neuron.models.signatures import LATENTS, own_tokens
 from ltx_neuron.plan.forecast import Forecast, forecast
+from ltx_neuron.plan.published import is_measured
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, describe_backend
 from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.latents import TIME_SCALE, video_latent_shape
@@ -84,6 +85,7 @@ class StagePlan:
     memory_ms: float | None
     collectives_ms: float | None
     forecast: Forecast | None  # of one pass
+    measured: bool  # others published a step of this many tokens on so many chips
     collectives_per_step: dict  # {"count", "bytes"} of one rank
     between_groups: dict  # of these, context parallelism's; {"count", "bytes"} that a rank receives
     largest_collective_bytes: int
@@ -415,22 +417,18 @@ def _stage(
     size = job.stage_size(stage.upsampled)
     divides = profile.sequence_parallel and may_divide(bucket, tp, profile.context_parallel)
     program, step = step_cost(config, bucket, profile, tp, dtype, divides)
-    flops, calls = step["flops"], [name for name, _ in next(iter(program.runs.values()))]
+    flops = step["flops"]
     undivided = step_cost(config, bucket, profile, tp, dtype)[1] if divides else {}
     whole = undivided and _between_ranks(undivided, profile, tp)
-    parameters = [p for name in calls for p in program.graphs[name].module.parameters()]
-    weight_bytes = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
-    (held, scores), score_ms = _score_bytes(config, bucket, profile, tp), None
-    compute_ms = memory_ms = ideal_ms = expected = None
+    compute_ms = memory_ms = score_ms = ideal_ms = expected = None
     rate, bandwidth = profile.flops(tp), profile.memory_bytes_per_second(tp)
     if rate and bandwidth:
-        moved = 2 * scores * config.num_layers * tp
-        score_ms = moved / bandwidth * 1e3
+        score_ms = step["score_bytes"] * tp / bandwidth * 1e3
         compute_ms = flops * tp / rate * 1e3
-        memory_ms = weight_bytes * tp / bandwidth * 1e3
+        memory_ms = step["weight_bytes"] * tp / bandwidth * 1e3
         ideal_ms = max(compute_ms, memory_ms)
         launches = step_launches(config, profile.blocks_per_graph)
-        expected = forecast(profile, tp, step, launches, memory_ms, score_ms)
+        expected = forecast(profile, tp, config.num_layers, step, launches)
     return StagePlan(
         name=stage.name,
         height=stage.height,
@@ -450,12 +448,13 @@ def _stage(
         compute_ms=compute_ms,
         memory_ms=memory_ms,
         forecast=expected,
+        measured=expected is not None and is_measured(profile, tp, bucket.video_tokens),
         **_between_ranks(step, profile, tp),
         largest_collective_bytes=step["largest_collective_bytes"],
         sequence_parallel=divides,
         whole=whole or None,
         activation_bytes_per_core=step["peak_bytes"],
-        score_bytes_per_core=held,
+        score_bytes_per_core=_score_bytes(config, bucket, profile, tp)[0],
         score_ms=score_ms,
         upload_bytes=_upload_bytes(program),
     )
@@ -491,7 +490,9 @@ def step_cost(
 ) -> tuple[Program, dict[str, int]]:
     """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima for
     peak_bytes and the largest collective. moved_bytes: sent by the rank in collectives of its
-    tensor-parallel group. Call it inside a process group of the profile's."""
+    tensor-parallel group. weight_bytes, weight_tensors: its weights. inputs: the most other tensors
+    of a graph. score_bytes: to write and read the scores that attention materializes. Call it
+    inside a process group of the profile's."""
     counted = dataclasses.replace(profile, backend="torchdist")  # NxD's graphs are not exported
     comm, context = registry.comm(counted, tp), registry.context(counted, tp)
     how = tp, comm, dtype, 1, profile.attention, sequence_parallel, context
@@ -501,7 +502,13 @@ def step_cost(
     calls = [costs[name] for name, _ in next(iter(program.runs.values()))]
     sums = {key: sum(call[key] for call in calls) for key in calls[0]}
     moved = {name: _moved_bytes(graph, tp) for name, graph in exported.items()}
+    modules = [program.graphs[name].module for name, _ in next(iter(program.runs.values()))]
+    weights = [weight.numel() for module in modules for weight in module.parameters()]
     largest = {
+        "weight_bytes": sum(weights) * dtype.itemsize,
+        "weight_tensors": len(weights),
+        "score_bytes": 2 * _score_bytes(config, bucket, profile, tp)[1] * config.num_layers,
+        "inputs": max(len(graph.inputs._fields) for graph in program.graphs.values()),
         "moved_bytes": sum(moved[name] for name, _ in next(iter(program.runs.values()))),
         "peak_bytes": max(call["peak_bytes"] for call in calls),
         "largest_collective_bytes": max(map(largest_collective, exported.values())),

@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--neuron-vae", action="store_true", help="decode video on the device")
     help = "enlarge the video after one stage: its size, its frame rate, or both"
     add("--upscale", choices=list(UPSCALES), help=help)
+    flags.add_price(parser)
     add("--json", action="store_true", help="print one JSON object instead of the tables")
     args = parser.parse_args(argv)
     # Warnings about ignored files go to stderr, not into the JSON.
@@ -95,6 +96,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
         args.neuron_gemma,
         args.neuron_vae,
         tuned and tuned.step_ms(job.buckets),
+        flags.price(args),
     )
     made = clip.planned()
     return result, made, layouts(result, made, config, job, profile)

@@ -9,7 +9,7 @@ a new prompt and models that an earlier clip loaded.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,9 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
+from ltx_neuron.plan.forecast import chips_of
 from ltx_neuron.profiles import Profile
+from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
@@ -57,6 +59,10 @@ _SHARES = {
     "encode_text float32": 0.8,
     "encode_text bfloat16": 0.08,
 }
+# Bytes per second, to the ranks of a chip and from the disk. LTX-2's 37.8 GB took 11 to 15 s from
+# the page cache and 310 s more from the disk (Difflet); a gp3 volume of EBS begins at 125 MiB/s.
+_LOAD, _DISK = 2.7e9, 125 * 2**20
+_FIRST_STEP_SECONDS = 39.0  # more of a first request than of later ones (vllm-omni-neuron, LTX-2.5)
 # Of one CPU, assumed: seconds of sound, pixels and bytes per second. Sound: slightly less than a
 # core reached in benchmarks/audio_decode.md.
 _ASSUMED = {"decode_audio": 0.3, "encode_mp4": 10e6, "copy": 2e9}
@@ -85,12 +91,18 @@ class ClipPlan:
     seconds           from the prompt to the MP4
     batch_seconds     per clip of a batch, in which the ranks denoise the next clip meanwhile
     overlaps          phases that run at the same time, as text
+    cold              what the first clip has besides, once the ranks run; empty without Neuron
+    cold_seconds      from then to its MP4
+    price             of a clip of a batch, as report.price.Price gives it, with --price-per-hour
     """
 
     rows: list[Row]
     seconds: float | None
     batch_seconds: float | None
     overlaps: str
+    cold: list[Row]
+    cold_seconds: float | None
+    price: dict[str, float] | None
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,7 @@ class Clip:
     neuron_gemma: bool
     neuron_vae: bool
     tuned_step_ms: float | None = None
+    price: Price | None = None
 
     def planned(self) -> ClipPlan:
         first = [*self._text(), *self._given(), *self._denoising()]
@@ -128,7 +141,33 @@ class Clip:
                 seconds, batch_seconds = before + max(device, host), max(before + device, host)
                 if self.neuron_vae:  # the next clip waits for the MP4
                     batch_seconds = seconds
-        return ClipPlan(rows, seconds, batch_seconds, self._overlaps())
+        cold = self._cold(rows) if self.profile.device == "neuron" else []
+        cold_seconds = price = None
+        if seconds is not None:
+            cold_seconds = sum((row.seconds or 0 for row in cold), seconds) if cold else None
+            length = self.job.output_frames / self.job.output_frame_rate
+            price = self.price and self.price.of(batch_seconds or seconds, 1, length)
+        overlaps = self._overlaps()
+        return ClipPlan(rows, seconds, batch_seconds, overlaps, cold, cold_seconds, price)
+
+    def _cold(self, rows: Sequence[Row]) -> list[Row]:
+        """What the first clip of new processes has besides `rows`, with nothing in the page
+        cache."""
+        files, loaded = self.plan.disk_bytes, {row.name for row in rows}
+        loads = [self._gemma3("once")] * self.neuron_gemma + [self._transformer("once")]
+        disk = (
+            f"{format_bytes(files)} of rank files at 125 MiB/s, an EBS gp3 volume without further"
+            " throughput (AWS); LTX-2 was read as fast (Difflet)"
+        )
+        graphs = (
+            "graphs to the ranks: a first request took 39 s more (vllm-omni-neuron), a first step"
+            " up to 175 s (NxD Inference, pull request 63)"
+        )
+        return [
+            Row("read_weights", "host", files / _DISK, disk),
+            *(row for row in loads if row.name not in loaded),
+            Row("first_step", "device", _FIRST_STEP_SECONDS, graphs),
+        ]
 
     def _overlaps(self) -> str:
         if self.job.sound_only:
@@ -171,15 +210,23 @@ class Clip:
         rows = [self._at_peak("encode_text", flops, what)]
         if profile.resident:
             return rows
-        gemma3 = plan.ranks * plan.gemma3_weight_bytes_per_rank
-        what = f"{format_bytes(gemma3)} to the ranks, one model at a time"
-        before = self._host("load_gemma3", gemma3, "copy", what)
-        return [before, *rows, self._transformer("one model at a time")]
+        why = "one model at a time"
+        return [self._gemma3(why), *rows, self._transformer(why)]
+
+    def _gemma3(self, why: str) -> Row:
+        return self._load("load_gemma3", self.plan.gemma3_weight_bytes_per_rank, why)
 
     def _transformer(self, why: str) -> Row:
-        size = self.plan.ranks * self.plan.dit_weight_bytes_per_rank
+        return self._load("load_transformer", self.plan.dit_weight_bytes_per_rank, why)
+
+    def _load(self, name: str, rank_bytes: int, why: str) -> Row:
+        """Weights to the ranks, all chips at once."""
+        size, profile = self.plan.ranks * rank_bytes, self.profile
         what = f"{format_bytes(size)} to the ranks, {why}"
-        return self._host("load_transformer", size, "copy", what)
+        if profile.chip is None:
+            return self._host(name, size, "copy", what)
+        seconds = size / (_LOAD * max(1, chips_of(profile, self.plan.ranks)))
+        return Row(name, "host", seconds, f"{what}, at {_LOAD / 1e9} GB/s a chip (Difflet)")
 
     def _given(self) -> list[Row]:
         """The encoding of input sounds and videos, before the first stage."""

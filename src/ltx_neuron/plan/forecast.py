@@ -1,8 +1,6 @@
 """Forecast of a step's time on Trainium2: each part from counts in the graphs and a range of rates.
-No step of ours was measured there.
-
-The sum is consistent with published results of such models: FLUX, Wan 2.1 and Qwen-Image (Difflet,
-2026-08) and LTX-2.5 (vllm-omni-neuron) reach 31 to 35 % of the chip's peak.
+No step of ours was measured there. The sum includes the published steps (plan/published.py) of
+stacks that work like ours.
 """
 
 from collections.abc import Mapping
@@ -11,40 +9,45 @@ from dataclasses import dataclass
 from ltx_neuron.format import format_flops
 from ltx_neuron.profiles import Profile
 
-# Ranges. Assumed share of the documented peak in matrix products:
+# Ranges, from the faster to the slower. Share of the documented peak in matrix products: assumed.
 _LINEAR = 0.72, 0.62
 _ATTENTION = 0.44, 0.35  # attention_cte: 44 % for Wan 2.2's self-attention (AWS); less for text
-_LARGE_SUM = 184e9, 102e9  # bytes per second that a rank sends, on one chip: assumed
-_SMALL_SUM_MS = 0.02, 0.043  # of statistics: assumed
-_LAUNCH_MS = 0.47  # Python's part, per graph, on a CPU (benchmarks/nxd_on_cpu.md)
+# Bytes per second that a rank sends in a sum. On one chip: assumed, and measured with 4 ranks
+# (jimburtoft/cookbook). On several: what MiniMax-H3's scaling (vllm-omni-neuron) implies, and what
+# LTX-2.5's at TP 8 implies.
+SUM = 184e9, 102e9
+SUM_ACROSS = 60e9, 32e9
+# Received by a rank from other chips in an all-gather or all-to-all: by MiniMax-H3's scaling, and
+# fitted to LTX-2.5's steps on two and four chips.
+GATHER = 24e9, 6e9
 _UNFUSED = 0.25, 0.35  # share of the elementwise traffic: assumed; the rest is fused
 _WAITING = 0.1, 0.13  # of all these: engines wait for each other, as traced in Wan 2.1 (Difflet)
-_MIDDLE = 0.56  # of the range: the published models are in its upper half
-
-# Published of several chips, for the table of layouts too (plan/layouts.py). Nobody has published
-# LTX-2.3 on more than one.
-SHARE = 0.38  # of the peak, all operations: LTX-2.5's step on one chip (vllm-omni-neuron)
-ALL_REDUCE = (
-    100e9,
-    100e9,
-)  # bus bandwidth, bytes per second: 4 ranks of a chip (jimburtoft/cookbook)
-# Of a rank in a sum over several chips: what MiniMax-H3's scaling (vllm-omni-neuron) implies, and
-# what LTX-2.5's at TP 8 implies.
-ALL_REDUCE_ACROSS = 60e9, 32e9
-# Received by a rank from other chips in an all-gather or all-to-all: from the same two.
-GATHER = 24e9, 7e9
-HOST_COPY = 8e9  # of guidance groups' predictions, through the host's memory: assumed
-SMALL_SUM_MS = _SMALL_SUM_MS[0]
+# Milliseconds per transformer block that do not shrink with the tokens, such as the latency of its
+# collectives. Fitted to the published steps on one chip: 222, 442, 459 and 970 ms exceed the middle
+# of the other parts by 115, 148, 165 and 144 ms in 48 blocks. A step is one launch in the stacks of
+# the first three and 14 in that of the last, so launches are not the cause.
+FIXED_MS = 2.4, 3.5
+# Microseconds of NxD's Python per tensor of a launch and rank, with 64 ranks and with 4 (its source
+# on a CPU). The ranks wait meanwhile; TorchNeuron's launches return at once.
+_TENSOR_US = 0.12, 0.5
 # Chips of a graph's collectives -> milliseconds that each launch waits for all of them. 2.5 ms was
-# measured at 32 ranks (kiln); its trn1 measurements give the others.
+# measured at 32 ranks (kiln); its trn1 measurements give the others. The slower: 50 launches fewer
+# saved 390 ms on two chips (whn09/vllm-omni-neuron), of which a part is fusion.
 BARRIER_MS = {1: 0.1, 2: 1.2, 4: 2.0, 8: 2.5, 16: 4.0}
+SLOWEST_BARRIER_MS = 7.8
+HOST_COPY = 8e9  # of guidance groups' predictions, through the host's memory: assumed
 
 
-def barrier_ms(profile: Profile, tp: int) -> float:
-    """What a launch on the ranks of one guidance group waits for all of them."""
+def chips_of(profile: Profile, ranks: int) -> float:
     assert profile.chip
-    chips = profile.world_size(tp) * profile.lnc / profile.chip.cores
-    return BARRIER_MS[min((n for n in BARRIER_MS if n >= chips), default=max(BARRIER_MS))]
+    return ranks * profile.lnc / profile.chip.cores
+
+
+def barrier_ms(profile: Profile, tp: int) -> tuple[float, float]:
+    """What a launch on the ranks of one guidance group waits for all of them, from and to."""
+    chips = chips_of(profile, profile.world_size(tp))
+    fast = BARRIER_MS[min((n for n in BARRIER_MS if n >= chips), default=max(BARRIER_MS))]
+    return fast, SLOWEST_BARRIER_MS if chips > 1 else fast
 
 
 @dataclass(frozen=True)
@@ -68,66 +71,68 @@ class Forecast:
 
 
 def forecast(
-    profile: Profile,
-    tp: int,
-    step: Mapping[str, float],
-    launches: int,
-    memory_ms: float,
-    score_ms: float,
+    profile: Profile, tp: int, blocks: int, step: Mapping[str, float], launches: int
 ) -> Forecast:
     """The forecast of a step on a profile with documented limits.
 
-    step       its cost for one rank, as export.cost counts it, and "moved_bytes", which the rank
-               sends in collectives of its tensor-parallel group
-    launches   graphs that it launches
-    memory_ms  to read the weights once: a lower bound of the products
-    score_ms   to write and read the scores that attention materializes
+    blocks    of the transformer
+    step      its cost for one rank, as plan.step_cost counts it
+    launches  graphs that it launches
     """
-    chip, flops, link = profile.chip, profile.flops(tp), profile.link_bytes_per_second(tp)
-    bandwidth = profile.memory_bytes_per_second(tp)
-    assert chip and flops and link and bandwidth  # a profile with documented limits
+    flops, bandwidth = profile.flops(tp), profile.memory_bytes_per_second(tp)
+    assert flops and bandwidth  # a profile with documented limits
     peak, memory = flops / tp, bandwidth / tp
-    attention, small = step["attention_flops"], step["small_collectives"]
+    sums = SUM if chips_of(profile, tp) <= 1 else SUM_ACROSS
+    attention, moved = step["attention_flops"], step["moved_bytes"]
     linear, received = step["flops"] - attention, step["context_bytes"]
-    unfused, moved = step["elementwise_bytes"], step["moved_bytes"]
-    # Between chips, sums are slower by the ratio of the links.
-    slower = chip.link_bytes_per_second * flops / chip.flops / link
+    unfused, barriers = step["elementwise_bytes"], barrier_ms(profile, tp)
+    tensors = step["weight_tensors"] + launches * step["inputs"]
+    ranks = profile.world_size(tp) if profile.backend == "nxd" else 0
+    # The weights are read once: a lower bound of the products.
+    memory_ms, score_ms = (step[k] / memory * 1e3 for k in ("weight_bytes", "score_bytes"))
+    python = [tensors * ranks * each / 1e3 for each in _TENSOR_US]
     ranges = {
         "linear": [max(linear / (share * peak) * 1e3, memory_ms) for share in _LINEAR],
         "attention": [attention / (share * peak) * 1e3 + score_ms for share in _ATTENTION],
-        "large sums": [moved / rate * slower * 1e3 for rate in _LARGE_SUM],
-        "small sums": [small * ms + launches * _LAUNCH_MS for ms in _SMALL_SUM_MS],
+        "large sums": [moved / rate * 1e3 for rate in sums],
         "elementwise": [unfused * share / memory * 1e3 for share in _UNFUSED],
     }
     if received:
-        barriers = launches * barrier_ms(profile, tp)
-        ranges["between chips"] = [received / rate * 1e3 + barriers for rate in GATHER]
-    sums = map(sum, zip(*ranges.values(), strict=True))
-    ranges["waiting"] = [share * ms for share, ms in zip(_WAITING, sums, strict=True)]
+        ranges["between chips"] = [received / rate * 1e3 for rate in GATHER]
+    busy = map(sum, zip(*ranges.values(), strict=True))
+    ranges["waiting"] = [share * ms for share, ms in zip(_WAITING, busy, strict=True)]
+    ranges["fixed"] = [blocks * ms for ms in FIXED_MS]
+    waits = zip(barriers, python, strict=True)
+    ranges["launches"] = [launches * wait + ms for wait, ms in waits]
     sources = {
         "linear": f"{format_flops(tp * linear)} at {_percent(_LINEAR)} of the peak, assumed",
         "attention": (
             f"{format_flops(tp * attention)} at {_percent(_ATTENTION)}: attention_cte on Wan 2.2"
             " (AWS), and lower"
         ),
-        "large sums": (
-            f"{moved / 1e9:.1f} GB a rank at {_LARGE_SUM[1] / 1e9:.0f} to"
-            f" {_LARGE_SUM[0] / 1e9:.0f} GB/s, assumed"
-        ),
-        "small sums": (
-            f"{small} at {_SMALL_SUM_MS[0]} to {_SMALL_SUM_MS[1]} ms, assumed; {launches} launches"
-            f" at {_LAUNCH_MS} ms, on a CPU"
-        ),
+        "large sums": f"{moved / 1e9:.1f} GB a rank at {_gigabytes(sums)} GB/s, assumed",
         "elementwise": f"{unfused / 1e9:.0f} GB a rank, {_percent(_UNFUSED)} not fused, assumed",
         "between chips": (
-            f"{received / 1e9:.2f} GB a rank at {GATHER[1] / 1e9:.0f} to {GATHER[0] / 1e9:.0f}"
-            f" GB/s, from published scaling; {launches} launches at {barrier_ms(profile, tp)} ms"
+            f"{received / 1e9:.2f} GB a rank at {_gigabytes(GATHER)} GB/s, from published scaling"
         ),
         "waiting": f"{_percent(_WAITING)} of these: idle engines, as in Wan 2.1 (Difflet)",
+        "fixed": (
+            f"{blocks} blocks at {FIXED_MS[0]} to {FIXED_MS[1]} ms whatever their tokens, fitted to"
+            " published steps"
+        ),
+        "launches": (
+            f"{launches} at {' to '.join(map(str, dict.fromkeys(barriers)))} ms (kiln, whn09)"
+            + f"; NxD's Python, {tensors} tensors of {ranks} ranks, on a CPU" * bool(ranks)
+        ),
     }
     parts = [Part(name, low, high, sources[name]) for name, (low, high) in ranges.items()]
     low, high = map(sum, zip(*ranges.values(), strict=True))
-    return Forecast(low, low + _MIDDLE * (high - low), high, parts)
+    return Forecast(low, (low + high) / 2, high, parts)
+
+
+def _gigabytes(rates: tuple[float, float]) -> str:
+    high, low = (rate / 1e9 for rate in rates)
+    return f"{low:.0f} to {high:.0f}"
 
 
 def _percent(shares: tuple[float, float]) -> str:

@@ -1,8 +1,8 @@
 """Forecasts of a clip on one or several chips of a machine, for each layout.
 
-The rates are published ones (plan/forecast.py); we measured none. The cost of a step is counted in
-the graphs of one tensor-parallel group and divided here, because exporting the graphs of a layout
-takes a second. Tests compare the two.
+A step's forecast is plan/forecast.py's. Its cost is counted in the graphs of one tensor-parallel
+group and divided here, because exporting the graphs of a layout takes a second. Tests compare the
+two.
 """
 
 import dataclasses
@@ -18,19 +18,12 @@ from ltx_neuron.models.programs import may_divide
 from ltx_neuron.models.signatures import own_tokens
 from ltx_neuron.plan import Plan, step_cost, step_launches
 from ltx_neuron.plan.clip import ClipPlan
-from ltx_neuron.plan.forecast import (
-    ALL_REDUCE,
-    ALL_REDUCE_ACROSS,
-    GATHER,
-    HOST_COPY,
-    SHARE,
-    SMALL_SUM_MS,
-    barrier_ms,
-)
+from ltx_neuron.plan.forecast import HOST_COPY, chips_of, forecast
+from ltx_neuron.plan.published import is_measured
 from ltx_neuron.profiles import CONTEXT_PARALLEL, EXCHANGES, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.weights.tensorfile import DTYPES
 
-Range = Sequence[float]  # by the faster and by the slower of the rates between chips
+Range = Sequence[float]  # by the faster and by the slower of the rates
 
 
 @dataclass(frozen=True)
@@ -44,6 +37,7 @@ class Layout:
     clip_seconds  from prompt to file, with the other phases as planned
     chip_seconds  chips x seconds of a clip's denoising
     efficiency    chip_seconds of one chip / chip_seconds
+    measured      others published a step of this many tokens on so many chips
     """
 
     name: str
@@ -54,6 +48,7 @@ class Layout:
     clip_seconds: Range
     chip_seconds: Range
     efficiency: Range
+    measured: bool
 
 
 def layouts(
@@ -87,7 +82,7 @@ def layouts(
             sum(s.evaluations * ms / 1e3 for s, ms in zip(plan.stages, each, strict=True))
             for each in zip(*steps, strict=True)
         )
-        chips = layout.cores_needed(tp) * profile.lnc // chip.cores
+        chips = int(chips_of(profile, layout.cores_needed(tp)))
         chip_seconds = tuple(chips * each for each in seconds)
         single = found[0].chip_seconds if found else chip_seconds
         found.append(
@@ -100,6 +95,7 @@ def layouts(
                 clip_seconds=tuple(others + each for each in seconds),
                 chip_seconds=chip_seconds,
                 efficiency=tuple(a / b for a, b in zip(single, chip_seconds, strict=True)),
+                measured=is_measured(layout, tp, max(bucket.video_tokens for bucket in buckets)),
             )
         )
     return found
@@ -195,44 +191,52 @@ def step_ms(
     passes: int,
 ) -> Range:
     """Milliseconds of a step with all its passes. cost: for one rank of a single group."""
-    tp, cp, flops, chip = plan.tp, layout.context_parallel, layout.flops(plan.tp), layout.chip
-    assert flops and chip  # a profile with documented limits
     itemsize = DTYPES[plan.dtype].itemsize
-    whole = undivided_flops(config, bucket) / tp
-    compute = (whole + (cost["flops"] - whole) / cp) / (SHARE * flops / tp)
-    # Every sum of the video's stream has one of the audio's beside it.
-    video, audio = (
-        tokens * size.inner
-        for tokens, size in (
-            (bucket.video_tokens, config.video),
-            (bucket.audio_tokens, config.audio),
-        )
-    )
-    moved = cost["moved_bytes"] * (video / cp + audio) / (video + audio)
-    received = sum(received_bytes(config, bucket, layout, tp, itemsize).values())
+    step = divided_cost(config, bucket, layout, plan.tp, itemsize, cost)
     launches = step_launches(config, layout.blocks_per_graph)
-    waiting = launches * barrier_ms(layout, tp) + cost["small_collectives"] * SMALL_SUM_MS
+    each = forecast(layout, plan.tp, config.num_layers, step, launches)
     rounds = -(-passes // layout.guidance_parallel)
     # Every group gets the prediction of every pass.
     copies = layout.guidance_parallel * passes if layout.guidance_parallel > 1 < passes else 0
     prediction = (bucket.video_tokens + bucket.audio_tokens) * config.in_channels * itemsize
-    sums = ALL_REDUCE if tp * layout.lnc <= chip.cores else ALL_REDUCE_ACROSS
-    return tuple(
-        rounds * ((compute + moved / sum_rate + received / rate) * 1e3 + waiting)
-        + copies * prediction / HOST_COPY * 1e3
-        for sum_rate, rate in zip(sums, GATHER, strict=True)
-    )
+    copied = copies * prediction / HOST_COPY * 1e3
+    return rounds * each.low + copied, rounds * each.high + copied
 
 
-def undivided_flops(config: TransformerConfig, bucket: Bucket) -> int:
-    """FLOPs of a step that every context-parallel group computes: the keys and values of the text,
-    and the audio stream without its attention to the video."""
+def divided_cost(
+    config: TransformerConfig,
+    bucket: Bucket,
+    layout: Profile,
+    tp: int,
+    itemsize: int,
+    cost: Mapping[str, float],
+) -> dict[str, float]:
+    """The cost of a step for one rank of a layout, from that of a single group."""
+    cp = layout.context_parallel
+    whole = dict(zip(("flops", "attention_flops"), undivided_flops(config, bucket), strict=True))
+    # Every sum of the video's stream has one of the audio's beside it, and so has other work.
+    video = bucket.video_tokens * config.video.inner
+    audio = bucket.audio_tokens * config.audio.inner
+    share = (video / cp + audio) / (video + audio)
+    received = received_bytes(config, bucket, layout, tp, itemsize)
+    return {
+        **cost,
+        **{key: own / tp + (cost[key] - own / tp) / cp for key, own in whole.items()},
+        **{key: cost[key] * share for key in ("moved_bytes", "elementwise_bytes")},
+        "score_bytes": cost["score_bytes"] / cp,
+        "context_bytes": sum(received.values()),
+    }
+
+
+def undivided_flops(config: TransformerConfig, bucket: Bucket) -> tuple[int, int]:
+    """FLOPs of a step that every context-parallel group computes, and of these, attention's: the
+    keys and values of the text, and the audio stream without its attention to the video."""
     video, audio, tokens = config.video.inner, config.audio.inner, bucket.audio_tokens
     text = TEXT_TOKENS * (1 + bucket.nag)
     keys_and_values = 4 * text * (video**2 + audio**2)
     products = 36 * tokens * audio**2
-    attention = 4 * tokens * (tokens + text) * audio
-    return config.num_layers * (keys_and_values + products + attention)
+    attention = config.num_layers * 4 * tokens * (tokens + text) * audio
+    return config.num_layers * (keys_and_values + products) + attention, attention
 
 
 def received_bytes(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from ltx_neuron.format import WIDTH, format_bytes, format_flops
 from ltx_neuron.plan import ASSUMED, Plan, StagePlan
 from ltx_neuron.plan.clip import ClipPlan
-from ltx_neuron.plan.forecast import ALL_REDUCE, ALL_REDUCE_ACROSS, BARRIER_MS, GATHER, SHARE
 from ltx_neuron.plan.layouts import Layout, Range
 from ltx_neuron.profiles import COLLECTIVES_BUFFER
+from ltx_neuron.report.price import format_price
 
 
 def table(plan: Plan) -> str:
@@ -98,6 +98,8 @@ def _forecast_rows(stage: StagePlan) -> list[tuple[str, str]]:
     rows = [
         ("forecast step", f"{low} to {high} ms, middle {middle}{each}: a forecast, not measured")
     ]
+    if not stage.measured:
+        rows.append(("", f"{_UNMEASURED}, by tokens or chips"))
     for part in forecast.parts:
         text = f"{_two_digits(part.low)} to {_two_digits(part.high)} ms: {part.source}"
         wrapped = textwrap.wrap(text, WIDTH - 26, break_long_words=False)
@@ -155,7 +157,8 @@ def _verdict(plan: Plan) -> str:
 
 
 def clip_table(clip: ClipPlan) -> str:
-    """The time of a warm clip: a line per phase, named as in a latency report."""
+    """The time of a warm clip, of a first one, and the price: a line per phase, named as in a
+    latency report."""
     lines = [_clip_line("a warm clip", "where", "seconds", "from")]
     lines += [_clip_line(row.name, row.where, _seconds(row.seconds), row.rate) for row in clip.rows]
     file = "MP4" if any(row.name == "encode_mp4" for row in clip.rows) else "WAV"
@@ -164,28 +167,39 @@ def clip_table(clip: ClipPlan) -> str:
     if clip.batch_seconds is not None:
         text = "the ranks denoise the next clip at the same time"
         lines.append(_clip_line("a clip of a batch", "", _seconds(clip.batch_seconds), text))
+    if clip.price:
+        lines.append(_clip_line("price", "", "", format_price(clip.price)))
+    if clip.cold:
+        lines += ["", _clip_line("a cold start", "where", "seconds", "from")]
+        lines += [_clip_line(r.name, r.where, _seconds(r.seconds), r.rate) for r in clip.cold]
+        text = "with the warm clip; the start of the processes comes before"
+        lines.append(_clip_line(f"to the first {file}", "", _seconds(clip.cold_seconds), text))
     return "\n".join(lines)
 
 
-_LAYOUT_LINE = "{:34}{:>5}{:>15}{:>15}{:>17}{:>13}"
+_LAYOUT_LINE = "{:35}{:>5}{:>16}{:>15}{:>16}{:>13}"
+_UNMEASURED = "beyond every published measurement"
 
 
 def layout_table(layouts: Sequence[Layout], machine: str) -> str:
     """A line for each layout, and which is best for one clip and for many. machine: its profile."""
     lines = [
-        f"layouts of a {machine}: forecasts from published rates, not measured; from the faster to",
-        "the slower rates between chips. Published steps on several chips took 0.1 to 0.3 s more.",
+        f"layouts of a {machine}: forecasts, not measured, from the faster to the slower rates",
         _LAYOUT_LINE.format("layout", "chips", "step, ms", "clip, s", "chip-seconds", "efficiency"),
     ]
     for each in layouts:
         ranges = (
             _range(each.step_ms, ",.0f"),
             _range(each.clip_seconds, ",.1f"),
-            _range(each.chip_seconds, ",.1f"),
+            _range(each.chip_seconds, ",.1f" if each.chip_seconds[1] < 1000 else ",.0f"),
             _range(each.efficiency, ".0%"),
         )
-        lines.append(_LAYOUT_LINE.format(each.name, each.chips, *ranges))
-    shortest = min(layouts, key=lambda each: sum(each.clip_seconds))
+        name = each.name + " *" * (not each.measured)
+        lines.append(_LAYOUT_LINE.format(name, each.chips, *ranges))
+    if not all(each.measured for each in layouts):
+        lines.append(f"* {_UNMEASURED}, by tokens or chips")
+    measured = [each for each in layouts if each.measured]
+    shortest = min(measured or layouts, key=lambda each: sum(each.clip_seconds))
     cheapest = min(layouts, key=lambda each: sum(each.chip_seconds))
     flags = [f"--profile-set {setting}" for setting in shortest.settings]
     typed = " ".join([f"shortest clip: {shortest.name}; type --profile {machine}", *flags])
@@ -193,24 +207,9 @@ def layout_table(layouts: Sequence[Layout], machine: str) -> str:
     hourly = [cheapest.at_once * cheapest.chips * 3600 / each for each in cheapest.chip_seconds]
     lines.append(
         f"most clips: {cheapest.name} a clip, {cheapest.at_once} at once;"
-        f" {_range(hourly, ',.0f')} an hour if the host keeps up"
+        f" {_range(hourly, ',.0f')} an hour by denoising alone"
     )
-    return "\n".join([*lines, *textwrap.wrap(_published_rates(), WIDTH, subsequent_indent="  ")])
-
-
-def _published_rates() -> str:
-    """The rates of the layouts' forecasts, with who published them."""
-    on_chip, across, received = (
-        " or ".join(f"{rate / 1e9:.0f}" for rate in dict.fromkeys(rates))
-        for rates in (ALL_REDUCE, ALL_REDUCE_ACROSS, GATHER)
-    )
-    waits = BARRIER_MS.values()
-    return (
-        f"rates: {SHARE:.0%} of the peak (LTX-2.5 on one chip, vllm-omni-neuron); all-reduces"
-        f" {on_chip} GB/s on a chip (J. Burtoft's cookbook), {across} over several; a rank receives"
-        f" {received} GB/s from other chips (MiniMax-H3 and LTX-2.5, vllm-omni-neuron); a launch"
-        f" waits {min(waits)} to {max(waits)} ms (kiln)"
-    )
+    return "\n".join(lines)
 
 
 def _range(both: Range, form: str) -> str:

@@ -1,13 +1,17 @@
 """Records a run's time and memory by phase, as the latency report of schema 1."""
 
 import contextlib
+import os
 import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
+
+from ltx_neuron.report.price import Price
 
 PHASES = (
     "load_gemma3",
@@ -118,15 +122,18 @@ class _Phase:
 
 
 class Recorder:
-    """Collects one run's times, by time.perf_counter, from its construction to `report()`.
+    """Collects one run's times, by time.perf_counter, from its construction to `report()`, and its
+    price if the machine's is known.
 
     A thread has at most one phase at a time. Each moment counts for one phase, so that phases and
     residual add up to the total: for the phase of the thread that made the recorder if it has one,
     otherwise for the phase that began first.
     """
 
-    def __init__(self) -> None:
-        self.counters = Counters()
+    def __init__(self, price: Price | None = None) -> None:
+        self.counters, self.price = Counters(), price
+        self._clips, self._video_seconds = 0, 0.0
+        self._start_to_first_clip: float | None = None
         self._began = self._counted_until = time.perf_counter()
         self._lock = threading.Lock()
         self._main_thread = threading.get_ident()
@@ -206,6 +213,13 @@ class Recorder:
         for group, name, milliseconds in passes:
             self._passes[stage].setdefault((group, name), []).append(milliseconds)
 
+    def finished(self, seconds: float) -> None:
+        """Add a finished clip of so many seconds."""
+        if not self._clips:
+            self._start_to_first_clip = _seconds_since_start()
+        self._clips += 1
+        self._video_seconds += seconds
+
     def last_step(self, stage: str) -> float:
         """Milliseconds of the stage's last denoise step."""
         return self._steps[stage][-1][0]
@@ -225,6 +239,7 @@ class Recorder:
         last_stage = max((stage for stage in STAGES if self._steps[stage]), default=STAGES[0])
         flops = self.counters.flops_per_step
         flops = flops.get(last_stage) if isinstance(flops, dict) else flops
+        made = self._clips, self._video_seconds
         peak, median = self.counters.peak_flops, warm[last_stage]["median"]
         return {
             "schema": 1,
@@ -252,6 +267,10 @@ class Recorder:
             **self._guidance_groups(),
             "end_to_end_seconds": end_to_end,
             "residual_seconds": end_to_end - sum(phase["seconds"] for phase in phases),
+            "clips": self._clips,
+            "video_seconds": self._video_seconds,
+            "start_to_first_clip": self._start_to_first_clip,
+            **({"price": self.price.of(end_to_end, *made)} if self.price else {}),
         }
 
     def _guidance_groups(self) -> dict:
@@ -266,6 +285,12 @@ class Recorder:
         }
         entry = {"passes": passes, "lost": [*self.lost_groups]}
         return {"guidance_groups": entry} if passes or self.lost_groups else {}
+
+
+def _seconds_since_start() -> float:
+    """Seconds since this process started. psutil rounds the time of the boot to a second."""
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _warm_step(steps: list[tuple[float, float]]) -> dict[str, float | None]:

@@ -11,6 +11,7 @@ from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import check_regular
 from ltx_neuron.format import WIDTH, columns
 from ltx_neuron.invocation import command
+from ltx_neuron.report.price import format_price
 
 _FIELDS = {
     "": (
@@ -85,6 +86,10 @@ def table(report: dict) -> str:
     ]
     if (swaps := report.get("weight_swaps", {})).get("count"):  # absent in earlier reports
         lines.append(f"weight swaps              {swaps['count']}, {_text(swaps['seconds'])} s")
+    if (seconds := report.get("start_to_first_clip")) is not None:
+        lines.append(f"start to first clip       {_text(seconds)} s")
+    if price := report.get("price"):
+        lines.append(f"price                     {format_price(price)}")
     if groups := report.get("guidance_groups"):
         lines += ["", *_group_lines(groups)]
     return "\n".join(lines)

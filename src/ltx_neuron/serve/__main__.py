@@ -52,6 +52,7 @@ def build_parser() -> Parser:
     advanced(add("--lora-sets", type=Path, metavar="FILE.json", help=help))
     flags.add_models(parser)
     flags.add_fleet(parser)
+    flags.add_price(parser)
     add_service(parser)
     add_limits(parser)
     return parser
@@ -259,6 +260,7 @@ def be_api(args: argparse.Namespace) -> None:
             max_body_bytes=int(args.max_body_mb * 2**20),
             per_minute=args.rate,
             keep_days=args.keep_days,
+            price=flags.price(args),
         )
         owners = tokens.Tokens.load(args.tokens_file)
         served = app.create_app(submitter, owners, settings, page=not args.no_page)

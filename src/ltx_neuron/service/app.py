@@ -23,6 +23,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from typing_extensions import TypedDict
 
+from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.spec import got_and_wanted
 from ltx_neuron.service import openapi, reference
 from ltx_neuron.service.api_error import ApiError, invalid, too_large
@@ -56,6 +57,7 @@ _FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
 class Settings:
     """Limits of the API.
 
+    price        of the machine, for the metrics
     per_minute   new jobs of one token
     sync_seconds timeout of /v1/videos/sync
     """
@@ -64,6 +66,7 @@ class Settings:
     per_minute: float = 600.0
     sync_seconds: float = 3600.0
     keep_days: float = 7.0
+    price: Price | None = None
 
 
 class VideoList(TypedDict):
@@ -117,7 +120,7 @@ class Api:
     def __init__(self, jobs: JobSubmitter, tokens: Tokens, settings: Settings):
         self.jobs, self.queue, self.tokens = jobs, jobs.queue, tokens
         self.settings, self.rate = settings, TokenBucket(settings.per_minute)
-        self.metrics_of = Metrics(self.queue)
+        self.metrics_of = Metrics(self.queue, settings.price)
 
     # --- videos -----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from ltx_neuron.report.price import Price
 from ltx_neuron.service.queue import QUEUED, Queue
 
 __all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
@@ -14,8 +15,8 @@ __all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
 class Metrics:
     """The metrics of one service."""
 
-    def __init__(self, queue: Queue):
-        self.queue, self.registry = queue, CollectorRegistry()
+    def __init__(self, queue: Queue, price: Price | None = None):
+        self.queue, self.price, self.registry = queue, price, CollectorRegistry()
         what = "answered requests"
         self.requests = Counter("ltx_requests", what, ["method", "status"], registry=self.registry)
         self.registry.register(self)
@@ -33,11 +34,19 @@ class Metrics:
         yield GaugeMetricFamily("ltx_queue_length", "waiting jobs", counts[QUEUED])
         what = "waiting time of the oldest waiting job"
         yield GaugeMetricFamily("ltx_queue_wait_seconds", what, self.queue.oldest_wait())
-        yield from _of_workers(list(self.queue.workers().values()))
+        yield from _of_workers(states := list(self.queue.workers().values()))
+        if self.price:
+            made = (_total(states, name) for name in ("busy_seconds", "videos", "video_seconds"))
+            for name, dollars in self.price.of(*made).items():
+                yield GaugeMetricFamily(f"ltx_{name}", name.replace("_", " "), dollars)
 
     def describe(self) -> list:
         """Return nothing: the registry then collects nothing at registration."""
         return []
+
+
+def _total(states: list[dict], name: str) -> float:
+    return sum(state.get(name, 0) for state in states)
 
 
 def _of_workers(states: list[dict]) -> Iterator:
@@ -47,9 +56,10 @@ def _of_workers(states: list[dict]) -> Iterator:
         ("videos", "videos made"),
         ("steps", "denoising steps"),
         ("step_seconds", "seconds in denoising steps"),
+        ("busy_seconds", "seconds in phases, each moment once"),
+        ("video_seconds", "seconds of the videos made"),
     ):
-        total = sum(state.get(name, 0) for state in states)
-        yield CounterMetricFamily(f"ltx_{name}", what, total)
+        yield CounterMetricFamily(f"ltx_{name}", what, _total(states, name))
     phases = CounterMetricFamily("ltx_phase_seconds", "seconds by phase", labels=["phase"])
     names = sorted({name for state in states for name in state.get("phases", {})})
     for name in names:

@@ -63,7 +63,8 @@ class Worker:
         self._seen: dict[int, dict] = {}  # each job's details: its steps' times, a preview
         self._count, self._reported, self._failures = 0, 0.0, 0
         self._state = {"pid": os.getpid(), "batch_key": None, "videos": 0, "steps": 0, "phases": {}}
-        self._state |= {"step_seconds": 0.0, "lost_groups": engine.recorder.lost_groups}
+        self._state |= {"step_seconds": 0.0, "busy_seconds": 0.0, "video_seconds": 0.0}
+        self._state |= {"lost_groups": engine.recorder.lost_groups}
         engine.on_step_end, engine.on_stage_end = self._step, self._stage
         engine.progress = False
 
@@ -257,6 +258,8 @@ class Worker:
         for phase in report["phases"]:
             seconds = phase["seconds"] + phase.get("overlapped_seconds", 0.0)
             phases[phase["name"]] = phases.get(phase["name"], 0.0) + seconds
+            self._state["busy_seconds"] += phase["seconds"]
+        self._state["video_seconds"] += report["video_seconds"]
         steps = [ms for stage in report["denoise_steps_ms"].values() for ms in stage]
         self._state["steps"] += len(steps)
         self._state["step_seconds"] += sum(steps) / 1e3
