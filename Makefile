@@ -6,20 +6,26 @@ PYTHON ?= python3
 WORKERS ?= 3
 # The CPU default. On a Neuron machine: make TORCH="torch==2.9.*" venv
 TORCH ?= torch==2.13.0
-PY := .venv/bin/python
+# Another transformers than constraints.txt's, with the versions of its own packages that it takes.
+TRANSFORMERS ?=
+# An environment for each pair of them: CONTRIBUTING.md.
+VENV ?= .venv
+PY := $(VENV)/bin/python
 DEMO := src/ltx_neuron/demo
 CKPT := $(DEMO)/ltx-2.3-demo.safetensors
 PROMPT := "a red circle glides slowly to the right on a navy ground"
 SIZE := --height 128 --width 192 --num-frames 49 --frame-rate 24 --two-stage
 
 .PHONY: demo demo-sheet demo-style serve-demo demo-artifacts test test-all stress lint venv
-venv: .venv/installed
+venv: $(VENV)/installed
 
-.venv/installed: pyproject.toml requirements.txt constraints.txt
-	$(PYTHON) -m venv .venv
-	$(PY) -m pip install -q "$(TORCH)" -c constraints.txt
-	$(PY) -m pip install -q -r requirements.txt -c constraints.txt
-	$(PY) -m pip install -q --no-deps ltx-core ltx-pipelines -c constraints.txt
+PINS := $(VENV)/constraints.txt
+$(VENV)/installed: pyproject.toml requirements.txt constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	grep -vE "^(#$(if $(TRANSFORMERS),|transformers|tokenizers|huggingface_hub))" constraints.txt > $(PINS)
+	$(PY) -m pip install -q "$(TORCH)" $(TRANSFORMERS) -c $(PINS)
+	$(PY) -m pip install -q -r requirements.txt -c $(PINS)
+	$(PY) -m pip install -q --no-deps ltx-core ltx-pipelines -c $(PINS)
 	touch $@
 
 demo-artifacts: venv
@@ -55,8 +61,8 @@ serve-demo: demo-artifacts
 lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	PYTHONPATH=src .venv/bin/lint-imports --no-cache --no-logo
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright --pythonpath $(PY)
+	PYTHONPATH=src $(VENV)/bin/lint-imports --no-cache --no-logo
+	$(if $(filter .venv,$(VENV)),PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright --pythonpath $(PY))
 
 # loadfile: a file's tests share its fixtures, in one worker. Files begin in the order of the folders,
 # so that the last ones are short.

@@ -187,8 +187,12 @@ def test_transformers_reads_the_layer_types_and_both_ropes_from_the_published_co
 
     config = AutoConfig.from_pretrained(tiny.gemma_root).text_config
     assert config.layer_types == ["sliding_attention", "full_attention"] * 2
-    full = config.rope_parameters["full_attention"]
-    sliding = config.rope_parameters["sliding_attention"]
+    if hasattr(config, "rope_parameters"):
+        full = config.rope_parameters["full_attention"]
+        sliding = config.rope_parameters["sliding_attention"]
+    else:  # transformers 4
+        full = {"rope_theta": config.rope_theta} | config.rope_scaling
+        sliding = {"rope_theta": config.rope_local_base_freq, "rope_type": "default"}
     assert (full["rope_theta"], full["rope_type"], full["factor"]) == (1e6, "linear", 8.0)
     assert (sliding["rope_theta"], sliding["rope_type"]) == (1e4, "default")
 
