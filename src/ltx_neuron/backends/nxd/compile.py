@@ -26,7 +26,7 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import MANIFEST, whole_file
 from ltx_neuron.models.programs import Graph, Program, cut_graphs
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import Profile, install_runtime
+from ltx_neuron.profiles import STACKS, Profile
 
 # Packages that write and read the graphs: NxD's files need the same versions.
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")
@@ -284,7 +284,7 @@ def collectives(hlo, groups: mesh.Groups) -> dict[str, int]:
                 raise RunError(
                     f"the traced graph has an {instruction.opcode} over ranks {over}, wanted one of"
                     f" {[*groups.values()]}: its results would be wrong.\nInstall the versions of"
-                    f" NxD and torch-neuronx that ltx-neuron names: {install_runtime('nxd')}"
+                    f" NxD and torch-neuronx that ltx-neuron names: {STACKS['nxd'].install}"
                 )
             if over != groups[mesh.TENSOR]:
                 ranks, result = len(over[0]), _nbytes(instruction.shape)

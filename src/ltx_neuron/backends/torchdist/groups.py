@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ltx_neuron.backends import mesh
 from ltx_neuron.errors import UserError
-from ltx_neuron.profiles import Profile, install_runtime
+from ltx_neuron.profiles import STACKS, Profile
 
 
 def group_names(groups: mesh.Groups, profile: Profile) -> dict[str, str]:
@@ -41,7 +41,7 @@ def group_names(groups: mesh.Groups, profile: Profile) -> dict[str, str]:
                     f"context_parallel={profile.context_parallel}: this torch-neuronx compiles"
                     f" group {name} as {known or 'unknown ranks'}, wanted {partition}.\nType"
                     " --profile-set context_parallel=1, or install another release:"
-                    f" {install_runtime('torchdist')}"
+                    f" {STACKS['torchdist'].install}"
                 )
     return {mesh.WORLD: names[mesh.TENSOR], **names} if groups else {}
 
