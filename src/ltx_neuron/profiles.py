@@ -346,7 +346,7 @@ _TRN2: dict[str, Any] = dict(
         ("sound", _UNET),
     ),
 )
-_TRN3 = _TRN2 | dict(
+_TRN3: dict[str, Any] = _TRN2 | dict(
     chip=TRAINIUM3,
     environment=tuple((dict(_TRN2["environment"]) | {PLATFORM_TARGET: "trn3"}).items()),
     note="not tried: the compiler flags, kernels and forecast rates are those of Trainium2",
