@@ -918,7 +918,8 @@ def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_ch
 
 
 def test_a_trainium3_is_planned_by_its_own_limits_and_said_to_be_not_tried(released, clip):
-    one, three = planned(released, *USUAL, TRN2), planned(released, *USUAL, resolve("trn3"))
+    chip = resolve("trn3", ("backend=torchdist",))
+    one, three = planned(released, *USUAL, TRN2), planned(released, *USUAL, chip)
     assert three.hbm_limit_bytes_per_core == 36 * 2**30 and three.fits
     assert three.stages[-1].ideal_step_ms == pytest.approx(one.stages[-1].ideal_step_ms * 667 / 671)
     _, backend, note, *_ = table(three).splitlines()
