@@ -46,13 +46,18 @@ def texts(folder: Path) -> dict[str, set[str]]:
     return ranks
 
 
+def exchanged_over(profile: Profile) -> str:
+    """The groups that exchange heads."""
+    return mesh.CONTEXT if profile.ulysses == profile.context_parallel else mesh.ULYSSES
+
+
 def write_graphs(profile: Profile, tp: int, folder: Path) -> list[Path]:
     """Write a graph with every collective of each group, as the doctor's. Returns their folders."""
-    named, whole = mesh.groups(profile, tp), profile.ulysses == profile.context_parallel
+    named = mesh.groups(profile, tp)
     for name in named:
 
         def make(name=name):
-            exchanges = name == (mesh.CONTEXT if whole else mesh.ULYSSES)
+            exchanges = name == exchanged_over(profile)
             return groups.program(registry.comm(profile, tp, name), exchanges)
 
         identity = {"model": "dit", "bucket": name}

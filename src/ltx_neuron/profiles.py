@@ -210,19 +210,9 @@ class Profile:
         """Whether the links between chips connect every group of ranks (mesh.groups). On a torus, a
         group's chips are one, two neighbours, a row, a column or a block of these, each with the
         same cores. The runtime refuses others with "no_hier no_mesh" (vllm-omni-neuron)."""
-        cp, row = self.context_parallel, self.torus_row
-        degrees = 1, self.cores_per_chip, row
-        return cp == 1 or not row or tp in degrees and self.ulysses in (1, EXCHANGES[0], cp)
-
-    def placed(self, start: int, tp: int) -> bool:
-        """Whether a launch's groups are connected if its first logical core is `start`: its chips
-        are whole, and each world is within a row of the torus or begins one. Chip 0's neighbours
-        are 1, 3, 4 and 12 (AWS's example of neuron-ls), so rows begin at 0, 4, 8 and 12."""
-        size, row = self.world_size(tp), self.torus_row
-        worlds = range(start, start + self.cores_needed(tp), size)
-        return start % min(size, self.cores_per_chip) == 0 and not (
-            row and any(first % row and first % row + size > row for first in worlds)
-        )
+        cp, degrees = self.context_parallel, (1, self.cores_per_chip, self.torus_row)
+        fits = tp in degrees and self.ulysses in (1, EXCHANGES[0], cp)
+        return fits or cp == 1 or not self.torus_row
 
     def rank_threads(self, tp: int) -> int:
         """CPU threads of one rank: fixed per machine, because the number affects output bits. Not
@@ -276,10 +266,10 @@ class Profile:
             )
         if not self.connected(tp):
             raise UserError(
-                f"tp-degree {tp} x context_parallel {self.context_parallel}: ranks with the same"
-                f" heads would be on chips that the torus of {self.machine} does not connect.\nType"
-                f" --tp-degree {_or((1, self.cores_per_chip, self.torus_row))}, or --profile-set"
-                " context_parallel=1"
+                f"tp-degree {tp} x context_parallel {self.context_parallel}, exchanges of"
+                f" {self.ulysses}: the torus of {self.machine} does not connect some groups.\nType"
+                f" --tp-degree {_or((1, self.cores_per_chip, self.torus_row))}, ulysses_degree="
+                f"{EXCHANGES[0]} or none, or --profile-set context_parallel=1"
             )
 
 
@@ -555,8 +545,7 @@ def _or(numbers: tuple[int, ...]) -> str:
 def _routes(profile: Profile) -> dict[str, bool]:
     """Rules for the groups of a Trainium machine, each with whether a profile follows it."""
     cp, ulysses = profile.context_parallel, profile.ulysses
-    torus, smallest = bool(profile.torus_row), EXCHANGES[0]
-    more = "--profile trn2.48xlarge" if torus else "--profile-set chips=N"
+    more = "--profile trn2.48xlarge" if profile.torus_row else "--profile-set chips=N"
     return {
         f"context_parallel={cp} divides a clip over the chips of one machine, and a"
         f" {profile.machine} has one; between machines only guidance groups work, with --ray. Type"
@@ -565,14 +554,13 @@ def _routes(profile: Profile) -> dict[str, bool]:
             cp == 1 or profile.lnc == 2
         ),
         f"context_parallel={cp}: the torus of {profile.machine} connects groups of"
-        f" {_or(CONTEXT_PARALLEL)} chips. Type one of these": (not torus or cp in CONTEXT_PARALLEL),
+        f" {_or(CONTEXT_PARALLEL)} chips. Type one of these": (
+            cp in CONTEXT_PARALLEL or not profile.torus_row
+        ),
         f"context_mode=ulysses in groups of {ulysses}: Neuron's all-to-all has groups of"
         f" {_or(EXCHANGES)}. Type context_mode=gather, or ulysses_degree with one of these": (
             ulysses in (1, *EXCHANGES)
         ),
-        f"ulysses_degree={ulysses} with context_parallel={cp}: the groups that then gather are two"
-        f" rows of the torus apart, which it does not connect. Type ulysses_degree={smallest} or"
-        f" {cp}, or context_mode=gather": not torus or ulysses in (1, smallest, cp),
     }
 
 

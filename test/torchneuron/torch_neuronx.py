@@ -83,11 +83,11 @@ def _make(name: str, **contents) -> None:
 def _remember_meshes() -> None:
     make = DeviceMesh.__init__
 
-    def made(mesh, *arguments, **options):
-        make(mesh, *arguments, **options)
-        for axis, size in enumerate(mesh.mesh.shape):
-            partition = mesh.mesh.movedim(axis, -1).reshape(-1, size)
-            TABLE[mesh.get_group(axis).group_name] = partition.tolist()
+    def made(self, /, *arguments, **options):
+        make(self, *arguments, **options)
+        for axis, size in enumerate(self.mesh.shape):
+            partition = self.mesh.movedim(axis, -1).reshape(-1, size)
+            TABLE[self.get_group(axis).group_name] = partition.tolist()
 
     DeviceMesh.__init__ = made
 

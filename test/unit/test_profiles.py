@@ -338,9 +338,6 @@ UNROUTABLE = {
         "groups of 4, 8 or 16. Type context_mode=gather, or ulysses_degree"
     ),
     "trn2.48xlarge context_parallel=16 context_mode=ulysses ulysses_degree=2": "in groups of 2",
-    "trn2.48xlarge context_parallel=16 context_mode=ulysses ulysses_degree=8": (
-        "two rows of the torus apart, which it does not connect. Type ulysses_degree=4 or 16, or"
-    ),
     "trn2.3xlarge context_parallel=2": (
         "a trn2.3xlarge has one; between machines only guidance groups work, with --ray. Type"
         " context_parallel=1, or --profile trn2.48xlarge"
@@ -410,7 +407,7 @@ COMBINATIONS = [
 
 
 def test_a_launch_is_let_through_if_the_torus_connects_every_group_of_its_ranks(monkeypatch):
-    """At every first core; one at a chip's first core also only then."""
+    """At every first core that is a multiple of a world's ranks, up to a row."""
     accepted = set()
     for tp, cp, ulysses, guidance in COMBINATIONS:
         settings = [f"context_parallel={cp}", "backend=torchdist", f"guidance_parallel={guidance}"]
@@ -427,7 +424,8 @@ def test_a_launch_is_let_through_if_the_torus_connects_every_group_of_its_ranks(
                 resolve("trn2.48xlarge", tuple(settings)).check_degree(tp)
                 environment.cores(layout, tp)
             except UserError:
-                assert not right or first % 4, (tp, cp, ulysses, guidance, first)
+                aligned = first % min(layout.world_size(tp), 16) == 0
+                assert not (right and aligned), (tp, cp, ulysses, guidance, first)
             else:
                 assert right, (tp, cp, ulysses, guidance, first)
                 accepted.add((tp, cp, ulysses))
@@ -438,11 +436,18 @@ def test_a_launch_is_let_through_if_the_torus_connects_every_group_of_its_ranks(
 def test_tensor_parallel_groups_of_several_chips_that_are_no_row_are_refused_with_others(tp, cp):
     """Their ranks with the same heads are on every second chip, or in every second row."""
     layout = resolve("trn2.48xlarge", (f"context_parallel={cp}",))
-    wanted = f"tp-degree {tp} x context_parallel {cp}: .*\nType --tp-degree 1, 4 or 16, or"
+    wanted = f"tp-degree {tp} x context_parallel {cp}, .*\nType --tp-degree 1, 4 or 16, "
     for check in (layout.check_degree, lambda tp: layout.check_layout(tp, heads=32)):
         with pytest.raises(UserError, match=wanted):
             check(tp)
     resolve("trn2.48xlarge").check_degree(tp)  # alone they are a pair of chips, or two rows
+
+
+def test_an_exchange_whose_groups_are_two_rows_apart_is_refused():
+    settings = "context_parallel=16", "context_mode=ulysses", "ulysses_degree=8"
+    wanted = "context_parallel 16, exchanges of 8: .*\nType .*, ulysses_degree=4 or none, or"
+    with pytest.raises(UserError, match=wanted):
+        resolve("trn2.48xlarge", settings).check_layout(4, heads=32)
 
 
 def test_a_launch_that_does_not_begin_a_row_of_the_torus_is_refused(monkeypatch):

@@ -142,9 +142,10 @@ def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
             " runtime refuses gaps.\nType: export NEURON_RT_VISIBLE_CORES="
             f"{launch[0]}-{launch[0] + needed - 1}"
         )
-    if not profile.placed(launch[0], tp):
-        unit = min(size, profile.torus_row or profile.cores_per_chip)
-        first = launch[0] // unit * unit
+    # Rows begin at chips 0, 4, 8 and 12: 0's neighbours are 1, 3, 4 and 12 (AWS on neuron-ls).
+    unit = min(size, profile.torus_row or profile.cores_per_chip)
+    if past := launch[0] % unit:
+        first = launch[0] - past
         raise UserError(
             f"NEURON_RT_VISIBLE_CORES is {value!r}: {size} ranks begin at a multiple of {unit}"
             " cores, to have whole chips that links connect.\nType: export NEURON_RT_VISIBLE_CORES="

@@ -283,8 +283,7 @@ def collectives(hlo, groups: mesh.Groups) -> dict[str, int]:
             if over not in groups.values():
                 raise RunError(
                     f"the traced graph has an {instruction.opcode} over ranks {over}, wanted one of"
-                    f" {[*groups.values()]}: its results would be wrong.\nInstall the versions of"
-                    f" NxD and torch-neuronx that ltx-neuron names: {STACKS['nxd'].install}"
+                    f" {[*groups.values()]}.\nInstall NxD anew: {STACKS['nxd'].install}"
                 )
             if over != groups[mesh.TENSOR]:
                 ranks, result = len(over[0]), _nbytes(instruction.shape)

@@ -1,10 +1,8 @@
-"""The names of groups in a process's graphs, for a compiler that needs to know all their ranks.
+"""The names of groups in a process's graphs.
 
-TorchNeuron replaces a collective's group by replica groups while it compiles. They must be every
-group of the partition: its compiler refuses a rank's own group alone ("replica id #0 not seen in
-replica groups"), and each rank would compile a graph of its own. It knows partitions by its table
-of groups, or those of init_device_mesh. We did not run it; the stand-in of our tests does what
-public sources say.
+TorchNeuron replaces a name by ranks while it compiles, and needs every group of the name: a rank's
+own alone is refused ("replica id #0 not seen in replica groups"). We did not run it; our tests have
+a stand-in, written from public sources.
 """
 
 import json
@@ -38,20 +36,19 @@ def group_names(groups: mesh.Groups, profile: Profile) -> dict[str, str]:
             known = _replica_groups(names[name])
             if known != partition and (known or not registered):
                 raise UserError(
-                    f"context_parallel={profile.context_parallel}: this torch-neuronx compiles"
-                    f" group {name} as {known or 'unknown ranks'}, wanted {partition}.\nType"
-                    " --profile-set context_parallel=1, or install another release:"
-                    f" {STACKS['torchdist'].install}"
+                    f"torch-neuronx compiles group {name} as {known or 'unknown ranks'}, wanted"
+                    f" {partition}.\nType --profile-set context_parallel=1, or install another"
+                    f" release: {STACKS['torchdist'].install}"
                 )
     return {mesh.WORLD: names[mesh.TENSOR], **names} if groups else {}
 
 
 def _device_mesh(groups: mesh.Groups, device: str) -> dict[str, str]:
     """Make the groups once more, by init_device_mesh. Returns their names in c10d."""
-    names, sizes = {}, {name: len(partition[0]) for name, partition in groups.items()}
+    names = {}
     for axes in (mesh.CONTEXT, mesh.TENSOR), (mesh.BETWEEN, mesh.ULYSSES, mesh.TENSOR):
-        if sizes.keys() >= {*axes}:
-            shape = tuple(sizes[axis] for axis in axes)
+        if groups.keys() >= {*axes}:
+            shape = tuple(len(groups[axis][0]) for axis in axes)
             made = init_device_mesh(device, shape, mesh_dim_names=axes)
             names |= {axis: made.get_group(axis).group_name for axis in axes}
     return names
@@ -60,9 +57,8 @@ def _device_mesh(groups: mesh.Groups, device: str) -> dict[str, str]:
 def _replica_groups(group: str) -> list[list[int]] | None:
     """What TorchNeuron writes into a graph for a group; None if its pass cannot be asked."""
     graph = fx.Graph()
-    operation = torch.ops._c10d_functional.all_reduce.default
-    summed = graph.call_function(operation, (graph.placeholder("x"), "sum", group))
-    graph.output(summed)
+    arguments = graph.placeholder("x"), "sum", group
+    summed = graph.call_function(torch.ops._c10d_functional.all_reduce.default, arguments)
     try:
         from torch_neuronx.neuron_dynamo_backend.fx.passes import collective_legalization
 

@@ -291,8 +291,7 @@ def _join_group(settings: RankSettings) -> tuple[Callable[[], None], dict[str, s
         raise RuntimeError(
             f"the default process group is named {world.group_name!r}, graphs say {mesh.WORLD!r}"
         )
-    groups = mesh.groups(profile, tp)
-    name_groups(groups, timeout=_COLLECTIVE_TIMEOUT)
+    name_groups(groups := mesh.groups(profile, tp), timeout=_COLLECTIVE_TIMEOUT)
     # A device's group reduces only device tensors, so host tensors need a group of their own.
     host = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
 
