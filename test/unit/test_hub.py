@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import TOKEN, Hub
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download, utils
 
 from ltx_neuron import flags
 from ltx_neuron.doctor.__main__ import main as doctor
@@ -21,6 +21,10 @@ LTX, GEMMA = "Lightricks/LTX-2.3", "google/gemma-3-12b-it-qat-q4_0-unquantized"
 LORA, LATER = "someone/lora", "Lightricks/LTX-2.5"
 FILES = RELEASED[LTX]
 CHECKPOINT = FILES["distilled"]
+# huggingface_hub below 1, with transformers 4: sessions keep the mode in which they began, and a
+# broken download ends the command; what has come stays, and the next command resumes there.
+restart_sessions = getattr(utils, "reset_sessions", lambda: None)
+PARTS = {".incomplete"} if hasattr(utils, "reset_sessions") else set()
 
 
 @pytest.fixture
@@ -41,15 +45,18 @@ def hub(tiny, tmp_path, monkeypatch):
     home.mkdir()
     monkeypatch.chdir(home)
     monkeypatch.delenv("HF_TOKEN", raising=False)
+    template = "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(file_download, *template, raising=False)  # versions below 1 read it there
+    monkeypatch.setattr(constants, *template)
     for name, value in {
         "ENDPOINT": hub.url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_CACHE": str(tmp_path / "cache"),
         "HF_TOKEN_PATH": str(tmp_path / "token"),
         "HF_HUB_OFFLINE": False,
     }.items():
         monkeypatch.setattr(constants, name, value)
     yield hub
+    restart_sessions()
     hub.shutdown()
     hub.server_close()
 
@@ -125,8 +132,11 @@ def test_a_file_that_another_revision_has_too_is_not_downloaded_again(hub, capsy
 def test_a_connection_that_breaks_is_resumed_where_it_broke(hub):
     written = constants.DOWNLOAD_CHUNK_SIZE  # what has come in whole chunks is not sent again
     hub.broken[CHECKPOINT] = written + 1000
+    if PARTS:
+        assert "type the command again" in refused(LTX)
     path = local_path(LTX, "distilled")
-    assert [request.range for request in hub.requests][-2:] == [None, f"bytes={written}-"]
+    sent = [each for each in hub.requests if each.method == "GET" and "/resolve/" in each.path]
+    assert [request.range for request in sent] == [None, f"bytes={written}-"]
     assert path.read_bytes() == hub.repos[LTX][CHECKPOINT].read_bytes()
 
 
@@ -158,9 +168,8 @@ def test_a_disk_that_fills_up_during_a_download_is_told(hub, monkeypatch, small_
     monkeypatch.setattr("shutil.disk_usage", lambda _: argparse.Namespace(free=10**12))
     error = refused(LTX)
     assert f"the disk of {small_disk} is full\nFree some space" in error
-    assert not [
-        path for path in small_disk.rglob("*") if path.is_file() and path.stat().st_size > 1000
-    ]
+    large = [path for path in small_disk.rglob("*") if path.stat().st_size > 1000]
+    assert {path.suffix for path in large if path.is_file()} <= PARTS
 
 
 # --- what the hub refuses ------------------------------------------------------------------------
@@ -203,12 +212,13 @@ def test_a_repository_that_holds_no_gemma_is_told(hub):
 
 def test_without_a_network_the_hub_is_said_not_to_answer(hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "no download from http://127.0.0.1:9/Lightricks/LTX-2.3 (ConnectError" in refused(LTX)
+    assert "no download from http://127.0.0.1:9/Lightricks/LTX-2.3 (Connect" in refused(LTX)
 
 
 def test_offline_a_filled_cache_is_enough_and_an_empty_one_says_what_to_type(hub, monkeypatch):
     filled = local_path(LTX, "distilled")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    restart_sessions()
     assert local_path(LTX, "distilled") == filled
     error = refused(LTX, "dev")
     assert "HF_HUB_OFFLINE" in error and error.endswith(f"hf download {LTX} {FILES['dev']}")

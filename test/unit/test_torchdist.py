@@ -333,12 +333,14 @@ def test_an_interface_that_is_not_there_does_not_matter(monkeypatch, toy):
 
 
 HOST = """
-import sys
+import os, sys
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.profiles import PROFILES
 if __name__ == "__main__":
+    answer = open(os.dup(1), "w")
+    os.dup2(2, 1)  # Gloo of torch 2.9 prints which ranks it connected
     ranks = Ranks(PROFILES["cpu"], 2)
-    print(ranks._folder, *(process.pid for process in ranks._processes), flush=True)
+    print(ranks._folder, *(each.pid for each in ranks._processes), file=answer, flush=True)
     sys.stdin.read()
 """
 
