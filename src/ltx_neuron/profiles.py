@@ -185,10 +185,6 @@ class Profile:
         """Logical cores of a run on one machine: the ranks of all guidance groups on it."""
         return self.world_size(tp) * (1 if self.spread else self.guidance_parallel)
 
-    def runs_at_once(self, tp: int) -> int:
-        """Runs of this layout for which the machine has cores at the same time."""
-        return max(1, (self.cores or 0) // self.cores_needed(tp))
-
     @property
     def ulysses(self) -> int:
         """The number of tensor-parallel groups that exchange tokens for heads; 1: none."""

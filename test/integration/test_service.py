@@ -3,6 +3,8 @@ script's bit for bit, strangers get nothing, and a worker is watched."""
 
 import json
 import socket
+import threading
+import time
 from contextlib import closing
 from io import BytesIO
 from pathlib import Path
@@ -222,6 +224,34 @@ def test_a_worker_stores_what_it_measured_before_its_first_job(tiny, tmp_path):
     # Else another process could choose otherwise, and the next worker go on to other bits.
     assert choices_file(artifacts).is_file()
     assert "float32_products" in choices_file(artifacts).read_text()
+
+
+def test_a_worker_adds_up_its_busy_seconds_and_the_seconds_of_its_videos(tiny, tmp_path):
+    """Of every moment once, also where phases overlap: a clip's price is made of them."""
+    workspace = Workspace(
+        tiny.checkpoint, resolve("cpu", ()), tmp_path, TP, "float32", tiny.gemma_root
+    )
+    queue = Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")
+    with closing(queue), Engine(workspace, Recorder()) as engine:
+        working = Worker(queue, engine, "w1")
+        for seconds in (2.0, 3.0):
+            with engine.recorder.phase("decode_video"):
+                until = threading.Event()
+                other = threading.Thread(target=_decode_sound, args=(engine.recorder, until))
+                other.start()
+                until.wait()
+                other.join()
+            engine.recorder.finished(seconds)
+            working._keep_records()
+        state = working._state
+    assert state["video_seconds"] == 5.0
+    assert 0.2 <= state["busy_seconds"] < sum(state["phases"].values()) - 0.15
+
+
+def _decode_sound(recorder: Recorder, until: threading.Event) -> None:
+    with recorder.phase("decode_audio"):
+        until.set()
+        time.sleep(0.1)
 
 
 def test_a_job_cancelled_between_steps_ends_there_and_the_next_is_what_it_was(

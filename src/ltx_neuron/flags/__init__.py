@@ -145,7 +145,8 @@ def price(args: argparse.Namespace) -> Price | None:
     if not 0 < dollars < float("inf"):
         raise UserError(f"--price-per-hour {dollars:g}: wanted US dollars above 0, such as 14.56")
     profile = resolve(args.profile, tuple(args.profile_set))
-    return Price(dollars, profile.runs_at_once(profile.degree(args.tp_degree)))
+    needed = profile.cores_needed(profile.degree(args.tp_degree))
+    return Price(dollars, max(1, (profile.cores or 0) // needed))
 
 
 def group(parser: argparse.ArgumentParser, title: str) -> argparse._ActionsContainer:

@@ -43,8 +43,7 @@ from ltx_neuron.models.programs import (
     may_divide,
 )
 from ltx_neuron.models.signatures import LATENTS, own_tokens
-from ltx_neuron.plan.forecast import Forecast, forecast
-from ltx_neuron.plan.published import is_measured
+from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, describe_backend
 from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.latents import TIME_SCALE, video_latent_shape

@@ -92,7 +92,6 @@ class ClipPlan:
     batch_seconds     per clip of a batch, in which the ranks denoise the next clip meanwhile
     overlaps          phases that run at the same time, as text
     cold              what the first clip has besides, once the ranks run; empty without Neuron
-    cold_seconds      from then to its MP4
     price             of a clip of a batch, as report.price.Price gives it, with --price-per-hour
     """
 
@@ -101,7 +100,6 @@ class ClipPlan:
     batch_seconds: float | None
     overlaps: str
     cold: list[Row]
-    cold_seconds: float | None
     price: dict[str, float] | None
 
 
@@ -141,28 +139,21 @@ class Clip:
                 seconds, batch_seconds = before + max(device, host), max(before + device, host)
                 if self.neuron_vae:  # the next clip waits for the MP4
                     batch_seconds = seconds
-        cold = self._cold(rows) if self.profile.device == "neuron" else []
-        cold_seconds = price = None
-        if seconds is not None:
-            cold_seconds = sum((row.seconds or 0 for row in cold), seconds) if cold else None
-            length = self.job.output_frames / self.job.output_frame_rate
-            price = self.price and self.price.of(batch_seconds or seconds, 1, length)
-        overlaps = self._overlaps()
-        return ClipPlan(rows, seconds, batch_seconds, overlaps, cold, cold_seconds, price)
+        cold, length = self._cold(rows), self.job.output_frames / self.job.output_frame_rate
+        price = None
+        if seconds and self.price:
+            price = self.price.of(batch_seconds or seconds, 1, length)
+        return ClipPlan(rows, seconds, batch_seconds, self._overlaps(), cold, price)
 
     def _cold(self, rows: Sequence[Row]) -> list[Row]:
         """What the first clip of new processes has besides `rows`, with nothing in the page
         cache."""
+        if self.profile.device != "neuron":
+            return []
         files, loaded = self.plan.disk_bytes, {row.name for row in rows}
         loads = [self._gemma3("once")] * self.neuron_gemma + [self._transformer("once")]
-        disk = (
-            f"{format_bytes(files)} of rank files at 125 MiB/s, an EBS gp3 volume without further"
-            " throughput (AWS); LTX-2 was read as fast (Difflet)"
-        )
-        graphs = (
-            "graphs to the ranks: a first request took 39 s more (vllm-omni-neuron), a first step"
-            " up to 175 s (NxD Inference, pull request 63)"
-        )
+        disk = f"{format_bytes(files)} of rank files at 125 MiB/s, a gp3 volume as it comes (AWS)"
+        graphs = "graphs to the ranks (vllm-omni-neuron); up to 175 s (NxD Inference's LTX-2.3)"
         return [
             Row("read_weights", "host", files / _DISK, disk),
             *(row for row in loads if row.name not in loaded),

@@ -18,8 +18,7 @@ from ltx_neuron.models.programs import may_divide
 from ltx_neuron.models.signatures import own_tokens
 from ltx_neuron.plan import Plan, step_cost, step_launches
 from ltx_neuron.plan.clip import ClipPlan
-from ltx_neuron.plan.forecast import HOST_COPY, chips_of, forecast
-from ltx_neuron.plan.published import is_measured
+from ltx_neuron.plan.forecast import HOST_COPY, chips_of, forecast, is_measured
 from ltx_neuron.profiles import CONTEXT_PARALLEL, EXCHANGES, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.weights.tensorfile import DTYPES
 

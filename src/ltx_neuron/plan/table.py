@@ -173,7 +173,8 @@ def clip_table(clip: ClipPlan) -> str:
         lines += ["", _clip_line("a cold start", "where", "seconds", "from")]
         lines += [_clip_line(r.name, r.where, _seconds(r.seconds), r.rate) for r in clip.cold]
         text = "with the warm clip; the start of the processes comes before"
-        lines.append(_clip_line(f"to the first {file}", "", _seconds(clip.cold_seconds), text))
+        seconds = sum((row.seconds or 0 for row in clip.cold), clip.seconds or 0)
+        lines.append(_clip_line(f"to the first {file}", "", _seconds(seconds), text))
     return "\n".join(lines)
 
 

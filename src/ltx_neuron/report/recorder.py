@@ -132,7 +132,7 @@ class Recorder:
 
     def __init__(self, price: Price | None = None) -> None:
         self.counters, self.price = Counters(), price
-        self._clips, self._video_seconds = 0, 0.0
+        self._finished: list[float] = []  # seconds of each clip
         self._start_to_first_clip: float | None = None
         self._began = self._counted_until = time.perf_counter()
         self._lock = threading.Lock()
@@ -215,10 +215,9 @@ class Recorder:
 
     def finished(self, seconds: float) -> None:
         """Add a finished clip of so many seconds."""
-        if not self._clips:
+        if not self._finished:
             self._start_to_first_clip = _seconds_since_start()
-        self._clips += 1
-        self._video_seconds += seconds
+        self._finished.append(seconds)
 
     def last_step(self, stage: str) -> float:
         """Milliseconds of the stage's last denoise step."""
@@ -239,7 +238,7 @@ class Recorder:
         last_stage = max((stage for stage in STAGES if self._steps[stage]), default=STAGES[0])
         flops = self.counters.flops_per_step
         flops = flops.get(last_stage) if isinstance(flops, dict) else flops
-        made = self._clips, self._video_seconds
+        made = len(self._finished), sum(self._finished)
         peak, median = self.counters.peak_flops, warm[last_stage]["median"]
         return {
             "schema": 1,
@@ -267,8 +266,8 @@ class Recorder:
             **self._guidance_groups(),
             "end_to_end_seconds": end_to_end,
             "residual_seconds": end_to_end - sum(phase["seconds"] for phase in phases),
-            "clips": self._clips,
-            "video_seconds": self._video_seconds,
+            "clips": made[0],
+            "video_seconds": made[1],
             "start_to_first_clip": self._start_to_first_clip,
             **({"price": self.price.of(end_to_end, *made)} if self.price else {}),
         }
