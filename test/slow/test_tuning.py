@@ -3,6 +3,7 @@ with a wrong kernel, a slow and a fast cut planted."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from helpers import wait_for
 
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
+from ltx_neuron.tune.variant import compare_convolutions
 from ltx_neuron.workspace import Workspace
 
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9"]
@@ -89,3 +91,13 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     job = Job("", size)
     _, manifest = workspace.dit_program_for(job, job.stages[0])
     assert list(manifest.graphs) == ["step"]
+
+
+def test_both_forms_of_the_decoder_s_convolutions_are_timed_and_agree(tiny, tmp_path, capsys):
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 2, "float32")
+    workspace.shard("vae")
+    compare_convolutions(workspace, Job("", Size(64, 64, 9)), 1)
+    said = re.compile(r"vae_convolution=(\w+): ([\d.]+) ms a tile, (\S+) from conv2d")
+    (two, ms, none), (three, other, little) = said.findall(capsys.readouterr().out)
+    assert (two, three) == ("conv2d", "conv3d") and min(float(ms), float(other)) > 0
+    assert float(none) == 0 < float(little) < 1e-5

@@ -625,6 +625,13 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
     assert invocation.command("shard vae") in commands["VAE weights"]
     assert invocation.command("compile vae") in commands["VAE graphs"]
     assert "--height 64 --width 64 --num-frames 9" in commands["VAE graphs"]
+    assert "sound weights" not in commands  # unless the ranks decode it
+    flags += "--neuron-vae", "--profile-set", "sound_on_ranks=true"
+    _, others, _ = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags)
+    commands = {f["check"]: f["fix"] for f in others}
+    assert "--profile-set sound_on_ranks=true" in commands["sound graphs"]
+    assert invocation.command("shard vae") in commands["sound weights"]
+    flags = flags[:-3]
     code, others, _ = doctor(here, "--checkpoint-path", damaged, *flags)
     (broken,) = [f for f in others if f["check"] == "checkpoint"]
     assert code == 1 and "truncated?" in broken["text"] and "Download it again" in broken["fix"]

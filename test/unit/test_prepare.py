@@ -12,6 +12,7 @@ from helpers import picture_frames, tone, write_film, write_sound
 from ltx_neuron import errors, files, invocation
 from ltx_neuron.commands import dispatch, prepare
 from ltx_neuron.commands.prepare import Part, Preparation, parts_of
+from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_seconds
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import RunOptions
@@ -76,6 +77,11 @@ def test_jobs_share_what_is_the_same_and_a_given_sound_is_not_decoded(tiny, tmp_
         "video decoder graphs, 2x2x3 latents",
         "sound decoder graphs, 9 latents",
     ]
+    without = opened_workspace(tiny, tmp_path)
+    for where, models in ((without, 2), (workspace, 3)):
+        parts = parts_of(where, [jobs[0]], RunOptions(neuron_vae=True))
+        (weights,) = (part for part in parts if part.title == "VAE weights")
+        assert len(weights.folders) == models
     assert titles(workspace, jobs[2], neuron_vae=True)[-1] == "video decoder graphs, 2x2x3 latents"
 
 
@@ -88,6 +94,20 @@ def test_a_video_needs_the_encoder_where_it_may_stay_beside_the_transformer(
     graphs = "video encoder graphs, 73x64x64, 49x64x64"
     assert (graphs in titles(workspace, job, neuron_vae=True)) == encodes
     assert graphs not in titles(workspace, job)
+
+
+def test_the_two_forms_of_the_vae_s_convolutions_have_graphs_of_their_own(tiny, tmp_path):
+    job = Job("a", Size(64, 64, 97), retake=Retake("film.mp4", 0, 1))
+    made = {}
+    for form in ("conv2d", "conv3d"):
+        settings = ["resident=true", f"vae_convolution={form}"]
+        workspace = opened_workspace(tiny, tmp_path, settings=settings)
+        graphs = (workspace.tile_identities(job.latent_shape), workspace.encoder_identities(job))
+        made[form] = [[*each.values()] for each in graphs]
+    for two, three in zip(*made.values(), strict=True):
+        assert two and all(each not in three for each in two)
+    with pytest.raises(UserError, match=r"compile vae .* --profile-set vae_convolution=conv3d"):
+        workspace.tile_programs(job.latent_shape)
 
 
 def test_the_size_of_weights_is_known_before_they_are_written(tiny, tmp_path):

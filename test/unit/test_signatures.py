@@ -47,6 +47,7 @@ from ltx_neuron.models.programs import (
     tile_program,
     waveform_program,
     weight_name,
+    with_convolution,
 )
 from ltx_neuron.models.signatures import BlockInputs, BlockOutputs, dit_fields
 from ltx_neuron.profiles import resolve
@@ -118,6 +119,9 @@ def manifests(gemma, tmp_path_factory):
         "connectors": partial(connector_program, config, **common),
         "video decoder": partial(
             tile_program, video_decoder_config(released_config()), (2, 3, 2), DTYPE
+        ),
+        "video decoder, conv3d": lambda: with_convolution(
+            tile_program(video_decoder_config(tiny_config(sizes)), (2, 3, 2), DTYPE), "conv3d"
         ),
         "diffusion decoder": partial(diffusion_program, last_stages, SMALL, DTYPE),
         "mel decoder": partial(spectrogram_program, audio_decoder_config(tiny_config(sizes)), 3),

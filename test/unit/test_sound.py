@@ -230,6 +230,12 @@ def test_silence_has_no_square_root_of_zero_on_the_ranks_and_its_floor_is_not_he
     assert torch.equal(floored, spectrum(samples))
 
 
+def test_the_host_s_spectrum_has_no_floor_so_that_its_bits_are_those_of_the_definition(vocoders):
+    modules = (each for graph in vocoders[1].graphs for each in graph.module.modules())
+    (spectrum,) = (each for each in modules if isinstance(each, MelSpectrogram))
+    assert spectrum.least_power == 0
+
+
 @KERNELS
 def test_the_number_of_threads_does_not_change_the_bits(vocoders, decoders):
     before, results = torch.get_num_threads(), []

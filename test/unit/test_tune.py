@@ -605,6 +605,13 @@ def test_what_is_typed_wrongly_is_said_before_anything_runs(tiny, tmp_path, type
         command.main([*common, *typed])
 
 
+def test_a_diffusion_decoder_has_no_convolutions_to_time(split, tmp_path):
+    words = ["--checkpoint-path", str(split.folder), "--video-vae-path", str(split.diffusion_vae)]
+    words += ["--artifacts-dir", str(tmp_path), "--profile", "cpu", "--recipe", "distilled"]
+    with pytest.raises(UserError, match="--vae: the diffusion decoder has no convolutions"):
+        command.main([*words, "--height", "64", "--width", "64", "--num-frames", "9", "--vae"])
+
+
 def test_the_step_of_ltx_2_5_is_tuned_with_its_sampler(split, tmp_path, monkeypatch):
     tuned = []
     monkeypatch.setattr(Workspace, "dit_weights", lambda self, loras=(): tmp_path)
