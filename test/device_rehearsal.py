@@ -16,11 +16,13 @@ def rehearsal(folder: Path, minutes: float | None = None, system: System | None 
     """What sections run on, in a folder of its own."""
     args = Namespace(work_dir=folder, dtype="bfloat16", tp_degree=None)
     args = Namespace(**vars(args), height=64, width=64, num_frames=9, frame_rate=24.0)
-    args.two_stage, args.video_path = False, None
+    args.two_stage, args.video_path, args.profile, args.profile_set = False, None, None, []
+    args.checkpoint_path = args.gemma_root = args.artifacts_dir = None
     return Bench(args, resolve("cpu"), system or System(), Budget(minutes))
 
 
 def command(folder: Path) -> list:
     """The command that rehearses, with a cache and a work folder of its own."""
     words = [sys.executable, "-m", "pytest", ROOT / "test/device", "-o", f"cache_dir={folder}/c"]
+    words += ["--height", "64", "--width", "64", "--num-frames", "9"]
     return [*words, "--profile", "cpu", "--skip-wide", "--work-dir", folder / "work"]

@@ -5,6 +5,7 @@ import argparse
 import datetime
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def facts_of(bench: Bench) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "commit": bundle.commit(bench.system),
         "code": code_digest(bench.profile.backend),
-        "command": "python -m pytest " + " ".join(sys.argv[1:]),
+        "command": shlex.join(["python", "-m", "pytest", *sys.argv[1:]]),
     }
 
 

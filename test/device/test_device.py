@@ -55,7 +55,7 @@ def test_two_blocks_one_step_against_the_cpu(bench, found):
     found.extend(compared.one_step(bench, wide(bench)))
 
 
-@section(minutes=1, needs=(test_two_blocks_shard_and_compile,))
+@section(minutes=1.5, needs=(test_two_blocks_shard_and_compile,))
 def test_two_blocks_a_step_by_its_graphs(bench, found):
     found.extend(measured.wide_step_times(bench, wide(bench)))
 

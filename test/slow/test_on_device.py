@@ -10,17 +10,21 @@ from contextlib import suppress
 import psutil
 import pytest
 from conftest import ROOT
-from device import measurements, step_times, test_device
-from device.bench import Bench, Model, request
+from device import measurements, one_step, step_times, test_device
+from device.bench import FP32, TINY_SIZE, Bench, Model, request
 from device_rehearsal import command, rehearsal
 from helpers import one_thread  # noqa: F401
+from safetensors.torch import load_file
 
+from ltx_neuron.denoise import StageRun
 from ltx_neuron.files import read_json
+from ltx_neuron.models import signatures
+from ltx_neuron.sampling import ancestral
 
 
 def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(tmp_path):
     """SIGKILL in the middle of its second section; then with a budget that has no room for the
-    third."""
+    third. A run ends with its page."""
     words = command(tmp_path)
     state, report = tmp_path / "work/report.json", tmp_path / "work/report.md"
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -35,22 +39,52 @@ def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(
                 each.kill()
     assert read_json(state)["sections"][first.name]["status"] == "done"
     assert f"| {first.title} | done |" in report.read_text()
-    assert f"| {second.title} | not" in report.read_text()
-    # The second section needs 3 minutes and the third 4. A busy machine takes the rest to start.
+    left = len(test_device.SECTIONS) - 1
+    assert f"Sections that were not reached: {left}." in report.read_text()
+    # The second section needs 1.5 minutes and the third 4. A busy machine takes the rest to start.
     again = subprocess.run(
-        [*words, "--lf", "--minutes", "3.95"], cwd=ROOT, capture_output=True, text=True, timeout=500
+        [*words, "--lf", "--minutes", "2.5"], cwd=ROOT, capture_output=True, text=True, timeout=500
     )
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"{first.title} ..." not in again.stdout
     assert f"{second.title} ...\n  done" in again.stdout
     text = report.read_text()
-    for each in test_device.SECTIONS.values():
-        assert f"| {each.title} | " in text
-    assert re.search(rf"\| {third.title} \| not run: takes about 4 minutes, [0-3]\.", text)
-    assert "unchanged." in text and "- versions: torch" in text and "- commit: " in text
+    not_reached = r" \.\.\.\n  not reached: takes about 4 minutes, [0-2]\."
+    assert re.search(third.title + not_reached, again.stdout)
+    assert f"| {second.title} | done | " in text and f"| {third.title} |" not in text
+    assert "sum of a stream" in text and "- versions: torch" in text and "- commit: " in text
+    assert f"\n{text}\n" in again.stdout  # the run ends with the page
     assert (
         tmp_path / "work/bundle.tar.gz"
     ).is_file() and "Read it before you send it" in again.stdout
+
+
+def test_of_ltx25_the_compared_step_is_the_last_one_that_adds_noise(
+    tmp_path,
+    split,
+    monkeypatch,
+    one_thread,  # noqa: F811
+):
+    bench = rehearsal(tmp_path)
+    bench.args.tp_degree = 1
+    model = Model("ltx25", split.distilled, None, None, TINY_SIZE, tmp_path / "artifacts")
+    bench.shard(model, FP32, gemma=False)
+    bench.compile(model, FP32, gemma=False)
+    taken, step = [], StageRun.step
+
+    def noted(run: StageRun, number: int) -> float:
+        noise = signatures.ANCESTRAL.index("noise")
+        added = ancestral.coefficients(run.stage.sigmas, (False, False))[number:, 0, noise]
+        taken.append((added > 0).tolist())
+        return step(run, number)
+
+    monkeypatch.setattr(StageRun, "step", noted)
+    output = tmp_path / "step.safetensors"
+    content = request(model, model.size) | {"output": output, "tp": bench.tp}
+    content |= {"profile": FP32.profile, "settings": FP32.settings, "dtype": FP32.dtype}
+    one_step.take_step(content)
+    assert taken == [[True, False]]  # this step's, and those after it
+    assert load_file(output).keys() == {"video", "audio"}
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 three-way rule, what it measures, and the report."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 import textwrap
@@ -16,16 +17,18 @@ import pytest
 from conftest import ROOT
 from device import conftest as device_run
 from device import measurements, probes, test_device
-from device.bench import TINY_SIZE, WIDE, Bench, Model
-from device.comparisons import three_way
+from device.bench import TINY_SIZE, WIDE, Bench, Model, Run
+from device.comparisons import doctor, three_way
 from device.report import Budget, Report, Section, Stopped
 from device_rehearsal import command, rehearsal
 from helpers import one_thread, randn, within  # noqa: F401
 
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.doctor import redact
+from ltx_neuron.doctor.finding import Finding
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
+from ltx_neuron.plan import __main__ as plan
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny.config import TinySizes, released_config, tiny_config
 
@@ -117,7 +120,7 @@ def test_the_report_names_every_section_and_shows_what_each_found(reports):
     text = report.markdown()
     assert "- profile: cpu" in text and "| a | done | 0.0 |" in text
     assert "| b c | failed: it \\| broke | 0.0 |" in text
-    assert "Not reached in the time: d." in text and f"## a\n\n{FOUND}" in text
+    assert "Sections that were not reached: 1." in text and f"## a\n\n{FOUND}" in text
     assert "half of it\n\n```\nit | broke\nhere\n```" in text
 
 
@@ -327,7 +330,67 @@ def test_every_section_is_a_test_and_every_test_a_section():
     assert [*test_device.SECTIONS] == tests
 
 
+def test_by_their_estimates_a_page_takes_ten_minutes_and_ltx25_ends_within_the_hour():
+    ends, minutes = {}, 0.0
+    for section in test_device.SECTIONS.values():
+        minutes += section.minutes
+        ends[section.name] = minutes
+    first = [name for name, end in ends.items() if end <= 9.5]  # starting takes time too
+    assert first == [
+        "test_doctor",
+        "test_a_collective",
+        "test_two_blocks_shard_and_compile",
+        "test_two_blocks_one_step_against_the_cpu",
+        "test_two_blocks_a_step_by_its_graphs",
+    ]
+    later = [end for name, end in ends.items() if "ltx25" in name]
+    assert len(later) == 4 and max(later) <= 60
+
+
 # --- what it measures -----------------------------------------------------------------------------
+
+
+def test_the_page_has_the_doctor_s_verdict_and_of_its_findings_those_that_are_not_ok(
+    bench, monkeypatch
+):
+    findings = [
+        Finding("torch", "ok", "2.9.0"),
+        Finding("nxd", "note", "ends | with 2.34"),
+        Finding("driver", "ok", "2.29"),
+    ]
+    content = {"can_run": True, "findings": list(map(dataclasses.asdict, findings))}
+    output = f"a warning\n{json.dumps(content, indent=1)}\nanother"
+    monkeypatch.setattr(Bench, "run", lambda *_, **__: Run(output, 1.0, {}))
+    lines = [*doctor(bench())]
+    assert lines[0] == "2 checks are ok; nothing blocks this run."
+    assert lines[-1] == "| note | nxd | ends \\| with 2.34 |" and len(lines) == 5
+    findings[0] = dataclasses.replace(findings[0], state="blocks")
+    content = {"can_run": False, "findings": list(map(dataclasses.asdict, findings))}
+    output = json.dumps(content, indent=1)
+    found = doctor(bench())
+    assert next(found) == "1 checks are ok; this run is blocked by: torch."
+    with pytest.raises(pytest.fail.Exception, match="something blocks"):
+        list(found)
+
+
+def test_a_measured_step_has_the_plan_s_forecast_of_the_same_step_beside_it(bench, tiny, capsys):
+    """Of the same counts as `ltx-neuron plan`."""
+    on_cpu = bench()
+    on_chip = dataclasses.replace(on_cpu, profile=resolve("trn2.3xlarge"))
+    model = Model("tiny", tiny.checkpoint, None, None, TINY_SIZE, Path("artifacts"))
+    words = ["--profile", "trn2.3xlarge", "--checkpoint-path", str(tiny.checkpoint)]
+    words += [str(word) for word in on_chip.scripts(model, on_chip.device(model)).size]
+    plan.main([*words, "--json"])
+    expected = measurements.planned(on_chip, model)
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert json.loads(json.dumps(dataclasses.asdict(expected)["stages"])) == stages
+    forecast = expected.stages[-1].forecast
+    lines = [*measurements.forecast_lines(expected, 1.5 * forecast.middle)]
+    assert lines[0].startswith(f"Forecast of this step: {forecast.low:.1f} to {forecast.high:.1f}")
+    assert lines[0].endswith("Measured / forecast: 1.50.")
+    assert [line.split(" | ")[0][2:] for line in lines[4:]] == [p.name for p in forecast.parts]
+    (none,) = measurements.forecast_lines(measurements.planned(on_cpu, model), 1.0)
+    assert none == "Forecast: none, profile cpu has no documented limits."
 
 
 def test_neuron_monitor_is_not_started_beside_a_script(bench, tmp_path, monkeypatch):
