@@ -18,7 +18,7 @@ import psutil
 from lib.harness import finish, print_conditions
 from lib.harness import parser as harness_parser
 
-FLAGS = (
+FLAGS = (  # noqa: SIM905
     "--profile cpu --neuron-gemma --checkpoint-path ltx-2.3-tiny.safetensors --gemma-root gemma"
     " --height 64 --width 64 --num-frames 9"
 ).split()
@@ -49,7 +49,9 @@ def main() -> None:
             print(f"{name:6} run {number} {seconds:6.2f} s, CPU {cpu:6.2f} s", flush=True)
             if number:  # the first ones read files from the disk
                 taken[name].append((seconds, cpu))
-    columns = {name: [median(column) for column in zip(*runs)] for name, runs in taken.items()}
+    columns = {
+        name: [median(column) for column in zip(*runs, strict=True)] for name, runs in taken.items()
+    }
     finish(args, **{name: dict(seconds=s, cpu=c) for name, (s, c) in columns.items()})
 
 
