@@ -50,6 +50,7 @@ class Residency:
         self._ran: frozenset[str] = frozenset()  # programs that these ranks have loaded so far
         self._vae_programs: frozenset[str] = frozenset()  # the VAEs' loaded programs
         self._decoding = threading.Lock()  # held while VAEs are loaded or run
+        registry.announce(workspace.profile, workspace.tp, workspace.compiler_cache)
         self.vae_stays = False  # whether the VAEs fit beside the transformer
         self._modulation: dict[Path, ModulationTables] = {}  # by weight set
 

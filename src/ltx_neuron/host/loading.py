@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
 from ltx_neuron.config.diffusion import UNREAD, diffusion_decoder_config, is_diffusion_vae
@@ -44,6 +45,16 @@ def import_ltx_core() -> None:
         sys.modules["torchaudio"] = stub
 
 
+class _WeightsOnMeta(TorchFunctionMode):
+    """Makes tensors of torch.empty, as layers make their weights, on the meta device. Filters that a
+    constructor computes stay on the CPU: on meta, torch would import torch._dynamo for them, which
+    takes more than a second."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
 class ModelSpec(NamedTuple):
     """The source of one model: its file, its constructor, and its tensors' names in the file.
 
@@ -70,12 +81,12 @@ class ModelSpec(NamedTuple):
     file: WeightFile | None = None
 
     def build_empty(self) -> torch.nn.Module:
-        """The module on the meta device.
+        """The module with its weights on the meta device.
 
         Raises UserError unless the file has all of its tensors, with their shapes, and no others.
         """
         try:
-            with torch.device("meta"):
+            with _WeightsOnMeta():
                 module = self.build()
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import inf
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,21 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     print(f"{what}. The ranks compile at their first run instead.", file=sys.stderr)
 
 
+def start_server(profile: Profile, tp: int, cache: Path | None) -> None:
+    """Start the server whose forks are the ranks of a CPU, if it does not run yet. Returns at once:
+    the server then imports what every rank needs while the host reads files and prompts.
+
+    Does nothing for other devices. A forked child cannot use a Neuron or CUDA runtime, and
+    TorchNeuron reads a rank's variables, such as its core, while it is imported.
+    """
+    if profile.device == "cpu":
+        forkserver.set_forkserver_preload(
+            ["ltx_neuron.backends.torchdist.rank", "torch._export.serde.serialize"]
+        )
+        with _inherited(rank_settings(profile, tp, 0, cache).environment):
+            forkserver.ensure_running()
+
+
 @contextmanager
 def _inherited(variables: dict[str, str]) -> Iterator[None]:
     """While the block runs, child processes get additional variables, and do not import the user's
@@ -131,13 +146,8 @@ class Ranks(ranks.Ranks):
         self._processes = []
         self._failed: RankError | None = None  # the error that ended the ranks
         self._took: dict[tuple[str, str], float] = {}  # seconds of each sequence's last run
-        # A forked child cannot use a Neuron or CUDA runtime. On a CPU each rank is a fork of a
-        # server that has imported torch.
+        start_server(profile, tp, cache)
         context = get_context("forkserver" if profile.device == "cpu" else "spawn")
-        if profile.device == "cpu":
-            context.set_forkserver_preload(
-                ["ltx_neuron.backends.torchdist.rank", "torch._export.serde.serialize"]
-            )
         progress = context.RawArray("q", self.size)
         try:
             self._start(context, profile, cache, progress)
