@@ -28,7 +28,6 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.tiny.config import released_config
 
-
 CASES = ((4, 4), (16, 16), (24, 32), (8, 32), (48, 64))  # blocks of a graph, ranks
 CHANGED = ("video_hidden", "audio_hidden", "video_rows", "audio_rows")
 TAG = "blocks"
