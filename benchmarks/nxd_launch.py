@@ -2,7 +2,7 @@
 backends/nxd/inputs.py. Nothing is computed; the runtime's object is a C++ class that returns at
 once.
 
-    LTX_NEURON_NXD_SOURCE=<checkout of aws-neuron/neuronx-distributed> \\
+    LTX_NEURON_NXD_SOURCE=<checkout of aws-neuron/neuronx-distributed> PYTHONPATH=test/xla \\
         VENV/bin/python benchmarks/nxd_launch.py
 
 VENV is that of test/xla/make_xla_venv.sh; a C++ compiler and ninja are needed. The graphs have the
@@ -11,12 +11,12 @@ rows change, as from one step to the next. The least CPU time of all calls count
 """
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import nxd_stubs
 import torch
 from lib.harness import finish, print_conditions
 from lib.harness import parser as harness_parser
@@ -27,9 +27,6 @@ from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.tiny.config import released_config
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "test/xla"))
-import nxd_stubs
 
 CASES = ((4, 4), (16, 16), (24, 32), (8, 32), (48, 64))  # blocks of a graph, ranks
 CHANGED = ("video_hidden", "audio_hidden", "video_rows", "audio_rows")

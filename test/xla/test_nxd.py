@@ -417,7 +417,10 @@ def test_a_warm_step_passes_only_what_a_graph_has_returned_since(generated, monk
         Inputs, "_set", lambda self, name, parts: changed.append(name) or inner(self, name, parts)
     )
     assert rel(one_step(ranks, program), right) == 0
-    assert "video_hidden" in changed and {*changed} <= ranks.programs[program].outputs
+    assert {*changed} <= ranks.programs[program].outputs
+    context = [part.clone() for part in ranks._buffers.tensors["video_context"]]
+    assert rel(one_step(ranks, program, video_context=context), right) == 0
+    assert changed.count("video_context") == 2  # the group of each block
 
 
 def test_a_warm_step_reads_a_new_upload(generated):

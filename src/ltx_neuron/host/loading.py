@@ -46,8 +46,8 @@ def import_ltx_core() -> None:
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """Makes tensors of torch.empty, as layers make their weights, on the meta device. Filters that a
-    constructor computes stay on the CPU: on meta, torch would import torch._dynamo for them, which
+    """Makes the tensors of torch.empty, which are the layers' weights, on the meta device. Filters
+    that a constructor computes are on the CPU: on meta, torch imports torch._dynamo for them, which
     takes more than a second."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
