@@ -99,11 +99,8 @@ def test_the_release_at_tp_4_has_the_published_shards_and_ideal_steps(released, 
 def test_a_step_s_forecast_is_the_sum_of_parts_that_say_what_they_are_from(released):
     made = planned(released, 512, 768, 121)
     expected = made.stages[0].forecast
-    assert [round(ms, -1) for ms in (expected.low, expected.middle, expected.high)] == [
-        830,
-        970,
-        1120,
-    ]
+    steps = [round(ms, -1) for ms in (expected.low, expected.middle, expected.high)]
+    assert steps == [830, 970, 1110]
     assert sum(part.low for part in expected.parts) == pytest.approx(expected.low)
     assert sum(part.high for part in expected.parts) == pytest.approx(expected.high)
     ranges = {part.name: (part.low, part.high) for part in expected.parts}
@@ -115,8 +112,8 @@ def test_a_step_s_forecast_is_the_sum_of_parts_that_say_what_they_are_from(relea
             "large sums": (80, 144),
             "elementwise": (103, 144),
             "waiting": (64, 108),
-            "fixed": (115, 168),
-            "launches": (3.5, 10.1),
+            "fixed": (120, 168),
+            "launches": (1.4, 1.4),
         }.items()
     }
     shown = table(made)
@@ -160,7 +157,7 @@ def test_what_the_published_steps_take_whatever_their_tokens_is_the_fixed_part()
             (fixed,) = (part for part in ours.parts if part.name == "fixed")
             others = ours.middle - (fixed.low + fixed.high) / 2
             residuals.append(published["ms"][0] - others)
-    assert [round(ms) for ms in residuals] == [115, 148, 165, 144]  # as forecast.py says
+    assert [round(ms) for ms in residuals] == [120, 152, 169, 144]  # as forecast.py says
     assert min(residuals) == pytest.approx(fixed.low, abs=3)
     assert max(residuals) == pytest.approx(fixed.high, abs=4)
 
@@ -187,7 +184,7 @@ def test_past_every_published_step_the_plan_says_so(released, clip):
     said = "beyond every published measurement, by tokens or chips"
     assert said not in table(planned(released, 512, 768, 121))
     assert said in table(planned(released, 1024, 1536, 121))
-    assert said in table(planned(released, *USUAL, PROFILES["trn2.48xlarge-cp8"]))
+    assert said in table(planned(released, *USUAL, resolve("trn2.48xlarge-cp8")))
     rows = planned_layouts(released, clip)
     assert [row.name for row in rows if row.measured] == [
         *("one chip", "context 2", "context 4", "context 4, Ulysses 4")
@@ -198,7 +195,7 @@ def test_past_every_published_step_the_plan_says_so(released, clip):
 
 
 def test_a_launch_costs_nxd_s_python_by_tensors_and_ranks_and_torchneuron_nothing(released):
-    """As measured with NxD's source on a CPU: 8.7 ms a step of 12 launches with 359 tensors."""
+    """As measured with NxD's source on a CPU: 0.54 ms a step of 12 launches with 359 tensors."""
 
     def launches(name, *settings):
         made = planned(released, *USUAL, resolve(name, settings))
@@ -208,7 +205,7 @@ def test_a_launch_costs_nxd_s_python_by_tensors_and_ranks_and_torchneuron_nothin
         launches("trn2.3xlarge", f"backend={name}") for name in ("nxd", "torchdist")
     )
     python = nxd.high - torchneuron.high
-    assert python == pytest.approx(8.7, rel=0.02)
+    assert nxd.low - torchneuron.low < 0.54 < python
     assert torchneuron.low == torchneuron.high == pytest.approx(14 * 0.1)
     several = launches("trn2.48xlarge-cp4", "backend=nxd")
     assert several.high - 5 * 7.8 == pytest.approx(4 * python, rel=0.05)
@@ -221,9 +218,9 @@ def test_the_forecast_follows_what_is_counted(released):
         released, resolve("trn2.48xlarge", settings), Job("", Size(*size)), tp, "bfloat16"
     ).stages[0]
     parts = lambda stage: {part.name: part.high for part in stage.forecast.parts}  # noqa: E731
-    whole, plain = of("blocks_per_graph=0"), of()
+    whole, plain = of("backend=nxd", "blocks_per_graph=0"), of("backend=nxd")
     saved = parts(plain)["launches"] - parts(whole)["launches"]
-    assert saved == pytest.approx(13 * (0.1 + 15 * 4 * 0.5e-3))  # 15 tensors besides the weights
+    assert saved == pytest.approx(13 * (0.1 + 15 * 4 * 0.053e-3))  # 15 tensors besides the weights
     divided = of("sequence_parallel=true").forecast
     assert 750 < divided.low < 780 and 1000 < divided.high < 1060
     assert parts(of(tp=8))["large sums"] > parts(plain)["large sums"]

@@ -26,12 +26,12 @@ _UNFUSED = 0.25, 0.35  # share of the elementwise traffic: assumed; the rest is 
 _WAITING = 0.1, 0.13  # of all these: engines wait for each other, as traced in Wan 2.1 (Difflet)
 # Milliseconds per transformer block that do not shrink with the tokens, such as the latency of its
 # collectives. Fitted to the published steps on one chip: 222, 442, 459 and 970 ms exceed the middle
-# of the other parts by 115, 148, 165 and 144 ms in 48 blocks. A step is one launch in the stacks of
+# of the other parts by 120, 152, 169 and 144 ms in 48 blocks. A step is one launch in the stacks of
 # the first three and 14 in that of the last, so launches are not the cause.
-FIXED_MS = 2.4, 3.5
-# Microseconds of NxD's Python per tensor of a launch and rank, with 64 ranks and with 4 (its source
-# on a CPU). The ranks wait meanwhile; TorchNeuron's launches return at once.
-_TENSOR_US = 0.12, 0.5
+FIXED_MS = 2.5, 3.5
+# Microseconds of a launch's Python per tensor and rank on NxD, least and most of 4 to 64 ranks
+# (benchmarks/nxd_launch.md). The ranks wait meanwhile; TorchNeuron's launches return at once.
+_TENSOR_US = 0.018, 0.053
 # Chips of a graph's collectives -> milliseconds that each launch waits for all of them. 2.5 ms was
 # measured at 32 ranks (kiln); its trn1 measurements give the others. The slower: 50 launches fewer
 # saved 390 ms on two chips (whn09/vllm-omni-neuron), of which a part is fusion.
