@@ -41,7 +41,6 @@ _ONCE = {
     (layouts, "step_cost"): _step_once,
     (plan, "text_weights"): cache(plan.text_weights),
     (clip, "_counted"): _by_text(clip._counted),
-    (clip, "_sound_flops"): _by_text(clip._sound_flops),
 }
 
 

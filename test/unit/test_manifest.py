@@ -75,7 +75,6 @@ def test_the_cost_of_a_run_is_the_sum_over_its_calls_and_the_largest_peak(tmp_pa
     total = Manifest(tmp_path).cost()
     assert total.keys() == {
         "collectives",
-        "small_collectives",
         "collective_bytes",
         "all_gather_bytes",
         "reduce_scatter_bytes",

@@ -192,7 +192,6 @@ def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
     gathered = scattered = 4 * 4 * 3
     assert nxd_compile.collectives(hlo, PAIRS) == {
         "collectives": 6,
-        "small_collectives": 6,
         "collective_bytes": 4 * (6 + 4 + 14 + 9) + 2 * 5 + gathered + scattered,
         "all_gather_bytes": gathered,
         "reduce_scatter_bytes": scattered,

@@ -185,7 +185,6 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
     """The cost of one call for one rank, counted in the graph.
 
     collectives       all-reduces, all-gathers and reduce-scatters
-    small_collectives of these, those below 1 MiB: statistics
     collective_bytes  bytes that a rank contributes to them
     *_bytes           of these, bytes for all-gathers and for reduce-scatters
     context_collectives  of these, those between tensor-parallel groups
@@ -247,7 +246,6 @@ def collective_cost(sizes: list[tuple[str, int]]) -> dict[str, int]:
     """The entries of `cost` for collectives. sizes: (kind, as in _COLLECTIVES; a rank's bytes)."""
     return {
         "collectives": len(sizes),
-        "small_collectives": sum(size < _SMALL for _, size in sizes),
         "collective_bytes": sum(size for _, size in sizes),
         "all_gather_bytes": sum(size for kind, size in sizes if kind == "all_gather"),
         "reduce_scatter_bytes": sum(size for kind, size in sizes if kind == "reduce_scatter"),
@@ -272,7 +270,6 @@ def _elementwise_bytes(node: fx.Node) -> int:
     return sum(_nbytes(each.meta["val"]) for each in node.all_input_nodes) + _nbytes(value)
 
 
-_SMALL = 2**20  # bytes
 # The operations that the kernels of models.attention consist of; no other product is a bmm.
 _ATTENTION = {
     torch.ops.aten.bmm,

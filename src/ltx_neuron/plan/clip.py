@@ -16,21 +16,19 @@ from typing import Any
 import torch
 from ltx_core.model.upsampler import LatentUpsamplerConfigurator
 from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from ltx_neuron import machine
 from ltx_neuron.config.diffusion import diffusion_decoder_config, is_diffusion_vae
-from ltx_neuron.config.sound import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
+from ltx_neuron.config.sound import AUDIO_SCALE
 from ltx_neuron.format import format_bytes, format_flops
 from ltx_neuron.host import diffusion, tiles
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.host.models import import_ltx_core
-from ltx_neuron.host.sound import cut
 from ltx_neuron.host.spectrogram import mel_sizes
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
-from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.plan.forecast import chips_of
 from ltx_neuron.profiles import Profile
@@ -38,13 +36,10 @@ from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
-# The factor of float32 on Trainium2, documented: 181 TFLOP/s per chip, against 667 in bf16.
-_FLOAT32_COST = 667 / 181
 SHARE = 0.3  # of a chip's documented peak: assumed
 # Of the video VAE, between that and 51 %, which others' decoder of 3D convolutions reached on trn2
 # (vllm-omni-neuron).
 _VAE_SHARE = 0.4
-_CELLS = 128  # rows and columns of the tensor engine, for input and output channels
 PROMPT_TOKENS, CONTEXT_TOKENS = 128, 1024
 # FLOP/s of one CPU. Two AVX-512 units make 64 FLOPs a cycle in float32, AMX makes 2048 in bfloat16:
 # documented of the Intel CPUs beside Trainium2, here at 2 GHz, and of a hyperthread the half.
@@ -342,12 +337,10 @@ class Clip:
         longer, size = self.job.extension, self.job.size
         seconds = (longer or size).num_frames / size.frame_rate
         text = f"{seconds:.1f} s of sound"
-        if not (self.neuron_vae and self.profile.sound_on_ranks):
-            return self._host("decode_audio", seconds, "decode_audio", text)
-        plan = self.plan
-        total = _sound_flops(self.config, self.job.audio_latents, plan.tp, plan.ranks)
-        text = f"{format_flops(total)} in float32 with cells that few channels leave empty, {text}"
-        return self._at_peak("decode_audio", total * _FLOAT32_COST, text)
+        if self.neuron_vae and self.profile.sound_on_ranks:
+            why = "not known: filters of 16 and 32 channels fill a 32nd of the tensor engine"
+            return Row("decode_audio", "device", None, why)
+        return self._host("decode_audio", seconds, "decode_audio", text)
 
     def _mp4(self) -> Row:
         _, rows, columns = self._latent
@@ -369,32 +362,3 @@ def _counted(
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             module(torch.empty(1, *shape))
     return counter.get_total_flops()
-
-
-def _sound_flops(config: Mapping[str, Any], latents: int, tp: int, ranks: int) -> int:
-    """FLOPs of tp of the `ranks` that decode `latents` audio latents; ranks without a span count as
-    busy."""
-    mel, vocoder = audio_decoder_config(config), vocoder_config(config)
-    span, rows = span_sizes(latents)
-    parts = (
-        (spectrogram_program(mel, span), cut(latents, span, mel.reach)),
-        (waveform_program(vocoder, rows), cut(AUDIO_SCALE * latents - 3, rows, vocoder.reach)),
-    )
-    return sum(_of_program(program) * -(-len(spans) // ranks) * tp for program, spans in parts)
-
-
-def _of_program(program: Program) -> int:
-    """FLOPs of one call of every graph, as `_with_empty_cells` counts those of convolutions."""
-    counts = {torch.ops.aten.convolution: _with_empty_cells}
-    with FlopCounterMode(display=False, custom_mapping=counts) as counter, torch.no_grad():
-        for graph in program.graphs.values():
-            fields = (program.fields[name] for name in graph.inputs._fields)
-            graph.module(graph.inputs(*(torch.empty(f.shape, device="meta") for f in fields)))
-    return counter.get_total_flops()
-
-
-def _with_empty_cells(x: torch.Size, weight: torch.Size, *_, out_shape: torch.Size, **__) -> int:
-    """FLOPs of a convolution on Trainium2, with those of the cells that its channels leave empty.
-    A filter with 16 input and 32 output channels counts 32 times."""
-    used = math.prod(min(channels, _CELLS) / _CELLS for channels in weight[:2])
-    return round(conv_flop_count([*x], [*weight], [*out_shape]) / used)

@@ -166,6 +166,8 @@ def clip_table(clip: ClipPlan) -> str:
     lines.append(_clip_line(f"from prompt to {file}", "", _seconds(clip.seconds), overlaps))
     if clip.batch_seconds is not None:
         text = "the ranks denoise the next clip at the same time"
+        if clip.batch_seconds == clip.seconds:
+            text = "the next clip waits for the MP4"
         lines.append(_clip_line("a clip of a batch", "", _seconds(clip.batch_seconds), text))
     if clip.price:
         lines.append(_clip_line("price", "", "", format_price(clip.price)))
@@ -173,7 +175,7 @@ def clip_table(clip: ClipPlan) -> str:
         lines += ["", _clip_line("a cold start", "where", "seconds", "from")]
         lines += [_clip_line(r.name, r.where, _seconds(r.seconds), r.rate) for r in clip.cold]
         text = "with the warm clip; the start of the processes comes before"
-        seconds = sum((row.seconds or 0 for row in clip.cold), clip.seconds or 0)
+        seconds = clip.seconds and sum((row.seconds or 0 for row in clip.cold), clip.seconds)
         lines.append(_clip_line(f"to the first {file}", "", _seconds(seconds), text))
     return "\n".join(lines)
 
