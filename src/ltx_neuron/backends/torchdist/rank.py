@@ -276,21 +276,17 @@ def _join_group(settings: RankSettings) -> tuple[Callable[[], None], dict[str, s
 
     profile, tp = settings.profile, settings.tp
     size = profile.world_size(tp)
+    store = dist.FileStore(settings.store, size)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(
         {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}[profile.device],
-        store=dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
-            settings.store, size
-        ),
+        store=store,
         rank=settings.rank,
         world_size=size,
         timeout=_COLLECTIVE_TIMEOUT,
     )
-    world = dist.group.WORLD
-    assert world is not None
-    if world.group_name != mesh.WORLD:
-        raise RuntimeError(
-            f"the default process group is named {world.group_name!r}, graphs say {mesh.WORLD!r}"
-        )
+    name = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+    if name != mesh.WORLD:
+        raise RuntimeError(f"the default process group is {name!r}, graphs say {mesh.WORLD!r}")
     name_groups(groups := mesh.groups(profile, tp), timeout=_COLLECTIVE_TIMEOUT)
     # A device's group reduces only device tensors, so host tensors need a group of their own.
     host = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
