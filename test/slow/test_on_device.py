@@ -89,11 +89,12 @@ def test_of_ltx25_the_compared_step_is_the_last_one_that_adds_noise(
 
 @pytest.fixture
 def blocks(tmp_path, tiny) -> tuple[Bench, Model]:
-    """The model of two blocks, which the tiny one stands for: sharded."""
+    """The model of two blocks, which the tiny one stands for: sharded and compiled."""
     bench = rehearsal(tmp_path)
     (bench.folder / "wide").symlink_to(tiny.checkpoint.parent)
     model = measurements.timed_blocks(bench)
     bench.shard(model, bench.device(model), gemma=False)
+    bench.compile(model, bench.device(model), gemma=False)
     return bench, model
 
 
@@ -102,7 +103,7 @@ def test_a_step_is_timed_by_its_graphs_and_memory_is_asked_for_between_timed_ste
 ):
     """Of each core: before loading, loaded, after the steps, unloaded."""
     bench, model = blocks
-    text = "\n".join(measurements.wide_step_times(bench))
+    text = "\n".join(measurements.wide_step_times(bench, model))
     assert re.search(r"\| blocks \| 1 \| [\d.]+ \| - \| 22 \| ", text), text
     assert re.search("By these graphs a step of 48 blocks takes [1-9]", text)
     assert "Memory: no Neuron device." in text
@@ -126,7 +127,8 @@ def test_a_step_is_timed_by_its_graphs_and_memory_is_asked_for_between_timed_ste
     steps = ["step"] * 2 * (1 + step_times.STEPS)
     assert events == ["memory", "memory", *steps, "memory", "memory"]
     assert [call["graph"] for call in found["calls"]] == ["head", "blocks", "tail"]
-    memory = [*measurements._memory(bench, found["memory"])]
+    memory = [*measurements._memory(bench, found["memory"], 2_590_000_000)]
     assert memory[0] == "| core | before | loaded | after the steps | unloaded |"
     assert memory[2] == "| core 0 | 100.0 MB | 9.00 GB | 10.00 GB | 1.00 GB |"
-    assert memory[-1] == "Unloading freed 9.00 GB of the 9.90 GB that the model took."
+    freed = "Unloading freed 9.00 GB of the 9.90 GB that the model took."
+    assert memory[-1] == f"{freed} The plan has 2.59 GB a core."
