@@ -17,6 +17,7 @@ from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.backends.tiles import RankEncoder, RankSound, RankSpans, RankTiles
+from ltx_neuron.backends.torchdist.host import start_server
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig
 from ltx_neuron.denoise import ModulationTables
 from ltx_neuron.errors import NoPermission, UserError
@@ -50,7 +51,7 @@ class Residency:
         self._ran: frozenset[str] = frozenset()  # programs that these ranks have loaded so far
         self._vae_programs: frozenset[str] = frozenset()  # the VAEs' loaded programs
         self._decoding = threading.Lock()  # held while VAEs are loaded or run
-        registry.announce(workspace.profile, workspace.tp, workspace.compiler_cache)
+        start_server(workspace.profile, workspace.tp, workspace.compiler_cache)
         self.vae_stays = False  # whether the VAEs fit beside the transformer
         self._modulation: dict[Path, ModulationTables] = {}  # by weight set
 

@@ -83,12 +83,6 @@ def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> N
             host.compile_only(folders, profile, tp, cache)
 
 
-def announce(profile: Profile, tp: int, cache: Path) -> None:
-    """Begin in the background what `ranks` would otherwise wait for."""
-    if profile.backend == "torchdist":
-        host.start_server(profile, tp, cache)
-
-
 def ranks(
     profile: Profile, tp: int, cache: Path, elsewhere: Sequence[Callable[[], Ranks]] = ()
 ) -> Ranks:

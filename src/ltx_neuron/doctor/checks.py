@@ -89,8 +89,7 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
     _complete(args)
     images, recipe = flags.spec(args).image, args.recipe or Job.recipe
     job = Job("", flags.size(args), images=images, recipe=recipe)
-    name = machine.instance if machine.instance in PROFILES else "cpu"
-    profile = resolve(name)  # until the run's
+    profile = resolve(machine.instance if machine.instance in PROFILES else "cpu")  # at first
     sets = flags.weight_sets(flags.lora_fields(flags.spec(args)))
     instance = machine.instance or "no known EC2 instance type"
     text = f"{instance}; {machine.neuron_devices} Neuron chips, {machine.cuda_devices} GPUs"

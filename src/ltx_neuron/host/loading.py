@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
 from ltx_neuron.config.diffusion import UNREAD, diffusion_decoder_config, is_diffusion_vae
@@ -45,16 +44,6 @@ def import_ltx_core() -> None:
         sys.modules["torchaudio"] = stub
 
 
-class _WeightsOnMeta(TorchFunctionMode):
-    """Makes the tensors of torch.empty, which are the layers' weights, on the meta device. Filters
-    that a constructor computes are on the CPU: on meta, torch imports torch._dynamo for them, which
-    takes more than a second."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
-
-
 class ModelSpec(NamedTuple):
     """The source of one model: its file, its constructor, and its tensors' names in the file.
 
@@ -81,12 +70,12 @@ class ModelSpec(NamedTuple):
     file: WeightFile | None = None
 
     def build_empty(self) -> torch.nn.Module:
-        """The module with its weights on the meta device.
+        """The module on the meta device.
 
         Raises UserError unless the file has all of its tensors, with their shapes, and no others.
         """
         try:
-            with _WeightsOnMeta():
+            with torch.device("meta"):
                 module = self.build()
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(

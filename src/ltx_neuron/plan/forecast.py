@@ -37,7 +37,6 @@ _TENSOR_US = 0.018, 0.053
 # saved 390 ms on two chips (whn09/vllm-omni-neuron), of which a part is fusion.
 BARRIER_MS = {1: 0.1, 2: 1.2, 4: 2.0, 8: 2.5, 16: 4.0}
 SLOWEST_BARRIER_MS = 7.8
-HOST_COPY = 8e9  # of guidance groups' predictions, through the host's memory: assumed
 # What others measured (docs/results.md). size: height, width and frames; tp, cp: tensor and context
 # parallel; ms: of one pass, from and to; differs: what the stack does and ours does not, where its
 # time is outside of our range.

@@ -18,7 +18,7 @@ from ltx_neuron.models.programs import may_divide
 from ltx_neuron.models.signatures import own_tokens
 from ltx_neuron.plan import Plan, step_cost, step_launches
 from ltx_neuron.plan.clip import ClipPlan
-from ltx_neuron.plan.forecast import HOST_COPY, chips_of, forecast, is_measured
+from ltx_neuron.plan.forecast import chips_of, forecast, is_measured
 from ltx_neuron.profiles import CONTEXT_PARALLEL, EXCHANGES, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -190,16 +190,11 @@ def step_ms(
     passes: int,
 ) -> Range:
     """Milliseconds of a step with all its passes. cost: for one rank of a single group."""
-    itemsize = DTYPES[plan.dtype].itemsize
-    step = divided_cost(config, bucket, layout, plan.tp, itemsize, cost)
+    step = divided_cost(config, bucket, layout, plan.tp, DTYPES[plan.dtype].itemsize, cost)
     launches = step_launches(config, layout.blocks_per_graph)
     each = forecast(layout, plan.tp, config.num_layers, step, launches)
     rounds = -(-passes // layout.guidance_parallel)
-    # Every group gets the prediction of every pass.
-    copies = layout.guidance_parallel * passes if layout.guidance_parallel > 1 < passes else 0
-    prediction = (bucket.video_tokens + bucket.audio_tokens) * config.in_channels * itemsize
-    copied = copies * prediction / HOST_COPY * 1e3
-    return rounds * each.low + copied, rounds * each.high + copied
+    return rounds * each.low, rounds * each.high
 
 
 def divided_cost(

@@ -262,8 +262,6 @@ def _compile(
 
 # Bytes by XLA's number of S8, S16, S32, S64, F16, F32, F64, BF16
 _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}
-
-
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 

@@ -96,9 +96,7 @@ def start_server(profile: Profile, tp: int, cache: Path | None) -> None:
     TorchNeuron reads a rank's variables, such as its core, while it is imported.
     """
     if profile.device == "cpu":
-        forkserver.set_forkserver_preload(
-            ["ltx_neuron.backends.torchdist.rank", "torch._export.serde.serialize"]
-        )
+        forkserver.set_forkserver_preload([serve.__module__, "torch._export.serde.serialize"])
         with _inherited(rank_settings(profile, tp, 0, cache).environment):
             forkserver.ensure_running()
 
