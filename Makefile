@@ -4,7 +4,7 @@
 PYTHON ?= python3
 # Processes that test. Each waits half of its time, for ranks that start, leases and health checks.
 WORKERS ?= 3
-# The CPU default. On a Neuron machine: make TORCH="torch==2.9.*" venv
+# The default, for CPUs.
 TORCH ?= torch==2.13.0
 # Another transformers than constraints.txt's, with the versions of its own packages that it takes.
 TRANSFORMERS ?=
