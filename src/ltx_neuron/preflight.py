@@ -132,10 +132,10 @@ class Preflight:
             conditions.check(job)
             if job.reference_audio:
                 lora.say_silent(job.stages[0].loras)
-            if job.voice:
-                conditions.say_voice_length(job.voice)
             if (job.sound or job.reference_audio) and not names_speech(job.prompt):
                 say_no_speech(conditions.SOUND if job.sound else conditions.voice_flag(job))
+        for note in dict.fromkeys(note for job in jobs for note in conditions.notes(job)):
+            print(note)
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
         new = models.keys() - self._checked_models
         if workspace.files.release.split and "video_decoder" in new:

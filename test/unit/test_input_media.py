@@ -15,7 +15,7 @@ from helpers import one_thread, randn, rel, tone, write_sound  # noqa: F401
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.encoding import encode_tiled, parts
-from ltx_neuron.host.media import first_frames, footage, frames_until, pixels_of, read_sound
+from ltx_neuron.host.media import first_frames, footage, pixels_of, read_sound
 from ltx_neuron.host.spectrogram import MelSizes, log_mel, mel_filters, resample
 from ltx_neuron.host.video import write_video
 from ltx_neuron.sampling.size import Size
@@ -188,15 +188,15 @@ def test_a_video_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(film, tm
     sides = (96, 64) if turns % 2 else (64, 96)
     assert footage(path, FLAG) == Size(*sides, 25, 24.0)
     assert all(map(np.array_equal, first_frames(path, FLAG), wanted))
-    assert all(map(np.array_equal, frames_until(path, FLAG, 9.0), wanted))
     assert footage(path, FLAG, upright=False) == Size(64, 96, 25, 24.0)
     assert all(map(np.array_equal, first_frames(path, FLAG, upright=False), stored))
-    assert all(map(np.array_equal, frames_until(path, FLAG, 9.0, upright=False), stored))
 
 
 def test_a_mirrored_video_is_refused_with_the_command_that_mends_it(film, tmp_path):
     path = turned(film, tmp_path / "mirror.mp4", (-1, 0, 0, 1))
-    with pytest.raises(UserError, match="mirrored .*\nType: ffmpeg -i .* mirror-upright.mp4"):
+    with pytest.raises(UserError, match="mirrored .*\nType: ffmpeg -i .* mirror-even.mp4"):
+        footage(path, FLAG)
+    with pytest.raises(UserError, match="is displayed mirrored or at an odd angle\npass another"):
         next(first_frames(path, FLAG))
     next(first_frames(path, FLAG, upright=False))
 
@@ -221,7 +221,7 @@ def test_footage_of_a_variable_rate_is_refused_with_the_command_that_makes_it_co
     path = written_at(tmp_path / "dark.mp4", times)
     with pytest.raises(
         UserError,
-        match=r"variable frame rate: .* 0.04167 to 0.08333 s, .*\nType: ffmpeg .* fps=.*constant",
+        match=r"variable frame rate: .* 0.04167 to 0.08333 s, .*\nType: ffmpeg .* fps=.*-even.mp4",
     ):
         footage(path, "--video-path")
     even = written_at(tmp_path / "even.mp4", [number / 20 for number in range(24)])
@@ -230,15 +230,12 @@ def test_footage_of_a_variable_rate_is_refused_with_the_command_that_makes_it_co
     footage(written_at(tmp_path / "rounded.mp4", rounded), "--video-path")
 
 
-@pytest.mark.parametrize("seconds", [25 / 24, 0.5, 0.51, 9.0])
-def test_frames_of_a_time_are_those_that_ltx_pipelines_reads(film, seconds):
+def test_frames_are_those_that_ltx_pipelines_reads(film):
     from ltx_pipelines.utils import media_io
 
-    # 1.0.0 takes frames by their number alone.
     wanted = [f[0].numpy() for f in media_io.decode_video_from_file(str(film), 25, "cpu")]
-    wanted = wanted[: math.ceil(seconds * 24)]
-    got = list(frames_until(film, "--video-path", seconds))
-    assert len(got) == len(wanted) and all(map(np.array_equal, got, wanted))
+    got = list(first_frames(film, "--video-path"))
+    assert len(got) == len(wanted) == 25 and all(map(np.array_equal, got, wanted))
 
 
 def test_frames_are_scaled_to_fill_and_cropped_as_in_ltx_pipelines(film):

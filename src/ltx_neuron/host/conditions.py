@@ -5,10 +5,9 @@ Sources: ltx-pipelines 1.2.0, a2vid_two_stage.py, retake.py, iclora_utils.py and
 The checks raise UserError for unsuitable files before a model is loaded.
 """
 
-import math
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from functools import cache
+from functools import lru_cache
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,12 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.images import check_filling, check_image, decode_image, load_image
 from ltx_neuron.host.media import (
     Sound,
+    converted_sound,
     first_frames,
     footage,
-    frames_until,
+    hearing,
     pixels_of,
     read_sound,
-    timed_frames,
 )
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import can_resample, resample
@@ -49,6 +48,7 @@ REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
 VOICE, DUBBED = "--reference-audio", "--reference-video"
 CHANNELS = 2  # of the encoded sound
 BED_SEED = 0xBED  # of every bed: one sound at one level is always heard the same
+_HEARD = 1 / AUDIO_LATENTS_PER_SECOND  # seconds: less is not worth a note
 _TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, for its reflection
 
 
@@ -152,8 +152,7 @@ def _heard(sound: Sound, inputs: Inputs) -> Sound:
 def _read_sound_condition(inputs: Inputs) -> Sound:
     """The input sound's selected seconds, in one or two channels."""
     assert inputs.sound
-    path, start, duration = inputs.sound.path, inputs.sound.start_time, inputs.sound.max_duration
-    duration = inputs.size.seconds if duration is None else duration
+    path, start, duration = _read_sounds(inputs)[SOUND]
     sound = read_sound(path, SOUND, start, duration)
     if sound is None:
         if read_sound(path, SOUND) is None:
@@ -198,8 +197,8 @@ def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
     """Raise UserError for a sound that the encoder does not support."""
     if len(sound.samples) > CHANNELS:
         raise UserError(
-            f"{flag} {path} has {len(sound.samples)} channels of sound, wanted 1 or 2; mix them"
-            " down, for example: ffmpeg -i IN -ac 2 OUT"
+            f"{flag} {path} has {len(sound.samples)} channels of sound, wanted 1 or 2.\n"
+            f"Type: {converted_sound(path, flag)}"
         )
     if not finite(sound.samples):
         raise UserError(f"{flag} {path} has samples that are NaN or Inf: pass another file")
@@ -210,7 +209,7 @@ def _check_rate(path: str | Path, flag: str, rate: int, wanted: int) -> None:
     if not can_resample(rate, wanted):
         raise UserError(
             f"{flag} {path} has {rate} samples of sound per second, which cannot be resampled to"
-            f" {wanted}; convert it, for example: ffmpeg -i IN -ar 48000 OUT"
+            f" {wanted}.\nType: {converted_sound(path, flag)}"
         )
 
 
@@ -240,15 +239,55 @@ def read_reference_audio(path: str | Path, max_duration: float | None, flag: str
     return sound
 
 
-@cache
-def say_voice_length(voice: ReferenceAudio) -> None:
-    """Print a warning for a voice that is much shorter or longer than those of the training."""
-    seconds = voice.latents / AUDIO_LATENTS_PER_SECOND
-    if not 2 <= seconds <= 10:
-        print(
-            f"{VOICE} {voice.path} gives {seconds:.1f} s of sound; its LoRA was trained on about"
-            " 5 s, wanted 2 to 10"
-        )
+def notes(inputs: Inputs) -> list[str]:
+    """What is changed of a job's sounds, in sentences: silence that is added, sound that is left
+    out. A voice that is much shorter or longer than those of the training is one, too."""
+    said = [
+        f"{flag} {path}: {sentence}"
+        for flag, (path, start, duration) in _read_sounds(inputs).items()
+        for sentence in _changes(path, flag, start, duration)
+    ]
+    if voice := inputs.voice:
+        seconds = voice.latents / AUDIO_LATENTS_PER_SECOND
+        if not 2 <= seconds <= 10:
+            said.append(
+                f"{VOICE} {voice.path} gives {seconds:.1f} s of sound; its LoRA was trained on"
+                " about 5 s, wanted 2 to 10"
+            )
+    return said
+
+
+def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | None]]:
+    """The file, the start and the seconds of each sound that is read, by its flag."""
+    read = {}
+    if sound := inputs.sound:
+        seconds = inputs.size.seconds if sound.max_duration is None else sound.max_duration
+        read[SOUND] = sound.path, sound.start_time, seconds
+    if retake := inputs.retake:
+        longer = inputs.extension
+        seconds = longer.source_seconds if longer else inputs.size.seconds
+        read[RETAKE] = retake.path, 0.0, seconds
+    if voice := inputs.reference_audio:
+        read[voice_flag(inputs)] = voice.path, 0.0, voice.max_duration
+    return read
+
+
+@lru_cache
+def _changes(path: str | Path, flag: str, start: float, duration: float | None) -> list[str]:
+    """What is changed of a sound, read once: the file may be gone when the run is recorded."""
+    heard = hearing(path, flag, start, duration)
+    if heard is None:
+        return []
+    said = []
+    if not start and heard.begins < -_HEARD:
+        said.append(f"{-heard.begins:.2f} s of its sound before its picture are left out")
+    if heard.begins > _HEARD:
+        said.append(f"its sound begins after {start + heard.begins:.2f} s: silence before it")
+    if heard.missing:
+        said.append(f"its sound has pauses of {heard.missing:.2f} s in all: silence in them")
+    if flag == RETAKE and duration and (missing := duration - heard.ends) > _HEARD:
+        said.append(f"its sound ends {missing:.2f} s before its picture: silence after it")
+    return said
 
 
 def voice_flag(inputs: Inputs) -> str:
@@ -274,25 +313,21 @@ def _encode_reference_audio(
 
 
 def _check_source(inputs: Inputs) -> None:
-    """Raise UserError unless the video has a frame at every time, and a usable sound."""
+    """Raise UserError unless the video still has its frames, and a usable sound."""
     assert inputs.retake
-    path, size, extension = inputs.retake.path, inputs.size, inputs.extension
-    frames, seconds, times = size.num_frames, size.seconds, size.seconds
-    if extension:
-        frames, seconds, times = extension.source_frames, extension.source_seconds, math.inf
-    timed = timed_frames(path, RETAKE, times)
-    if timed is not None:
-        _check_number(path, RETAKE, timed, frames)
-    _retaken_sound(path, seconds)
+    extension, size = inputs.extension, inputs.size
+    frames = extension.source_frames if extension else size.num_frames
+    _check_footage(inputs.retake.path, RETAKE, frames, size.sides, inputs.upright)
+    _retaken_sound(inputs)
 
 
 def _encode_retake(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict[str, Tensor]:
     assert inputs.retake
     path = inputs.retake.path
-    timed = frames_until(path, RETAKE, inputs.size.seconds, inputs.upright)
-    pixels = pixels_of(_exactly(inputs.size.num_frames, timed, path, RETAKE), *inputs.size.sides)
+    frames = first_frames(path, RETAKE, inputs.upright)
+    pixels = pixels_of(_exactly(inputs.size.num_frames, frames, path, RETAKE), *inputs.size.sides)
     tensors = {"video_latent": host.encode_video(pixels.to(host.dtype), rank_tiles=rank_tiles)}
-    if sound := _retaken_sound(path, inputs.size.seconds):
+    if sound := _retaken_sound(inputs):
         mel, latent = host.encode_audio(_stereo(sound, f"{RETAKE} {path}"))
         tensors |= {"mel": mel, "audio_latent": _fitted(latent, inputs.size.audio_frames)}
     return tensors
@@ -304,9 +339,10 @@ def _fitted(latent: Tensor, frames: int) -> Tensor:
     return F.pad(latent, (0, 0, 0, frames - latent.shape[2])).contiguous()
 
 
-def _retaken_sound(path: str | Path, seconds: float) -> Sound | None:
+def _retaken_sound(inputs: Inputs) -> Sound | None:
     """The video's sound as long as the video; None if it is too short."""
-    sound = read_sound(path, RETAKE, 0.0, seconds)
+    path, start, duration = _read_sounds(inputs)[RETAKE]
+    sound = read_sound(path, RETAKE, start, duration)
     if sound is None or _is_too_short(sound):
         return None
     _check_format(sound, path, RETAKE)
@@ -349,7 +385,7 @@ def _extended_sound(inputs: Inputs) -> Sound:
     extension, retake = inputs.extension, inputs.retake
     assert extension and retake
     path = retake.path
-    sound = _retaken_sound(path, extension.source_seconds)
+    sound = _retaken_sound(inputs)
     if sound is None:
         print(f"{RETAKE} {path} has no sound: the new part continues from silence")
         sound = Sound(torch.zeros(CHANNELS, 0), SAMPLE_RATE)
@@ -487,9 +523,8 @@ def _check_footage(
 def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:
     if got < wanted:
         raise UserError(
-            f"{flag} {path}: got {got} frames, wanted {wanted}: the file is cut off, or its times"
-            " do not begin at 0. Rewrite it, for example: ffmpeg -i IN -vf setpts=PTS-STARTPTS -af"
-            " asetpts=PTS-STARTPTS OUT"
+            f"{flag} {path}: got {got} frames, wanted {wanted}: the file is damaged or has changed;"
+            " pass another one"
         )
 
 

@@ -1,17 +1,23 @@
-"""Reads sound and video of users' files by the rules of upstream's pipelines.
+"""Reads sound and video of users' files.
 
-Source: ltx_pipelines utils/media_io/decode.py. If PyAV cannot read a file, a UserError names the
-file and its flag.
+Frames are read by number. Time 0 is the first frame's, so sound and picture have one clock: where a
+track has no sound there is silence, and sound before the picture is left out. A file without a
+picture begins with its sound. For files whose tracks begin at 0 these are the rules of upstream's
+pipelines (ltx_pipelines utils/media_io/decode.py).
+
+A UserError names the file and its flag: PyAV cannot read it, or the model cannot take it. It then
+has the ffmpeg command that makes a file that the model can take.
 """
 
 import math
+import os
 import shlex
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +26,7 @@ from torch import Tensor
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_readable, check_regular
 from ltx_neuron.host.images import MAX_SIDE, fill
+from ltx_neuron.host.video import exact_frame_rate
 from ltx_neuron.sampling.extension import check_source, default_window
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
 from ltx_neuron.sampling.size import Size
@@ -59,33 +66,87 @@ def _opened(path: str | Path, flag: str) -> Iterator:
 def read_sound(
     path: str | Path, flag: str, start: float = 0.0, duration: float | None = None
 ) -> Sound | None:
-    """The file's first sound track from `start` on, for `duration` seconds or to its end. None if
-    there is no sound."""
-    with _opened(path, flag) as container:
-        stream = next(iter(container.streams.audio), None)
-        if stream is None:
-            return None
-        container.seek(int(start / stream.time_base), stream=stream)
-        parts, first, base = [], math.nan, stream.time_base
-        for frame in container.decode(stream):
-            if frame.pts is None:
-                continue
-            begins = float(frame.pts * base)
-            if begins + frame.samples / frame.sample_rate < start:
-                continue
-            if duration is not None and begins > start + duration:
-                break
-            first = first if parts else begins
-            parts.append(_samples(frame))
-        rate = stream.rate
+    """The file's first sound track from `start` on, for `duration` seconds or to its end, with
+    silence where the track has none. None if there is no sound in that time."""
+    parts, end, rate = [], 0, 0
+    for at, frame in _placed(path, flag, start, duration):
+        if at + frame.samples < 0:
+            continue
+        samples, rate = _samples(frame), frame.sample_rate
+        parts.append(np.zeros((len(samples), max(0, at - end)), np.float32))
+        parts.append(samples[:, max(0, end - at) :])
+        end = max(end, at + frame.samples)
     if not parts:
         return None
     samples = np.concatenate(parts, axis=1)
-    # Frames have the codec's boundaries. Times before 0 (encoder delay) count as 0.
-    samples = samples[:, max(0, round((start - first) * rate)) :]
     if duration is not None:
         samples = samples[:, : round(duration * rate)]
     return Sound(torch.from_numpy(np.ascontiguousarray(samples)), rate)
+
+
+class Hearing(NamedTuple):
+    """When a file's sound is heard, in seconds of the time that is read: it begins (below 0: before
+    that time) and ends, and for `missing` seconds between there is none."""
+
+    begins: float
+    ends: float
+    missing: float
+
+
+def hearing(path: str | Path, flag: str, start: float, duration: float | None) -> Hearing | None:
+    """When the sound of `read_sound` is heard."""
+    begins, end, missing, rate = None, 0, 0, 0
+    for at, frame in _placed(path, flag, start, duration):
+        rate, gap = frame.sample_rate, at - end
+        begins = at if begins is None else begins
+        missing += gap if gap > 0 and at > begins else 0
+        end = max(end, at + frame.samples)
+    return None if begins is None else Hearing(begins / rate, end / rate, missing / rate)
+
+
+# Frames' times are rounded, and jitter in recordings of screens. Less than this is no gap: a lost
+# packet is longer (Opus 20 ms, AAC 21 ms). A longer gap than the other is a damaged time.
+_JITTER, _MOST_SILENCE = 0.015, 3600
+
+
+def _placed(
+    path: str | Path, flag: str, start: float, duration: float | None
+) -> Iterator[tuple[int, Any]]:
+    """The sound's frames in the time that is read and some before it, each with the sample after
+    `start` at which it begins."""
+    from av.error import FFmpegError
+
+    zero = _zero(path, flag)
+    with _opened(path, flag) as container:
+        stream = next(iter(container.streams.audio), None)
+        if stream is None:
+            return
+        base, end = stream.time_base, -(2**62)
+        with suppress(FFmpegError):  # there is nothing that early: it is read from its beginning
+            container.seek(int((start + min(0.0, zero)) / base), stream=stream)
+        for frame in container.decode(stream):
+            rate, at = frame.sample_rate, max(end, 0)
+            if frame.pts is not None:
+                begins = float(frame.pts * base) - zero
+                if duration is not None and begins > start + duration:
+                    return
+                at = round((begins - start) * rate)
+            if abs(at - end) <= _JITTER * rate:
+                at = end if end >= 0 else min(at, 0)
+            if at - max(end, 0) > _MOST_SILENCE * rate:
+                raise ValueError(f"its sound pauses for more than {_MOST_SILENCE} s")
+            end = at + frame.samples
+            yield at, frame
+
+
+def _zero(path: str | Path, flag: str) -> float:
+    """Seconds of the file's time at which its picture, or without one its sound, begins."""
+    with _opened(path, flag) as container:
+        stream = _picture(container) or next(iter(container.streams.audio), None)
+        if stream is None:
+            return 0.0
+        first = next(container.decode(stream), None)
+        return float(first.pts * stream.time_base) if first and first.pts is not None else 0.0
 
 
 def _samples(frame) -> np.ndarray:
@@ -103,89 +164,138 @@ def _samples(frame) -> np.ndarray:
 
 def footage(path: str | Path, flag: str, upright: bool = True) -> Size:
     """A video file's size. Frames are counted if the header has no number of frames. Raises
-    UserError, with the command that fixes it, if the frame rate varies.
+    UserError, with the command that mends it, for a file whose frames cannot be read by number.
 
     upright  apply the display matrix, as for a phone's portrait video
     """
-    with _opened(path, flag) as container:
-        stream = _video_stream(container, path, flag)
-        if not stream.average_rate:
-            raise ValueError("it has no frame rate")
-        context, rate = stream.codec_context, float(stream.average_rate)
-        number = stream.frames or sum(1 for _ in container.decode(stream))
-        height, width = context.height, context.width
-    _check_constant_rate(path, flag)
-    if upright:
-        height, width = next(first_frames(path, flag)).shape[:2]
-    return Size(height, width, number, rate)
+    found = _inspected(path, flag, upright)
+    if found.wrong:
+        raise found.refusal(path, flag)
+    return found.size
+
+
+class _Footage(NamedTuple):
+    """wrong    why the file is refused, if it is
+    filters  of ffmpeg, that mend it
+    before   ffmpeg's options of the file
+    """
+
+    size: Size
+    wrong: list[str]
+    filters: list[str]
+    before: list[str]
+
+    def refusal(self, path: str | Path, flag: str, name: str = "even.mp4", *cut: Any) -> UserError:
+        """cut: ffmpeg's options that end the new file."""
+        filters = ["-vf", ",".join(self.filters)] if self.filters else []
+        made = *_PICTURE, *filters, "-crf", "16", *_sound_options(path, flag), *cut
+        command = ffmpeg(path, name, *made, before=self.before)
+        return UserError(f"{flag} {path} {'; it '.join(self.wrong)}.\nType: {command}")
 
 
 # Allowed difference of the shortest and longest time between frames, relative to the mean.
 # Containers round times, Matroska to a millisecond.
 _UNEVEN = 0.1
+# The tracks that are read; ffmpeg would choose the largest. V: no cover.
+_PICTURE, _TRACK = ("-map", "0:V:0"), ("-map", "0:a:0")
+# An encoder joins what a gap divides.
+_FILLED = "-af", "aresample=async=1:min_hard_comp=0.01"
 
 
-def _check_constant_rate(path: str | Path, flag: str) -> None:
-    """Raise UserError if a file's frame rate varies. Frames are read by number, so their speed
-    would change."""
+def _sound_options(path: str | Path, flag: str) -> list[str]:
+    """ffmpeg's options of a sound that the encoder supports, at most stereo; none without sound."""
+    with _opened(path, flag) as container:
+        if not (streams := container.streams.audio):
+            return []
+        mixed = ["-ac", "2"] if streams[0].codec_context.layout.nb_channels > 2 else []
+    return [*_TRACK, *_FILLED, *mixed, "-ar", "48000", "-b:a", "256k"]
+
+
+def _inspected(path: str | Path, flag: str, upright: bool) -> _Footage:
+    """A video file's size, and what is wrong with it: its frames last unequal times, are mirrored,
+    or are fewer than its header says. Where one may get lost in mending, the size has one less."""
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
-        times = _packet_times(container, stream)
-        base, said = float(stream.time_base), float(stream.average_rate)
-        expected = max(3, stream.frames)
-    if len(times) < expected:
-        return  # too few to decide, or a truncated file, which decoding reports
-    steps = [after - before for before, after in pairwise(sorted(times))]
-    mean = sum(steps) / len(steps)
-    if mean <= 0:
-        return
-    spread, rate = max(steps) - min(steps), 1 / mean
-    if spread > _UNEVEN * mean + 2 * base or abs(rate - said) > _UNEVEN * rate:
-        name = f"{Path(path).stem}-constant.mp4"
-        command = shlex.join(["ffmpeg", "-i", str(path), "-vf", f"fps={round(rate, 3):g}", name])
-        raise UserError(
-            f"{flag} {path} has a variable frame rate: frames last {min(steps):.4g} to"
-            f" {max(steps):.4g} s, {rate:.4g} per second on average, {said:.4g} by its header;"
-            f" wanted a constant rate.\nType: {command}"
-        )
+        if not stream.average_rate:
+            raise ValueError("it has no frame rate")
+        said, base = float(stream.average_rate), float(stream.time_base)
+        packets = [(each.pts, each.is_discard) for each in container.demux(stream) if each.size]
+        counted, begins = stream.frames, (container.start_time or 0) / 1e6
+    with _opened(path, flag) as container:
+        frames = container.decode(_video_stream(container, path, flag))
+        if (frame := next(frames, None)) is None:
+            raise ValueError("no frame can be decoded")
+        signs, zero = _display(frame) if upright else (1, 0, 0, 1), frame.time or 0.0
+        height, width = (frame.height, frame.width)[:: 1 if signs[0] else -1]
+        number = counted or 1 + sum(1 for _ in frames)
+    times = sorted(pts for pts, discard in packets if not discard and pts is not None)
+    wrong, filters = [], []
+    if counted:
+        number -= len(packets) - len(times)  # an edit list leaves them out
+        if len(packets) < counted:
+            wrong.append(
+                f"is cut off: got {len(packets)} frames, wanted the {counted} of its header"
+            )
+            number = len(times) - 1
+    steps = [(after - before) * base for before, after in pairwise(times)]
+    if len(steps) > 1 and (mean := sum(steps) / len(steps)) > 0:
+        least, most, rate = min(steps), max(steps), 1 / mean
+        if most - least > _UNEVEN * mean + 2 * base or abs(rate - said) > _UNEVEN * rate:
+            wrong.append(
+                f"has a variable frame rate: frames last {least:.4g} to {most:.4g} s, {rate:.4g}"
+                f" per second on average, {said:.4g} by its header; wanted a constant rate"
+            )
+            said, number = rate, number - 1
+            filters.append(f"fps={exact_frame_rate(round(rate, 3))}")
+    if signs not in _TURNS:
+        wrong.append("is displayed mirrored or at an odd angle; wanted an upright video")
+    before = [] if upright else ["-noautorotate"]
+    if zero > begins:  # cut by our clock
+        before += ["-ss", f"{math.floor((zero - begins) * 1000) / 1000:.3f}"]
+    return _Footage(Size(height, width, number, said), wrong, filters, before)
 
 
-def _quarter_turns(frame, path: str | Path) -> int:
-    """The quarter turns, counterclockwise, of a decoded frame's display matrix. Raises UserError
-    for a matrix that mirrors or turns by another angle."""
+def ffmpeg(path: str | Path, name: str, *options: Any, before: Iterable[Any] = ()) -> str:
+    """The command that makes a new file in the current folder. Every command that an error prints
+    is made here.
+
+    name    the end of the new file's name, after that of the file
+    before  options of the file
+    """
+    stem = Path(path).stem[:60]
+    names = (f"{stem}-{extra}{name}" for extra in ("", *(f"{n}-" for n in range(2, 1000))))
+    new = next(each for each in names if not os.path.lexists(each))
+    # A dash would begin an option, and a colon end a protocol.
+    path, new = (
+        f"./{each}" if each[0] == "-" or ":" in each else each for each in (str(path), new)
+    )
+    return shlex.join(map(str, ("ffmpeg", *before, "-i", path, *options, new)))
+
+
+def converted_sound(path: str | Path, flag: str) -> str:
+    """The command that makes a sound that the encoder supports, beside the file's picture."""
+    options, picture = _sound_options(path, flag), (*_PICTURE, "-c:v", "copy", "-c:a", "aac")
+    with _opened(path, flag) as container:
+        if not _picture(container):
+            return ffmpeg(path, "sound.wav", *options[:-2])
+        kind = "mov" if "mov" in container.format.name else "mkv"
+    return ffmpeg(path, f"sound.{kind}", *picture, *options)
+
+
+# Signs of a display matrix -> quarter turns, counterclockwise. Others mirror, or turn by another
+# angle.
+_TURNS: dict[tuple[int, ...], int] = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 1, (-1, 0, 0, -1): 2, (0, 1, -1, 0): 3}
+
+
+def _display(frame) -> tuple[int, ...]:
+    """The signs of the first four numbers of a decoded frame's display matrix."""
     from av.sidedata.sidedata import Type
 
     data = frame.side_data.get(Type.DISPLAYMATRIX)
     if data is None:
-        return 0
-    a, b, _, c, d = np.frombuffer(bytes(data), dtype=np.int32)[:5].astype(np.int64)
-    upright = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 1, (-1, 0, 0, -1): 2, (0, 1, -1, 0): 3}
-    signs = tuple(np.sign([a, b, c, d]).tolist())
-    if signs not in upright:
-        name = f"{Path(path).stem}-upright.mp4"
-        command = shlex.join(["ffmpeg", "-i", str(path), "-c:a", "copy", name])
-        raise UserError(
-            f"{path} is displayed mirrored or at an odd angle; wanted an upright video.\n"
-            f"Type: {command}"
-        )
-    return upright[signs]
-
-
-def timed_frames(path: str | Path, flag: str, seconds: float) -> int | None:
-    """The number of frames of `frames_until`, from the file's packets; None if they have no
-    times."""
-    with _opened(path, flag) as container:
-        stream = _video_stream(container, path, flag)
-        times = _packet_times(container, stream)
-    if not times:
-        return None
-    return sum(0 <= time < seconds for time in times)
-
-
-def _packet_times(container, stream) -> list[float]:
-    """Start times of a video's frames in seconds, from its packets; empty if one has no time."""
-    times = [packet.pts for packet in container.demux(stream) if packet.size]
-    return [] if None in times else [float(time * stream.time_base) for time in times]
+        return 1, 0, 0, 1
+    numbers = np.frombuffer(bytes(data), dtype=np.int32)
+    return tuple(np.sign(numbers[[0, 1, 3, 4]]).tolist())
 
 
 def video_size(
@@ -196,49 +306,32 @@ def video_size(
     upright: bool = True,
 ) -> Size:
     """The size of a retake's file, or of each window of an extended one. Raises UserError, with the
-    command that cuts and scales the file, for a size that the model cannot have."""
+    command that cuts the file, for a size that the model cannot have."""
     check_readable(path, flag, f"; pass a video as {flag} FILE")
-    size = footage(path, flag, upright)
-    frames = size.num_frames
+    found = _inspected(path, flag, upright)
+    size, frames = found.size, found.size.num_frames
     if extend is None:
         frames = max(1, (frames - 1) // TIME_SCALE * TIME_SCALE + 1)
     else:
         check_source(frames)
-    sides = tuple(max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in size.sides)
-    if (size.num_frames, size.sides) != (frames, sides):
-        name = f"{Path(path).stem}-{sides[0]}x{sides[1]}x{frames}.mp4"
-        scaled = ("ffmpeg", "-i", path, "-vf", f"scale={sides[1]}:{sides[0]}")
-        command = shlex.join(map(str, (*scaled, "-frames:v", frames, name)))
+    height, width = (max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in size.sides)
+    if (size.num_frames, size.sides) != (frames, (height, width)):
         counted = "8k+1 frames and " if extend is None else ""
-        raise UserError(
-            f"{flag} {path} has {size.num_frames} frames of {size.height}x{size.width}; wanted"
-            f" {counted}sides that are multiples of {SPACE_SCALE}.\nType: {command}"
+        found.wrong.append(
+            f"has {size.num_frames} frames of {size.height}x{size.width}; wanted {counted}sides"
+            f" that are multiples of {SPACE_SCALE}"
         )
+        fill = f"scale={width}:{height}:force_original_aspect_ratio=increase,crop={width}:{height}"
+        found.filters.append(fill)
+    if found.wrong:
+        rate = exact_frame_rate(size.frame_rate)
+        cut = "-frames:v", frames, "-t", f"{float(frames / rate):.3f}"
+        name = f"{height}x{width}x{frames}.mp4"
+        raise found.refusal(path, flag, name, *(cut if extend is None else ()))
     if extend is None:
         return size
     window = default_window(extend, frames, size.frame_rate)
     return replace(size, num_frames=window if window_frames is None else window_frames)
-
-
-def frames_until(
-    path: str | Path, flag: str, seconds: float, upright: bool = True
-) -> Iterator[np.ndarray]:
-    """Frames, uint8 (H, W, 3), with times from 0 to before `seconds`; by number if the file has no
-    times. upright: as displayed, not as stored."""
-    with _opened(path, flag) as container:
-        stream = _video_stream(container, path, flag)
-        for frame in container.decode(stream):
-            if frame.pts is None:
-                break
-            time = float(frame.pts * stream.time_base)
-            if time >= seconds:
-                return
-            if time >= 0:
-                yield _rgb(frame, path, upright)
-        else:
-            return
-        rate = float(stream.average_rate)
-    yield from islice(first_frames(path, flag, upright), round(seconds * rate))
 
 
 def first_frames(path: str | Path, flag: str, upright: bool = True) -> Iterator[np.ndarray]:
@@ -246,7 +339,7 @@ def first_frames(path: str | Path, flag: str, upright: bool = True) -> Iterator[
     stored."""
     with _opened(path, flag) as container:
         for frame in container.decode(_video_stream(container, path, flag)):
-            yield _rgb(frame, path, upright)
+            yield _rgb(frame, upright)
 
 
 def pixels_of(frames: Iterable[np.ndarray], height: int, width: int) -> Tensor:
@@ -255,8 +348,16 @@ def pixels_of(frames: Iterable[np.ndarray], height: int, width: int) -> Tensor:
     return torch.cat([fill(frame, height, width) for frame in frames], dim=2)
 
 
+def _picture(container):
+    """The container's first video stream that is no cover, or None."""
+    from av.stream import Disposition
+
+    streams = container.streams.video
+    return next((each for each in streams if not each.disposition & Disposition.attached_pic), None)
+
+
 def _video_stream(container, path: str | Path, flag: str):
-    stream = next(iter(container.streams.video), None)
+    stream = _picture(container)
     if stream is None:
         raise UserError(f"{path} has no video: pass a video file with {flag}")
     if max(stream.codec_context.height, stream.codec_context.width) > MAX_SIDE:
@@ -265,7 +366,9 @@ def _video_stream(container, path: str | Path, flag: str):
     return stream
 
 
-def _rgb(frame, path: str | Path, upright: bool) -> np.ndarray:
+def _rgb(frame, upright: bool) -> np.ndarray:
     pixels = frame.to_rgb().to_ndarray()
-    turns = _quarter_turns(frame, path) if upright else 0
+    turns = _TURNS.get(_display(frame)) if upright else 0
+    if turns is None:
+        raise ValueError("it is displayed mirrored or at an odd angle")
     return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
