@@ -284,7 +284,12 @@ def converted_sound(path: str | Path, flag: str) -> str:
 
 # Signs of a display matrix -> quarter turns, counterclockwise. Others mirror, or turn by another
 # angle.
-_TURNS: dict[tuple[int, ...], int] = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 1, (-1, 0, 0, -1): 2, (0, 1, -1, 0): 3}
+_TURNS: dict[tuple[int, ...], int] = {
+    (1, 0, 0, 1): 0,
+    (0, -1, 1, 0): 1,
+    (-1, 0, 0, -1): 2,
+    (0, 1, -1, 0): 3,
+}
 
 
 def _display(frame) -> tuple[int, ...]:
