@@ -7,6 +7,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -187,6 +188,11 @@ def check_regular(path: str | Path) -> None:
     block and devices may be endless."""
     try:
         mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if re.match(r"\w{2,}:/", str(path)):  # Path makes one slash of two
+            said = "that is an address (URL), wanted a file of this machine: download it first"
+            raise OSError(errno.EINVAL, said, str(path)) from None
+        raise
     except ValueError:  # an invalid character in a path
         raise _refused(FileNotFoundError, errno.ENOENT, path) from None
     if stat.S_ISDIR(mode):

@@ -10,7 +10,7 @@ from typing import Any
 from ltx_neuron import hub
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.files import check_readable
-from ltx_neuron.host.images import is_image
+from ltx_neuron.host.images import is_still
 from ltx_neuron.host.media import footage, video_size
 from ltx_neuron.job import LORA_FIELDS, SPEC_FIELDS, VOICE_WITHOUT_LORA, Job, Size
 from ltx_neuron.sampling.conditions import (
@@ -168,7 +168,7 @@ def reference_of(
     path: str, strength: float, ic_loras: WeightSet, flag: str = flag_of("video_conditioning")
 ) -> ReferenceVideo:
     """A reference of a file."""
-    still = is_image(path)
+    still = is_still(path)
     frames = 1 if still else footage(path, flag).num_frames
     return ReferenceVideo(path, strength, frames, *reference_scale(ic_loras), still)
 

@@ -72,7 +72,7 @@ def encode_images(
 ) -> list[tuple[ImageCondition, Tensor]]:
     """The images with their latents (1, 128, 1, h, w) at a stage's size."""
     encoded = []
-    for image in inputs.images:
+    for image in inputs.placed:
         assert image.crf is not None  # finished.of_release
         pixels = load_image(image.path, height, width, image.crf, host.dtype, inputs.orientation)
         encoded.append((image, host.encode_image(pixels)))
@@ -275,18 +275,17 @@ def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | N
 @lru_cache
 def _changes(path: str | Path, flag: str, start: float, duration: float | None) -> list[str]:
     """What is changed of a sound, read once: the file may be gone when the run is recorded."""
-    heard = hearing(path, flag, start, duration)
-    if heard is None:
+    if (heard := hearing(path, flag, start, duration)) is None:
         return []
-    said = []
-    if not start and heard.begins < -_HEARD:
-        said.append(f"{-heard.begins:.2f} s of its sound before its picture are left out")
-    if heard.begins > _HEARD:
-        said.append(f"its sound begins after {start + heard.begins:.2f} s: silence before it")
-    if heard.missing:
-        said.append(f"its sound has pauses of {heard.missing:.2f} s in all: silence in them")
-    if flag == RETAKE and duration and (missing := duration - heard.ends) > _HEARD:
-        said.append(f"its sound ends {missing:.2f} s before its picture: silence after it")
+    said, (begins, ends, missing) = [], heard
+    if not start and begins < -_HEARD:
+        said.append(f"{-begins:.2f} s of its sound before its picture are left out")
+    if begins > _HEARD:
+        said.append(f"its sound begins after {start + begins:.2f} s: silence before it")
+    if missing:
+        said.append(f"its sound has pauses of {missing:.2f} s in all: silence in them")
+    if flag == RETAKE and duration and duration - ends > _HEARD:
+        said.append(f"its sound ends {duration - ends:.2f} s before its picture: silence after it")
     return said
 
 

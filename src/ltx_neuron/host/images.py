@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 import warnings
 from io import BytesIO
 from pathlib import Path
@@ -11,14 +12,16 @@ import torch
 from PIL import ExifTags, Image, ImageOps
 
 from ltx_neuron.errors import UserError, reason, refusal
-from ltx_neuron.files import check_regular
+from ltx_neuron.files import check_regular, first_bytes
 from ltx_neuron.host.colors import in_srgb
 
-# Pillow's limit between a large photograph and a decompression bomb.
-MAX_IMAGE_PIXELS = 89_478_485
 # The shortest and longest side that libx264 supports: one 2x2 block of colour, and 16384.
 MIN_SIDE, MAX_SIDE = 2, 16384
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
+# Of a picture, 5 GB while it is read (19 bytes each, measured), and of one that is scaled.
+_MAX_PIXELS, _MAX_SCALED = MAX_SIDE**2, 89_478_485
+# Formats whose frames are a video's. Those of others are pages, layers, or a photograph's preview.
+_MOVING = {"GIF", "WEBP", "PNG", "AVIF", "FLI", "MPEG"}
+_HEIF = re.compile(rb"....ftyp(heic|heix|mif1)", re.DOTALL)
 
 
 def load_image(
@@ -59,9 +62,18 @@ def fill(image: np.ndarray, height: int, width: int) -> torch.Tensor:
     return pixels / 127.5 - 1.0
 
 
-def is_image(path: str | Path) -> bool:
-    """Whether a file has the name of an image, not of a video."""
-    return Path(path).suffix.lower() in _SUFFIXES
+def is_still(path: str | Path) -> bool:
+    """Whether a file is one picture by its content, whatever its name. Not if it moves, or cannot
+    be read."""
+    try:
+        if _HEIF.match(first_bytes(Path(path), 12)):
+            return True  # though Pillow may not read it; a video's reader would take one tile of it
+        with _opened(path) as image:
+            return not (image.format in _MOVING and getattr(image, "is_animated", True))
+    except Image.DecompressionBombError:
+        return True
+    except (OSError, SyntaxError, ValueError):
+        return False
 
 
 def check_image(
@@ -93,8 +105,7 @@ def decode_image(path: str | Path, orientation: str, flag: str = "--image") -> n
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            check_regular(path)
-            with Image.open(path) as image:
+            with _opened(path) as image:
                 if orientation == "stored":
                     shown = _eight_bit(image).convert("RGB")
                 else:
@@ -124,6 +135,12 @@ def decode_image(path: str | Path, orientation: str, flag: str = "--image") -> n
     return picture
 
 
+def _opened(path: str | Path) -> Image.Image:
+    check_regular(path)
+    Image.MAX_IMAGE_PIXELS = _MAX_PIXELS  # Pillow's is below the largest cameras'
+    return Image.open(path)
+
+
 def _filling_size(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
     """Height and width of a picture scaled, with its aspect ratio, to cover height x width."""
     scale = max(height / size[0], width / size[1])
@@ -135,7 +152,7 @@ def check_filling(
 ) -> None:
     """Raise UserError for a picture of `size`, its height and width, that would be too large when
     scaled to fill height x width."""
-    if math.prod(_filling_size(size, height, width)) > MAX_IMAGE_PIXELS:
+    if math.prod(_filling_size(size, height, width)) > _MAX_SCALED:
         raise UserError(
             f"{path} is too narrow to fill {width}x{height}: got {size[1]}x{size[0]} pixels, wanted"
             f" an aspect ratio closer to the video's; crop it and pass it again with {flag} FILE"

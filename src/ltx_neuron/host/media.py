@@ -84,24 +84,19 @@ def read_sound(
     return Sound(torch.from_numpy(np.ascontiguousarray(samples)), rate)
 
 
-class Hearing(NamedTuple):
-    """When a file's sound is heard, in seconds of the time that is read: it begins (below 0: before
-    that time) and ends, and for `missing` seconds between there is none."""
-
-    begins: float
-    ends: float
-    missing: float
-
-
-def hearing(path: str | Path, flag: str, start: float, duration: float | None) -> Hearing | None:
-    """When the sound of `read_sound` is heard."""
+def hearing(
+    path: str | Path, flag: str, start: float, duration: float | None
+) -> tuple[float, float, float] | None:
+    """When the sound of `read_sound` begins (below 0: before it is read), when it ends, and how
+    long it is missing between, in seconds."""
     begins, end, missing, rate = None, 0, 0, 0
     for at, frame in _placed(path, flag, start, duration):
-        rate, gap = frame.sample_rate, at - end
-        begins = at if begins is None else begins
-        missing += gap if gap > 0 and at > begins else 0
-        end = max(end, at + frame.samples)
-    return None if begins is None else Hearing(begins / rate, end / rate, missing / rate)
+        if begins is None:
+            begins = at
+        elif at > end:
+            missing += at - end
+        end, rate = max(end, at + frame.samples), frame.sample_rate
+    return None if begins is None else (begins / rate, end / rate, missing / rate)
 
 
 # Frames' times are rounded, and jitter in recordings of screens. Less than this is no gap: a lost
@@ -146,7 +141,7 @@ def _zero(path: str | Path, flag: str) -> float:
         if stream is None:
             return 0.0
         first = next(container.decode(stream), None)
-        return float(first.pts * stream.time_base) if first and first.pts is not None else 0.0
+        return first.time or 0.0 if first else 0.0
 
 
 def _samples(frame) -> np.ndarray:
@@ -175,18 +170,13 @@ def footage(path: str | Path, flag: str, upright: bool = True) -> Size:
 
 
 class _Footage(NamedTuple):
-    """wrong    why the file is refused, if it is
-    filters  of ffmpeg, that mend it
-    before   ffmpeg's options of the file
-    """
-
     size: Size
-    wrong: list[str]
-    filters: list[str]
-    before: list[str]
+    wrong: list[str]  # why the file is refused, if it is
+    filters: list[str]  # of ffmpeg, that mend it
+    before: list[str]  # ffmpeg's options of the file
 
     def refusal(self, path: str | Path, flag: str, name: str = "even.mp4", *cut: Any) -> UserError:
-        """cut: ffmpeg's options that end the new file."""
+        """With the command. cut: ffmpeg's options that end the new file."""
         filters = ["-vf", ",".join(self.filters)] if self.filters else []
         made = *_PICTURE, *filters, "-crf", "16", *_sound_options(path, flag), *cut
         command = ffmpeg(path, name, *made, before=self.before)
@@ -225,18 +215,16 @@ def _inspected(path: str | Path, flag: str, upright: bool) -> _Footage:
         frames = container.decode(_video_stream(container, path, flag))
         if (frame := next(frames, None)) is None:
             raise ValueError("no frame can be decoded")
-        signs, zero = _display(frame) if upright else (1, 0, 0, 1), frame.time or 0.0
-        height, width = (frame.height, frame.width)[:: 1 if signs[0] else -1]
+        signs, zero = _display(frame) if upright else "1 0 0 1", frame.time or 0.0
+        height, width = (frame.height, frame.width)[:: -1 if signs[0] == "0" else 1]
         number = counted or 1 + sum(1 for _ in frames)
-    times = sorted(pts for pts, discard in packets if not discard and pts is not None)
-    wrong, filters = [], []
+    shown, wrong, filters = [pts for pts, discard in packets if not discard], [], []
     if counted:
-        number -= len(packets) - len(times)  # an edit list leaves them out
-        if len(packets) < counted:
-            wrong.append(
-                f"is cut off: got {len(packets)} frames, wanted the {counted} of its header"
-            )
-            number = len(times) - 1
+        number -= len(packets) - len(shown)  # an edit list leaves them out
+        if (got := len(packets)) < counted:
+            wrong.append(f"is cut off: got {got} frames, wanted the {counted} of its header")
+            number = len(shown) - 1
+    times = [] if None in shown else sorted(shown)
     steps = [(after - before) * base for before, after in pairwise(times)]
     if len(steps) > 1 and (mean := sum(steps) / len(steps)) > 0:
         least, most, rate = min(steps), max(steps), 1 / mean
@@ -284,23 +272,16 @@ def converted_sound(path: str | Path, flag: str) -> str:
 
 # Signs of a display matrix -> quarter turns, counterclockwise. Others mirror, or turn by another
 # angle.
-_TURNS: dict[tuple[int, ...], int] = {
-    (1, 0, 0, 1): 0,
-    (0, -1, 1, 0): 1,
-    (-1, 0, 0, -1): 2,
-    (0, 1, -1, 0): 3,
-}
+_TURNS = {"1 0 0 1": 0, "0 -1 1 0": 1, "-1 0 0 -1": 2, "0 1 -1 0": 3}
 
 
-def _display(frame) -> tuple[int, ...]:
+def _display(frame) -> str:
     """The signs of the first four numbers of a decoded frame's display matrix."""
     from av.sidedata.sidedata import Type
 
-    data = frame.side_data.get(Type.DISPLAYMATRIX)
-    if data is None:
-        return 1, 0, 0, 1
-    numbers = np.frombuffer(bytes(data), dtype=np.int32)
-    return tuple(np.sign(numbers[[0, 1, 3, 4]]).tolist())
+    if (data := frame.side_data.get(Type.DISPLAYMATRIX)) is None:
+        return "1 0 0 1"
+    return " ".join(map(str, np.sign(np.frombuffer(bytes(data), np.int32)[[0, 1, 3, 4]])))
 
 
 def video_size(
@@ -354,11 +335,13 @@ def pixels_of(frames: Iterable[np.ndarray], height: int, width: int) -> Tensor:
 
 
 def _picture(container):
-    """The container's first video stream that is no cover, or None."""
+    """The container's first video stream that is no cover, or None. One of a single frame, such as
+    that of an animated AVIF for readers of stills, only if there is no other."""
     from av.stream import Disposition
 
-    streams = container.streams.video
-    return next((each for each in streams if not each.disposition & Disposition.attached_pic), None)
+    cover, streams = Disposition.attached_pic, container.streams.video
+    shown = (each for each in streams if not each.disposition & cover)
+    return max(shown, key=lambda each: each.frames != 1, default=None)
 
 
 def _video_stream(container, path: str | Path, flag: str):

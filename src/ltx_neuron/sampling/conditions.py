@@ -101,7 +101,7 @@ _EXCLUDES = {
     ),
 }
 
-FrameIndex = Annotated[int, Field(ge=0)]
+FrameIndex = Annotated[int, Field(ge=-1)]
 Strength = Annotated[float, Field(ge=0, le=1)]
 _CRF = Field(ge=0, le=51)
 Crf = Annotated[int, _CRF]
@@ -119,19 +119,24 @@ class WeightedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageCondition:
-    """An image held at a frame: strength 1 keeps it exactly, 0 ignores it. crf is the quality of
-    the H.264 round trip before encoding; None: the release's (Release.image_crf)."""
+    """An image held at a frame, -1: the last one. strength 1 keeps it exactly, 0 ignores it. crf is
+    the quality of the H.264 round trip before encoding; None: the release's (Release.image_crf)."""
 
     path: str | Path
     frame_index: FrameIndex = 0
     strength: Strength = 1.0
     crf: Annotated[int | None, _CRF] = None
 
+    def placed(self, num_frames: int) -> Self:
+        """A copy with the number of its frame in a clip of `num_frames`."""
+        last = num_frames - 1
+        return dataclasses.replace(self, frame_index=last) if self.frame_index == -1 else self
+
     def check(self, num_frames: int) -> None:
         """Raise FieldError for a frame outside a clip of `num_frames`."""
-        if self.frame_index >= num_frames:
+        if not -1 <= self.frame_index < num_frames:
             raise FieldError(
-                "{image} {path}: frame {frame} is outside the clip's 0..{last}",
+                "{image} {path}: frame {frame} is outside the clip's 0..{last}; -1 is the last one",
                 path=self.path,
                 frame=self.frame_index,
                 last=num_frames - 1,
@@ -339,6 +344,11 @@ class Inputs(ABC):
         return dataclasses.replace(self.size, num_frames=longer.num_frames if longer else frames)
 
     @property
+    def placed(self) -> list[ImageCondition]:
+        """The images with their frames' numbers."""
+        return [image.placed(self.output_size.num_frames) for image in self.images]
+
+    @property
     def voice(self) -> ReferenceAudio | None:
         """The reference's sound, if it has a file of its own."""
         return None if self.dubbing else self.reference_audio
@@ -393,7 +403,7 @@ class Inputs(ABC):
     def appended_tokens(self, upsampled: bool, rows: int, columns: int) -> int:
         """Tokens appended to the clip's in a stage with these latent rows and columns: those of
         keyframes, given and generated, and of references."""
-        guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.images)
+        guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.placed)
         guides += len(self.generated_keyframes(upsampled))
         references = self.appended_references(upsampled)
         size = self.stage_size(upsampled)

@@ -12,6 +12,7 @@ description is the flag's help, and its title is the name of the flag's value.
 import dataclasses
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -113,6 +114,14 @@ Duration = Annotated[
 Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
+def _rate(value: Any) -> Any:
+    """A fraction such as "30000/1001" as a number; anything else as it is."""
+    try:
+        return float(Fraction(value)) if isinstance(value, str) and "/" in value else value
+    except (ValueError, ZeroDivisionError):
+        return value
+
+
 def _has_switch(value: Any, depth: int = 2) -> bool:
     """Whether a value is True or False, or a list with one up to `depth` levels deep."""
     if isinstance(value, list) and depth:
@@ -197,12 +206,14 @@ class VideoFields(Fields):
     num_frames: int | None = _option(
         f"a multiple of 8, plus 1 (default: {Size.num_frames})", "N", ge=1, le=100_000
     )
-    frame_rate: float | None = _option(  # limits of MP4 and of the sound's latents
-        f"frames per second (default: {Size.frame_rate:g})",
-        "FPS",
-        names=("frame_rate", "fps"),
-        ge=FRAME_RATES[0],
-        le=FRAME_RATES[1],
+    frame_rate: Annotated[float | None, BeforeValidator(_rate)] = (
+        _option(  # limits of MP4 and of the sound's latents
+            f"frames per second, also as 30000/1001 (default: {Size.frame_rate:g})",
+            "FPS",
+            names=("frame_rate", "fps"),
+            ge=FRAME_RATES[0],
+            le=FRAME_RATES[1],
+        )
     )
     recipe: Literal[RECIPES] | None = _option(
         "kind of checkpoint (default: from its file name, else distilled)"
@@ -214,8 +225,8 @@ class SizeFields(VideoFields):
         "denoise at half the size, then double it and refine", default=False
     )
     image: Images = _option(
-        "condition on this image at frame FRAME_IDX; repeatable (default: frame 0, strength 1, the"
-        " release's CRF)",
+        "condition on this image at frame FRAME_IDX, -1: the last; repeatable (default: frame 0,"
+        " strength 1, the release's CRF)",
         "PATH [FRAME_IDX [STRENGTH [CRF]]]",
         default=(),
     )

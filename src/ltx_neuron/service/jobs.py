@@ -14,7 +14,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import first_bytes, whole_file
 from ltx_neuron.flags.resolve import dubbing_of, references_of, size_of, voice_of
 from ltx_neuron.host import conditions
-from ltx_neuron.host.images import MAX_IMAGE_PIXELS, MAX_SIDE, MIN_SIDE, check_image
+from ltx_neuron.host.images import MAX_SIDE, MIN_SIDE, check_image
 from ltx_neuron.job import LORA_FIELDS, Job, Size
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -236,7 +236,7 @@ class JobSubmitter:
         except UserError:  # only the size of our own PNG can be wrong
             message = (
                 f"{param}: a video cannot have its size; wanted {MIN_SIDE} to {MAX_SIDE} pixels on"
-                f" each side, at most {MAX_IMAGE_PIXELS} in all"
+                " each side"
             )
             raise invalid(param, message, "invalid_image") from None
         finally:

@@ -54,7 +54,7 @@ def prepared(
     )
     generator = torch.Generator().manual_seed(1)
     held = 1, latents.VIDEO_CHANNELS, 1, *shape[1:]
-    images = [(image, torch.randn(held, generator=generator).to(dtype)) for image in job.images]
+    images = [(image, torch.randn(held, generator=generator).to(dtype)) for image in job.placed]
     modulation = partial(modulation_table, weights, config)
     run = StageRun(on, compiled, config, dtype, modulation, COMPAT[None])
     run.prepare(job, stage, contexts, *empty, generator, images)
