@@ -12,7 +12,7 @@ from PIL import Image
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags.resolve import job_of, references_of
-from ltx_neuron.host.conditions import check
+from ltx_neuron.host.conditions import check, notes
 from ltx_neuron.host.images import decode_image, is_still
 from ltx_neuron.host.media import first_frames
 from ltx_neuron.job import Job, Size
@@ -79,6 +79,17 @@ def test_a_picture_that_cannot_be_read_is_no_video_of_one_tile(tmp_path):
     job = Job("", Size(num_frames=17), references=references_of(spec))
     with pytest.raises(UserError, match="photo.heic cannot be read as an image"):
         check(job)
+
+
+def test_a_moving_picture_as_an_image_is_noted(tmp_path):
+    PICTURES[0].save(tmp_path / "moves.gif", **MOVING)
+    PICTURES[0].save(tmp_path / "still.gif")
+    images = tuple(ImageCondition(tmp_path / name) for name in ("moves.gif", "still.gif"))
+    job = Job("", Size(64, 96, 9), images=images)
+    said = [f"--image {tmp_path / 'moves.gif'} moves: its first picture is taken"]
+    assert notes(job) == said
+    (tmp_path / "still.gif").unlink()
+    assert notes(job) == said
 
 
 # --- large pictures -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.images import check_filling, check_image, decode_image, load_image
+from ltx_neuron.host.images import check_filling, check_image, decode_image, is_still, load_image
 from ltx_neuron.host.media import (
     Sound,
     converted_sound,
@@ -240,9 +240,14 @@ def read_reference_audio(path: str | Path, max_duration: float | None, flag: str
 
 
 def notes(inputs: Inputs) -> list[str]:
-    """What is changed of a job's sounds, in sentences: silence that is added, sound that is left
-    out. A voice that is much shorter or longer than those of the training is one, too."""
+    """What a job does not take as it is in its files, in sentences: silence that is added, sound and
+    pictures that are left out. Also a voice much shorter or longer than those of the training."""
     said = [
+        f"--image {image.path} moves: its first picture is taken"
+        for image in inputs.images
+        if _moves(image.path)
+    ]
+    said += [
         f"{flag} {path}: {sentence}"
         for flag, (path, start, duration) in _read_sounds(inputs).items()
         for sentence in _changes(path, flag, start, duration)
@@ -272,9 +277,15 @@ def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | N
     return read
 
 
+# Files are read once: they may be gone when the run is recorded.
+@lru_cache
+def _moves(path: str | Path) -> bool:
+    return not is_still(path)
+
+
 @lru_cache
 def _changes(path: str | Path, flag: str, start: float, duration: float | None) -> list[str]:
-    """What is changed of a sound, read once: the file may be gone when the run is recorded."""
+    """Where silence is added to a sound, and what of it is left out."""
     if (heard := hearing(path, flag, start, duration)) is None:
         return []
     said, (begins, ends, missing) = [], heard
