@@ -249,6 +249,13 @@ def test_images_come_as_files_as_data_urls_and_as_openai_writes_objects_in_a_for
     assert read(images=several).held == read(images=json.dumps(several)).held == wanted
 
 
+def test_a_body_takes_a_rate_as_a_fraction_and_the_last_frame_as_minus_one():
+    request = read(fps="30000/1001", images=[{"image_url": PNG_URL, "frame": -1}])
+    assert request.wanted.frame_rate == 30000 / 1001
+    assert [held.frame for held in request.held.values()] == [-1]
+    assert refused(images=[{"image_url": PNG_URL, "frame": -2}]).param == "images[0]"
+
+
 def test_sounds_and_videos_come_as_files_as_data_urls_and_as_objects_in_a_form():
     for name, key in [*URLS.items()][1:]:
         for said in (

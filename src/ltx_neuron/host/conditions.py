@@ -240,8 +240,8 @@ def read_reference_audio(path: str | Path, max_duration: float | None, flag: str
 
 
 def notes(inputs: Inputs) -> list[str]:
-    """What a job does not take as it is in its files, in sentences: silence that is added, sound and
-    pictures that are left out. Also a voice much shorter or longer than those of the training."""
+    """What a job changes of its files, in sentences: silence that is added, sound and pictures that
+    are left out. Also a voice much shorter or longer than those of the training."""
     said = [
         f"--image {image.path} moves: its first picture is taken"
         for image in inputs.images
