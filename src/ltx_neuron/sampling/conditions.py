@@ -127,11 +127,6 @@ class ImageCondition:
     strength: Strength = 1.0
     crf: Annotated[int | None, _CRF] = None
 
-    def placed(self, num_frames: int) -> Self:
-        """A copy with the number of its frame in a clip of `num_frames`."""
-        last = num_frames - 1
-        return dataclasses.replace(self, frame_index=last) if self.frame_index == -1 else self
-
     def check(self, num_frames: int) -> None:
         """Raise FieldError for a frame outside a clip of `num_frames`."""
         if not -1 <= self.frame_index < num_frames:
@@ -345,8 +340,10 @@ class Inputs(ABC):
 
     @property
     def placed(self) -> list[ImageCondition]:
-        """The images with their frames' numbers."""
-        return [image.placed(self.output_size.num_frames) for image in self.images]
+        """The images with the last frame's number for -1."""
+        last = self.output_size.num_frames - 1
+        at_end = {image: dataclasses.replace(image, frame_index=last) for image in self.images}
+        return [at_end[each] if each.frame_index == -1 else each for each in self.images]
 
     @property
     def voice(self) -> ReferenceAudio | None:

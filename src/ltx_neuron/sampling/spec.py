@@ -122,6 +122,9 @@ def _rate(value: Any) -> Any:
         return value
 
 
+_Rate = Annotated[float, BeforeValidator(_rate)]
+
+
 def _has_switch(value: Any, depth: int = 2) -> bool:
     """Whether a value is True or False, or a list with one up to `depth` levels deep."""
     if isinstance(value, list) and depth:
@@ -206,14 +209,12 @@ class VideoFields(Fields):
     num_frames: int | None = _option(
         f"a multiple of 8, plus 1 (default: {Size.num_frames})", "N", ge=1, le=100_000
     )
-    frame_rate: Annotated[float | None, BeforeValidator(_rate)] = (
-        _option(  # limits of MP4 and of the sound's latents
-            f"frames per second, also as 30000/1001 (default: {Size.frame_rate:g})",
-            "FPS",
-            names=("frame_rate", "fps"),
-            ge=FRAME_RATES[0],
-            le=FRAME_RATES[1],
-        )
+    frame_rate: _Rate | None = _option(  # limits of MP4 and of the sound's latents
+        f"frames per second, also as 30000/1001 (default: {Size.frame_rate:g})",
+        "FPS",
+        names=("frame_rate", "fps"),
+        ge=FRAME_RATES[0],
+        le=FRAME_RATES[1],
     )
     recipe: Literal[RECIPES] | None = _option(
         "kind of checkpoint (default: from its file name, else distilled)"
