@@ -342,8 +342,10 @@ class Inputs(ABC):
     def placed(self) -> list[ImageCondition]:
         """The images with the last frame's number for -1."""
         last = self.output_size.num_frames - 1
-        at_end = {image: dataclasses.replace(image, frame_index=last) for image in self.images}
-        return [at_end[each] if each.frame_index == -1 else each for each in self.images]
+        return [
+            dataclasses.replace(each, frame_index=last) if each.frame_index == -1 else each
+            for each in self.images
+        ]
 
     @property
     def voice(self) -> ReferenceAudio | None:
