@@ -119,7 +119,7 @@ class Seen(NamedTuple):
     click: float | None
     frames: int
     sides: tuple[int, int]
-    box: tuple[int, int]
+    box: tuple[float, ...]
     left: bool
 
 
@@ -144,8 +144,12 @@ def seen(path: Path) -> Seen:
                 samples = samples.reshape(-1, len(frame.layout.channels)).T
             if click is None and (at := first_loud(samples)) is not None:
                 click = frame.time + at / frame.sample_rate
-    rows, columns = (np.nonzero((dark[..., 1] > 60).any(axis))[0] for axis in (1, 0))
-    box = len(rows), len(columns)
+    grey = dark[..., 1]
+    rows, columns = (np.nonzero((grey > 60).any(axis))[0] for axis in (1, 0))
+    middle = grey[int(rows.mean())], grey[:, int(columns.mean())]
+    box = tuple(
+        float((line - 16.0).sum() / 104) for line in reversed(middle)
+    )  # also of blurred edges
     left = bool(columns.mean() < dark.shape[1] / 2)
     return Seen(flash, click, frames, dark.shape[:2], box, left)
 
