@@ -138,7 +138,7 @@ class Preflight:
                 say_no_speech(conditions.SOUND if job.sound else conditions.voice_flag(job))
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
         new = models.keys() - self._checked_models
-        if workspace.files.release.split and "video_decoder" in new:
+        if workspace.files.apart and "video_decoder" in new:
             print(f"video decoder: {workspace.files.describe_decoder()}")
         self.host.check([name for name in models if name not in self._checked_models])
         self._checked_models.update(models)

@@ -106,7 +106,7 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
         vars(action)["usual"] = required
         parser.set_defaults(needs_gemma=required)
     for part in PARTS.values():
-        help = f"{part.title} of LTX-2.5 (default: in the download of --checkpoint-path)"
+        help = f"{part.title}, if it has its own file (default: beside --checkpoint-path)"
         advanced(add(part.flag, type=Path, metavar="FILE", help=help))
     help = "folder of sharded weights and compiled graphs (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
@@ -188,7 +188,8 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
         args.artifacts_dir,
         profile.degree(args.tp_degree),
         args.dtype,
-        *(local(args, flag) for flag in ("gemma_root", "video_vae_path", "audio_vae_path")),
+        local(args, "gemma_root"),
+        **{f"{kind}_path": local(args, f"{kind}_path") for kind in PARTS},
     )
     if getattr(args, "needs_gemma", False):
         _require_gemma(opened)

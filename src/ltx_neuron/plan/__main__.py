@@ -25,7 +25,7 @@ from ltx_neuron.plan.table import clip_table, layout_table, table
 from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.tune import tuned_settings
-from ltx_neuron.weights.model_files import ModelFiles
+from ltx_neuron.weights.model_files import PARTS, ModelFiles
 from ltx_neuron.weights.tensorfile import DTYPES
 
 EXAMPLE = """ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge \\
@@ -69,8 +69,8 @@ def main(argv: list[str] | None = None) -> None:
 def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     """The plan of the parsed flags, that of a whole clip's time, and the machine's layouts."""
     profile = resolve(args.profile, tuple(args.profile_set))
-    names = "checkpoint_path", "gemma_root", "video_vae_path", "audio_vae_path"
-    files = ModelFiles(*(flags.local(args, name) for name in names))
+    names = "checkpoint_path", "gemma_root", *(f"{kind}_path" for kind in PARTS)
+    files = ModelFiles(**{name: flags.local(args, name) for name in names})
     checkpoint = files.checkpoint
     shape = flags.shape(args, args.recipe or Job.recipe)
     steps, upscale = args.num_inference_steps, args.upscale

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -16,11 +16,20 @@ from blake3 import blake3
 from torch import Tensor
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
-from ltx_neuron.config.release import RELEASES, release_of
+from ltx_neuron.config.release import RELEASES, identified
 from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.hub import download_again
 from ltx_neuron.weights.float8 import WeightFile
-from ltx_neuron.weights.sharding import COL, KV, Model, copies, rename, rule
+from ltx_neuron.weights.sharding import (
+    COL,
+    COMPONENTS,
+    DIFFUSION,
+    KV,
+    Model,
+    copies,
+    rename,
+    rule,
+)
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -33,7 +42,6 @@ class Checkpoint(WeightFile):
 
     def __init__(self, path: Path):
         super().__init__(path, CHECKPOINT_DOWNLOAD)
-        self.model_version = self.metadata.get("model_version", "")
         if "config" not in self.metadata:
             raise UserError(
                 f"{path} has no 'config' metadata, so it is not a released checkpoint of LTX-2.\n"
@@ -46,22 +54,48 @@ class Checkpoint(WeightFile):
                 f"{path}: the 'config' metadata is not JSON: {error}\nDownload it again:"
                 f" {self.download}"
             ) from None
-        if not isinstance(self.config, dict) or "transformer" not in self.config:
+        if not isinstance(self.config, dict) or not isinstance(self.config.get("transformer"), dict):
             raise UserError(
                 f"{path} is not an LTX checkpoint: its 'config' metadata has no 'transformer'"
                 f" section.\nDownload one: {CHECKPOINT_DOWNLOAD}"
             )
-        release = release_of(self.model_version)
+        label = self.metadata.get("model_version", "")
+        release, self.model_version = identified(label, self.config["transformer"])
         if release is None:
-            version = self.model_version or "2.0 (no model_version metadata)"
             raise UserError(
-                f"{path} is of LTX version {version}, this toolkit runs"
+                f"{path} is of LTX version {self.model_version}, this toolkit runs"
                 f" {' and '.join(each.version for each in RELEASES)}.\n"
                 f"Download it: {CHECKPOINT_DOWNLOAD}"
             )
         self.release = release
         if release.split:
             self.download = download_again(self.path) or release.download("distilled")
+
+
+    @cached_property
+    def _bare(self) -> str | None:
+        """The prefix of the names in the file of a transformer alone, instead of DIFFUSION."""
+        bare = "", "diffusion_model."
+        return next((each for each in bare if f"{each}patchify_proj.weight" in self.shapes), None)
+
+    def name_of(self, key: str) -> str | None:
+        if key.startswith(COMPONENTS):
+            return key
+        whole = self._bare is not None and key.startswith(self._bare)
+        return DIFFUSION + key.removeprefix(self._bare or "") if whole else None
+
+    def say_others(self) -> None:
+        """Print once how many tensors no model reads: other models', and copies (EMA)."""
+        others = [name for name in self.others if not name.endswith("scaled_fp8")]
+        first = dict.fromkeys(name.partition(".")[0] for name in others)
+        names = ", ".join([*first][:3]) + ", ..." * (len(first) > 3)
+        if others:
+            _say(f"{self.path}: {len(others):,} tensors of other models are not read ({names})")
+
+
+@cache
+def _say(line: str) -> None:
+    print(line)
 
 
 def gemma_files(root: Path) -> list[TensorFile]:
@@ -90,7 +124,8 @@ class Source:
     files  together they contain the model; they may contain other components too
     heads  counts of attention heads by name, for tensors that are split by heads
 
-    UserError for a tensor of no known component, in an unsupported dtype, or in two files.
+    Tensors of no known component are left out: a file may have those of other models, or copies
+    (EMA). UserError for a tensor in an unsupported dtype or layout, or in two files.
     """
 
     def __init__(self, model: Model, files: list[TensorFile], heads: dict[str, int] | None = None):
@@ -99,13 +134,7 @@ class Source:
         self.locations: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
             for key in file.shapes:
-                try:
-                    name = rename(model, key)
-                except UserError as error:
-                    raise UserError(
-                        f"{file.path}: {error}\nThe published one: {file.download}"
-                    ) from None
-                if name is None:
+                if (name := rename(model, key)) is None:
                     continue
                 if problem := file.weight_problem(key):
                     raise UserError(
@@ -181,7 +210,8 @@ class Source:
         for file in self.files:
             ours = {key for holder, key in self.locations.values() if holder is file}
             for key in file.shapes.keys() - ours:
-                component = max((p for p in self.model.elsewhere if key.startswith(p)), key=len)
+                named = (each for each in COMPONENTS if key.startswith(each))
+                component = next(named, f"{key.partition('.')[0]}.")
                 elsewhere[component] = elsewhere.get(component, 0) + 1
         return {
             "files": [
