@@ -31,6 +31,7 @@ _DECIDING = {
     *("checkpoint_path", "gemma_root", "artifacts_dir", *(f"{kind}_path" for kind in PARTS)),
     *("profile", "profile_set", "tp_degree", "dtype"),
     *("neuron_gemma", "neuron_vae", "upscale", "nag_scale", "prompts_file"),
+    *("spatial_upsampler_path", "temporal_upsampler_path"),
     *SizeFields.model_fields | LoraFields.model_fields | ConditionFields.model_fields,
 }
 

@@ -446,14 +446,15 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """Flags of a run, and of model files besides the checkpoint."""
     add_models(parser)
     add_fleet(parser)
-    help = "LTX-2.5: the duration head; it predicts --num-frames where that is left out"
-    advanced(
-        group(parser, "models").add_argument(
-            "--duration-head-path", type=Path, metavar="FILE", help=help
-        )
-    )
+    add_duration_head(parser)
     help = "many videos: one JSON object per line, with flags as keys"
     group(parser, "video").add_argument("--prompts-file", type=Path, metavar="FILE", help=help)
+
+
+def add_duration_head(parser: argparse.ArgumentParser) -> None:
+    help = "LTX-2.5: the duration head; it predicts --num-frames where that is left out"
+    add = group(parser, "models").add_argument
+    advanced(add("--duration-head-path", type=Path, metavar="FILE", help=help))
 
 
 def add_prediction(parser: argparse.ArgumentParser) -> None:

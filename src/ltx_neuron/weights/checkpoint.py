@@ -18,19 +18,13 @@ from torch import Tensor
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
 from ltx_neuron.config.release import RELEASES, identified
 from ltx_neuron.errors import UserError, in_words
-from ltx_neuron.hub import download_again
+from ltx_neuron.hub import RELEASE, RELEASED, download_again
 from ltx_neuron.weights.float8 import WeightFile
-from ltx_neuron.weights.sharding import (
-    COL,
-    COMPONENTS,
-    DIFFUSION,
-    KV,
-    Model,
-    copies,
-    rename,
-    rule,
-)
+from ltx_neuron.weights.sharding import COL, COMPONENTS, DIFFUSION, KV, Model, copies, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
+
+SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")  # of a name, with the number of parts
+_TYPED = f"--checkpoint-path {RELEASED[RELEASE]['distilled']}"
 
 
 class Checkpoint(WeightFile):
@@ -41,11 +35,17 @@ class Checkpoint(WeightFile):
     """
 
     def __init__(self, path: Path):
-        super().__init__(path, CHECKPOINT_DOWNLOAD)
-        if "config" not in self.metadata:
+        super().__init__(path, f"{CHECKPOINT_DOWNLOAD}\nand type {_TYPED}")
+        if re.search(SHARD, path.name):
             raise UserError(
-                f"{path} has no 'config' metadata, so it is not a released checkpoint of LTX-2.\n"
-                f"Download one: {CHECKPOINT_DOWNLOAD}"
+                f"{path} is one of several parts of a checkpoint; wanted one file, as published\n"
+                f"Download it: {self.download}"
+            )
+        if "config" not in self.metadata:
+            layout = " (but of diffusers' layout)" * path.name.startswith("diffusion_pytorch_model")
+            raise UserError(
+                f"{path} has no 'config' metadata, so it is not a released checkpoint of LTX-2"
+                f"{layout}.\nDownload one: {self.download}"
             )
         try:
             self.config = json.loads(self.metadata["config"])
@@ -54,10 +54,11 @@ class Checkpoint(WeightFile):
                 f"{path}: the 'config' metadata is not JSON: {error}\nDownload it again:"
                 f" {self.download}"
             ) from None
-        if not isinstance(self.config, dict) or not isinstance(self.config.get("transformer"), dict):
+        sections = self.config if isinstance(self.config, dict) else {}
+        if not isinstance(sections.get("transformer"), dict):
             raise UserError(
                 f"{path} is not an LTX checkpoint: its 'config' metadata has no 'transformer'"
-                f" section.\nDownload one: {CHECKPOINT_DOWNLOAD}"
+                f" section.\nDownload one: {self.download}"
             )
         label = self.metadata.get("model_version", "")
         release, self.model_version = identified(label, self.config["transformer"])
@@ -65,12 +66,11 @@ class Checkpoint(WeightFile):
             raise UserError(
                 f"{path} is of LTX version {self.model_version}, this toolkit runs"
                 f" {' and '.join(each.version for each in RELEASES)}.\n"
-                f"Download it: {CHECKPOINT_DOWNLOAD}"
+                f"Download it: {self.download}"
             )
         self.release = release
         if release.split:
             self.download = download_again(self.path) or release.download("distilled")
-
 
     @cached_property
     def _bare(self) -> str | None:
@@ -102,19 +102,28 @@ def gemma_files(root: Path) -> list[TensorFile]:
     """The weight files of a Gemma folder: model.safetensors or model-0000x-of-0000y.safetensors.
     UserError if some are missing."""
     paths = sorted(Path(root).glob("model*.safetensors"))
+    sets: dict[int, list[Path]] = {}  # by their number of files
+    for path in paths:
+        shard = SHARD.search(path.name)
+        sets.setdefault(int(shard[1]) if shard else 1, []).append(path)
+    whole = [files for count, files in sets.items() if len(files) == count]
     if not paths:
         with in_words("--gemma-root"):
             os.listdir(root)  # glob hides a missing permission
         raise UserError(
             f"no model*.safetensors in --gemma-root {root}\nDownload it: {gemma_download(root)}"
         )
-    total = re.fullmatch(r"model-\d+-of-(\d+)", paths[0].stem)
-    if total and int(total[1]) != len(paths):
+    if len(whole) != 1:
+        has = ", ".join(f"{len(files)} of {count} weight files" for count, files in sets.items())
         raise UserError(
-            f"--gemma-root {root} has {len(paths)} of {int(total[1])} weight files\n"
-            f"Download the others: {gemma_download(root)}"
+            f"--gemma-root {root} has {has}\n"
+            + (
+                f"Download one set of them: {gemma_download(root, beside=True)}"
+                if whole
+                else f"Download the others: {gemma_download(root)}"
+            )
         )
-    return [TensorFile(path, gemma_download(root)) for path in paths]
+    return [TensorFile(path, gemma_download(root)) for path in whole[0]]
 
 
 class Source:

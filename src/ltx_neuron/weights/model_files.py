@@ -19,7 +19,8 @@ from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
 from ltx_neuron.config.release import Release, release_of
 from ltx_neuron.errors import UserError
-from ltx_neuron.weights.checkpoint import Checkpoint, gemma_files
+from ltx_neuron.files import other_format
+from ltx_neuron.weights.checkpoint import SHARD, Checkpoint, gemma_files
 from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.sharding import CONNECTORS, DIFFUSION, TEXT_PROJECTION
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -274,11 +275,18 @@ def files_in(folder: Path) -> dict[str, list[Path]]:
 
 
 def _transformer_in(folder: Path, recipe: str) -> Path:
+    names = {path.name for path in (*folder.glob("*"), *folder.glob("*/*"))}
     found = files_in(folder).get("transformer", [])
+    found = [path for path in found if not SHARD.search(path.name)]
     several = [path for path in found if named_recipe(path) == recipe]
     if not found:
+        what = "a folder without a transformer's file"
+        if any(name.startswith(("model_index.json", "diffusion_pytorch_model")) for name in names):
+            what = "a model in diffusers' layout, which only other programs read"
+        elif shards := sorted(filter(SHARD.search, names)):
+            what = f"a folder with a model in {len(shards)} parts, {shards[0]} and so on"
         raise UserError(
-            f"--checkpoint-path {folder} is a folder without a transformer's file\nDownload the"
+            f"--checkpoint-path {folder} is {what}\nDownload the"
             f" checkpoint of LTX-2.3: {CHECKPOINT_DOWNLOAD}\nor the folder of LTX-2.5:"
             f" {hub.download('Lightricks/LTX-2.5', '--local-dir', str(folder))}"
         )
@@ -388,19 +396,19 @@ class ModelFiles:
         return file
 
     def _check_folder(self, root: Path | None) -> None:
-        """Raise UserError for the text encoder of a split release."""
+        """Raise UserError for a file, such as the text encoder of a split release."""
         if root is None or not root.is_file():
             return
-        kind = ""
+        what = f"a file ({other_format(root)})" if other_format(root) else "a file"
         with suppress(UserError):
-            kind = kind_of(TensorFile(root, ""))
-        if kind == "gemma":
-            raise UserError(
-                f"--gemma-root {root} is the text encoder of a later release; --checkpoint-path"
-                f" {self.checkpoint.path} is of LTX-{self.release.version}, which needs the folder"
-                f" of Gemma3-12B: type --gemma-root gemma-3-12b\nDownload it:"
-                f" {gemma_download(Path('gemma-3-12b'))}"
-            )
+            file = TensorFile(root, "")
+            later = "the text encoder of a later release"
+            what = later if kind_of(file) == "gemma" else described(file)
+        raise UserError(
+            f"--gemma-root {root} is {what}; --checkpoint-path {self.checkpoint.path} is of"
+            f" LTX-{self.release.version}, which needs the folder of Gemma3-12B\nDownload it:"
+            f" {gemma_download(root)}"
+        )
 
     @property
     def _gemma_version(self) -> str | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.errors import UserError, in_words, reason, refusal
-from ltx_neuron.files import check_regular
+from ltx_neuron.files import check_regular, other_format
 from ltx_neuron.hub import download_again, nearest
 
 TORCH_DTYPES = {
@@ -84,6 +84,8 @@ class TensorFile:
             first_bytes = file.read(8)
             length = int.from_bytes(first_bytes, "little")
             if self.size < 8 or length > min(_MAX_HEADER, self.size - 8):
+                if other := other_format(self.path):
+                    raise self._broken(f"it is {other}", again="the published one")
                 raise self._broken(
                     f"its first bytes {first_bytes!r} are no header length that fits"
                     f" {self.size} bytes"
@@ -148,9 +150,9 @@ class TensorFile:
         with in_words():
             return open(self.path, "rb", buffering=0)
 
-    def _broken(self, why: str) -> UserError:
+    def _broken(self, why: str, again: str = "it again") -> UserError:
         return UserError(
-            f"{self.path} is not a whole safetensors file: {why}.\nDownload it again:"
+            f"{self.path} is not a whole safetensors file: {why}.\nDownload {again}:"
             f" {self.download}"
         )
 
