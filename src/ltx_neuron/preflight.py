@@ -55,6 +55,8 @@ class Preflight:
 
     vae        programs of the VAEs on the ranks for the last checked jobs
     vae_stays  whether they fit the device beside the transformer
+    thorough   whether to compare all tensors of the transformer with its config: takes a second,
+               and a run needs only rank files, which were compared
     """
 
     def __init__(self, workspace: Workspace, host: HostModels, options: RunOptions):
@@ -64,6 +66,7 @@ class Preflight:
         self._checked_models: set[str] = set()
         self._said_models: set[str] = set()
         self._checked_text = False
+        self.thorough = False
 
     @classmethod
     def of(cls, workspace: Workspace, options: RunOptions) -> "Preflight":
@@ -77,7 +80,9 @@ class Preflight:
             options.temporal_upsampler_path or files.beside("temporal"),
             files=files,
         )
-        return cls(workspace, host, options)
+        preflight = cls(workspace, host, options)
+        preflight.thorough = True
+        return preflight
 
     def files_read(self, jobs: list[Job]) -> dict[str, Path]:
         """The files and folders that the jobs read, by flag. No output may be one of them."""
@@ -102,6 +107,8 @@ class Preflight:
         try:
             compiled = self._find_artifacts(jobs)
         except UserError:
+            # If the files are not those of the model, raise that error instead.
+            workspace.check_weights("dit")
             # If the job does not fit the device either, raise that error instead.
             for job in {tuple(job.buckets): job for job in jobs}.values():
                 workspace.check_plan_fits(job, self.options.neuron_gemma)
@@ -138,13 +145,13 @@ class Preflight:
         release.check({f"{{compat}} {self.options.compat}": True})
         for job in jobs:
             job.check()
-            if job.recipe == "dev":
-                job.resolved_guidance.check(workspace.transformer.num_layers)
         check_distilled_loras(jobs, release)
         workspace.check_runtime()
         check_guidance_groups(jobs, workspace.profile.guidance_parallel)
         self.check_files(jobs)
         for job in jobs:
+            if job.recipe == "dev":
+                job.resolved_guidance.check(workspace.transformer.num_layers)
             if job.reference_audio:
                 lora.say_silent(job.stages[0].loras)
             if job.voice:
@@ -176,7 +183,7 @@ class Preflight:
             for kind, flag in kinds.items()
         }
         if any(job.files for job in jobs):
-            checks["inputs"] = lambda: [conditions.check(job) for job in jobs]
+            checks["inputs"] = lambda: [(job.check_inputs(), conditions.check(job)) for job in jobs]
         checks["checkpoint"] = partial(self._check_models, jobs)
         sets = dict.fromkeys(stage.loras for job in jobs for stage in job.stages if stage.loras)
         if sets:
@@ -195,7 +202,7 @@ class Preflight:
 
     def _check_models(self, jobs: list[Job]) -> None:
         workspace = self.workspace
-        _ = workspace.source("dit")
+        _ = workspace.check_weights("dit") if self.thorough else workspace.source("dit")
         self._check_host(
             [
                 name

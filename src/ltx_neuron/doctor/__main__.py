@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     flags.add_size(parser)
     flags.add_loras(parser)
     flags.add_conditions(parser)
+    flags.add_fields(parser, "video", ["upscale"])
     bundle.add_flags(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the table"

@@ -272,24 +272,27 @@ def files(examination: Examination) -> Iterator[Finding]:
         with suppress(UserError):  # the checkpoint's row has it
             preflight = Preflight.of(examination.workspace(), flags.run_options(args))
             checks = preflight.file_checks([examination.job])
-        yield attempt("checkpoint", lambda: _checkpoint(examination))
-    else:
-        yield Finding("checkpoint", "note", "not checked: type --checkpoint-path FILE")
-    if args.gemma_root:
-        yield attempt("gemma", lambda: _gemma(examination))
-    else:
-        yield Finding("gemma", "note", "not checked: type --gemma-root DIR")
+    named: dict[str, tuple[object, Callable[[], str]]] = {
+        "checkpoint": (args.checkpoint_path, partial(_checkpoint, examination)),
+        "gemma": (args.gemma_root, partial(_gemma, examination)),
+    }
     for kind in ("spatial", "temporal"):
-        if getattr(args, f"{kind}_upsampler_path"):
-            yield attempt(f"{kind} upsampler", partial(_upsampler, args, kind))
-    said = {finding.check for finding in examination.findings}
-    for name in [name for name in checks if name not in said]:
-        yield attempt(name, partial(_whole, checks[name]))
+        given = getattr(args, f"{kind}_upsampler_path")
+        if given or f"{kind} upsampler" in checks:
+            named[f"{kind} upsampler"] = given or "needed", partial(_upsampler, args, kind)
+    others = {name: ("needed", lambda: "whole") for name in checks if name not in named}
+    for name, (given, describe) in (named | others).items():
+        if given:
+            yield attempt(name, partial(_fact, checks.get(name), describe))
+        else:
+            typed = "--checkpoint-path FILE" if name == "checkpoint" else "--gemma-root DIR"
+            yield Finding(name, "note", f"not checked: type {typed}")
 
 
-def _whole(check: Callable[[], object]) -> str:
-    check()
-    return "whole"
+def _fact(check: Callable[[], object] | None, describe: Callable[[], str]) -> str:
+    if check:
+        check()
+    return describe()
 
 
 def _checkpoint(examination: Examination) -> str:

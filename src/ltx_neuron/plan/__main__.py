@@ -22,7 +22,6 @@ from ltx_neuron.plan.layouts import Layout, layouts
 from ltx_neuron.plan.table import clip_table, layout_table, table
 from ltx_neuron.preflight import Preflight
 from ltx_neuron.profiles import PROFILES
-from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -34,16 +33,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = flags.parser((__doc__ or "").partition("\n\n")[0], EXAMPLE, gemma=False)
     parser.prog = command("plan")
     flags.add_size(parser)
-    flags.add_conditions(parser, shape_only=True)
-    flags.add_fields(parser, "video", ["sampler"])
+    flags.add_loras(parser)
+    flags.add_conditions(parser)
+    flags.add_fields(parser, "video", ["sampler", "nag_scale", "upscale", "num_inference_steps"])
     title = "The planned job besides the denoising steps, and the output's form."
     add = parser.add_argument_group("plan", title).add_argument
     help = "Gemma folder with config.json (default: the released sizes)"
     add("--gemma-root", type=Path, metavar="DIR", help=help)
-    help = "dev recipe: steps of stage 1 (default: 30; res_2s sampler: 15)"
-    add("--num-inference-steps", type=int, metavar="N", help=help)
-    help = "enlarge the video after one stage: its size, its frame rate, or both"
-    add("--upscale", choices=list(UPSCALES), help=help)
     flags.add_models(parser)
     flags.add_duration_head(parser)
     flags.add_price(parser)
@@ -69,10 +65,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     workspace = flags.workspace(args, writes=False, tuned=False)
     profile, tp = workspace.profile, workspace.tp
     files, checkpoint, config = workspace.files, workspace.checkpoint, workspace.transformer
-    shape = flags.shape(args, args.recipe or Job.recipe)
-    steps, upscale = args.num_inference_steps, args.upscale
-    job = dataclasses.replace(shape, num_inference_steps=steps, upscale=upscale)
-    job = workspace.resolved(job)
+    job = workspace.resolved(flags.shape(args, args.recipe or Job.recipe))
     with_gemma = files.find("gemma")
     Preflight.of(workspace, flags.run_options(args)).check_files([job], planned=True)
     gemma = files.gemma if with_gemma else files.release.gemma

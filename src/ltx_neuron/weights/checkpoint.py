@@ -24,7 +24,7 @@ from ltx_neuron.weights.sharding import COL, COMPONENTS, DIFFUSION, KV, Model, c
 from ltx_neuron.weights.tensorfile import TensorFile
 
 SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")  # of a name, with the number of parts
-_TYPED = f"--checkpoint-path {RELEASED[RELEASE]['distilled']}"
+DOWNLOAD = f"{CHECKPOINT_DOWNLOAD}\nand type --checkpoint-path {RELEASED[RELEASE]['distilled']}"
 
 
 class Checkpoint(WeightFile):
@@ -35,7 +35,7 @@ class Checkpoint(WeightFile):
     """
 
     def __init__(self, path: Path):
-        super().__init__(path, f"{CHECKPOINT_DOWNLOAD}\nand type {_TYPED}")
+        super().__init__(path, DOWNLOAD)
         if re.search(SHARD, path.name):
             raise UserError(
                 f"{path} is one of several parts of a checkpoint; wanted one file, as published\n"

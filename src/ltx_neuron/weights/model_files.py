@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ltx_neuron import hub
-from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, gemma_download
+from ltx_neuron.config.common import gemma_download
 from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
 from ltx_neuron.config.release import Release, release_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import other_format
-from ltx_neuron.weights.checkpoint import SHARD, Checkpoint, gemma_files
+from ltx_neuron.weights.checkpoint import DOWNLOAD, SHARD, Checkpoint, gemma_files
 from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.sharding import CONNECTORS, DIFFUSION, TEXT_PROJECTION
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -287,7 +287,7 @@ def _transformer_in(folder: Path, recipe: str) -> Path:
             what = f"a folder with a model in {len(shards)} parts, {shards[0]} and so on"
         raise UserError(
             f"--checkpoint-path {folder} is {what}\nDownload the"
-            f" checkpoint of LTX-2.3: {CHECKPOINT_DOWNLOAD}\nor the folder of LTX-2.5:"
+            f" checkpoint of LTX-2.3: {DOWNLOAD}\nor the folder of LTX-2.5:"
             f" {hub.download('Lightricks/LTX-2.5', '--local-dir', str(folder))}"
         )
     return _only(several or found, folder, "--checkpoint-path")

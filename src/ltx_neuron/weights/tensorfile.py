@@ -84,8 +84,6 @@ class TensorFile:
             first_bytes = file.read(8)
             length = int.from_bytes(first_bytes, "little")
             if self.size < 8 or length > min(_MAX_HEADER, self.size - 8):
-                if other := other_format(self.path):
-                    raise self._broken(f"it is {other}", again="the published one")
                 raise self._broken(
                     f"its first bytes {first_bytes!r} are no header length that fits"
                     f" {self.size} bytes"
@@ -150,7 +148,10 @@ class TensorFile:
         with in_words():
             return open(self.path, "rb", buffering=0)
 
-    def _broken(self, why: str, again: str = "it again") -> UserError:
+    def _broken(self, why: str) -> UserError:
+        again = "it again"
+        if other := other_format(self.path):
+            why, again = f"it is {other}", "the published one"
         return UserError(
             f"{self.path} is not a whole safetensors file: {why}.\nDownload {again}:"
             f" {self.download}"
