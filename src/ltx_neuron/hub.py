@@ -79,7 +79,8 @@ def local_path(name: str | Path, kind: str) -> Path:
     Raises UserError if the Hub lacks or refuses the file, or the disk has no room for it.
     """
     if not (match := _match(name)):
-        return Path(name)
+        main = Path(name, "refs", "main")  # of a repository's folder in the cache
+        return Path(name, "snapshots", main.read_text()) if main.is_file() else Path(name)
     repo, revision = match[1], match[2] or "main"
     file = match[3] or RELEASED.get(repo, {}).get(kind, "")
     if kind == "gemma" and _SHARD.fullmatch(file):
@@ -146,8 +147,8 @@ def nearest(path: str | Path) -> str:
     """For a missing path, " (nearest: PATH)" if its folder has a similar name; else ""."""
     folder, wanted = os.path.split(path)
     with suppress(OSError, ValueError):  # no folder, or a character that no path can have
-        others = [name for name in os.listdir(folder or ".") if name != wanted]
-        for near in get_close_matches(wanted, others, 1):
+        names = [] if os.path.lexists(path) else os.listdir(folder or ".")
+        for near in get_close_matches(wanted, names, 1):
             return f" (nearest: {os.path.join(folder, near)})"
     return ""
 

@@ -230,7 +230,7 @@ CASES: dict[str, tuple[str, Callable[[Files], str], str]] = {
     "Gemma twice": (
         ROOT,
         lambda f: f.gemma("gemma-3-12b", "", "model-00001-of-00001.safetensors x.safetensors"),
-        "in two",
+        "has 1 of 1 weight files and 1 of 1 weight files",
     ),
     "Gemma without tokenizer": (ROOT, lambda f: f.gemma("gemma", "tokenizer.json"), "no tokenizer"),
     "Gemma without config": (ROOT, lambda f: f.gemma("gemma", "config.json"), "config.json"),

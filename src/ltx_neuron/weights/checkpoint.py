@@ -102,11 +102,10 @@ def gemma_files(root: Path) -> list[TensorFile]:
     """The weight files of a Gemma folder: model.safetensors or model-0000x-of-0000y.safetensors.
     UserError if some are missing."""
     paths = sorted(Path(root).glob("model*.safetensors"))
-    sets: dict[int, list[Path]] = {}  # by their number of files
+    sets: dict[str, list[Path]] = {}  # by the number of files in their names
     for path in paths:
-        shard = SHARD.search(path.name)
-        sets.setdefault(int(shard[1]) if shard else 1, []).append(path)
-    whole = [files for count, files in sets.items() if len(files) == count]
+        sets.setdefault("".join(SHARD.findall(path.name)), []).append(path)
+    whole = [files for count, files in sets.items() if len(files) == int(count or 1)]
     if not paths:
         with in_words("--gemma-root"):
             os.listdir(root)  # glob hides a missing permission
@@ -114,14 +113,11 @@ def gemma_files(root: Path) -> list[TensorFile]:
             f"no model*.safetensors in --gemma-root {root}\nDownload it: {gemma_download(root)}"
         )
     if len(whole) != 1:
-        has = ", ".join(f"{len(files)} of {count} weight files" for count, files in sets.items())
+        has = [f"{len(files)} of {int(count or 1)} weight files" for count, files in sets.items()]
+        others = "one set of them" if whole else "the others"
         raise UserError(
-            f"--gemma-root {root} has {has}\n"
-            + (
-                f"Download one set of them: {gemma_download(root, beside=True)}"
-                if whole
-                else f"Download the others: {gemma_download(root)}"
-            )
+            f"--gemma-root {root} has {' and '.join(has)}\nDownload {others}:"
+            f" {gemma_download(root, beside=bool(whole))}"
         )
     return [TensorFile(path, gemma_download(root)) for path in whole[0]]
 

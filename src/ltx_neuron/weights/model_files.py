@@ -472,9 +472,8 @@ class ModelFiles:
         published = self.release.split or kind in self.apart
         if kind in self.given or not published or self._folder is None:
             return self.given.get(kind)
-        found = self._beside.get(kind, [])
-        if not self.release.split:  # a folder of models may have those of other releases
-            found = [path for path in found if _of(TensorFile(path, "")) in (None, self.release)]
+        of = None, self.release  # a folder may have models of other releases
+        found = [p for p in self._beside.get(kind, []) if _of(TensorFile(p, "")) in of]
         if kind == "video_vae":
             configs = {path: config_of(TensorFile(path, "")) for path in found}
             convolutional = [path for path in found if not is_diffusion_vae(configs[path])]
