@@ -1,7 +1,7 @@
 """The options of a run, and all checks before a model loads."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,14 +59,15 @@ class Preflight:
                and a run needs only rank files, which were compared
     """
 
-    def __init__(self, workspace: Workspace, host: HostModels, options: RunOptions):
+    def __init__(
+        self, workspace: Workspace, host: HostModels, options: RunOptions, thorough: bool = False
+    ):
         self.workspace, self.host, self.options = workspace, host, options
+        self.thorough = thorough
         self.vae_stays = False
         self.vae: dict[str, dict[str, Manifest]] = {}
         self._checked_models: set[str] = set()
-        self._said_models: set[str] = set()
         self._checked_text = False
-        self.thorough = False
 
     @classmethod
     def of(cls, workspace: Workspace, options: RunOptions) -> "Preflight":
@@ -80,9 +81,7 @@ class Preflight:
             options.temporal_upsampler_path or files.beside("temporal"),
             files=files,
         )
-        preflight = cls(workspace, host, options)
-        preflight.thorough = True
-        return preflight
+        return cls(workspace, host, options, thorough=True)
 
     def files_read(self, jobs: list[Job]) -> dict[str, Path]:
         """The files and folders that the jobs read, by flag. No output may be one of them."""
@@ -158,10 +157,6 @@ class Preflight:
                 conditions.say_voice_length(job.voice)
             if (job.sound or job.reference_audio) and not names_speech(job.prompt):
                 say_no_speech(conditions.SOUND if job.sound else conditions.voice_flag(job))
-        models = {name for job in jobs for name in _host_models(job)}
-        if workspace.files.apart and "video_decoder" in models - self._said_models:
-            print(f"video decoder: {workspace.files.describe_decoder()}")
-        self._said_models |= models
 
     def check_files(self, jobs: list[Job], planned: bool = False) -> None:
         """Check every file that the jobs read. Raises UserError. planned: text encoder and
@@ -203,19 +198,16 @@ class Preflight:
     def _check_models(self, jobs: list[Job]) -> None:
         workspace = self.workspace
         _ = workspace.check_weights("dit") if self.thorough else workspace.source("dit")
-        self._check_host(
-            [
-                name
-                for name in dict.fromkeys(name for job in jobs for name in _host_models(job))
-                if not name.endswith("_upsampler")
-            ]
-        )
+        models = dict.fromkeys(name for job in jobs for name in _host_models(job))
+        if workspace.files.apart and "video_decoder" in models.keys() - self._checked_models:
+            print(f"video decoder: {workspace.files.describe_decoder()}")
+        self._check_host(models)
         if self.options.neuron_vae:
             _ = workspace.video_decoder, workspace.source("vae")
             if self.sound_on_ranks:
                 _ = workspace.audio_decoder, workspace.vocoder, workspace.source("sound")
 
-    def _check_host(self, names: list[str]) -> None:
+    def _check_host(self, names: Iterable[str]) -> None:
         self.host.check([name for name in names if name not in self._checked_models])
         self._checked_models.update(names)
 
@@ -347,10 +339,9 @@ def sound_size(job: Job) -> Size | None:
 
 
 def _host_models(job: Job) -> list[str]:
-    """Names of the host models a job runs."""
+    """Names of the host models a job runs, besides upsamplers."""
     names = [] if job.sound_only else ["video_decoder"]
     names += [] if job.sound else ["audio_decoder", "vocoder"]  # an input sound is not decoded
-    names += [f"{kind}_upsampler" for kind in job.upsamplers]
     names += ["video_encoder"] if job.images or job.encoded_clips else []
     names += ["audio_encoder"] if job.sound or job.retake or job.reference_audio else []
     names += ["video_statistics"] if job.upsamplers else []

@@ -11,7 +11,6 @@ from ltx_neuron.engine import Engine
 from ltx_neuron.generate import generate, generate_batch
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
-from ltx_neuron.weights.model_files import PARTS
 from ltx_neuron.workspace import Workspace
 
 _DESCRIPTION = "Generate a video with sound from a prompt."
@@ -28,10 +27,8 @@ _TYPICAL = {
 }
 # Flags that weights and graphs depend on, by their names in a Namespace
 _DECIDING = {
-    *("checkpoint_path", "gemma_root", "artifacts_dir", *(f"{kind}_path" for kind in PARTS)),
-    *("profile", "profile_set", "tp_degree", "dtype"),
+    *(*flags.MODEL_FILES, "artifacts_dir", "profile", "profile_set", "tp_degree", "dtype"),
     *("neuron_gemma", "neuron_vae", "upscale", "nag_scale", "prompts_file"),
-    *("spatial_upsampler_path", "temporal_upsampler_path"),
     *SizeFields.model_fields | LoraFields.model_fields | ConditionFields.model_fields,
 }
 

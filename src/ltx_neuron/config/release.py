@@ -82,9 +82,13 @@ _LABEL = re.compile(r"(?:ltxv?[-_ ]?|v)*(\d+)[._](\d+)", re.IGNORECASE)
 def release_of(model_version: str) -> Release | None:
     """The release that a file's `model_version` names: 2.3.0, v2.3, LTX-2.3-dev. None if it names
     none or an unsupported one."""
-    named = _LABEL.match(model_version.strip())
-    version = named and f"{int(named[1])}.{int(named[2])}"
+    version = ".".join(map(str, _numbers(model_version)))
     return next((each for each in RELEASES if each.version == version), None)
+
+
+def _numbers(label: str) -> tuple[int, ...]:
+    named = _LABEL.match(label.strip())
+    return tuple(map(int, named.groups())) if named else ()
 
 
 def identified(model_version: str, transformer: Mapping[str, Any]) -> tuple[Release | None, str]:
@@ -93,11 +97,8 @@ def identified(model_version: str, transformer: Mapping[str, Any]) -> tuple[Rele
     The label decides if it names a supported release, or one after 2.3, whose config may be the
     same. Otherwise the config decides: a repackaged file may have another label, or none.
     """
-    if release := release_of(model_version):
+    if (release := release_of(model_version)) or _numbers(model_version) > (2, 3):
         return release, model_version
-    named = _LABEL.match(model_version.strip())
-    if named and (int(named[1]), int(named[2])) > (2, 3):
-        return None, model_version
     if not transformer.get("cross_attention_adaln"):
         older = "2.0" if "audio_num_attention_heads" in transformer else "0.9 (LTX-Video)"
         return None, f"{older}, by its config"

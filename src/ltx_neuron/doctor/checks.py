@@ -313,9 +313,7 @@ def _gemma(examination: Examination) -> str:
     checkpoint, root = examination.args.checkpoint_path, flags.local(examination.args, "gemma_root")
     if checkpoint and os.path.isfile(checkpoint):
         workspace = examination.workspace()
-        # Raise UserError unless Gemma matches the checkpoint's connectors.
         config, weight_files = workspace.gemma, workspace.files.text_files()
-        _ = workspace.source("gemma3"), workspace.tokenizer
     elif os.path.isfile(root):
         file = TextEncoderFile(root, "")
         config, weight_files = read_config(file.gemma_config, root), [file]

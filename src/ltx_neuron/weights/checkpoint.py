@@ -81,8 +81,8 @@ class Checkpoint(WeightFile):
     def name_of(self, key: str) -> str | None:
         if key.startswith(COMPONENTS):
             return key
-        whole = self._bare is not None and key.startswith(self._bare)
-        return DIFFUSION + key.removeprefix(self._bare or "") if whole else None
+        bare = self._bare
+        return DIFFUSION + key[len(bare) :] if bare is not None and key.startswith(bare) else None
 
     def say_others(self) -> None:
         """Print once how many tensors no model reads: other models', and copies (EMA)."""

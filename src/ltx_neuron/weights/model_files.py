@@ -39,14 +39,14 @@ class Part(NamedTuple):
     flag      of its file
     sections  of the config that describe it
     prefixes  of its tensors in a checkpoint. Its own file may leave out the only one
-    own       pattern of names by which its file is known, whatever its metadata
+    own       prefixes by which its file is known, whatever its metadata
     """
 
     title: str
     flag: str
     sections: tuple[str, ...]
     prefixes: tuple[str, ...]
-    own: str
+    own: tuple[str, ...]
 
     def is_in(self, file: TensorFile) -> bool:
         """Whether a file has all kinds of the part's tensors, with a checkpoint's names."""
@@ -55,22 +55,17 @@ class Part(NamedTuple):
 
 PARTS = {
     "video_vae": Part(
-        "video VAE", "--video-vae-path", ("vae",), ("vae.",), r"(?:vae\.)?per_channel_statistics\."
+        *("video VAE", "--video-vae-path", ("vae",), ("vae.",)),
+        ("per_channel_statistics.", "vae.per_channel_statistics."),
     ),
     "audio_vae": Part(
-        "audio VAE",
-        "--audio-vae-path",
-        ("audio_vae", "vocoder"),
-        ("audio_vae.", "vocoder."),
-        r"(?:audio_vae|vocoder)\.",
+        *("audio VAE", "--audio-vae-path", ("audio_vae", "vocoder")),
+        *(("audio_vae.", "vocoder."), ("audio_vae.", "vocoder.")),
     ),
     # LTX-2.5's is in the file of the text encoder.
     "text_projection": Part(
-        "text projection",
-        "--text-projection-path",
-        (),
-        (TEXT_PROJECTION,),
-        rf"(?:{re.escape(TEXT_PROJECTION)})?(?:video|audio)_aggregate_embed\.",
+        *("text projection", "--text-projection-path", (), (TEXT_PROJECTION,)),
+        ("video_aggregate_embed.", f"{TEXT_PROJECTION}video_aggregate_embed."),
     ),
 }
 _OWNERS = {section: kind for kind, part in PARTS.items() for section in part.sections}
@@ -98,7 +93,7 @@ def kind_of(file: TensorFile) -> str:
     if any(name.endswith("patchify_proj.weight") for name in file.shapes):
         return "transformer"
     for kind, part in PARTS.items():
-        if any(re.match(part.own, name) for name in file.shapes):
+        if any(name.startswith(part.own) for name in file.shapes):
             return kind
     if any(".lora_A." in name for name in file.shapes):
         return "lora"
@@ -195,9 +190,9 @@ class PartFile(WeightFile):
         file = TensorFile(path, download)
         self.config = {name: checkpoint.config.get(name) for name in part.sections}
         self.config |= config_of(file)
-        described_all = all(isinstance(self.config[name], dict) for name in part.sections)
+        complete = all(isinstance(self.config[name], dict) for name in part.sections)
         whole = part.is_in(file)
-        if not described_all or not (whole or kind_of(file) == kind):
+        if not complete or not (whole or kind_of(file) == kind):
             raise UserError(
                 f"{part.flag} {path}: wanted the {part.title} of LTX-{release.version}, got"
                 f" {described(file)}\nDownload it: {download}"
@@ -205,14 +200,14 @@ class PartFile(WeightFile):
         check_release(file, part.flag, release, download)
         self._prefix = "" if whole or len(part.prefixes) > 1 else part.prefixes[0]
         # A transformer's own connectors are those it was trained with.
-        connected = any(name.startswith(tuple(CONNECTORS)) for name in checkpoint.shapes)
-        self._kept = (*part.prefixes, *([] if connected else CONNECTORS))
+        connected = any(name.startswith((*CONNECTORS,)) for name in checkpoint.shapes)
+        self._kept = part.prefixes if connected else (*part.prefixes, *CONNECTORS)
         super().__init__(path, download)
         if isinstance(encoder := self.config.get("vae", {}).get("encoder"), dict):
             self.config["vae"] = _flattened(self.config["vae"], encoder)
 
     def name_of(self, key: str) -> str | None:
-        connector = f"{DIFFUSION}{key}".startswith(tuple(CONNECTORS))
+        connector = f"{DIFFUSION}{key}".startswith((*CONNECTORS,))
         name = (DIFFUSION if connector else self._prefix) + key
         return name if name.startswith(self._kept) else None
 
@@ -234,15 +229,16 @@ def _of(file: TensorFile) -> Release | None:
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
     """Raise UserError if a file is of another supported release by its metadata or, without a
     version there, by its name: upsamplers and many LoRAs have no `model_version`."""
-    labelled = release_of(version := file.metadata.get("model_version", ""))
-    if (found := labelled or _of(file)) not in (None, release):
-        by_name = "" if labelled else " by its name"
-        rename = "" if labelled else f"\nIf it is of LTX-{release.version}, rename it"
-        version = version if labelled else found.version
-        raise UserError(
-            f"{flag} {file.path} is of LTX {version}{by_name}, but the checkpoint is of"
-            f" LTX-{release.version}\nDownload the file of that release: {download}{rename}"
-        )
+    if (found := _of(file)) in (None, release):
+        return
+    version, rename = file.metadata.get("model_version", ""), ""
+    if not release_of(version):
+        version = f"{found.version} by its name"
+        rename = f"\nIf it is of LTX-{release.version}, rename it"
+    raise UserError(
+        f"{flag} {file.path} is of LTX {version}, but the checkpoint is of LTX-{release.version}\n"
+        f"Download the file of that release: {download}{rename}"
+    )
 
 
 def located(name: str | Path, kind: str) -> Path:
@@ -276,8 +272,7 @@ def files_in(folder: Path) -> dict[str, list[Path]]:
 
 def _transformer_in(folder: Path, recipe: str) -> Path:
     names = {path.name for path in (*folder.glob("*"), *folder.glob("*/*"))}
-    found = files_in(folder).get("transformer", [])
-    found = [path for path in found if not SHARD.search(path.name)]
+    found = [p for p in files_in(folder).get("transformer", []) if not SHARD.search(p.name)]
     several = [path for path in found if named_recipe(path) == recipe]
     if not found:
         what = "a folder without a transformer's file"
@@ -319,17 +314,17 @@ class ModelFiles:
         gemma_root: str | Path | None = None,
         **part_paths: str | Path | None,
     ):
-        """part_paths: of PARTS, as video_vae_path."""
+        """part_paths: of PARTS, as video_vae_path=FILE."""
         self.checkpoint = Checkpoint(Path(checkpoint_path))
         self.checkpoint.say_others()
-        named = {"gemma": gemma_root, **{kind: part_paths.get(f"{kind}_path") for kind in PARTS}}
+        parts = {name.removesuffix("_path"): path for name, path in part_paths.items()}
+        named = {"gemma": gemma_root, **parts}
         self.given = {kind: Path(path) for kind, path in named.items() if path}
         self.release = self.checkpoint.release
-        self.apart = {kind for kind, part in PARTS.items() if not part.is_in(self.checkpoint)}
-        if self.release.split:
-            self.apart = {"video_vae", "audio_vae"}
+        apart = {kind for kind, part in PARTS.items() if not part.is_in(self.checkpoint)}
+        self.apart = {"video_vae", "audio_vae"} if self.release.split else apart
         self._open: dict[str, PartFile] = {}
-        for kind in PARTS.keys() & self.given.keys() - self.apart:
+        for kind in self.given.keys() - {"gemma"} - self.apart:
             part = PARTS[kind]
             raise UserError(
                 f"{part.flag} {self.given[kind]}: --checkpoint-path {checkpoint_path} is of"
@@ -399,7 +394,7 @@ class ModelFiles:
         """Raise UserError for a file, such as the text encoder of a split release."""
         if root is None or not root.is_file():
             return
-        what = f"a file ({other_format(root)})" if other_format(root) else "a file"
+        what = other_format(root) or "a file"
         with suppress(UserError):
             file = TensorFile(root, "")
             later = "the text encoder of a later release"

@@ -119,7 +119,7 @@ class Model(NamedTuple):
     name: str
     table: dict
     prefixes: dict[str, str]
-    elsewhere: tuple[str, ...]
+    elsewhere: tuple[str, ...] = ()
 
 
 STATISTICS = "per_channel_statistics."
@@ -145,7 +145,6 @@ MODELS = {
                 "model.language_model.": "",
                 **{f"model.{part}.": f"{part}." for part in ("embed_tokens", "layers", "norm")},
             },
-            (),
         ),
         Model(
             "vae",
@@ -162,7 +161,6 @@ MODELS = {
                 "vae.encoder.": "encoder.",
                 **{f"vae.{name}": f"encoder.{name}" for name in _READ_STATISTICS},
             },
-            (),
         ),
         Model(
             "sound",
