@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from ltx_neuron import errors
 from ltx_neuron.commands import dispatch
-from ltx_neuron.hub import RELEASED, nearest
+from ltx_neuron.hub import RELEASED, NotDownloaded, local_path, nearest, no_downloads
 
 LTX, LATER = "Lightricks/LTX-2.3", "Lightricks/LTX-2.5"
 GEMMA = "google/gemma-3-12b-it-qat-q4_0-unquantized"
@@ -286,8 +286,37 @@ def downloaded(monkeypatch, command: str) -> str:
         main()
     except SystemExit as end:
         assert not end.code, command
+    if "--local-dir" not in words:  # into the cache
+        return ""
     folder = words[words.index("--local-dir") + 1]
     return folder if words[3] == "--local-dir" else str(Path(folder, words[3]))
+
+
+def check(capsys, monkeypatch, home: Path, values: dict, flag: str, said: str, words: list) -> None:
+    """Run a command that errs, then what its error prints, then the command again."""
+
+    def ran_with(values: dict[str, object]) -> tuple[int, str]:
+        typed = [word for pair in values.items() for word in map(str, pair)]
+        size = "--height 64 --width 64 --num-frames 9 --recipe distilled --tp-degree 1"
+        return ran(
+            capsys, ["prepare", "--profile", "cpu", "--dry-run", *typed, *size.split(), *words]
+        )
+
+    before = {path for path in home.rglob("*") if path.is_file()}
+    code, error = ran_with(values)
+    assert code == 2 and said in error, error
+    assert f"nearest: {values[flag]})" not in error
+    commands = re.findall(r"hf download .+", error)
+    assert commands, error
+    typed = re.search(r"type (--[\w-]+) ([^;\s]+)$", error, re.MULTILINE)
+    for command in commands:
+        value = downloaded(monkeypatch, command)
+        whole = f"{LATER} --local-dir" in command  # the other files are in the folder
+        if typed and not whole:
+            assert (typed[1], typed[2]) == (flag, value)
+        code, error_after = ran_with({CHECKPOINT: value} if whole else values | {flag: value})
+        assert code == 0, (command, error_after)
+    assert all(path.is_file() for path in before)  # nothing is lost
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -295,29 +324,81 @@ def test_what_a_printed_command_downloads_is_taken(name, home, tiny, split, caps
     flag, make, said = CASES[name]
     values = {CHECKPOINT: tiny.checkpoint, ROOT: tiny.gemma_root, SPATIAL: tiny.spatial_upsampler}
     values[flag] = make(Files(tiny, split))
+    check(capsys, monkeypatch, home, values, flag, said, ["--two-stage"])
 
-    def words() -> list[str]:
-        typed = [word for pair in values.items() for word in map(str, pair)]
-        size = "--two-stage --height 64 --width 64 --num-frames 9 --recipe distilled --tp-degree 1"
-        return ["prepare", "--profile", "cpu", "--dry-run", *typed, *size.split()]
 
-    before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
-    code, error = ran(capsys, words())
-    assert code == 2 and said in error, error
-    assert not re.search(rf"nearest: {re.escape(str(values[flag]))}\)", error)
-    commands = re.findall(r"hf download .+", error)
-    assert commands, error
-    for command in commands:
-        values[flag] = downloaded(monkeypatch, command)
-        if LATER in command:  # its text encoder is in the folder
-            values = {CHECKPOINT: values[flag]}
-        typed = re.search(r"type (--[\w-]+) ([^;\s]+)$", error, re.MULTILINE)
-        if typed and LATER not in command:
-            assert (typed[1], typed[2]) == (flag, values[flag])
-        code, error_after = ran(capsys, words())
-        assert code == 0, (command, error_after)
-    lost = [path for path, content in before.items() if not path.is_file()]
-    assert not lost
+VIDEO, AUDIO, HEAD = "--video-vae-path", "--audio-vae-path", "--duration-head-path"
+VAE = RELEASED[LATER]["video_vae"]
+CASES_OF_2_5: dict[str, tuple[str, Callable[[Files], str], str]] = {
+    "the transformer, cut": (
+        CHECKPOINT,
+        lambda f: f.cut(f"ltx/{RELEASED[LATER]['distilled']}", f.split.distilled),
+        "truncated?",
+    ),
+    "Gemma 3's folder": (ROOT, lambda f: f.gemma("gemma"), "in one file"),
+    "a VAE as text encoder": (
+        ROOT,
+        lambda f: f.copy("a.safetensors", f.split.video_vae),
+        "got the",
+    ),
+    "the text encoder, cut": (
+        ROOT,
+        lambda f: f.cut("a.safetensors", f.split.text_encoder),
+        "trunc",
+    ),
+    "no video VAE": (VIDEO, lambda f: "vae.safetensors", "no such file"),
+    "the video VAE, cut": (VIDEO, lambda f: f.cut(VAE, f.split.video_vae), "truncated?"),
+    "the other VAE": (VIDEO, lambda f: f.copy("a.safetensors", f.split.audio_vae), "the audio VAE"),
+    "the VAE as pickle": (AUDIO, lambda f: f.pickle("vae.pt"), "a pickle"),
+    "LTX-2.3's upsampler": (
+        SPATIAL,
+        lambda f: f.copy("ltx-2.3-up.safetensors", f.tiny.spatial_upsampler),
+        "is of LTX 2.3 by its name",
+    ),
+    "no duration head": (HEAD, lambda f: "head.safetensors", "no such file"),
+    "a VAE as duration head": (
+        HEAD,
+        lambda f: f.copy("a.safetensors", f.split.video_vae),
+        "wanted a duration head",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES_OF_2_5)
+def test_of_ltx_2_5_what_a_printed_command_downloads_is_taken(
+    name, home, tiny, split, capsys, monkeypatch
+):
+    flag, make, said = CASES_OF_2_5[name]
+    values = {CHECKPOINT: split.distilled, ROOT: split.text_encoder, VIDEO: split.video_vae}
+    values |= {AUDIO: split.audio_vae, SPATIAL: split.spatial_upsampler, HEAD: split.duration_head}
+    values[flag] = make(Files(tiny, split))
+    check(capsys, monkeypatch, home, values, flag, said, ["--two-stage"])
+
+
+@pytest.mark.parametrize("kind", [VIDEO, AUDIO, ROOT])
+def test_a_transformer_of_2_5_alone_names_the_download_of_its_parts(
+    kind, home, tiny, split, capsys, monkeypatch
+):
+    values = {CHECKPOINT: Files(tiny, split).copy("mine.safetensors", split.distilled)}
+    values |= {ROOT: split.text_encoder, VIDEO: split.video_vae, AUDIO: split.audio_vae}
+    del values[kind]
+    typed = [word for pair in values.items() for word in map(str, pair)]
+    size = "--height 64 --width 64 --num-frames 9 --recipe distilled --tp-degree 1 --profile cpu"
+    words = ["prepare", "--dry-run", *size.split(), *typed]
+    code, error = ran(capsys, words)
+    assert code == 2 and f"Type {kind} FILE" in error, error
+    (command,) = re.findall(r"hf download .+", error)
+    assert ran(capsys, [*words, kind, downloaded(monkeypatch, command)]) == (0, "")
+
+
+@pytest.mark.parametrize(("name", "kind"), [(f"{LTX}/{PUBLISHED['dev']}", "dev"), (GEMMA, "gemma")])
+def test_the_command_for_a_machine_without_network_fills_the_cache(home, monkeypatch, name, kind):
+    with no_downloads(), pytest.raises(NotDownloaded) as error:
+        local_path(name, kind)
+    (command,) = re.findall(r"hf download .+", str(error.value))
+    downloaded(monkeypatch, command)
+    with no_downloads():
+        assert local_path(name, kind).exists()
 
 
 def test_the_nearest_path_is_another_one(tmp_path):

@@ -198,7 +198,7 @@ class PartFile(WeightFile):
                 f" {described(file)}\nDownload it: {download}"
             )
         check_release(file, part.flag, release, download)
-        self._prefix = "" if whole or len(part.prefixes) > 1 else part.prefixes[0]
+        self._prefix = "" if whole or len(part.prefixes) > 1 else "".join(part.prefixes)
         # A transformer's own connectors are those it was trained with.
         connected = any(name.startswith((*CONNECTORS,)) for name in checkpoint.shapes)
         self._kept = part.prefixes if connected else (*part.prefixes, *CONNECTORS)
@@ -336,7 +336,7 @@ class ModelFiles:
         """The config of all parts, as that of a whole checkpoint."""
         return _Config(self) if self.apart else self.checkpoint.config
 
-    def of(self, section: str) -> WeightFile:
+    def of(self, section: str) -> PartFile | Checkpoint:
         """The file with the part that a section of the config describes, such as "vae"."""
         kind = _OWNERS.get(section)
         return self._part(kind) if kind in self.apart else self.checkpoint
