@@ -126,6 +126,8 @@ OTHERS = {
     "another VAE": {"first_stage_model.decoder.conv_in.weight": torch.ones(4)},
     "an EMA copy": {"model_ema.diffusion_model.patchify_proj.weight": torch.ones(4)},
     "another EMA copy": {"ema.model.diffusion_model.proj_out.weight": torch.ones(4)},
+    "a copy without prefix": {"diffusion_model.patchify_proj.weight": torch.ones(4)},
+    "a copy of bare names": {"patchify_proj.weight": torch.ones(4)},
     "training state": {"optimizer.state.0": torch.ones(4), "step": torch.tensor(7)},
     "float8 in rows": {
         "text_encoders.x.weight": float8(4, 4),

@@ -74,9 +74,9 @@ class Checkpoint(WeightFile):
 
     @cached_property
     def _bare(self) -> str | None:
-        """The prefix of the names in the file of a transformer alone, instead of DIFFUSION."""
-        bare = "", "diffusion_model."
-        return next((each for each in bare if f"{each}patchify_proj.weight" in self.shapes), None)
+        """The prefix of the transformer's names in the file: one alone may lack DIFFUSION."""
+        known = DIFFUSION, "", "diffusion_model."
+        return next((each for each in known if f"{each}patchify_proj.weight" in self.shapes), None)
 
     def name_of(self, key: str) -> str | None:
         if key.startswith(COMPONENTS):
