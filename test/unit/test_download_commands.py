@@ -308,7 +308,7 @@ def check(capsys, monkeypatch, home: Path, values: dict, flag: str, said: str, w
     assert f"nearest: {values[flag]})" not in error
     commands = re.findall(r"hf download .+", error)
     assert commands, error
-    typed = re.search(r"type (--[\w-]+) ([^;\s]+)$", error, re.MULTILINE)
+    typed = re.search(r"type (--[\w-]+) (?!FILE)([^;\s]+)$", error, re.MULTILINE)
     for command in commands:
         value = downloaded(monkeypatch, command)
         whole = f"{LATER} --local-dir" in command  # the other files are in the folder
@@ -405,5 +405,6 @@ def test_the_nearest_path_is_another_one(tmp_path):
     (tmp_path / "gemma").write_text("")
     (tmp_path / "gemma-3").mkdir()
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "absent")
-    assert nearest(tmp_path / "gemma") == f" (nearest: {tmp_path}/gemma-3)"
+    assert nearest(tmp_path / "gemm") == f" (nearest: {tmp_path}/gemma)"
+    assert nearest(tmp_path / "gemma") == ""
     assert nearest(tmp_path / "link.safetensors") == ""
