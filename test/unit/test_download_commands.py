@@ -312,6 +312,8 @@ def check(capsys, monkeypatch, home: Path, values: dict, flag: str, said: str, w
     for command in commands:
         value = downloaded(monkeypatch, command)
         whole = f"{LATER} --local-dir" in command  # the other files are in the folder
+        if Path(values[flag]).name in {Path(name).name for name in PUBLISHED.values()}:
+            assert Path(value) == Path(values[flag])  # in its place: the very same command
         if typed and not whole:
             assert (typed[1], typed[2]) == (flag, value)
         code, error_after = ran_with({CHECKPOINT: value} if whole else values | {flag: value})
