@@ -42,6 +42,23 @@ class Hub(ThreadingHTTPServer):
         return [path.split("/")[-1] for path in gets if "/resolve/" in path]
 
 
+def use(hub: Hub, monkeypatch, folder: Path) -> None:
+    """Have huggingface_hub in this process read this hub, with an empty cache in a folder."""
+    from huggingface_hub import constants, file_download
+
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    template = "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(file_download, *template, raising=False)  # versions below 1 read it there
+    monkeypatch.setattr(constants, *template)
+    for name, value in {
+        "ENDPOINT": hub.url,
+        "HF_HUB_CACHE": str(folder / "cache"),
+        "HF_TOKEN_PATH": str(folder / "token"),
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+
+
 @cache
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -62,7 +79,8 @@ class Handler(BaseHTTPRequestHandler):
         hub.requests.append(Request(self.command, path, self.headers["Range"]))
         kind, _, rest = path[1:].partition("/")
         if (kind, rest.split("/")[0]) == ("api", "models"):
-            repo, _, revision = rest.removeprefix("models/").partition("/revision/")
+            listing = "/tree/" if "/tree/" in rest else "/revision/"
+            repo, _, revision = rest.removeprefix("models/").partition(listing)
             name = None
         else:
             repo, _, rest = path[1:].partition("/resolve/")
@@ -75,7 +93,17 @@ class Handler(BaseHTTPRequestHandler):
         elif commit is None:
             self.refuse(404, "RevisionNotFound")
         elif name is None:
-            self.answer(json.dumps(self.info(repo, commit, files)).encode(), commit)
+            info = self.info(repo, commit, files)
+            if listing == "/tree/":
+                named = {"rfilename": "path", "blobId": "oid"}
+                info = [
+                    {named.get(key, key): value for key, value in each.items()} | {"type": "file"}
+                    for each in info["siblings"]
+                ]
+                for each in info:
+                    if "lfs" in each:
+                        each["lfs"] = {**each["lfs"], "oid": each["lfs"]["sha256"]}
+            self.answer(json.dumps(info).encode(), commit)
         elif repo in hub.gated and not allowed:
             self.refuse(403 if self.headers["Authorization"] else 401, "GatedRepo")
         elif name not in files:

@@ -174,6 +174,26 @@ def first_bytes(path: Path, count: int) -> bytes:
     return b""
 
 
+# What people have in place of a safetensors file: first bytes -> name.
+_FORMATS = {
+    b"GGUF": "a GGUF file, which only other programs read",
+    b"PK": "a pickle of torch.save, or another zip archive; pickles may run code and are not read",
+    b"\x80": "a pickle; pickles may run code and are not read",
+    b"version https://git-lfs": "a pointer of git-lfs, not the file itself",
+    b"<": "a web page, not the file itself",
+    b"{": "JSON text, such as the list of a checkpoint's parts, not weights",
+}
+_UNFINISHED = ".part", ".partial", ".incomplete", ".crdownload", ".aria2", ".download"
+
+
+def other_format(path: Path) -> str:
+    """What a file is that is no safetensors file, for a message; "" if unknown."""
+    if path.suffix in _UNFINISHED:
+        return "an unfinished download"
+    begin = first_bytes(path, 64).lstrip()
+    return next((name for first, name in _FORMATS.items() if begin.startswith(first)), "")
+
+
 # Kinds of paths other than regular files and folders.
 _KINDS = {
     stat.S_IFIFO: "a named pipe",

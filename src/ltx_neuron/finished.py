@@ -66,9 +66,9 @@ class Finished:
         tp: int,
         dtype: str,
         gemma_root: str | Path | None = None,
-        video_vae_path: str | Path | None = None,
-        audio_vae_path: str | Path | None = None,
+        **part_paths: str | Path | None,
     ):
+        """part_paths: as of ModelFiles."""
         self.checkpoint_path = Path(checkpoint_path)
         self.artifacts = Path(artifacts_dir)
         self.profile, self.tp = profile, tp
@@ -77,7 +77,7 @@ class Finished:
         self.tuned_settings: tuned_settings.TunedSettings | None = None
         self._said, self._said_backend = "", False
         self.prepare_command = ""  # if set, errors have it instead of each artifact's command
-        self.files = ModelFiles(checkpoint_path, gemma_root, video_vae_path, audio_vae_path)
+        self.files = ModelFiles(checkpoint_path, gemma_root, **part_paths)
         self.checkpoint, self.config = self.files.checkpoint, self.files.config
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
@@ -130,7 +130,7 @@ class Finished:
     def gemma(self):
         assert self.gemma_root
         config, file = self.files.gemma, self.files.text_encoder
-        projection = (file or self.checkpoint).shapes.get(
+        projection = self.files.projections.shapes.get(
             "text_embedding_projection.video_aggregate_embed.weight"
         )
         features, download = projection[1] if projection else None, file.download if file else ""

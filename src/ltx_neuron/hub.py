@@ -79,7 +79,8 @@ def local_path(name: str | Path, kind: str) -> Path:
     Raises UserError if the Hub lacks or refuses the file, or the disk has no room for it.
     """
     if not (match := _match(name)):
-        return Path(name)
+        main = Path(name, "refs", "main")  # of a repository's folder in the cache
+        return Path(name, "snapshots", main.read_text()) if main.is_file() else Path(name)
     repo, revision = match[1], match[2] or "main"
     file = match[3] or RELEASED.get(repo, {}).get(kind, "")
     if kind == "gemma" and _SHARD.fullmatch(file):
@@ -130,15 +131,24 @@ def download_released(kind: str, release: str = RELEASE) -> str:
 
 
 def download_again(path: Path) -> str:
-    """The hf command that replaces a damaged file of the cache; "" for any other file."""
-    return download(spelled(path), "--force-download") if _CACHED.fullmatch(str(path)) else ""
+    """The hf command that downloads a missing or damaged file to its place: a file of the cache, or
+    one with a published name; "" for any other file."""
+    if _CACHED.fullmatch(str(path)):
+        return download(spelled(path), "--force-download")
+    for repo, files in RELEASED.items():
+        for file in map(Path, files.values()):
+            if path.parts[-len(file.parts) :] == file.parts:
+                folder = str(path.parents[len(file.parts) - 1])
+                return download(f"{repo}/{file}", "--local-dir", folder)
+    return ""
 
 
 def nearest(path: str | Path) -> str:
     """For a missing path, " (nearest: PATH)" if its folder has a similar name; else ""."""
     folder, wanted = os.path.split(path)
     with suppress(OSError, ValueError):  # no folder, or a character that no path can have
-        for near in get_close_matches(wanted, os.listdir(folder or "."), 1):
+        names = [] if os.path.lexists(path) else os.listdir(folder or ".")
+        for near in get_close_matches(wanted, names, 1):
             return f" (nearest: {os.path.join(folder, near)})"
     return ""
 

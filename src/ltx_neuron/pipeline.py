@@ -94,6 +94,7 @@ class LTXPipeline:
         gemma_root: str | Path | None = None,
         video_vae_path: str | Path | None = None,
         audio_vae_path: str | Path | None = None,
+        text_projection_path: str | Path | None = None,
         profile: str | None = None,
         artifacts_dir: str | Path = "artifacts",
         tp_degree: int | None = None,
@@ -139,8 +140,9 @@ class LTXPipeline:
             resolved.degree(tp_degree),
             dtype,
             _located(gemma_root, "gemma"),
-            _located(video_vae_path, "video_vae"),
-            _located(audio_vae_path, "audio_vae"),
+            video_vae_path=_located(video_vae_path, "video_vae"),
+            audio_vae_path=_located(audio_vae_path, "audio_vae"),
+            text_projection_path=_located(text_projection_path, "text_projection"),
         )
         if tuned:
             workspace.take_tuned()

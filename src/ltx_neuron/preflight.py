@@ -1,7 +1,9 @@
 """The options of a run, and all checks before a model loads."""
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.host import conditions
+from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
@@ -52,14 +55,33 @@ class Preflight:
 
     vae        programs of the VAEs on the ranks for the last checked jobs
     vae_stays  whether they fit the device beside the transformer
+    thorough   whether to compare all tensors of the transformer with its config: takes a second,
+               and a run needs only rank files, which were compared
     """
 
-    def __init__(self, workspace: Workspace, host: HostModels, options: RunOptions):
+    def __init__(
+        self, workspace: Workspace, host: HostModels, options: RunOptions, thorough: bool = False
+    ):
         self.workspace, self.host, self.options = workspace, host, options
+        self.thorough = thorough
         self.vae_stays = False
         self.vae: dict[str, dict[str, Manifest]] = {}
         self._checked_models: set[str] = set()
-        self._checked_weight_files = False
+        self._checked_text = False
+
+    @classmethod
+    def of(cls, workspace: Workspace, options: RunOptions) -> "Preflight":
+        """For commands that check the files of jobs and run none."""
+        files = workspace.files
+        host = HostModels(
+            workspace.checkpoint_path,
+            workspace.config,
+            workspace.dtype,
+            options.spatial_upsampler_path or files.beside("spatial"),
+            options.temporal_upsampler_path or files.beside("temporal"),
+            files=files,
+        )
+        return cls(workspace, host, options, thorough=True)
 
     def files_read(self, jobs: list[Job]) -> dict[str, Path]:
         """The files and folders that the jobs read, by flag. No output may be one of them."""
@@ -84,6 +106,8 @@ class Preflight:
         try:
             compiled = self._find_artifacts(jobs)
         except UserError:
+            # If the files are not those of the model, raise that error instead.
+            workspace.check_weights("dit")
             # If the job does not fit the device either, raise that error instead.
             for job in {tuple(job.buckets): job for job in jobs}.values():
                 workspace.check_plan_fits(job, self.options.neuron_gemma)
@@ -120,29 +144,72 @@ class Preflight:
         release.check({f"{{compat}} {self.options.compat}": True})
         for job in jobs:
             job.check()
-            if job.recipe == "dev":
-                job.resolved_guidance.check(workspace.transformer.num_layers)
-            for kind, flag in job.upsamplers.items():
-                download = f"Download it: {release.download(kind)}"
-                require(self.upsampler(kind), f"--{kind}-upsampler-path", flag, download)
         check_distilled_loras(jobs, release)
         workspace.check_runtime()
         check_guidance_groups(jobs, workspace.profile.guidance_parallel)
+        self.check_files(jobs)
         for job in jobs:
-            conditions.check(job)
+            if job.recipe == "dev":
+                job.resolved_guidance.check(workspace.transformer.num_layers)
             if job.reference_audio:
                 lora.say_silent(job.stages[0].loras)
             if (job.sound or job.reference_audio) and not names_speech(job.prompt):
                 say_no_speech(conditions.SOUND if job.sound else conditions.voice_flag(job))
         for note in dict.fromkeys(note for job in jobs for note in conditions.notes(job)):
             print(note)
+
+    def check_files(self, jobs: list[Job], planned: bool = False) -> None:
+        """Check every file that the jobs read. Raises UserError. planned: text encoder and
+        upsamplers may be missing."""
+        for check in self.file_checks(jobs, planned).values():
+            check()
+
+    def file_checks(
+        self, jobs: list[Job], planned: bool = False
+    ) -> dict[str, Callable[[], object]]:
+        """The checks of all files that jobs read, by the files' names for the doctor. Each raises
+        UserError, and reads headers and a tokenizer only, those of the models once."""
+        workspace, head = self.workspace, self.options.duration_head_path
+        kinds = {kind: flag for job in jobs for kind, flag in job.upsamplers.items()}
+        if planned:
+            kinds = {kind: flag for kind, flag in kinds.items() if self.host.upsampler_paths[kind]}
+        checks: dict[str, Callable[[], object]] = {
+            f"{kind} upsampler": partial(self._check_upsampler, kind, flag)
+            for kind, flag in kinds.items()
+        }
+        if any(job.files for job in jobs):
+            checks["inputs"] = lambda: [(job.check_inputs(), conditions.check(job)) for job in jobs]
+        checks["checkpoint"] = partial(self._check_models, jobs)
+        sets = dict.fromkeys(stage.loras for job in jobs for stage in job.stages if stage.loras)
+        if sets:
+            checks["LoRAs"] = lambda: [workspace.source("dit", loras) for loras in sets]
+        if not planned or workspace.files.beside("gemma"):
+            checks["gemma"] = self._check_text_files
+        if head:
+            of = workspace.checkpoint, workspace.transformer
+            checks["duration head"] = lambda: duration_head_spec(head, *of).build_empty()
+        return checks
+
+    def _check_upsampler(self, kind: str, flag: str) -> None:
+        download = f"Download it: {self.workspace.checkpoint.release.download(kind)}"
+        require(self.upsampler(kind), f"--{kind}-upsampler-path", flag, download)
+        self._check_host([f"{kind}_upsampler"])
+
+    def _check_models(self, jobs: list[Job]) -> None:
+        workspace = self.workspace
+        _ = workspace.check_weights("dit") if self.thorough else workspace.source("dit")
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
-        new = models.keys() - self._checked_models
-        if workspace.files.release.split and "video_decoder" in new:
+        if workspace.files.apart and "video_decoder" in models.keys() - self._checked_models:
             print(f"video decoder: {workspace.files.describe_decoder()}")
-        self.host.check([name for name in models if name not in self._checked_models])
-        self._checked_models.update(models)
-        self._check_weight_files(jobs)
+        self._check_host(models)
+        if self.options.neuron_vae:
+            _ = workspace.video_decoder, workspace.source("vae")
+            if self.sound_on_ranks:
+                _ = workspace.audio_decoder, workspace.vocoder, workspace.source("sound")
+
+    def _check_host(self, names: Iterable[str]) -> None:
+        self.host.check([name for name in names if name not in self._checked_models])
+        self._checked_models.update(names)
 
     def upsampler(self, kind: str) -> str | Path | None:
         """The path of an upsampler that a job needs. A Hub name's is downloaded."""
@@ -171,27 +238,16 @@ class Preflight:
         """Whether the ranks encode a job's videos."""
         return bool(self.vae.get("encoder") and self.workspace.encoder_tiles(job))
 
-    def _check_weight_files(self, jobs: list[Job]) -> None:
-        """Read the headers of all weight files and the tokenizer, once per engine."""
-        workspace = self.workspace
-        for loras in {stage.loras: None for job in jobs for stage in job.stages}:
-            workspace.source("dit", loras)
-        if self._checked_weight_files:
-            return
-        self._check_text_files()
-        if self.options.neuron_vae:
-            _ = workspace.video_decoder, workspace.source("vae")
-            if self.sound_on_ranks:
-                _ = workspace.audio_decoder, workspace.vocoder, workspace.source("sound")
-        self._checked_weight_files = True
-
     def _check_text_files(self) -> None:
         workspace = self.workspace
+        if self._checked_text:
+            return
         _ = workspace.gemma, workspace.source("gemma3"), workspace.tokenizer
         if self.options.neuron_gemma:
             workspace.gemma.check_tensor_parallel(workspace.tp)
         else:
             workspace.host_text_encoder().check()
+        self._checked_text = True
 
     def _find_text(self) -> None:
         self.workspace.weights("gemma3")
@@ -283,10 +339,9 @@ def sound_size(job: Job) -> Size | None:
 
 
 def _host_models(job: Job) -> list[str]:
-    """Names of the host models a job runs."""
+    """Names of the host models a job runs, besides upsamplers."""
     names = [] if job.sound_only else ["video_decoder"]
     names += [] if job.sound else ["audio_decoder", "vocoder"]  # an input sound is not decoded
-    names += [f"{kind}_upsampler" for kind in job.upsamplers]
     names += ["video_encoder"] if job.images or job.encoded_clips else []
     names += ["audio_encoder"] if job.sound or job.retake or job.reference_audio else []
     names += ["video_statistics"] if job.upsamplers else []

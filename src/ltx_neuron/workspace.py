@@ -119,6 +119,10 @@ class Workspace(Finished):
         models = self.profile.vae_models if model == "vae" else (model,)
         return [self.source(name, loras) for name in models]
 
+    def check_weights(self, model: str) -> None:
+        """Raise UserError unless the files have all tensors of a model's config."""
+        self._specs(self.source(model))
+
     def _specs(self, source: Source) -> list[ShardSpec]:
         """How a model's tensors are distributed over its rank files. Raises UserError if they are
         not the model's."""

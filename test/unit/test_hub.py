@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hub_server import TOKEN, Hub
-from huggingface_hub import constants, file_download, utils
+from hub_server import TOKEN, Hub, use
+from huggingface_hub import constants, utils
 
 from ltx_neuron import flags
 from ltx_neuron.doctor.__main__ import main as doctor
@@ -44,17 +44,7 @@ def hub(tiny, tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.chdir(home)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    template = "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(file_download, *template, raising=False)  # versions below 1 read it there
-    monkeypatch.setattr(constants, *template)
-    for name, value in {
-        "ENDPOINT": hub.url,
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-        "HF_TOKEN_PATH": str(tmp_path / "token"),
-        "HF_HUB_OFFLINE": False,
-    }.items():
-        monkeypatch.setattr(constants, name, value)
+    use(hub, monkeypatch, tmp_path)
     yield hub
     restart_sessions()
     hub.shutdown()

@@ -20,6 +20,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host import vae_memory
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
+from ltx_neuron.host.loading import checkpoint_spec
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan.__main__ import main
@@ -58,22 +59,27 @@ IN_FLOAT32 = dataclasses.replace(TRN2, host_dtype="float32")
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """A sparse file with the released DiT's header: 38 GB long, a few KB on the disk."""
+    """A sparse file with the header of the released DiT and VAEs: 41 GB long, a few KB on the
+    disk."""
     from ltx_core.model.transformer import LTXModelConfigurator
 
+    config, names = (
+        released_config(),
+        ("video_encoder", "video_decoder", "audio_decoder", "vocoder"),
+    )
     with torch.device("meta"):
-        model = LTXModelConfigurator.from_config(released_config())
+        model = LTXModelConfigurator.from_config(config)
+        tensors = {f"model.diffusion_model.{name}": t for name, t in model.state_dict().items()}
+        for spec in (checkpoint_spec(name, "", config, None) for name in names):
+            own = spec.build().state_dict().items()
+            tensors |= {spec._name_in_file(name): tensor for name, tensor in own}
     header, end = (
         {"__metadata__": {"config": json.dumps(released_config()), "model_version": "2.3.0"}},
         0,
     )
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * 2
-        header["model.diffusion_model." + name] = {
-            "dtype": "BF16",
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     path = tmp_path_factory.mktemp("released") / "ltx-2.3.safetensors"
     with open(path, "wb") as file:

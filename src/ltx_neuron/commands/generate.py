@@ -27,8 +27,7 @@ _TYPICAL = {
 }
 # Flags that weights and graphs depend on, by their names in a Namespace
 _DECIDING = {
-    *("checkpoint_path", "gemma_root", "video_vae_path", "audio_vae_path", "artifacts_dir"),
-    *("profile", "profile_set", "tp_degree", "dtype"),
+    *(*flags.MODEL_FILES, "artifacts_dir", "profile", "profile_set", "tp_degree", "dtype"),
     *("neuron_gemma", "neuron_vae", "upscale", "nag_scale", "prompts_file"),
     *SizeFields.model_fields | LoraFields.model_fields | ConditionFields.model_fields,
 }

@@ -23,7 +23,7 @@ from ltx_neuron.files import check_space, read_json, write_json
 from ltx_neuron.format import columns, format_bytes, format_seconds
 from ltx_neuron.host.arithmetic import choices_file, this_machine
 from ltx_neuron.job import Job
-from ltx_neuron.preflight import RunOptions, check_distilled_loras, sound_size
+from ltx_neuron.preflight import Preflight, RunOptions, check_distilled_loras, sound_size
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.workspace import Workspace
@@ -254,6 +254,7 @@ def main(argv: list[str]) -> None:
     args.recipe = flags.recipe(args)
     workspace, options = flags.workspace(args), flags.run_options(args)
     jobs, command = jobs_of(args, workspace), invocation.command("prepare", *parser.words)
+    Preflight.of(workspace, options).check_files(jobs)
     parts = parts_of(workspace, jobs, options, args.num_workers)
     preparation = Preparation(workspace, parts, command)
     workspace.say_tuned()
@@ -266,8 +267,6 @@ def main(argv: list[str]) -> None:
         preparation.check_space()
         if args.dry_run:
             return
-        for kind in {kind for job in jobs for kind in job.upsamplers}:
-            workspace.files.find(kind)  # from the Hub
         try:
             preparation.run()
         except KeyboardInterrupt:

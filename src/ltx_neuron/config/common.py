@@ -26,11 +26,16 @@ HOST_DECODES = "; leave out --neuron-vae: the host decodes it"
 HOST_ENCODES = "; leave out --neuron-vae: the host encodes it"
 
 
-def gemma_download(root: Path) -> str:
-    """The command that downloads Gemma to `root`, and how to accept its terms first."""
+def gemma_download(root: Path, beside: bool = False) -> str:
+    """The command that downloads Gemma to `root`, and how to accept its terms first. beside: to a
+    folder beside `root`, which has another model; so too if `root` is a file."""
+    folder, typed = Path(root), ""
+    if beside or folder.is_file():
+        folder = folder.with_name("gemma-3-12b" + "-qat" * (folder.name == "gemma-3-12b"))
+        typed = f"\nand type --gemma-root {shlex.quote(str(folder))}"
     return (
         "hf download google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir"
-        f" {shlex.quote(str(root))}\n(once, before: accept the terms on"
+        f" {shlex.quote(str(folder))}{typed}\n(once, before: accept the terms on"
         " https://huggingface.co/google/gemma-3-12b-it-qat-q4_0-unquantized and type hf auth"
         " login)"
     )

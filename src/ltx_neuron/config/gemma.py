@@ -17,7 +17,7 @@ from ltx_neuron.config.common import (
 )
 from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.errors import UserError, reason, refusal
-from ltx_neuron.files import check_regular
+from ltx_neuron.files import check_regular, other_format
 from ltx_neuron.hub import nearest
 
 
@@ -142,7 +142,8 @@ def gemma_config(root: Path) -> GemmaConfig:
     except OSError as error:
         what = f"{path}: {reason(error)}"
         if not os.path.isdir(root):
-            what = f"--gemma-root {root} is not a folder{nearest(root)}"
+            what = f"--gemma-root {root} is {other_format(Path(root)) or 'not a folder'}"
+            what += "" if os.path.exists(root) else nearest(root)
         raise UserError(
             f"{what}; wanted Gemma3-12B's folder.\nDownload it: {gemma_download(root)}"
         ) from None
@@ -228,7 +229,7 @@ def check_gemma_fits(
     else:
         got = f"num_hidden_layers {gemma.num_hidden_layers}"
         wanted = f"{features // gemma.hidden_size - 1} layers"
-    needed = f"LTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root)}"
+    needed = f"LTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root, beside=True)}"
     raise UserError(
         f"--gemma-root {gemma_root} has {got}, but the checkpoint's text projections take"
         f" {wanted}.\n{f'Download the published one: {download}' if download else needed}"

@@ -1,5 +1,6 @@
 """The supported releases of LTX-2, with their settings that no config contains."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +41,9 @@ class Release:
                 )
 
     def download(self, kind: str) -> str:
-        """The command that downloads the release's file of a kind of hub.RELEASED."""
-        return download_released(kind, self._repository)
+        """The command that downloads the release's file of a kind of hub.RELEASED; the checkpoint
+        of a release whose checkpoint has that part."""
+        return download_released(kind if self.has(kind) else "distilled", self._repository)
 
     def has(self, kind: str) -> bool:
         """Whether the release has a file of a kind of hub.RELEASED."""
@@ -74,6 +76,31 @@ RELEASES = (
 )
 
 
+_LABEL = re.compile(r"(?:ltxv?[-_ ]?|v)*(\d+)[._](\d+)", re.IGNORECASE)
+
+
 def release_of(model_version: str) -> Release | None:
-    """The release of a checkpoint's `model_version`; None if it is not supported."""
-    return next((each for each in RELEASES if model_version.startswith(each.version)), None)
+    """The release that a file's `model_version` names: 2.3.0, v2.3, LTX-2.3-dev. None if it names
+    none or an unsupported one."""
+    version = ".".join(map(str, _numbers(model_version)))
+    return next((each for each in RELEASES if each.version == version), None)
+
+
+def _numbers(label: str) -> tuple[int, ...]:
+    named = _LABEL.match(label.strip())
+    return tuple(map(int, named.groups())) if named else ()
+
+
+def identified(model_version: str, transformer: Mapping[str, Any]) -> tuple[Release | None, str]:
+    """The release of a checkpoint, None if it is not supported, and its version for messages.
+
+    The label decides if it names a supported release, or one after 2.3, whose config may be the
+    same. Otherwise the config decides: a repackaged file may have another label, or none.
+    """
+    if (release := release_of(model_version)) or _numbers(model_version) > (2, 3):
+        return release, model_version
+    if not transformer.get("cross_attention_adaln"):
+        older = "2.0" if "audio_num_attention_heads" in transformer else "0.9 (LTX-Video)"
+        return None, f"{older}, by its config"
+    release = release_of("2.5" if transformer.get("use_keyframes_abs_pos_embedding") else "2.3")
+    return release, release.version if release else ""

@@ -14,10 +14,10 @@ writes a bug report: these findings, logs and reports of earlier runs.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ltx_neuron.doctor.finding import Finding, table
@@ -41,13 +41,12 @@ def build_parser() -> argparse.ArgumentParser:
         required=False,
     )
     parser.prog = command("doctor")
-    add = flags.group(parser, "models").add_argument
-    add("--spatial-upsampler-path", type=Path, metavar="FILE", help="check this file too")
-    add("--temporal-upsampler-path", type=Path, metavar="FILE", help="check this file too")
-    help = "also check the requirements for decoding on the device"
-    add("--neuron-vae", action="store_true", help=help)
+    flags.add_models(parser)
+    flags.add_duration_head(parser)
     flags.add_size(parser)
     flags.add_loras(parser)
+    flags.add_conditions(parser)
+    flags.add_fields(parser, "video", ["upscale"])
     bundle.add_flags(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the table"
@@ -74,7 +73,10 @@ def main(
     from ltx_neuron.doctor.checks import examine
     from ltx_neuron.machine import probe
 
-    show(examine(args, system, machine or probe(system.root)), args.json)
+    # Lines about files go to stderr, not into the JSON.
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        findings = examine(args, system, machine or probe(system.root))
+    show(findings, args.json)
 
 
 def show(findings: list[Finding], as_json: bool) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import math
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.machine import Machine
+from ltx_neuron.preflight import Preflight
 from ltx_neuron.profiles import (
     MACHINES,
     PROFILES,
@@ -53,12 +54,11 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Examination:
-    """The input of every check: the flags, their job and weight sets, the resolved profile, the
-    sources of facts, and the findings of the checks before it."""
+    """The input of every check: the flags, their job, the resolved profile, the sources of facts,
+    and the findings of the checks before it."""
 
     args: argparse.Namespace
     job: Job
-    weight_sets: tuple[WeightSet, ...]
     profile: Profile
     machine: Machine
     system: System
@@ -67,6 +67,10 @@ class Examination:
     @property
     def tp(self) -> int:
         return self.profile.degree(self.args.tp_degree)
+
+    @property
+    def weight_sets(self) -> tuple[WeightSet, ...]:
+        return tuple(dict.fromkeys(stage.loras for stage in self.job.stages))
 
     @property
     def models(self) -> list[str]:
@@ -87,14 +91,17 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
         with suppress(hub.NotDownloaded):  # the check `files` reports it
             setattr(args, flag, flags.local(args, flag))
     _complete(args)
-    images, recipe = flags.spec(args).image, args.recipe or Job.recipe
-    job = Job("", flags.size(args), images=images, recipe=recipe)
+    flags.spec(args)  # a wrong value is no finding
+    wrong, job = [], Job("")
+    try:
+        job = flags.shape(args, args.recipe or Job.recipe)
+    except UserError as error:
+        wrong.append(blocked("inputs", error))
     profile = resolve(machine.instance if machine.instance in PROFILES else "cpu")  # at first
-    sets = flags.weight_sets(flags.lora_fields(flags.spec(args)))
     instance = machine.instance or "no known EC2 instance type"
     text = f"{instance}; {machine.neuron_devices} Neuron chips, {machine.cuda_devices} GPUs"
-    findings = [Finding("machine", "ok", text)]
-    examination = Examination(args, job, sets, profile, machine, system, findings)
+    findings = [Finding("machine", "ok", text), *wrong]
+    examination = Examination(args, job, profile, machine, system, findings)
     try:
         profile = resolve(args.profile, tuple(args.profile_set), machine)
     except UserError as error:
@@ -260,26 +267,40 @@ def files(examination: Examination) -> Iterator[Finding]:
     """The published files: checks every tensor's name, shape and length as strictly as the other
     commands, and reads no data."""
     args = examination.args
+    checks: dict[str, Callable[[], object]] = {}
     if args.checkpoint_path:
-        yield attempt("checkpoint", lambda: _checkpoint(examination))
-    else:
-        yield Finding("checkpoint", "note", "not checked: type --checkpoint-path FILE")
-    if args.gemma_root:
-        yield attempt("gemma", lambda: _gemma(examination))
-    else:
-        yield Finding("gemma", "note", "not checked: type --gemma-root DIR")
+        with suppress(UserError):  # the checkpoint's row has it
+            preflight = Preflight.of(examination.workspace(), flags.run_options(args))
+            checks = preflight.file_checks([examination.job])
+    named: dict[str, tuple[object, Callable[[], str]]] = {
+        "checkpoint": (args.checkpoint_path, partial(_checkpoint, examination)),
+        "gemma": (args.gemma_root, partial(_gemma, examination)),
+    }
     for kind in ("spatial", "temporal"):
-        if getattr(args, f"{kind}_upsampler_path"):
-            yield attempt(f"{kind} upsampler", partial(_upsampler, args, kind))
+        given = getattr(args, f"{kind}_upsampler_path")
+        if given or f"{kind} upsampler" in checks:
+            named[f"{kind} upsampler"] = given or "needed", partial(_upsampler, args, kind)
+    others = {name: ("needed", lambda: "whole") for name in checks if name not in named}
+    for name, (given, describe) in (named | others).items():
+        if given:
+            yield attempt(name, partial(_fact, checks.get(name), describe))
+        else:
+            typed = "--checkpoint-path FILE" if name == "checkpoint" else "--gemma-root DIR"
+            yield Finding(name, "note", f"not checked: type {typed}")
+
+
+def _fact(check: Callable[[], object] | None, describe: Callable[[], str]) -> str:
+    if check:
+        check()
+    return describe()
 
 
 def _checkpoint(examination: Examination) -> str:
     workspace = examination.workspace()
-    for loras in examination.weight_sets:
-        workspace.source("dit", loras)  # raises UserError if a tensor of the DiT is missing
     path, files = workspace.checkpoint_path, workspace.files
     models = HostModels(path, workspace.config, workspace.dtype, files=files)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
+    _ = workspace.source("dit")
     config, float8 = workspace.transformer, workspace.checkpoint.describe_float8()
     return (
         f"{workspace.checkpoint_path} is whole: LTX {workspace.checkpoint.model_version},"
@@ -292,9 +313,7 @@ def _gemma(examination: Examination) -> str:
     checkpoint, root = examination.args.checkpoint_path, flags.local(examination.args, "gemma_root")
     if checkpoint and os.path.isfile(checkpoint):
         workspace = examination.workspace()
-        # Raise UserError unless Gemma matches the checkpoint's connectors.
         config, weight_files = workspace.gemma, workspace.files.text_files()
-        _ = workspace.source("gemma3"), workspace.tokenizer
     elif os.path.isfile(root):
         file = TextEncoderFile(root, "")
         config, weight_files = read_config(file.gemma_config, root), [file]

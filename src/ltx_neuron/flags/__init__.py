@@ -106,7 +106,7 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
         vars(action)["usual"] = required
         parser.set_defaults(needs_gemma=required)
     for part in PARTS.values():
-        help = f"{part.title} of LTX-2.5 (default: in the download of --checkpoint-path)"
+        help = f"{part.title}, if it has its own file (default: beside --checkpoint-path)"
         advanced(add(part.flag, type=Path, metavar="FILE", help=help))
     help = "folder of sharded weights and compiled graphs (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
@@ -188,7 +188,8 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
         args.artifacts_dir,
         profile.degree(args.tp_degree),
         args.dtype,
-        *(local(args, flag) for flag in ("gemma_root", "video_vae_path", "audio_vae_path")),
+        local(args, "gemma_root"),
+        **{f"{kind}_path": local(args, f"{kind}_path") for kind in PARTS},
     )
     if getattr(args, "needs_gemma", False):
         _require_gemma(opened)
@@ -445,14 +446,15 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """Flags of a run, and of model files besides the checkpoint."""
     add_models(parser)
     add_fleet(parser)
-    help = "LTX-2.5: the duration head; it predicts --num-frames where that is left out"
-    advanced(
-        group(parser, "models").add_argument(
-            "--duration-head-path", type=Path, metavar="FILE", help=help
-        )
-    )
+    add_duration_head(parser)
     help = "many videos: one JSON object per line, with flags as keys"
     group(parser, "video").add_argument("--prompts-file", type=Path, metavar="FILE", help=help)
+
+
+def add_duration_head(parser: argparse.ArgumentParser) -> None:
+    help = "LTX-2.5: the duration head; it predicts --num-frames where that is left out"
+    add = group(parser, "models").add_argument
+    advanced(add("--duration-head-path", type=Path, metavar="FILE", help=help))
 
 
 def add_prediction(parser: argparse.ArgumentParser) -> None:

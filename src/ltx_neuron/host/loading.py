@@ -194,7 +194,7 @@ def checkpoint_spec(
     section = prefix.partition(".")[0]
     shared = f"{section}.per_channel_statistics."
     flag, download, file = "--checkpoint-path", CHECKPOINT_DOWNLOAD, None
-    if files and files.release.split:
+    if files:
         flag, file = files.flag(section), files.of(section)
         path, download = file.path, file.download
     spec = ModelSpec(

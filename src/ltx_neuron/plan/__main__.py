@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ltx_neuron import errors, flags
 from ltx_neuron.backends.export import fake_process_group
-from ltx_neuron.config.transformer import transformer_config
-from ltx_neuron.finished import check_job, of_release
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
@@ -22,10 +20,9 @@ from ltx_neuron.plan import Plan, plan, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
 from ltx_neuron.plan.layouts import Layout, layouts
 from ltx_neuron.plan.table import clip_table, layout_table, table
-from ltx_neuron.profiles import PROFILES, resolve
-from ltx_neuron.sampling.upscaling import UPSCALES
+from ltx_neuron.preflight import Preflight
+from ltx_neuron.profiles import PROFILES
 from ltx_neuron.tune import tuned_settings
-from ltx_neuron.weights.model_files import ModelFiles
 from ltx_neuron.weights.tensorfile import DTYPES
 
 EXAMPLE = """ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge \\
@@ -36,18 +33,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = flags.parser((__doc__ or "").partition("\n\n")[0], EXAMPLE, gemma=False)
     parser.prog = command("plan")
     flags.add_size(parser)
-    flags.add_conditions(parser, shape_only=True)
-    flags.add_fields(parser, "video", ["sampler"])
+    flags.add_loras(parser)
+    flags.add_conditions(parser)
+    flags.add_fields(parser, "video", ["sampler", "nag_scale", "upscale", "num_inference_steps"])
     title = "The planned job besides the denoising steps, and the output's form."
     add = parser.add_argument_group("plan", title).add_argument
     help = "Gemma folder with config.json (default: the released sizes)"
     add("--gemma-root", type=Path, metavar="DIR", help=help)
-    help = "dev recipe: steps of stage 1 (default: 30; res_2s sampler: 15)"
-    add("--num-inference-steps", type=int, metavar="N", help=help)
-    add("--neuron-gemma", action="store_true", help="encode the prompt on the device")
-    add("--neuron-vae", action="store_true", help="decode video on the device")
-    help = "enlarge the video after one stage: its size, its frame rate, or both"
-    add("--upscale", choices=list(UPSCALES), help=help)
+    flags.add_models(parser)
+    flags.add_duration_head(parser)
     flags.add_price(parser)
     add("--json", action="store_true", help="print one JSON object instead of the tables")
     args = parser.parse_args(argv)
@@ -68,18 +62,13 @@ def main(argv: list[str] | None = None) -> None:
 
 def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     """The plan of the parsed flags, that of a whole clip's time, and the machine's layouts."""
-    profile = resolve(args.profile, tuple(args.profile_set))
-    names = "checkpoint_path", "gemma_root", "video_vae_path", "audio_vae_path"
-    files = ModelFiles(*(flags.local(args, name) for name in names))
-    checkpoint = files.checkpoint
-    shape = flags.shape(args, args.recipe or Job.recipe)
-    steps, upscale = args.num_inference_steps, args.upscale
-    job = dataclasses.replace(shape, num_inference_steps=steps, upscale=upscale)
-    config = transformer_config(checkpoint.config)
-    check_job(job, checkpoint, config)
-    job = of_release(job, files.release)
-    gemma = files.gemma if files.find("gemma") else files.release.gemma
-    tp = profile.degree(args.tp_degree)
+    workspace = flags.workspace(args, writes=False, tuned=False)
+    profile, tp = workspace.profile, workspace.tp
+    files, checkpoint, config = workspace.files, workspace.checkpoint, workspace.transformer
+    job = workspace.resolved(flags.shape(args, args.recipe or Job.recipe))
+    with_gemma = files.find("gemma")
+    Preflight.of(workspace, flags.run_options(args)).check_files([job], planned=True)
+    gemma = files.gemma if with_gemma else files.release.gemma
     result = plan(checkpoint, profile, job, tp, args.dtype, gemma, files.config)
     with fake_process_group(tp):
         weights = text_weights(gemma, config, tp)

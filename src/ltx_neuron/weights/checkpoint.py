@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -16,12 +16,15 @@ from blake3 import blake3
 from torch import Tensor
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
-from ltx_neuron.config.release import RELEASES, release_of
+from ltx_neuron.config.release import RELEASES, identified
 from ltx_neuron.errors import UserError, in_words
-from ltx_neuron.hub import download_again
+from ltx_neuron.hub import RELEASE, RELEASED, download_again
 from ltx_neuron.weights.float8 import WeightFile
-from ltx_neuron.weights.sharding import COL, KV, Model, copies, rename, rule
+from ltx_neuron.weights.sharding import COL, COMPONENTS, DIFFUSION, KV, Model, copies, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
+
+SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")  # of a name, with the number of parts
+DOWNLOAD = f"{CHECKPOINT_DOWNLOAD}\nand type --checkpoint-path {RELEASED[RELEASE]['distilled']}"
 
 
 class Checkpoint(WeightFile):
@@ -32,12 +35,17 @@ class Checkpoint(WeightFile):
     """
 
     def __init__(self, path: Path):
-        super().__init__(path, CHECKPOINT_DOWNLOAD)
-        self.model_version = self.metadata.get("model_version", "")
-        if "config" not in self.metadata:
+        super().__init__(path, DOWNLOAD)
+        if re.search(SHARD, path.name):
             raise UserError(
-                f"{path} has no 'config' metadata, so it is not a released checkpoint of LTX-2.\n"
-                f"Download one: {CHECKPOINT_DOWNLOAD}"
+                f"{path} is one of several parts of a checkpoint; wanted one file, as published\n"
+                f"Download it: {self.download}"
+            )
+        if "config" not in self.metadata:
+            layout = " (but of diffusers' layout)" * path.name.startswith("diffusion_pytorch_model")
+            raise UserError(
+                f"{path} has no 'config' metadata, so it is not a released checkpoint of LTX-2"
+                f"{layout}.\nDownload one: {self.download}"
             )
         try:
             self.config = json.loads(self.metadata["config"])
@@ -46,41 +54,72 @@ class Checkpoint(WeightFile):
                 f"{path}: the 'config' metadata is not JSON: {error}\nDownload it again:"
                 f" {self.download}"
             ) from None
-        if not isinstance(self.config, dict) or "transformer" not in self.config:
+        sections = self.config if isinstance(self.config, dict) else {}
+        if not isinstance(sections.get("transformer"), dict):
             raise UserError(
                 f"{path} is not an LTX checkpoint: its 'config' metadata has no 'transformer'"
-                f" section.\nDownload one: {CHECKPOINT_DOWNLOAD}"
+                f" section.\nDownload one: {self.download}"
             )
-        release = release_of(self.model_version)
+        label = self.metadata.get("model_version", "")
+        release, self.model_version = identified(label, self.config["transformer"])
         if release is None:
-            version = self.model_version or "2.0 (no model_version metadata)"
             raise UserError(
-                f"{path} is of LTX version {version}, this toolkit runs"
+                f"{path} is of LTX version {self.model_version}, this toolkit runs"
                 f" {' and '.join(each.version for each in RELEASES)}.\n"
-                f"Download it: {CHECKPOINT_DOWNLOAD}"
+                f"Download it: {self.download}"
             )
         self.release = release
         if release.split:
             self.download = download_again(self.path) or release.download("distilled")
+
+    @cached_property
+    def _bare(self) -> str | None:
+        """The prefix of the transformer's names in the file: one alone may lack DIFFUSION."""
+        known = DIFFUSION, "", "diffusion_model."
+        return next((each for each in known if f"{each}patchify_proj.weight" in self.shapes), None)
+
+    def name_of(self, key: str) -> str | None:
+        if key.startswith(COMPONENTS):
+            return key
+        bare = self._bare
+        return DIFFUSION + key[len(bare) :] if bare is not None and key.startswith(bare) else None
+
+    def say_others(self) -> None:
+        """Print once how many tensors no model reads: other models', and copies (EMA)."""
+        others = [name for name in self.others if not name.endswith("scaled_fp8")]
+        first = dict.fromkeys(name.partition(".")[0] for name in others)
+        names = ", ".join([*first][:3]) + ", ..." * (len(first) > 3)
+        if others:
+            _say(f"{self.path}: {len(others):,} tensors of other models are not read ({names})")
+
+
+@cache
+def _say(line: str) -> None:
+    print(line)
 
 
 def gemma_files(root: Path) -> list[TensorFile]:
     """The weight files of a Gemma folder: model.safetensors or model-0000x-of-0000y.safetensors.
     UserError if some are missing."""
     paths = sorted(Path(root).glob("model*.safetensors"))
+    sets: dict[str, list[Path]] = {}  # by the number of files in their names
+    for path in paths:
+        sets.setdefault("".join(SHARD.findall(path.name)), []).append(path)
+    whole = [files for count, files in sets.items() if len(files) == int(count or 1)]
     if not paths:
         with in_words("--gemma-root"):
             os.listdir(root)  # glob hides a missing permission
         raise UserError(
             f"no model*.safetensors in --gemma-root {root}\nDownload it: {gemma_download(root)}"
         )
-    total = re.fullmatch(r"model-\d+-of-(\d+)", paths[0].stem)
-    if total and int(total[1]) != len(paths):
+    if len(whole) != 1:
+        has = [f"{len(files)} of {int(count or 1)} weight files" for count, files in sets.items()]
+        others = "one set of them" if whole else "the others"
         raise UserError(
-            f"--gemma-root {root} has {len(paths)} of {int(total[1])} weight files\n"
-            f"Download the others: {gemma_download(root)}"
+            f"--gemma-root {root} has {' and '.join(has)}\nDownload {others}:"
+            f" {gemma_download(root, beside=bool(whole))}"
         )
-    return [TensorFile(path, gemma_download(root)) for path in paths]
+    return [TensorFile(path, gemma_download(root)) for path in whole[0]]
 
 
 class Source:
@@ -90,7 +129,8 @@ class Source:
     files  together they contain the model; they may contain other components too
     heads  counts of attention heads by name, for tensors that are split by heads
 
-    UserError for a tensor of no known component, in an unsupported dtype, or in two files.
+    Tensors of no known component are left out: a file may have those of other models, or copies
+    (EMA). UserError for a tensor in an unsupported dtype or layout, or in two files.
     """
 
     def __init__(self, model: Model, files: list[TensorFile], heads: dict[str, int] | None = None):
@@ -99,13 +139,7 @@ class Source:
         self.locations: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
             for key in file.shapes:
-                try:
-                    name = rename(model, key)
-                except UserError as error:
-                    raise UserError(
-                        f"{file.path}: {error}\nThe published one: {file.download}"
-                    ) from None
-                if name is None:
+                if (name := rename(model, key)) is None:
                     continue
                 if problem := file.weight_problem(key):
                     raise UserError(
@@ -181,7 +215,8 @@ class Source:
         for file in self.files:
             ours = {key for holder, key in self.locations.values() if holder is file}
             for key in file.shapes.keys() - ours:
-                component = max((p for p in self.model.elsewhere if key.startswith(p)), key=len)
+                named = (each for each in COMPONENTS if key.startswith(each))
+                component = next(named, f"{key.partition('.')[0]}.")
                 elsewhere[component] = elsewhere.get(component, 0) + 1
         return {
             "files": [

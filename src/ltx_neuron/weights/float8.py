@@ -30,13 +30,19 @@ _PIECE = 2**18  # weights dequantised at once: their indices fit in a core's cac
 
 class WeightFile(TensorFile):
     """A file of a model's weights. Tensors stored as F8_E4M3 are read as bfloat16, and their dtype
-    is bfloat16; `shapes` leaves their scales and notes out.
+    is bfloat16; `shapes` leaves their scales and notes out, and `others`, the tensors of other
+    models.
 
     UserError, with the tensors' names, for an unknown layout and for a damaged scale.
     """
 
     def __init__(self, path: str | Path, download: str):
         super().__init__(path, download)
+        names = {key: name for key in self.shapes if (name := self.name_of(key)) is not None}
+        self.others = [key for key in self.shapes if key not in names]
+        for attribute in ("shapes", "dtypes", "_offsets"):
+            values = getattr(self, attribute)
+            setattr(self, attribute, {name: values[key] for key, name in names.items()})
         # Float8 tensor -> its scale, float32 without dimensions; None if it has none.
         self.scales: dict[str, Tensor | None] = {}
         float8, dropped, problems = [], [], []
@@ -78,10 +84,14 @@ class WeightFile(TensorFile):
         """Float8 weight -> its entry in the metadata."""
         try:
             layers = json.loads(self.metadata.get("_quantization_metadata", "{}")).get("layers", {})
-            said = {f"{layer}.weight": {**fields} for layer, fields in layers.items()}
+            said = {self.name_of(f"{each}.weight"): {**of} for each, of in layers.items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise self._broken(f"its _quantization_metadata is damaged ({error})") from None
         return {weight: fields for weight, fields in said.items() if weight in self.shapes}
+
+    def name_of(self, key: str) -> str | None:
+        """The name that this class gives a tensor of the file; None for one that it leaves out."""
+        return key
 
     def _scale(
         self, key: str, beside: dict[str, str], fields: dict | None, wanted: bool

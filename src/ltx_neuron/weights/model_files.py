@@ -14,40 +14,59 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ltx_neuron import hub
-from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, gemma_download
+from ltx_neuron.config.common import gemma_download
 from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
 from ltx_neuron.config.release import Release, release_of
 from ltx_neuron.errors import UserError
-from ltx_neuron.weights.checkpoint import Checkpoint, gemma_files
+from ltx_neuron.files import other_format
+from ltx_neuron.weights.checkpoint import DOWNLOAD, SHARD, Checkpoint, gemma_files
 from ltx_neuron.weights.float8 import WeightFile
+from ltx_neuron.weights.sharding import CONNECTORS, DIFFUSION, TEXT_PROJECTION
 from ltx_neuron.weights.tensorfile import TensorFile
 
 RECIPES = "distilled", "dev"
-_TRANSFORMERS = "diffusion_models"  # the transformers' folder in a download
+_TRANSFORMERS = "diffusion_models", "unet"  # the transformers' folder in a download
 _TOKENIZER, _ASSET = "tokenizer_json", "hf_asset__"  # names of tensors that are files
 _SIDECARS = "tokenizer_config.json", "processor_config.json", "chat_template.jinja"
-_RELEASE_IN_NAME = re.compile(r"ltx-?(\d+\.\d+)")  # of the published files
+_RELEASE_IN_NAME = re.compile(r"ltx-?(\d+)[._](\d+)")  # of the published files
 
 
 class Part(NamedTuple):
-    """A part that a split release has in a file of its own.
+    """A part that may have a file of its own.
 
     title     for messages
     flag      of its file
     sections  of the config that describe it
-    prefix    of all its tensors in a checkpoint; its own file may leave it out
+    prefixes  of its tensors in a checkpoint. Its own file may leave out the only one
+    own       prefixes by which its file is known, whatever its metadata
     """
 
     title: str
     flag: str
     sections: tuple[str, ...]
-    prefix: str = ""
+    prefixes: tuple[str, ...]
+    own: tuple[str, ...]
+
+    def is_in(self, file: TensorFile) -> bool:
+        """Whether a file has all kinds of the part's tensors, with a checkpoint's names."""
+        return all(any(name.startswith(each) for name in file.shapes) for each in self.prefixes)
 
 
 PARTS = {
-    "video_vae": Part("video VAE", "--video-vae-path", ("vae",), "vae."),
-    "audio_vae": Part("audio VAE", "--audio-vae-path", ("audio_vae", "vocoder")),
+    "video_vae": Part(
+        *("video VAE", "--video-vae-path", ("vae",), ("vae.",)),
+        ("per_channel_statistics.", "vae.per_channel_statistics."),
+    ),
+    "audio_vae": Part(
+        *("audio VAE", "--audio-vae-path", ("audio_vae", "vocoder")),
+        *(("audio_vae.", "vocoder."), ("audio_vae.", "vocoder.")),
+    ),
+    # LTX-2.5's is in the file of the text encoder.
+    "text_projection": Part(
+        *("text projection", "--text-projection-path", (), (TEXT_PROJECTION,)),
+        ("video_aggregate_embed.", f"{TEXT_PROJECTION}video_aggregate_embed."),
+    ),
 }
 _OWNERS = {section: kind for kind, part in PARTS.items() for section in part.sections}
 # Results of kind_of, for messages.
@@ -63,13 +82,21 @@ _TITLES = {kind: part.title for kind, part in PARTS.items()} | {
 
 
 def kind_of(file: TensorFile) -> str:
-    """The kind of a file by its metadata: "transformer" (also a whole checkpoint), "gemma",
-    "video_vae", "audio_vae", "spatial", "temporal", "duration_head", "lora", or "" if unknown."""
+    """The kind of a file by its metadata and tensors: "transformer" (also a whole checkpoint),
+    "gemma", one of PARTS, "spatial", "temporal", "duration_head", "lora", or "" if unknown."""
     config = config_of(file)
     if "gemma_config" in file.metadata:
         return "gemma"
     if "duration_head" in config:  # its config has a transformer section too
         return "duration_head"
+    # Files that were cut from a checkpoint may keep the whole config, so that tensors count first.
+    if any(name.endswith("patchify_proj.weight") for name in file.shapes):
+        return "transformer"
+    for kind, part in PARTS.items():
+        if any(name.startswith(part.own) for name in file.shapes):
+            return kind
+    if any(".lora_A." in name for name in file.shapes):
+        return "lora"
     if "transformer" in config:
         return "transformer"
     for section, kind in _OWNERS.items():
@@ -78,7 +105,7 @@ def kind_of(file: TensorFile) -> str:
     for kind in ("spatial", "temporal"):
         if config.get(f"{kind}_upsample"):
             return kind
-    return "lora" if any(".lora_A." in name for name in file.shapes) else ""
+    return ""
 
 
 def config_of(file: TensorFile) -> dict:
@@ -152,31 +179,37 @@ def described(file: TensorFile) -> str:
 class PartFile(WeightFile):
     """A file with one of PARTS. Its tensors have the names that a checkpoint gives them.
 
-    config  from the metadata
+    config  from the metadata, or of the checkpoint, if that has the part's sections
 
     UserError for a file of another part or of another release.
     """
 
-    def __init__(self, path: Path, kind: str, release: Release):
+    def __init__(self, path: Path, kind: str, checkpoint: Checkpoint):
+        release = checkpoint.release
         part, download = PARTS[kind], release.download(kind)
-        super().__init__(path, download)
-        self.config = config_of(self)
-        if not all(isinstance(self.config.get(name), dict) for name in part.sections):
+        file = TensorFile(path, download)
+        self.config = {name: checkpoint.config.get(name) for name in part.sections}
+        self.config |= config_of(file)
+        complete = all(isinstance(self.config[name], dict) for name in part.sections)
+        whole = part.is_in(file)
+        if not complete or not (whole or kind_of(file) == kind):
             raise UserError(
                 f"{part.flag} {path}: wanted the {part.title} of LTX-{release.version}, got"
-                f" {described(self)}\nDownload it: {download}"
+                f" {described(file)}\nDownload it: {download}"
             )
-        check_release(self, part.flag, release, download)
+        check_release(file, part.flag, release, download)
+        self._prefix = "" if whole or len(part.prefixes) > 1 else "".join(part.prefixes)
+        # A transformer's own connectors are those it was trained with.
+        connected = any(name.startswith((*CONNECTORS,)) for name in checkpoint.shapes)
+        self._kept = part.prefixes if connected else (*part.prefixes, *CONNECTORS)
+        super().__init__(path, download)
         if isinstance(encoder := self.config.get("vae", {}).get("encoder"), dict):
             self.config["vae"] = _flattened(self.config["vae"], encoder)
-        if not any(name.startswith(part.prefix) for name in self.shapes):
-            self._prefix_names(part.prefix)
 
-    def _prefix_names(self, prefix: str) -> None:
-        self.shapes = {prefix + name: shape for name, shape in self.shapes.items()}
-        self.dtypes = {prefix + name: dtype for name, dtype in self.dtypes.items()}
-        self._offsets = {prefix + name: offset for name, offset in self._offsets.items()}
-        self.scales = {prefix + name: scale for name, scale in self.scales.items()}
+    def name_of(self, key: str) -> str | None:
+        connector = f"{DIFFUSION}{key}".startswith((*CONNECTORS,))
+        name = (DIFFUSION if connector else self._prefix) + key
+        return name if name.startswith(self._kept) else None
 
 
 def _flattened(vae: dict, encoder: dict) -> dict:
@@ -186,18 +219,26 @@ def _flattened(vae: dict, encoder: dict) -> dict:
     return {names.get(name, name): value for name, value in encoder.items()} | vae
 
 
+def _of(file: TensorFile) -> Release | None:
+    """The release of a file by its metadata or else by its name; None if neither names one."""
+    named = _RELEASE_IN_NAME.search(file.path.name.lower())
+    label = release_of(file.metadata.get("model_version", ""))
+    return label or (release_of(f"{named[1]}.{named[2]}") if named else None)
+
+
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
     """Raise UserError if a file is of another supported release by its metadata or, without a
     version there, by its name: upsamplers and many LoRAs have no `model_version`."""
-    version, by_name, rename = file.metadata.get("model_version", ""), "", ""
-    if not version and (named := _RELEASE_IN_NAME.search(file.path.name.lower())):
-        version, by_name = named[1], " by its name"
+    if (found := _of(file)) in (None, release):
+        return
+    version, rename = file.metadata.get("model_version", ""), ""
+    if not release_of(version):
+        version = f"{found.version} by its name"
         rename = f"\nIf it is of LTX-{release.version}, rename it"
-    if release_of(version) not in (None, release):
-        raise UserError(
-            f"{flag} {file.path} is of LTX {version}{by_name}, but the checkpoint is of"
-            f" LTX-{release.version}\nDownload the file of that release: {download}{rename}"
-        )
+    raise UserError(
+        f"{flag} {file.path} is of LTX {version}, but the checkpoint is of LTX-{release.version}\n"
+        f"Download the file of that release: {download}{rename}"
+    )
 
 
 def located(name: str | Path, kind: str) -> Path:
@@ -230,12 +271,18 @@ def files_in(folder: Path) -> dict[str, list[Path]]:
 
 
 def _transformer_in(folder: Path, recipe: str) -> Path:
-    found = files_in(folder).get("transformer", [])
+    names = {path.name for path in (*folder.glob("*"), *folder.glob("*/*"))}
+    found = [p for p in files_in(folder).get("transformer", []) if not SHARD.search(p.name)]
     several = [path for path in found if named_recipe(path) == recipe]
     if not found:
+        what = "a folder without a transformer's file"
+        if any(name.startswith(("model_index.json", "diffusion_pytorch_model")) for name in names):
+            what = "a model in diffusers' layout, which only other programs read"
+        elif shards := sorted(filter(SHARD.search, names)):
+            what = f"a folder with a model in {len(shards)} parts, {shards[0]} and so on"
         raise UserError(
-            f"--checkpoint-path {folder} is a folder without a transformer's file\nDownload the"
-            f" checkpoint of LTX-2.3: {CHECKPOINT_DOWNLOAD}\nor the folder of LTX-2.5:"
+            f"--checkpoint-path {folder} is {what}\nDownload the"
+            f" checkpoint of LTX-2.3: {DOWNLOAD}\nor the folder of LTX-2.5:"
             f" {hub.download('Lightricks/LTX-2.5', '--local-dir', str(folder))}"
         )
     return _only(several or found, folder, "--checkpoint-path")
@@ -253,27 +300,31 @@ def _only(paths: list[Path], folder: Path, flag: str) -> Path:
 class ModelFiles:
     """The files of one model.
 
-    checkpoint  the whole checkpoint, or the transformer's file of a split release
-    given       files that the user named, by kind. The other files of a split release are beside
-                the transformer in its download
+    checkpoint  the whole checkpoint, or the file of the transformer
+    apart       kinds of the parts that it lacks: each has a file of its own
+    given       files that the user named, by kind. The others are beside the transformer
 
-    UserError for a file that a checkpoint's release does not take. The files of a split release are
-    opened at first use.
+    UserError for a file of a part that the checkpoint has. The files of parts are opened at first
+    use.
     """
 
     def __init__(
         self,
         checkpoint_path: str | Path,
         gemma_root: str | Path | None = None,
-        video_vae_path: str | Path | None = None,
-        audio_vae_path: str | Path | None = None,
+        **part_paths: str | Path | None,
     ):
+        """part_paths: of PARTS, as video_vae_path=FILE."""
         self.checkpoint = Checkpoint(Path(checkpoint_path))
-        named = {"gemma": gemma_root, "video_vae": video_vae_path, "audio_vae": audio_vae_path}
+        self.checkpoint.say_others()
+        parts = {name.removesuffix("_path"): path for name, path in part_paths.items()}
+        named = {"gemma": gemma_root, **parts}
         self.given = {kind: Path(path) for kind, path in named.items() if path}
         self.release = self.checkpoint.release
+        apart = {kind for kind, part in PARTS.items() if not part.is_in(self.checkpoint)}
+        self.apart = {"video_vae", "audio_vae"} if self.release.split else apart
         self._open: dict[str, PartFile] = {}
-        for kind in PARTS.keys() & self.given.keys() if not self.release.split else ():
+        for kind in self.given.keys() - {"gemma"} - self.apart:
             part = PARTS[kind]
             raise UserError(
                 f"{part.flag} {self.given[kind]}: --checkpoint-path {checkpoint_path} is of"
@@ -283,25 +334,25 @@ class ModelFiles:
     @property
     def config(self) -> Mapping[str, Any]:
         """The config of all parts, as that of a whole checkpoint."""
-        return _Config(self) if self.release.split else self.checkpoint.config
+        return _Config(self) if self.apart else self.checkpoint.config
 
-    def of(self, section: str) -> WeightFile:
+    def of(self, section: str) -> PartFile | Checkpoint:
         """The file with the part that a section of the config describes, such as "vae"."""
         kind = _OWNERS.get(section)
-        return self._part(kind) if self.release.split and kind else self.checkpoint
+        return self._part(kind) if kind in self.apart else self.checkpoint
 
-    def _part(self, kind: str) -> "PartFile":
+    def _part(self, kind: str) -> PartFile:
         if kind not in self._open:
-            self._open[kind] = PartFile(self.path(kind), kind, self.release)
+            self._open[kind] = PartFile(self.path(kind), kind, self.checkpoint)
         return self._open[kind]
 
     @property
     def identity(self) -> dict:
-        """For reports and sidecars: fingerprints of a split release's files, except the
-        transformer's, and the kind of the video decoder. Empty for a whole checkpoint."""
-        if not self.release.split:
+        """For reports and sidecars: fingerprints of the files besides the transformer's, and the
+        kind of the video decoder. Empty for a whole checkpoint."""
+        if not self.apart:
             return {}
-        parts = {kind: self.of(part.sections[0]) for kind, part in PARTS.items()}
+        parts = {kind: self._part(kind) for kind in PARTS if kind in self.apart}
         files = {"text_encoder": self.text_encoder, **parts}
         fingerprints = {kind: file.fingerprint for kind, file in files.items() if file}
         return {"files": fingerprints, "video_decoder": self.decoder}
@@ -309,7 +360,7 @@ class ModelFiles:
     def flag(self, section: str) -> str:
         """The flag of the file with a section's part."""
         kind = _OWNERS.get(section)
-        return PARTS[kind].flag if self.release.split and kind else "--checkpoint-path"
+        return PARTS[kind].flag if kind and kind in self.apart else "--checkpoint-path"
 
     @property
     def gemma_root(self) -> Path | None:
@@ -340,19 +391,19 @@ class ModelFiles:
         return file
 
     def _check_folder(self, root: Path | None) -> None:
-        """Raise UserError for the text encoder of a split release."""
+        """Raise UserError for a file, such as the text encoder of a split release."""
         if root is None or not root.is_file():
             return
-        kind = ""
+        what = other_format(root) or "a file"
         with suppress(UserError):
-            kind = kind_of(TensorFile(root, ""))
-        if kind == "gemma":
-            raise UserError(
-                f"--gemma-root {root} is the text encoder of a later release; --checkpoint-path"
-                f" {self.checkpoint.path} is of LTX-{self.release.version}, which needs the folder"
-                f" of Gemma3-12B: type --gemma-root gemma-3-12b\nDownload it:"
-                f" {gemma_download(Path('gemma-3-12b'))}"
-            )
+            file = TensorFile(root, "")
+            later = "the text encoder of a later release"
+            what = later if kind_of(file) == "gemma" else described(file)
+        raise UserError(
+            f"--gemma-root {root} is {what}; --checkpoint-path {self.checkpoint.path} is of"
+            f" LTX-{self.release.version}, which needs the folder of Gemma3-12B\nDownload it:"
+            f" {gemma_download(root)}"
+        )
 
     @property
     def _gemma_version(self) -> str | None:
@@ -376,22 +427,31 @@ class ModelFiles:
             )
         return config
 
+    @property
+    def projections(self) -> WeightFile:
+        """The file with the projections of the text encoder's hidden states."""
+        apart = "text_projection" in self.apart
+        return self.text_encoder or (self._part("text_projection") if apart else self.checkpoint)
+
     def text_files(self) -> list[TensorFile]:
         """The files with Gemma's weights and, if the checkpoint lacks them, the projections."""
         if (file := self.text_encoder) is not None:
             return [file]
         assert self.gemma_root
-        return [*gemma_files(self.gemma_root)]
+        own = [self.projections] if "text_projection" in self.apart else []
+        return [*own, *gemma_files(self.gemma_root)]
 
     def path(self, kind: str) -> Path:
         """The file of a part. Raises UserError if the user named none and none is beside the
         transformer."""
         if (path := self.find(kind)) is None:
+            whole = "whole checkpoint, which has it\nDownload the checkpoint"
+            if self.release.split:
+                whole = "folder of the whole download\nDownload the file"
             raise UserError(
                 f"--checkpoint-path {self.checkpoint.path} is the transformer of"
                 f" LTX-{self.release.version} alone: the {_TITLES[kind]} is missing\nType"
-                f" {_flag(kind)} FILE, or"
-                " --checkpoint-path with the folder of the whole download\nDownload the file:"
+                f" {_flag(kind)} FILE, or --checkpoint-path with the {whole}:"
                 f" {self.release.download(kind)}"
             )
         return path
@@ -399,14 +459,16 @@ class ModelFiles:
     def find(self, kind: str) -> Path | None:
         """The file of a kind that the user named, or the one beside the transformer, or None. A
         file that is missing beside a transformer from the Hub is downloaded."""
-        path = self.beside(kind)
-        return hub.local_path(self._hub_name, kind) if path is None and self._hub_name else path
+        path, name = self.beside(kind), self.release.split and self._hub_name
+        return hub.local_path(name, kind) if path is None and name else path
 
     def beside(self, kind: str) -> Path | None:
         """As `find`, without a download. Of several video VAEs it is the convolutional one."""
-        if kind in self.given or not self.release.split or self._folder is None:
+        published = self.release.split or kind in self.apart
+        if kind in self.given or not published or self._folder is None:
             return self.given.get(kind)
-        found = self._beside.get(kind, [])
+        of = None, self.release  # a folder may have models of other releases
+        found = [p for p in self._beside.get(kind, []) if _of(TensorFile(p, "")) in of]
         if kind == "video_vae":
             configs = {path: config_of(TensorFile(path, "")) for path in found}
             convolutional = [path for path in found if not is_diffusion_vae(configs[path])]
@@ -426,9 +488,11 @@ class ModelFiles:
     @cached_property
     def _folder(self) -> Path | None:
         """The folder of the download that contains the transformer, if it is laid out as
-        published."""
+        published. LTX-2.3's parts, which others publish, may also be beside the transformer."""
         folder = self.checkpoint.path.parent
-        return folder.parent if folder.name == _TRANSFORMERS else None
+        if folder.name in _TRANSFORMERS:
+            return folder.parent
+        return None if self.release.split else folder
 
     @cached_property
     def _hub_name(self) -> str:
@@ -458,12 +522,10 @@ class _Config(Mapping[str, Any]):
         self._files = files
 
     def __getitem__(self, section: str) -> Any:
-        if section in _OWNERS:
-            return self._files._part(_OWNERS[section]).config[section]
-        return self._files.checkpoint.config[section]
+        return self._files.of(section).config[section]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._files.checkpoint.config, *_OWNERS])
+        return iter(dict.fromkeys([*self._files.checkpoint.config, *_OWNERS]))
 
     def __len__(self) -> int:
-        return len(self._files.checkpoint.config) + len(_OWNERS)
+        return len([*iter(self)])

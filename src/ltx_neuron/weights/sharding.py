@@ -113,60 +113,46 @@ class Model(NamedTuple):
 
     table      pattern of a tensor's name -> COL, ROW, ALL, KV or HOST
     prefixes   prefix of a name in the files -> prefix of our name
-    elsewhere  prefixes of other components in the same files
+    elsewhere  prefixes of other components among those names
     """
 
     name: str
     table: dict
     prefixes: dict[str, str]
-    elsewhere: tuple[str, ...]
+    elsewhere: tuple[str, ...] = ()
 
 
 STATISTICS = "per_channel_statistics."
 _READ_STATISTICS = f"{STATISTICS}std-of-means", f"{STATISTICS}mean-of-means"
 DIFFUSION, TEXT_PROJECTION = "model.diffusion_model.", "text_embedding_projection."
-_CONNECTOR_PREFIXES = {
+CONNECTORS = {
     f"{DIFFUSION}{stream}_embeddings_connector.": f"{stream}_connector."
     for stream in ("video", "audio")
 }
-_DECODERS = ("vae.", "audio_vae.", "vocoder.")
-_GEMMAS_OTHERS = ("vision_tower.", "multi_modal_projector.", "language_model.lm_head.")
-# With ComfyUI's names and with those of transformers.
-_GEMMA_4_OTHERS = (
-    *("vision_model.", "audio_projector."),
-    *("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
-)
+# Prefixes of all tensors of a checkpoint. Others are of other models, or copies (EMA).
+COMPONENTS = DIFFUSION, TEXT_PROJECTION, "vae.", "audio_vae.", "vocoder."
 MODELS = {
     model.name: model
     for model in (
-        Model("dit", DIT, {DIFFUSION: ""}, (*_CONNECTOR_PREFIXES, TEXT_PROJECTION, *_DECODERS)),
+        Model("dit", DIT, {DIFFUSION: ""}, (*CONNECTORS,)),
         Model(
             "gemma3",
             GEMMA3,
             {
-                **_CONNECTOR_PREFIXES,
+                **CONNECTORS,
                 TEXT_PROJECTION: "",
                 "language_model.model.": "",
                 "model.language_model.": "",
                 **{f"model.{part}.": f"{part}." for part in ("embed_tokens", "layers", "norm")},
             },
-            (DIFFUSION, *_DECODERS, *_GEMMAS_OTHERS, *_GEMMA_4_OTHERS),
         ),
         Model(
             "vae",
             VAE,
             # No model reads the checkpoint's other statistics.
             {"vae.decoder.": "", **{f"vae.{name}": name for name in _READ_STATISTICS}},
-            (
-                "vae.encoder.",
-                "vae.decoder.coarse_",  # no model reads them: see UNREAD in config/diffusion.py
-                "vae.decoder.type_emb",
-                f"vae.{STATISTICS}",
-                DIFFUSION,
-                TEXT_PROJECTION,
-                "audio_vae.",
-                "vocoder.",
-            ),
+            # No model reads them: see UNREAD in config/diffusion.py.
+            ("vae.decoder.coarse_", "vae.decoder.type_emb"),
         ),
         Model(
             "encoder",
@@ -175,14 +161,6 @@ MODELS = {
                 "vae.encoder.": "encoder.",
                 **{f"vae.{name}": f"encoder.{name}" for name in _READ_STATISTICS},
             },
-            (
-                "vae.decoder.",
-                f"vae.{STATISTICS}",
-                DIFFUSION,
-                TEXT_PROJECTION,
-                "audio_vae.",
-                "vocoder.",
-            ),
         ),
         Model(
             "sound",
@@ -194,29 +172,16 @@ MODELS = {
                 "vocoder.bwe_generator.": "bwe_generator.",
                 "vocoder.mel_stft.": "bwe_generator.mel_stft.",
             },
-            (
-                "vocoder.mel_stft.stft_fn.inverse_basis",  # no model reads it
-                "audio_vae.encoder.",
-                f"audio_vae.{STATISTICS}",
-                DIFFUSION,
-                TEXT_PROJECTION,
-                "vae.",
-            ),
+            ("vocoder.mel_stft.stft_fn.inverse_basis",),  # no model reads it
         ),
     )
 }
 
 
 def rename(model: Model, key: str) -> str | None:
-    """Our name for a tensor of the files; None if it belongs to another component. UserError if
-    it belongs to no known component."""
+    """Our name for a tensor of the files; None if it belongs to another component or model."""
     prefixes = [p for p in (*model.prefixes, *model.elsewhere) if key.startswith(p)]
-    if not prefixes:
-        raise UserError(
-            f"tensor {key!r} belongs to no known component of {model.name}; is this another model's"
-            " file?"
-        )
-    longest = max(prefixes, key=len)
+    longest = max(prefixes, key=len, default="")
     return (
         model.prefixes[longest] + key.removeprefix(longest) if longest in model.prefixes else None
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.errors import UserError, in_words, reason, refusal
-from ltx_neuron.files import check_regular
+from ltx_neuron.files import check_regular, other_format
 from ltx_neuron.hub import download_again, nearest
 
 TORCH_DTYPES = {
@@ -149,8 +149,11 @@ class TensorFile:
             return open(self.path, "rb", buffering=0)
 
     def _broken(self, why: str) -> UserError:
+        again = "it again"
+        if other := other_format(self.path):
+            why, again = f"it is {other}", "the published one"
         return UserError(
-            f"{self.path} is not a whole safetensors file: {why}.\nDownload it again:"
+            f"{self.path} is not a whole safetensors file: {why}.\nDownload {again}:"
             f" {self.download}"
         )
 
