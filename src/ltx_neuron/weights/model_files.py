@@ -21,6 +21,7 @@ from ltx_neuron.config.release import Release, release_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.checkpoint import Checkpoint, gemma_files
 from ltx_neuron.weights.float8 import WeightFile
+from ltx_neuron.weights.lora import is_lora
 from ltx_neuron.weights.tensorfile import TensorFile
 
 RECIPES = "distilled", "dev"
@@ -78,7 +79,7 @@ def kind_of(file: TensorFile) -> str:
     for kind in ("spatial", "temporal"):
         if config.get(f"{kind}_upsample"):
             return kind
-    return "lora" if any(".lora_A." in name for name in file.shapes) else ""
+    return "lora" if is_lora(file.shapes) else ""
 
 
 def config_of(file: TensorFile) -> dict:
