@@ -258,22 +258,19 @@ class Engine:
         runs = [(job, resume(job)) for job in jobs]
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
+        cache_of = self._prompt_cache
         unknown: dict[WeightSet, dict[tuple[str, ...], list[list[int]]]] = {}
         keys = {id(job): self._key(job) for job, interrupted in runs if not interrupted}
         for loras, texts in dict.fromkeys(keys.values()):
             if (loras, texts) in self._contexts:
                 continue
             tokens = [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
-            cache = self._prompt_cache(loras)
-            if contexts := cache and cache.read(tokens):
+            if contexts := (cache := cache_of(loras)) and cache.read(tokens):
                 self._contexts[loras, texts] = contexts
             else:
                 unknown.setdefault(loras, {})[texts] = tokens
         for loras, prompts in unknown.items():
-            encoding, cache = (
-                self._text_encoder([*prompts.values()], loras),
-                self._prompt_cache(loras),
-            )
+            encoding, cache = self._text_encoder([*prompts.values()], loras), cache_of(loras)
             with encoding as encoder, self.recorder.phase("encode_text"):
                 for texts, tokens in prompts.items():
                     self._contexts[loras, texts] = encoder.encode(tokens)

@@ -109,7 +109,8 @@ class Lora:
         for release, files in RELEASED.items():
             if Path(files.get("lora", "")).name == self.path.name:
                 return f"no such file\nDownload it: {download_released('lora', release)}"
-        return f"no such file{nearest(self.path)}"
+        near = nearest(self.path)
+        return f"no such file{near}; type a .safetensors file, or its name on the Hugging Face Hub"
 
     @property
     def settings(self) -> dict:
