@@ -248,8 +248,9 @@ def _delta(parts: Mapping[str, Tensor], strength: float) -> Tensor:
     """What is added to a weight. KeyError, with the part, if one is missing."""
 
     def factor(name: str) -> Tensor:
-        whole = name in parts or f"{name}_b" not in parts
-        return (parts[name] if whole else parts[f"{name}_a"] @ parts[f"{name}_b"]).float()
+        if name in parts or f"{name}_b" not in parts:
+            return parts[name].float()
+        return parts[f"{name}_a"].float() @ parts[f"{name}_b"].float()
 
     match _method(next(iter(parts))):
         case "lokr":
