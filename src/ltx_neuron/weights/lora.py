@@ -209,11 +209,13 @@ def _factor(loras: WeightSet, name: str, flag: str = "--ic-lora") -> int:
 class Adapter(NamedTuple):
     """What a file adds to a weight.
 
-    parts     names of its tensors, of one method, by part
+    method    "lora", "lokr", "hada" (LoHa), or "diff" and "bias" (differences)
+    parts     names of its tensors, by part
     strength  the LoRA's, times alpha / rank
     """
 
     file: WeightFile
+    method: str
     parts: dict[str, str]
     strength: float
 
@@ -222,7 +224,7 @@ class Adapter(NamedTuple):
         parts = {part: self.file.read(key) for part, key in self.parts.items()}
         if len({tensor.dtype for tensor in parts.values()}) > 1:
             parts = {part: tensor.bfloat16() for part, tensor in parts.items()}
-        return _delta(parts, self.strength)
+        return _delta(self.method, parts, self.strength)
 
     def misfit(self, checkpoint: TensorFile, name: str) -> str:
         """Why it cannot be added to a tensor of the checkpoint; empty if it can."""
@@ -235,7 +237,7 @@ class Adapter(NamedTuple):
         shapes = {part: self.file.shapes[key] for part, key in self.parts.items()}
         try:
             empty = {part: torch.empty(shape, device="meta") for part, shape in shapes.items()}
-            fits = _delta(empty, 1.0).shape == wanted
+            fits = _delta(self.method, empty, 1.0).shape == wanted
         except KeyError as part:
             return f"its {part.args[0]} is missing"
         except RuntimeError:  # of a product
@@ -244,7 +246,7 @@ class Adapter(NamedTuple):
         return "" if fits else f"{got} does not fit {shown} of shape {list(wanted)}"
 
 
-def _delta(parts: Mapping[str, Tensor], strength: float) -> Tensor:
+def _delta(method: str, parts: Mapping[str, Tensor], strength: float) -> Tensor:
     """What is added to a weight. KeyError, with the part, if one is missing."""
 
     def factor(name: str) -> Tensor:
@@ -252,18 +254,13 @@ def _delta(parts: Mapping[str, Tensor], strength: float) -> Tensor:
             return parts[name].float()
         return parts[f"{name}_a"].float() @ parts[f"{name}_b"].float()
 
-    match _method(next(iter(parts))):
-        case "lokr":
-            return torch.kron(factor("lokr_w1"), factor("lokr_w2")) * strength
-        case "hada":
-            return factor("hada_w1") * factor("hada_w2") * strength
-        case "diff" | "bias" as part:
-            return parts[part].float() * strength
-    return (parts["lora_B"] * strength) @ parts["lora_A"]
-
-
-def _method(part: str) -> str:
-    return part.partition("_")[0]
+    if method == "lora":
+        return (parts["lora_B"] * strength) @ parts["lora_A"]
+    if method == "lokr":
+        return torch.kron(factor("lokr_w1"), factor("lokr_w2")) * strength
+    if method == "hada":
+        return factor("hada_w1") * factor("hada_w2") * strength
+    return parts[method].float() * strength
 
 
 def _spellings(checkpoint: TensorFile) -> dict[str, str]:
@@ -304,7 +301,8 @@ def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]],
             continue
         named = filter(None, (re.fullmatch(each, tensor["part"]) for each in _PARTS))
         part = next(match.expand(_PARTS[match.re.pattern]) for match in named)
-        target = _find(spellings, tensor["layer"], *[("_bias",)] * (part == "bias"))
+        method, ends = part.partition("_")[0], ("_bias",) if part == "bias" else ("_weight", "")
+        target = _find(spellings, tensor["layer"], ends)
         if not target:
             problems.append(f"{key}: matches no weight of the model")
         elif part in ("DoRA", "OFT"):
@@ -312,7 +310,9 @@ def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]],
                 f"--lora {file.path} is a {part} file ({key}), which cannot be merged; wanted LoRA,"
                 " LoKr, LoHa or differences"
             )
-        elif (same := layers.setdefault((target, _method(part)), {}).setdefault(part, key)) != key:
+        elif part == "alpha" and math.prod(file.shapes[key]) != 1:
+            problems.append(f"{key}: shape {list(file.shapes[key])}, wanted one number")
+        elif (same := layers.setdefault((target, method), {}).setdefault(part, key)) != key:
             problems.append(f"{key}: same weight as {same}; leave one out")
     found: dict[str, list[Adapter]] = {}
     for (target, method), parts in layers.items():
@@ -323,7 +323,7 @@ def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]],
             scale = file.read(alpha["alpha"]).item() / rank
         elif rank and settings:
             scale = _scale(settings, target.removesuffix(".weight"), rank)
-        adapter = Adapter(file, parts, lora.strength * scale)
+        adapter = Adapter(file, method, parts, lora.strength * scale)
         if problem := adapter.misfit(checkpoint, target):
             problems.append(f"{next(iter(parts.values()))}: {problem}")
         found.setdefault(target, []).extend([] if problem else [adapter])
