@@ -148,6 +148,7 @@ class Finished:
                 for lora in loras:
                     check_release(lora.file(), "--lora", release, release.download("lora"))
                 source = MergedSource(MODELS[model], files, loras, heads)
+                print("\n".join(source.notes), end="\n" * bool(source.notes))
             elif model == "gemma3":
                 files += self.files.text_files()
                 source = MergedSource(MODELS[model], files, loras, heads | self.gemma.heads)

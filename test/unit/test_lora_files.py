@@ -426,7 +426,7 @@ STRAYS = {
 }
 
 
-def test_tensors_of_other_models_are_left_out_as_upstream_does_and_counted(tiny, tmp_path):
+def test_tensors_of_other_models_are_left_out_as_upstream_does_and_counted(tiny, tmp_path, capsys):
     plain = load_file(tiny.lora)
     strays = {name: torch.zeros(4, 32, dtype=torch.bfloat16) for name in STRAYS.values()}
     source = merged(tiny, written(tmp_path, plain | strays))
@@ -434,6 +434,8 @@ def test_tensors_of_other_models_are_left_out_as_upstream_does_and_counted(tiny,
     (note,) = source.notes
     assert f"{len(strays)} tensors of other models" in note and "are left out" in note
     assert merged(tiny, tiny.lora).notes == []
+    opened(tiny.checkpoint, tiny, tmp_path).source("dit", (Lora(tmp_path / "outside.safetensors"),))
+    assert capsys.readouterr().out == f"{note}\n"
 
 
 def zeros(*names: str, shape=(RANK, 32)) -> dict:
