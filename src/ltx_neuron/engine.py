@@ -255,35 +255,28 @@ class Engine:
         generator: torch.Generator | None,
     ) -> list[JobRun]:
         """The runs of the jobs, with contexts. The text encoder is unloaded afterwards."""
-        runs = [(job, resume(job)) for job in jobs]
+        unknown, runs = {}, [(job, resume(job)) for job in jobs]
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
-        cache_of = self._prompt_cache
-        unknown: dict[WeightSet, dict[tuple[str, ...], list[list[int]]]] = {}
-        keys = {id(job): self._key(job) for job, interrupted in runs if not interrupted}
-        for loras, texts in dict.fromkeys(keys.values()):
-            if (loras, texts) in self._contexts:
-                continue
+        text_loras, new = self.workspace.text_loras, [job for job, state in runs if not state]
+        keys = {id(job): (text_loras(job), job.prompts(self.compat)) for job in new}
+        for loras, texts in [k for k in dict.fromkeys(keys.values()) if k not in self._contexts]:
             tokens = [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
-            if contexts := (cache := cache_of(loras)) and cache.read(tokens):
+            if contexts := (cache := self._prompt_cache(loras)) and cache.read(tokens):
                 self._contexts[loras, texts] = contexts
             else:
                 unknown.setdefault(loras, {})[texts] = tokens
         for loras, prompts in unknown.items():
-            encoding, cache = self._text_encoder([*prompts.values()], loras), cache_of(loras)
+            encoding = self._text_encoder([*prompts.values()], loras)
             with encoding as encoder, self.recorder.phase("encode_text"):
                 for texts, tokens in prompts.items():
                     self._contexts[loras, texts] = encoder.encode(tokens)
-                    if cache:
+                    if cache := self._prompt_cache(loras):
                         cache.write(tokens, self._contexts[loras, texts])
         return [
             interrupted or JobRun(job, self._contexts[keys[id(job)]], generator)
             for job, interrupted in runs
         ]
-
-    def _key(self, job: Job) -> tuple[WeightSet, tuple[str, ...]]:
-        """What a job's contexts depend on."""
-        return self.workspace.text_loras(job), job.prompts(self.compat)
 
     @contextmanager
     def _text_encoder(self, prompts: list[list[list[int]]], loras: WeightSet) -> Iterator:
