@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from ltx_neuron.sampling.extension import start_of
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.workspace import Workspace
 
 _REMEMBERED_PROMPTS = 32  # contexts have 13 MB per prompt
@@ -67,7 +68,8 @@ class Engine:
         self.job: Job | None = None  # the job whose steps run
         self.stage_run: StageRun | None = None  # its stage, for on_step_end
         self.progress = True
-        self._contexts: dict[tuple[str, ...], list[Contexts]] = {}
+        self._contexts: dict[tuple[WeightSet, tuple[str, ...]], list[Contexts]] = {}
+        self._caches: dict[WeightSet, PromptCache] = {}
         self._process = os.getpid()
 
     def __enter__(self) -> "Engine":
@@ -233,17 +235,16 @@ class Engine:
 
     # --- encode the prompts -----------------------------------------------------------------------
 
-    @cached_property
-    def prompt_cache(self) -> PromptCache | None:
-        if not self.options.cache_prompts:
-            return None
-        return self.workspace.prompt_cache(self.options.neuron_gemma)
+    def _prompt_cache(self, loras: WeightSet) -> PromptCache | None:
+        if self.options.cache_prompts and loras not in self._caches:
+            self._caches[loras] = self.workspace.prompt_cache(self.options.neuron_gemma, loras)
+        return self._caches.get(loras)
 
     def encode(self, jobs: list[Job]) -> list[JobRun]:
         """Encode the jobs' prompts. Returns new runs with their contexts, which the engine keeps.
         Checks the text encoder's files before they load."""
         self.check_process()
-        self.preflight.check_text()
+        self.preflight.check_text(jobs)
         with self._session(keep=True):
             return self._encode_prompts(jobs, lambda job: None, None)
 
@@ -254,39 +255,38 @@ class Engine:
         generator: torch.Generator | None,
     ) -> list[JobRun]:
         """The runs of the jobs, with contexts. The text encoder is unloaded afterwards."""
-        runs = [(job, resume(job)) for job in jobs]
+        unknown, runs = {}, [(job, resume(job)) for job in jobs]
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
-        unknown, cache = {}, self.prompt_cache
-        for texts in (job.prompts(self.compat) for job, interrupted in runs if not interrupted):
-            if texts in self._contexts or texts in unknown:
-                continue
+        text_loras, new = self.workspace.text_loras, [job for job, state in runs if not state]
+        keys = {id(job): (text_loras(job), job.prompts(self.compat)) for job in new}
+        for loras, texts in [k for k in dict.fromkeys(keys.values()) if k not in self._contexts]:
             tokens = [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
-            if contexts := cache and cache.read(tokens):
-                self._contexts[texts] = contexts
+            if contexts := (cache := self._prompt_cache(loras)) and cache.read(tokens):
+                self._contexts[loras, texts] = contexts
             else:
-                unknown[texts] = tokens
-        if unknown:
-            encoding = self._text_encoder(list(unknown.values()))
+                unknown.setdefault(loras, {})[texts] = tokens
+        for loras, prompts in unknown.items():
+            encoding = self._text_encoder([*prompts.values()], loras)
             with encoding as encoder, self.recorder.phase("encode_text"):
-                for texts, tokens in unknown.items():
-                    self._contexts[texts] = encoder.encode(tokens)
-                    if cache:
-                        cache.write(tokens, self._contexts[texts])
+                for texts, tokens in prompts.items():
+                    self._contexts[loras, texts] = encoder.encode(tokens)
+                    if cache := self._prompt_cache(loras):
+                        cache.write(tokens, self._contexts[loras, texts])
         return [
-            interrupted or JobRun(job, self._contexts[job.prompts(self.compat)], generator)
+            interrupted or JobRun(job, self._contexts[keys[id(job)]], generator)
             for job, interrupted in runs
         ]
 
     @contextmanager
-    def _text_encoder(self, prompts: list[list[list[int]]]) -> Iterator:
+    def _text_encoder(self, prompts: list[list[list[int]]], loras: WeightSet) -> Iterator:
         """The text encoder, on the ranks or on the host, while the block runs."""
         if self.options.neuron_gemma:
-            with self.residency.text_encoder(prompts) as encoder:
+            with self.residency.text_encoder(prompts, loras) as encoder:
                 yield encoder
             return
         with self.recorder.phase("load_gemma3"):
-            encoder = self.workspace.host_text_encoder()
+            encoder = self.workspace.host_text_encoder(loras)
         yield encoder
         with self.recorder.phase("unload_gemma3"):
             del encoder  # frees gigabytes of mapped pages

@@ -44,7 +44,7 @@ from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.lora import MergedSource, WeightSet
+from ltx_neuron.weights.lora import MergedSource, WeightSet, identity_of
 from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
@@ -138,8 +138,8 @@ class Finished:
         return config
 
     def source(self, model: str, loras: WeightSet = ()) -> Source:
-        """The weights of a model, one of MODELS; of the DiT with LoRAs merged in. Raises UserError
-        for a LoRA of another model."""
+        """The weights of a model, one of MODELS; of the DiT, and of the connectors beside Gemma,
+        with LoRAs merged in. Raises UserError for a LoRA of another model."""
         if (model, loras) not in self._sources:
             files: list[TensorFile] = [self.checkpoint]
             heads = self.transformer.heads
@@ -148,9 +148,10 @@ class Finished:
                 for lora in loras:
                     check_release(lora.file(), "--lora", release, release.download("lora"))
                 source = MergedSource(MODELS[model], files, loras, heads)
+                print("\n".join(source.notes), end="\n" * bool(source.notes))
             elif model == "gemma3":
                 files += self.files.text_files()
-                source = Source(MODELS[model], files, heads | self.gemma.heads)
+                source = MergedSource(MODELS[model], files, loras, heads | self.gemma.heads)
             else:
                 source = Source(MODELS[model], [self.files.of(_SECTIONS[model])])
             self._sources[model, loras] = source
@@ -185,9 +186,22 @@ class Finished:
         file = self.files.text_encoder
         return embedded_tokenizer(file) if file else load_tokenizer(self.gemma_root)
 
-    def host_text_encoder(self) -> HostTextEncoder:
+    def text_loras(self, job: Job) -> WeightSet:
+        """The LoRAs of a job that change the connectors. Raises FieldError unless all stages have
+        them, because the prompt is encoded once."""
+        sources = (self.source("dit", stage.loras) for stage in job.stages)
+        first, *others = (getattr(source, "text_loras", ()) for source in sources)
+        if differing := [lora for loras in others for lora in {*first} ^ {*loras}]:
+            raise FieldError(
+                "{lora} {path} changes the connectors, which encode the prompt once for all stages:"
+                " type it as {lora} PATH [STRENGTH], not for one stage or in two strengths",
+                path=differing[0].path,
+            )
+        return first
+
+    def host_text_encoder(self, loras: WeightSet = ()) -> HostTextEncoder:
         """The text encoder for the host's CPU; it loads weights when it encodes."""
-        source, libraries = self.source("gemma3"), self.arithmetic.libraries
+        source, libraries = self.source("gemma3", loras), self.arithmetic.libraries
         return HostTextEncoder(source, self.gemma, self.transformer, self.dtype, libraries)
 
     @property
@@ -212,7 +226,7 @@ class Finished:
             "rank_threads": self.profile.rank_threads(self.tp),
         }
 
-    def prompt_cache(self, neuron_gemma: bool) -> PromptCache:
+    def prompt_cache(self, neuron_gemma: bool, loras: WeightSet = ()) -> PromptCache:
         """The cache of this encoder's contexts, on the ranks (`neuron_gemma`) or on the host."""
         profile, libraries = self.profile, self.arithmetic.libraries._asdict()
         device = {"device": "host", "host_products": libraries}
@@ -231,6 +245,7 @@ class Finished:
             "torch": torch.__version__,
             **device,
             "profile_set": list(profile.settings),
+            **({"loras": identity_of(loras)} if loras else {}),
         }
         widths = self.transformer.video.inner, self.transformer.audio.inner
         return PromptCache(self.artifacts / "prompts", identity, widths, self.dtype)

@@ -133,7 +133,7 @@ class Preflight:
         for job in jobs:
             manifests = [compiled[id(job), stage].manifest for stage in job.stages]
             memories.append(
-                self.workspace.compiled_memory(manifests, self.options.neuron_gemma, vae)
+                self.workspace.compiled_memory(manifests, self.options.neuron_gemma, vae, job)
             )
         self.vae_stays = all(each.vae_stays(self.workspace.profile) for each in memories)
         return memories
@@ -182,7 +182,10 @@ class Preflight:
         checks["checkpoint"] = partial(self._check_models, jobs)
         sets = dict.fromkeys(stage.loras for job in jobs for stage in job.stages if stage.loras)
         if sets:
-            checks["LoRAs"] = lambda: [workspace.source("dit", loras) for loras in sets]
+            checks["LoRAs"] = lambda: (
+                [workspace.source("dit", loras) for loras in sets]
+                + [workspace.text_loras(job) for job in jobs]
+            )
         if not planned or workspace.files.beside("gemma"):
             checks["gemma"] = self._check_text_files
         if head:
@@ -217,12 +220,12 @@ class Preflight:
         paths[kind] = paths[kind] or self.workspace.files.find(kind)
         return paths[kind]
 
-    def check_text(self) -> None:
+    def check_text(self, jobs: list[Job]) -> None:
         """Check the text encoder's files and, where the ranks encode, its weights and graphs.
         Raises UserError."""
         self._check_text_files()
         if self.options.neuron_gemma:
-            self._find_text()
+            self._find_text(jobs)
 
     @property
     def sound_on_ranks(self) -> bool:
@@ -249,8 +252,9 @@ class Preflight:
             workspace.host_text_encoder().check()
         self._checked_text = True
 
-    def _find_text(self) -> None:
-        self.workspace.weights("gemma3")
+    def _find_text(self, jobs: list[Job]) -> None:
+        for loras in {self.workspace.text_loras(job) for job in jobs}:
+            self.workspace.weights("gemma3", loras)
         self.workspace.text_programs(self.workspace.profile.text_buckets)
 
     def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
@@ -263,7 +267,7 @@ class Preflight:
         }
         workspace.check_dit_weights(jobs)
         if self.options.neuron_gemma:
-            self._find_text()
+            self._find_text(jobs)
         self.vae = self._find_vae(jobs) if self.options.neuron_vae else {}
         workspace.say_tuned()
         return compiled

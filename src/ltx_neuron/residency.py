@@ -56,8 +56,10 @@ class Residency:
         self._modulation: dict[Path, ModulationTables] = {}  # by weight set
 
     @contextmanager
-    def text_encoder(self, prompts: list[list[list[int]]]) -> Iterator[RankTextEncoder]:
-        """The sharded Gemma and the connectors, while the block runs.
+    def text_encoder(
+        self, prompts: list[list[list[int]]], loras: WeightSet = ()
+    ) -> Iterator[RankTextEncoder]:
+        """The sharded Gemma and the connectors, with these LoRAs, while the block runs.
 
         prompts  the token ids of every job's prompts, which determine the loaded buckets
         """
@@ -70,7 +72,7 @@ class Residency:
             apart = workspace.profile.guidance_parallel > 1
             packs = (pack for job in prompts for pack in inputs.pack_prompts(job, apart))
             buckets = tuple({inputs.bucket_for(pack, known) for pack in packs})
-            weights = workspace.weights("gemma3")
+            weights = workspace.weights("gemma3", loras)
             with _remedy(weights):
                 ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
             models = workspace.gemma, workspace.transformer

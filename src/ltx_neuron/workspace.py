@@ -78,8 +78,8 @@ class Workspace(Finished):
     def shard(
         self, model: str, sets: Iterable[WeightSet] = ((),), workers: int | None = None
     ) -> list[Path]:
-        """Write the rank files of a model, one of MODELS; for the DiT, of every set of LoRAs; for
-        the video decoder, also those of Profile.vae_models. Returns the folders."""
+        """Write the rank files of a model, one of MODELS; of every set of LoRAs; for the video
+        decoder, also those of Profile.vae_models. Returns the folders."""
         # Wrong sources raise before anything is written.
         sources = [source for loras in sets for source in self.sources_of(model, loras)]
         specs_of = [self._specs(source) for source in sources]
@@ -284,7 +284,7 @@ class Workspace(Finished):
         check_fits(self.checkpoint, profile, job, self.tp, self.dtype_name, gemma)
 
     def compiled_memory(
-        self, manifests: list[Manifest], neuron_gemma: bool, decoders: list[Manifest]
+        self, manifests: list[Manifest], neuron_gemma: bool, decoders: list[Manifest], job: Job
     ) -> CoreMemory:
         """The memory that a generation needs per core, from the weights and costs in its graphs'
         manifests and the sizes of other rank files.
@@ -295,7 +295,7 @@ class Workspace(Finished):
         models = {manifest.identity["model"] for manifest in decoders}
         return CoreMemory(
             sum(map(math.prod, weights.values())) * self.dtype.itemsize,
-            _rank_bytes(self.weights("gemma3")) if neuron_gemma else 0,
+            _rank_bytes(self.weights("gemma3", self.text_loras(job))) if neuron_gemma else 0,
             compiled_activations(manifests),
             sum(_rank_bytes(self.weights(model)) for model in models),
             compiled_tile(decoders),

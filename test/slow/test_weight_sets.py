@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import made_film, one_thread  # noqa: F401
+from engines import opened_engine, opened_workspace
+from helpers import made_film, one_thread, randn  # noqa: F401
+from safetensors.torch import save_file
 from swapping import ONE, TWO, assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
 from ltx_neuron.backends.ranks import RankError
@@ -17,6 +19,7 @@ from ltx_neuron.progress import restore_state, save_state
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.spec import JobSpec
+from ltx_neuron.weights.lora import Lora
 
 SEEN = StreamGuidance(cfg_scale=3.0)
 SPOKEN = StreamGuidance(cfg_scale=7.0, stg_scale=1.0, stg_blocks=(0,))
@@ -121,3 +124,24 @@ def test_an_interrupted_batch_goes_on_to_the_same_bits(engine_of, jobs, tmp_path
     assert_same(latents(engine, jobs, resume=resume), alone)
     assert ended == [1, 4, 4, 2, 5, 2, 3, 5]
     assert swaps(engine) == 0  # stage 2 of both is left, and the plain one
+
+
+def test_ranks_encode_each_prompt_with_the_connectors_of_its_jobs_lora(tiny, tmp_path, artifacts):
+    """As the host does, beside jobs without one."""
+    key = "video_embeddings_connector.transformer_1d_blocks.0.attn1.to_v"
+    tensors = {f"{key}.lora_A.weight": randn(4, 32), f"{key}.lora_B.weight": randn(32, 4)}
+    save_file({name: t.bfloat16() for name, t in tensors.items()}, tmp_path / "lora.safetensors")
+    loras = (Lora(tmp_path / "lora.safetensors"),)
+    jobs = [Job("rain on a roof", ONE, loras=loras), Job("rain on a roof", ONE)]
+
+    def contexts(**options) -> list[torch.Tensor]:
+        workspace = opened_workspace(tiny, artifacts, settings=["text_buckets=128,1024"])
+        workspace.shard("gemma3", map(workspace.text_loras, jobs))
+        workspace.compile_text()
+        with opened_engine(workspace, tiny, cache_prompts=False, **options) as engine:
+            return [run.contexts[0].video for run in engine.encode(jobs)]
+
+    ranks, host = contexts(neuron_gemma=True), contexts()
+    assert (host[0] - host[1]).abs().max() > 0.01
+    for got, wanted in zip(ranks, host, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)

@@ -101,8 +101,8 @@ def test_several_loras_are_merged_as_1_0_0_rounds_them(tiny, other_lora):
     one_after_the_other = {}
     for name in source.locations:
         weight = plain(tiny).tensor(name)
-        for file, strength in source.adapters.get(name, []):
-            weight = weight + product(tensors_of(file, name), strength)
+        for adapter in source.adapters.get(name, []):
+            weight = weight + product(tensors_of(adapter.file, name), adapter.strength)
         one_after_the_other[name] = weight
     assert share_of_others(source, one_after_the_other) > 0  # so the order of rounding shows
 
@@ -230,46 +230,32 @@ def test_everything_that_does_not_fit_is_listed_in_one_error(tiny, tmp_path):
         tensors["diffusion_model.transformer_blocks.99.attn1.to_q" + DOWN] = torch.zeros(
             4, 32, dtype=torch.bfloat16
         )
-        tensors["text_encoder.layers.0.q_proj" + DOWN] = torch.zeros(4, 32, dtype=torch.bfloat16)
-        tensors[f"{BLOCK}attn1.to_q.alpha"] = torch.ones(1)
+        tensors[f"{BLOCK}attn1.to_k.alpha"] = torch.ones(2)
 
     said = refused(tiny, tmp_path, change)
     wanted = (
-        f"{BLOCK}attn1.to_q{DOWN}: {BLOCK}attn1.to_q{UP} is missing",
+        f"{BLOCK}attn1.to_q{DOWN}: its lora_B is missing",
         (
-            f"{BLOCK}attn2.to_q{DOWN}: shape [4, 31] does not fit"
-            " transformer_blocks.0.attn2.to_q.weight of shape [32, 32]"
+            f"{BLOCK}attn2.to_q{DOWN}: lora_A of shape [4, 31], lora_B of shape [32, 4] does not"
+            " fit transformer_blocks.0.attn2.to_q.weight of shape [32, 32]"
         ),
-        f"{BLOCK}attn2.to_k{DOWN}: rank 3, but {BLOCK}attn2.to_k{UP} has 4",
+        f"{BLOCK}attn2.to_k{DOWN}: lora_A of shape [3, 32], lora_B of shape [32, 4] does not fit",
+        f"{BLOCK}attn1.to_k.alpha: shape [2], wanted one number",
         f"diffusion_model.transformer_blocks.99.attn1.to_q{DOWN}: matches no weight of the model",
-        f"text_encoder.layers.0.q_proj{DOWN}: matches no weight of the model",
-        f"{BLOCK}attn1.to_q.alpha: matches no weight of the model",
     )
     assert [line for line in wanted if line not in said] == []
     assert len(said.splitlines()) == 1 + len(wanted)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stored"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")]
-)
+@pytest.mark.parametrize(("dtype", "stored"), [(torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")])
 def test_a_dtype_that_no_product_is_taken_in_is_refused_by_name(tiny, tmp_path, dtype, stored):
     def change(tensors):
         for part in (UP, DOWN):
             tensors[f"{BLOCK}attn1.to_q{part}"] = tensors[f"{BLOCK}attn1.to_q{part}"].to(dtype)
 
     said = refused(tiny, tmp_path, change)
-    for part in (UP, DOWN):
-        wanted = f"{BLOCK}attn1.to_q{part}: stored as {stored}, which is not implemented; wanted"
-        assert wanted in said
-    assert "BF16" in said and len(said.splitlines()) == 3
-
-
-def test_two_factors_of_different_dtypes_are_refused(tiny, tmp_path):
-    def change(tensors):
-        tensors[f"{BLOCK}attn1.to_q{UP}"] = tensors[f"{BLOCK}attn1.to_q{UP}"].float()
-
-    wanted = f"attn1.to_q{DOWN}: stored as BF16, but {BLOCK}attn1.to_q{UP} as F32: convert both"
-    assert wanted in refused(tiny, tmp_path, change)
+    wanted = f"{BLOCK}attn1.to_q{DOWN}: stored as {stored}, which is not implemented; wanted one of"
+    assert wanted in said and "BF16" in said and len(said.splitlines()) == 2
 
 
 def test_a_module_with_and_without_the_prefix_is_refused(tiny, tmp_path):
@@ -283,17 +269,17 @@ def test_a_module_with_and_without_the_prefix_is_refused(tiny, tmp_path):
     said = refused(tiny, tmp_path, change)
     bare = BLOCK.removeprefix("diffusion_model.")
     assert f"{BLOCK}attn1.to_q{DOWN}" in said and f"{bare}attn1.to_q{DOWN}" in said
-    assert ": same weight as " in said and len(said.splitlines()) == 2
+    assert ": same weight as " in said and len(said.splitlines()) == 3
 
 
 def test_a_lora_of_another_model_is_refused_with_a_short_list(tiny, tmp_path):
     def change(tensors):
         for name in list(tensors):
-            tensors["unet." + name] = tensors.pop(name)
+            tensors["blocks." + name] = tensors.pop(name)
 
     said = refused(tiny, tmp_path, change)
     assert "is not a LoRA of this model" in said
-    assert len(said.splitlines()) <= 22 and "and " in said.splitlines()[-1]
+    assert len(said.splitlines()) == 3 and "and 191 more" in said.splitlines()[-1]
 
 
 def test_a_file_without_lora_tensors_is_refused(tiny, tmp_path):
@@ -314,13 +300,6 @@ def test_a_strength_that_is_no_number_is_refused():
     for strength in (float("nan"), float("inf")):
         with pytest.raises(UserError, match="strength"):
             Lora(Path("lora.safetensors"), strength)
-
-
-def test_a_lora_that_is_not_there_is_refused_with_a_download(tiny, tmp_path):
-    with pytest.raises(
-        UserError, match=r"no such file: .*absent\.safetensors\nDownload it: hf download"
-    ):
-        merged(tiny, (tmp_path / "absent.safetensors", 1.0))
 
 
 # --- identities ----------------------------------------------------------------------------------

@@ -201,7 +201,9 @@ def parts_of(
         make = partial(workspace.compile_dit, [*buckets], job)
         add(title, workspace.dit_identities([*buckets]), make)
     if options.neuron_gemma:
-        add_weights("Gemma weights", "gemma3")
+        for loras in dict.fromkeys(map(workspace.text_loras, jobs)):
+            names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
+            add_weights(f"Gemma weights{names}", "gemma3", loras)
         identities = workspace.text_identities(workspace.profile.text_buckets)
         add("Gemma graphs", identities.values(), workspace.compile_text)
     if options.neuron_vae:

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
         required=False,
     )
     parser.prog = invocation.command(f"shard {model}")
-    if name == "dit":
+    if name != "vae":
         flags.add_loras(parser)
     flags.add_sharding(parser)
     flags.shard(name, parser.parse_args(argv))

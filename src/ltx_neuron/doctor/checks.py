@@ -381,7 +381,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         facts[f"DiT graphs, {stage.name}"] = partial(dit_graphs, stage)
     if args.gemma_root:
         facts |= {
-            "Gemma weights": partial(workspace.weights, "gemma3"),
+            "Gemma weights": partial(workspace.weights, "gemma3", examination.weight_sets[0]),
             "Gemma graphs": lambda: _finished(workspace.text_programs(buckets)),
         }
     if args.neuron_vae:

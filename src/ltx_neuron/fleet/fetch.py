@@ -15,13 +15,12 @@ def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tu
     """Download the weights and graphs of a workspace that it lacks. If several processes on one
     machine do so at once, one pulls a folder and the others wait.
 
-    sets  weight sets of the DiT
+    sets  weight sets, at least one
     Raises UserError if the store does not answer or is damaged.
     """
     models = ["gemma3"] if options.neuron_gemma else []
     models += workspace.profile.vae_models if options.neuron_vae else ()
-    sources = [workspace.source("dit", loras) for loras in sets]
-    sources += [workspace.source(model) for model in models]
+    sources = [workspace.source(model, loras) for loras in sets for model in ("dit", *models)]
     wanted = [folder(Path(), workspace.weights_identity(source)).as_posix() for source in sources]
     tp, dtype = workspace.tp, workspace.dtype_name
     wanted += ["tuned/*", f"graphs/*-tp{tp}-{dtype}-*", f"graphs/sound-*-tp{tp}-float32-*"]

@@ -25,6 +25,7 @@ HOST_ENCODER_CODE = (
     "text",
     "host/arithmetic",
     "weights/checkpoint",
+    "weights/lora",
     "weights/model_files",
     "weights/sharding",
     "weights/float8",

@@ -1,29 +1,80 @@
 """LoRA, merged into the weights during sharding, without a cost at run time.
 
 Source: ltx-core loader/fuse_loras.py (1.0.0): W + sum of bf16((B * strength) @ A), with products in
-the LoRA's dtype and sums in the checkpoint's. There is no alpha. Any linear layer of the DiT may
-have a LoRA, including gates, AdaLN and projections.
+the LoRA's dtype and sums in the checkpoint's. Factors of two dtypes and float8 ones are cast to
+bfloat16 first (1.2.0). Any linear layer of the DiT may have a LoRA, including gates, AdaLN and
+projections; so may the connectors and the text projections, which are in model "gemma3".
+
+ltx-core reads one spelling. The tables read those of other trainers, and three methods of LyCORIS,
+as ComfyUI does (comfy/lora.py, comfy/weight_adapter).
 """
 
-from collections.abc import Iterator
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.hub import download_released
+from ltx_neuron.hub import RELEASED, download_released, nearest
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.sharding import Model
+from ltx_neuron.weights.float8 import WeightFile
+from ltx_neuron.weights.sharding import DIFFUSION, MODELS, Model, rename
 from ltx_neuron.weights.tensorfile import TensorFile, listed
 
-DOWNLOAD = download_released("lora")
-_PREFIX = "diffusion_model."  # of the published files; some other files omit it
 # In an IC-LoRA's metadata: the ratios of stage 1's sides and frames to a reference's.
 _FACTORS = "reference_downscale_factor", "reference_temporal_scale_factor"
-_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"  # (rank, inputs) and (outputs, rank)
+
+# A tensor's name is PREFIX LAYER.PART. Underscores and dots of a layer's name are not told apart.
+_PREFIX = re.compile(
+    r"(lora_(unet|transformer)|lora|lycoris|base_model|velocity_model|model|diffusion_model"
+    r"|transformer|unet|connectors)_"
+)
+# The checkpoint's names -> diffusers' (scripts/convert_ltx2_to_diffusers.py), in this order.
+_DIFFUSERS = {
+    r"av_ca_(video|audio)_scale_shift_adaln_single": r"av_cross_attn_\1_scale_shift",
+    r"av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
+    r"av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
+    r"prompt_adaln_single": "prompt_adaln",
+    r"adaln_single": "time_embed",
+    r"patchify_proj": "proj_in",
+    r"(q|k)_norm": r"norm_\1",
+    r"_embeddings_connector\.transformer_1d_blocks": "_connector.transformer_blocks",
+    r"text_embedding_projection\.(video|audio)_aggregate_embed": r"\1_text_proj_in",
+}
+_MUSUBI = "video_embeddings_connector", "embeddings_connector"  # musubi-tuner's LTX-2 trainer
+_ADAPTER = r"(\.(?!weight$|bias$)[^.]+)?"  # PEFT's name of an adapter, such as "default"
+_PARTS = {
+    rf"lora(_A|_down|\.down|_linear_layer\.down){_ADAPTER}": "lora_A",  # (rank, inputs)
+    rf"lora(_B|_up|\.up|_linear_layer\.up){_ADAPTER}": "lora_B",  # (outputs, rank)
+    r"(lokr|hada)_w[12](_[ab])?": r"\g<0>",  # two factors; each may be a product a @ b
+    r"diff|w_norm": "diff",
+    r"diff_b|b_norm": "bias",
+    r"alpha": "alpha",  # products are times alpha / rank
+    rf"dora_scale|lora_magnitude_vector{_ADAPTER}": "DoRA",
+    r"oft_\w+(\.\w+)?": "OFT",  # these two do not add to a weight
+}
+_RANKED = "lora_A", "lokr_w2_b", "lokr_w1_b", "hada_w1_b"  # parts of shape (rank, ...)
+_TENSOR = re.compile(rf"(?P<layer>.+?)[._](?P<part>{'|'.join(_PARTS)})(\.weight)?")
+# Of text encoders, and moving averages: left out, as upstream does.
+_ELSEWHERE = re.compile(r"((lora|lycoris)_)?(te\d?|text_encoders?(_\d)?|text_model|\w*ema)[._].+")
+# In problems: layers that LTX-2.0 and LTX-Video have, alone or in another size.
+_OLDER = re.compile(
+    r"caption_projection|(?<!video_)(?<!audio_)(aggregate_embed|text_proj_in)"
+    r"|does not fit \S*(adaln_single|connector)"
+)
+
+
+def is_lora(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are a LoRA's."""
+    return any(map(_TENSOR.fullmatch, names))
 
 
 @dataclass(frozen=True)
@@ -42,9 +93,33 @@ class Lora:
             raise UserError(f"--lora {self.path}: strength {self.strength} is not a finite number")
         object.__setattr__(self, "strength", strength)
 
-    def file(self) -> TensorFile:
+    def file(self) -> WeightFile:
         """The opened file. UserError where it is missing or broken."""
-        return TensorFile(self.path, DOWNLOAD)
+        if self.path.is_dir() or not os.path.exists(self.path):
+            raise UserError(f"--lora {self.path}: {self._missing()}")
+        return WeightFile(self.path, "from where you have it")
+
+    def _missing(self) -> str:
+        """What the path is instead of a file, and what to type."""
+        if self.path.is_dir():
+            files = [*sorted(self.path.glob("*.safetensors")), self.path / "FILE"]
+            return f"a folder; type its file: --lora {files[0]}"
+        if typed := re.fullmatch(r"(.+):(-?[.\d]+)", str(self.path)):
+            return f"no such file; a strength is a word of its own: --lora {typed[1]} {typed[2]}"
+        for release, files in RELEASED.items():
+            if Path(files.get("lora", "")).name == self.path.name:
+                return f"no such file\nDownload it: {download_released('lora', release)}"
+        near = nearest(self.path)
+        return f"no such file{near}; type a .safetensors file, or its name on the Hugging Face Hub"
+
+    @property
+    def settings(self) -> dict:
+        """PEFT's settings, as diffusers saves them in the metadata. UserError if damaged."""
+        try:
+            text = self.file().metadata.get("lora_adapter_metadata", "{}")
+            return {name.removeprefix("transformer."): x for name, x in json.loads(text).items()}
+        except (ValueError, AttributeError):
+            raise UserError(f"--lora {self.path}: its PEFT settings are damaged") from None
 
 
 WeightSet = tuple[Lora, ...]  # the LoRAs to merge into the model, in this order; (): none
@@ -131,11 +206,156 @@ def _factor(loras: WeightSet, name: str, flag: str = "--ic-lora") -> int:
     return next(iter(said), 1)
 
 
+class Adapter(NamedTuple):
+    """What a file adds to a weight.
+
+    method    "lora", "lokr", "hada" (LoHa), or "diff" and "bias" (differences)
+    parts     names of its tensors, by part
+    strength  the LoRA's, times alpha / rank
+    """
+
+    file: WeightFile
+    method: str
+    parts: dict[str, str]
+    strength: float
+
+    def delta(self) -> Tensor:
+        """What is added, of the weight's shape."""
+        parts = {part: self.file.read(key) for part, key in self.parts.items()}
+        if len({tensor.dtype for tensor in parts.values()}) > 1:
+            parts = {part: tensor.bfloat16() for part, tensor in parts.items()}
+        return _delta(self.method, parts, self.strength)
+
+    def misfit(self, checkpoint: TensorFile, name: str) -> str:
+        """Why it cannot be added to a tensor of the checkpoint; empty if it can."""
+        for key in self.parts.values():
+            if problem := self.file.weight_problem(key):
+                return f"{problem}: convert the file to BF16, or use one that is"
+        shown, wanted = name.removeprefix(DIFFUSION), checkpoint.shapes[name]
+        if checkpoint.torch_dtype(name) != torch.bfloat16:
+            return f"{shown} is not stored in BF16"
+        shapes = {part: self.file.shapes[key] for part, key in self.parts.items()}
+        try:
+            empty = {part: torch.empty(shape, device="meta") for part, shape in shapes.items()}
+            fits = _delta(self.method, empty, 1.0).shape == wanted
+        except KeyError as part:
+            return f"its {part.args[0]} is missing"
+        except RuntimeError:  # of a product
+            fits = False
+        got = ", ".join(f"{part} of shape {list(shape)}" for part, shape in shapes.items())
+        return "" if fits else f"{got} does not fit {shown} of shape {list(wanted)}"
+
+
+def _delta(method: str, parts: Mapping[str, Tensor], strength: float) -> Tensor:
+    """What is added to a weight. KeyError, with the part, if one is missing."""
+
+    def factor(name: str) -> Tensor:
+        if name in parts or f"{name}_b" not in parts:
+            return parts[name].float()
+        return parts[f"{name}_a"].float() @ parts[f"{name}_b"].float()
+
+    if method == "lora":
+        return (parts["lora_B"] * strength) @ parts["lora_A"]
+    if method == "lokr":
+        return torch.kron(factor("lokr_w1"), factor("lokr_w2")) * strength
+    if method == "hada":
+        return factor("hada_w1") * factor("hada_w2") * strength
+    return parts[method].float() * strength
+
+
+def _spellings(checkpoint: TensorFile) -> dict[str, str]:
+    """The tensors that a LoRA may change, by all spellings of their names; "" where two weights
+    share one."""
+    found: dict[str, str] = {}
+    for key in checkpoint.shapes:
+        if rename(MODELS["dit"], key) or rename(MODELS["gemma3"], key):
+            plain = diffusers = key.removeprefix(DIFFUSION)
+            for old, new in _DIFFUSERS.items():
+                diffusers = re.sub(old, new, diffusers)
+            for spelling in {plain, plain.replace(*_MUSUBI), diffusers}:
+                spelling = spelling.replace(".", "_")
+                found[spelling] = "" if spelling in found else key
+    return found
+
+
+def _find(spellings: dict[str, str], layer: str, ends: tuple[str, ...] = ("_weight", "")) -> str:
+    """The checkpoint's name of a tensor of a LoRA's layer; "" if it has none."""
+    layer = layer.replace(".", "_")
+    found = next(filter(None, (spellings.get(layer + end) for end in ends)), "")
+    prefix = _PREFIX.match(layer)
+    return found if found or not prefix else _find(spellings, layer[prefix.end() :], ends)
+
+
+def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]], list[str]]:
+    """What a LoRA adds to the checkpoint's tensors, and the names of other models' tensors in its
+    file. UserError for a file that is not of this model, with its tensors."""
+    file, settings, spellings = lora.file(), lora.settings, _spellings(checkpoint)
+    layers: dict[tuple[str, str], dict[str, str]] = {}  # (weight, method) -> tensors by part
+    problems, others = [], []
+    for key in file.shapes:
+        tensor = _TENSOR.fullmatch(key)
+        if not tensor or _ELSEWHERE.fullmatch(key):
+            known = any(_find(spellings, key.rsplit(".", n)[0]) for n in (1, 2, 3))
+            problems += [f"{key}: is not a LoRA's tensor"] if known else []
+            others += [] if known else [key]
+            continue
+        named = filter(None, (re.fullmatch(each, tensor["part"]) for each in _PARTS))
+        part = next(match.expand(_PARTS[match.re.pattern]) for match in named)
+        method, ends = part.partition("_")[0], ("_bias",) if part == "bias" else ("_weight", "")
+        target = _find(spellings, tensor["layer"], ends)
+        if not target:
+            problems.append(f"{key}: matches no weight of the model")
+        elif part in ("DoRA", "OFT"):
+            raise UserError(
+                f"--lora {file.path} is a {part} file ({key}), which cannot be merged; wanted LoRA,"
+                " LoKr, LoHa or differences"
+            )
+        elif part == "alpha" and math.prod(file.shapes[key]) != 1:
+            problems.append(f"{key}: shape {list(file.shapes[key])}, wanted one number")
+        elif (same := layers.setdefault((target, method), {}).setdefault(part, key)) != key:
+            problems.append(f"{key}: same weight as {same}; leave one out")
+    found: dict[str, list[Adapter]] = {}
+    for (target, method), parts in layers.items():
+        if method == "alpha":
+            continue
+        scale, rank = 1.0, next((file.shapes[parts[x]][0] for x in _RANKED if x in parts), 0)
+        if rank and (alpha := layers.get((target, "alpha"))):
+            scale = file.read(alpha["alpha"]).item() / rank
+        elif rank and settings:
+            scale = _scale(settings, target.removesuffix(".weight"), rank)
+        adapter = Adapter(file, method, parts, lora.strength * scale)
+        if problem := adapter.misfit(checkpoint, target):
+            problems.append(f"{next(iter(parts.values()))}: {problem}")
+        found.setdefault(target, []).extend([] if problem else [adapter])
+    if older := next(filter(_OLDER.search, problems), ""):
+        title = "is of LTX-2.0 or LTX-Video, wanted one of the checkpoint's release:"
+        raise UserError(f"--lora {file.path} {title}\n  {older}")
+    if problems and not any(found.values()):
+        layer = next(iter(spellings)).removesuffix("_weight")
+        problems[1:] = [f"and {len(problems) - 1} more; wanted layers such as {layer}"]
+    if problems or not found:
+        shown = listed(problems) or ["it has no lora_A / lora_B tensors of this model"]
+        title = f"--lora {file.path} is not a LoRA of this model:"
+        raise UserError("\n  ".join([title, *shown]))
+    return found, others
+
+
+def _scale(settings: dict, layer: str, rank: int) -> float:
+    """alpha / rank of a layer by PEFT's settings."""
+    own = settings.get("alpha_pattern") or {}
+    matching = (own[each] for each in own if re.fullmatch(rf"(.*\.)?({each})", layer))
+    alpha = next(matching, settings.get("lora_alpha") or rank)
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
 class MergedSource(Source):
     """A model's tensors with LoRAs merged in.
 
-    UserError if a LoRA tensor belongs to no weight of the model or does not fit its shape, or if
-    the weight is not stored in BF16.
+    text_loras  those that change the connectors or the text projections
+    notes       sentences about tensors that are left out, for the user
+
+    UserError if a LoRA tensor belongs to no weight of the checkpoint or does not fit its shape, or
+    if the weight is not stored in BF16.
     """
 
     def __init__(
@@ -146,54 +366,21 @@ class MergedSource(Source):
         heads: dict[str, int] | None = None,
     ):
         super().__init__(model, files, heads)
-        self.lora_identity = identity_of(loras)
-        # Weight name -> its LoRAs, in the order of `loras`.
-        self.adapters: dict[str, list[tuple[TensorFile, float]]] = {}
+        # Weight name -> what is added to it, in the order of `loras`.
+        self.adapters: dict[str, list[Adapter]] = {}
+        self.text_loras, self.notes, mine = (), [], []
         for lora in loras:
-            file = lora.file()
-            for name in self._target_weights(file):
-                self.adapters.setdefault(name, []).append((file, lora.strength))
-
-    def _target_weights(self, file: TensorFile) -> list[str]:
-        """Names of the weights that a LoRA file changes; UserError that lists every tensor without
-        a fitting weight."""
-        problems, targets = [], {}  # weight name -> its A tensor
-        for key in file.shapes:
-            suffix = next((s for s in (_DOWN, _UP) if key.endswith(s)), None)
-            name = f"{key.removesuffix(suffix).removeprefix(_PREFIX)}.weight" if suffix else None
-            if problem := self._misfit(file, key, suffix, name):
-                problems.append(f"{key}: {problem}")
-            elif suffix == _DOWN and targets.setdefault(name, key) != key:
-                problems.append(f"{key}: same weight as {targets[name]}; leave one out")
-        if problems or not targets:
-            shown = listed(problems) or ["it has no lora_A / lora_B tensors"]
-            title = f"--lora {file.path} is not a LoRA of this model:"
-            raise UserError("\n  ".join([title, *shown]))
-        return list(targets)
-
-    def _misfit(
-        self, file: TensorFile, key: str, suffix: str | None, name: str | None
-    ) -> str | None:
-        """Why a tensor of a LoRA file does not fit the weight `name`; None if it fits."""
-        if name not in self.locations:
-            return "matches no weight of the model"
-        shape, wanted = file.shapes[key], self.shape(name)
-        partner_suffix, axis = (_UP, 1) if suffix == _DOWN else (_DOWN, 0)
-        partner = key.removesuffix(suffix or "") + partner_suffix
-        if len(shape) != 2 or len(wanted) != 2 or shape[axis] != wanted[axis]:
-            return f"shape {list(shape)} does not fit {name} of shape {list(wanted)}"
-        if partner not in file.shapes:
-            return f"{partner} is missing"
-        if problem := file.weight_problem(key):
-            return f"{problem}: convert the file to BF16, or use one that is"
-        if self.dtype(name) != torch.bfloat16:
-            return f"{name} is not stored in BF16"
-        if suffix == _DOWN and file.shapes[partner][1] != shape[0]:
-            return f"rank {shape[0]}, but {partner} has {file.shapes[partner][1]}"
-        if suffix == _DOWN and file.dtypes[partner] != file.dtypes[key]:
-            stored = f"stored as {file.dtypes[key]}, but {partner} as {file.dtypes[partner]}"
-            return f"{stored}: convert both to BF16"
-        return None
+            found, others = _read(lora, files[0])
+            ours = {name: x for key, x in found.items() if (name := rename(model, key))}
+            mine += [lora] if ours else []
+            for name, adapters in ours.items():
+                self.adapters.setdefault(name, []).extend(adapters)
+            if any(rename(MODELS["gemma3"], key) for key in found):
+                self.text_loras += (lora,)
+            if others:
+                number = f"{len(others)} tensors of other models, such as {others[0]}"
+                self.notes.append(f"--lora {lora.path}: {number}, are left out")
+        self.lora_identity = identity_of((*mine,))
 
     def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
         """Rows start..stop of a tensor for each of `bounds`; for a merged tensor, views."""
@@ -202,20 +389,14 @@ class MergedSource(Source):
         whole = self.tensor(name)
         return (whole[start:stop] for start, stop in bounds)
 
+    def read_mapped(self, name: str) -> Tensor:
+        return self.tensor(name) if name in self.adapters else super().read_mapped(name)
+
     def tensor(self, name: str) -> Tensor:
         """A whole merged tensor. Its product is computed whole, because slices may round
         differently."""
         weight, adapters = super().tensor(name), self.adapters.get(name, [])
         if not adapters:
             return weight
-        deltas = [
-            _product(file, name.removesuffix(".weight"), strength).to(weight.dtype)
-            for file, strength in adapters
-        ]
+        deltas = [adapter.delta().to(weight.dtype) for adapter in adapters]
         return (deltas[0] if len(deltas) == 1 else torch.stack(deltas).sum(dim=0)) + weight
-
-
-def _product(file: TensorFile, module: str, strength: float) -> Tensor:
-    """(B * strength) @ A of one linear layer: (outputs, inputs), in the LoRA's dtype."""
-    key = f"{_PREFIX}{module}" if f"{_PREFIX}{module}{_DOWN}" in file.shapes else module
-    return (file.read(key + _UP) * strength) @ file.read(key + _DOWN)

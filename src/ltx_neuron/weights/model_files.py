@@ -22,6 +22,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import other_format
 from ltx_neuron.weights.checkpoint import DOWNLOAD, SHARD, Checkpoint, gemma_files
 from ltx_neuron.weights.float8 import WeightFile
+from ltx_neuron.weights.lora import is_lora
 from ltx_neuron.weights.sharding import CONNECTORS, DIFFUSION, TEXT_PROJECTION
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -95,7 +96,7 @@ def kind_of(file: TensorFile) -> str:
     for kind, part in PARTS.items():
         if any(name.startswith(part.own) for name in file.shapes):
             return kind
-    if any(".lora_A." in name for name in file.shapes):
+    if is_lora(file.shapes):
         return "lora"
     if "transformer" in config:
         return "transformer"
