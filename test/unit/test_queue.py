@@ -43,7 +43,7 @@ def clock():
 
 @pytest.fixture
 def queue(tmp_path, clock):
-    made = opened(tmp_path, clock=clock)
+    made = opened(tmp_path, clock=clock, monotonic=clock)
     yield made
     made.close()
 

@@ -26,6 +26,7 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of
 from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.preview import previews_of
@@ -34,6 +35,7 @@ from ltx_neuron.service.queue import Entry, Queue
 PROMPT_BATCH_SIZE = 4  # jobs claimed at a time: their prompts are encoded in one batch
 MAX_JOBS_PER_RUN = 32  # jobs after which the engine's records are collected and cleared
 POLL_SECONDS = 0.1  # how often an idle worker looks for jobs
+_STORAGE_SECONDS = 1.0  # before it tries again to use the queue's database
 REPORT_SECONDS = 0.25  # between two progress reports; ownership is checked at every step
 MAX_SWITCH_DELAY_S = 60.0  # maximum wait of other jobs for those with the loaded batch key
 DENOISED = 90  # percent of progress, when only decoding remains
@@ -78,9 +80,8 @@ class Worker:
         try:
             with run_periodically(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
                 while not self.stop.is_set():
-                    key = self.queue.next_batch_key(self.batch_key, MAX_SWITCH_DELAY_S)
-                    self.batch_key = key
-                    if key is None:
+                    self.batch_key = self._next_key()
+                    if self.batch_key is None:
                         self.stop.wait(POLL_SECONDS)
                     else:
                         self._run_batch()
@@ -106,6 +107,8 @@ class Worker:
                 if isinstance(outcome, Failure):
                     self._failed(outcome)
             self._failures = 0
+        except StorageError:
+            raise
         except Exception:
             # A rank or the device has failed: the engine closed itself, and will open again.
             traceback.print_exc()
@@ -125,10 +128,10 @@ class Worker:
         if self.stop.is_set() or self._count >= MAX_JOBS_PER_RUN:
             return []
         key = self.batch_key
-        if key is None or self.queue.next_batch_key(key, MAX_SWITCH_DELAY_S) != key:
+        if key is None or self._next_key() != key:
             return []
         jobs = []
-        for entry in self.queue.claim(self.name, key, PROMPT_BATCH_SIZE):
+        for entry in self._claim(key):
             try:
                 job = job_of(entry.params, self._folder(entry).absolute())
                 job = self.engine.workspace.resolved(job)
@@ -143,6 +146,20 @@ class Worker:
             jobs.append(job)
         self._count += len(jobs)
         return jobs
+
+    def _next_key(self) -> str | None:
+        with suppress(StorageError):
+            return self.queue.next_batch_key(self.batch_key, MAX_SWITCH_DELAY_S)
+        return None
+
+    def _claim(self, key: str) -> list[Entry]:
+        """Further jobs of the queue; none while its database cannot be written."""
+        try:
+            self._beat()  # else it would claim its own jobs, if their leases ended meanwhile
+            return self.queue.claim(self.name, key, PROMPT_BATCH_SIZE)
+        except StorageError:
+            self.stop.wait(_STORAGE_SECONDS)
+            return []
 
     def _folder(self, entry: Entry) -> Path:
         return self.queue.folder_of(entry.id)
@@ -242,6 +259,8 @@ class Worker:
         if isinstance(error, Gone):
             self.queue.release_job(entry)
             return
+        if isinstance(error, StorageError):  # the queue's, not the job's
+            raise error
         print(f"{entry.id} failed", flush=True)
         traceback.print_exception(error)
         # The texts of other errors may name private things of this machine.
