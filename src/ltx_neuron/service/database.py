@@ -84,11 +84,14 @@ class Database:
         self.path, self._idle, self._said = Path(path), deque[sqlite3.Connection](), -_LINE_SECONDS
         self.reserve, self._opened = self.path.with_name(f"{self.path.name}.reserve"), None
         try:
+            size, lost = 0, any(folder.glob("video_*"))
             if os.path.lexists(path):
                 check_regular(path)
-            lost = next(folder.glob("video_*"), None)
-            if lost and not (path.exists() and path.stat().st_size):  # SQLite would delete its log
-                raise sqlite3.DatabaseError("it is empty")
+                size = path.stat().st_size
+                if not os.access(path, os.W_OK):
+                    raise StorageError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            if size % 512 or lost and not size:  # SQLite would read zeros, or delete its log
+                raise sqlite3.DatabaseError(f"it has {size} bytes")
             with self.writing(frees=True) as connection:
                 (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
                 if lost and not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
