@@ -18,14 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from ltx_neuron.errors import UserError, reason
-from ltx_neuron.files import check_regular
 
 _BUSY_SECONDS = 30.0  # how long a writer waits for another process
 _LINE_SECONDS = 60.0  # between two lines about an error that lasts
 _RESERVE, _PIECE = 8 * 2**20, 2**20  # bytes: twice SQLite's log; given up at a time
-# Kinds of SQLite's errors -> errno of a StorageError.
-_ERRORS = {"FULL": errno.ENOSPC, "BUSY": errno.EBUSY, "IOERR": errno.EIO, "READONLY": errno.EACCES}
-_ERRORS |= {"CANTOPEN": errno.EACCES, "CORRUPT": errno.EBADMSG, "NOTADB": errno.EBADMSG}
+# Beginnings of SQLite's errors by errno of a StorageError. SHMSIZE: no room for its log's index.
+_ERRORS = {
+    errno.ENOSPC: ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE"),
+    errno.EBADMSG: ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ"),
+    errno.EBUSY: ("SQLITE_BUSY",),
+    errno.EACCES: ("SQLITE_READONLY", "SQLITE_CANTOPEN"),
+    errno.EIO: ("SQLITE_IOERR",),
+}
 # Earlier names of columns of `jobs`.
 _RENAMED = {
     "kind": "batch_key",
@@ -84,12 +88,8 @@ class Database:
         self.path, self._idle, self._said = Path(path), deque[sqlite3.Connection](), -_LINE_SECONDS
         self.reserve, self._opened = self.path.with_name(f"{self.path.name}.reserve"), None
         try:
-            size, lost = 0, any(folder.glob("video_*"))
-            if os.path.lexists(path):
-                check_regular(path)
-                size = path.stat().st_size
-                if not os.access(path, os.W_OK):
-                    raise StorageError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            with open(path, "ab") as file:  # SQLite opens what it may not write
+                size, lost = file.tell(), any(folder.glob("video_*"))
             if size % 512 or lost and not size:  # SQLite would read zeros, or delete its log
                 raise sqlite3.DatabaseError(f"it has {size} bytes")
             with self.writing(frees=True) as connection:
@@ -153,7 +153,7 @@ class Database:
         """A connection that no other thread uses at the same time. Prints a StorageError."""
         try:
             if self._opened and self._opened != self._identity():
-                raise StorageError(errno.EBADMSG, "deleted or replaced while open", self.path)
+                raise StorageError(errno.EBADMSG, "emptied, deleted or replaced", str(self.path))
             try:
                 connection = self._idle.pop()
             except IndexError:
@@ -174,20 +174,14 @@ class Database:
         return []
 
     def _told(self, error: Exception) -> Exception:
-        """SQLite's error as a StorageError, in a line; an error of our statements as it is."""
-        if isinstance(error, sqlite3.Error):
-            name = getattr(error, "sqlite_errorname", "SQLITE_")
-            number = _ERRORS.get(name.split("_")[1])
-            if number is None:
-                return error
-            if number in (errno.EIO, errno.EACCES) and self._is_full():
-                number = errno.ENOSPC  # for the index of SQLite's log
-            elif name == "SQLITE_IOERR_SHORT_READ":
-                number = errno.EBADMSG
+        """SQLite's error as a StorageError, printed as a line; other errors as they are."""
+        name = getattr(error, "sqlite_errorname", "")
+        if number := next((each for each, kind in _ERRORS.items() if name.startswith(kind)), 0):
             error = StorageError(number, str(error), str(self.path))
-        if (now := time.monotonic()) - self._said >= _LINE_SECONDS:
-            self._said = now
-            print(f"{self.path}: {reason(error)}", flush=True)
+        if isinstance(error, StorageError) and time.monotonic() - self._said >= _LINE_SECONDS:
+            self._said = time.monotonic()
+            advice = "; start the service again" if error.errno == errno.EBADMSG else ""
+            print(f"{self.path}: {reason(error)}{advice}", flush=True)
         return error
 
     def _connect(self) -> sqlite3.Connection:

@@ -39,8 +39,9 @@ _JSON = "params", "public_fields", "detail", "error"
 _IS_OPEN = "status IN ('queued', 'in_progress')"
 _IS_ENDED = "status IN ('completed', 'failed')"
 _IS_VISIBLE = "owner = :owner AND status != 'cancelled'"
-# The leases' clock begins again with the machine: those further ahead were given before.
-_IS_LEASED = "lease_until BETWEEN :now AND :now + :lease"
+# The leases' clock begins again with the machine: those far ahead were given before. One lease is
+# for the time that a writer waits for others after its `now`.
+_IS_LEASED = "lease_until BETWEEN :now AND :now + 2 * :lease"
 _IS_FREE = f"{_IS_OPEN} AND (worker IS NULL OR NOT {_IS_LEASED})"  # a worker may take it
 _SELECT_OF_KEY = "SELECT * FROM jobs WHERE owner = :owner AND key = :key"
 _IS_OWNED = f"number = :number AND attempt = :attempt AND worker = :worker AND {_IS_OPEN}"

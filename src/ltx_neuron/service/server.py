@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
@@ -71,12 +71,11 @@ def supervise_worker(command: list[str], queue: Queue) -> Iterator[None]:
             if process.stdin:
                 process.stdin.close()
             while True:
-                try:
+                with suppress(StorageError):  # else no worker could start
                     queue.release_worker(worker_name(process.pid), crashed=True)
                     break
-                except StorageError:  # no worker could start
-                    if ending.wait(1.0):
-                        break
+                if ending.wait(1.0):
+                    break
             if ending.is_set():
                 return
             wait = 1.0 if time.monotonic() - began > _LONG_ENOUGH else wait

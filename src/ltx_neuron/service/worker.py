@@ -80,8 +80,9 @@ class Worker:
         try:
             with run_periodically(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
                 while not self.stop.is_set():
-                    self.batch_key = self._next_key()
-                    if self.batch_key is None:
+                    key = self.queue.next_batch_key(self.batch_key, MAX_SWITCH_DELAY_S)
+                    self.batch_key = key
+                    if key is None:
                         self.stop.wait(POLL_SECONDS)
                     else:
                         self._run_batch()
@@ -107,8 +108,6 @@ class Worker:
                 if isinstance(outcome, Failure):
                     self._failed(outcome)
             self._failures = 0
-        except StorageError:
-            raise
         except Exception:
             # A rank or the device has failed: the engine closed itself, and will open again.
             traceback.print_exc()
@@ -128,10 +127,16 @@ class Worker:
         if self.stop.is_set() or self._count >= MAX_JOBS_PER_RUN:
             return []
         key = self.batch_key
-        if key is None or self._next_key() != key:
+        if key is None or self.queue.next_batch_key(key, MAX_SWITCH_DELAY_S) != key:
             return []
         jobs = []
-        for entry in self._claim(key):
+        try:
+            self._beat()  # else it would claim its own jobs, if their leases ended meanwhile
+            entries = self.queue.claim(self.name, key, PROMPT_BATCH_SIZE)
+        except StorageError:
+            self.stop.wait(_STORAGE_SECONDS)
+            return []
+        for entry in entries:
             try:
                 job = job_of(entry.params, self._folder(entry).absolute())
                 job = self.engine.workspace.resolved(job)
@@ -146,20 +151,6 @@ class Worker:
             jobs.append(job)
         self._count += len(jobs)
         return jobs
-
-    def _next_key(self) -> str | None:
-        with suppress(StorageError):
-            return self.queue.next_batch_key(self.batch_key, MAX_SWITCH_DELAY_S)
-        return None
-
-    def _claim(self, key: str) -> list[Entry]:
-        """Further jobs of the queue; none while its database cannot be written."""
-        try:
-            self._beat()  # else it would claim its own jobs, if their leases ended meanwhile
-            return self.queue.claim(self.name, key, PROMPT_BATCH_SIZE)
-        except StorageError:
-            self.stop.wait(_STORAGE_SECONDS)
-            return []
 
     def _folder(self, entry: Entry) -> Path:
         return self.queue.folder_of(entry.id)
