@@ -22,6 +22,7 @@ from service_app import FORM, SIZE, Sent, Service, get, listening, opened
 
 from ltx_neuron import errors
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import exclusive
 from ltx_neuron.service import database, server
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.queue import NewJob, Queue
@@ -204,6 +205,8 @@ def deletes_on_a_full_disk(folder: Path) -> None:
         fill(folder)
     with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:  # started again
         fill(folder)
+        with exclusive(folder / "worker", "serving"):
+            queue.release_worker(None, crashed=True)
         assert queue.cancel(running.owner, ids[3]) and reserve.stat().st_size < RESERVE
         queue.sweep(0, 0)  # ended jobs
         assert queue.counts() == dict.fromkeys(queue.counts(), 0) | {"queued": 2}
