@@ -2,10 +2,12 @@
 can be deleted on a full disk; no damage costs more than it must."""
 
 import ctypes
+import errno
 import json
 import os
 import resource
 import shlex
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -240,6 +242,7 @@ def test_the_reserve_leaves_a_nearly_full_disk_alone(tmp_path):
 def killed_service(folder: Path, keep_log: bool) -> str:
     """The id of a finished job of a service that was killed. keep_log: its job is in the log of
     SQLite alone."""
+    folder.mkdir(exist_ok=True)
 
     def serve() -> None:
         queue = Queue(folder / "queue.sqlite", folder / "jobs")
@@ -324,8 +327,27 @@ def test_jobs_that_are_in_the_log_alone_outlive_a_lost_index_and_no_log_is_delet
     os.truncate(log / "queue.sqlite", 0)
     refusal_of(log)
     assert os.path.getsize(log / "queue.sqlite-wal") == size > 0
-    os.unlink(log / "queue.sqlite-wal")
-    refusal_of(log)
+
+
+def test_a_database_whose_log_was_deleted_is_refused_and_its_jobs_are_not_orphans(tmp_path):
+    killed_service(tmp_path, keep_log=True)
+    os.unlink(tmp_path / "queue.sqlite-wal")
+    assert "it is empty" in refusal_of(tmp_path)
+
+
+def test_a_queue_that_cannot_be_opened_on_a_full_disk_says_that_it_is_full(tmp_path):
+    killed_service(tmp_path / "before", keep_log=False)
+
+    (tmp_path / "disk").mkdir()
+
+    def check() -> None:
+        shutil.copy(tmp_path / "before/queue.sqlite", tmp_path / "disk")
+        fill(tmp_path / "disk")
+        with pytest.raises(StorageError) as caught:
+            Queue(tmp_path / "disk/queue.sqlite", tmp_path / "before/jobs")
+        assert caught.value.errno == errno.ENOSPC
+
+    assert on_small_disk(tmp_path / "disk", check) in (0, 77)
 
 
 def test_a_file_that_may_not_be_written_is_told_so(tmp_path, capfd):
