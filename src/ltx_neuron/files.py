@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"  # of every finished folder; written last
 MARK = "ltx-neuron"  # marks our logs and frames, so that a later run may overwrite them
 MAX_JSON_BYTES = 64 * 2**20  # the manifest of the released weights has 0.5 MB
 _MAX_NAME_BYTES = 200  # file systems allow 255, and whole_file's temporary names are longer
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unique = f"{os.getpid()}-{secrets.token_hex(4)}"
-    partial = path.with_name(f".{path.name}.{unique}{_PARTIAL}")
+    partial = path.with_name(f".{path.name}.{unique}{PARTIAL}")
     try:
         yield partial
         with open(partial, "rb") as file:
@@ -54,7 +54,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 def remove_leftovers(path: Path) -> None:
     """Remove temporary files of killed writers of `path`. The caller must hold a lock, so that no
     other process is writing it."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}*"):
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}*"):
         leftover.unlink(missing_ok=True)
 
 
@@ -92,8 +92,9 @@ def _locked(path: Path, doing: str) -> int:
                 said = True
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # Ctrl-C ends it
             if _is_at(path, descriptor):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                with suppress(OSError):  # a full disk: the number is for messages alone
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
                 return descriptor
         except BaseException:
             os.close(descriptor)

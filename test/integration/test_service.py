@@ -3,6 +3,7 @@ script's bit for bit, strangers get nothing, and a worker is watched."""
 
 import json
 import socket
+import sqlite3
 import threading
 import time
 from contextlib import closing
@@ -27,6 +28,7 @@ from ltx_neuron.engine import Engine
 from ltx_neuron.host.arithmetic import choices_file
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service import database
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import Queue
 from ltx_neuron.service.server import MAX_CONNECTIONS
@@ -252,6 +254,49 @@ def _decode_sound(recorder: Recorder, until: threading.Event) -> None:
     with recorder.phase("decode_audio"):
         until.set()
         time.sleep(0.1)
+
+
+def test_a_worker_whose_leases_ended_on_a_full_disk_does_not_take_its_own_jobs(
+    setup, tiny, tmp_path
+):
+    with worker(setup, tiny, tmp_path) as (working, intake):
+        queue, asked = working.queue, ask(intake, 0)
+        working.batch_key = queue.next_batch_key()
+        assert len(working._take()) == 1
+        queue.monotonic = lambda: time.monotonic() + queue.lease + 1  # without a heartbeat
+        assert working._take() == [] and queue.get("ada", asked.id).attempt == 1
+
+
+def test_a_worker_waits_for_a_locked_database_and_one_attempt_outlives_a_clock_that_is_set(
+    setup, tiny, wanted, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.05)
+    with worker(setup, tiny, tmp_path) as (working, intake):
+        queue, moves = working.queue, [-3600.0, 7 * 86400.0, -1e9]
+        asked, after = ask(intake, 0), ask(intake, 2)
+        on_step_end = working.engine.on_step_end
+
+        def move(stage, number):
+            if moves:
+                ahead = moves.pop()
+                queue.clock = lambda: time.time() + ahead
+                queue.sweep(1e9, 10**18)
+            on_step_end(stage, number)
+
+        working.engine.on_step_end = move
+        other = sqlite3.connect(queue.database.path, isolation_level=None, check_same_thread=False)
+        other.execute("BEGIN IMMEDIATE")
+        unlock = threading.Timer(5, other.execute, ("COMMIT",))
+        unlock.start()
+        watching = stop_after(working, asked, after)
+        working.run()
+        watching.join()
+        other.close()
+        seen = [queue.get("ada", entry.id) for entry in (asked, after)]
+        assert [(entry.attempt, entry.crash_count) for entry in seen] == [(1, 0), (1, 0)]
+        assert (queue.folder_of(asked.id) / VIDEO).read_bytes() == wanted[0]
+    told = capsys.readouterr()
+    assert told.out.count("database is locked") == 1 and "Traceback" not in told.err
 
 
 def test_a_job_cancelled_between_steps_ends_there_and_the_next_is_what_it_was(

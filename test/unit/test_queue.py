@@ -43,7 +43,7 @@ def clock():
 
 @pytest.fixture
 def queue(tmp_path, clock):
-    made = opened(tmp_path, clock=clock)
+    made = opened(tmp_path, clock=clock, monotonic=clock)
     yield made
     made.close()
 
@@ -288,6 +288,107 @@ def test_a_worker_that_ends_in_good_order_gives_its_jobs_back(queue):
     claim(queue)
     queue.release_worker("w1")
     assert claim(queue, "w2")[0].crash_count == 0
+
+
+# --- a clock that is set --------------------------------------------------------------------------
+
+MOVES = {"an hour back": -3600, "to 1970": -1e9, "an hour on": 3600, "a year on": 365 * 86400.0}
+
+
+@pytest.fixture
+def clocks(tmp_path):
+    """A queue, its clock, and the clock of its leases."""
+    clock, monotonic = Clock(), Clock()
+    monotonic.now = 500.0  # seconds since the machine started
+    with closing(opened(tmp_path, clock=clock, monotonic=monotonic)) as made:
+        yield made, clock, monotonic
+
+
+@pytest.mark.parametrize("seconds", MOVES.values(), ids=list(MOVES))
+def test_a_live_worker_keeps_its_job_and_a_dead_one_loses_it_when_the_clock_is_set(clocks, seconds):
+    queue, clock, monotonic = clocks
+    put(queue)
+    (entry,) = claim(queue, "w1")
+    queue.report(entry, 1)
+    queue.renew("w1", {})
+    clock.now += seconds
+    queue.sweep(FAR, FAR)
+    assert claim(queue, "w2") == [] and queue.owns(entry) and queue.workers()["w1"]["alive"]
+    monotonic.now += queue.lease + 1
+    assert not queue.workers()["w1"]["alive"]
+    (second,) = claim(queue, "w2")
+    assert second.id == entry.id and not queue.owns(entry) and queue.oldest_wait() >= 0
+
+
+@pytest.mark.parametrize("seconds", MOVES.values(), ids=list(MOVES))
+def test_owners_and_kinds_of_jobs_keep_their_turns_when_the_clock_is_set(clocks, seconds):
+    queue, clock, _ = clocks
+    for owner in ("ada", "ada", "ada", "bob"):
+        put(queue, owner=owner)
+    assert claim(queue)[0].owner == "ada"
+    put(queue, owner="eve", batch_key="large")
+    clock.now += seconds
+    assert [claim(queue)[0].owner for _ in range(2)] == ["bob", "ada"]
+    assert queue.next_batch_key(loaded="small", max_delay=30) == "large"
+
+
+def test_a_restarted_machine_holds_no_job_and_no_worker_of_before(clocks):
+    queue, _, monotonic = clocks
+    monotonic.now = 1e6
+    put(queue)
+    claim(queue, "w1")
+    queue.renew("w1", {})
+    monotonic.now = 10.0
+    assert not queue.workers()["w1"]["alive"] and len(claim(queue, "w2")) == 1
+
+
+def test_a_worker_that_starts_on_a_data_folder_takes_over_the_jobs_of_all_others(clocks):
+    queue, clock, _ = clocks
+    put(queue)
+    (entry,) = claim(queue, "w1")
+    queue.report(entry, 1)
+    queue.renew("w1", {"videos": 3})
+    clock.now -= 3600
+    queue.release_worker(None, crashed=True)
+    assert queue.workers() == {"w1": {"videos": 3, "alive": False}}
+    assert claim(queue, "w2")[0].crash_count == 1
+
+
+# --- files of killed workers ----------------------------------------------------------------------
+
+
+def ends_by_claim(queue: Queue, entry: Entry) -> None:
+    queue.release_worker("w1", crashed=True)
+    claim(queue, "w2")
+
+
+def ends_by_crashes(queue: Queue, entry: Entry) -> None:
+    queue.max_crashes = 1
+    queue.report(entry, 1)
+    queue.release_worker("w1", crashed=True)
+    assert status(queue, entry) == "failed"
+
+
+ENDS = {
+    "another worker claims it": ends_by_claim,
+    "it is completed": lambda queue, entry: queue.complete(entry),
+    "it failed": lambda queue, entry: queue.fail(entry, "internal_error", "x"),
+    "it is given up": ends_by_crashes,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_killed_worker_left_half_written_goes_with_the_next_change_of_its_job(queue, end):
+    put(queue)
+    (entry,) = claim(queue, "w1")
+    folder, pid = queue.folder_of(entry.id), os.getpid()
+    left = [f".video.mp4.{pid}-0a.partial", f".video.resume.safetensors.{pid}-1b.partial"]
+    left += [f".thumbnail.jpg.{pid + 1}-2c.partial", f".video.mp4.{pid}-3d.partial.mp4"]
+    for name in (*left, "video.resume.safetensors"):
+        (folder / name).touch()
+    ENDS[end](queue, entry)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"input.png", "video.resume.safetensors"}
 
 
 # --- deleting -------------------------------------------------------------------------------------

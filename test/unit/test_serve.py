@@ -1,5 +1,6 @@
 """The command of the service: its flags, and the end of a supervised worker."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,15 @@ def test_only_this_machine_is_served_without_a_token(tmp_path, host, local):
     check(parsed(*words, "--role", "worker"))  # it listens to nobody
     with nullcontext() if local else pytest.raises(UserError, match="--new-token NAME"):
         check(parsed(*words))
+
+
+def test_a_worker_that_is_still_importing_ends_with_its_parent():
+    """It ends by the signal, before the service's own modules could handle one."""
+    command = [sys.executable, "-m", "ltx_neuron.serve.supervised", "--role", "worker"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdin.close()  # as the system does when the parent is killed
+    assert process.wait(60) == -signal.SIGTERM
+    assert process.stderr.read() == ""
 
 
 SUPERVISED = """

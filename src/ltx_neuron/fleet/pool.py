@@ -84,9 +84,7 @@ class Pool:
 
     def run(self, look: Callable[[], object] = lambda: None) -> None:
         """Keep replicas running. look: called twice a second."""
-        for name, state in self.queue.workers().items():
-            if state["alive"]:  # left by a killed pool: only one pool uses the queue
-                self.queue.release_worker(name, crashed=True)
+        self.queue.release_worker(None, crashed=True)  # of a killed pool: only one uses the queue
         with cluster.connected(self.args.ray, self.profile):
             self._start_queue_actor()
             try:

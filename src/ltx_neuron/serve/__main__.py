@@ -35,7 +35,6 @@ EXAMPLE = """ltx-neuron serve --neuron-gemma --gemma-root gemma-3-12b \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors"""
 _GB = 10**9
 _SWEEP_SECONDS = 30.0  # between two deletions of old jobs
-_LAST_SECONDS = 30.0  # for a worker to end after its parent has died
 
 
 def build_parser() -> Parser:
@@ -80,7 +79,6 @@ def add_service(parser: argparse.ArgumentParser) -> None:
     advanced(add("--role", choices=["all", "api", "worker"], default="all", help=help))
     help = "serve no web page, and make no previews for it"
     advanced(add("--no-page", action="store_true", help=help))
-    add("--supervised", action="store_true", help=argparse.SUPPRESS)  # a worker, by its parent
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -203,15 +201,15 @@ def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
 
 def be_worker(args: argparse.Namespace) -> None:
     """Run jobs until a signal ends the process."""
-    if args.supervised:
-        errors.end_with_parent(_LAST_SECONDS)
     name = server.worker_name(os.getpid())
     # Only one worker can use the devices: one that is ending may still hold them.
     with exclusive(args.data_dir.absolute() / "worker", "serving"), open_engine(args) as engine:
         if args.ray:
             be_pool(args, engine)
         else:
-            Worker(open_queue(args), engine, name, previews=not args.no_page).run()
+            queue = open_queue(args)
+            queue.release_worker(None, crashed=True)
+            Worker(queue, engine, name, previews=not args.no_page).run()
 
 
 def be_pool(args: argparse.Namespace, engine: Engine) -> None:
@@ -269,7 +267,8 @@ def be_api(args: argparse.Namespace) -> None:
             if args.role == "api":
                 server.serve(served, args.host, args.port)
                 return
-            worker = [sys.executable, "-m", "ltx_neuron.serve", *args.typed, "--role", "worker"]
+            supervised = "ltx_neuron.serve.supervised"
+            worker = [sys.executable, "-m", supervised, *args.typed, "--role", "worker"]
             with server.supervise_worker(worker, queue):
                 server.serve(served, args.host, args.port)
 

@@ -27,7 +27,7 @@ ERRORS = {
     413: ("body_too_large", "file_too_large"),
     415: ("unsupported_media_type",),
     429: ("queue_full", "rate_limited"),
-    500: ("internal_error",),
+    500: ("internal_error", "storage_failed"),
     503: ("storage_unavailable",),
     504: ("timeout",),
     507: ("storage_full",),

@@ -6,9 +6,9 @@ uvicorn's own 503 for too many connections.
 
 import asyncio
 import base64
+import errno
 import logging
 import re
-import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -27,6 +27,7 @@ from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.spec import got_and_wanted
 from ltx_neuron.service import openapi, reference
 from ltx_neuron.service.api_error import ApiError, invalid, too_large
+from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.fields import MAX_FILES, kind_of, parse_json, read_request
 from ltx_neuron.service.jobs import (
     PREVIEW,
@@ -364,7 +365,7 @@ def create_app(
         add_page(app, tokens, api.authorize)
     described = openapi.describe(app, jobs.model)
     app.router.routes += reference.routes(described)
-    own = ApiError, HTTPException, RequestValidationError, sqlite3.OperationalError
+    own = ApiError, HTTPException, RequestValidationError, ClientDisconnect, StorageError
     for kind in (*own, Exception):
         app.add_exception_handler(kind, handle_error)
     return RequestLimits(_counting(app, api), settings.max_body_bytes, local=not tokens.hashes)
@@ -454,8 +455,6 @@ def _counting(app: Callable, api: Api) -> Callable:
 
         try:
             await app(scope, receive, count)
-        except ClientDisconnect:
-            raise
         except Exception:
             if not answered:
                 raise
@@ -478,9 +477,16 @@ def handle_error(_: Request, error: Exception) -> Response:
             mistake = error.errors()[0]
             name, (got, wanted) = mistake["loc"][-1], got_and_wanted(mistake)
             told = invalid(name, f"{name}: got {got}, {wanted}")
-        case sqlite3.OperationalError():
-            message = "the queue's database is not available"
+        case ClientDisconnect():
+            return Response(status_code=499)  # as nginx counts it; nobody reads it
+        case OSError(errno=errno.ENOSPC):
+            told = ApiError(507, "storage_full", "the service's disk is full", retry=60)
+        case StorageError(errno=errno.EBUSY):
+            message = "the queue's database is locked by another program"
             told = ApiError(503, "storage_unavailable", message, retry=5)
+        case StorageError():
+            message = "the queue's database cannot be used; the service's log says why"
+            told = ApiError(500, "storage_failed", message)
         case _:
             told = ApiError(500, "internal_error", "an internal error of the service")
     return JSONResponse(told.content, told.status, told.headers)

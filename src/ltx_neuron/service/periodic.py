@@ -5,6 +5,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ltx_neuron.service.database import StorageError
+
 
 @contextmanager
 def run_periodically(function: Callable[[], object], seconds: float, name: str) -> Iterator[None]:
@@ -16,6 +18,8 @@ def run_periodically(function: Callable[[], object], seconds: float, name: str) 
         while True:
             try:
                 function()
+            except StorageError:
+                pass  # the database has printed it
             except Exception:
                 traceback.print_exc()
             if ended.wait(seconds):

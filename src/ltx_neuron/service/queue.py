@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ltx_neuron.service.database import Database
+from ltx_neuron.files import PARTIAL
+from ltx_neuron.service.database import Database, StorageError
 
 QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
 FAILED, CANCELLED = "failed", "cancelled"
@@ -38,7 +39,10 @@ _JSON = "params", "public_fields", "detail", "error"
 _IS_OPEN = "status IN ('queued', 'in_progress')"
 _IS_ENDED = "status IN ('completed', 'failed')"
 _IS_VISIBLE = "owner = :owner AND status != 'cancelled'"
-_IS_FREE = f"{_IS_OPEN} AND (worker IS NULL OR lease_until < :now)"  # a worker may take it
+# The leases' clock begins again with the machine: those far ahead were given before. One lease is
+# for the time that a writer waits for others after its `now`.
+_IS_LEASED = "lease_until BETWEEN :now AND :now + 2 * :lease"
+_IS_FREE = f"{_IS_OPEN} AND (worker IS NULL OR NOT {_IS_LEASED})"  # a worker may take it
 _SELECT_OF_KEY = "SELECT * FROM jobs WHERE owner = :owner AND key = :key"
 _IS_OWNED = f"number = :number AND attempt = :attempt AND worker = :worker AND {_IS_OPEN}"
 
@@ -96,7 +100,8 @@ class Queue:
 
     lease        seconds that a worker owns a job before it must renew
     max_crashes  number of worker crashes after which a job fails
-    clock        seconds since 1970
+    clock        seconds since 1970; it may be set
+    monotonic    seconds of leases: of one clock for all processes of the machine, never set
     """
 
     def __init__(
@@ -107,11 +112,12 @@ class Queue:
         lease: float = 60.0,
         max_crashes: int = 5,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ):
         self.folder, self.lease, self.max_crashes = Path(folder), lease, max_crashes
-        self.clock = clock
+        self.clock, self.monotonic = clock, monotonic
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.database = Database(database)
+        self.database = Database(Path(database), self.folder)
 
     def close(self) -> None:
         self.database.close()
@@ -205,49 +211,58 @@ class Queue:
         """The batch key of the next job: that of the owner who was served longest ago. A worker
         keeps its loaded key while no other job has waited longer than `max_delay` seconds. None if
         no job waits."""
-        now = self.clock()
         # SQLite takes the other columns from the row with the minimum: an owner's first job.
         first = self.database.read(
             "SELECT batch_key, created_at, min(number) AS first,"
             " coalesce(served_at, 0) AS last_served"
             f" FROM jobs LEFT JOIN owners USING (owner) WHERE {_IS_FREE}"
             " GROUP BY owner ORDER BY last_served, first LIMIT 1",
-            now=now,
+            **self._now(),
         )
         if not first:
             return None
-        key, waited = first[0]["batch_key"], now - first[0]["created_at"]
-        if loaded in (None, key) or waited > max_delay:
+        key, waited = first[0]["batch_key"], self.clock() - first[0]["created_at"]
+        if loaded in (None, key) or not 0 <= waited <= max_delay:  # below 0: the clock was set
             return key
         more = f"SELECT 1 FROM jobs WHERE {_IS_FREE} AND batch_key = :loaded LIMIT 1"
-        return loaded if self.database.read(more, now=now, loaded=loaded) else key
+        return loaded if self.database.read(more, **self._now(), loaded=loaded) else key
 
     def claim(self, worker: str, batch_key: str, count: int) -> list[Entry]:
         """Assign a worker up to `count` jobs with a batch key, alternating between owners."""
-        now, entries = self.clock(), []
+        now, entries = self._now(), []
         with self.database.writing() as connection:
-            self._release(connection, "lease_until < :now", crashed=True, now=now)
+            self._release(connection, f"NOT {_IS_LEASED}", crashed=True, **now)
             chosen = connection.execute(
                 "SELECT number, owner FROM (SELECT number, owner, row_number() OVER"
                 f" (PARTITION BY owner ORDER BY number) AS turn FROM jobs WHERE {_IS_FREE}"
                 " AND batch_key = :batch_key) LEFT JOIN owners USING (owner)"
                 " ORDER BY turn, coalesce(served_at, 0), number LIMIT :count",
-                {"now": now, "batch_key": batch_key, "count": count},
+                now | {"batch_key": batch_key, "count": count},
             ).fetchall()
-            for place, (number, owner) in enumerate(chosen):
-                # Distinct times: of owners who are served together, the later ones keep their turn.
+            for number, owner in chosen:
                 connection.execute(
-                    "INSERT INTO owners VALUES (:owner, :now)"
-                    " ON CONFLICT DO UPDATE SET served_at = :now",
-                    {"owner": owner, "now": now + place * 1e-6},
+                    "INSERT INTO owners SELECT :owner, coalesce(max(served_at), 0) + 1 FROM owners"
+                    " WHERE TRUE ON CONFLICT DO UPDATE SET served_at = excluded.served_at",
+                    {"owner": owner},
                 )
                 rows = connection.execute(
-                    "UPDATE jobs SET worker = :worker, lease_until = :until, attempt = attempt + 1"
-                    " WHERE number = :number RETURNING *",
-                    {"worker": worker, "until": now + self.lease, "number": number},
+                    "UPDATE jobs SET worker = :worker, lease_until = :now + :lease,"
+                    " attempt = attempt + 1 WHERE number = :number RETURNING *",
+                    now | {"worker": worker, "number": number},
                 )
                 entries += _entries(rows)
+        for entry in entries:
+            self._remove_partials(entry.id)
         return entries
+
+    def _now(self) -> dict[str, float]:
+        """The values of _IS_LEASED."""
+        return {"now": self.monotonic(), "lease": self.lease}
+
+    def _remove_partials(self, id: str) -> None:
+        """Remove what killed attempts at a job left half written."""
+        for partial in self.folder_of(id).glob(f".*{PARTIAL}*"):
+            partial.unlink(missing_ok=True)
 
     def owns(self, entry: Entry) -> bool:
         """Whether a worker still owns its job: it was not cancelled or assigned to another."""
@@ -256,19 +271,23 @@ class Queue:
     def report(
         self, entry: Entry, progress: int, detail: dict | None = None, stage_ended: bool = False
     ) -> bool:
-        """Store a job's progress. False if the worker no longer owns it."""
-        now = self.clock()
-        return self._update_owned(
-            entry,
-            "status = 'in_progress', progress = :progress, detail = :detail,"
-            " started_at = coalesce(started_at, :now), lease_until = :until,"
-            " crash_count = iif(:stage_ended, 0, crash_count)",
-            progress=progress,
-            detail=detail,
-            now=now,
-            until=now + self.lease,
-            stage_ended=stage_ended,
-        )
+        """Store a job's progress, unless the database is full or locked. False if the worker no
+        longer owns the job."""
+        try:
+            return self._update_owned(
+                entry,
+                "status = 'in_progress', progress = :progress, detail = :detail,"
+                " started_at = coalesce(started_at, :started), lease_until = :now + :lease,"
+                " crash_count = iif(:stage_ended, 0, crash_count)",
+                frees=False,
+                progress=progress,
+                detail=detail,
+                started=self.clock(),
+                stage_ended=stage_ended,
+                **self._now(),
+            )
+        except StorageError:
+            return self.owns(entry)
 
     def keep(self, entry: Entry, name: str) -> None:
         """Keep a file that a worker wrote. Nothing to do: it is in the job's folder already."""
@@ -285,7 +304,9 @@ class Queue:
 
     def _end(self, entry: Entry, assignments: str, **values: Any) -> bool:
         assignments += ", completed_at = :now, worker = NULL, lease_until = NULL"
-        return self._update_owned(entry, assignments, now=self.clock(), **values)
+        if ended := self._update_owned(entry, assignments, now=self.clock(), **values):
+            self._remove_partials(entry.id)
+        return ended
 
     def _update_owned(self, entry: Entry, assignments: str, **values: Any) -> bool:
         """Change a job if this attempt still owns it; return whether it did."""
@@ -294,21 +315,23 @@ class Queue:
 
     def release_job(self, entry: Entry) -> None:
         """Release a job. It waits again unless it was cancelled."""
-        with self.database.writing() as connection:
+        with self.database.writing(frees=True) as connection:
             mine = "number = :number AND attempt = :attempt"
             self._release(connection, mine, crashed=False, **_claim(entry))
         self.remove_cancelled()
 
-    def release_worker(self, worker: str, crashed: bool = False) -> None:
+    def release_worker(self, worker: str | None, crashed: bool = False) -> None:
         """Release the jobs of a worker that ended or restarted. It is not alive until its next
         heartbeat; its totals remain.
 
+        worker   None: all of them. The caller holds the lock of the data folder's one worker
         crashed  whether it crashed, which counts for the jobs that it had begun
         """
-        with self.database.writing() as connection:
-            self._release(connection, "worker = :worker", crashed, worker=worker)
-            sql = "UPDATE workers SET seen_at = :then WHERE worker = :worker"
-            connection.execute(sql, {"then": self.clock() - self.lease, "worker": worker})
+        with self.database.writing(frees=True) as connection:
+            its = "worker = coalesce(:worker, worker)"
+            self._release(connection, its, crashed, worker=worker)
+            sql = f"UPDATE workers SET state = json_remove(state, '$.lease_until') WHERE {its}"
+            connection.execute(sql, {"worker": worker})
         self.remove_cancelled()
 
     def _release(
@@ -322,16 +345,18 @@ class Queue:
             f" WHERE worker IS NOT NULL AND {where}",
             values | {"crashed": crashed},
         )
-        connection.execute(
+        given_up = connection.execute(
             "UPDATE jobs SET status = 'failed', error = :error, detail = NULL, completed_at = :now"
-            " WHERE status = 'in_progress' AND crash_count >= :max_crashes",
+            " WHERE status = 'in_progress' AND crash_count >= :max_crashes RETURNING id",
             {"error": json.dumps(_CRASHED), "now": self.clock(), "max_crashes": self.max_crashes},
         )
+        for (id,) in given_up.fetchall():
+            self._remove_partials(id)
 
     def renew(self, worker: str, state: dict) -> None:
         """A worker's heartbeat: renew its leases and store its state."""
-        now = self.clock()
-        values = {"worker": worker, "now": now, "until": now + self.lease}
+        until = self.monotonic() + self.lease
+        values = {"worker": worker, "now": self.clock(), "until": until}
         with self.database.writing() as connection:
             connection.execute(
                 "UPDATE jobs SET lease_until = :until WHERE worker = :worker", values
@@ -339,7 +364,7 @@ class Queue:
             connection.execute(
                 "INSERT INTO workers VALUES (:worker, :now, :state)"
                 " ON CONFLICT DO UPDATE SET seen_at = :now, state = :state",
-                values | {"state": json.dumps(state)},
+                values | {"state": json.dumps(state | {"lease_until": until})},
             )
 
     # --- deleting ---------------------------------------------------------------------------------
@@ -353,8 +378,8 @@ class Queue:
         now = self.clock()
         # SQLite's integers have 64 bits.
         values = {"before": now - days * _DAY, "max_bytes": min(max_bytes, 2**63 - 1)}
-        with self.database.writing() as connection:
-            self._release(connection, "lease_until < :now", crashed=True, now=now)
+        with self.database.writing(frees=True) as connection:
+            self._release(connection, f"NOT {_IS_LEASED}", crashed=True, **self._now())
             connection.execute("DELETE FROM workers WHERE seen_at < :before", values)
         self.remove_cancelled()
         self._remove(f"{_IS_ENDED} AND completed_at < :before", **values)
@@ -365,16 +390,17 @@ class Queue:
             **values,
         )
         self._remove_orphans(now - orphans_after)
+        self.database.fill_reserve()
 
     def remove_cancelled(self) -> None:
         """Delete cancelled jobs that no worker owns."""
-        free = "status = 'cancelled' AND (worker IS NULL OR lease_until < :now)"
-        self._remove(free, now=self.clock())
+        free = f"status = 'cancelled' AND (worker IS NULL OR NOT {_IS_LEASED})"
+        self._remove(free, **self._now())
 
     def _remove(self, where: str, **values: Any) -> None:
         """Delete jobs. Rows go first: every job in the database has its files, and a remaining
         folder is an orphan."""
-        with self.database.writing() as connection:
+        with self.database.writing(frees=True) as connection:
             rows = connection.execute(f"DELETE FROM jobs WHERE {where} RETURNING id", values)
             ids = [row["id"] for row in rows]
         for id in ids:
@@ -402,15 +428,16 @@ class Queue:
         """Seconds that the oldest waiting job has waited."""
         now = self.clock()
         sql = "SELECT :now - min(created_at) FROM jobs WHERE status = 'queued'"
-        return self.database.read(sql, now=now)[0][0] or 0.0
+        return max(0.0, self.database.read(sql, now=now)[0][0] or 0.0)
 
     def workers(self) -> dict[str, dict]:
         """The last state of every worker; `alive` if its last heartbeat is within a lease."""
-        rows, now = self.database.read("SELECT * FROM workers"), self.clock()
-        return {
-            worker: {**json.loads(state), "alive": now - seen_at < self.lease}
-            for worker, seen_at, state in rows
-        }
+        sql = "SELECT * FROM workers"
+        states = {row["worker"]: json.loads(row["state"]) for row in self.database.read(sql)}
+        now = self.monotonic()
+        for state in states.values():
+            state["alive"] = now <= state.pop("lease_until", -1.0) <= now + self.lease
+        return states
 
 
 def _claim(entry: Entry) -> dict[str, Any]:

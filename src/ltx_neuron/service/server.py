@@ -6,10 +6,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
+from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.queue import Queue
 
 MAX_CONNECTIONS = 200  # uvicorn answers 503 on further ones
@@ -65,11 +66,16 @@ def supervise_worker(command: list[str], queue: Queue) -> Iterator[None]:
         while not ending.is_set():
             began = time.monotonic()
             # Its stdin closes when this process ends: errors.end_with_parent.
-            process = subprocess.Popen([*command, "--supervised"], stdin=subprocess.PIPE)
+            process = subprocess.Popen(command, stdin=subprocess.PIPE)
             code = process.wait()
             if process.stdin:
                 process.stdin.close()
-            queue.release_worker(worker_name(process.pid), crashed=True)
+            while True:
+                with suppress(StorageError):  # else no worker could start
+                    queue.release_worker(worker_name(process.pid), crashed=True)
+                    break
+                if ending.wait(1.0):
+                    break
             if ending.is_set():
                 return
             wait = 1.0 if time.monotonic() - began > _LONG_ENOUGH else wait

@@ -26,6 +26,7 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of
 from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.preview import previews_of
@@ -34,6 +35,7 @@ from ltx_neuron.service.queue import Entry, Queue
 PROMPT_BATCH_SIZE = 4  # jobs claimed at a time: their prompts are encoded in one batch
 MAX_JOBS_PER_RUN = 32  # jobs after which the engine's records are collected and cleared
 POLL_SECONDS = 0.1  # how often an idle worker looks for jobs
+_STORAGE_SECONDS = 1.0  # before it tries again to use the queue's database
 REPORT_SECONDS = 0.25  # between two progress reports; ownership is checked at every step
 MAX_SWITCH_DELAY_S = 60.0  # maximum wait of other jobs for those with the loaded batch key
 DENOISED = 90  # percent of progress, when only decoding remains
@@ -128,7 +130,13 @@ class Worker:
         if key is None or self.queue.next_batch_key(key, MAX_SWITCH_DELAY_S) != key:
             return []
         jobs = []
-        for entry in self.queue.claim(self.name, key, PROMPT_BATCH_SIZE):
+        try:
+            self._beat()  # else it would claim its own jobs, if their leases ended meanwhile
+            entries = self.queue.claim(self.name, key, PROMPT_BATCH_SIZE)
+        except StorageError:
+            self.stop.wait(_STORAGE_SECONDS)
+            return []
+        for entry in entries:
             try:
                 job = job_of(entry.params, self._folder(entry).absolute())
                 job = self.engine.workspace.resolved(job)
@@ -242,6 +250,8 @@ class Worker:
         if isinstance(error, Gone):
             self.queue.release_job(entry)
             return
+        if isinstance(error, StorageError):  # the queue's, not the job's
+            raise error
         print(f"{entry.id} failed", flush=True)
         traceback.print_exception(error)
         # The texts of other errors may name private things of this machine.
