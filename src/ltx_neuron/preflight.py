@@ -1,12 +1,15 @@
 """The options of a run, and all checks before a model loads."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.release import RELEASES, Release
 from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
@@ -16,11 +19,16 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
 from ltx_neuron.plan import CoreMemory
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
-from ltx_neuron.text.speech import names_speech, say_no_speech
+from ltx_neuron.text.inputs import cut_off
+from ltx_neuron.text.speech import NO_SPEECH, names_speech
 from ltx_neuron.weights import lora
 from ltx_neuron.workspace import Workspace
+
+_PROMPTS = "--prompt", "--negative-prompt"
+_REMEMBERED_NOTES = 10_000  # jobs; a worker runs for months
 
 
 @dataclass(frozen=True)
@@ -52,10 +60,15 @@ class Preflight:
 
     vae        programs of the VAEs on the ranks for the last checked jobs
     vae_stays  whether they fit the device beside the transformer
+    notes      of a job, which remain when its files are gone
+    title_of   a job's name in messages: "line 9" in a batch
     """
 
     def __init__(self, workspace: Workspace, host: HostModels, options: RunOptions):
         self.workspace, self.host, self.options = workspace, host, options
+        self.notes = lru_cache(_REMEMBERED_NOTES)(partial(notes, workspace=workspace))
+        self.title_of: Callable[[Job], str] = lambda job: ""
+        self._said: set[str] = set()
         self.vae_stays = False
         self.vae: dict[str, dict[str, Manifest]] = {}
         self._checked_models: set[str] = set()
@@ -130,12 +143,7 @@ class Preflight:
         check_guidance_groups(jobs, workspace.profile.guidance_parallel)
         for job in jobs:
             conditions.check(job)
-            if job.reference_audio:
-                lora.say_silent(job.stages[0].loras)
-            if job.voice:
-                conditions.say_voice_length(job.voice)
-            if (job.sound or job.reference_audio) and not names_speech(job.prompt):
-                say_no_speech(conditions.SOUND if job.sound else conditions.voice_flag(job))
+        self._say(jobs)
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
         new = models.keys() - self._checked_models
         if workspace.files.release.split and "video_decoder" in new:
@@ -143,6 +151,19 @@ class Preflight:
         self.host.check([name for name in models if name not in self._checked_models])
         self._checked_models.update(models)
         self._check_weight_files(jobs)
+
+    def _say(self, jobs: list[Job]) -> None:
+        """Print the jobs' notes. What is true of many jobs is one line, printed once."""
+        titles: dict[str, list[str]] = {}
+        for job in jobs:
+            for note in self.notes(job):
+                titles.setdefault(note, []).append(self.title_of(job))
+        new = [note for note in titles if note not in self._said]
+        self._said.update(new)
+        for note in new:
+            first, *others = titles[note]
+            more = f" and {len(others):,} more" * bool(others)
+            print(f"{first}{more}: {note}" if first else note)
 
     def upsampler(self, kind: str) -> str | Path | None:
         """The path of an upsampler that a job needs. A Hub name's is downloaded."""
@@ -232,6 +253,36 @@ class Preflight:
         for count, size in sounds.items():
             vae["sound"] |= workspace.sound_programs(size, count)
         return vae
+
+
+def notes(job: Job, workspace: Workspace) -> list[str]:
+    """Sentences on what changes a job's result though it is no error: inputs that are cut, padded
+    or of another kind than the model knows. Printed, and written into the sidecar and the API's
+    answer. Reads the job's files, so they must have been checked."""
+    said = conditions.notes(job)
+    if job.reference_audio and lora.are_silent(job.stages[0].loras):
+        said.append("no LoRA has layers of the sound, so the voice may not be taken over")
+    if (job.sound or job.reference_audio) and not names_speech(job.prompt):
+        flag = conditions.SOUND if job.sound else conditions.voice_flag(job)
+        said.append(f"{flag}: {NO_SPEECH}")
+    for number, text in enumerate(job.prompts(COMPAT[None])):
+        if len(text.encode()) < TEXT_TOKENS:  # a token has a byte or more, and there is a BOS
+            continue
+        flag, (count, lost) = _PROMPTS[number], cut_off(workspace.tokenizer, text)
+        if lost:
+            said.append(
+                f"{flag} has {count:,} tokens and is cut to {TEXT_TOKENS:,}: the model does not"
+                f" read what begins with {_begin(lost)!r}"
+            )
+    if job.seed == -1:
+        said.append("--seed -1 is a seed like any other, not a random one")
+    return said
+
+
+def _begin(text: str, most: int = 60) -> str:
+    """The first words of a text; letters, if it has no spaces."""
+    words = " ".join(text[: most * 2].split())
+    return words if len(words) <= most else words[:most].rpartition(" ")[0] or words[:most]
 
 
 def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> None:

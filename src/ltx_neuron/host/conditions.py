@@ -8,7 +8,6 @@ The checks raise UserError for unsuitable files before a model is loaded.
 import math
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from functools import cache
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -240,15 +239,18 @@ def read_reference_audio(path: str | Path, max_duration: float | None, flag: str
     return sound
 
 
-@cache
-def say_voice_length(voice: ReferenceAudio) -> None:
-    """Print a warning for a voice that is much shorter or longer than those of the training."""
-    seconds = voice.latents / AUDIO_LATENTS_PER_SECOND
-    if not 2 <= seconds <= 10:
-        print(
+def notes(inputs: Inputs) -> list[str]:
+    """A sentence for each file that is used otherwise than it is: a voice much shorter or longer
+    than those of the training, a video to dub that is cut."""
+    said, voice, dubbed = [], inputs.voice, inputs.dubbing
+    if voice and not 2 <= (seconds := voice.latents / AUDIO_LATENTS_PER_SECOND) <= 10:
+        said.append(
             f"{VOICE} {voice.path} gives {seconds:.1f} s of sound; its LoRA was trained on about"
             " 5 s, wanted 2 to 10"
         )
+    if dubbed and dubbed.num_frames < (frames := footage(dubbed.path, DUBBED).num_frames):
+        said.append(f"{dubbed.path}: {dubbed.num_frames} of {frames} frames are used (8k+1)")
+    return said
 
 
 def voice_flag(inputs: Inputs) -> str:

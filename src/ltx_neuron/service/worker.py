@@ -215,7 +215,7 @@ class Worker:
         clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
         with recorder.phase(clip.phase):
             clip.write(folder / VIDEO)
-        write_sidecar(folder / VIDEO, clip.job, recorder, self.engine.workspace)
+        write_sidecar(folder / VIDEO, clip.job, self.engine)
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
         """A clip's chunks. Raises Gone once this worker no longer owns the job."""
