@@ -131,11 +131,11 @@ class Engine:
         """
         self.check_process()
         resolved = self.workspace.resolved
-        jobs = [*map(resolved, jobs)]
-        compiled = self._check(jobs)
+        jobs, failures, compiled = self._check([*map(resolved, jobs)], isolate)
         options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
         with self._session(keep), self._decode_queue(**options) as queue:
-            while jobs:
+            while jobs or failures:
+                yield from failures
                 runs = self._encode_prompts(jobs, resume, generator)
                 groups = stage_groups(runs, self.workspace.dit_weights, self.residency.weights)
                 # Unless every run already has its latents.
@@ -149,13 +149,20 @@ class Engine:
                 yield from queue.drain(wait=bool(queue.on_ranks))
                 while not (jobs := [*map(resolved, more())]) and queue.pause():
                     pass
-                compiled = self._check(jobs) if jobs else compiled
+                jobs, failures, compiled = self._check(jobs, isolate)
             yield from queue.drain()
 
-    def _check(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
-        compiled = self.preflight.check(jobs)
+    def _check(
+        self, jobs: list[Job], isolate: bool
+    ) -> tuple[list[Job], list[Failure], dict[tuple[int, Stage], CompiledStep]]:
+        """The jobs that can run, those whose own files cannot be used, and the compiled steps."""
+        failed: list[tuple[Job, UserError]] = []
+        if not jobs:
+            return [], [], {}
+        compiled = self.preflight.check(jobs, failed if isolate else None)
         self.residency.vae_stays = self.preflight.vae_stays
-        return compiled
+        jobs = [job for job in jobs if not any(job is each for each, _ in failed)]
+        return jobs, [Failure(*each) for each in failed], compiled
 
     def _denoise(
         self,

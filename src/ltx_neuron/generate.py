@@ -167,8 +167,10 @@ def generate_batch(
     assert outputs.folder
     log = progress.log_path(outputs.folder / batch.RESULTS)
     with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
-        jobs = with_durations(engine, [line.job for line in lines])
-        lines = [*map(partial(batch.with_job, identity=workspace.identity), lines, jobs)]
+        engine.preflight.title_of = batch.titles(lines)
+        jobs = iter(with_durations(engine, [line.job for line in lines if not line.error]))
+        lines = [batch.with_job(line, jobs, workspace.identity) for line in lines]
+        engine.preflight.title_of = batch.titles(lines)
         read = engine.preflight.files_read([line.job for line in lines])
         read["--prompts-file"] = prompts_file
         batch.check_outputs(lines, outputs.folder, outputs.report, read)

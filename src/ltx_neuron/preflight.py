@@ -13,7 +13,7 @@ from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.release import RELEASES, Release
 from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
-from ltx_neuron.errors import UserError, require
+from ltx_neuron.errors import UserError, own_files, require
 from ltx_neuron.host import conditions
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
@@ -88,12 +88,16 @@ class Preflight:
         }
         return {name: Path(path) for name, path in named.items() if path}
 
-    def check(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
-        """Check the jobs' settings, then their files, then their weight sets and graphs. Loads
-        nothing. Returns the compiled step by (id(job), stage); raises UserError.
+    def check(
+        self, jobs: list[Job], failed: list[tuple[Job, UserError]] | None = None
+    ) -> dict[tuple[int, Stage], CompiledStep]:
+        """Check the jobs' files and settings, then their weight sets and graphs. Loads nothing.
+        Returns the compiled step by (id(job), stage); raises UserError.
+
+        failed  receives jobs whose own files cannot be used, which are left out; None: raises
         """
         workspace = self.workspace
-        self.check_inputs(jobs)
+        jobs = self.check_inputs(jobs, failed)
         try:
             compiled = self._find_artifacts(jobs)
         except UserError:
@@ -127,12 +131,24 @@ class Preflight:
         self.vae_stays = all(each.vae_stays(self.workspace.profile) for each in memories)
         return memories
 
-    def check_inputs(self, jobs: list[Job]) -> None:
-        """Check the jobs' settings and files. Raises UserError."""
+    def check_inputs(
+        self, jobs: list[Job], failed: list[tuple[Job, UserError]] | None = None
+    ) -> list[Job]:
+        """Check the jobs' files and settings. Returns the jobs that can run. As `check`."""
         workspace, release = self.workspace, self.workspace.checkpoint.release
         release.check({f"{{compat}} {self.options.compat}": True})
+        jobs, given = [], jobs
+        for job in given:
+            try:
+                with own_files():
+                    job.check()
+                    conditions.check(job)
+                jobs.append(job)
+            except UserError as error:
+                if failed is None:
+                    raise
+                failed.append((job, error))
         for job in jobs:
-            job.check()
             if job.recipe == "dev":
                 job.resolved_guidance.check(workspace.transformer.num_layers)
             for kind, flag in job.upsamplers.items():
@@ -141,9 +157,7 @@ class Preflight:
         check_distilled_loras(jobs, release)
         workspace.check_runtime()
         check_guidance_groups(jobs, workspace.profile.guidance_parallel)
-        for job in jobs:
-            conditions.check(job)
-        self._say(jobs)
+        self.say(jobs)
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
         new = models.keys() - self._checked_models
         if workspace.files.release.split and "video_decoder" in new:
@@ -151,8 +165,9 @@ class Preflight:
         self.host.check([name for name in models if name not in self._checked_models])
         self._checked_models.update(models)
         self._check_weight_files(jobs)
+        return jobs
 
-    def _say(self, jobs: list[Job]) -> None:
+    def say(self, jobs: list[Job]) -> None:
         """Print the jobs' notes. What is true of many jobs is one line, printed once."""
         titles: dict[str, list[str]] = {}
         for job in jobs:

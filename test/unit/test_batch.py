@@ -11,7 +11,7 @@ import torch
 from helpers import locked, said_to_an_ordinary_user
 from safetensors.torch import save_file
 
-from ltx_neuron import batch, flags
+from ltx_neuron import batch, flags, prompts_file
 from ltx_neuron.batch import RESULTS, read_lines
 from ltx_neuron.decode_queue import Failure
 from ltx_neuron.errors import UserError
@@ -221,10 +221,11 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, name):
     assert said in problem
 
 
-def test_all_bad_lines_are_said_at_once(tmp_path):
+def test_the_first_bad_lines_are_said_at_once_and_the_others_counted(tmp_path):
     problem = refused(tmp_path, *(line for line, _ in BAD.values()), {"prompt": "fine"})
     found = [line.partition(":")[0] for line in problem.splitlines() if line.startswith("line ")]
-    assert found == [f"line {n}" for n in range(1, len(BAD) + 1)]
+    assert found == [f"line {n}" for n in range(1, 11)]
+    assert f"\nand {len(BAD) - 10} more\n" in problem and problem.endswith(prompts_file.WANTED)
 
 
 def test_a_file_that_is_absent_or_empty_is_refused(tmp_path):
@@ -262,8 +263,22 @@ def test_a_folder_that_one_may_not_enter_is_said_with_the_flag(tmp_path):
 def test_bytes_that_are_no_text_are_a_bad_line(tmp_path):
     path = tmp_path / "jobs.jsonl"
     path.write_bytes(b'{"prompt": "\xff\xfe\x80"}\n{"prompt": "a"}\n')
-    with pytest.raises(UserError, match="line 1: not JSON"):
+    with pytest.raises(UserError, match="line 1: --prompt is not UTF-8 text"):
         read_lines(path, job_of_line(command()), {})
+
+
+# --- forms of the file ---------------------------------------------------------------------------
+
+SHEET = (
+    'Prompt;Num Frames;seed;two-stage;image\r\n"waves crash; ""loudly""\n– no wind";9;2;TRUE;\r\n'
+)
+READ = {
+    "a spreadsheet's CSV": SHEET.encode("utf-8-sig"),
+    "one with commas": SHEET.replace("crash;", "crash\\;").replace(";", ",").replace("\\,", ";"),
+    "Excel's Unicode text": SHEET.replace("crash;", "crash\\")
+    .replace(";", "\t")
+    .replace("\\", ";"),
+}
 
 
 # --- running -------------------------------------------------------------------------------------

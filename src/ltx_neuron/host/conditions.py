@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, own_files
 from ltx_neuron.host.images import check_filling, check_image, decode_image, load_image
 from ltx_neuron.host.media import (
     Sound,
@@ -51,6 +51,7 @@ BED_SEED = 0xBED  # of every bed: one sound at one level is always heard the sam
 _TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, for its reflection
 
 
+@own_files()
 def check(inputs: Inputs) -> None:
     """Raise UserError for files that cannot be encoded. Reads only the headers of videos."""
     for image in inputs.images:
@@ -66,6 +67,7 @@ def check(inputs: Inputs) -> None:
     _check_references(inputs)
 
 
+@own_files()
 def encode_images(
     host: HostModels, inputs: Inputs, height: int, width: int
 ) -> list[tuple[ImageCondition, Tensor]]:
@@ -78,6 +80,7 @@ def encode_images(
     return encoded
 
 
+@own_files()
 def encode(
     host: HostModels, inputs: Inputs, upsampled: bool = False, rank_tiles: Any = None
 ) -> dict[str, Tensor]:
@@ -366,7 +369,8 @@ def _source_frames(inputs: Inputs) -> Iterator[np.ndarray]:
     assert extension and retake
     path = retake.path
     frames = first_frames(path, RETAKE, inputs.upright)
-    return _exactly(extension.source_frames, frames, path, RETAKE)
+    with own_files():
+        yield from _exactly(extension.source_frames, frames, path, RETAKE)
 
 
 def with_source(

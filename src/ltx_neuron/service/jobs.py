@@ -87,7 +87,7 @@ class JobSubmitter:
                 conditions.check(job)
             self._check_possible(job)
             said = preflight.notes(job, self.sizes.workspace)
-            notes += [spelled(note).replace(f"{folder}/", "") for note in said]
+            notes += [public(note, folder) for note in said]
             line = job.with_paths(lambda path: path.name).spec.line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
@@ -98,7 +98,7 @@ class JobSubmitter:
             entry, kept = self.queue.submit(new, *self.max_queued, self.max_queued_bytes)
             return entry
         except UserError as error:
-            message = spelled(error.spelled(field_of)).replace(f"{folder}/", "")  # a private path
+            message = public(error.spelled(field_of), folder)
             named = [*map(field_of, error.fields), *re.findall(r"\w+", message)]
             raise invalid(next(filter(KNOWN.__contains__, named), None), message) from None
         finally:
@@ -272,6 +272,11 @@ def _refusing():
         if error.errno not in _FULL:
             raise
         raise ApiError(507, "storage_full", "the service's disk is full", retry=60) from None
+
+
+def public(text: str, folder: Path) -> str:
+    """A text for clients: with request fields for flags, and without a job's folder."""
+    return spelled(text).replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
 
 
 def job_of(line: dict[str, Any], folder: Path) -> Job:
