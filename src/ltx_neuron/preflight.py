@@ -283,21 +283,16 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
     for number, text in enumerate(job.prompts(COMPAT[None])):
         if len(text.encode()) < TEXT_TOKENS:  # a token has a byte or more, and there is a BOS
             continue
-        flag, (count, lost) = _PROMPTS[number], cut_off(workspace.tokenizer, text)
+        count, lost = cut_off(workspace.tokenizer, text)
         if lost:
+            flag, begins = _PROMPTS[number], " ".join(lost[:100].split())[:60]
             said.append(
                 f"{flag} has {count:,} tokens and is cut to {TEXT_TOKENS:,}: the model does not"
-                f" read what begins with {_begin(lost)!r}"
+                f" read what begins with {begins!r}"
             )
     if job.seed == -1:
         said.append("--seed -1 is a seed like any other, not a random one")
     return said
-
-
-def _begin(text: str, most: int = 60) -> str:
-    """The first words of a text; letters, if it has no spaces."""
-    words = " ".join(text[: most * 2].split())
-    return words if len(words) <= most else words[:most].rpartition(" ")[0] or words[:most]
 
 
 def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> None:
