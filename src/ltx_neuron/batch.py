@@ -8,7 +8,7 @@ if a line is wrong. Once it has, a line whose files cannot be used fails alone.
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,22 @@ def read_lines(
     return lines
 
 
-def with_job(line: Line, jobs: Iterator[Job], identity: dict) -> Line:
-    """A line with its job after the length is predicted, the next one. identity: as for
-    read_lines."""
-    if line.error or (job := next(jobs)) is line.job:
-        return line
-    return replace(line, job=job, digest=_digest(job, identity))
+def with_lengths(
+    lines: list[Line], engine: Engine, predict: Callable[[list[Job]], list[Job]]
+) -> list[Line]:
+    """The lines with their jobs after the lengths are predicted, which the engine names by their
+    numbers."""
+    engine.preflight.title_of = titles(lines)
+    usable = [line for line in lines if not line.error]
+    jobs = predict([line.job for line in usable])
+    known = {
+        line.number: replace(line, job=job, digest=_digest(job, engine.workspace.identity))
+        for line, job in zip(usable, jobs, strict=True)
+        if job is not line.job
+    }
+    lines = [known.get(line.number, line) for line in lines]
+    engine.preflight.title_of = titles(lines)
+    return lines
 
 
 def titles(lines: list[Line]) -> Callable[[Job], str]:

@@ -22,7 +22,7 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.preflight import Preflight, RunOptions, say_idle_groups
+from ltx_neuron.preflight import Compiled, Failed, Preflight, RunOptions, say_idle_groups
 from ltx_neuron.progress import JobRun, StageGroup, stage_groups
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
@@ -131,11 +131,11 @@ class Engine:
         """
         self.check_process()
         resolved = self.workspace.resolved
-        jobs, failures, compiled = self._check([*map(resolved, jobs)], isolate)
+        jobs, failed, compiled = self._check([*map(resolved, jobs)], isolate)
         options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
         with self._session(keep), self._decode_queue(**options) as queue:
-            while jobs or failures:
-                yield from failures
+            while jobs or failed:
+                yield from (Failure(*each) for each in failed)
                 runs = self._encode_prompts(jobs, resume, generator)
                 groups = stage_groups(runs, self.workspace.dit_weights, self.residency.weights)
                 # Unless every run already has its latents.
@@ -149,25 +149,18 @@ class Engine:
                 yield from queue.drain(wait=bool(queue.on_ranks))
                 while not (jobs := [*map(resolved, more())]) and queue.pause():
                     pass
-                jobs, failures, compiled = self._check(jobs, isolate)
+                jobs, failed, compiled = self._check(jobs, isolate)
             yield from queue.drain()
 
-    def _check(
-        self, jobs: list[Job], isolate: bool
-    ) -> tuple[list[Job], list[Failure], dict[tuple[int, Stage], CompiledStep]]:
-        """The jobs that can run, those whose own files cannot be used, and the compiled steps."""
-        failed: list[tuple[Job, UserError]] = []
-        if not jobs:
-            return [], [], {}
-        compiled = self.preflight.check(jobs, failed if isolate else None)
+    def _check(self, jobs: list[Job], isolate: bool) -> tuple[list[Job], Failed, Compiled]:
+        checked = self.preflight.check_apart(jobs, isolate)
         self.residency.vae_stays = self.preflight.vae_stays
-        jobs = [job for job in jobs if not any(job is each for each, _ in failed)]
-        return jobs, [Failure(*each) for each in failed], compiled
+        return checked
 
     def _denoise(
         self,
         groups: list[StageGroup],
-        compiled: dict[tuple[int, Stage], CompiledStep],
+        compiled: Compiled,
         queue: DecodeQueue,
         isolate: bool,
         keep: bool,

@@ -2,7 +2,6 @@
 the latency table."""
 
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -167,10 +166,7 @@ def generate_batch(
     assert outputs.folder
     log = progress.log_path(outputs.folder / batch.RESULTS)
     with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
-        engine.preflight.title_of = batch.titles(lines)
-        jobs = iter(with_durations(engine, [line.job for line in lines if not line.error]))
-        lines = [batch.with_job(line, jobs, workspace.identity) for line in lines]
-        engine.preflight.title_of = batch.titles(lines)
+        lines = batch.with_lengths(lines, engine, partial(with_durations, engine))
         read = engine.preflight.files_read([line.job for line in lines])
         read["--prompts-file"] = prompts_file
         batch.check_outputs(lines, outputs.folder, outputs.report, read)
@@ -241,14 +237,14 @@ def write_sidecar(video: Path, job: Job, engine: Engine) -> dict:
     return report
 
 
-def sidecar(job: Job, report: dict, notes: Sequence[str] = ()) -> dict:
+def sidecar(job: Job, report: dict, notes: list[str] | None = None) -> dict:
     """Everything needed to reproduce a video."""
     seconds = {phase["name"]: 0.0 for phase in report["phases"]}
     for phase in report["phases"]:
         seconds[phase["name"]] += phase["seconds"] + phase.get("overlapped_seconds", 0.0)
     return {
         **report["job"],
-        "notes": [*notes],
+        "notes": notes or [],
         "sigmas": {stage.name: list(stage.sigmas) for stage in job.stages},
         "weight_sets": job.identity["loras"],
         "inputs": digests_of_inputs(job),

@@ -1,6 +1,7 @@
 """The options of a run, and all checks before a model loads."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -27,6 +28,8 @@ from ltx_neuron.text.speech import NO_SPEECH, names_speech
 from ltx_neuron.weights import lora
 from ltx_neuron.workspace import Workspace
 
+Compiled = dict[tuple[int, Stage], CompiledStep]  # by id(job) and stage
+Failed = list[tuple[Job, UserError]]
 _PROMPTS = "--prompt", "--negative-prompt"
 _REMEMBERED_NOTES = 10_000  # jobs; a worker runs for months
 
@@ -88,13 +91,17 @@ class Preflight:
         }
         return {name: Path(path) for name, path in named.items() if path}
 
-    def check(
-        self, jobs: list[Job], failed: list[tuple[Job, UserError]] | None = None
-    ) -> dict[tuple[int, Stage], CompiledStep]:
-        """Check the jobs' files and settings, then their weight sets and graphs. Loads nothing.
-        Returns the compiled step by (id(job), stage); raises UserError.
+    def check_apart(self, jobs: list[Job], isolate: bool) -> tuple[list[Job], Failed, Compiled]:
+        """As `check`. Returns the jobs that can run, if `isolate` those whose own files cannot be
+        used, with their errors, and the compiled steps."""
+        failed: Failed = []
+        compiled = self.check(jobs, failed if isolate else None) if jobs else {}
+        return [job for job in jobs if not any(job is each for each, _ in failed)], failed, compiled
 
-        failed  receives jobs whose own files cannot be used, which are left out; None: raises
+    def check(self, jobs: list[Job], failed: Failed | None = None) -> Compiled:
+        """Check the jobs' files and settings, then their weight sets and graphs. Loads nothing.
+        Returns the compiled steps; raises UserError. failed: receives the jobs whose own files
+        cannot be used, which are left out.
         """
         workspace = self.workspace
         jobs = self.check_inputs(jobs, failed)
@@ -117,9 +124,7 @@ class Preflight:
             workspace.check_compiled_fits(memory, job, self.options.neuron_gemma)
         return compiled
 
-    def _memories(
-        self, jobs: list[Job], compiled: dict[tuple[int, Stage], CompiledStep]
-    ) -> list[CoreMemory]:
+    def _memories(self, jobs: list[Job], compiled: Compiled) -> list[CoreMemory]:
         """The memory that each job needs per core. Sets vae_stays."""
         vae = [manifest for several in self.vae.values() for manifest in several.values()]
         memories = []
@@ -131,9 +136,7 @@ class Preflight:
         self.vae_stays = all(each.vae_stays(self.workspace.profile) for each in memories)
         return memories
 
-    def check_inputs(
-        self, jobs: list[Job], failed: list[tuple[Job, UserError]] | None = None
-    ) -> list[Job]:
+    def check_inputs(self, jobs: list[Job], failed: Failed | None = None) -> list[Job]:
         """Check the jobs' files and settings. Returns the jobs that can run. As `check`."""
         workspace, release = self.workspace, self.workspace.checkpoint.release
         release.check({f"{{compat}} {self.options.compat}": True})
@@ -169,16 +172,13 @@ class Preflight:
 
     def say(self, jobs: list[Job]) -> None:
         """Print the jobs' notes. What is true of many jobs is one line, printed once."""
-        titles: dict[str, list[str]] = {}
-        for job in jobs:
-            for note in self.notes(job):
-                titles.setdefault(note, []).append(self.title_of(job))
-        new = [note for note in titles if note not in self._said]
-        self._said.update(new)
-        for note in new:
-            first, *others = titles[note]
-            more = f" and {len(others):,} more" * bool(others)
-            print(f"{first}{more}: {note}" if first else note)
+        all_notes = [(note, self.title_of(job)) for job in jobs for note in self.notes(job)]
+        counts = Counter(note for note, _ in all_notes)
+        for note, title in all_notes:
+            if note not in self._said:
+                more = f" and {counts[note] - 1:,} more" * (counts[note] > 1)
+                print(f"{title}{more}: {note}" if title else note)
+                self._said.add(note)
 
     def upsampler(self, kind: str) -> str | Path | None:
         """The path of an upsampler that a job needs. A Hub name's is downloaded."""
@@ -233,7 +233,7 @@ class Preflight:
         self.workspace.weights("gemma3")
         self.workspace.text_programs(self.workspace.profile.text_buckets)
 
-    def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
+    def _find_artifacts(self, jobs: list[Job]) -> Compiled:
         """The compiled step of every stage. Raises UserError for missing graphs or weight sets."""
         workspace = self.workspace
         compiled = {

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.format import format_bytes
 from ltx_neuron.sampling.spec import JobSpec, by_field
 
 WANTED = (
@@ -20,7 +19,7 @@ WANTED = (
     '{"prompt": "a golden retriever runs across a meadow", "seed": 10}\n'
     "or a JSON array of such objects, or a CSV file whose header names flags, as in prompt,seed"
 )
-MAX_BYTES = 200_000_000
+_MAX_BYTES = 200_000_000
 _UNFINISHED = "the object does not end on its line; write each one on one line"
 # What a line that is not JSON has -> the mistake. The first one counts.
 _MISTAKES = {
@@ -47,27 +46,28 @@ class Row(NamedTuple):
 def read(path: Path) -> Iterator[Row]:
     """The rows of a prompts file. Raises UserError for a file that is no text."""
     with open(path, "rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise UserError(f"{path} has more than {format_bytes(MAX_BYTES)}; split it")
+        data = file.read(_MAX_BYTES + 1)
     wide = data.startswith((b"\xff\xfe", b"\xfe\xff")) or data[1:2] == b"\0"
     # Bytes that are not UTF-8 are found in their prompt, with the line's number.
     text = data.decode("utf-16", "replace") if wide else data.decode("utf-8", "surrogateescape")
     text = text.lstrip("\ufeff")
-    if "\0" in text or text.startswith("PK\3\4"):
-        raise UserError(f"{path} is not text; a spreadsheet is saved as CSV UTF-8\n{WANTED}")
-    if not text.strip():
-        return iter(())
-    forms = {"{": _lines, "#": _lines, "/": _lines, "[": _array}
-    return forms.get(text.lstrip()[0], _table)(text)
+    if len(data) > _MAX_BYTES or "\0" in text or text.startswith("PK\3\4"):
+        raise UserError(
+            f"{path} is not text, or has more than 200 MB; a spreadsheet is saved as CSV UTF-8\n"
+            + WANTED
+        )
+    forms = {"{": _lines, "#": _lines, "/": _lines, "[": _array, "": lambda text: iter(())}
+    return forms.get(text.lstrip()[:1], _table)(text)
 
 
 def _lines(text: str) -> Iterator[Row]:
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    first = _json(lines[0][1])
-    if _UNFINISHED in str(first.values):  # one object over many lines, none of which is one
-        lines = lines[:1]
-    return (_json(line, number) for number, line in lines)
+    begun = False
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield (row := _json(line, number))
+            if not begun and _UNFINISHED in str(row.values):
+                return  # one object over many lines, none of which is one
+            begun = True
 
 
 def _array(text: str) -> Iterator[Row]:
@@ -78,16 +78,16 @@ def _array(text: str) -> Iterator[Row]:
 
 
 def _json(text: str, number: int = 1) -> Row:
-    """The value of a text that begins on a line of this number."""
+    """The value of a text that begins on the line with this number."""
     try:
         return Row(number, json.loads(text, object_pairs_hook=_object))
     except UserError as error:
         return Row(number, error)
     except (ValueError, RecursionError) as error:
-        number += getattr(error, "lineno", 1) - 1
-        line = text.split("\n")[getattr(error, "lineno", 1) - 1]
+        after = getattr(error, "lineno", 1) - 1
+        line = text.split("\n")[after]
         why = next((why for has, why in _MISTAKES.items() if re.search(has, line)), str(error))
-        return Row(number, UserError(f"not JSON: {why}"))
+        return Row(number + after, UserError(f"not JSON: {why}"))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -110,9 +110,9 @@ def _table(text: str) -> Iterator[Row]:
             names = [re.sub(r"\s+", "_", name.strip().lstrip("-").lower()) for name in header]
             if "prompt" in names:
                 return _rows(reader, names)
-    number, line = next((n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip())
-    got = reprlib.repr(line.strip())
-    why = f"{got} is neither a JSON object nor a CSV header with a column prompt"
+    first = text.lstrip().split("\n", 1)[0]
+    number = text[: text.index(first)].count("\n") + 1
+    why = f"{reprlib.repr(first)} is neither a JSON object nor a CSV header with a column prompt"
     return iter([Row(number, UserError(why))])
 
 
@@ -128,11 +128,8 @@ def _rows(reader: Any, names: list[str]) -> Iterator[Row]:
             if any(map(str.strip, cells)):
                 yield Row(number, _values(fields, cells))
             number = reader.line_num + 1
-    except csv.Error as error:
-        why = "a quotation mark is not closed" if "end of data" in str(error) else error
-        yield Row(number, UserError(f"not CSV: {why}"))
-    except UserError as error:
-        yield Row(number, error)
+    except (csv.Error, UserError) as error:
+        yield Row(number, UserError(str(error).replace("unexpected end of data", 'an open "')))
 
 
 def _values(fields: list[str], cells: list[str]) -> dict[str, Any] | UserError:
@@ -150,8 +147,7 @@ def _value(field: str, cell: str) -> Any:
     if JobSpec.model_fields[field].annotation in (str, str | None):
         return cell
     cell = cell.strip()
-    if cell.lower() in ("true", "false"):
-        return cell.lower() == "true"
     with suppress(ValueError, RecursionError):
-        return json.loads(cell if cell.startswith("[") else "")
+        if cell.startswith("[") or cell.lower() in ("true", "false"):
+            return json.loads(cell if cell.startswith("[") else cell.lower())
     return re.sub(r"^(-?\d+),(\d+)$", r"\1.\2", cell)  # 12,5 of many countries

@@ -373,15 +373,9 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
 
 def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = None) -> list[Line]:
     """The lines of --prompts-file. folder: of the results, for batch.read_lines."""
-    of_line = job_of_line(args)
-    return read_lines(
-        args.prompts_file,
-        lambda line: workspace.resolved(of_line(line)),
-        workspace.identity,
-        spec(args),
-        conditions.check,
-        folder,
-    )
+    of_line, files = job_of_line(args), (conditions.check, folder)
+    resolved, identity = lambda line: workspace.resolved(of_line(line)), workspace.identity
+    return read_lines(args.prompts_file, resolved, identity, spec(args), *files)
 
 
 def _job(args: argparse.Namespace, said: JobSpec) -> Job:
