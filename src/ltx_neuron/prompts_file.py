@@ -53,8 +53,7 @@ def read(path: Path) -> Iterator[Row]:
     text = text.lstrip("\ufeff")
     if len(data) > _MAX_BYTES or "\0" in text or text.startswith("PK\3\4"):
         raise UserError(
-            f"{path} is not text, or has more than 200 MB; a spreadsheet is saved as CSV UTF-8\n"
-            + WANTED
+            f"{path} is not text of at most 200 MB; save a spreadsheet as CSV UTF-8\n{WANTED}"
         )
     forms = {"{": _lines, "#": _lines, "/": _lines, "[": _array, "": lambda text: iter(())}
     return forms.get(text.lstrip()[:1], _table)(text)

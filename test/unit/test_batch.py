@@ -391,7 +391,7 @@ UNREADABLE = {
     ),
     "an open quotation mark": ('prompt,seed\na,1\n"b,2\n', 'line 3: an open "'),
     "another encoding": ("prompt\na\nMöwe\n".encode("cp1252"), "line 3: --prompt is not UTF-8"),
-    "a spreadsheet": (b"PK\3\4\x14\0rest", "is not text; a spreadsheet is saved as CSV UTF-8"),
+    "a spreadsheet": (b"PK\3\4\x14\0rest", "save a spreadsheet as CSV UTF-8"),
     "a video": (b"\0\0\0\x20ftypisom\0\0\2\0", "is not text"),
     "a header alone": ("prompt,seed\n", "has no lines"),
 }
