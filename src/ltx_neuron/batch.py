@@ -1,23 +1,25 @@
-"""--prompts-file: one JSON object per line, flags as keys. Models load once for all lines, and each
+"""--prompts-file: a job per line, with flags as keys. Models load once for all lines, and each
 result is recorded when it ends.
 
 The same command resumes a killed batch. It skips finished lines that have not changed, and
-continues an interrupted one after its last finished stage.
+continues an interrupted one after its last finished stage. Before a batch has begun, nothing runs
+if a line is wrong. Once it has, a line whose files cannot be used fails alone.
 """
 
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ltx_neuron import files
+from ltx_neuron import files, prompts_file
 from ltx_neuron.config.common import digest
 from ltx_neuron.decode_queue import Clip, Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable, read_json, write_json
+from ltx_neuron.format import few
 from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
 from ltx_neuron.progress import (
@@ -31,19 +33,27 @@ from ltx_neuron.progress import (
     save_state,
     state_path,
 )
+from ltx_neuron.sampling.spec import JobSpec
 
 RESULTS = "results.json"
 MAX_LINES = 100_000
-MAX_LINE_BYTES = 1_000_000
+_MOST_LISTED = 10  # wrong lines in a message
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a prompts file. digest: of everything on which its video depends."""
+    """One line of a prompts file.
+
+    digest  of everything on which its video depends
+    typed   the same, with its files' paths in place of their content
+    error   why its files cannot be used; its job then has the prompt alone
+    """
 
     number: int
     job: Job
     digest: str
+    typed: str = ""
+    error: UserError | None = None
 
     @property
     def file(self) -> str:
@@ -51,67 +61,85 @@ class Line:
 
 
 def read_lines(
-    path: Path, job_of_line: Callable[[dict[str, Any]], Job], identity: dict
+    path: Path,
+    job_of_line: Callable[[dict[str, Any]], Job],
+    identity: dict,
+    command: JobSpec | None = None,
+    check_files: Callable[[Job], None] = lambda job: None,
+    folder: Path | None = None,
 ) -> list[Line]:
-    """Parse and check every line. One UserError lists every bad line by number.
+    """Parse and check every line. One UserError names the first bad lines by number, and counts
+    the others.
 
     job_of_line  returns the Job for a line's keys, or raises UserError
     identity     everything besides the job on which videos depend, such as the checkpoint: if it
                  changes, finished lines run again
+    command      the command's own flags
+    check_files  raises UserError for a job whose files cannot be used
+    folder       of the results: if a batch has begun there, lines keep their errors
     """
-    example = '{"prompt": "a golden retriever runs across a meadow", "seed": 10}'
-    wanted = f". Wanted: one JSON object per line, for example\n{example}"
-    check_readable(path, "--prompts-file", wanted)
-    lines, problems = [], []
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            if number > MAX_LINES:
-                raise UserError(f"{path} has more than {MAX_LINES} lines; split it")
-            if not raw.strip():
-                continue
-            try:
-                job = job_of_line(_parse(raw))
-                job.check()
-                lines.append(Line(number, job, _digest(job, identity)))
-            except UserError as error:
-                problems.append(f"line {number}: {error}")
+    check_readable(path, "--prompts-file", f". {prompts_file.WANTED}")
+    earlier = _entries(folder) if folder else None
+    lines, problems, wanted = [], [], []
+    for number, values, name in prompts_file.read(path):
+        if number > MAX_LINES:
+            raise UserError(f"{path} has more than {MAX_LINES} lines; split it")
+        spec, typed = None, ""
+        try:
+            if isinstance(values, UserError):
+                wanted = [prompts_file.WANTED]
+                raise values
+            if not isinstance(values, dict):
+                kind = type(values).__name__
+                raise UserError(f"got {kind}, wanted a JSON object with flags as keys")
+            spec = (command or JobSpec()).with_line(values)
+            typed = digest([spec.line(), identity])
+            job = job_of_line(values)
+            job.check()
+            line = Line(number, job, _digest(job, identity), typed)
+            if not (folder and _is_done(line, (earlier or {}).get(number, {}), folder)):
+                check_files(job)
+            lines.append(line)
+        except UserError as error:
+            if spec and earlier is not None:
+                job = Job(spec.prompt, sound_only=spec.sound_only)
+                lines.append(Line(number, job, "", typed, error))
+            else:
+                problems.append(f"{name} {number}: {error}")
     if problems:
-        raise UserError(f"{path}: nothing was run.\n" + "\n".join(problems))
+        problems = few(problems, _MOST_LISTED)
+        raise UserError("\n".join([f"{path}: nothing was run.", *problems, *wanted]))
     if not lines:
         raise UserError(f"{path} has no lines")
     return lines
 
 
-def with_job(line: Line, job: Job, identity: dict) -> Line:
-    """A line with its job after the length is predicted. identity: as for read_lines."""
-    return line if job is line.job else Line(line.number, job, _digest(job, identity))
+def with_lengths(
+    lines: list[Line], engine: Engine, predict: Callable[[list[Job]], list[Job]]
+) -> list[Line]:
+    """The lines with their jobs after the lengths are predicted, which the engine names by their
+    numbers."""
+    engine.preflight.title_of = titles(lines)
+    usable = [line for line in lines if not line.error]
+    jobs = predict([line.job for line in usable])
+    known = {
+        line.number: replace(line, job=job, digest=_digest(job, engine.workspace.identity))
+        for line, job in zip(usable, jobs, strict=True)
+        if job is not line.job
+    }
+    lines = [known.get(line.number, line) for line in lines]
+    engine.preflight.title_of = titles(lines)
+    return lines
+
+
+def titles(lines: list[Line]) -> Callable[[Job], str]:
+    """A function from a line's job to its name in messages."""
+    numbers = {id(line.job): line.number for line in lines}
+    return lambda job: f"line {numbers[id(job)]}"
 
 
 def _digest(job: Job, identity: dict) -> str:
     return digest([job.with_paths(content_digest).identity, identity])
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        if len(raw) > MAX_LINE_BYTES:
-            raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
-        values = json.loads(raw, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON: {error}") from None
-    if not isinstance(values, dict):
-        kind = type(values).__name__
-        raise UserError(f"got {kind}, wanted a JSON object with flags as keys")
-    return values
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises UserError for a repeated key."""
-    values = {}
-    for key, value in pairs:
-        if key in values:
-            raise UserError(f"the key {key!r} is given twice; leave one out")
-        values[key] = value
-    return values
 
 
 def run(
@@ -219,9 +247,14 @@ class Results:
     def __init__(self, folder: Path, lines: list[Line]):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / RESULTS
-        self.entries: dict[int, dict] = self._still_valid(lines)
+        earlier = _entries(folder) or {}
+        done = [line for line in lines if _is_done(line, earlier.get(line.number, {}), folder)]
+        self.entries: dict[int, dict] = {line.number: earlier[line.number] for line in done}
         if self.entries:
             print(f"resumed: {len(self.entries)} of {len(lines)} lines were done before")
+        for line in lines:
+            if line.error and line.number not in self.entries:
+                self.failed(line, line.error)
 
     def done(self, line: Line) -> None:
         self._record(line, {"status": "done", "output": line.file})
@@ -231,25 +264,25 @@ class Results:
         self._record(line, {"status": "failed", "error": f"{type(error).__name__}: {error}"})
 
     def _record(self, line: Line, outcome: dict) -> None:
-        entry = {"line": line.number, "digest": line.digest, "prompt": line.job.prompt}
+        entry = {"line": line.number, "digest": line.digest, "typed": line.typed}
+        entry["prompt"] = line.job.prompt
         self.entries[line.number] = entry | outcome
         write_json(self.path, {"lines": [self.entries[n] for n in sorted(self.entries)]})
 
-    def _still_valid(self, lines: list[Line]) -> dict[int, dict]:
-        """Entries of an earlier run that are still valid: done, with the same job and an existing
-        video."""
-        if not self.path.is_file():
-            return {}
-        try:
-            stored = {entry["line"]: entry for entry in json.loads(self.path.read_text())["lines"]}
-        except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"{self.path} is not a results file; delete it to run every line"
-            ) from None
-        valid = {}
-        for line in lines:
-            entry = stored.get(line.number, {})
-            same = entry.get("status") == "done" and entry.get("digest") == line.digest
-            if same and (self.path.parent / line.file).is_file():
-                valid[line.number] = entry
-        return valid
+
+def _entries(folder: Path) -> dict[int, dict] | None:
+    """The entries of a folder's results by line; None if no batch has begun there."""
+    path = folder / RESULTS
+    try:
+        stored = json.loads(path.read_text())["lines"] if path.is_file() else None
+        return stored if stored is None else {entry["line"]: entry for entry in stored}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is not a results file; delete it to run every line") from None
+
+
+def _is_done(line: Line, entry: dict, folder: Path) -> bool:
+    """Whether a line's entry of an earlier run is still valid: done, with the same job and an
+    existing video. Of a line whose files cannot be used any more, the text counts."""
+    name = "typed" if line.error else "digest"
+    same = entry.get("status") == "done" and entry.get(name) == getattr(line, name)
+    return same and (folder / line.file).is_file()

@@ -89,15 +89,15 @@ class Failure:
 def isolated(run: JobRun, isolate: bool) -> Iterator[None]:
     """Store an error of this job in `run.error`, so that the other jobs can continue.
 
-    Errors of a rank or device and user's mistakes concern all jobs and are raised. Without
-    `isolate` every error is raised.
+    Errors of a rank or device, and user's mistakes outside of the job's own files, concern all jobs
+    and are raised. Without `isolate` every error is raised.
     """
     try:
         yield
-    except (RankError, DeviceFailure, UserError):
+    except (RankError, DeviceFailure):
         raise
     except Exception as error:
-        if not isolate:
+        if not isolate or isinstance(error, UserError) and not error.of_one_job:
             raise
         run.error = error
 

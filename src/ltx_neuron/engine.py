@@ -22,7 +22,7 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.preflight import Preflight, RunOptions, say_idle_groups
+from ltx_neuron.preflight import Compiled, Failed, Preflight, RunOptions, say_idle_groups
 from ltx_neuron.progress import JobRun, StageGroup, stage_groups
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
@@ -133,11 +133,11 @@ class Engine:
         """
         self.check_process()
         resolved = self.workspace.resolved
-        jobs = [*map(resolved, jobs)]
-        compiled = self._check(jobs)
+        jobs, failed, compiled = self._check([*map(resolved, jobs)], isolate)
         options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
         with self._session(keep), self._decode_queue(**options) as queue:
-            while jobs:
+            while jobs or failed:
+                yield from (Failure(*each) for each in failed)
                 runs = self._encode_prompts(jobs, resume, generator)
                 groups = stage_groups(runs, self.workspace.dit_weights, self.residency.weights)
                 # Unless every run already has its latents.
@@ -151,18 +151,18 @@ class Engine:
                 yield from queue.drain(wait=bool(queue.on_ranks))
                 while not (jobs := [*map(resolved, more())]) and queue.pause():
                     pass
-                compiled = self._check(jobs) if jobs else compiled
+                jobs, failed, compiled = self._check(jobs, isolate)
             yield from queue.drain()
 
-    def _check(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
-        compiled = self.preflight.check(jobs)
+    def _check(self, jobs: list[Job], isolate: bool) -> tuple[list[Job], Failed, Compiled]:
+        checked = self.preflight.check_apart(jobs, isolate)
         self.residency.vae_stays = self.preflight.vae_stays
-        return compiled
+        return checked
 
     def _denoise(
         self,
         groups: list[StageGroup],
-        compiled: dict[tuple[int, Stage], CompiledStep],
+        compiled: Compiled,
         queue: DecodeQueue,
         isolate: bool,
         keep: bool,

@@ -39,6 +39,7 @@ class UserError(Exception):
     2."""
 
     fields: Sequence[str] = ()  # a job's fields in the message, in order
+    of_one_job = False  # it concerns one job's own files, and no other job of a run
 
     def spelled(self, name: Callable[[str], str]) -> str:
         """The message, with fields spelled by `name`."""
@@ -71,6 +72,16 @@ class FieldError(UserError):
 def flag_of(field: str) -> str:
     """A field's flag: --num-frames for num_frames."""
     return f"--{field.replace('_', '-')}"
+
+
+@contextmanager
+def own_files() -> Iterator[None]:
+    """Where one job's own files are read. Its UserErrors concern that job alone."""
+    try:
+        yield
+    except UserError as error:
+        error.of_one_job = True
+        raise
 
 
 class NoPermission(UserError):

@@ -23,6 +23,12 @@ def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
     ]
 
 
+def few(lines: Sequence[str], most: int = 5) -> list[str]:
+    """The first lines, and one with the number of the others."""
+    more = len(lines) - most
+    return [*lines[:most], *([f"and {more:,} more"] if more > 0 else [])]
+
+
 def format_bytes(count: float | None) -> str:
     """Bytes as 12.34 GB (1 GB is 1e9 bytes), 5.6 MB, 7.8 kB or 9 B."""
     if count is None:

@@ -144,7 +144,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         if outputs.tensors:
             progress.write_run_tensors(outputs.tensors, result.tensors, identity())
             write(result.clip())
-    show(write_sidecar(outputs.video, job, recorder, workspace), outputs)
+    show(write_sidecar(outputs.video, job, engine), outputs)
     print(f"{'sound' if job.sound_only else 'video'}: {outputs.video}")
 
 
@@ -161,13 +161,12 @@ def generate_batch(
     def save(clip: Clip, path: Path) -> None:
         with recorder.phase(clip.phase):
             clip.write(path)
-        write_sidecar(path, clip.job, recorder, workspace)
+        write_sidecar(path, clip.job, engine)
 
     assert outputs.folder
     log = progress.log_path(outputs.folder / batch.RESULTS)
     with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
-        jobs = with_durations(engine, [line.job for line in lines])
-        lines = [*map(partial(batch.with_job, identity=workspace.identity), lines, jobs)]
+        lines = batch.with_lengths(lines, engine, partial(with_durations, engine))
         read = engine.preflight.files_read([line.job for line in lines])
         read["--prompts-file"] = prompts_file
         batch.check_outputs(lines, outputs.folder, outputs.report, read)
@@ -231,20 +230,21 @@ def show(report: dict, outputs: Outputs) -> None:
     print(table.table(report))
 
 
-def write_sidecar(video: Path, job: Job, recorder: Recorder, workspace: Workspace) -> dict:
+def write_sidecar(video: Path, job: Job, engine: Engine) -> dict:
     """Write the JSON beside a video; returns the latency report so far."""
-    report = make_report(recorder, workspace, job.describe())
-    write_json(video.with_suffix(".json"), sidecar(job, report))
+    report = make_report(engine.recorder, engine.workspace, job.describe())
+    write_json(video.with_suffix(".json"), sidecar(job, report, engine.preflight.notes(job)))
     return report
 
 
-def sidecar(job: Job, report: dict) -> dict:
+def sidecar(job: Job, report: dict, notes: list[str] | None = None) -> dict:
     """Everything needed to reproduce a video."""
     seconds = {phase["name"]: 0.0 for phase in report["phases"]}
     for phase in report["phases"]:
         seconds[phase["name"]] += phase["seconds"] + phase.get("overlapped_seconds", 0.0)
     return {
         **report["job"],
+        "notes": notes or [],
         "sigmas": {stage.name: list(stage.sigmas) for stage in job.stages},
         "weight_sets": job.identity["loras"],
         "inputs": digests_of_inputs(job),

@@ -1,29 +1,41 @@
 """The options of a run, and all checks before a model loads."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.release import RELEASES, Release
 from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
-from ltx_neuron.errors import UserError, require
+from ltx_neuron.errors import UserError, own_files, require
 from ltx_neuron.host import conditions
 from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
 from ltx_neuron.plan import CoreMemory
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
-from ltx_neuron.text.speech import names_speech, say_no_speech
+from ltx_neuron.text.inputs import cut_off
+from ltx_neuron.text.speech import NO_SPEECH, names_speech
 from ltx_neuron.weights import lora
 from ltx_neuron.workspace import Workspace
+
+Compiled = dict[tuple[int, Stage], CompiledStep]  # by id(job) and stage
+Failed = list[tuple[Job, UserError]]
+_PROMPTS = "--prompt", "--negative-prompt"
+_REMEMBERED_NOTES = 10_000  # jobs; a worker runs for months
+
+
+INPUTS = "inputs"  # name of the check of jobs' own files
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class Preflight:
     vae_stays  whether they fit the device beside the transformer
     thorough   whether to compare all tensors of the transformer with its config: takes a second,
                and a run needs only rank files, which were compared
+    notes      of a job, which remain when its files are gone
+    title_of   a job's name in messages: "line 9" in a batch
     """
 
     def __init__(
@@ -64,6 +78,9 @@ class Preflight:
     ):
         self.workspace, self.host, self.options = workspace, host, options
         self.thorough = thorough
+        self.notes = lru_cache(_REMEMBERED_NOTES)(partial(notes, workspace=workspace))
+        self.title_of: Callable[[Job], str] = lambda job: ""
+        self._said: set[str] = set()
         self.vae_stays = False
         self.vae: dict[str, dict[str, Manifest]] = {}
         self._checked_models: set[str] = set()
@@ -97,12 +114,20 @@ class Preflight:
         }
         return {name: Path(path) for name, path in named.items() if path}
 
-    def check(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
-        """Check the jobs' settings, then their files, then their weight sets and graphs. Loads
-        nothing. Returns the compiled step by (id(job), stage); raises UserError.
+    def check_apart(self, jobs: list[Job], isolate: bool) -> tuple[list[Job], Failed, Compiled]:
+        """As `check`. Returns the jobs that can run, if `isolate` those whose own files cannot be
+        used, with their errors, and the compiled steps."""
+        failed: Failed = []
+        compiled = self.check(jobs, failed if isolate else None) if jobs else {}
+        return [job for job in jobs if not any(job is each for each, _ in failed)], failed, compiled
+
+    def check(self, jobs: list[Job], failed: Failed | None = None) -> Compiled:
+        """Check the jobs' files and settings, then their weight sets and graphs. Loads nothing.
+        Returns the compiled steps; raises UserError. failed: receives the jobs whose own files
+        cannot be used, which are left out.
         """
         workspace = self.workspace
-        self.check_inputs(jobs)
+        jobs = self.check_inputs(jobs, failed)
         try:
             compiled = self._find_artifacts(jobs)
         except UserError:
@@ -124,9 +149,7 @@ class Preflight:
             workspace.check_compiled_fits(memory, job, self.options.neuron_gemma)
         return compiled
 
-    def _memories(
-        self, jobs: list[Job], compiled: dict[tuple[int, Stage], CompiledStep]
-    ) -> list[CoreMemory]:
+    def _memories(self, jobs: list[Job], compiled: Compiled) -> list[CoreMemory]:
         """The memory that each job needs per core. Sets vae_stays."""
         vae = [manifest for several in self.vae.values() for manifest in several.values()]
         memories = []
@@ -138,25 +161,32 @@ class Preflight:
         self.vae_stays = all(each.vae_stays(self.workspace.profile) for each in memories)
         return memories
 
-    def check_inputs(self, jobs: list[Job]) -> None:
-        """Check the jobs' settings and files. Raises UserError."""
+    def check_inputs(self, jobs: list[Job], failed: Failed | None = None) -> list[Job]:
+        """Check the jobs' files and settings. Returns the jobs that can run. As `check`."""
         workspace, release = self.workspace, self.workspace.checkpoint.release
         release.check({f"{{compat}} {self.options.compat}": True})
-        for job in jobs:
-            job.check()
-        check_distilled_loras(jobs, release)
-        workspace.check_runtime()
-        check_guidance_groups(jobs, workspace.profile.guidance_parallel)
-        self.check_files(jobs)
+        jobs, given = [], jobs
+        for job in given:
+            try:
+                with own_files():
+                    job.check()
+                    conditions.check(job)
+                jobs.append(job)
+            except UserError as error:
+                if failed is None:
+                    raise
+                failed.append((job, error))
         for job in jobs:
             if job.recipe == "dev":
                 job.resolved_guidance.check(workspace.transformer.num_layers)
-            if job.reference_audio:
-                lora.say_silent(job.stages[0].loras)
-            if (job.sound or job.reference_audio) and not names_speech(job.prompt):
-                say_no_speech(conditions.SOUND if job.sound else conditions.voice_flag(job))
-        for note in dict.fromkeys(note for job in jobs for note in conditions.notes(job)):
-            print(note)
+        check_distilled_loras(jobs, release)
+        workspace.check_runtime()
+        check_guidance_groups(jobs, workspace.profile.guidance_parallel)
+        for name, check in self.file_checks(jobs).items():
+            if name != INPUTS:  # checked above, job by job
+                check()
+        self.say(jobs)
+        return jobs
 
     def check_files(self, jobs: list[Job], planned: bool = False) -> None:
         """Check every file that the jobs read. Raises UserError. planned: text encoder and
@@ -178,7 +208,7 @@ class Preflight:
             for kind, flag in kinds.items()
         }
         if any(job.files for job in jobs):
-            checks["inputs"] = lambda: [(job.check_inputs(), conditions.check(job)) for job in jobs]
+            checks[INPUTS] = lambda: [(job.check_inputs(), conditions.check(job)) for job in jobs]
         checks["checkpoint"] = partial(self._check_models, jobs)
         sets = dict.fromkeys(stage.loras for job in jobs for stage in job.stages if stage.loras)
         if sets:
@@ -213,6 +243,16 @@ class Preflight:
     def _check_host(self, names: Iterable[str]) -> None:
         self.host.check([name for name in names if name not in self._checked_models])
         self._checked_models.update(names)
+
+    def say(self, jobs: list[Job]) -> None:
+        """Print the jobs' notes. What is true of many jobs is one line, printed once."""
+        all_notes = [(note, self.title_of(job)) for job in jobs for note in self.notes(job)]
+        counts = Counter(note for note, _ in all_notes)
+        for note, title in all_notes:
+            if note not in self._said:
+                more = f" and {counts[note] - 1:,} more" * (counts[note] > 1)
+                print(f"{title}{more}: {note}" if title else note)
+                self._said.add(note)
 
     def upsampler(self, kind: str) -> str | Path | None:
         """The path of an upsampler that a job needs. A Hub name's is downloaded."""
@@ -257,7 +297,7 @@ class Preflight:
             self.workspace.weights("gemma3", loras)
         self.workspace.text_programs(self.workspace.profile.text_buckets)
 
-    def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
+    def _find_artifacts(self, jobs: list[Job]) -> Compiled:
         """The compiled step of every stage. Raises UserError for missing graphs or weight sets."""
         workspace = self.workspace
         compiled = {
@@ -292,6 +332,31 @@ class Preflight:
         for count, size in sounds.items():
             vae["sound"] |= workspace.sound_programs(size, count)
         return vae
+
+
+def notes(job: Job, workspace: Workspace) -> list[str]:
+    """Sentences on what changes a job's result though it is no error: inputs that are cut, padded
+    or of another kind than the model knows. Printed, and written into the sidecar and the API's
+    answer. Reads the job's files, so they must have been checked."""
+    said = conditions.notes(job)
+    if job.reference_audio and lora.are_silent(job.stages[0].loras):
+        said.append("no LoRA has layers of the sound, so the voice may not be taken over")
+    if (job.sound or job.reference_audio) and not names_speech(job.prompt):
+        flag = conditions.SOUND if job.sound else conditions.voice_flag(job)
+        said.append(f"{flag}: {NO_SPEECH}")
+    for number, text in enumerate(job.prompts(COMPAT[None])):
+        if len(text.encode()) < TEXT_TOKENS:  # a token has a byte or more, and there is a BOS
+            continue
+        count, lost = cut_off(workspace.tokenizer, text)
+        if lost:
+            flag, begins = _PROMPTS[number], " ".join(lost[:100].split())[:60]
+            said.append(
+                f"{flag} has {count:,} tokens and is cut to {TEXT_TOKENS:,}: the model does not"
+                f" read what begins with {begins!r}"
+            )
+    if job.seed == -1:
+        said.append("--seed -1 is a seed like any other, not a random one")
+    return said
 
 
 def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> None:

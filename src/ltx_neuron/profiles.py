@@ -652,6 +652,7 @@ def describe_backend(profile: Profile) -> str:
 _FIXED = ("name", "source", "chip", "settings", "host_memory_bytes", "spread", "note")
 _TABLES = ("environment", "compiler_flags")  # --profile-set changes single entries
 _TYPES = {key: _HINTS[key] for key in _HINTS if key not in _FIXED + _TABLES}
+_FLAGS = "tp_degree", "dtype", "profile", "artifacts_dir", "neuron_gemma", "neuron_vae", "compat"
 _MAY_BE_ZERO = (
     "blocks_per_graph",
     "drain_every",
@@ -675,6 +676,9 @@ def _changed(profile: Profile, setting: str) -> Profile:
     if key in flags or (table == "environment" and entry):
         entries = dict(getattr(profile, table)) | {entry: text}
         return dataclasses.replace(profile, **{table: tuple(entries.items())})
+    if key in _FLAGS:
+        flag = f"--{key.replace('_', '-')} {text}".removesuffix(" true")
+        raise UserError(f"--profile-set {setting}: {key} is a flag of its own; type {flag}")
     if key not in _TYPES:
         known = [*_TYPES, "environment.NAME", *flags]
         near = get_close_matches(key, known, 1)

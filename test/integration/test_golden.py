@@ -2,6 +2,7 @@
 on a tiny checkpoint. Other degrees, sizes and images: test/slow/test_golden.py."""
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import generations
@@ -78,6 +79,22 @@ def test_a_partly_held_image_and_text_encoded_on_the_host_equal_ltx_core_of_each
     first_release = wanted(tiny, job, as_published=True)
     assert_equals_the_oracle(tiny, as_published.tensors, first_release)
     assert rel(first_release["s2_video"], wanted(tiny, job)["s2_video"]) > 100 * FP32
+
+
+def test_a_single_frame_equals_ltx_core_and_is_a_file_of_one_picture_with_sound(
+    tiny, artifacts, wanted, tmp_path
+):
+    job, workspace = (
+        replace(PUPPY_JOB, num_frames=1, two_stage=False),
+        opened_workspace(tiny, artifacts),
+    )
+    workspace.shard("dit")
+    workspace.compile_dit([*told(job).buckets])
+    with opened_engine(workspace, tiny) as engine:
+        (ours,) = engine.run([told(job)])
+    assert_equals_the_oracle(tiny, ours.tensors, wanted(tiny, job))
+    ours.clip().write(tmp_path / "one.mp4")
+    assert_has_what_was_asked_for(tmp_path / "one.mp4", job)
 
 
 def test_ranks_that_end_with_different_latents_are_an_error():

@@ -2,6 +2,8 @@
 or changed runs again."""
 
 import argparse
+import csv
+import io
 import json
 import os
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import torch
 from helpers import locked, said_to_an_ordinary_user
 from safetensors.torch import save_file
 
-from ltx_neuron import batch, flags
+from ltx_neuron import batch, flags, prompts_file
 from ltx_neuron.batch import RESULTS, read_lines
 from ltx_neuron.decode_queue import Failure
 from ltx_neuron.errors import UserError
@@ -37,6 +39,13 @@ def read(folder, *lines, flags=(), identity=None):
         "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     )
     return read_lines(path, job_of_line(command(*flags)), identity or {"checkpoint": "a"})
+
+
+def read_bytes(folder, content: str | bytes):
+    """The lines of a file of any content."""
+    path = folder / "jobs"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return read_lines(path, job_of_line(command()), {"checkpoint": "a"})
 
 
 def refused(folder, *lines, **how) -> str:
@@ -221,10 +230,11 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, name):
     assert said in problem
 
 
-def test_all_bad_lines_are_said_at_once(tmp_path):
+def test_the_first_bad_lines_are_said_at_once_and_the_others_counted(tmp_path):
     problem = refused(tmp_path, *(line for line, _ in BAD.values()), {"prompt": "fine"})
     found = [line.partition(":")[0] for line in problem.splitlines() if line.startswith("line ")]
-    assert found == [f"line {n}" for n in range(1, len(BAD) + 1)]
+    assert found == [f"line {n}" for n in range(1, 11)]
+    assert f"\nand {len(BAD) - 10} more\n" in problem and problem.endswith(prompts_file.WANTED)
 
 
 def test_a_file_that_is_absent_or_empty_is_refused(tmp_path):
@@ -262,8 +272,141 @@ def test_a_folder_that_one_may_not_enter_is_said_with_the_flag(tmp_path):
 def test_bytes_that_are_no_text_are_a_bad_line(tmp_path):
     path = tmp_path / "jobs.jsonl"
     path.write_bytes(b'{"prompt": "\xff\xfe\x80"}\n{"prompt": "a"}\n')
-    with pytest.raises(UserError, match="line 1: not JSON"):
+    with pytest.raises(UserError, match="line 1: --prompt is not UTF-8 text"):
         read_lines(path, job_of_line(command()), {})
+
+
+# --- forms of the file ---------------------------------------------------------------------------
+
+
+def sheet(*rows: tuple, delimiter: str = ",", end: str = "\r\n") -> str:
+    """A table as spreadsheets write it, with a prompt over two lines in the first of two rows."""
+    file = io.StringIO(newline="")
+    header = ("Prompt", "Num Frames", "seed", "two-stage", "")
+    first = (f'waves{delimiter} "loud"\n– no wind', 9, 2, "TRUE", "")
+    csv.writer(file, delimiter=delimiter, lineterminator=end).writerows(
+        rows or (header, first, ("",) * 5, ("rain", "", "", "", ""))
+    )
+    return file.getvalue()
+
+
+def objects(*lines: dict, **how) -> str:
+    return json.dumps(lines or [{"prompt": "a", "seed": 2}, {"prompt": "b"}], **how)
+
+
+# A file -> the numbers of its lines.
+FORMS = {
+    "a CSV": (sheet(), [2, 5]),
+    "with a mark of its byte order": ("\ufeff" + sheet(), [2, 5]),
+    "with semicolons": (sheet(delimiter=";"), [2, 5]),
+    "with tabs in UTF-16": (sheet(delimiter="\t").encode("utf-16"), [2, 5]),
+    "in UTF-16 without a mark": (sheet(delimiter="\t").encode("utf-16-le"), [2, 5]),
+    "with bars": (sheet(delimiter="|"), [2, 5]),
+    "of a Mac": (sheet(end="\r"), [2, 5]),
+    "of Unix, its last line open": (sheet(end="\n").rstrip(), [2, 5]),
+    "that names its delimiter": ("sep=;\r\n" + sheet(delimiter=";"), [3, 6]),
+    "an array": (objects(), [1, 2]),
+    "an array over lines": ("\ufeff\n" + objects(indent=2), [1, 2]),
+    "lines in UTF-16": ('{"prompt": "a"}\n\n{"prompt": "b"}\n'.encode("utf-16"), [1, 3]),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_spreadsheets_csv_and_a_json_array_are_read(tmp_path, name):
+    content, numbers = FORMS[name]
+    found = read_bytes(tmp_path, content)
+    assert [line.number for line in found] == numbers
+    if "lines" not in name:
+        assert [line.job.seed for line in found] == [2, 10]
+    if numbers[0] > 1:
+        first, second = (line.job for line in found)
+        assert first.prompt in [f'waves{d} "loud"\n– no wind' for d in ",;\t|"]
+        assert (first.size.num_frames, first.size.two_stage) == (9, True)
+        assert (second.prompt, second.size.num_frames) == ("rain", 121)
+
+
+def test_cells_have_the_types_of_json(tmp_path):
+    """Texts stay texts, whatever they look like."""
+    (tmp_path / "a.png").write_bytes(b"")
+    cells = {
+        "prompt": "2024",
+        "negative-prompt": "true",
+        "recipe": "dev",
+        "frame rate": "12,5",
+        "num_frames": "9.0",
+        "two_stage": "False",
+        "video_stg_blocks": "[1, 2]",
+        "--image": json.dumps([str(tmp_path / "a.png"), 8, 0.5]),
+    }
+    (line,) = read_bytes(tmp_path, sheet(tuple(cells), tuple(cells.values()), delimiter=";"))
+    job = line.job
+    assert (job.prompt, job.negative_prompt, job.size.two_stage) == ("2024", "true", False)
+    assert (job.size.frame_rate, job.size.num_frames) == (12.5, 9)
+    assert job.guidance.video.stg_blocks == (1, 2)
+    assert job.images == (ImageCondition(str(tmp_path / "a.png"), 8, 0.5),)
+
+
+def test_a_table_and_lines_of_the_same_jobs_are_the_same_jobs(tmp_path):
+    (line,) = read(tmp_path, {"prompt": "a", "seed": 2, "num_frames": 9})
+    (row,) = read_bytes(tmp_path, "prompt,seed,num-frames\na,2,9\n")
+    assert row.digest == line.digest
+
+
+PLAIN = "neither a JSON object nor a CSV header with a column prompt"
+# A file -> what is said of it, with the line's number.
+UNREADABLE = {
+    "prompts as text": ("waves crash, loudly\na dog runs\n" * 2000, "line 1: 'waves", PLAIN),
+    "a CSV without prompt": ("text,seed\na,1\n" * 3000, "line 1: 'text,seed' is", PLAIN),
+    "YAML": ("- prompt: a\n  seed: 1\n" * 50, "line 1: '- prompt: a' is", PLAIN),
+    "Python's dicts": ("{'prompt': 'a', 'b': None}\n" * 3000, "line 1: not JSON: single quot"),
+    "Python's True": ('{"prompt": "a", "two_stage": True}\n', "line 1: not JSON: True, False and"),
+    "comments": ('# mine\n{"prompt": "a"}\n', "line 1: not JSON: a comment"),
+    "comments between": ('{"prompt": "a"}\n// mine\n', "line 2: not JSON: a comment"),
+    "curly quotation marks": ("{“prompt”: “a”}", "line 1: not JSON: curly"),
+    "a path of Windows": (
+        r'{"prompt": "a", "image": "C:\Users\a.png"}',
+        "line 1: not JSON: a single",
+    ),
+    "an object over lines": (json.dumps({"prompt": "a"}, indent=2), "line 1: not JSON: the object"),
+    "commas after objects": ('{"prompt": "a"},\n' * 3000, "line 1: not JSON: a comma after the ob"),
+    "a comma too many": ('{"prompt": "a",}\n', "line 1: not JSON: a comma after the last value"),
+    "an array with a mistake": (
+        '[\n{"prompt": "a"},\n{"prompt": "b",}\n]',
+        "line 3: not JSON: a comma",
+    ),
+    "an array of texts": ('["a", "b"]', "object 1: got str, wanted a JSON object"),
+    "an unknown key in an array": (
+        objects({"prompt": "a", "sead": 1}, indent=2),
+        "object 1: unknown",
+    ),
+    "a column of no flag": ("prompt,mood\n" + "a,sad\n" * 3000, "line 1: unknown key 'mood'"),
+    "a column twice": ("prompt,seed,Seed\na,1,2\n", "line 1: the key 'seed' is given twice"),
+    "a column in two spellings": (
+        "prompt,fps,frame_rate\na,1,2\n",
+        "line 1: 'fps' and 'frame_rate'",
+    ),
+    "commas in a text": (
+        "prompt,seed\na,1\n" + "a, b,1\n" * 3000,
+        "line 3: 3 cells, and the header",
+    ),
+    "an open quotation mark": ('prompt,seed\na,1\n"b,2\n', 'line 3: an open "'),
+    "another encoding": ("prompt\na\nMöwe\n".encode("cp1252"), "line 3: --prompt is not UTF-8"),
+    "a spreadsheet": (b"PK\3\4\x14\0rest", "save a spreadsheet as CSV UTF-8"),
+    "a video": (b"\0\0\0\x20ftypisom\0\0\2\0", "is not text"),
+    "a header alone": ("prompt,seed\n", "has no lines"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_a_prompts_file_is_is_said_once_with_the_line_and_the_reason(tmp_path, name):
+    content, *said = UNREADABLE[name]
+    with pytest.raises(UserError) as error:
+        read_bytes(tmp_path, content)
+    problem = str(error.value)
+    assert [text for text in said if text not in problem] == []
+    assert problem.count(prompts_file.WANTED) <= 1 and len(problem.splitlines()) <= 16
+    if "not JSON" in problem or PLAIN in problem or "is not text" in problem:
+        assert problem.endswith(prompts_file.WANTED)
 
 
 # --- running -------------------------------------------------------------------------------------

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from fuzz import on_random
+from typed import said
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.sampling.latents import audio_latent_frames
 from ltx_neuron.sampling.spec import validated
 
 MISTAKES = {
@@ -120,3 +123,36 @@ def test_what_only_looks_like_a_number_is_none(value):
 def test_twice_the_frames_are_shown_at_twice_the_rate():
     rates = {None: 24.0, "spatial": 24.0, "temporal": 48.0, "both": 48.0}
     assert {kind: Job("", upscale=kind).output_frame_rate for kind in rates} == rates
+
+
+def test_a_legal_size_is_taken_whatever_else_is_left_to_its_default():
+    """No bound that follows from one field, such as a clip's frames, refuses another's default."""
+
+    def taken(chance) -> None:
+        recipe, stages = chance.choice(("distilled", "dev")), chance.choice((1, 2))
+        unit, rate = 32 * stages, chance.choice((1, 12.5, 24, 25, 30000 / 1001, 60))
+        frames = 8 * chance.choice((0, 1, 2, chance.randrange(200))) + 1
+        words = ["--num-frames", frames, "--frame-rate", rate, "--recipe", recipe]
+        if recipe == "dev" and stages == 1 and chance.random() < 0.2:
+            words += ["--sound-only"]
+        else:
+            words += ["--height", unit * chance.randint(1, 40)]
+            words += ["--width", unit * chance.randint(1, 40)]
+            words += ["--tail-frames", 8 * chance.randrange(20)] * (chance.random() < 0.3)
+            words += ["--upscale", "both"] * (stages == 1 and chance.random() < 0.3)
+        words += ["--two-stage"] * (stages - 1)
+        words += ["--sampler", "res_2s"] * (stages == 2 and recipe == "dev" and frames % 16 == 1)
+        words += ["--nag-scale", 11] * (recipe == "distilled" and chance.random() < 0.3)
+        if audio_latent_frames(frames, rate):  # as every clip from 0.02 s on has
+            job = said(*words)
+            job.check()
+            assert job.output_size.num_frames == frames and job.buckets
+
+    on_random(taken)
+
+
+def test_the_bound_of_generated_keyframes_is_said_to_who_typed_them():
+    said("--num-frames", 9, "--num-generated-keyframes", 7).check()
+    for frames, most in ((9, 7), (1, 0)):
+        with pytest.raises(UserError, match=f"keyframes 8: wanted at most {most}, one for each"):
+            said("--num-frames", frames, "--num-generated-keyframes", 8).check()

@@ -175,6 +175,9 @@ def test_settings_add_up_and_the_last_of_a_key_counts():
 # key=value -> what the refusal names
 WRONG = {
     "tp": "wanted key=value",
+    "tp_degree=1": "tp_degree is a flag of its own; type --tp-degree 1",
+    "dtype=float32": "type --dtype float32",
+    "neuron_vae=true": "type --neuron-vae",
     "tps=4": (
         "unknown key 'tps'; did you mean tp?\nKeys: backend, tp, device, compile_backend,"
         " attention, blocks_per_graph"

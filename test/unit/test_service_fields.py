@@ -163,7 +163,10 @@ def test_two_fields_that_say_the_same_are_refused():
 def test_extra_params_are_fields_as_well():
     assert read(extra_params='{"seed": 5, "fps": 25}').seed == 5
     assert read(extra_params={"fps": 25}).wanted.frame_rate == 25
-    assert refused(extra_params="[1]").param == "extra_params"
+    for other in ("[1]", [1], [], "[]", 0, "0", False, "a"):
+        assert refused(extra_params=other).param == "extra_params"
+    for none in (None, "", {}, "{}"):
+        assert read(extra_params=none, seed=5).seed == 5
 
 
 def test_every_field_of_a_job_can_be_said_but_files_by_their_paths_and_loras_by_theirs():

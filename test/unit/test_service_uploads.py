@@ -203,7 +203,11 @@ def test_a_voice_is_cut_to_the_compiled_seconds_and_never_padded(service, files,
     sizes._read = None  # as when a manifest is added
     job, video = made(service, **voice, size="256x128")
     assert job.reference_audio.latents == 126 and job.size == PAIR
-    assert video["notes"] == ["reference_audio: 5.00 of 6.00 s are used, as compiled", NO_SPEECH]
+    assert video["notes"] == [
+        "reference_audio: 5.00 of 6.00 s are used, as compiled",
+        "no LoRA has layers of the sound, so the voice may not be taken over",
+        f"reference_audio: {NO_SPEECH}",
+    ]
     voice |= {"prompt": "a man says hello"}
     (model,) = json.loads(get(service, "/v1/models").body)["data"]
     sides = {"256x128", "128x256", "128x64", "64x128"}  # the latter in one stage
@@ -212,8 +216,9 @@ def test_a_voice_is_cut_to_the_compiled_seconds_and_never_padded(service, files,
     for seconds, used in ((5.0, []), (2.5, ["reference_audio: 2.00 of 2.48 s"])):
         path = write_sound(tmp_path / "v.wav", pcm(seconds), 8000, "pcm_s16le", "stereo", "s16")
         _, video = made(service, **voice | {"reference_audio": path.read_bytes()})
-        assert len(video["notes"]) == len(used)
-        assert all(map(str.startswith, video["notes"], used))
+        cut, silent = video["notes"][:-1], video["notes"][-1]
+        assert len(cut) == len(used) and all(map(str.startswith, cut, used))
+        assert silent.startswith("no LoRA has layers of the sound")
     path = write_sound(tmp_path / "v.wav", pcm(1.9), 8000, "pcm_s16le", "stereo", "s16")
     error = refused(service, **voice | {"reference_audio": path.read_bytes()})
     assert (error["code"], error["param"]) == ("profile_mismatch", "reference_audio")
@@ -408,7 +413,7 @@ def test_a_tail_takes_the_graphs_of_the_sum_and_the_video_is_as_long_as_asked(se
 def test_a_sound_may_lie_on_a_bed_and_a_silent_prompt_is_noted(service, files):
     sound = {"size": SIZE, "audio_reference": files["sound.wav"]}
     job, video = made(service, **sound, audio_bed="-50")
-    assert job.sound.bed == -50 and video["notes"] == [NO_SPEECH]
+    assert job.sound.bed == -50 and video["notes"] == [f"audio_reference: {NO_SPEECH}"]
     _, video = made(service, **sound | {"prompt": "a man says hello"})
     assert video["notes"] == []
     error = refused(service, **sound, audio_bed="5")

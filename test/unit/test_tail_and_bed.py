@@ -31,7 +31,7 @@ from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundConditio
 from ltx_neuron.sampling.latents import SAMPLE_RATE
 from ltx_neuron.sampling.spec import validated
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.text.speech import names_speech, say_no_speech
+from ltx_neuron.text.speech import names_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -264,7 +264,6 @@ def test_a_prompt_names_speech_by_a_quotation_or_a_word(prompt):
 
 
 def test_a_silent_prompt_of_a_sound_is_said_once(tiny, capsys, tmp_path):
-    say_no_speech.cache_clear()
     text = "--audio-path: the prompt names no speech, so lips may stay still"
     heard = SoundCondition(sound(tmp_path, 1.2))
     asked = ("a man says hello", heard), ("rain", None), ("rain", heard), ("sea", heard)

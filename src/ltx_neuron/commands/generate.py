@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     if args.prompts_file:
         outputs.check_batch(args.prompt)
         workspace = _workspace(args)
-        lines = flags.lines(args, workspace)
+        lines = flags.lines(args, workspace, outputs.folder)
         if args.ray:
             from ltx_neuron.fleet import batch  # Ray is an extra
 

@@ -29,6 +29,7 @@ from ltx_neuron.flags.resolve import (
     with_auto_duration,
 )
 from ltx_neuron.generate import Outputs
+from ltx_neuron.host import conditions
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import MACHINES, resolve
@@ -371,10 +372,11 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
     return lambda line: _job(args, command.with_line(line))
 
 
-def lines(args: argparse.Namespace, workspace: Workspace) -> list[Line]:
-    """The lines of --prompts-file."""
-    of_line, identity = job_of_line(args), workspace.identity
-    return read_lines(args.prompts_file, lambda line: workspace.resolved(of_line(line)), identity)
+def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = None) -> list[Line]:
+    """The lines of --prompts-file. folder: of the results, for batch.read_lines."""
+    of_line, files = job_of_line(args), (conditions.check, folder)
+    resolved, identity = lambda line: workspace.resolved(of_line(line)), workspace.identity
+    return read_lines(args.prompts_file, resolved, identity, spec(args), *files)
 
 
 def _job(args: argparse.Namespace, said: JobSpec) -> Job:

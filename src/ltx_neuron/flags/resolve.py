@@ -4,7 +4,6 @@ excludes another."""
 import dataclasses
 import os
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 from ltx_neuron import hub
@@ -240,14 +239,7 @@ def _dubbed_length(path: str, typed: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"{flag} {path} has {frames} frames, wanted {TIME_SCALE + 1} or more; pass a longer one"
         )
-    if used < frames:
-        _say_cut(path, used, frames)
     return {"num_frames": used, "frame_rate": rate}
-
-
-@cache
-def _say_cut(path: str, used: int, frames: int) -> None:
-    print(f"{path}: {used} of {frames} frames are used (8k+1)")
 
 
 def _said(spec: JobSpec, names: tuple[str, ...]) -> list[str]:

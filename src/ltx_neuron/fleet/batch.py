@@ -15,6 +15,7 @@ from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.generate import digests_of_inputs
 from ltx_neuron.job import Job
+from ltx_neuron.preflight import notes
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, NewJob, Queue
@@ -38,12 +39,15 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
             " unknown until its prompt is encoded\nType --num-frames N, and leave out"
             " --duration-head-path and --auto-duration"
         )
-    read = Engine(workspace, Recorder(), options).preflight.files_read([line.job for line in lines])
+    preflight = Engine(workspace, Recorder(), options).preflight
+    preflight.title_of = batch.titles(lines)
+    read = preflight.files_read([line.job for line in lines])
     batch.check_outputs(lines, outputs.folder, None, read | {"--prompts-file": args.prompts_file})
     folder = outputs.folder.absolute() / FOLDER
     with exclusive(folder, "making"):
         results = Results(outputs.folder, lines)
         left = [line for line in lines if line.number not in results.entries]
+        preflight.say([line.job for line in left])
         if left:
             folder.mkdir(exist_ok=True)
             with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
@@ -61,6 +65,7 @@ def _make(
     results: Results,
 ) -> None:
     """Run the lines on replicas. Records each finished line and moves its video to its name."""
+    said = {line.number: notes(line.job, workspace) for line in lines}
     left = _submit(lines, queue)
     # As replicas parse them: with absolute paths of LoRAs.
     jobs = [workspace.resolved(flags.job_of(line.job.spec)) for line in lines]
@@ -76,7 +81,8 @@ def _make(
                 assert entry.error
                 results.failed(line, RunError(entry.error["message"]))
             elif entry.status == COMPLETED:
-                _take_video(line, queue.folder_of(id) / VIDEO, folder / line.file)
+                made = queue.folder_of(id) / VIDEO
+                _take_video(line, made, folder / line.file, said[line.number])
                 results.done(line)
             else:
                 continue
@@ -117,9 +123,9 @@ def _submit_new(line: Line, queue: Queue) -> Entry:
     return queue.submit(new)[0]
 
 
-def _take_video(line: Line, made: Path, video: Path) -> None:
+def _take_video(line: Line, made: Path, video: Path, said: list[str]) -> None:
     """Move a finished video out of its job's folder. Its JSON contains the user's own paths."""
-    described = {**line.job.describe(), "inputs": digests_of_inputs(line.job)}
+    described = line.job.describe() | {"inputs": digests_of_inputs(line.job), "notes": said}
     write_json(video.with_suffix(".json"), read_json(made.with_suffix(".json")) | described)
     if made.is_file():  # else a killed run has already moved it
         made.replace(video)

@@ -7,7 +7,6 @@ The checks raise UserError for unsuitable files before a model is loaded.
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from functools import lru_cache
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, own_files
 from ltx_neuron.host.images import check_filling, check_image, decode_image, is_still, load_image
 from ltx_neuron.host.media import (
     Sound,
@@ -52,6 +51,7 @@ _HEARD = 1 / AUDIO_LATENTS_PER_SECOND  # seconds: less is not worth a note
 _TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, for its reflection
 
 
+@own_files()
 def check(inputs: Inputs) -> None:
     """Raise UserError for files that cannot be encoded. Reads only the headers of videos."""
     for image in inputs.images:
@@ -67,6 +67,7 @@ def check(inputs: Inputs) -> None:
     _check_references(inputs)
 
 
+@own_files()
 def encode_images(
     host: HostModels, inputs: Inputs, height: int, width: int
 ) -> list[tuple[ImageCondition, Tensor]]:
@@ -79,6 +80,7 @@ def encode_images(
     return encoded
 
 
+@own_files()
 def encode(
     host: HostModels, inputs: Inputs, upsampled: bool = False, rank_tiles: Any = None
 ) -> dict[str, Tensor]:
@@ -245,7 +247,7 @@ def notes(inputs: Inputs) -> list[str]:
     said = [
         f"--image {image.path} moves: its first picture is taken"
         for image in inputs.images
-        if _moves(image.path)
+        if not is_still(image.path)
     ]
     said += [
         f"{flag} {path}: {sentence}"
@@ -259,6 +261,10 @@ def notes(inputs: Inputs) -> list[str]:
                 f"{VOICE} {voice.path} gives {seconds:.1f} s of sound; its LoRA was trained on"
                 " about 5 s, wanted 2 to 10"
             )
+    if dubbed := inputs.dubbing:
+        frames = footage(dubbed.path, DUBBED).num_frames
+        if dubbed.num_frames < frames:
+            said.append(f"{dubbed.path}: {dubbed.num_frames} of {frames} frames are used (8k+1)")
     return said
 
 
@@ -277,13 +283,6 @@ def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | N
     return read
 
 
-# Files are read once: they may be gone when the run is recorded.
-@lru_cache
-def _moves(path: str | Path) -> bool:
-    return not is_still(path)
-
-
-@lru_cache
 def _changes(path: str | Path, flag: str, start: float, duration: float | None) -> list[str]:
     """Where silence is added to a sound, and what of it is left out."""
     if (heard := hearing(path, flag, start, duration)) is None:
@@ -410,7 +409,8 @@ def _source_frames(inputs: Inputs) -> Iterator[np.ndarray]:
     assert extension and retake
     path = retake.path
     frames = first_frames(path, RETAKE, inputs.upright)
-    return _exactly(extension.source_frames, frames, path, RETAKE)
+    with own_files():
+        yield from _exactly(extension.source_frames, frames, path, RETAKE)
 
 
 def with_source(

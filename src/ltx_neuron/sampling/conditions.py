@@ -540,10 +540,10 @@ class Inputs(ABC):
         for image in self.images:
             image.check(self.output_size.num_frames)
         frames, count = self.size.num_frames, self.num_generated_keyframes or 0
-        if count > frames - 2:
+        if count > (most := max(0, frames - 2)):
             raise FieldError(
-                f"{{num_generated_keyframes}} {count}: wanted at most {max(0, frames - 2)}, one for"
-                f" each frame between the first and the last of {frames}"
+                f"{{num_generated_keyframes}} {count}: wanted at most {most}, one for each frame"
+                f" between the first and the last of {frames}"
             )
         for reference in self.references:
             reference.check(self.size)

@@ -403,9 +403,9 @@ def _api_error(mistake: Mapping[str, Any], said: dict[str, Any]) -> ApiError:
 def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
     """All fields with a value, including those of extra_params."""
     merged = _unbracketed(fields)
-    extra = merged.pop("extra_params", None) or {}
+    extra = merged.pop("extra_params", None)
     try:
-        extra = _json(extra) if isinstance(extra, str) else extra
+        extra = {} if extra in (None, "") else _json(extra) if isinstance(extra, str) else extra
     except ValueError:
         extra = None
     if not isinstance(extra, dict):

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ltx_neuron import flags
+from ltx_neuron import flags, preflight
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import first_bytes, whole_file
@@ -30,7 +30,6 @@ from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.sandbox import BadFile
 from ltx_neuron.service.sizes import CompiledSize, SizeObject, SizeRegistry
-from ltx_neuron.text.speech import NO_SPEECH, names_speech
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
 PREVIEW = "preview"  # key in a running job's detail: a JPEG in base64
@@ -87,8 +86,8 @@ class JobSubmitter:
             if job.has_media():
                 conditions.check(job)
             self._check_possible(job)
-            if (job.sound or job.reference_audio) and not names_speech(job.prompt):
-                notes.append(NO_SPEECH)
+            said = preflight.notes(job, self.sizes.workspace)
+            notes += [public(note, folder) for note in said]
             line = job.with_paths(lambda path: path.name).spec.line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
@@ -99,7 +98,7 @@ class JobSubmitter:
             entry, kept = self.queue.submit(new, *self.max_queued, self.max_queued_bytes)
             return entry
         except UserError as error:
-            message = spelled(error.spelled(field_of)).replace(f"{folder}/", "")  # a private path
+            message = public(error.spelled(field_of), folder)
             named = [*map(field_of, error.fields), *re.findall(r"\w+", message)]
             raise invalid(next(filter(KNOWN.__contains__, named), None), message) from None
         finally:
@@ -275,6 +274,11 @@ def _refusing():
         raise ApiError(507, "storage_full", "the service's disk is full", retry=60) from None
 
 
+def public(text: str, folder: Path) -> str:
+    """A text for clients: with request fields for flags, and without a job's folder."""
+    return spelled(text).replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
+
+
 def job_of(line: dict[str, Any], folder: Path) -> Job:
     """The Job of a queued job's parameters. Its input files are in `folder`."""
     spec = JobSpec().with_line(line)
@@ -302,7 +306,7 @@ def folder_bytes(folder: Path) -> int:
 class VideoObject(SizeObject):
     """A video as OpenAI's client reads it, with fields of our own.
 
-    notes   on rounded values
+    notes   on rounded values and on inputs that are cut
     detail  current step, and times of the steps
     ahead   number of waiting jobs before it
     """

@@ -27,7 +27,8 @@ from ltx_neuron.job import Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.service.database import StorageError
-from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of
+from ltx_neuron.service.fields import field_of
+from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of, public
 from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.preview import previews_of
 from ltx_neuron.service.queue import Entry, Queue
@@ -143,7 +144,7 @@ class Worker:
                 self.engine.preflight.check([job])
             except UserError as error:  # a file was removed after the job was accepted
                 print(f"{entry.id}: {error}", flush=True)
-                self.queue.fail(entry, "profile_mismatch", "files that this job needs are missing")
+                self._fail(entry, error)
                 continue
             self._taken[id(job)] = job, entry
             times = (entry.detail or {}).get(TIMES, {})  # of stages that earlier workers finished
@@ -223,7 +224,7 @@ class Worker:
         clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
         with recorder.phase(clip.phase):
             clip.write(folder / VIDEO)
-        write_sidecar(folder / VIDEO, clip.job, recorder, self.engine.workspace)
+        write_sidecar(folder / VIDEO, clip.job, self.engine)
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
         """A clip's chunks. Raises Gone once this worker no longer owns the job."""
@@ -254,10 +255,21 @@ class Worker:
             raise error
         print(f"{entry.id} failed", flush=True)
         traceback.print_exception(error)
-        # The texts of other errors may name private things of this machine.
-        what = str(error) if isinstance(error, RunError) else type(error).__name__
-        full = isinstance(error, OSError) and "storage_full"
-        self.queue.fail(entry, full or "internal_error", f"the video could not be made: {what}")
+        self._fail(entry, error)
+
+    def _fail(self, entry: Entry, error: Exception) -> None:
+        """Fail a job. The texts of most errors may name private things of this machine."""
+        code, message = "internal_error", f"the video could not be made: {type(error).__name__}"
+        if isinstance(error, UserError) and error.of_one_job:
+            code = "invalid_value"
+            message = public(error.spelled(field_of), self._folder(entry))
+        elif isinstance(error, UserError):
+            code, message = "profile_mismatch", "files that this job needs are missing"
+        elif isinstance(error, RunError):
+            message = f"the video could not be made: {error}"
+        elif isinstance(error, OSError):
+            code = "storage_full"
+        self.queue.fail(entry, code, message)
 
     # --- state for the queue ----------------------------------------------------------------------
 

@@ -83,6 +83,15 @@ def tokenize(tokenizer, prompt: str) -> list[int]:
     return ids if ids[:1] == [bos] else [bos, *ids][:TEXT_TOKENS]
 
 
+def cut_off(tokenizer, prompt: str) -> tuple[int, str]:
+    """The number of a prompt's tokens, and the text that `tokenize` cuts off, or ""."""
+    text = prompt.strip()
+    whole = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    added = whole.input_ids[:1] != [tokenizer.bos_token_id]
+    begins = [first for first, _ in whole.offset_mapping][TEXT_TOKENS - added :]
+    return len(whole.input_ids) + added, text[begins[0] :] if begins else ""
+
+
 def embedded_ids(prompts: list[list[int]], gemma: GemmaConfig) -> list[int]:
     """The rows of the embedding table for packed prompts."""
     replaced = dict(gemma.replaced_tokens)

@@ -2,7 +2,6 @@
 voice."""
 
 import re
-from functools import cache
 
 # Marks of a quotation in any script. An apostrophe is one only outside of a word.
 _QUOTATION = re.compile("[\"“”„‟«»‹›「」『』《》〈〉＂]|(?<!\\w)['‘‚].+?['’‘](?!\\w)", re.DOTALL)
@@ -25,9 +24,3 @@ def names_speech(prompt: str) -> bool:
     ASCII, whose language these words do not cover."""
     foreign = any(letter.isalpha() and not letter.isascii() for letter in prompt)
     return foreign or bool(_QUOTATION.search(prompt) or _WORDS.search(prompt))
-
-
-@cache
-def say_no_speech(flag: str) -> None:
-    """Print NO_SPEECH, once for a flag."""
-    print(f"{flag}: {NO_SPEECH}")

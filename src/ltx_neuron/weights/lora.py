@@ -177,12 +177,9 @@ def _say_unscaled(paths: tuple[Path, ...]) -> None:
     )
 
 
-@cache
-def say_silent(loras: WeightSet) -> None:
-    """Print a warning for LoRAs without a layer of the sound, which a reference's voice needs."""
-    if not any("audio" in key for lora in loras for key in lora.file().shapes):
-        names = ", ".join(str(lora.path) for lora in loras)
-        print(f"{names}: no layers of the sound, so the voice may not be taken over")
+def are_silent(loras: WeightSet) -> bool:
+    """Whether no LoRA has a layer of the sound, which a reference's voice needs."""
+    return not any("audio" in key for lora in loras for key in lora.file().shapes)
 
 
 def _factor(loras: WeightSet, name: str, flag: str = "--ic-lora") -> int:
