@@ -137,7 +137,7 @@ def write_checked(folder: Path, content: dict) -> None:
     write_json(folder / MANIFEST, content | {_CHECKSUM: _checksum(content)})
 
 
-def is_changed(manifest: dict) -> bool:
+def changed(manifest: dict) -> bool:
     """Whether a manifest's content differs from its checksum. Manifests of 0.1 have none."""
     return manifest.get(_CHECKSUM) not in (None, _checksum(manifest))
 

@@ -12,14 +12,7 @@ from unittest import mock
 import torch
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import (
-    MANIFEST,
-    check_readable,
-    exclusive,
-    is_changed,
-    read_json,
-    write_checked,
-)
+from ltx_neuron.files import MANIFEST, changed, check_readable, exclusive, read_json, write_checked
 from ltx_neuron.models.programs import Graph, Program, weight_name
 from ltx_neuron.models.signatures import LATENTS, Field
 
@@ -66,7 +59,7 @@ def record_size(folder: Path, size: dict) -> None:
         return
     with exclusive(folder, "recording the size of"):
         content = read_json(folder / MANIFEST)
-        if not is_changed(content):  # else whoever uses it says so
+        if not changed(content):  # else whoever uses it says so
             sizes = content.get("sizes", [])
             write_checked(folder, content | {"sizes": [*sizes, size]})
 
@@ -170,7 +163,7 @@ def damaged_graphs(folder: Path) -> list[str]:
 def graph_entries(manifest: dict) -> dict[str, dict]:
     """File name -> {"sha256"} of each graph. Raises ValueError, KeyError, TypeError or
     AttributeError for other manifests, and for file names that this toolkit does not use."""
-    if is_changed(manifest):
+    if changed(manifest):
         raise ValueError("its content differs from its checksum")
     graphs, backend = manifest["graphs"], manifest["identity"].get("backend")
     names = {graph: graph_file(graph, backend) for graph in graphs}
