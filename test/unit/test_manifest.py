@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,6 +16,7 @@ import pytest
 import torch
 from conftest import QUICK
 from helpers import locked, said_to_an_ordinary_user
+from printed import runs
 from torch import Tensor, nn
 
 from ltx_neuron import invocation
@@ -211,6 +213,7 @@ def said_by(words: list) -> str:
     return ""
 
 
+@runs("artifacts/__init__.py:find: rm", "commands/prepare.py:main: ltx-neuron prepare")
 @pytest.mark.parametrize("kind", ["weights", "graphs"])
 def test_a_flipped_bit_of_a_manifest_is_blamed_on_it_and_its_remedy_mends_it(prepared, kind):
     """And on no other file: rank files of 40 GB need not be made again for a graph's manifest."""
@@ -233,6 +236,37 @@ def test_a_flipped_bit_of_a_manifest_is_blamed_on_it_and_its_remedy_mends_it(pre
     subprocess.run(remedy.replace(program, again), shell=True, check=True, capture_output=True)
     assert said_by([*prepared, "--dry-run"]) == ""
     assert json.loads(path.read_bytes())["identity"] == json.loads(whole)["identity"]
+
+
+@runs("artifacts/transfer.py:*: *")
+def test_a_store_is_filled_and_repaired_by_the_commands_that_are_printed(
+    prepared, tmp_path, monkeypatch
+):
+    """In the folder of the default artifacts: the commands leave --artifacts-dir out."""
+    made, store, here = Path(prepared[6]), str(tmp_path / "store"), tmp_path / "machine"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    def type_in(said: str, before: str) -> None:
+        words = shlex.split(re.split(before, said)[1].partition("\n")[0])
+        assert said_by(words[words.index("artifacts") :]) == ""
+
+    assert f"({invocation.command('prepare')})" in said_by(["artifacts", "push", store])
+    shutil.copytree(made, "artifacts")
+    pulled = ["artifacts", "pull", store, "--artifacts-dir", tmp_path / "pulled"]
+    Path(store).mkdir()
+    type_in(said_by(pulled).replace("URL", store), "or tuned/ from ")
+    (path, *_) = sorted(Path(store).glob(f"graphs/*/{MANIFEST}"))
+    path.write_bytes(path.read_bytes().replace(b'"tp": 1', b'"tp": 0'))
+    type_in(said_by(pulled), "type: ")
+    assert said_by(pulled) == ""
+    (graph, *_) = sorted(Path("artifacts").glob("graphs/*/*.pt2"))
+    graph.write_bytes(b"")
+    said = said_by(["artifacts", "push", store, "--force"])
+    remedy = said.rpartition("again: ")[2].partition(", then")[0]
+    subprocess.run(remedy, shell=True, check=True)
+    assert said_by([*prepared[:6], "artifacts", *prepared[7:]]) == ""
+    assert said_by(["artifacts", "push", store, "--force"]) == ""
 
 
 def test_a_manifest_of_an_earlier_version_has_no_checksum_and_is_read_as_before(tmp_path):
