@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 from conftest import QUICK, ROOT
-from helpers import made_film, tone, write_sound
+from helpers import made_film, one_thread, tone, write_sound  # noqa: F401
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from printed import marked, printed, runs
