@@ -109,6 +109,28 @@ def small_disk(tmp_path):
 
 
 @pytest.fixture(scope="session")
+def ffmpeg(shared) -> Path:
+    """A folder for PATH with a program called ffmpeg, of the wheel imageio-ffmpeg. Commands that
+    errors print are run with it."""
+    reason = "NO PRINTED ffmpeg COMMAND WAS RUN: pip install -e .[dev], on Linux x86-64"
+    if not find_spec("imageio_ffmpeg"):
+        pytest.skip(reason)
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    try:
+        program = Path(get_ffmpeg_exe())
+    except RuntimeError:  # a wheel without a program
+        pytest.skip(reason)
+
+    def link(path: Path) -> None:
+        path.mkdir()
+        (path / "ffmpeg").symlink_to(program)
+
+    once(shared / "ffmpeg", link)
+    return shared / "ffmpeg"
+
+
+@pytest.fixture(scope="session")
 def scripts(shared):
     """scripts(assets, tp, dtype) returns a Setup, the same one for the same arguments. All share
     one artifacts folder, with those of other workers. It is not the one of `artifacts`: a service

@@ -14,7 +14,9 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver, util
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import IO
 from unittest import mock
 
 # What scripts and their ranks import sooner or later. Nothing of it starts a thread, so it may be
@@ -37,16 +39,25 @@ def _context():
     return context
 
 
+def begun(command: list[str], cwd: Path, out: IO, err: IO) -> ForkServerProcess:
+    """A script's process, which has been started; `command` has no interpreter.
+
+    out, err: the files of its output
+    """
+    files = [multiprocessing.reduction.DupFd(file.fileno()) for file in (out, err)]
+    process = _context().Process(target=_script, args=(command, cwd, dict(os.environ), *files))
+    with _ASKING:
+        process.start()
+    return process
+
+
 def run(command: list[str], cwd: Path, timeout: float) -> subprocess.CompletedProcess:
     """What subprocess.run of a script gives, with its output as text; `command` has no interpreter.
 
     Raises subprocess.TimeoutExpired.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        files = [multiprocessing.reduction.DupFd(file.fileno()) for file in (out, err)]
-        process = _context().Process(target=_script, args=(command, cwd, dict(os.environ), *files))
-        with _ASKING:
-            process.start()
+        process = begun(command, cwd, out, err)
         ended = wait([process.sentinel], timeout)
         with _ASKING:
             if not ended:

@@ -5,6 +5,7 @@ can be written and overwrite no input.
 import errno
 import fcntl
 import glob
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ MARK = "ltx-neuron"  # marks our logs and frames, so that a later run may overwr
 MAX_JSON_BYTES = 64 * 2**20  # the manifest of the released weights has 0.5 MB
 _MAX_NAME_BYTES = 200  # file systems allow 255, and whole_file's temporary names are longer
 PARTIAL = ".partial"
+_CHECKSUM = "checksum"  # of a manifest's other fields
 
 
 @contextmanager
@@ -130,6 +132,21 @@ def write_json(path: Path, content: dict) -> None:
     """Write a JSON object through whole_file."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_checked(folder: Path, content: dict) -> None:
+    """Write a folder's manifest with a checksum of its content; it marks the folder as finished."""
+    write_json(folder / MANIFEST, content | {_CHECKSUM: _checksum(content)})
+
+
+def changed(manifest: dict) -> bool:
+    """Whether a manifest's content differs from its checksum. Manifests of 0.1 have none."""
+    return manifest.get(_CHECKSUM) not in (None, _checksum(manifest))
+
+
+def _checksum(manifest: dict) -> str:
+    text = json.dumps({key: manifest[key] for key in manifest if key != _CHECKSUM})
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

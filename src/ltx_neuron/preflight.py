@@ -344,6 +344,8 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
     if (job.sound or job.reference_audio) and not names_speech(job.prompt):
         flag = conditions.SOUND if job.sound else conditions.voice_flag(job)
         said.append(f"{flag}: {NO_SPEECH}")
+    for loras in dict.fromkeys(stage.loras for stage in job.stages):
+        said += workspace.source("dit", loras).notes if loras else []
     for number, text in enumerate(job.prompts(COMPAT[None])):
         if len(text.encode()) < TEXT_TOKENS:  # a token has a byte or more, and there is a BOS
             continue

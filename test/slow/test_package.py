@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from packaging.metadata import Metadata
+from printed import runs
 
 import ltx_neuron
 from ltx_neuron.commands import VERBS
@@ -132,6 +133,7 @@ def clip(installed, tmp_path_factory) -> Path:
     return folder
 
 
+@runs("commands/demo.py:main: *")
 def test_a_wheel_makes_a_clip_of_the_demo_in_an_empty_folder(clip, installed):
     assert (clip / "demo.mp4").stat().st_size > 1000
     assert {path.name for path in clip.iterdir()} == {"demo.json", "demo.mp4", "made"}

@@ -1,15 +1,25 @@
 """What a manifest says of a program, and that a file is hashed once a process."""
 
 import hashlib
+import json
 import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from conftest import QUICK
 from helpers import locked, said_to_an_ordinary_user
+from printed import runs
 from torch import Tensor, nn
 
+from ltx_neuron import invocation
 from ltx_neuron.backends import manifest, registry
 from ltx_neuron.backends.export import (
     TorchDistComm,
@@ -20,6 +30,9 @@ from ltx_neuron.backends.export import (
     trace,
 )
 from ltx_neuron.backends.manifest import Manifest, sha256
+from ltx_neuron.commands import dispatch
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import resolve
@@ -163,3 +176,109 @@ def test_a_graph_that_one_may_not_read_is_said_so(tmp_path):
         for use in (lambda: manifest.damaged_graphs(tmp_path), lambda: made.load("chain2")):
             said = said_to_an_ordinary_user(lambda use=use: (manifest._digests.clear(), use()))
             assert said.startswith(f"NoPermission: {path}: you may not read")
+
+
+# --- a manifest's own damage ----------------------------------------------------------------------
+
+# What of a manifest's text a bit is flipped in, by what it is there for.
+FLIPPED = {
+    "a digit of a shape": rb'"shape": \[\s*(\d)',
+    "a digit of a size in bytes": rb'"bytes": (\d)',
+    "a weight's name": rb"(attn1)",
+    "a field's name": rb'"(identity)"',
+    "a digest": rb'"[0-9a-f]{8}([0-9a-f])[0-9a-f]{55}"',
+    "the parallelism": rb'"tp": (\d)',
+    "a recorded size": rb'"height": (\d)',
+    "the syntax": rb"^(\{)",
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny, tmp_path_factory) -> list[str]:
+    """The command that made weights and graphs of a small job."""
+    made = tmp_path_factory.mktemp("prepared") / "artifacts"
+    words = ["prepare", "--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root]
+    words += ["--artifacts-dir", made, "--profile", "cpu", "--tp-degree", 1, "--dtype", "float32"]
+    words += ["--height", 64, "--width", 64, "--num-frames", 9, "--profile-set", QUICK[0]]
+    assert said_by(words) == ""
+    return [*map(str, words)]
+
+
+def said_by(words: list) -> str:
+    """What a command of ltx-neuron is refused with; empty where it is taken."""
+    try:
+        dispatch([*map(str, words)])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@runs("artifacts/__init__.py:find: rm", "commands/prepare.py:main: ltx-neuron prepare")
+@pytest.mark.parametrize("kind", ["weights", "graphs"])
+def test_a_flipped_bit_of_a_manifest_is_blamed_on_it_and_its_remedy_mends_it(prepared, kind):
+    """And on no other file: rank files of 40 GB need not be made again for a graph's manifest."""
+    made = Path(prepared[prepared.index("--artifacts-dir") + 1])
+    (path, *_) = sorted(made.glob(f"{kind}/*/{MANIFEST}"))
+    whole, tried = path.read_bytes(), 0
+    for what, pattern in FLIPPED.items():
+        if found := re.search(pattern, whole):
+            tried, flipped = tried + 1, bytearray(whole)
+            flipped[found.start(1)] ^= 1
+            path.write_bytes(flipped)
+            said = said_by([*prepared, "--dry-run"])
+            assert said.startswith(f"{path.parent} is damaged:\n") and MANIFEST in said, what
+            assert not re.search(r"rank\d|\.pt2", said), (what, said)
+    assert tried > 4
+    remedy = said.rpartition("\nMake it again: ")[2]
+    program = invocation.command("prepare")
+    assert remedy.startswith(f"rm -r {path.parent} && {program} --checkpoint-path ")
+    again = f"{shlex.quote(sys.executable)} -m ltx_neuron prepare"
+    subprocess.run(remedy.replace(program, again), shell=True, check=True, capture_output=True)
+    assert said_by([*prepared, "--dry-run"]) == ""
+    assert json.loads(path.read_bytes())["identity"] == json.loads(whole)["identity"]
+
+
+@runs("artifacts/transfer.py:*: *")
+def test_a_store_is_filled_and_repaired_by_the_commands_that_are_printed(
+    prepared, tmp_path, monkeypatch
+):
+    """In the folder of the default artifacts: the commands leave --artifacts-dir out."""
+    made, store, here = Path(prepared[6]), str(tmp_path / "store"), tmp_path / "machine"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    def type_in(said: str, before: str) -> None:
+        words = shlex.split(re.split(before, said)[1].partition("\n")[0])
+        assert said_by(words[words.index("artifacts") :]) == ""
+
+    assert f"({invocation.command('prepare')})" in said_by(["artifacts", "push", store])
+    shutil.copytree(made, "artifacts")
+    pulled = ["artifacts", "pull", store, "--artifacts-dir", tmp_path / "pulled"]
+    Path(store).mkdir()
+    type_in(said_by(pulled).replace("URL", store), "or tuned/ from ")
+    (path, *_) = sorted(Path(store).glob(f"graphs/*/{MANIFEST}"))
+    path.write_bytes(path.read_bytes().replace(b'"tp": 1', b'"tp": 0'))
+    type_in(said_by(pulled), "type: ")
+    assert said_by(pulled) == ""
+    (graph, *_) = sorted(Path("artifacts").glob("graphs/*/*.pt2"))
+    graph.write_bytes(b"")
+    said = said_by(["artifacts", "push", store, "--force"])
+    remedy = said.rpartition("again: ")[2].partition(", then")[0]
+    subprocess.run(remedy, shell=True, check=True)
+    assert said_by([*prepared[:6], "artifacts", *prepared[7:]]) == ""
+    assert said_by(["artifacts", "push", store, "--force"]) == ""
+
+
+def test_a_manifest_of_an_earlier_version_has_no_checksum_and_is_read_as_before(tmp_path):
+    compile_program(program(2), tmp_path, {}, torch.float32)
+    content = read_json(tmp_path / MANIFEST)
+    assert content.pop("checksum")
+    write_json(tmp_path / MANIFEST, content)
+    assert manifest.damaged_graphs(tmp_path) == []
+
+
+def test_recording_a_size_does_not_make_a_damaged_manifest_whole(tmp_path):
+    compile_program(program(2), tmp_path, {}, torch.float32)
+    write_json(tmp_path / MANIFEST, read_json(tmp_path / MANIFEST) | {"runs": {}})
+    manifest.record_size(tmp_path, {"height": 64})
+    assert "its content differs from its checksum" in manifest.damaged_graphs(tmp_path)[0]

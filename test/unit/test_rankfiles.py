@@ -41,7 +41,7 @@ from xxhash import xxh3_128
 from ltx_neuron import artifacts, residency
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, read_json, write_json
+from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights import rankfiles, sharder, tensorfile
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
@@ -571,7 +571,7 @@ def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_
     path.write_bytes(wrong)
     manifest = read_json(copy / MANIFEST)
     manifest["files"][path.name]["blake3"] = digest(bytes(wrong))
-    write_json(copy / MANIFEST, manifest)
+    write_checked(copy, manifest)
     assert verify(copy) == []
     assert compare(source, copy, torch.float32, shard_specs(source, TP, {})) == [
         f"{path.name}: {name} differs from the source"
@@ -919,9 +919,10 @@ def test_a_named_pipe_is_no_tensor_file(tmp_path):
 def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(copy, tmp_path):
     manifest = read_json(copy / MANIFEST)
     manifest["files"]["../secret"] = manifest["files"].pop(HOST_FILE)
-    write_json(copy / MANIFEST, manifest)
+    write_checked(copy, manifest)
+    assert "does not describe a weight set" in verify(copy)[0]
     with pytest.raises(UserError, match="does not describe a weight set"):
-        verify(copy)
+        rank_path(copy, 0)
 
 
 # other degrees and dtypes
@@ -978,7 +979,7 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
     assert all(torch.equal(loaded[name], source.tensor(name).float()) for name in wanted)
     # As an earlier version wrote it: a file a rank.
     save_weights(old, *[loaded] * TP)
-    write_json(old / MANIFEST, read_json(folder / MANIFEST) | {"files": file_entries(old)})
+    write_checked(old, read_json(folder / MANIFEST) | {"files": file_entries(old)})
     assert [*file_entries(old)] == file_names(TP) and is_finished(old, identity)
     assert shard_weights(source, old, identity, TP, torch.float32, specs) is False
     assert rank_path(old, 2) == old / rank_file(2)

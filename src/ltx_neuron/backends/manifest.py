@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, check_readable, exclusive, read_json, write_json
+from ltx_neuron.files import MANIFEST, changed, check_readable, exclusive, read_json, write_checked
 from ltx_neuron.models.programs import Graph, Program, weight_name
 from ltx_neuron.models.signatures import LATENTS, Field
 
@@ -49,7 +49,7 @@ def write_manifest(
         if described["context_split"] is None:  # as in manifests before context parallelism
             del described["context_split"]
     content = {"identity": identity, "graphs": graphs, "runs": program.runs, "fields": fields}
-    write_json(folder / MANIFEST, content | compiler)
+    write_checked(folder, content | compiler)
 
 
 def record_size(folder: Path, size: dict) -> None:
@@ -59,8 +59,9 @@ def record_size(folder: Path, size: dict) -> None:
         return
     with exclusive(folder, "recording the size of"):
         content = read_json(folder / MANIFEST)
-        sizes = content.get("sizes", [])
-        write_json(folder / MANIFEST, content | {"sizes": [*sizes, size]})
+        if not changed(content):  # else whoever uses it says so
+            sizes = content.get("sizes", [])
+            write_checked(folder, content | {"sizes": [*sizes, size]})
 
 
 def recorded_sizes(folder: Path) -> list[dict]:
@@ -148,8 +149,8 @@ def damaged_graphs(folder: Path) -> list[str]:
     """Errors of the graph files of a finished folder; empty if they are intact."""
     try:
         entries = graph_entries(read_json(folder / MANIFEST))
-    except (KeyError, TypeError, AttributeError, ValueError):
-        return [f"{MANIFEST}: not a list of graphs"]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return [f"{MANIFEST}: not a list of graphs ({error})"]
     problems = []
     for name, entry in entries.items():
         if not (folder / name).is_file():
@@ -162,6 +163,8 @@ def damaged_graphs(folder: Path) -> list[str]:
 def graph_entries(manifest: dict) -> dict[str, dict]:
     """File name -> {"sha256"} of each graph. Raises ValueError, KeyError, TypeError or
     AttributeError for other manifests, and for file names that this toolkit does not use."""
+    if changed(manifest):
+        raise ValueError("its content differs from its checksum")
     graphs, backend = manifest["graphs"], manifest["identity"].get("backend")
     names = {graph: graph_file(graph, backend) for graph in graphs}
     if not graphs or any(not n or graphs[graph]["file"] != n for graph, n in names.items()):

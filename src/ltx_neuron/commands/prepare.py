@@ -255,7 +255,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
     args.recipe = flags.recipe(args)
     workspace, options = flags.workspace(args), flags.run_options(args)
-    jobs, command = jobs_of(args, workspace), invocation.command("prepare", *parser.words)
+    jobs, words = jobs_of(args, workspace), [w for w in parser.words if w != "--dry-run"]
+    command = invocation.command("prepare", *words)
     Preflight.of(workspace, options).check_files(jobs)
     parts = parts_of(workspace, jobs, options, args.num_workers)
     preparation = Preparation(workspace, parts, command)

@@ -17,7 +17,7 @@ from ltx_neuron import errors
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.denoise import CompiledStep
-from ltx_neuron.files import MANIFEST, read_json, write_json, write_tensors
+from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json, write_tensors
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import tile_program_name
 from ltx_neuron.tune.step import last_step, prepared, reference
@@ -119,5 +119,5 @@ def first_blocks(folder: Path, layers: int, place: Path) -> Path:
         kept = [call for call in calls if call[0] != "blocks" or call[1] < layers]
         if len(kept) != len(calls):
             content["runs"] |= {run: kept, _CUT: [call for call in calls if call not in kept]}
-    write_json(cut / MANIFEST, content)
+    write_checked(cut, content)
     return cut

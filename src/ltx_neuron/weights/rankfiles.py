@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ltx_neuron.config.common import check_heads
 from ltx_neuron.errors import NoPermission, UserError
-from ltx_neuron.files import MANIFEST, check_readable, read_json
+from ltx_neuron.files import MANIFEST, changed, check_readable, read_json
 from ltx_neuron.weights.sharding import ALL, COL, HOST, KV, MODELS, ROW, SOUND_ALONE, copies, rule
 from ltx_neuron.weights.tensorfile import DTYPE_NAMES, DTYPES, TensorFile, listed
 
@@ -70,6 +70,8 @@ def file_entries(folder: Path) -> dict[str, dict]:
 def entries_in(manifest: dict) -> dict[str, dict]:
     """As file_entries, from a manifest's content. Raises ValueError, KeyError, TypeError or
     AttributeError if it does not describe a weight set."""
+    if changed(manifest):
+        raise ValueError("its content differs from its checksum")
     entries, tp = manifest["files"], manifest["identity"]["tp"]
     # Only these names: a manifest must not name a path outside its folder.
     shared = SHARED_FILE in entries
@@ -83,11 +85,17 @@ def entries_in(manifest: dict) -> dict[str, dict]:
 
 def verify(folder: Path, quick: bool = False) -> list[str]:
     """Compare the files of a finished weight set with its manifest. Returns one line per differing
-    file. UserError if permission to read one is missing.
+    file, or the manifest's own damage. UserError if permission to read one is missing.
 
     quick  compare sizes only
     """
-    problems, entries = [], file_entries(folder)
+    problems = []
+    try:
+        entries = file_entries(folder)
+    except NoPermission:
+        raise
+    except UserError as error:
+        return [str(error)]
     for name, wanted in entries.items():
         path = folder / name
         if not path.is_file():

@@ -31,6 +31,7 @@ from ltx_neuron.files import (
     exclusive,
     read_json,
     remove_leftovers,
+    write_checked,
     write_json,
 )
 from ltx_neuron.weights.checkpoint import Source
@@ -207,7 +208,7 @@ def _write_set(
         "files": entries,
         "source": source.provenance(digests),
     }
-    write_json(folder / MANIFEST, content)
+    write_checked(folder, content)
     (folder / JOURNAL).unlink()
 
 
