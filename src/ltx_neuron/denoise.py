@@ -153,7 +153,8 @@ class StageRun:
         if self.bucket.ancestral:
             self.own = (*StageRun.own, *ANCESTRAL_FIELDS)
             given = stage.sigmas, [x.latent for x in self.states], [x.frozen for x in self.states]
-            for number, added in enumerate(ancestral.steps_of(*given, generator.initial_seed())):
+            drawn = generator.initial_seed(), 1 + stage.upsampled
+            for number, added in enumerate(ancestral.steps_of(*given, *drawn)):
                 for name, tensor in zip(ANCESTRAL_FIELDS, added, strict=True):
                     self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
         if self.bucket.guided:

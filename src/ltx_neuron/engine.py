@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -130,7 +131,10 @@ class Engine:
         more       called while the last job is decoded: returns jobs that join the run
         """
         self.check_process()
-        resolved = self.workspace.resolved
+
+        def resolved(job: Job) -> Job:
+            return self.workspace.resolved(replace(job, compat=self.options.compat))
+
         jobs = [*map(resolved, jobs)]
         compiled = self._check(jobs)
         options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
@@ -323,6 +327,9 @@ class Engine:
             upsample = partial(self.host.upsample, tensors["s1_video"], "spatial")
             with self.recorder.phase("upsample"), BackgroundTask(upsample) as task:
                 tensors["upsampled"] = task.result(self.residency.poll)
+                if run.job.generated_keyframes(upsampled=True):  # as one clip of K latents
+                    planes = self.host.upsample(tensors["s1_generated_keyframes"], "spatial")
+                    tensors["upsampled_keyframes"] = planes
             return tensors["upsampled"], tensors["s1_audio"]
         size, given = run.job.size, run.tensors
         shape = stage.height, stage.width, size.num_frames, size.frame_rate

@@ -76,6 +76,7 @@ class Finished:
         self._typed = profile.settings
         self.tuned_settings: tuned_settings.TunedSettings | None = None
         self._said, self._said_backend = "", False
+        self.compat: str | None = None  # of jobs without their own
         self.prepare_command = ""  # if set, errors have it instead of each artifact's command
         self.files = ModelFiles(checkpoint_path, gemma_root, video_vae_path, audio_vae_path)
         self.checkpoint, self.config = self.files.checkpoint, self.files.config
@@ -94,6 +95,8 @@ class Finished:
         """The job with the settings of the checkpoint's release. Raises FieldError for a job that
         the checkpoint cannot run."""
         job.check_types()
+        if job.compat is None and self.compat:
+            job = dataclasses.replace(job, compat=self.compat)
         check_job(job, self.checkpoint, self.transformer)
         return of_release(job, self.checkpoint.release)
 
@@ -511,7 +514,8 @@ def of_release(job: Job, release: Release) -> Job:
         image if image.crf is not None else dataclasses.replace(image, crf=release.image_crf)
         for image in job.images
     )
-    ancestral = release.ancestral and job.recipe == "distilled"
+    # Upstream's pipelines for other inputs than images use the Euler sampler without noise.
+    ancestral = release.ancestral and job.recipe == "distilled" and not job.has_media()
     if (images, ancestral) == (job.images, job.ancestral):
         return job
     return dataclasses.replace(job, images=images, ancestral=ancestral)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.models.signatures import WITHOUT
-from ltx_neuron.sampling.compat import Compat
+from ltx_neuron.sampling.compat import COMPAT, Compat
 from ltx_neuron.sampling.conditions import Inputs, check_together
 from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.extension import Window
@@ -102,7 +102,7 @@ class Stage(NamedTuple):
 class Job(Inputs):
     """The settings of one generation.
 
-    ancestral  stage 1 uses the ancestral Euler sampler; the checkpoint's release determines this
+    ancestral  the stages use the ancestral Euler sampler; the checkpoint's release determines this
     """
 
     prompt: str
@@ -147,7 +147,8 @@ class Job(Inputs):
             return tuple(half._replace(window=window) for window in self.extension.windows)
         if not size.two_stage or self.skip_stage_2:
             return (half,)
-        full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=sampler)
+        stage_2 = sampler if COMPAT[self.compat].plain_stage_2 else stage_1
+        full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=stage_2)
         return half, full._replace(upsampled=True, loras=loras[1])
 
     @property
@@ -166,6 +167,14 @@ class Job(Inputs):
         refined = self.images_as_guides or (compat.refined_sound and self.sampler == "euler")
         stage = self.stages[0 if self.recipe == "dev" and not refined else -1]
         return f"{stage.key}_audio"
+
+    def freezes_sound(self, upsampled: bool) -> bool:
+        """Whether a stage does not change the sound: an input, stage 1's with a reference, and in
+        the dev recipe stage 1's without references or guides (ltx-pipelines 1.4,
+        ti2vid_two_stages.py)."""
+        others = self.sampler != "euler" or self.references or self.images_as_guides
+        plain = self.recipe == "dev" and not (others or COMPAT[self.compat].plain_stage_2)
+        return super().freezes_sound(upsampled) or (upsampled and plain)
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -377,8 +386,9 @@ class Job(Inputs):
         described = described.pop("size") | described
         if described.pop("ancestral"):
             described["sampler"] = self.stages[0].sampler
-        if described["num_generated_keyframes"] is None:  # the identity of earlier versions
-            del described["num_generated_keyframes"]
+        for name in ("num_generated_keyframes", "compat"):
+            if described[name] is None:  # the identity of earlier versions
+                del described[name]
         described["num_frames"] -= self.tail_frames or 0  # as typed
         if self.auto_duration is None:
             del described["auto_duration"]

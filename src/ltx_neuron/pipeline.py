@@ -142,6 +142,7 @@ class LTXPipeline:
             _located(video_vae_path, "video_vae"),
             _located(audio_vae_path, "audio_vae"),
         )
+        workspace.compat = compat
         if tuned:
             workspace.take_tuned()
         options = RunOptions(

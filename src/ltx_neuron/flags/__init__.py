@@ -190,6 +190,7 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
         args.dtype,
         *(local(args, flag) for flag in ("gemma_root", "video_vae_path", "audio_vae_path")),
     )
+    opened.compat = getattr(args, "compat", None)
     if getattr(args, "needs_gemma", False):
         _require_gemma(opened)
     if tuned:

@@ -8,6 +8,7 @@ Shapes (the batch is always 1): C latent channels (128), F latent frames, h, w l
 columns, T video tokens: F h w of the clip, then h w for each keyframe; U distinct denoise masks.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -170,10 +171,6 @@ def initial_states(
         start[0], frame_rate, images, compat.conditioning, positions_dtype, inputs.images_as_guides
     )
     rows, columns = start[0].shape[3:]
-    for frame in inputs.generated_keyframes(upsampled):
-        tokens = torch.zeros_like(video.latent[:, : rows * columns])
-        positions = keyframe_positions(rows, columns, frame, frame_rate)
-        video = video.append(tokens, positions, 1.0, generated=True)
     audio = audio_state(start[1])
     if references := inputs.appended_references(upsampled):
         names = reference_names(len(references), upsampled)
@@ -182,6 +179,9 @@ def initial_states(
         video = _with_references(
             video, frame_rate, own_tokens, references, latents, tensors, compat.conditioning
         )
+    if keyframes := inputs.generated_keyframes(upsampled):
+        planes = tensors["upsampled_keyframes"] if upsampled else None  # (1, C, K, h, w)
+        video = _with_generated(video, keyframes, planes, (rows, columns), frame_rate)
     if window:
         return _of_window(window, video, audio, frames, frame_rate, positions_dtype)
     if retake := inputs.retake:
@@ -278,6 +278,22 @@ def _with_references(
     if weights is None:
         return video
     return replace(video, bias=attention_bias(own_tokens, groups, video.latent.dtype))
+
+
+def _with_generated(
+    video: LatentState,
+    keyframes: tuple[int, ...],
+    planes: Tensor | None,
+    sides: tuple[int, int],
+    frame_rate: float,
+) -> LatentState:
+    """Append the generated keyframes, which begin as noise or, in stage 2, as stage 1's planes."""
+    for number, frame in enumerate(keyframes):
+        tokens = torch.zeros_like(video.latent[:, : math.prod(sides)])
+        start = None if planes is None else patchify_video(planes[:, :, number : number + 1])
+        positions = keyframe_positions(*sides, frame, frame_rate)
+        video = video.append(tokens, positions, 1.0, start, generated=True)
+    return video
 
 
 def _of_window(

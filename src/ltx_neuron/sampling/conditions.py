@@ -18,6 +18,7 @@ from pydantic import Field
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.files import check_readable
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.extension import Extension
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import NAG_ALPHA, NAG_TAU
@@ -295,11 +296,12 @@ class Inputs(ABC):
     sampler           "euler" or "res_2s" (HQ)
     orientation       what to apply of images' EXIF and of videos' display matrices: see
                       compat.Compat
+    compat            a key of compat.COMPAT
     nag_*             normalized attention guidance of all stages of the distilled recipe; a scale
                       of None or 1: off
     sound_only        make no video; `size` has no picture
     tail_frames       last frames of `size` that are generated and not in the file
-    num_generated_keyframes  number of keyframes that stage 1 generates beside the clip, between its
+    num_generated_keyframes  number of keyframes that are generated beside the clip, between its
                       first and last frame; needs a model with a keyframe embedding
     """
 
@@ -320,6 +322,7 @@ class Inputs(ABC):
     sound_only: bool = False
     tail_frames: int | None = None
     num_generated_keyframes: int | None = None
+    compat: str | None = None
 
     @property
     @abstractmethod
@@ -369,8 +372,9 @@ class Inputs(ABC):
         return () if upsampled else self.references
 
     def generated_keyframes(self, upsampled: bool) -> tuple[int, ...]:
-        """The frames of a stage's generated keyframes; stage 2 has none."""
-        count = 0 if upsampled else self.num_generated_keyframes or 0
+        """The frames of a stage's generated keyframes."""
+        without = upsampled and COMPAT[self.compat].plain_stage_2
+        count = 0 if without else self.num_generated_keyframes or 0
         return between_keyframes(count, self.size.num_frames)
 
     def appended_audio(self, upsampled: bool) -> int:
