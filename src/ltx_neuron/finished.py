@@ -529,7 +529,3 @@ def check_job(job: Job, checkpoint: Checkpoint, transformer: TransformerConfig) 
             f" {checkpoint.path}, LTX {checkpoint.model_version}, generates no keyframes; leave it"
             " out"
         )
-    stage_2 = {each.path for each in job.stage_2_loras}
-    ic_loras = {each.path for each in job.stage_1_loras} - stage_2
-    given = job.given | {"{ic_lora}": bool(ic_loras), f"{{upscale}} {job.upscale}": True}
-    checkpoint.release.check(given)

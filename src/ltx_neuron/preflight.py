@@ -117,7 +117,7 @@ class Preflight:
     def check_inputs(self, jobs: list[Job]) -> None:
         """Check the jobs' settings and files. Raises UserError."""
         workspace, release = self.workspace, self.workspace.checkpoint.release
-        release.check({f"{{compat}} {self.options.compat}": True})
+        release.check_compat(self.options.compat)
         for job in jobs:
             job.check()
             if job.recipe == "dev":
