@@ -767,7 +767,8 @@ def test_without_stage_2_half_the_size_is_decoded():
 
 def test_compat_of_the_pipelines_1_2_0_is_a_retakes_noise_and_the_orientations_that_it_ignores():
     ours, later = COMPAT[None], COMPAT["ltx-pipelines-1.2.0"]
-    assert later == replace(ours, retake_noise=True, orientation="turned")
+    own = {"retake_noise": True, "orientation": "turned"}
+    assert later == replace(ours, plain_stage_2=True, **own)
     assert not job(orientation="turned").upright and job().upright  # a video's display matrix
     assert not COMPAT["ltx-core-1.0.0"].retake_noise
 
