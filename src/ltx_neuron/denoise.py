@@ -1,8 +1,9 @@
 """One stage on the ranks: upload of shared inputs, steps, download of the result.
 
-A step runs on the device, from latents to the next latents. With res_2s the state is on the host,
-and the device runs one evaluation at a time. `prepare` uploads the inputs that all steps share:
-contexts, RoPE tables, one modulation table per schedule, clean latents of images, step numbers.
+A step runs on the device, from latents to the next latents. With res_2s and gradient estimation the
+state is on the host, and the device runs one evaluation at a time. `prepare` uploads the inputs
+that all steps share: contexts, RoPE tables, one modulation table per schedule, clean latents of
+images, step numbers.
 
 Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct timesteps of a step,
 `steps` rows of the compiled graph's schedule tables (at least as many as there are steps).
@@ -32,10 +33,12 @@ from ltx_neuron.sampling import ancestral, latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.gradient_estimation import GradientEstimation
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.text.encoders import Contexts
 
+_ON_HOST = {"res_2s": Res2s, "gradient_estimation": GradientEstimation}  # samplers
 _REMEMBERED_TABLES = 8  # per weight set; at most 11 MB for each distinct timestep
 
 
@@ -69,11 +72,11 @@ class StageRun:
     """One stage on the ranks: `prepare`, `start`, a `step` for each number, `result`.
 
     modulation  returns a stream's modulation table of the weight set
-    res_2s      the stage's res_2s sampler, or None
+    sampler     the stage's sampler on the host, or None
     own         names of inputs that have a tensor for each step
     """
 
-    res_2s: Res2s | None = None
+    sampler: Res2s | GradientEstimation | None = None
     own: tuple[str, ...] = ("step",)
 
     def __init__(
@@ -189,17 +192,17 @@ class StageRun:
     def start(self) -> None:
         """Upload the noised latents."""
         self._upload(self.video, self.audio)
-        if self.stage.sampler == "res_2s":
+        if sampler := _ON_HOST.get(self.stage.sampler):
             noised = zip((self.video, self.audio), self.states, strict=True)
             streams = [Stream(x, held.clean_latent, held.denoise_mask) for x, held in noised]
-            self.res_2s = Res2s(self.stage.sigmas, *streams)
+            self.sampler = sampler(self.stage.sigmas, *streams)
 
     def _upload(self, video: Tensor, audio: Tensor) -> None:
         self._put({"video_latent": video, "audio_latent": audio})
 
     def step(self, number: int) -> float:
         """Run one step, from latents to the next latents. Returns the device's milliseconds."""
-        take = self._double_step if self.res_2s else self._run
+        take = self._host_step if self.sampler else self._run
         try:
             return take(number)
         except NotFiniteError as error:
@@ -215,9 +218,10 @@ class StageRun:
         numbers = dict.fromkeys(self.own, number)
         return self.ranks.run(self.bucket.name, self.sequence[number], **numbers)
 
-    def _double_step(self, number: int) -> float:
-        """A step of res_2s: each evaluation uploads the host's latents and reads a prediction."""
-        times, guided, sampler = [], self.bucket.guided, self.res_2s
+    def _host_step(self, number: int) -> float:
+        """A step of the host's sampler: each evaluation uploads the host's latents and reads a
+        prediction."""
+        times, guided, sampler = [], self.bucket.guided, self.sampler
         assert sampler
 
         def predict(video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
@@ -245,11 +249,11 @@ class StageRun:
         return latents.unpatchify_video(video, self.latent_shape)
 
     def predicted_video(self) -> Tensor | None:
-        """The last prediction of res_2s, (1, 128, F, h, w), whose latents contain new noise; None
-        for Euler."""
-        if not self.res_2s:
+        """The last prediction of the host's sampler, (1, 128, F, h, w), as the latents of res_2s
+        contain new noise; None for Euler."""
+        if not self.sampler:
             return None
-        return latents.unpatchify_video(self.res_2s.streams[0].denoised, self.latent_shape)
+        return latents.unpatchify_video(self.sampler.streams[0].denoised, self.latent_shape)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The latents (1, 128, F, h, w) and (1, 8, Ta, 16).
@@ -262,8 +266,8 @@ class StageRun:
             raise RunError(f"the ranks ended with different latents: {digests}")
         *videos, audio = self._read(*names)
         (video,) = videos or [self.video]  # no tokens: sound alone
-        if self.res_2s:
-            video, audio = (stream.latent for stream in self.res_2s.streams)
+        if self.sampler:
+            video, audio = (stream.latent for stream in self.sampler.streams)
         self._tokens = video
         audio = audio[:, : self.audio_frames]  # without a reference's tokens
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)

@@ -55,8 +55,8 @@ class Stage(NamedTuple):
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
     upsampled  starts from the previous stage's upsampled latents, not from noise alone
     loras      merged into its weights
-    sampler    "euler", "ancestral", which adds noise in each step, or "res_2s" with two evaluations
-               of the model per step
+    sampler    "euler", "ancestral", which adds noise in each step, "res_2s" with two evaluations
+               of the model per step, or "gradient_estimation"
     window     of an extended video: each has its own stage 1
     """
 
@@ -147,7 +147,8 @@ class Job(Inputs):
             return tuple(half._replace(window=window) for window in self.extension.windows)
         if not size.two_stage or self.skip_stage_2:
             return (half,)
-        stage_2 = sampler if COMPAT[self.compat].plain_stage_2 else stage_1
+        refining = ("res_2s",) if COMPAT[self.compat].plain_stage_2 else ("res_2s", "ancestral")
+        stage_2 = stage_1 if stage_1 in refining else "euler"
         full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=stage_2)
         return half, full._replace(upsampled=True, loras=loras[1])
 
@@ -164,7 +165,7 @@ class Job(Inputs):
         keyframe_interpolation.py)."""
         if self.extension or self.reference_audio:
             return "s1_audio"
-        refined = self.images_as_guides or (compat.refined_sound and self.sampler == "euler")
+        refined = self.images_as_guides or (compat.refined_sound and self.sampler != "res_2s")
         stage = self.stages[0 if self.recipe == "dev" and not refined else -1]
         return f"{stage.key}_audio"
 
@@ -172,7 +173,7 @@ class Job(Inputs):
         """Whether a stage does not change the sound: an input, stage 1's with a reference, and in
         the dev recipe stage 1's without references or guides (ltx-pipelines 1.4,
         ti2vid_two_stages.py)."""
-        others = self.sampler != "euler" or self.references or self.images_as_guides
+        others = self.sampler == "res_2s" or self.references or self.images_as_guides
         plain = self.recipe == "dev" and not (others or COMPAT[self.compat].plain_stage_2)
         return super().freezes_sound(upsampled) or (upsampled and plain)
 

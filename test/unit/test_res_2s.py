@@ -224,7 +224,7 @@ def test_a_stage_on_ranks_ends_where_ltx_pipelines_does_also_after_a_warm_up(nam
     assert times == [20.0] * (stage.steps - 1) + [30.0]
     assert [row for _, row in run.ranks.seen] == list(range(2 * stage.steps + 1))
     wanted, _ = ours(stage.sigmas, HELD, torch.float32)
-    for got, want in zip([s.latent for s in run.res_2s.streams], wanted, strict=True):
+    for got, want in zip([s.latent for s in run.sampler.streams], wanted, strict=True):
         assert torch.equal(got, want)
 
 
@@ -309,7 +309,9 @@ MISTAKES = {
     "type --two-stage as well, or leave out --sampler": dict(size=Size(64, 64, 9)),
     "--num-inference-steps 32: type a number from 1 to 31": dict(num_inference_steps=32),
     "--sampler res_2s cannot be combined with --audio-path": dict(sound=SoundCondition("a.wav")),
-    "--sampler: got 'heun', wanted 'euler' or 'res_2s'": dict(sampler="heun"),
+    "--sampler: got 'heun', wanted 'euler', 'res_2s' or": dict(
+        sampler="heun"
+    ),
 }
 
 

@@ -47,6 +47,7 @@ _NEEDS = {
     "{conditioning_attention_mask}": ("{video_conditioning}",),
     "{images_as_guides}": ("{two_stage}", "{recipe} dev"),
     "{sampler} res_2s": ("{two_stage}", "{recipe} dev"),
+    "{sampler} gradient_estimation": ("{recipe} dev",),
     "{skip_stage_2}": ("{two_stage}",),
     "{nag_alpha}": ("{nag_scale}",),
     "{nag_tau}": ("{nag_scale}",),
@@ -70,6 +71,14 @@ _EXCLUDES = {
         "{sampler} res_2s",
     ),
     "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
+    # Upstream has no pipeline of this sampler with an input.
+    "{sampler} gradient_estimation": (
+        "{audio_path}",
+        "{video_path}",
+        "{video_conditioning}",
+        "{reference_audio}",
+        "{sound_only}",
+    ),
     "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
     "{reference_audio}": ("{video_path}", "{sound_only}"),
     # These files have a length. Sound alone has one context, and the duration head reads two.
@@ -293,7 +302,7 @@ class Inputs(ABC):
     dubbing           a clip to dub: a reference of both stages, whose sound is reference_audio
     skip_stage_2      of a two-stage run: decode the half-size result
     images_as_guides  append an image at frame 0 as a keyframe, like the others
-    sampler           "euler" or "res_2s" (HQ)
+    sampler           one of res_2s.SAMPLERS
     orientation       what to apply of images' EXIF and of videos' display matrices: see
                       compat.Compat
     compat            a key of compat.COMPAT

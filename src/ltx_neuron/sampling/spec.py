@@ -406,7 +406,8 @@ class JobSpec(
         "[MIN_SECONDS MAX_SECONDS]",
     )
     sampler: Literal[tuple(SAMPLERS)] = _option(
-        "res_2s: HQ, for --two-stage --recipe dev (default: euler)", default="euler"
+        "dev recipe: res_2s (HQ, for --two-stage) or gradient_estimation (default: euler)",
+        default="euler",
     )
 
     def with_line(self, line: Mapping[str, Any]) -> Self:
