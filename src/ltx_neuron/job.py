@@ -387,8 +387,9 @@ class Job(Inputs):
         described = described.pop("size") | described
         if described.pop("ancestral"):
             described["sampler"] = self.stages[0].sampler
-        for name in ("num_generated_keyframes", "compat"):
-            if described[name] is None:  # the identity of earlier versions
+        later = {"num_generated_keyframes": None, "compat": None, "motion_speed": 1}
+        for name, default in later.items():
+            if described[name] == default:  # the identity of earlier versions
                 del described[name]
         described["num_frames"] -= self.tail_frames or 0  # as typed
         if self.auto_duration is None:

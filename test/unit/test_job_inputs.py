@@ -277,9 +277,7 @@ MISTAKES = {
     "--sampler res_2s goes with --two-stage --recipe dev": dict(size=TWO, sampler="res_2s"),
     "--sampler res_2s cannot be combined with --audio-path": DEV
     | dict(sampler="res_2s", sound=SOUND),
-    "--sampler: got 'heun', wanted 'euler', 'res_2s' or": dict(
-        sampler="heun"
-    ),
+    "--sampler: got 'heun', wanted 'euler', 'res_2s' or": dict(sampler="heun"),
     "--num-inference-steps 32: type a number from 1 to 31": DEV
     | dict(sampler="res_2s", num_inference_steps=32),
     "--reference-video goes with --two-stage --recipe distilled, got no --two-stage; type"

@@ -309,9 +309,7 @@ MISTAKES = {
     "type --two-stage as well, or leave out --sampler": dict(size=Size(64, 64, 9)),
     "--num-inference-steps 32: type a number from 1 to 31": dict(num_inference_steps=32),
     "--sampler res_2s cannot be combined with --audio-path": dict(sound=SoundCondition("a.wav")),
-    "--sampler: got 'heun', wanted 'euler', 'res_2s' or": dict(
-        sampler="heun"
-    ),
+    "--sampler: got 'heun', wanted 'euler', 'res_2s' or": dict(sampler="heun"),
 }
 
 

@@ -164,7 +164,7 @@ def initial_states(
     images   each with its latent (1, 128, 1, h, w) at this stage's size
     window   of an extended video
     """
-    frame_rate, frames = inputs.size.frame_rate, start[0].shape[2]
+    frame_rate, frames = inputs.size.frame_rate / inputs.motion_speed, start[0].shape[2]
     # fp32 positions since ltx-core 1.1.3: bf16 ones shift sound by up to 28 ms.
     positions_dtype = dtype if compat.positions else torch.float32
     video = video_state(

@@ -92,6 +92,7 @@ _EXCLUDES = {
         "{skip_stage_2}",
         "{tail_frames}",
     ),
+    "{motion_speed}": ("{video_path}", "{reference_video}", "{sound_only}"),
     "{sound_only}": (
         "{audio_path}",
         "{video_path}",
@@ -306,6 +307,7 @@ class Inputs(ABC):
     orientation       what to apply of images' EXIF and of videos' display matrices: see
                       compat.Compat
     compat            a key of compat.COMPAT
+    motion_speed      factor of the time of the video's positions, for Slow-Motion-Control
     nag_*             normalized attention guidance of all stages of the distilled recipe; a scale
                       of None or 1: off
     sound_only        make no video; `size` has no picture
@@ -332,6 +334,7 @@ class Inputs(ABC):
     tail_frames: int | None = None
     num_generated_keyframes: int | None = None
     compat: str | None = None
+    motion_speed: float = 1.0
 
     @property
     @abstractmethod
@@ -497,6 +500,7 @@ class Inputs(ABC):
             "{nag_scale}": self.nag_scale is not None,
             "{nag_alpha}": self.nag_alpha != NAG_ALPHA,
             "{nag_tau}": self.nag_tau != NAG_TAU,
+            "{motion_speed}": self.motion_speed != 1,
         }
 
     @property

@@ -300,7 +300,7 @@ class ConditionFields(Fields):
         "generate N more frames, a multiple of 8, and cut them off, with their sound", "N"
     )
     num_generated_keyframes: Keyframes | None = _option(
-        "LTX-2.5: generate N keyframes beside the clip in stage 1, at equal distances, so that it"
+        "LTX-2.5: generate N keyframes beside the clip, at equal distances, so that it"
         " follows faster motion",
         "N",
     )
@@ -324,6 +324,14 @@ class DetailFields(Fields):
     end_time: float | None = _option("end of the retake in --video-path", "SECONDS")
     regenerate: Literal["both", "video", "audio"] | None = _option(
         "streams of --video-path that a retake generates again (default: both)"
+    )
+    motion_speed: float = _option(
+        "speed of the motion for the Slow-Motion-Control LoRA, from 1 to 0.025: scales the time of"
+        " the video's positions; frame rate and sound stay (default: 1)",
+        "SPEED",
+        default=1.0,
+        ge=0.025,
+        le=1,
     )
     reference_strength: float | None = _option(
         "strength of --reference-video, 1: its pictures, 0: noise (default: 1)",
