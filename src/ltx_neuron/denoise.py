@@ -12,7 +12,7 @@ For sound alone the video has no tokens, draws no noise and is not uploaded: Tv 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -31,11 +31,12 @@ from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, AUDIO_MASKS, LATENTS, without_video
 from ltx_neuron.sampling import ancestral, latents
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditioning import initial_states
+from ltx_neuron.sampling.conditioning import LatentState, initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.gradient_estimation import GradientEstimation
+from ltx_neuron.sampling.gradient_estimation import Euler, GradientEstimation
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
+from ltx_neuron.sampling.tiles import Tile, blend_weights
 from ltx_neuron.text.encoders import Contexts
 
 _ON_HOST = {"res_2s": Res2s, "gradient_estimation": GradientEstimation}  # samplers
@@ -62,10 +63,16 @@ class ModulationTables:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled DiT step and its bucket."""
+    """A compiled DiT step and its bucket. tiles: of a tiled stage, the step of each tile."""
 
     bucket: Bucket
     manifest: Manifest
+    tiles: tuple["CompiledStep", ...] = ()
+
+    @property
+    def programs(self) -> list["CompiledStep"]:
+        """The steps that run, one for each tile."""
+        return list(self.tiles) or [self]
 
 
 class StageRun:
@@ -74,10 +81,12 @@ class StageRun:
     modulation  returns a stream's modulation table of the weight set
     sampler     the stage's sampler on the host, or None
     own         names of inputs that have a tensor for each step
+    tiles       of a tiled stage, each with the tokens that it sees
     """
 
-    sampler: Res2s | GradientEstimation | None = None
+    sampler: Res2s | Euler | None = None
     own: tuple[str, ...] = ("step",)
+    tiles: Sequence[tuple[Tile, Tensor]] = ()
 
     def __init__(
         self,
@@ -88,7 +97,7 @@ class StageRun:
         modulation: Callable[..., Tensor],
         compat: Compat,
     ):
-        self.ranks, self.compiled, self.bucket = ranks, compiled, compiled.bucket
+        self.ranks, self.compiled, self.bucket = ranks, compiled, compiled.programs[0].bucket
         self.config, self.dtype, self.compat = config, dtype, compat
         self.modulation = modulation
 
@@ -122,36 +131,34 @@ class StageRun:
         noise = generator, stage.sigmas[0], self.compat.conditioning
         self.video, self.audio = (state.noised(*noise) for state in self.states)
         video_state, audio_state = self.states
+        self.tiles = job.stage_tiles(stage)
         masks, video_choice = video_state.timestep_choice(self.bucket.timesteps, self.dtype)
         audio_timesteps = self.bucket.audio_timesteps
         audio_masks, audio_choice = audio_state.timestep_choice(audio_timesteps, self.dtype)
         shared = {
             **self._schedule(stage, (masks, audio_masks)),
-            **rope_tables(self.config, video_state.positions, audio_state.positions),
-            "timestep_mask": video_choice,  # (Tv, U) one-hot
-            "denoise_mask": video_state.denoise_mask,  # (Tv, 1)
-            "clean_latent": video_state.clean_latent,  # (1, Tv, 128)
             "video_context": contexts[0].video,  # (1, 1024, Dv)
             "audio_context": contexts[0].audio,  # (1, 1024, Da)
         }
+        if self.tiles:
+            appended = job.appended(stage.upsampled, *video.shape[3:])
+            seen = [tile for tile, _ in self.tiles]
+            self.blended = blend_weights(seen, video.shape[2:], appended)
         if audio_timesteps > 1:
             masked = audio_choice, audio_state.denoise_mask, audio_state.clean_latent
             shared |= dict(zip(AUDIO_MASKS, masked, strict=True))
-        if self.bucket.biased:
-            assert video_state.bias is not None  # only references with a mask have a biased bucket
-            shared["video_bias"] = video_state.bias
         if (nag := job.nag) is not None:
             named = {f"negative_{s}_context": getattr(contexts[1], s) for s in STREAMS}
             shared |= named | {"nag": nag}
-        if one_hot := self.compiled.manifest.fields.get("rank_one_hot"):
+        if one_hot := self.compiled.programs[0].manifest.fields.get("rank_one_hot"):
             shared["rank_one_hot"] = torch.eye(one_hot.shape[1])
-        if "keyframes_mask" in self.compiled.manifest.fields:
-            assert video_state.keyframes_mask is not None  # only audio has none
-            shared["keyframes_mask"] = video_state.keyframes_mask  # (Tv, 1)
-        fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
-        if field := fields.get("padding_bias"):
-            shared["padding_bias"] = padding_bias(field, self.bucket.video_tokens, *ranks)
-        self._put({n: padded_tokens(fields.get(n), x, *ranks) for n, x in shared.items()})
+        self._put(shared)
+        for number, compiled in enumerate(self.compiled.programs):
+            seen, choice = video_state, video_choice
+            if self.tiles:
+                tile, tokens = self.tiles[number]
+                seen, choice = seen.seen_by(tile, tokens), choice[tokens]
+            self._put(self._of_tokens(compiled, seen, choice), compiled, number)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.ancestral:
             self.own = (*StageRun.own, *ANCESTRAL_FIELDS)
@@ -170,17 +177,50 @@ class StageRun:
                 self.ranks, self.bucket, *given, *model, job.identity_scale, audio_state
             )
 
-    def _put(self, tensors: dict[str, Tensor]) -> None:
-        """Upload tensors of both streams, as far as the graphs have these."""
-        names = tensors if self.bucket.video_tokens else without_video(tensors)
-        self.ranks.put(self.bucket.name, None, **{name: tensors[name] for name in names})
+    def _of_tokens(
+        self, compiled: CompiledStep, video: LatentState, choice: Tensor
+    ) -> dict[str, Tensor]:
+        """The inputs of the tokens that one program sees. choice: (Tv, U), their timesteps."""
+        fields, ranks = compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
+        tensors = {
+            **rope_tables(self.config, video.positions, self.states[1].positions),
+            "timestep_mask": choice,  # one-hot
+            "denoise_mask": video.denoise_mask,  # (Tv, 1)
+            "clean_latent": video.clean_latent,  # (1, Tv, 128)
+        }
+        if compiled.bucket.biased:
+            assert video.bias is not None  # only references with a mask have a biased bucket
+            tensors["video_bias"] = video.bias
+        if "keyframes_mask" in fields:
+            assert video.keyframes_mask is not None  # only audio has none
+            tensors["keyframes_mask"] = video.keyframes_mask  # (Tv, 1)
+        if field := fields.get("padding_bias"):
+            tensors["padding_bias"] = padding_bias(field, compiled.bucket.video_tokens, *ranks)
+        return {n: padded_tokens(fields.get(n), x, *ranks) for n, x in tensors.items()}
+
+    def _put(
+        self, tensors: dict[str, Tensor], compiled: CompiledStep | None = None, number: int = 0
+    ) -> None:
+        """Upload tensors of both streams, as far as the graphs have these. number: of the tile
+        whose inputs they are."""
+        program = (compiled or self.compiled.programs[0]).bucket
+        names = tensors if program.video_tokens else without_video(tensors)
+        if not (compiled and self.tiles):
+            self.ranks.put(program.name, None, **{name: tensors[name] for name in names})
+            return
+        self._of_tiles = tuple(names)
+        for name in names:
+            self.ranks.put(program.name, name, **{at(name, number): tensors[name]})
 
     def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The sigmas (steps, 2, 2) and the modulation tables, (steps, U, 17, D) of each stream."""
         max_steps, states = self.bucket.max_steps, self.states
         frozen = tuple(state.frozen and not state.frozen_noise for state in states)
         pairs_of = evaluation_pairs if stage.sampler == "res_2s" else sigma_pairs
-        pairs = stream_sigmas(pairs_of(stage.sigmas, max_steps), frozen)
+        pairs = pairs_of(stage.sigmas, max_steps)
+        if self.tiles:  # each step to sigma 0 gives a prediction
+            pairs[:, 1] = 0
+        pairs = stream_sigmas(pairs, frozen)
         # A frozen stream has sigma 0, in its own layers and in those of the other stream.
         own = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
         tables = {"sigmas": pairs, "step_numbers": torch.arange(max_steps, dtype=torch.int32)}
@@ -190,9 +230,10 @@ class StageRun:
         return tables
 
     def start(self) -> None:
-        """Upload the noised latents."""
-        self._upload(self.video, self.audio)
-        if sampler := _ON_HOST.get(self.stage.sampler):
+        """Upload the noised latents, unless the host has the state."""
+        if not self.tiles:
+            self._upload(self.video, self.audio)
+        if sampler := _ON_HOST.get(self.stage.sampler, Euler if self.tiles else None):
             noised = zip((self.video, self.audio), self.states, strict=True)
             streams = [Stream(x, held.clean_latent, held.denoise_mask) for x, held in noised]
             self.sampler = sampler(self.stage.sigmas, *streams)
@@ -225,6 +266,8 @@ class StageRun:
         assert sampler
 
         def predict(video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
+            if self.tiles:
+                return self._predict_tiles(video, audio, evaluation, times)
             self._upload(video, audio)
             times.append(self._run(evaluation))
             names = [f"guided_{s}" for s in STREAMS] if guided else LATENTS
@@ -239,6 +282,25 @@ class StageRun:
 
         sampler.step(number, predict)
         return sum(times)
+
+    def _predict_tiles(
+        self, video: Tensor, audio: Tensor, evaluation: int, times: list[float]
+    ) -> tuple[Tensor, Tensor]:
+        """The predictions of all tokens, (1, Tv, C) and (1, Ta, C), from those of the tiles.
+        Appends the device's milliseconds to `times`."""
+        whole, heard = torch.zeros(video.shape), torch.zeros(audio.shape)
+        for number, (compiled, weighted) in enumerate(
+            zip(self.compiled.programs, self.blended, strict=True)
+        ):
+            tokens, weights = weighted
+            program = compiled.bucket.name
+            self.ranks.put(program, None, video_latent=video[:, tokens], audio_latent=audio)
+            numbers = {"step": evaluation} | dict.fromkeys(self._of_tiles, number)
+            times.append(self.ranks.run(program, **numbers))
+            picture, sound = (self.ranks.get(program, name) for name in LATENTS)
+            whole[:, tokens] += picture.float() * weights[:, None]
+            heard += sound.float() / len(self.tiles)
+        return whole.to(video.dtype), heard.to(audio.dtype)
 
     def _read(self, *names: str) -> tuple[Tensor, ...]:
         return tuple(self.ranks.get(self.bucket.name, name) for name in names)
@@ -264,10 +326,11 @@ class StageRun:
         digests = self.ranks.hashes(*names)
         if len(set(digests)) != 1:
             raise RunError(f"the ranks ended with different latents: {digests}")
-        *videos, audio = self._read(*names)
-        (video,) = videos or [self.video]  # no tokens: sound alone
         if self.sampler:
             video, audio = (stream.latent for stream in self.sampler.streams)
+        else:
+            *videos, audio = self._read(*names)
+            (video,) = videos or [self.video]  # no tokens: sound alone
         self._tokens = video
         audio = audio[:, : self.audio_frames]  # without a reference's tokens
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -144,7 +145,8 @@ class Engine:
                 groups = stage_groups(runs, self.workspace.dit_weights, self.residency.weights)
                 # Unless every run already has its latents.
                 if first := next((group.stages[0] for group in groups if group.stages), None):
-                    programs = {step.bucket.name: step.manifest for step in compiled.values()}
+                    steps = chain.from_iterable(step.programs for step in compiled.values())
+                    programs = {step.bucket.name: step.manifest for step in steps}
                     self.residency.load_transformer(programs, first.loras)
                 # Not earlier, so that a refused run does not change the folder.
                 store_choices(self.workspace.artifacts)
@@ -376,7 +378,8 @@ class Engine:
         passes *= len(stage.evaluations) // stage.steps
         profile, tp = self.workspace.profile, self.workspace.tp
         rounds = math.ceil(passes / profile.guidance_parallel) if guided else passes
-        cost = compiled.manifest.cost("pass" if guided else "main")
+        costs = [each.manifest.cost("pass" if guided else "main") for each in compiled.programs]
+        cost = {name: sum(each[name] for each in costs) for name in costs[0]}
         counters.collectives_per_step = {
             "count": cost["collectives"] * rounds,
             "bytes": cost["collective_bytes"] * rounds,

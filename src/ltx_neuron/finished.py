@@ -410,11 +410,12 @@ class Finished:
     def _programs(self, identities: dict[str, dict], command: str) -> dict[str, Manifest]:
         return {name: Manifest(self._find(each, command)) for name, each in identities.items()}
 
-    def dit_program_for(self, job: Job, stage: Stage) -> tuple[Bucket, Manifest]:
-        """The compiled step for a stage: the graph with the fewest sufficient timesteps. Raises
-        UserError with the command that compiles it."""
+    def dit_program_for(self, job: Job, stage: Stage, tile: int = 0) -> tuple[Bucket, Manifest]:
+        """The compiled step for a stage or for one of its tiles: the graph with the fewest
+        sufficient timesteps. Raises UserError with the command that compiles it."""
         needed = job.bucket(stage).timesteps
-        candidates = [job.bucket(stage, needed + more) for more in range(MAX_TIMESTEPS)]
+        counts = (needed + more for more in range(MAX_TIMESTEPS))
+        candidates = [job.stage_buckets(stage, count)[tile] for count in counts]
         profile = self.dit_profile(job.buckets)
         compiled = (b for b in candidates if self.is_made(self._dit_identity(b, profile)))
         bucket = next(compiled, candidates[0])

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.models.signatures import WITHOUT
@@ -37,6 +39,7 @@ from ltx_neuron.sampling.schedules import (
 )
 from ltx_neuron.sampling.size import NO_PICTURE, Size
 from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, LoraFile, guidance_fields, validated
+from ltx_neuron.sampling.tiles import Tile
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
 
@@ -45,6 +48,9 @@ VOICE_WITHOUT_LORA = (
     "{reference_audio} goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as well, or leave"
     " out {reference_audio}"
 )
+# Fields that are not described at their defaults
+_LATER_FIELDS = ("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora")
+_LATER_FIELDS += ("tile", "tile_height", "tile_width")
 LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras")  # of a Job
 
 
@@ -140,7 +146,8 @@ class Job(Inputs):
         if sampler == "res_2s":  # only HQ's schedule depends on them
             tokens = math.prod(video_latent_shape(*first, size.num_frames))
         sigmas = ltx2_schedule(self.steps, tokens) if guided else DISTILLED_SIGMAS
-        loras = self.loras + self.stage_1_loras, self.loras + self.stage_2_loras
+        references = self.stage_1_loras if self.stage_2_ic_lora else ()
+        loras = self.loras + self.stage_1_loras, self.loras + references + self.stage_2_loras
         stage_1 = "ancestral" if self.ancestral else sampler
         half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=stage_1)
         if self.extension:
@@ -192,23 +199,36 @@ class Job(Inputs):
     @property
     def buckets(self) -> list[Bucket]:
         """The compiled shapes of all stages."""
-        return list(dict.fromkeys(self.bucket(stage) for stage in self.stages))
+        return list(dict.fromkeys(b for stage in self.stages for b in self.stage_buckets(stage)))
 
     @property
     def buckets_to_compile(self) -> list[Bucket]:
         """Buckets of all jobs of this kind: text to video has one timestep per step, an image at
         frame 0 adds a second one, and each has its own, faster graph."""
         counts = [None] if self.fixes_timesteps else [1, 2]
-        needed = (self.bucket(stage, count) for stage in self.stages for count in counts)
-        return list(dict.fromkeys(needed))  # windows share one
+        needed = ((stage, count) for stage in self.stages for count in counts)
+        buckets = (bucket for each in needed for bucket in self.stage_buckets(*each))
+        return list(dict.fromkeys(buckets))  # windows share one
+
+    def stage_tiles(self, stage: Stage) -> list[tuple[Tile, Tensor]]:
+        """The tiles of a stage, each with the tokens that it sees; none if it is not tiled."""
+        canvas = _, *sides = video_latent_shape(stage.height, stage.width, self.size.num_frames)
+        appended = self.appended(stage.upsampled, *sides)
+        return [(tile, tile.tokens(canvas, appended)) for tile in self.tiles(*sides)]
+
+    def stage_buckets(self, stage: Stage, timesteps: int | None = None) -> list[Bucket]:
+        """The compiled shape that a stage needs, or that of each of its tiles."""
+        whole = self.bucket(stage, timesteps)
+        tokens = [len(tokens) for _, tokens in self.stage_tiles(stage)] or [whole.video_tokens]
+        return [dataclasses.replace(whole, video_tokens=count) for count in tokens]
 
     def bucket(self, stage: Stage, timesteps: int | None = None) -> Bucket:
-        """The compiled shape a stage needs."""
-        frames, *sides = video_latent_shape(stage.height, stage.width, self.size.num_frames)
-        appended = self.appended_tokens(stage.upsampled, *sides)
+        """The compiled shape that a stage needs without tiles."""
+        canvas = _, *sides = video_latent_shape(stage.height, stage.width, self.size.num_frames)
+        appended = self.appended(stage.upsampled, *sides)
         references = self.appended_references(stage.upsampled)
         return Bucket(
-            video_tokens=frames * math.prod(sides) + appended,
+            video_tokens=sum(math.prod(shape) for shape in (canvas, *(x.shape for x in appended))),
             audio_tokens=self.size.audio_frames + self.appended_audio(stage.upsampled),
             timesteps=timesteps or self.timesteps(stage.upsampled),
             max_steps=stage.max_steps,
@@ -387,9 +407,8 @@ class Job(Inputs):
         described = described.pop("size") | described
         if described.pop("ancestral"):
             described["sampler"] = self.stages[0].sampler
-        later = {"num_generated_keyframes": None, "compat": None, "motion_speed": 1}
-        for name, default in later.items():
-            if described[name] == default:  # the identity of earlier versions
+        for name in _LATER_FIELDS:
+            if described[name] == getattr(Job, name):  # the identity of earlier versions
                 del described[name]
         described["num_frames"] -= self.tail_frames or 0  # as typed
         if self.auto_duration is None:

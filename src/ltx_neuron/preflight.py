@@ -107,7 +107,8 @@ class Preflight:
         vae = [manifest for several in self.vae.values() for manifest in several.values()]
         memories = []
         for job in jobs:
-            manifests = [compiled[id(job), stage].manifest for stage in job.stages]
+            steps = (step for stage in job.stages for step in compiled[id(job), stage].programs)
+            manifests = [step.manifest for step in steps]
             memories.append(
                 self.workspace.compiled_memory(manifests, self.options.neuron_gemma, vae)
             )
@@ -201,7 +202,7 @@ class Preflight:
         """The compiled step of every stage. Raises UserError for missing graphs or weight sets."""
         workspace = self.workspace
         compiled = {
-            (id(job), stage): CompiledStep(*workspace.dit_program_for(job, stage))
+            (id(job), stage): self._compiled_step(job, stage)
             for job in jobs
             for stage in job.stages
         }
@@ -211,6 +212,11 @@ class Preflight:
         self.vae = self._find_vae(jobs) if self.options.neuron_vae else {}
         workspace.say_tuned()
         return compiled
+
+    def _compiled_step(self, job: Job, stage: Stage) -> CompiledStep:
+        find, tiles = self.workspace.dit_program_for, range(len(job.stage_tiles(stage)))
+        steps = tuple(CompiledStep(*find(job, stage, number)) for number in tiles)
+        return replace(steps[0], tiles=steps) if steps else CompiledStep(*find(job, stage))
 
     def _find_vae(self, jobs: list[Job]) -> dict[str, dict[str, Manifest]]:
         """The programs of the VAEs by model. Raises UserError for missing ones."""

@@ -19,6 +19,7 @@ from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceVideo, held_mask
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.latents import (
+    SPACE_SCALE,
     audio_positions,
     audio_seconds,
     keyframe_positions,
@@ -29,6 +30,7 @@ from ltx_neuron.sampling.latents import (
     video_positions,
     video_seconds,
 )
+from ltx_neuron.sampling.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,20 @@ class LatentState:
         """Keep all frames except the given ones. frames: (F,) bool."""
         per_frame = len(self.denoise_mask) // len(frames)
         return replace(self, denoise_mask=frames.float().repeat_interleave(per_frame)[:, None])
+
+    def seen_by(self, tile: Tile, tokens: Tensor) -> "LatentState":
+        """The tokens that a tile sees, with positions that begin at its corner."""
+        corner = torch.tensor([0, tile.rows.start, tile.columns.start]) * SPACE_SCALE
+        marked, bias = self.keyframes_mask, self.bias
+        return replace(
+            self,
+            latent=self.latent[:, tokens],
+            clean_latent=self.clean_latent[:, tokens],
+            denoise_mask=self.denoise_mask[tokens],
+            positions=self.positions[:, :, tokens] - corner[None, :, None],
+            keyframes_mask=None if marked is None else marked[tokens],
+            bias=None if bias is None else bias[tokens][:, tokens],
+        )
 
     def freeze(self, noise: float = 0.0) -> "LatentState":
         """Keep the whole stream."""

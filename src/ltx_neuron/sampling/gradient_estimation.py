@@ -1,5 +1,6 @@
-"""The gradient estimation sampler: Euler steps whose velocity is corrected by its change since the
-step before, so that 20 to 30 steps of the dev recipe suffice in place of 40.
+"""Samplers on the host of one evaluation a step: Euler, and gradient estimation, whose velocity is
+corrected by its change since the step before, so that 20 to 30 steps of the dev recipe suffice in
+place of 40.
 
 Sources: ltx-pipelines 1.2.0 utils/samplers.py, gradient_estimating_euler_denoising_loop;
 https://openreview.net/pdf?id=o2ND9v0CeK. Between evaluations of the model the host computes in
@@ -16,8 +17,10 @@ from ltx_neuron.sampling.res_2s import Predict, Stream
 _GAMMA = 2.0  # the weight of the velocity's change
 
 
-class GradientEstimation:
+class Euler:
     """A stage's sampling, as Res2s."""
+
+    corrects = False  # the velocity
 
     def __init__(self, sigmas: tuple[float, ...], video: Stream, audio: Stream):
         self.streams, self.sigmas = (video, audio), torch.tensor(sigmas)
@@ -34,13 +37,17 @@ class GradientEstimation:
                 continue
             velocity = _velocity(sample, x0, sigma)
             previous, self._velocities[index] = self._velocities[index], velocity
-            if previous is not None:
+            if self.corrects and previous is not None:
                 change = velocity - previous
                 corrected = _GAMMA * change + previous
                 x0 = (sample.float() - corrected.float() * sigma).to(sample.dtype)
                 velocity = _velocity(sample, x0, sigma)
             moved = sample.float() + velocity.float() * (sigma_next - sigma)
             stream.latent = moved.to(sample.dtype)
+
+
+class GradientEstimation(Euler):
+    corrects = True
 
 
 def _velocity(sample: Tensor, x0: Tensor, sigma: Tensor) -> Tensor:

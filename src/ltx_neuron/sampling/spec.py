@@ -32,10 +32,12 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.sampling.conditions import (
+    TILE,
     BedLevel,
     ImageCondition,
     Keyframes,
     TailFrames,
+    TileSide,
     WeightedFile,
 )
 from ltx_neuron.sampling.duration import AutoDuration
@@ -291,6 +293,18 @@ class ConditionFields(Fields):
         default=False,
     )
     skip_stage_2: StrictBool = _option("end --two-stage after stage 1, at half size", default=False)
+    stage_2_ic_lora: StrictBool = _option(
+        "merge --ic-lora into stage 2 too, which has the references at full size", default=False
+    )
+    tile: StrictBool = _option(
+        "with --ic-lora: predict the picture in overlapping tiles", default=False
+    )
+    tile_height: TileSide | None = _option(
+        f"of --tile, a multiple of 32 (default: {TILE[0]})", "PIXELS"
+    )
+    tile_width: TileSide | None = _option(
+        f"of --tile, a multiple of 32 (default: {TILE[1]})", "PIXELS"
+    )
     images_as_guides: StrictBool = _option(
         "keyframe interpolation: append every --image as a guide, also at frame 0 (dev recipe, two"
         " stages)",
