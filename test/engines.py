@@ -56,7 +56,7 @@ def drawn(workspace: Workspace, seed: int) -> list[Tensor]:
 
 def give_contexts(engine: Engine, job: Job, draw: Callable[[str], list[Tensor]]) -> None:
     """Have the engine take a job's prompts as encoded."""
-    engine._contexts[job.prompts(engine.compat)] = [
+    engine._contexts[replace(job, compat=engine.options.compat).prompts] = [
         Contexts(*draw(prompt), torch.ones(1, TEXT_TOKENS), None)
-        for prompt in job.prompts(engine.compat)
+        for prompt in replace(job, compat=engine.options.compat).prompts
     ]

@@ -3,12 +3,10 @@
 An engine keeps models loaded between calls until it is closed.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 
@@ -18,6 +16,7 @@ from tqdm import tqdm
 
 from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.denoise.tiled import TiledStageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import conditions
 from ltx_neuron.host.arithmetic import store_choices
@@ -132,10 +131,7 @@ class Engine:
         more       called while the last job is decoded: returns jobs that join the run
         """
         self.check_process()
-
-        def resolved(job: Job) -> Job:
-            return self.workspace.resolved(replace(job, compat=self.options.compat))
-
+        resolved = partial(self.workspace.resolved, compat=self.options.compat)
         jobs = [*map(resolved, jobs)]
         compiled = self._check(jobs)
         options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
@@ -217,7 +213,6 @@ class Engine:
             poll=(lambda: None) if self.options.neuron_vae else self.residency.poll,
             decode_video=self._decode_video,
             decode_audio=self._decode_audio,
-            compat=self.compat,
             on_ranks=on_ranks if self.options.neuron_vae else "",
             **options,
         )
@@ -264,7 +259,7 @@ class Engine:
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
         unknown, cache = {}, self.prompt_cache
-        for texts in (job.prompts(self.compat) for job, interrupted in runs if not interrupted):
+        for texts in (job.prompts for job, interrupted in runs if not interrupted):
             if texts in self._contexts or texts in unknown:
                 continue
             tokens = [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
@@ -280,7 +275,7 @@ class Engine:
                     if cache:
                         cache.write(tokens, self._contexts[texts])
         return [
-            interrupted or JobRun(job, self._contexts[job.prompts(self.compat)], generator)
+            interrupted or JobRun(job, self._contexts[job.prompts], generator)
             for job, interrupted in runs
         ]
 
@@ -315,7 +310,8 @@ class Engine:
         with self.recorder.phase(f"denoise_{stage.name}"):
             images = conditions.encode_images(self.host, job, stage.height, stage.width)
             assert ranks
-            stage_run = StageRun(ranks, compiled, *shared)
+            kind = TiledStageRun if compiled.tiles else StageRun
+            stage_run = kind(ranks, compiled, *shared)
             stage_run.prepare(job, stage, run.contexts, *start, run.generator, images, run.tensors)
         return stage_run
 
@@ -373,18 +369,8 @@ class Engine:
         """Record the costs of a stage's steps, which were counted when its graphs were compiled."""
         compiled, stage, self.stage_run = stage_run.compiled, stage_run.stage, None
         stage_run.ranks.moment = f"after {stage.title}"
-        guided, counters = compiled.bucket.guided, self.recorder.counters
-        passes = len(run.job.passes) if guided else 1
+        passes = len(run.job.passes) if compiled.bucket.guided else 1
         passes *= len(stage.evaluations) // stage.steps
-        profile, tp = self.workspace.profile, self.workspace.tp
-        rounds = math.ceil(passes / profile.guidance_parallel) if guided else passes
-        costs = [each.manifest.cost("pass" if guided else "main") for each in compiled.programs]
-        cost = {name: sum(each[name] for each in costs) for name in costs[0]}
-        counters.collectives_per_step = {
-            "count": cost["collectives"] * rounds,
-            "bytes": cost["collective_bytes"] * rounds,
-        }
-        counters.flops_per_step = cost["flops"] * passes * profile.world_size(tp)
-        counters.peak_flops = profile.flops(profile.cores_needed(tp))
+        compiled.count(passes, self.workspace.profile, self.workspace.tp, self.recorder.counters)
         if self.on_stage_end:
             self.on_stage_end(run)

@@ -91,12 +91,12 @@ class Finished:
         """Gemma's folder, or the text encoder's file."""
         return self.files.gemma_root
 
-    def resolved(self, job: Job) -> Job:
-        """The job with the settings of the checkpoint's release. Raises FieldError for a job that
-        the checkpoint cannot run."""
+    def resolved(self, job: Job, compat: str | None = None) -> Job:
+        """The job with the settings of the checkpoint's release, and of `compat` if it has none of
+        its own. Raises FieldError for a job that the checkpoint cannot run."""
         job.check_types()
-        if job.compat is None and self.compat:
-            job = dataclasses.replace(job, compat=self.compat)
+        if job.compat is None and (compat := compat or self.compat):
+            job = dataclasses.replace(job, compat=compat)
         check_job(job, self.checkpoint, self.transformer)
         return of_release(job, self.checkpoint.release)
 

@@ -133,11 +133,11 @@ def test_a_negative_prompt_of_the_distilled_recipe_has_graphs_of_its_own_in_ever
     ]
     others = (replace(avoiding, nag_scale=scale, nag_tau=1.0) for scale in (2, 100.0))
     assert all(other.buckets == avoiding.buckets for other in others)
-    assert avoiding.prompts(COMPAT[None]) == ("rain", NEGATIVE_PROMPT)
-    assert replace(avoiding, negative_prompt="").prompts(COMPAT[None]) == ("rain", "")
+    assert avoiding.prompts == ("rain", NEGATIVE_PROMPT)
+    assert replace(avoiding, negative_prompt="").prompts == ("rain", "")
     for scale in (None, 1):
         off = job(TWO, nag_scale=scale)
-        assert off.buckets == job(TWO).buckets and off.prompts(COMPAT[None]) == ("rain",)
+        assert off.buckets == job(TWO).buckets and off.prompts == ("rain",)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_dubbed_clip_is_a_reference_of_both_stages_before_whose_sound_is_a_voi
     assert dubbed.buckets_to_compile == dubbed.buckets
     # One weight set. What is heard is stage 1's sound.
     assert [stage.loras for stage in dubbed.stages] == [LORAS, LORAS]
-    assert dubbed.heard(COMPAT[None]) == "s1_audio"
+    assert dubbed.heard == "s1_audio"
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.7, 1.0])

@@ -41,6 +41,9 @@ _FILES = {
     "dubbing": ("reference_video", "a video with sound", "FILE"),
     "reference_audio": ("reference_audio", "a sound", "FILE"),
 }
+# Fields that a job's description leaves out at their defaults
+LATER_FIELDS = ("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora")
+LATER_FIELDS += ("tile", "tile_height", "tile_width")
 # Field -> required fields.
 _NEEDS = {
     "{ic_lora}": ("{video_conditioning}",),

@@ -564,3 +564,26 @@ def got_and_wanted(mistake: Mapping[str, Any]) -> tuple[str, str]:
     for words, plain in _WORDS.items():
         wanted = wanted.replace(words, plain)
     return reprlib.repr(got), wanted[0].lower() + wanted[1:]
+
+
+def spec_of(job: Any, fields: Iterable[str], loras: Mapping[str, Any]) -> JobSpec:
+    """A Job's settings as a JobSpec.
+
+    fields  those that both have
+    loras   field -> the Job's weight set
+    """
+    values = {name: getattr(job, name) for name in fields}
+    if not job.retake:  # a retake's file determines its size
+        values |= vars(job.output_size)
+        if job.sound_only:
+            values |= {"height": None, "width": None}
+    elif job.retake.extend:
+        values["num_frames"] = job.size.num_frames
+    for stream in ("video", "audio") if job.guidance else ():
+        # An input sound and the absent video of sound alone have none.
+        if not (job.sound_only if stream == "video" else job.sound):
+            scales = vars(getattr(job.guidance, stream))
+            values |= {name: scales[of] for name, of in guidance_fields(stream).items()}
+    for name, given in loras.items():
+        values[name] = tuple(LoraFile(str(x.path.absolute()), x.strength) for x in given)
+    return JobSpec.model_construct(**values | job.spec_fields)

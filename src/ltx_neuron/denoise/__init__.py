@@ -12,21 +12,19 @@ For sound alone the video has no tokens, draws no noise and is not uploaded: Tv 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import NotFiniteError, Ranks, at, padded_tokens, padding_bias
-from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
+from ltx_neuron.config.transformer import STREAMS, TransformerConfig
+from ltx_neuron.denoise.compiled import CompiledStep
+from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import RunError
-from ltx_neuron.guided_passes import prepare_passes
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, AUDIO_MASKS, LATENTS, without_video
 from ltx_neuron.sampling import ancestral, latents
@@ -36,57 +34,20 @@ from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.gradient_estimation import Euler, GradientEstimation
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
-from ltx_neuron.sampling.tiles import Tile, blend_weights
 from ltx_neuron.text.encoders import Contexts
-
-_ON_HOST = {"res_2s": Res2s, "gradient_estimation": GradientEstimation}  # samplers
-_REMEMBERED_TABLES = 8  # per weight set; at most 11 MB for each distinct timestep
-
-
-class ModulationTables:
-    """A cache of a weight set's modulation tables, which depend only on the schedule. The weights
-    (0.87 GB) are read only for a missing table."""
-
-    def __init__(self, weights: Any, config: TransformerConfig):
-        self.weights, self.config = weights, config
-        self._tables: dict[tuple, Tensor] = {}
-
-    def __call__(self, stream: str, *rows: Any) -> Tensor:
-        """modulation_table of a stream. rows: its arguments from `sigmas` on."""
-        key = stream, *(tuple(x.tolist()) if isinstance(x, Tensor) else x for x in rows)
-        if key not in self._tables:
-            if len(self._tables) >= _REMEMBERED_TABLES:
-                self._tables.clear()
-            self._tables[key] = modulation_table(self.weights, self.config, stream, *rows)
-        return self._tables[key]
-
-
-@dataclass(frozen=True)
-class CompiledStep:
-    """A compiled DiT step and its bucket. tiles: of a tiled stage, the step of each tile."""
-
-    bucket: Bucket
-    manifest: Manifest
-    tiles: tuple["CompiledStep", ...] = ()
-
-    @property
-    def programs(self) -> list["CompiledStep"]:
-        """The steps that run, one for each tile."""
-        return list(self.tiles) or [self]
 
 
 class StageRun:
     """One stage on the ranks: `prepare`, `start`, a `step` for each number, `result`.
 
     modulation  returns a stream's modulation table of the weight set
-    sampler     the stage's sampler on the host, or None
+    samplers    those on the host; sampler: the stage's, or None
     own         names of inputs that have a tensor for each step
-    tiles       of a tiled stage, each with the tokens that it sees
     """
 
+    samplers: ClassVar[dict] = {"res_2s": Res2s, "gradient_estimation": GradientEstimation}
     sampler: Res2s | Euler | None = None
     own: tuple[str, ...] = ("step",)
-    tiles: Sequence[tuple[Tile, Tensor]] = ()
 
     def __init__(
         self,
@@ -97,7 +58,7 @@ class StageRun:
         modulation: Callable[..., Tensor],
         compat: Compat,
     ):
-        self.ranks, self.compiled, self.bucket = ranks, compiled, compiled.programs[0].bucket
+        self.ranks, self.compiled, self.bucket = ranks, compiled, compiled.bucket
         self.config, self.dtype, self.compat = config, dtype, compat
         self.modulation = modulation
 
@@ -131,7 +92,6 @@ class StageRun:
         noise = generator, stage.sigmas[0], self.compat.conditioning
         self.video, self.audio = (state.noised(*noise) for state in self.states)
         video_state, audio_state = self.states
-        self.tiles = job.stage_tiles(stage)
         masks, video_choice = video_state.timestep_choice(self.bucket.timesteps, self.dtype)
         audio_timesteps = self.bucket.audio_timesteps
         audio_masks, audio_choice = audio_state.timestep_choice(audio_timesteps, self.dtype)
@@ -140,25 +100,16 @@ class StageRun:
             "video_context": contexts[0].video,  # (1, 1024, Dv)
             "audio_context": contexts[0].audio,  # (1, 1024, Da)
         }
-        if self.tiles:
-            appended = job.appended(stage.upsampled, *video.shape[3:])
-            seen = [tile for tile, _ in self.tiles]
-            self.blended = blend_weights(seen, video.shape[2:], appended)
         if audio_timesteps > 1:
             masked = audio_choice, audio_state.denoise_mask, audio_state.clean_latent
             shared |= dict(zip(AUDIO_MASKS, masked, strict=True))
         if (nag := job.nag) is not None:
             named = {f"negative_{s}_context": getattr(contexts[1], s) for s in STREAMS}
             shared |= named | {"nag": nag}
-        if one_hot := self.compiled.programs[0].manifest.fields.get("rank_one_hot"):
+        if one_hot := self.compiled.manifest.fields.get("rank_one_hot"):
             shared["rank_one_hot"] = torch.eye(one_hot.shape[1])
         self._put(shared)
-        for number, compiled in enumerate(self.compiled.programs):
-            seen, choice = video_state, video_choice
-            if self.tiles:
-                tile, tokens = self.tiles[number]
-                seen, choice = seen.seen_by(tile, tokens), choice[tokens]
-            self._put(self._of_tokens(compiled, seen, choice), compiled, number)
+        self._put_tokens(job, video_state, video_choice)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.ancestral:
             self.own = (*StageRun.own, *ANCESTRAL_FIELDS)
@@ -177,10 +128,14 @@ class StageRun:
                 self.ranks, self.bucket, *given, *model, job.identity_scale, audio_state
             )
 
+    def _put_tokens(self, job: Job, video: LatentState, choice: Tensor) -> None:
+        """Upload the inputs of the video's tokens. choice: (Tv, U), their timesteps."""
+        self._put(self._of_tokens(self.compiled, video, choice))
+
     def _of_tokens(
         self, compiled: CompiledStep, video: LatentState, choice: Tensor
     ) -> dict[str, Tensor]:
-        """The inputs of the tokens that one program sees. choice: (Tv, U), their timesteps."""
+        """The inputs of the tokens that a program sees."""
         fields, ranks = compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
         tensors = {
             **rope_tables(self.config, video.positions, self.states[1].positions),
@@ -198,29 +153,16 @@ class StageRun:
             tensors["padding_bias"] = padding_bias(field, compiled.bucket.video_tokens, *ranks)
         return {n: padded_tokens(fields.get(n), x, *ranks) for n, x in tensors.items()}
 
-    def _put(
-        self, tensors: dict[str, Tensor], compiled: CompiledStep | None = None, number: int = 0
-    ) -> None:
-        """Upload tensors of both streams, as far as the graphs have these. number: of the tile
-        whose inputs they are."""
-        program = (compiled or self.compiled.programs[0]).bucket
-        names = tensors if program.video_tokens else without_video(tensors)
-        if not (compiled and self.tiles):
-            self.ranks.put(program.name, None, **{name: tensors[name] for name in names})
-            return
-        self._of_tiles = tuple(names)
-        for name in names:
-            self.ranks.put(program.name, name, **{at(name, number): tensors[name]})
+    def _put(self, tensors: dict[str, Tensor]) -> None:
+        """Upload tensors of both streams, as far as the graphs have these."""
+        names = tensors if self.bucket.video_tokens else without_video(tensors)
+        self.ranks.put(self.bucket.name, None, **{name: tensors[name] for name in names})
 
     def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The sigmas (steps, 2, 2) and the modulation tables, (steps, U, 17, D) of each stream."""
         max_steps, states = self.bucket.max_steps, self.states
         frozen = tuple(state.frozen and not state.frozen_noise for state in states)
-        pairs_of = evaluation_pairs if stage.sampler == "res_2s" else sigma_pairs
-        pairs = pairs_of(stage.sigmas, max_steps)
-        if self.tiles:  # each step to sigma 0 gives a prediction
-            pairs[:, 1] = 0
-        pairs = stream_sigmas(pairs, frozen)
+        pairs = stream_sigmas(self._pairs(stage.sigmas, max_steps), frozen)
         # A frozen stream has sigma 0, in its own layers and in those of the other stream.
         own = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
         tables = {"sigmas": pairs, "step_numbers": torch.arange(max_steps, dtype=torch.int32)}
@@ -229,11 +171,15 @@ class StageRun:
             tables[f"{stream}_modulation"] = self.modulation(stream, *rows)
         return tables
 
+    def _pairs(self, sigmas: tuple[float, ...], max_steps: int) -> Tensor:
+        """(max_steps, 2): the sigmas of each evaluation."""
+        pairs_of = evaluation_pairs if self.stage.sampler == "res_2s" else sigma_pairs
+        return pairs_of(sigmas, max_steps)
+
     def start(self) -> None:
-        """Upload the noised latents, unless the host has the state."""
-        if not self.tiles:
-            self._upload(self.video, self.audio)
-        if sampler := _ON_HOST.get(self.stage.sampler, Euler if self.tiles else None):
+        """Upload the noised latents."""
+        self._upload(self.video, self.audio)
+        if sampler := self.samplers.get(self.stage.sampler):
             noised = zip((self.video, self.audio), self.states, strict=True)
             streams = [Stream(x, held.clean_latent, held.denoise_mask) for x, held in noised]
             self.sampler = sampler(self.stage.sigmas, *streams)
@@ -262,45 +208,25 @@ class StageRun:
     def _host_step(self, number: int) -> float:
         """A step of the host's sampler: each evaluation uploads the host's latents and reads a
         prediction."""
-        times, guided, sampler = [], self.bucket.guided, self.sampler
-        assert sampler
+        assert self.sampler
+        self._times: list[float] = []  # of the evaluations
+        self.sampler.step(number, self._predict)
+        return sum(self._times)
 
-        def predict(video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
-            if self.tiles:
-                return self._predict_tiles(video, audio, evaluation, times)
-            self._upload(video, audio)
-            times.append(self._run(evaluation))
-            names = [f"guided_{s}" for s in STREAMS] if guided else LATENTS
-            predictions = video, audio = self._read(*names)
-            if not guided:
-                # The graph's Euler step to sigma 0 returns the prediction, with held tokens
-                # restored. A second restoration would be wrong for partly held tokens.
-                return video, audio
-            held = zip(sampler.streams, predictions, strict=True)
-            video, audio = (stream.held(prediction) for stream, prediction in held)
+    def _predict(self, video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
+        """The predictions of both streams, with held tokens restored."""
+        assert self.sampler
+        self._upload(video, audio)
+        self._times.append(self._run(evaluation))
+        if not self.bucket.guided:
+            # The graph's Euler step to sigma 0 returns the prediction, with held tokens restored.
+            # A second restoration would be wrong for partly held tokens.
+            video, audio = self._read(*LATENTS)
             return video, audio
-
-        sampler.step(number, predict)
-        return sum(times)
-
-    def _predict_tiles(
-        self, video: Tensor, audio: Tensor, evaluation: int, times: list[float]
-    ) -> tuple[Tensor, Tensor]:
-        """The predictions of all tokens, (1, Tv, C) and (1, Ta, C), from those of the tiles.
-        Appends the device's milliseconds to `times`."""
-        whole, heard = torch.zeros(video.shape), torch.zeros(audio.shape)
-        for number, (compiled, weighted) in enumerate(
-            zip(self.compiled.programs, self.blended, strict=True)
-        ):
-            tokens, weights = weighted
-            program = compiled.bucket.name
-            self.ranks.put(program, None, video_latent=video[:, tokens], audio_latent=audio)
-            numbers = {"step": evaluation} | dict.fromkeys(self._of_tiles, number)
-            times.append(self.ranks.run(program, **numbers))
-            picture, sound = (self.ranks.get(program, name) for name in LATENTS)
-            whole[:, tokens] += picture.float() * weights[:, None]
-            heard += sound.float() / len(self.tiles)
-        return whole.to(video.dtype), heard.to(audio.dtype)
+        predictions = self._read(*(f"guided_{stream}" for stream in STREAMS))
+        held = zip(self.sampler.streams, predictions, strict=True)
+        video, audio = (stream.held(prediction) for stream, prediction in held)
+        return video, audio
 
     def _read(self, *names: str) -> tuple[Tensor, ...]:
         return tuple(self.ranks.get(self.bucket.name, name) for name in names)
