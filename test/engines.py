@@ -56,7 +56,7 @@ def drawn(workspace: Workspace, seed: int) -> list[Tensor]:
 
 def give_contexts(engine: Engine, job: Job, draw: Callable[[str], list[Tensor]]) -> None:
     """Have the engine take a job's prompts as encoded."""
-    engine._contexts[engine.workspace.text_loras(job), job.prompts(engine.compat)] = [
-        Contexts(*draw(prompt), torch.ones(1, TEXT_TOKENS), None)
-        for prompt in job.prompts(engine.compat)
+    prompts = replace(job, compat=engine.options.compat).prompts
+    engine._contexts[engine.workspace.text_loras(job), prompts] = [
+        Contexts(*draw(prompt), torch.ones(1, TEXT_TOKENS), None) for prompt in prompts
     ]

@@ -20,7 +20,6 @@ from ltx_neuron.host.video import cut_frames, cut_sound, write_video, write_wav
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.compat import COMPAT, Compat
 from ltx_neuron.sampling.extension import joined
 from ltx_neuron.sampling.upscaling import UPSCALES
 
@@ -111,7 +110,6 @@ class DecodeQueue:
                   (N, H, W, 3)
     decode_audio  latents (1, 8, Ta, 16) to a waveform (2, samples)
     overlap    decode in the background: `submit` returns at once
-    compat     the release that decides which stage's sound is decoded
     on_ranks   if the ranks decode: "each" (`submit` waits) or "last" (`drain` decodes all); "" for
                the host
     decode, isolate, write, hand_over: as in Engine.run
@@ -131,13 +129,12 @@ class DecodeQueue:
         poll: Callable[[], None] = lambda: None,
         decode_video: Callable[..., Iterator[Tensor]] | None = None,
         decode_audio: Callable[[Tensor], Tensor] | None = None,
-        compat: Compat = COMPAT[None],
         on_ranks: str = "",
     ):
         self.host, self.recorder, self.overlap, self.poll = host, recorder, overlap, poll
         self.decode, self.isolate, self.write, self.hand_over = decode, isolate, write, hand_over
         self.decode_video, self.on_ranks = decode_video or host.decode_video, on_ranks
-        self.decode_audio, self.compat = decode_audio or host.decode_audio, compat
+        self.decode_audio = decode_audio or host.decode_audio
         self._task: BackgroundTask | None = None
         self._waiting: list[JobRun] = []
 
@@ -186,7 +183,7 @@ class DecodeQueue:
         run.tensors = {}  # frees the memory of finished jobs in a long batch
         if job.extension:
             tensors["s1_video"], tensors["s1_audio"] = joined(job.extension, tensors)
-        video, heard = tensors.get(job.seen), job.heard(self.compat)
+        video, heard = tensors.get(job.seen), job.heard
         if job.upscale:
             assert video is not None  # sound alone is not upscaled
             with self.recorder.phase("upsample"):

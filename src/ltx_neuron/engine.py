@@ -3,12 +3,12 @@
 An engine keeps models loaded between calls until it is closed.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.denoise.tiled import TiledStageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import conditions
 from ltx_neuron.host.arithmetic import store_choices
@@ -132,7 +133,7 @@ class Engine:
         more       called while the last job is decoded: returns jobs that join the run
         """
         self.check_process()
-        resolved = self.workspace.resolved
+        resolved = partial(self.workspace.resolved, compat=self.options.compat)
         jobs, failed, compiled = self._check([*map(resolved, jobs)], isolate)
         options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
         with self._session(keep), self._decode_queue(**options) as queue:
@@ -142,7 +143,8 @@ class Engine:
                 groups = stage_groups(runs, self.workspace.dit_weights, self.residency.weights)
                 # Unless every run already has its latents.
                 if first := next((group.stages[0] for group in groups if group.stages), None):
-                    programs = {step.bucket.name: step.manifest for step in compiled.values()}
+                    steps = chain.from_iterable(step.programs for step in compiled.values())
+                    programs = {step.bucket.name: step.manifest for step in steps}
                     self.residency.load_transformer(programs, first.loras)
                 # Not earlier, so that a refused run does not change the folder.
                 store_choices(self.workspace.artifacts)
@@ -213,7 +215,6 @@ class Engine:
             poll=(lambda: None) if self.options.neuron_vae else self.residency.poll,
             decode_video=self._decode_video,
             decode_audio=self._decode_audio,
-            compat=self.compat,
             on_ranks=on_ranks if self.options.neuron_vae else "",
             **options,
         )
@@ -259,7 +260,7 @@ class Engine:
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
         text_loras, new = self.workspace.text_loras, [job for job, state in runs if not state]
-        keys = {id(job): (text_loras(job), job.prompts(self.compat)) for job in new}
+        keys = {id(job): (text_loras(job), job.prompts) for job in new}
         for loras, texts in [k for k in dict.fromkeys(keys.values()) if k not in self._contexts]:
             tokens = [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
             if contexts := (cache := self._prompt_cache(loras)) and cache.read(tokens):
@@ -309,7 +310,8 @@ class Engine:
         with self.recorder.phase(f"denoise_{stage.name}"):
             images = conditions.encode_images(self.host, job, stage.height, stage.width)
             assert ranks
-            stage_run = StageRun(ranks, compiled, *shared)
+            kind = TiledStageRun if compiled.tiles else StageRun
+            stage_run = kind(ranks, compiled, *shared)
             stage_run.prepare(job, stage, run.contexts, *start, run.generator, images, run.tensors)
         return stage_run
 
@@ -323,6 +325,9 @@ class Engine:
             upsample = partial(self.host.upsample, tensors["s1_video"], "spatial")
             with self.recorder.phase("upsample"), BackgroundTask(upsample) as task:
                 tensors["upsampled"] = task.result(self.residency.poll)
+                if run.job.generated_keyframes(upsampled=True):  # as one clip of K latents
+                    planes = self.host.upsample(tensors["s1_generated_keyframes"], "spatial")
+                    tensors["upsampled_keyframes"] = planes
             return tensors["upsampled"], tensors["s1_audio"]
         size, given = run.job.size, run.tensors
         shape = stage.height, stage.width, size.num_frames, size.frame_rate
@@ -364,17 +369,8 @@ class Engine:
         """Record the costs of a stage's steps, which were counted when its graphs were compiled."""
         compiled, stage, self.stage_run = stage_run.compiled, stage_run.stage, None
         stage_run.ranks.moment = f"after {stage.title}"
-        guided, counters = compiled.bucket.guided, self.recorder.counters
-        passes = len(run.job.passes) if guided else 1
+        passes = len(run.job.passes) if compiled.bucket.guided else 1
         passes *= len(stage.evaluations) // stage.steps
-        profile, tp = self.workspace.profile, self.workspace.tp
-        rounds = math.ceil(passes / profile.guidance_parallel) if guided else passes
-        cost = compiled.manifest.cost("pass" if guided else "main")
-        counters.collectives_per_step = {
-            "count": cost["collectives"] * rounds,
-            "bytes": cost["collective_bytes"] * rounds,
-        }
-        counters.flops_per_step = cost["flops"] * passes * profile.world_size(tp)
-        counters.peak_flops = profile.flops(profile.cores_needed(tp))
+        compiled.count(passes, self.workspace.profile, self.workspace.tp, self.recorder.counters)
         if self.on_stage_end:
             self.on_stage_end(run)

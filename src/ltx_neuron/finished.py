@@ -25,7 +25,7 @@ from ltx_neuron.config.release import Release
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
-from ltx_neuron.errors import FieldError
+from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.job import Job, Stage
@@ -45,7 +45,7 @@ from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import MergedSource, WeightSet, identity_of
-from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release
+from ltx_neuron.weights.model_files import PARTS, ModelFiles, check_release, named_release
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
@@ -76,6 +76,7 @@ class Finished:
         self._typed = profile.settings
         self.tuned_settings: tuned_settings.TunedSettings | None = None
         self._said, self._said_backend = "", False
+        self.compat: str | None = None  # of jobs without their own
         self.prepare_command = ""  # if set, errors have it instead of each artifact's command
         self.files = ModelFiles(checkpoint_path, gemma_root, **part_paths)
         self.checkpoint, self.config = self.files.checkpoint, self.files.config
@@ -90,10 +91,12 @@ class Finished:
         """Gemma's folder, or the text encoder's file."""
         return self.files.gemma_root
 
-    def resolved(self, job: Job) -> Job:
-        """The job with the settings of the checkpoint's release. Raises FieldError for a job that
-        the checkpoint cannot run."""
+    def resolved(self, job: Job, compat: str | None = None) -> Job:
+        """The job with the settings of the checkpoint's release, and of `compat` if it has none of
+        its own. Raises FieldError for a job that the checkpoint cannot run."""
         job.check_types()
+        if job.compat is None and (compat := compat or self.compat):
+            job = dataclasses.replace(job, compat=compat)
         check_job(job, self.checkpoint, self.transformer)
         return of_release(job, self.checkpoint.release)
 
@@ -144,11 +147,7 @@ class Finished:
             files: list[TensorFile] = [self.checkpoint]
             heads = self.transformer.heads
             if model == "dit":
-                release = self.checkpoint.release
-                for lora in loras:
-                    check_release(lora.file(), "--lora", release, release.download("lora"))
-                source = MergedSource(MODELS[model], files, loras, heads)
-                print("\n".join(source.notes), end="\n" * bool(source.notes))
+                source = self._merged(loras)
             elif model == "gemma3":
                 files += self.files.text_files()
                 source = MergedSource(MODELS[model], files, loras, heads | self.gemma.heads)
@@ -156,6 +155,25 @@ class Finished:
                 source = Source(MODELS[model], [self.files.of(_SECTIONS[model])])
             self._sources[model, loras] = source
         return self._sources[model, loras]
+
+    def _merged(self, loras: WeightSet) -> Source:
+        """The DiT with LoRAs. Those of another release are merged if they fit, with a note."""
+        release = self.checkpoint.release
+        files = {lora: lora.file() for lora in loras}
+        others = {lora: found for lora in loras if (found := named_release(files[lora]))}
+        others = {lora: found for lora, found in others.items() if found is not release}
+        try:
+            source = MergedSource(MODELS["dit"], [self.checkpoint], loras, self.transformer.heads)
+        except UserError:
+            for lora in others:
+                check_release(files[lora], "--lora", release, release.download("lora"))
+            raise
+        source.notes += [
+            f"--lora {lora.path} is of LTX-{found.version}, the model of LTX-{release.version}: it"
+            " is merged, as all its layers fit"
+            for lora, found in others.items()
+        ]
+        return source
 
     @cached_property
     def video_decoder(self):
@@ -422,11 +440,12 @@ class Finished:
     def _programs(self, identities: dict[str, dict], command: str) -> dict[str, Manifest]:
         return {name: Manifest(self._find(each, command)) for name, each in identities.items()}
 
-    def dit_program_for(self, job: Job, stage: Stage) -> tuple[Bucket, Manifest]:
-        """The compiled step for a stage: the graph with the fewest sufficient timesteps. Raises
-        UserError with the command that compiles it."""
+    def dit_program_for(self, job: Job, stage: Stage, tile: int = 0) -> tuple[Bucket, Manifest]:
+        """The compiled step for a stage or for one of its tiles: the graph with the fewest
+        sufficient timesteps. Raises UserError with the command that compiles it."""
         needed = job.bucket(stage).timesteps
-        candidates = [job.bucket(stage, needed + more) for more in range(MAX_TIMESTEPS)]
+        counts = (needed + more for more in range(MAX_TIMESTEPS))
+        candidates = [job.stage_buckets(stage, count)[tile] for count in counts]
         profile = self.dit_profile(job.buckets)
         compiled = (b for b in candidates if self.is_made(self._dit_identity(b, profile)))
         bucket = next(compiled, candidates[0])
@@ -526,7 +545,8 @@ def of_release(job: Job, release: Release) -> Job:
         image if image.crf is not None else dataclasses.replace(image, crf=release.image_crf)
         for image in job.images
     )
-    ancestral = release.ancestral and job.recipe == "distilled"
+    # Upstream's pipelines for other inputs than images use the Euler sampler without noise.
+    ancestral = release.ancestral and job.recipe == "distilled" and not job.has_media()
     if (images, ancestral) == (job.images, job.ancestral):
         return job
     return dataclasses.replace(job, images=images, ancestral=ancestral)
@@ -540,7 +560,3 @@ def check_job(job: Job, checkpoint: Checkpoint, transformer: TransformerConfig) 
             f" {checkpoint.path}, LTX {checkpoint.model_version}, generates no keyframes; leave it"
             " out"
         )
-    stage_2 = {each.path for each in job.stage_2_loras}
-    ic_loras = {each.path for each in job.stage_1_loras} - stage_2
-    given = job.given | {"{ic_lora}": bool(ic_loras), f"{{upscale}} {job.upscale}": True}
-    checkpoint.release.check(given)

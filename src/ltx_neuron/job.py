@@ -5,13 +5,16 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
+
+from torch import Tensor
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.models.signatures import WITHOUT
-from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditions import Inputs, check_together
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditions import LATER_FIELDS, Inputs, check_together
 from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
@@ -36,7 +39,8 @@ from ltx_neuron.sampling.schedules import (
     ltx2_schedule,
 )
 from ltx_neuron.sampling.size import NO_PICTURE, Size
-from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, LoraFile, guidance_fields, validated
+from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, spec_of, validated
+from ltx_neuron.sampling.tiles import Tile
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
 
@@ -55,8 +59,8 @@ class Stage(NamedTuple):
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
     upsampled  starts from the previous stage's upsampled latents, not from noise alone
     loras      merged into its weights
-    sampler    "euler", "ancestral", which adds noise in each step, or "res_2s" with two evaluations
-               of the model per step
+    sampler    "euler", "ancestral", which adds noise in each step, "res_2s" with two evaluations
+               of the model per step, or "gradient_estimation"
     window     of an extended video: each has its own stage 1
     """
 
@@ -102,7 +106,7 @@ class Stage(NamedTuple):
 class Job(Inputs):
     """The settings of one generation.
 
-    ancestral  stage 1 uses the ancestral Euler sampler; the checkpoint's release determines this
+    ancestral  the stages use the ancestral Euler sampler; the checkpoint's release determines this
     """
 
     prompt: str
@@ -136,18 +140,20 @@ class Job(Inputs):
         """
         size, sampler, guided = self.size, self.sampler, self.recipe == "dev"
         first = size.first.sides
-        tokens = SCHEDULE_TOKENS
-        if sampler == "res_2s":  # only HQ's schedule depends on them
-            tokens = math.prod(video_latent_shape(*first, size.num_frames))
+        clip = math.prod(video_latent_shape(*first, size.num_frames))
+        tokens = clip if sampler == "res_2s" else SCHEDULE_TOKENS  # only HQ's depends on them
         sigmas = ltx2_schedule(self.steps, tokens) if guided else DISTILLED_SIGMAS
-        loras = self.loras + self.stage_1_loras, self.loras + self.stage_2_loras
+        references = self.stage_1_loras if self.stage_2_ic_lora else ()
+        loras = self.loras + self.stage_1_loras, self.loras + references + self.stage_2_loras
         stage_1 = "ancestral" if self.ancestral else sampler
         half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=stage_1)
         if self.extension:
             return tuple(half._replace(window=window) for window in self.extension.windows)
         if not size.two_stage or self.skip_stage_2:
             return (half,)
-        full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=sampler)
+        refining = ("res_2s",) if COMPAT[self.compat].plain_stage_2 else ("res_2s", "ancestral")
+        stage_2 = stage_1 if stage_1 in refining else "euler"
+        full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=stage_2)
         return half, full._replace(upsampled=True, loras=loras[1])
 
     @property
@@ -156,16 +162,24 @@ class Job(Inputs):
         windows'. Sound alone has none."""
         return "s1_video" if self.extension else f"{self.stages[-1].key}_video"
 
-    def heard(self, compat: Compat) -> str:
+    @property
+    def heard(self) -> str:
         """The name of the latents of the video's sound: the last stage's, or stage 1's if stage 2
         refines only the picture: in dubbing, with a reference voice, and in dev without
         interpolated keyframes (ltx-pipelines 1.2.0, dubit.py, ti2vid_two_stages.py,
         keyframe_interpolation.py)."""
         if self.extension or self.reference_audio:
             return "s1_audio"
-        refined = self.images_as_guides or (compat.refined_sound and self.sampler == "euler")
-        stage = self.stages[0 if self.recipe == "dev" and not refined else -1]
-        return f"{stage.key}_audio"
+        refined = COMPAT[self.compat].refined_sound and self.sampler != "res_2s"
+        dropped = self.recipe == "dev" and not (refined or self.images_as_guides)
+        return f"{self.stages[0 if dropped else -1].key}_audio"
+
+    def freezes_sound(self, upsampled: bool) -> bool:
+        """Whether a stage does not change the sound: an input, stage 1's with a reference, or stage
+        1's of the dev recipe (ltx-pipelines 1.4, ti2vid_two_stages.py)."""
+        others = self.sampler == "res_2s" or self.references or self.images_as_guides
+        plain = self.recipe == "dev" and not (others or COMPAT[self.compat].plain_stage_2)
+        return super().freezes_sound(upsampled) or (upsampled and plain)
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -182,23 +196,35 @@ class Job(Inputs):
     @property
     def buckets(self) -> list[Bucket]:
         """The compiled shapes of all stages."""
-        return list(dict.fromkeys(self.bucket(stage) for stage in self.stages))
+        return list(dict.fromkeys(chain.from_iterable(map(self.stage_buckets, self.stages))))
 
     @property
     def buckets_to_compile(self) -> list[Bucket]:
         """Buckets of all jobs of this kind: text to video has one timestep per step, an image at
         frame 0 adds a second one, and each has its own, faster graph."""
         counts = [None] if self.fixes_timesteps else [1, 2]
-        needed = (self.bucket(stage, count) for stage in self.stages for count in counts)
-        return list(dict.fromkeys(needed))  # windows share one
+        needed = (self.stage_buckets(stage, n) for stage in self.stages for n in counts)
+        return list(dict.fromkeys(chain.from_iterable(needed)))  # windows share one
+
+    def stage_tiles(self, stage: Stage) -> list[tuple[Tile, Tensor]]:
+        """The tiles of a stage, each with the tokens that it sees; none if it is not tiled."""
+        canvas = _, *sides = video_latent_shape(stage.height, stage.width, self.size.num_frames)
+        appended = self.appended(stage.upsampled, *sides)
+        return [(tile, tile.tokens(canvas, appended)) for tile in self.tiles(*sides)]
+
+    def stage_buckets(self, stage: Stage, timesteps: int | None = None) -> list[Bucket]:
+        """The compiled shape that a stage needs, or that of each of its tiles."""
+        whole = self.bucket(stage, timesteps)
+        tokens = [len(tokens) for _, tokens in self.stage_tiles(stage)] or [whole.video_tokens]
+        return [dataclasses.replace(whole, video_tokens=count) for count in tokens]
 
     def bucket(self, stage: Stage, timesteps: int | None = None) -> Bucket:
-        """The compiled shape a stage needs."""
-        frames, *sides = video_latent_shape(stage.height, stage.width, self.size.num_frames)
-        appended = self.appended_tokens(stage.upsampled, *sides)
+        """The compiled shape that a stage needs without tiles."""
+        canvas = _, *sides = video_latent_shape(stage.height, stage.width, self.size.num_frames)
+        shapes = canvas, *(each.shape for each in self.appended(stage.upsampled, *sides))
         references = self.appended_references(stage.upsampled)
         return Bucket(
-            video_tokens=frames * math.prod(sides) + appended,
+            video_tokens=sum(map(math.prod, shapes)),
             audio_tokens=self.size.audio_frames + self.appended_audio(stage.upsampled),
             timesteps=timesteps or self.timesteps(stage.upsampled),
             max_steps=stage.max_steps,
@@ -250,12 +276,13 @@ class Job(Inputs):
         frames = self.output_size.num_frames
         return 2 * frames - 1 if "temporal" in UPSCALES.get(self.upscale, ()) else frames
 
-    def prompts(self, compat: Compat) -> tuple[str, ...]:
+    @property
+    def prompts(self) -> tuple[str, ...]:
         """The prompts to encode: the prompt, and the negative one if a pass or NAG uses it."""
         uncond = self.recipe == "dev" and "uncond" in self.resolved_guidance.passes()
         if not uncond and self.nag is None:
             return (self.prompt,)
-        default = SHORT_NEGATIVE_PROMPT if compat.short_negative else NEGATIVE_PROMPT
+        default = SHORT_NEGATIVE_PROMPT if COMPAT[self.compat].short_negative else NEGATIVE_PROMPT
         return self.prompt, default if self.negative_prompt is None else self.negative_prompt
 
     def check(self) -> None:
@@ -354,22 +381,8 @@ class Job(Inputs):
     @property
     def spec(self) -> JobSpec:
         """The job's settings as a JobSpec."""
-        values = {name: getattr(self, name) for name in SPEC_FIELDS}
-        if not self.retake:  # a retake's file determines its size
-            values |= vars(self.output_size)
-            if self.sound_only:
-                values |= {"height": None, "width": None}
-        elif self.retake.extend:
-            values["num_frames"] = self.size.num_frames
-        for stream in ("video", "audio") if self.guidance else ():
-            # An input sound and the absent video of sound alone have none.
-            if not (self.sound_only if stream == "video" else self.sound):
-                scales = vars(getattr(self.guidance, stream))
-                values |= {name: scales[of] for name, of in guidance_fields(stream).items()}
-        for name, field in zip(LORAS, LORA_FIELDS, strict=True):
-            loras = getattr(self, field)
-            values[name] = tuple(LoraFile(str(x.path.absolute()), x.strength) for x in loras)
-        return JobSpec.model_construct(**values | self.spec_fields)
+        loras = (getattr(self, field) for field in LORA_FIELDS)
+        return spec_of(self, SPEC_FIELDS, dict(zip(LORAS, loras, strict=True)))
 
     def describe(self) -> dict:
         """The job as JSON, for the sidecar and the report."""
@@ -377,8 +390,9 @@ class Job(Inputs):
         described = described.pop("size") | described
         if described.pop("ancestral"):
             described["sampler"] = self.stages[0].sampler
-        if described["num_generated_keyframes"] is None:  # the identity of earlier versions
-            del described["num_generated_keyframes"]
+        for name in LATER_FIELDS:
+            if described[name] == getattr(Job, name):  # the identity of earlier versions
+                del described[name]
         described["num_frames"] -= self.tail_frames or 0  # as typed
         if self.auto_duration is None:
             del described["auto_duration"]

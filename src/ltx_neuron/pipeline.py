@@ -144,6 +144,7 @@ class LTXPipeline:
             audio_vae_path=_located(audio_vae_path, "audio_vae"),
             text_projection_path=_located(text_projection_path, "text_projection"),
         )
+        workspace.compat = compat
         if tuned:
             workspace.take_tuned()
         options = RunOptions(

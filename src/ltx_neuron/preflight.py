@@ -21,7 +21,6 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
 from ltx_neuron.plan import CoreMemory
-from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.text.inputs import cut_off
@@ -154,7 +153,8 @@ class Preflight:
         vae = [manifest for several in self.vae.values() for manifest in several.values()]
         memories = []
         for job in jobs:
-            manifests = [compiled[id(job), stage].manifest for stage in job.stages]
+            steps = (step for stage in job.stages for step in compiled[id(job), stage].programs)
+            manifests = [step.manifest for step in steps]
             memories.append(
                 self.workspace.compiled_memory(manifests, self.options.neuron_gemma, vae, job)
             )
@@ -164,7 +164,7 @@ class Preflight:
     def check_inputs(self, jobs: list[Job], failed: Failed | None = None) -> list[Job]:
         """Check the jobs' files and settings. Returns the jobs that can run. As `check`."""
         workspace, release = self.workspace, self.workspace.checkpoint.release
-        release.check({f"{{compat}} {self.options.compat}": True})
+        release.check_compat(self.options.compat)
         jobs, given = [], jobs
         for job in given:
             try:
@@ -301,7 +301,7 @@ class Preflight:
         """The compiled step of every stage. Raises UserError for missing graphs or weight sets."""
         workspace = self.workspace
         compiled = {
-            (id(job), stage): CompiledStep(*workspace.dit_program_for(job, stage))
+            (id(job), stage): self._compiled_step(job, stage)
             for job in jobs
             for stage in job.stages
         }
@@ -311,6 +311,11 @@ class Preflight:
         self.vae = self._find_vae(jobs) if self.options.neuron_vae else {}
         workspace.say_tuned()
         return compiled
+
+    def _compiled_step(self, job: Job, stage: Stage) -> CompiledStep:
+        find, tiles = self.workspace.dit_program_for, range(len(job.stage_tiles(stage)))
+        steps = tuple(CompiledStep(*find(job, stage, number)) for number in tiles)
+        return replace(steps[0], tiles=steps) if steps else CompiledStep(*find(job, stage))
 
     def _find_vae(self, jobs: list[Job]) -> dict[str, dict[str, Manifest]]:
         """The programs of the VAEs by model. Raises UserError for missing ones."""
@@ -346,7 +351,7 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
         said.append(f"{flag}: {NO_SPEECH}")
     for loras in dict.fromkeys(stage.loras for stage in job.stages):
         said += workspace.source("dit", loras).notes if loras else []
-    for number, text in enumerate(job.prompts(COMPAT[None])):
+    for number, text in enumerate(job.prompts):
         if len(text.encode()) < TEXT_TOKENS:  # a token has a byte or more, and there is a BOS
             continue
         count, lost = cut_off(workspace.tokenizer, text)

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
@@ -19,9 +21,10 @@ from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.backends.tiles import RankEncoder, RankSound, RankSpans, RankTiles
 from ltx_neuron.backends.torchdist.host import start_server
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig
-from ltx_neuron.denoise import ModulationTables
+from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import check_readable
+from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.vocoder import resampling_filters
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text import inputs
@@ -32,7 +35,26 @@ from ltx_neuron.workspace import Workspace
 
 # Programs of the VAEs by name, of the models "vae", "encoder" and "sound".
 VaePrograms = Mapping[str, dict[str, Manifest]]
+_REMEMBERED_TABLES = 8  # per weight set; at most 11 MB for each distinct timestep
 _REMEMBERED_WEIGHT_SETS = 4  # weight sets whose modulation tables are kept
+
+
+class ModulationTables:
+    """A cache of a weight set's modulation tables, which depend only on the schedule. The weights
+    (0.87 GB) are read only for a missing table."""
+
+    def __init__(self, weights: Any, config: TransformerConfig):
+        self.weights, self.config = weights, config
+        self._tables: dict[tuple, Tensor] = {}
+
+    def __call__(self, stream: str, *rows: Any) -> Tensor:
+        """modulation_table of a stream. rows: its arguments from `sigmas` on."""
+        key = stream, *(tuple(x.tolist()) if isinstance(x, Tensor) else x for x in rows)
+        if key not in self._tables:
+            if len(self._tables) >= _REMEMBERED_TABLES:
+                self._tables.clear()
+            self._tables[key] = modulation_table(self.weights, self.config, stream, *rows)
+        return self._tables[key]
 
 
 class Residency:

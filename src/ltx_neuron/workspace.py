@@ -83,6 +83,8 @@ class Workspace(Finished):
         # Wrong sources raise before anything is written.
         sources = [source for loras in sets for source in self.sources_of(model, loras)]
         specs_of = [self._specs(source) for source in sources]
+        for note in dict.fromkeys(note for source in sources for note in source.notes):
+            print(note)
         paths = []
         for source, specs in zip(sources, specs_of, strict=True):
             identity = self.weights_identity(source)

@@ -3,14 +3,12 @@ download. The service and resumed runs: test/slow/test_split_release.py."""
 
 import json
 
-import pytest
 import serving
 import split_runs
 from safetensors.torch import load_file
-from split_runs import LIMITS, LINES, SIZE
+from split_runs import LIMITS, LINES
 
 from ltx_neuron.commands import dispatch
-from ltx_neuron.errors import FieldError
 from ltx_neuron.pipeline import LTXPipeline
 
 runs = split_runs.runs  # a fixture
@@ -25,9 +23,7 @@ def test_a_batchs_sidecars_have_the_sampler_the_decoder_and_the_files(runs, spli
     assert set(made["identity"]["files"]) == {"text_encoder", "video_vae", "audio_vae"}
 
 
-def test_the_python_api_makes_the_bytes_of_the_batch_and_refuses_an_input_sound(
-    runs, split, tmp_path
-):
+def test_the_python_api_makes_the_bytes_of_the_batch(runs, split, tmp_path):
     with LTXPipeline.from_pretrained(
         checkpoint_path=split.distilled,
         gemma_root=split.text_encoder,
@@ -46,8 +42,6 @@ def test_the_python_api_makes_the_bytes_of_the_batch_and_refuses_an_input_sound(
             path = tmp_path / "out.mp4"
             pipe(**line, auto_duration=limits, output_type="mp4", output_path=path)
             assert path.read_bytes() == wanted
-        with pytest.raises(FieldError, match="--audio-path does not run on LTX-2.5 yet"):
-            pipe("rain", **SIZE, audio=serving.sound_file(tmp_path))
 
 
 def test_the_length_of_a_prompt_is_predicted_without_graphs(runs, split, tmp_path, capsys):

@@ -19,7 +19,6 @@ from ltx_neuron.decode_queue import Failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags import job_of_line
 from ltx_neuron.job import Job
-from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
 
 
@@ -152,7 +151,7 @@ def test_guidance_of_a_line_is_the_dev_recipes(tmp_path):
         2.0,
         (1, 2),
     )
-    assert found.job.prompts(COMPAT[None]) == ("a", "b")
+    assert found.job.prompts == ("a", "b")
     with pytest.raises(UserError, match="audio-stg-blocks"):
         read(tmp_path, line | {"audio-stg-blocks": [True]}, flags=("--recipe", "dev"))
 

@@ -1,6 +1,8 @@
 """The state a stage starts from: noise drawn as ltx-core draws it, and images held as it holds
 them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import FP32_ROUNDING, STREAMS, furthest, generator, randn
@@ -245,3 +247,19 @@ def test_every_token_chooses_the_one_row_of_its_mask(timesteps):
     assert torch.equal(choice.sum(1), torch.ones(len(choice)))
     assert set(choice.flatten().tolist()) == {0.0, 1.0}
     assert torch.equal((choice.float() @ rows)[:, None], state.denoise_mask)
+
+
+def test_motion_speed_scales_the_time_of_all_video_tokens_and_nothing_else():
+    reference = ReferenceVideo("guide.mp4", 1.0, 17)
+    job = Job("", Size(64, 128, 17), images=(image(8)[0],), references=(reference,))
+    given = {"reference_latent": randn(1, 128, *SHAPE, seed=4)}
+    start = latents()["video"], latents()["audio"]
+
+    def positions(speed: float):
+        slowed = replace(job, motion_speed=speed)
+        states = initial_states(slowed, False, given, start, [image(8)], Compat(), torch.float32)
+        return [state.positions for state in states]
+
+    (video, audio), (slow, heard) = positions(1.0), positions(0.25)
+    assert furthest(slow[:, 0], video[:, 0] / 4) < 1e-6
+    assert torch.equal(slow[:, 1:], video[:, 1:]) and torch.equal(heard, audio)

@@ -26,14 +26,13 @@ from recipes_oracle import OFF
 from typed import said
 
 from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import UserError
-from ltx_neuron.guided_passes import prepare_passes
 from ltx_neuron.job import Job
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import PASSES, GuideInputs
-from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import (
@@ -410,7 +409,7 @@ def test_a_step_runs_the_passes_that_a_stream_needs_and_no_other(name):
     )
     assert sequence == ["guided"] * 6
     job = Job("a", recipe="dev", guidance=guidance)
-    assert len(job.prompts(COMPAT[None])) == (2 if "uncond" in needed else 1)
+    assert len(job.prompts) == (2 if "uncond" in needed else 1)
 
 
 def test_a_step_that_both_streams_skip_runs_no_pass():
@@ -479,7 +478,7 @@ def test_defaults_are_those_of_ltx_pipelines():
     assert NEGATIVE_PROMPT.endswith(f"speech_ending_short, {DEFAULT_NEGATIVE_PROMPT}")
     job = Job("rain", recipe="dev")
     for compat, wanted in ((None, NEGATIVE_PROMPT), ("ltx-core-1.0.0", SHORT_NEGATIVE_PROMPT)):
-        assert job.prompts(COMPAT[compat]) == ("rain", wanted)
+        assert dataclasses.replace(job, compat=compat).prompts == ("rain", wanted)
     for stream in STREAMS:
         theirs = dataclasses.asdict(getattr(LTX_2_3_PARAMS, f"{stream}_guider_params"))
         ours = dataclasses.asdict(getattr(DEFAULTS, stream))

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT
-from helpers import one_thread, rel  # noqa: F401
-from ltx25_step import CONFIG, JOB, SEED, STAGE, stage_run
+from helpers import one_thread, randn, rel  # noqa: F401
+from ltx25_step import CONFIG, IMAGES, JOB, SEED, STAGE, stage_run
 from safetensors.torch import load_file
 
 from ltx_neuron.config.release import RELEASES
@@ -17,8 +17,16 @@ from ltx_neuron.finished import of_release
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling import ancestral
-from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling import ancestral, latents
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditioning import initial_states
+from ltx_neuron.sampling.conditions import (
+    ImageCondition,
+    ReferenceAudio,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
 
@@ -204,18 +212,72 @@ def test_held_tokens_stay_in_every_step():
 # --- which sampler, which tokens ------------------------------------------------------------------
 
 
-def test_the_distilled_stage_1_of_a_release_uses_its_sampler():
-    two_stages = Size(128, 192, 17, two_stage=True)
+TWO_STAGES = Size(128, 192, 17, two_stage=True)
+EARLIER = "ltx-pipelines-1.2.0"
+
+
+def test_both_distilled_stages_of_a_release_use_its_sampler():
+    two_stages = TWO_STAGES
     dev = of_release(Job("", two_stages, recipe="dev"), LTX_2_5)
     assert [stage.sampler for stage in dev.stages] == ["euler", "euler"]
     for release, sampler in ((LTX_2_3, "euler"), (LTX_2_5, "ancestral")):
         job = of_release(Job("", two_stages), release)
-        assert [stage.sampler for stage in job.stages] == [sampler, "euler"]
-        assert [bucket.ancestral for bucket in job.buckets] == [sampler == "ancestral", False]
+        assert [stage.sampler for stage in job.stages] == [sampler, sampler]
+        assert [bucket.ancestral for bucket in job.buckets] == [sampler == "ancestral"] * 2
+        earlier = replace(job, compat=EARLIER)
+        assert [stage.sampler for stage in earlier.stages] == [sampler, "euler"]
         assert job.describe()["sampler"] == sampler
         assert "ancestral" not in job.describe()
         assert of_release(job, release) is job
         assert "sampler" not in job.spec.line() or job.spec.line()["sampler"] == "euler"
+
+
+SOUND, CLIP = SoundCondition("sound.wav"), ReferenceVideo("clip.mp4", 1.0, 17)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sound": SOUND},
+        {"retake": Retake("film.mp4", 0.0, 0.3), "size": replace(TWO_STAGES, two_stage=False)},
+        {"references": (CLIP,)},
+        {"reference_audio": ReferenceAudio("voice.wav", 8)},
+        {"reference_audio": ReferenceAudio("clip.mp4", 8), "dubbing": CLIP},
+    ],
+    ids=["a sound", "a retake", "references", "a voice", "dubbing"],
+)
+def test_other_inputs_than_images_are_sampled_without_noise_as_upstream_does(given):
+    job = of_release(Job("", **{"size": TWO_STAGES} | given), LTX_2_5)
+    assert {stage.sampler for stage in job.stages} == {"euler"}
+    with_image = of_release(Job("", TWO_STAGES, images=IMAGES), LTX_2_5)
+    assert {stage.sampler for stage in with_image.stages} == {"ancestral"}
+
+
+def test_stage_2_draws_its_noise_from_a_seed_of_its_own():
+    given = (1.0, 0.5, 0.0), [torch.zeros(1, 4, 2)] * 2, (False, False)
+    drawn = [next(ancestral.steps_of(*given, 7, stage))[0] for stage in (1, 2)]
+    for stage, noise in enumerate(drawn, 1):
+        generator = torch.Generator().manual_seed(7 + 10_000 * stage)
+        assert torch.equal(noise, torch.randn(1, 4, 2, generator=generator))
+
+
+@pytest.mark.parametrize(
+    ("changes", "frozen"),
+    {
+        "guided": ({}, True),
+        "guided, as of 1.2.0": ({"compat": EARLIER}, False),
+        "guided, as of 1.0.0": ({"compat": "ltx-core-1.0.0"}, False),
+        "distilled": ({"recipe": "distilled"}, False),
+        "HQ": ({"sampler": "res_2s"}, False),
+        "images as guides": ({"images_as_guides": True}, False),
+        "references": ({"references": (CLIP,)}, False),
+        "an input sound": ({"sound": SOUND, "compat": EARLIER}, True),
+    }.values(),
+)
+def test_stage_2_of_the_guided_recipe_keeps_the_sound_of_stage_1(changes, frozen):
+    job = replace(Job("", TWO_STAGES, recipe="dev"), **changes)
+    assert job.freezes_sound(True) is frozen
+    assert job.freezes_sound(False) is bool(job.sound)
 
 
 def test_an_images_crf_is_the_releases_unless_it_is_given():
@@ -268,10 +330,23 @@ def test_the_first_latent_frame_is_marked_without_an_image_too():
     assert torch.equal(marked, torch.tensor(wanted).float()[:, None].expand(3, 6))
 
 
-def test_stage_2_has_no_generated_keyframes():
-    job = Job("", Size(128, 192, 17, two_stage=True), num_generated_keyframes=2)
-    first, second = (job.bucket(stage).video_tokens for stage in job.stages)
-    assert (first, second) == ((3 + 2) * 6, 3 * 24)
+def test_both_stages_have_the_generated_keyframes():
+    job = Job("", TWO_STAGES, num_generated_keyframes=2)
+    earlier = replace(job, compat=EARLIER)
+    tokens = [[each.bucket(stage).video_tokens for stage in each.stages] for each in (job, earlier)]
+    assert tokens == [[(3 + 2) * 6, (3 + 2) * 24], [(3 + 2) * 6, 3 * 24]]
+
+
+def test_keyframes_of_stage_2_begin_as_those_of_stage_1_behind_all_other_tokens():
+    job = Job("", TWO_STAGES, images=IMAGES, num_generated_keyframes=2)
+    planes, start = randn(1, 128, 2, 4, 6, seed=1), latents.zeros(128, 192, 17, 25.0, torch.float32)
+    images = [(image, randn(1, 128, 1, 4, 6, seed=2)) for image in IMAGES]
+    given = {"upsampled_keyframes": planes}, start, images, COMPAT[None], torch.float32
+    video, _ = initial_states(job, True, *given)
+    assert torch.equal(video.latent[:, -48:], latents.patchify_video(planes))
+    assert video.clean_latent[:, -48:].abs().sum() == 0 and video.denoise_mask[-48:].min() == 1
+    assert video.keyframes_mask.flatten().unflatten(0, (-1, 24))[-2:].min() == 1
+    assert len(video.denoise_mask) == job.bucket(job.stages[1]).video_tokens
 
 
 def test_more_keyframes_than_frames_between_are_refused(tmp_path):

@@ -324,7 +324,6 @@ def test_a_download_of_ltx_2_5_is_planned_with_its_files(split, tiny, tmp_path, 
     for checkpoint, words, said in (
         (tiny.checkpoint, ["--num-generated-keyframes", 3], "LTX 2.3.0, generates no keyframes"),
         (split.folder, ["--gemma-root", tiny.gemma_root], "has its text encoder in one file"),
-        (split.folder, ["--upscale", "temporal"], "--upscale temporal does not run on LTX-2.5"),
     ):
         with pytest.raises(UserError, match=said):
             made(checkpoint, *words)

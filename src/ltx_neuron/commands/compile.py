@@ -1,10 +1,12 @@
 """ltx-neuron compile MODEL: the graphs of one model."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from ltx_neuron import flags, invocation
 from ltx_neuron.commands import choose
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import video_latent_shape
 
 # Model -> a line of help, and the description
@@ -48,10 +50,13 @@ def _transformer(args: argparse.Namespace) -> list[Path]:
     job = flags.shape(args, flags.recipe(args))
     job.check_shape()
     workspace = flags.workspace(args)
-    job = workspace.resolved(job)
-    workspace.check_plan_fits(job, neuron_gemma=False)
-    workspace.say_tuned(job.buckets_to_compile)
-    return workspace.compile_dit(job.buckets_to_compile, job)
+    paths = []
+    for compat in COMPAT:  # stage 2 of an earlier release may have graphs of its own
+        job = workspace.resolved(dataclasses.replace(job, compat=compat))
+        workspace.check_plan_fits(job, neuron_gemma=False)
+        workspace.say_tuned(job.buckets_to_compile)
+        paths += workspace.compile_dit(job.buckets_to_compile, job)
+    return list(dict.fromkeys(paths))
 
 
 def _gemma3(args: argparse.Namespace) -> list[Path]:

@@ -19,9 +19,8 @@ class Release:
                utils/constants.py)
     gemma      the sizes of its text encoder
     split      whether text encoder, video VAE and audio VAE each have a file of their own
-    excluded   inputs and settings of a run, spelled as in Inputs.given, that do not run on it
-    ancestral  whether stage 1 of the distilled recipe uses the ancestral Euler sampler
-               (ltx-pipelines 1.2.0 utils/samplers.py; since 1.4.0 stage 2 as well)
+    ancestral  whether the distilled recipe uses the ancestral Euler sampler for text and images
+               (ltx-pipelines 1.2.0 utils/samplers.py in stage 1; since 1.4.0 in stage 2 as well)
     """
 
     version: str
@@ -29,16 +28,13 @@ class Release:
     ancestral: bool = False
     gemma: GemmaConfig = GEMMA_3_12B
     split: bool = False
-    excluded: tuple[str, ...] = ()
 
-    def check(self, given: Mapping[str, Any]) -> None:
-        """Raise FieldError for an input or a setting that does not run on the release."""
-        for field in self.excluded:
-            if given.get(field):
-                raise FieldError(
-                    f"{field} does not run on LTX-{self.version} yet; leave it out, or use an"
-                    " LTX-2.3 checkpoint"
-                )
+    def check_compat(self, compat: str | None) -> None:
+        """Raise FieldError for the numerics of ltx-core 1.0.0 with a later model."""
+        if self.split and compat and compat.startswith("ltx-core-1.0.0"):
+            raise FieldError(
+                f"{{compat}} {compat}: that release does not run LTX-{self.version}; leave it out"
+            )
 
     def download(self, kind: str) -> str:
         """The command that downloads the release's file of a kind of hub.RELEASED; the checkpoint
@@ -54,25 +50,9 @@ class Release:
         return f"Lightricks/LTX-{self.version}"
 
 
-# Not tested with LTX-2.5 here yet; upstream runs all but the last two since 1.2.0.
-_UNTESTED = (
-    "{audio_path}",
-    "{video_path}",
-    "{ic_lora}",
-    "{video_conditioning}",
-    "{conditioning_attention_mask}",
-    "{reference_video}",
-    "{reference_audio}",
-    "{sound_only}",
-    "{sampler} res_2s",
-    "{upscale} temporal",
-    "{upscale} both",
-    "{compat} ltx-core-1.0.0",
-    "{compat} ltx-core-1.0.0-conditioning",
-)
 RELEASES = (
     Release("2.3"),
-    Release("2.5", image_crf=18, ancestral=True, gemma=GEMMA_4_12B, split=True, excluded=_UNTESTED),
+    Release("2.5", image_crf=18, ancestral=True, gemma=GEMMA_4_12B, split=True),
 )
 
 

@@ -192,6 +192,7 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
         local(args, "gemma_root"),
         **{f"{kind}_path": local(args, f"{kind}_path") for kind in PARTS},
     )
+    opened.compat = getattr(args, "compat", None)
     if getattr(args, "needs_gemma", False):
         _require_gemma(opened)
     if tuned:

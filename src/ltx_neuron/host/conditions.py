@@ -85,8 +85,8 @@ def encode(
     host: HostModels, inputs: Inputs, upsampled: bool = False, rank_tiles: Any = None
 ) -> dict[str, Tensor]:
     """Tensors of a job's input sound and videos by name, for a stage. Missing inputs have no
-    entries. upsampled: for stage 2, which has only the reference of a dubbed clip. rank_tiles:
-    encodes tiles on the ranks, see HostModels.encode_video.
+    entries. upsampled: for stage 2, which has only references. rank_tiles: encodes tiles on the
+    ranks, see HostModels.encode_video.
 
     mel               (1, 2, frames, 64) float32; for a retake only if its file has sound
     audio_latent      (1, 8, Ta, 16), as long as the video; if there is a mel
@@ -104,6 +104,8 @@ def encode(
         name: _encode_reference(host, inputs, reference, size, rank_tiles)
         for name, reference in zip(names, references, strict=True)
     }
+    if inputs.attention_mask and references:
+        tensors["reference_attention"] = _reference_attention(inputs, size, host.dtype)
     if upsampled:
         return tensors
     if inputs.sound:
@@ -115,8 +117,6 @@ def encode(
     if inputs.reference_audio:
         flag = voice_flag(inputs)
         tensors |= _encode_reference_audio(host, inputs.reference_audio, flag)
-    if inputs.attention_mask:
-        tensors["reference_attention"] = _reference_attention(inputs, host.dtype)
     return tensors
 
 
@@ -466,15 +466,15 @@ def _encode_reference(
     return host.encode_video(pixels.to(host.dtype), not inputs.dubbing, rank_tiles)
 
 
-def _reference_attention(inputs: Inputs, dtype: torch.dtype) -> Tensor:
-    """(1, M): the mask's weight of each reference's token, times its strength."""
+def _reference_attention(inputs: Inputs, size: Size, dtype: torch.dtype) -> Tensor:
+    """(1, M): the mask's weight of each reference's token in a stage, times its strength."""
     mask = inputs.attention_mask
     assert mask
     frames = first_frames(mask.path, MASK, inputs.upright)
     frames = _exactly(_mask_frames(inputs), frames, mask.path, MASK)
-    # At the stage's size, not the references'.
+    # At stage 1's size in every stage, not at the references'.
     pixels = pixels_of(frames, *inputs.size.first.sides).to(dtype)
-    shapes = (reference.latent_shape(inputs.size.first) for reference in inputs.references)
+    shapes = (reference.latent_shape(size) for reference in inputs.references)
     weights = [token_weights(pixels, shape) for shape in shapes]
     return torch.cat(weights, dim=1) * mask.strength
 

@@ -72,7 +72,8 @@ class StagePlan:
     height: int
     width: int
     steps: int
-    evaluations: int  # of the model: res_2s has two per step and one more
+    evaluations: int  # of the model, for each tile: res_2s has two per step and one more
+    tiles: int  # of which all other numbers are the largest's; 1: not tiled
     passes: int  # of an evaluation: up to five with guidance; the counts are those of one
     video_tokens: int  # appended ones included, like the audio's
     audio_tokens: int
@@ -409,10 +410,16 @@ def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict
     }
 
 
+def largest_bucket(job: Job, stage: Stage) -> Bucket:
+    """A stage's bucket, or that of its largest tile."""
+    return max(job.stage_buckets(stage), key=lambda bucket: bucket.video_tokens)
+
+
 def _stage(
     config: TransformerConfig, job: Job, stage: Stage, profile: Profile, tp: int, dtype: torch.dtype
 ) -> StagePlan:
-    bucket, references = job.bucket(stage), job.appended_references(stage.upsampled)
+    buckets, references = job.stage_buckets(stage), job.appended_references(stage.upsampled)
+    bucket = largest_bucket(job, stage)
     size = job.stage_size(stage.upsampled)
     divides = profile.sequence_parallel and may_divide(bucket, tp, profile.context_parallel)
     program, step = step_cost(config, bucket, profile, tp, dtype, divides)
@@ -433,7 +440,8 @@ def _stage(
         height=stage.height,
         width=stage.width,
         steps=stage.steps,
-        evaluations=len(stage.evaluations),
+        evaluations=len(stage.evaluations) * len(buckets),
+        tiles=len(buckets),
         passes=len(job.passes) if stage.guided else 1,
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,

@@ -16,7 +16,7 @@ from ltx_neuron.config.transformer import Bucket, TransformerConfig
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import may_divide
 from ltx_neuron.models.signatures import own_tokens
-from ltx_neuron.plan import Plan, step_cost, step_launches
+from ltx_neuron.plan import Plan, largest_bucket, step_cost, step_launches
 from ltx_neuron.plan.clip import ClipPlan
 from ltx_neuron.plan.forecast import chips_of, forecast, is_measured
 from ltx_neuron.profiles import CONTEXT_PARALLEL, EXCHANGES, PROFILES, Profile, blocks_per_graph
@@ -59,7 +59,7 @@ def layouts(
     if chip is None or profile.chips == 1 or tp * profile.lnc % chip.cores:
         return []
     base = single_group(profile)
-    buckets = [job.bucket(stage) for stage in job.stages]
+    buckets = [largest_bucket(job, stage) for stage in job.stages]
     costs = {bucket: _cost(config, bucket, base, plan) for bucket in set(buckets)}
     passes = [stage.passes for stage in plan.stages]
     assert clip.seconds is not None  # with documented limits

@@ -25,6 +25,8 @@ def table(plan: Plan) -> str:
         steps = f"{stage.steps} steps"
         if stage.evaluations != stage.steps:
             steps += f" of {stage.evaluations} evaluations in all"
+        if stage.tiles > 1:
+            steps += f" in {stage.tiles} tiles each"
         if stage.passes > 1:
             steps += f", {stage.passes} passes each"
         size = f"{stage.height}x{stage.width}, " if stage.video_tokens else ""

@@ -1,7 +1,7 @@
 """Inputs of the ancestral Euler sampler's steps: their coefficients and their noise.
 
-Sources: ltx-core 1.2.0 EulerAncestralDiffusionStep with eta 1, ltx-pipelines 1.2.0 distilled.py,
-utils/samplers.py. models/ancestral.py is the step.
+Sources: ltx-core 1.2.0 EulerAncestralDiffusionStep with eta 1, ltx-pipelines 1.4 distilled.py,
+chunks/operators.py. models/ancestral.py is the step.
 
 Shapes (the batch is always 1): (1, T, C) latents of a stream's T tokens, appended ones included.
 """
@@ -11,19 +11,24 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-_SEED = 10_000  # added to the seed of the initial noise
+_SEED = 10_000  # times the stage's number, added to the seed of the initial noise
 
 
 def steps_of(
-    sigmas: tuple[float, ...], streams: Sequence[Tensor], frozen: Iterable[bool], seed: int
+    sigmas: tuple[float, ...],
+    streams: Sequence[Tensor],
+    frozen: Iterable[bool],
+    seed: int,
+    stage: int = 1,
 ) -> Iterator[tuple[Tensor, ...]]:
     """For each step the noise of both streams, (1, T, C), and the coefficients (2, 5).
 
     streams  latents of video and audio; the noise has their shapes and dtypes
-    seed     of the initial noise. A generator of the steps' own lets a resumed stage draw the same.
-             It draws the video's first in every step, and none in the last one, to sigma 0
+    seed     of the initial noise. A generator of the stage's own lets a resumed stage draw the
+             same. It draws the video's first in every step, and none in the last one, to sigma 0
+    stage    its number, 1 or 2
     """
-    generator = torch.Generator().manual_seed((seed + _SEED) % 2**64)
+    generator = torch.Generator().manual_seed((seed + _SEED * stage) % 2**64)
     for end, own in zip(sigmas[1:], coefficients(sigmas, frozen), strict=True):
         noises = map(torch.zeros_like, streams)
         if end:

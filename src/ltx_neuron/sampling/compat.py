@@ -1,7 +1,9 @@
-"""The upstream release whose numerics a run follows: the later ones by default, ltx-core 1.0.0 on
+"""The upstream release whose numerics a run follows: FOLLOWED by default, earlier ones on
 request."""
 
 from dataclasses import dataclass
+
+FOLLOWED = "1.4.2"  # the release of ltx-core and ltx-pipelines whose results are the default
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,12 @@ class Compat:
     refined_sound the sound of a two-stage dev video is stage 2's, not stage 1's (ltx-pipelines, in
                   ti2vid_two_stages.py until July 2026)
 
+    Differences of ltx-pipelines before 1.4.0:
+
+    plain_stage_2 stage 2 of LTX-2.5's distilled recipe uses the Euler sampler without noise, no
+                  stage 2 has the generated keyframes, and that of the dev recipe denoises the sound
+                  again before it is dropped
+
     Behaviour of ltx-pipelines that the default does not follow:
 
     retake_noise  the stream that a retake keeps begins as noise and is denoised to the kept part
@@ -36,6 +44,7 @@ class Compat:
     tiles: bool = False
     short_negative: bool = False
     refined_sound: bool = False
+    plain_stage_2: bool = False
     retake_noise: bool = False
     orientation: str = "shown"
 
@@ -50,8 +59,11 @@ COMPAT = {
         tiles=True,
         short_negative=True,
         refined_sound=True,
+        plain_stage_2=True,
         orientation="stored",
     ),
-    "ltx-core-1.0.0-conditioning": Compat(conditioning=True, orientation="stored"),
-    "ltx-pipelines-1.2.0": Compat(retake_noise=True, orientation="turned"),
+    "ltx-core-1.0.0-conditioning": Compat(
+        conditioning=True, plain_stage_2=True, orientation="stored"
+    ),
+    "ltx-pipelines-1.2.0": Compat(plain_stage_2=True, retake_noise=True, orientation="turned"),
 }

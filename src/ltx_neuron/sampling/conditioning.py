@@ -8,6 +8,7 @@ Shapes (the batch is always 1): C latent channels (128), F latent frames, h, w l
 columns, T video tokens: F h w of the clip, then h w for each keyframe; U distinct denoise masks.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceVideo, held_mask
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.latents import (
+    SPACE_SCALE,
     audio_positions,
     audio_seconds,
     keyframe_positions,
@@ -28,6 +30,7 @@ from ltx_neuron.sampling.latents import (
     video_positions,
     video_seconds,
 )
+from ltx_neuron.sampling.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,20 @@ class LatentState:
         """Keep all frames except the given ones. frames: (F,) bool."""
         per_frame = len(self.denoise_mask) // len(frames)
         return replace(self, denoise_mask=frames.float().repeat_interleave(per_frame)[:, None])
+
+    def seen_by(self, tile: Tile, tokens: Tensor) -> "LatentState":
+        """The tokens that a tile sees, with positions that begin at its corner."""
+        corner = torch.tensor([0, tile.rows.start, tile.columns.start]) * SPACE_SCALE
+        marked, bias = self.keyframes_mask, self.bias
+        return replace(
+            self,
+            latent=self.latent[:, tokens],
+            clean_latent=self.clean_latent[:, tokens],
+            denoise_mask=self.denoise_mask[tokens],
+            positions=self.positions[:, :, tokens] - corner[None, :, None],
+            keyframes_mask=None if marked is None else marked[tokens],
+            bias=None if bias is None else bias[tokens][:, tokens],
+        )
 
     def freeze(self, noise: float = 0.0) -> "LatentState":
         """Keep the whole stream."""
@@ -163,17 +180,13 @@ def initial_states(
     images   each with its latent (1, 128, 1, h, w) at this stage's size
     window   of an extended video
     """
-    frame_rate, frames = inputs.size.frame_rate, start[0].shape[2]
+    frame_rate, frames = inputs.size.frame_rate / inputs.motion_speed, start[0].shape[2]
     # fp32 positions since ltx-core 1.1.3: bf16 ones shift sound by up to 28 ms.
     positions_dtype = dtype if compat.positions else torch.float32
     video = video_state(
         start[0], frame_rate, images, compat.conditioning, positions_dtype, inputs.images_as_guides
     )
     rows, columns = start[0].shape[3:]
-    for frame in inputs.generated_keyframes(upsampled):
-        tokens = torch.zeros_like(video.latent[:, : rows * columns])
-        positions = keyframe_positions(rows, columns, frame, frame_rate)
-        video = video.append(tokens, positions, 1.0, generated=True)
     audio = audio_state(start[1])
     if references := inputs.appended_references(upsampled):
         names = reference_names(len(references), upsampled)
@@ -182,6 +195,9 @@ def initial_states(
         video = _with_references(
             video, frame_rate, own_tokens, references, latents, tensors, compat.conditioning
         )
+    if keyframes := inputs.generated_keyframes(upsampled):
+        planes = tensors["upsampled_keyframes"] if upsampled else None  # (1, C, K, h, w)
+        video = _with_generated(video, keyframes, planes, (rows, columns), frame_rate)
     if window:
         return _of_window(window, video, audio, frames, frame_rate, positions_dtype)
     if retake := inputs.retake:
@@ -278,6 +294,22 @@ def _with_references(
     if weights is None:
         return video
     return replace(video, bias=attention_bias(own_tokens, groups, video.latent.dtype))
+
+
+def _with_generated(
+    video: LatentState,
+    keyframes: tuple[int, ...],
+    planes: Tensor | None,
+    sides: tuple[int, int],
+    frame_rate: float,
+) -> LatentState:
+    """Append the generated keyframes, which begin as noise or, in stage 2, as stage 1's planes."""
+    for number, frame in enumerate(keyframes):
+        tokens = torch.zeros_like(video.latent[:, : math.prod(sides)])
+        start = None if planes is None else patchify_video(planes[:, :, number : number + 1])
+        positions = keyframe_positions(*sides, frame, frame_rate)
+        video = video.append(tokens, positions, 1.0, start, generated=True)
+    return video
 
 
 def _of_window(

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.files import check_readable
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.extension import Extension
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import NAG_ALPHA, NAG_TAU
@@ -28,6 +29,7 @@ from ltx_neuron.sampling.latents import (
     video_latent_shape,
 )
 from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.tiles import Appended, Tile, tiles
 
 # Field of Inputs -> field of JobSpec, its kind of file, and the flag's values.
 _FILES = {
@@ -39,6 +41,9 @@ _FILES = {
     "dubbing": ("reference_video", "a video with sound", "FILE"),
     "reference_audio": ("reference_audio", "a sound", "FILE"),
 }
+# Fields that a job's description leaves out at their defaults
+LATER_FIELDS = ("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora")
+LATER_FIELDS += ("tile", "tile_height", "tile_width")
 # Field -> required fields.
 _NEEDS = {
     "{ic_lora}": ("{video_conditioning}",),
@@ -46,7 +51,12 @@ _NEEDS = {
     "{conditioning_attention_mask}": ("{video_conditioning}",),
     "{images_as_guides}": ("{two_stage}", "{recipe} dev"),
     "{sampler} res_2s": ("{two_stage}", "{recipe} dev"),
+    "{sampler} gradient_estimation": ("{recipe} dev",),
     "{skip_stage_2}": ("{two_stage}",),
+    "{stage_2_ic_lora}": ("{video_conditioning}", "{two_stage}", "{recipe} distilled"),
+    "{tile}": ("{video_conditioning}", "{recipe} distilled"),
+    "{tile_height}": ("{tile}",),
+    "{tile_width}": ("{tile}",),
     "{nag_alpha}": ("{nag_scale}",),
     "{nag_tau}": ("{nag_scale}",),
     "{reference_video}": ("{two_stage}", "{recipe} distilled"),
@@ -69,6 +79,15 @@ _EXCLUDES = {
         "{sampler} res_2s",
     ),
     "{sampler} res_2s": ("{audio_path}", "{video_conditioning}"),
+    # Upstream has no pipeline of this sampler with an input.
+    "{sampler} gradient_estimation": (
+        "{audio_path}",
+        "{video_path}",
+        "{video_conditioning}",
+        "{reference_audio}",
+        "{sound_only}",
+    ),
+    "{stage_2_ic_lora}": ("{skip_stage_2}",),
     "{nag_scale}": ("{recipe} dev",),  # whose guidance reads the negative prompt
     "{reference_audio}": ("{video_path}", "{sound_only}"),
     # These files have a length. Sound alone has one context, and the duration head reads two.
@@ -82,6 +101,7 @@ _EXCLUDES = {
         "{skip_stage_2}",
         "{tail_frames}",
     ),
+    "{motion_speed}": ("{video_path}", "{reference_video}", "{sound_only}"),
     "{sound_only}": (
         "{audio_path}",
         "{video_path}",
@@ -107,6 +127,8 @@ _CRF = Field(ge=0, le=51)
 Crf = Annotated[int, _CRF]
 TailFrames = Annotated[int, Field(ge=0, le=800, multiple_of=TIME_SCALE)]
 Keyframes = Annotated[int, Field(ge=0)]
+TILE = 1024, 1536  # pixels, the default height and width of a tile
+TileSide = Annotated[int, Field(ge=64, multiple_of=SPACE_SCALE)]
 BedLevel = Annotated[float, Field(ge=-120, lt=0)]
 
 
@@ -292,14 +314,18 @@ class Inputs(ABC):
     dubbing           a clip to dub: a reference of both stages, whose sound is reference_audio
     skip_stage_2      of a two-stage run: decode the half-size result
     images_as_guides  append an image at frame 0 as a keyframe, like the others
-    sampler           "euler" or "res_2s" (HQ)
+    sampler           one of res_2s.SAMPLERS
     orientation       what to apply of images' EXIF and of videos' display matrices: see
                       compat.Compat
+    compat            a key of compat.COMPAT
+    stage_2_ic_lora   stage 2 has the IC-LoRAs and the references of stage 1
+    tile              the model sees tiles of tile_height x tile_width pixels
+    motion_speed      factor of the time of the video's positions, for Slow-Motion-Control
     nag_*             normalized attention guidance of all stages of the distilled recipe; a scale
                       of None or 1: off
     sound_only        make no video; `size` has no picture
     tail_frames       last frames of `size` that are generated and not in the file
-    num_generated_keyframes  number of keyframes that stage 1 generates beside the clip, between its
+    num_generated_keyframes  number of keyframes that are generated beside the clip, between its
                       first and last frame; needs a model with a keyframe embedding
     """
 
@@ -320,6 +346,12 @@ class Inputs(ABC):
     sound_only: bool = False
     tail_frames: int | None = None
     num_generated_keyframes: int | None = None
+    compat: str | None = None
+    motion_speed: float = 1.0
+    stage_2_ic_lora: bool = False
+    tile: bool = False
+    tile_height: int | None = None
+    tile_width: int | None = None
 
     @property
     @abstractmethod
@@ -364,7 +396,7 @@ class Inputs(ABC):
     def has_media(self, upsampled: bool = False) -> bool:
         """Whether the inputs include a sound or a video for a stage."""
         if upsampled:
-            return self.dubbing is not None
+            return self.dubbing is not None or self.stage_2_ic_lora
         return bool(self.sound or self.retake or self.references or self.reference_audio)
 
     def stage_size(self, upsampled: bool) -> Size:
@@ -372,14 +404,16 @@ class Inputs(ABC):
         return self.size if upsampled else self.size.first
 
     def appended_references(self, upsampled: bool) -> tuple[ReferenceVideo, ...]:
-        """The reference videos of a stage; only a dubbed clip is one of stage 2."""
+        """The reference videos of a stage; stage 2 has a dubbed clip, or those of
+        stage_2_ic_lora."""
         if self.dubbing:
             return (self.dubbing,)
-        return () if upsampled else self.references
+        return () if upsampled and not self.stage_2_ic_lora else self.references
 
     def generated_keyframes(self, upsampled: bool) -> tuple[int, ...]:
-        """The frames of a stage's generated keyframes; stage 2 has none."""
-        count = 0 if upsampled else self.num_generated_keyframes or 0
+        """The frames of a stage's generated keyframes."""
+        without = upsampled and COMPAT[self.compat].plain_stage_2
+        count = 0 if without else self.num_generated_keyframes or 0
         return between_keyframes(count, self.size.num_frames)
 
     def appended_audio(self, upsampled: bool) -> int:
@@ -399,15 +433,23 @@ class Inputs(ABC):
         """Whether a stage does not change the sound: an input, or stage 1's with a reference."""
         return bool(self.sound or (upsampled and self.reference_audio))
 
-    def appended_tokens(self, upsampled: bool, rows: int, columns: int) -> int:
-        """Tokens appended to the clip's in a stage with these latent rows and columns: those of
-        keyframes, given and generated, and of references."""
+    def appended(self, upsampled: bool, rows: int, columns: int) -> list[Appended]:
+        """The tokens appended to the clip's in a stage with these latent rows and columns, in their
+        order: given keyframes, references, generated keyframes."""
+        size, keyframe = self.stage_size(upsampled), Appended((1, rows, columns))
         guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.placed)
-        guides += len(self.generated_keyframes(upsampled))
         references = self.appended_references(upsampled)
-        size = self.stage_size(upsampled)
-        shapes = (reference.latent_shape(size) for reference in references)
-        return guides * rows * columns + sum(map(math.prod, shapes))
+        return [
+            *[keyframe] * guides,
+            *(Appended(each.latent_shape(size), each.space_scale) for each in references),
+            *[keyframe] * len(self.generated_keyframes(upsampled)),
+        ]
+
+    def tiles(self, rows: int, columns: int) -> list[Tile]:
+        """The tiles of a stage with these latent rows and columns; none if it is not tiled."""
+        if not self.tile:
+            return []
+        return tiles(rows, columns, self.tile_height or TILE[0], self.tile_width or TILE[1])
 
     def timesteps(self, upsampled: bool) -> int:
         """Distinct timesteps among a stage's video tokens: one for each distinct denoise mask. A
@@ -445,7 +487,9 @@ class Inputs(ABC):
             clips.append(EncodedClip((frames, *stage_1.sides)))
         if clip := self.dubbing:
             clips += [EncodedClip(clip.pixels(size)) for size in (stage_1, self.size)]
-        return clips + [EncodedClip(each.pixels(stage_1), whole=True) for each in self.references]
+        sizes = (stage_1, self.size) if self.stage_2_ic_lora else (stage_1,)
+        referred = (each.pixels(size) for size in sizes for each in self.references)
+        return clips + [EncodedClip(pixels, whole=True) for pixels in referred]
 
     # --- files and fields -------------------------------------------------------------------------
 
@@ -493,6 +537,11 @@ class Inputs(ABC):
             "{nag_scale}": self.nag_scale is not None,
             "{nag_alpha}": self.nag_alpha != NAG_ALPHA,
             "{nag_tau}": self.nag_tau != NAG_TAU,
+            "{motion_speed}": self.motion_speed != 1,
+            "{stage_2_ic_lora}": self.stage_2_ic_lora,
+            "{tile}": self.tile,
+            "{tile_height}": self.tile_height is not None,
+            "{tile_width}": self.tile_width is not None,
         }
 
     @property
@@ -547,6 +596,13 @@ class Inputs(ABC):
             )
         for reference in self.references:
             reference.check(self.size)
+        height, width = self.size.sides
+        tiled = self.tiles(height // SPACE_SCALE, width // SPACE_SCALE)
+        if tiled and self.size.two_stage and not (self.stage_2_ic_lora or self.skip_stage_2):
+            raise FieldError(
+                f"{{tile}}: stage 2 of {height}x{width} has {len(tiled)} tiles, which need the"
+                " reference; type {stage_2_ic_lora} as well"
+            )
         if self.dubbing:
             self.dubbing.check(self.size, "--reference-video")
         if self.retake:

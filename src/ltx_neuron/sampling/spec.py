@@ -33,10 +33,12 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.sampling.conditions import (
+    TILE,
     BedLevel,
     ImageCondition,
     Keyframes,
     TailFrames,
+    TileSide,
     WeightedFile,
 )
 from ltx_neuron.sampling.duration import AutoDuration
@@ -303,6 +305,18 @@ class ConditionFields(Fields):
         default=False,
     )
     skip_stage_2: StrictBool = _option("end --two-stage after stage 1, at half size", default=False)
+    stage_2_ic_lora: StrictBool = _option(
+        "merge --ic-lora into stage 2 too, which has the references at full size", default=False
+    )
+    tile: StrictBool = _option(
+        "with --ic-lora: predict the picture in overlapping tiles", default=False
+    )
+    tile_height: TileSide | None = _option(
+        f"of --tile, a multiple of 32 (default: {TILE[0]})", "PIXELS"
+    )
+    tile_width: TileSide | None = _option(
+        f"of --tile, a multiple of 32 (default: {TILE[1]})", "PIXELS"
+    )
     images_as_guides: StrictBool = _option(
         "keyframe interpolation: append every --image as a guide, also at frame 0 (dev recipe, two"
         " stages)",
@@ -312,7 +326,7 @@ class ConditionFields(Fields):
         "generate N more frames, a multiple of 8, and cut them off, with their sound", "N"
     )
     num_generated_keyframes: Keyframes | None = _option(
-        "LTX-2.5: generate N keyframes beside the clip in stage 1, at equal distances, so that it"
+        "LTX-2.5: generate N keyframes beside the clip, at equal distances, so that it"
         " follows faster motion",
         "N",
     )
@@ -336,6 +350,14 @@ class DetailFields(Fields):
     end_time: float | None = _option("end of the retake in --video-path", "SECONDS")
     regenerate: Literal["both", "video", "audio"] | None = _option(
         "streams of --video-path that a retake generates again (default: both)"
+    )
+    motion_speed: float = _option(
+        "speed of the motion for the Slow-Motion-Control LoRA, from 1 to 0.025: scales the time of"
+        " the video's positions; frame rate and sound stay (default: 1)",
+        "SPEED",
+        default=1.0,
+        ge=0.025,
+        le=1,
     )
     reference_strength: float | None = _option(
         "strength of --reference-video, 1: its pictures, 0: noise (default: 1)",
@@ -418,7 +440,8 @@ class JobSpec(
         "[MIN_SECONDS MAX_SECONDS]",
     )
     sampler: Literal[tuple(SAMPLERS)] = _option(
-        "res_2s: HQ, for --two-stage --recipe dev (default: euler)", default="euler"
+        "dev recipe: res_2s (HQ, for --two-stage) or gradient_estimation (default: euler)",
+        default="euler",
     )
 
     def with_line(self, line: Mapping[str, Any]) -> Self:
@@ -553,3 +576,26 @@ def got_and_wanted(mistake: Mapping[str, Any]) -> tuple[str, str]:
     for words, plain in _WORDS.items():
         wanted = wanted.replace(words, plain)
     return reprlib.repr(got), wanted[0].lower() + wanted[1:]
+
+
+def spec_of(job: Any, fields: Iterable[str], loras: Mapping[str, Any]) -> JobSpec:
+    """A Job's settings as a JobSpec.
+
+    fields  those that both have
+    loras   field -> the Job's weight set
+    """
+    values = {name: getattr(job, name) for name in fields}
+    if not job.retake:  # a retake's file determines its size
+        values |= vars(job.output_size)
+        if job.sound_only:
+            values |= {"height": None, "width": None}
+    elif job.retake.extend:
+        values["num_frames"] = job.size.num_frames
+    for stream in ("video", "audio") if job.guidance else ():
+        # An input sound and the absent video of sound alone have none.
+        if not (job.sound_only if stream == "video" else job.sound):
+            scales = vars(getattr(job.guidance, stream))
+            values |= {name: scales[of] for name, of in guidance_fields(stream).items()}
+    for name, given in loras.items():
+        values[name] = tuple(LoraFile(str(x.path.absolute()), x.strength) for x in given)
+    return JobSpec.model_construct(**values | job.spec_fields)

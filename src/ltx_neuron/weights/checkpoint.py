@@ -128,6 +128,7 @@ class Source:
     model  its sharding table and its tensor names in the files
     files  together they contain the model; they may contain other components too
     heads  counts of attention heads by name, for tensors that are split by heads
+    notes  sentences for the user about what was merged into it
 
     Tensors of no known component are left out: a file may have those of other models, or copies
     (EMA). UserError for a tensor in an unsupported dtype or layout, or in two files.
@@ -135,6 +136,7 @@ class Source:
 
     def __init__(self, model: Model, files: list[TensorFile], heads: dict[str, int] | None = None):
         self.model, self.files, self.heads = model, files, heads or {}
+        self.notes: list[str] = []
         # Our name -> (the tensor's file, its name there).
         self.locations: dict[str, tuple[TensorFile, str]] = {}
         for file in files:

@@ -349,7 +349,6 @@ class MergedSource(Source):
     """A model's tensors with LoRAs merged in.
 
     text_loras  those that change the connectors or the text projections
-    notes       sentences about tensors that are left out, for the user
 
     UserError if a LoRA tensor belongs to no weight of the checkpoint or does not fit its shape, or
     if the weight is not stored in BF16.
@@ -365,7 +364,7 @@ class MergedSource(Source):
         super().__init__(model, files, heads)
         # Weight name -> what is added to it, in the order of `loras`.
         self.adapters: dict[str, list[Adapter]] = {}
-        self.text_loras, self.notes, mine = (), [], []
+        self.text_loras, mine = (), []
         for lora in loras:
             found, others = _read(lora, files[0])
             ours = {name: x for key, x in found.items() if (name := rename(model, key))}

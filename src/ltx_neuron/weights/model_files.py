@@ -220,7 +220,7 @@ def _flattened(vae: dict, encoder: dict) -> dict:
     return {names.get(name, name): value for name, value in encoder.items()} | vae
 
 
-def _of(file: TensorFile) -> Release | None:
+def named_release(file: TensorFile) -> Release | None:
     """The release of a file by its metadata or else by its name; None if neither names one."""
     named = _RELEASE_IN_NAME.search(file.path.name.lower())
     label = release_of(file.metadata.get("model_version", ""))
@@ -230,7 +230,7 @@ def _of(file: TensorFile) -> Release | None:
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
     """Raise UserError if a file is of another supported release by its metadata or, without a
     version there, by its name: upsamplers and many LoRAs have no `model_version`."""
-    if (found := _of(file)) in (None, release):
+    if (found := named_release(file)) in (None, release):
         return
     version, rename = file.metadata.get("model_version", ""), ""
     if not release_of(version):
@@ -469,7 +469,7 @@ class ModelFiles:
         if kind in self.given or not published or self._folder is None:
             return self.given.get(kind)
         of = None, self.release  # a folder may have models of other releases
-        found = [p for p in self._beside.get(kind, []) if _of(TensorFile(p, "")) in of]
+        found = [p for p in self._beside.get(kind, []) if named_release(TensorFile(p, "")) in of]
         if kind == "video_vae":
             configs = {path: config_of(TensorFile(path, "")) for path in found}
             convolutional = [path for path in found if not is_diffusion_vae(configs[path])]

@@ -1,8 +1,9 @@
 """One stage on the ranks: upload of shared inputs, steps, download of the result.
 
-A step runs on the device, from latents to the next latents. With res_2s the state is on the host,
-and the device runs one evaluation at a time. `prepare` uploads the inputs that all steps share:
-contexts, RoPE tables, one modulation table per schedule, clean latents of images, step numbers.
+A step runs on the device, from latents to the next latents. With res_2s and gradient estimation the
+state is on the host, and the device runs one evaluation at a time. `prepare` uploads the inputs
+that all steps share: contexts, RoPE tables, one modulation table per schedule, clean latents of
+images, step numbers.
 
 Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct timesteps of a step,
 `steps` rows of the compiled graph's schedule tables (at least as many as there are steps).
@@ -12,68 +13,40 @@ For sound alone the video has no tokens, draws no noise and is not uploaded: Tv 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import NotFiniteError, Ranks, at, padded_tokens, padding_bias
-from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
+from ltx_neuron.config.transformer import STREAMS, TransformerConfig
+from ltx_neuron.denoise.compiled import CompiledStep
+from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import RunError
-from ltx_neuron.guided_passes import prepare_passes
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, AUDIO_MASKS, LATENTS, without_video
 from ltx_neuron.sampling import ancestral, latents
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditioning import initial_states
+from ltx_neuron.sampling.conditioning import LatentState, initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.gradient_estimation import Euler, GradientEstimation
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.text.encoders import Contexts
-
-_REMEMBERED_TABLES = 8  # per weight set; at most 11 MB for each distinct timestep
-
-
-class ModulationTables:
-    """A cache of a weight set's modulation tables, which depend only on the schedule. The weights
-    (0.87 GB) are read only for a missing table."""
-
-    def __init__(self, weights: Any, config: TransformerConfig):
-        self.weights, self.config = weights, config
-        self._tables: dict[tuple, Tensor] = {}
-
-    def __call__(self, stream: str, *rows: Any) -> Tensor:
-        """modulation_table of a stream. rows: its arguments from `sigmas` on."""
-        key = stream, *(tuple(x.tolist()) if isinstance(x, Tensor) else x for x in rows)
-        if key not in self._tables:
-            if len(self._tables) >= _REMEMBERED_TABLES:
-                self._tables.clear()
-            self._tables[key] = modulation_table(self.weights, self.config, stream, *rows)
-        return self._tables[key]
-
-
-@dataclass(frozen=True)
-class CompiledStep:
-    """A compiled DiT step and its bucket."""
-
-    bucket: Bucket
-    manifest: Manifest
 
 
 class StageRun:
     """One stage on the ranks: `prepare`, `start`, a `step` for each number, `result`.
 
     modulation  returns a stream's modulation table of the weight set
-    res_2s      the stage's res_2s sampler, or None
+    samplers    those on the host; sampler: the stage's, or None
     own         names of inputs that have a tensor for each step
     """
 
-    res_2s: Res2s | None = None
+    samplers: ClassVar[dict] = {"res_2s": Res2s, "gradient_estimation": GradientEstimation}
+    sampler: Res2s | Euler | None = None
     own: tuple[str, ...] = ("step",)
 
     def __init__(
@@ -124,36 +97,25 @@ class StageRun:
         audio_masks, audio_choice = audio_state.timestep_choice(audio_timesteps, self.dtype)
         shared = {
             **self._schedule(stage, (masks, audio_masks)),
-            **rope_tables(self.config, video_state.positions, audio_state.positions),
-            "timestep_mask": video_choice,  # (Tv, U) one-hot
-            "denoise_mask": video_state.denoise_mask,  # (Tv, 1)
-            "clean_latent": video_state.clean_latent,  # (1, Tv, 128)
             "video_context": contexts[0].video,  # (1, 1024, Dv)
             "audio_context": contexts[0].audio,  # (1, 1024, Da)
         }
         if audio_timesteps > 1:
             masked = audio_choice, audio_state.denoise_mask, audio_state.clean_latent
             shared |= dict(zip(AUDIO_MASKS, masked, strict=True))
-        if self.bucket.biased:
-            assert video_state.bias is not None  # only references with a mask have a biased bucket
-            shared["video_bias"] = video_state.bias
         if (nag := job.nag) is not None:
             named = {f"negative_{s}_context": getattr(contexts[1], s) for s in STREAMS}
             shared |= named | {"nag": nag}
         if one_hot := self.compiled.manifest.fields.get("rank_one_hot"):
             shared["rank_one_hot"] = torch.eye(one_hot.shape[1])
-        if "keyframes_mask" in self.compiled.manifest.fields:
-            assert video_state.keyframes_mask is not None  # only audio has none
-            shared["keyframes_mask"] = video_state.keyframes_mask  # (Tv, 1)
-        fields, ranks = self.compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
-        if field := fields.get("padding_bias"):
-            shared["padding_bias"] = padding_bias(field, self.bucket.video_tokens, *ranks)
-        self._put({n: padded_tokens(fields.get(n), x, *ranks) for n, x in shared.items()})
+        self._put(shared)
+        self._put_tokens(job, video_state, video_choice)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.ancestral:
             self.own = (*StageRun.own, *ANCESTRAL_FIELDS)
             given = stage.sigmas, [x.latent for x in self.states], [x.frozen for x in self.states]
-            for number, added in enumerate(ancestral.steps_of(*given, generator.initial_seed())):
+            drawn = generator.initial_seed(), 1 + stage.upsampled
+            for number, added in enumerate(ancestral.steps_of(*given, *drawn)):
                 for name, tensor in zip(ANCESTRAL_FIELDS, added, strict=True):
                     self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
         if self.bucket.guided:
@@ -166,6 +128,31 @@ class StageRun:
                 self.ranks, self.bucket, *given, *model, job.identity_scale, audio_state
             )
 
+    def _put_tokens(self, job: Job, video: LatentState, choice: Tensor) -> None:
+        """Upload the inputs of the video's tokens. choice: (Tv, U), their timesteps."""
+        self._put(self._of_tokens(self.compiled, video, choice))
+
+    def _of_tokens(
+        self, compiled: CompiledStep, video: LatentState, choice: Tensor
+    ) -> dict[str, Tensor]:
+        """The inputs of the tokens that a program sees."""
+        fields, ranks = compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
+        tensors = {
+            **rope_tables(self.config, video.positions, self.states[1].positions),
+            "timestep_mask": choice,  # one-hot
+            "denoise_mask": video.denoise_mask,  # (Tv, 1)
+            "clean_latent": video.clean_latent,  # (1, Tv, 128)
+        }
+        if compiled.bucket.biased:
+            assert video.bias is not None  # only references with a mask have a biased bucket
+            tensors["video_bias"] = video.bias
+        if "keyframes_mask" in fields:
+            assert video.keyframes_mask is not None  # only audio has none
+            tensors["keyframes_mask"] = video.keyframes_mask  # (Tv, 1)
+        if field := fields.get("padding_bias"):
+            tensors["padding_bias"] = padding_bias(field, compiled.bucket.video_tokens, *ranks)
+        return {n: padded_tokens(fields.get(n), x, *ranks) for n, x in tensors.items()}
+
     def _put(self, tensors: dict[str, Tensor]) -> None:
         """Upload tensors of both streams, as far as the graphs have these."""
         names = tensors if self.bucket.video_tokens else without_video(tensors)
@@ -175,8 +162,7 @@ class StageRun:
         """The sigmas (steps, 2, 2) and the modulation tables, (steps, U, 17, D) of each stream."""
         max_steps, states = self.bucket.max_steps, self.states
         frozen = tuple(state.frozen and not state.frozen_noise for state in states)
-        pairs_of = evaluation_pairs if stage.sampler == "res_2s" else sigma_pairs
-        pairs = stream_sigmas(pairs_of(stage.sigmas, max_steps), frozen)
+        pairs = stream_sigmas(self._pairs(stage.sigmas, max_steps), frozen)
         # A frozen stream has sigma 0, in its own layers and in those of the other stream.
         own = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
         tables = {"sigmas": pairs, "step_numbers": torch.arange(max_steps, dtype=torch.int32)}
@@ -185,20 +171,25 @@ class StageRun:
             tables[f"{stream}_modulation"] = self.modulation(stream, *rows)
         return tables
 
+    def _pairs(self, sigmas: tuple[float, ...], max_steps: int) -> Tensor:
+        """(max_steps, 2): the sigmas of each evaluation."""
+        pairs_of = evaluation_pairs if self.stage.sampler == "res_2s" else sigma_pairs
+        return pairs_of(sigmas, max_steps)
+
     def start(self) -> None:
         """Upload the noised latents."""
         self._upload(self.video, self.audio)
-        if self.stage.sampler == "res_2s":
+        if sampler := self.samplers.get(self.stage.sampler):
             noised = zip((self.video, self.audio), self.states, strict=True)
             streams = [Stream(x, held.clean_latent, held.denoise_mask) for x, held in noised]
-            self.res_2s = Res2s(self.stage.sigmas, *streams)
+            self.sampler = sampler(self.stage.sigmas, *streams)
 
     def _upload(self, video: Tensor, audio: Tensor) -> None:
         self._put({"video_latent": video, "audio_latent": audio})
 
     def step(self, number: int) -> float:
         """Run one step, from latents to the next latents. Returns the device's milliseconds."""
-        take = self._double_step if self.res_2s else self._run
+        take = self._host_step if self.sampler else self._run
         try:
             return take(number)
         except NotFiniteError as error:
@@ -214,26 +205,28 @@ class StageRun:
         numbers = dict.fromkeys(self.own, number)
         return self.ranks.run(self.bucket.name, self.sequence[number], **numbers)
 
-    def _double_step(self, number: int) -> float:
-        """A step of res_2s: each evaluation uploads the host's latents and reads a prediction."""
-        times, guided, sampler = [], self.bucket.guided, self.res_2s
-        assert sampler
+    def _host_step(self, number: int) -> float:
+        """A step of the host's sampler: each evaluation uploads the host's latents and reads a
+        prediction."""
+        assert self.sampler
+        self._times: list[float] = []  # of the evaluations
+        self.sampler.step(number, self._predict)
+        return sum(self._times)
 
-        def predict(video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
-            self._upload(video, audio)
-            times.append(self._run(evaluation))
-            names = [f"guided_{s}" for s in STREAMS] if guided else LATENTS
-            predictions = video, audio = self._read(*names)
-            if not guided:
-                # The graph's Euler step to sigma 0 returns the prediction, with held tokens
-                # restored. A second restoration would be wrong for partly held tokens.
-                return video, audio
-            held = zip(sampler.streams, predictions, strict=True)
-            video, audio = (stream.held(prediction) for stream, prediction in held)
+    def _predict(self, video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
+        """The predictions of both streams, with held tokens restored."""
+        assert self.sampler
+        self._upload(video, audio)
+        self._times.append(self._run(evaluation))
+        if not self.bucket.guided:
+            # The graph's Euler step to sigma 0 returns the prediction, with held tokens restored.
+            # A second restoration would be wrong for partly held tokens.
+            video, audio = self._read(*LATENTS)
             return video, audio
-
-        sampler.step(number, predict)
-        return sum(times)
+        predictions = self._read(*(f"guided_{stream}" for stream in STREAMS))
+        held = zip(self.sampler.streams, predictions, strict=True)
+        video, audio = (stream.held(prediction) for stream, prediction in held)
+        return video, audio
 
     def _read(self, *names: str) -> tuple[Tensor, ...]:
         return tuple(self.ranks.get(self.bucket.name, name) for name in names)
@@ -244,11 +237,11 @@ class StageRun:
         return latents.unpatchify_video(video, self.latent_shape)
 
     def predicted_video(self) -> Tensor | None:
-        """The last prediction of res_2s, (1, 128, F, h, w), whose latents contain new noise; None
-        for Euler."""
-        if not self.res_2s:
+        """The last prediction of the host's sampler, (1, 128, F, h, w), as the latents of res_2s
+        contain new noise; None for Euler."""
+        if not self.sampler:
             return None
-        return latents.unpatchify_video(self.res_2s.streams[0].denoised, self.latent_shape)
+        return latents.unpatchify_video(self.sampler.streams[0].denoised, self.latent_shape)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The latents (1, 128, F, h, w) and (1, 8, Ta, 16).
@@ -259,10 +252,11 @@ class StageRun:
         digests = self.ranks.hashes(*names)
         if len(set(digests)) != 1:
             raise RunError(f"the ranks ended with different latents: {digests}")
-        *videos, audio = self._read(*names)
-        (video,) = videos or [self.video]  # no tokens: sound alone
-        if self.res_2s:
-            video, audio = (stream.latent for stream in self.res_2s.streams)
+        if self.sampler:
+            video, audio = (stream.latent for stream in self.sampler.streams)
+        else:
+            *videos, audio = self._read(*names)
+            (video,) = videos or [self.video]  # no tokens: sound alone
         self._tokens = video
         audio = audio[:, : self.audio_frames]  # without a reference's tokens
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)

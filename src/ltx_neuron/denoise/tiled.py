@@ -1,0 +1,50 @@
+"""A tiled stage on the ranks: the host steps the latents of the whole canvas, and the ranks predict
+one tile after another (sampling/tiles.py).
+"""
+
+import torch
+from torch import Tensor
+
+from ltx_neuron.backends.ranks import at
+from ltx_neuron.denoise import StageRun
+from ltx_neuron.job import Job
+from ltx_neuron.models.signatures import LATENTS
+from ltx_neuron.sampling.conditioning import LatentState
+from ltx_neuron.sampling.gradient_estimation import Euler
+from ltx_neuron.sampling.tiles import blend_weights
+
+
+class TiledStageRun(StageRun):
+    samplers = {"euler": Euler}
+
+    def _put_tokens(self, job: Job, video: LatentState, choice: Tensor) -> None:
+        """Upload the inputs of each tile's tokens, under names with the tile's number."""
+        tiles = job.stage_tiles(self.stage)
+        appended = job.appended(self.stage.upsampled, *self.latent_shape[1:])
+        self._blend = blend_weights([tile for tile, _ in tiles], self.latent_shape, appended)
+        for number, (tile, tokens) in enumerate(tiles):
+            compiled = self.compiled.tiles[number]
+            tensors = self._of_tokens(compiled, video.seen_by(tile, tokens), choice[tokens])
+            self._names = tuple(tensors)
+            for name, tensor in tensors.items():
+                self.ranks.put(compiled.bucket.name, name, **{at(name, number): tensor})
+
+    def _pairs(self, sigmas: tuple[float, ...], max_steps: int) -> Tensor:
+        pairs = super()._pairs(sigmas, max_steps)
+        pairs[:, 1] = 0  # a step to sigma 0 gives the prediction
+        return pairs
+
+    def _upload(self, video: Tensor, audio: Tensor) -> None:
+        """Nothing: the host has the state."""
+
+    def _predict(self, video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
+        picture, sound = torch.zeros(video.shape), torch.zeros(audio.shape)
+        for number, (tokens, weights) in enumerate(self._blend):
+            program = self.compiled.tiles[number].bucket.name
+            self.ranks.put(program, None, video_latent=video[:, tokens], audio_latent=audio)
+            numbers = {"step": evaluation} | dict.fromkeys(self._names, number)
+            self._times.append(self.ranks.run(program, "main", **numbers))
+            predicted, heard = (self.ranks.get(program, name) for name in LATENTS)
+            picture[:, tokens] += predicted.float() * weights[:, None]
+            sound += heard.float() / len(self._blend)
+        return picture.to(video.dtype), sound.to(audio.dtype)

@@ -1,0 +1,131 @@
+"""--tile: how a canvas is cut, which tokens a tile sees, and how predictions are joined."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import randn
+
+from ltx_neuron.errors import FieldError
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.conditions import ReferenceVideo
+from ltx_neuron.sampling.tiles import Appended, blend_weights, cut, tiles
+from ltx_neuron.weights.lora import Lora
+
+# Tiles of three canvases, as ltx-pipelines 1.4 prints them: rows and columns, and latent cells that
+# neighbours share.
+PRINTED = [
+    ((1088, 1920), (576, 1024), (2, 2), (2, 4)),
+    ((2176, 3840), (576, 1024), (6, 6), (8, 14)),
+    ((512, 768), (1024, 1536), (1, 1), (0, 0)),
+]
+ROUNDING = 1e-6  # of sums of up to nine fp32 products of unit size
+CANVAS, HALF = (2, 5, 6), 2
+
+
+@pytest.mark.parametrize(("pixels", "tile", "counts", "shared"), PRINTED)
+def test_a_canvas_is_cut_as_upstream_cuts_it(pixels, tile, counts, shared):
+    sides = [cut(side // 32, size // 32) for side, size in zip(pixels, tile, strict=True)]
+    assert tuple(map(len, sides)) == counts
+    assert tuple(side[0].right for side in sides) == shared
+
+
+@pytest.mark.parametrize(("length", "size"), [(5, 3), (9, 4), (33, 8), (120, 32), (7, 7), (8, 7)])
+def test_the_weights_of_a_side_add_up_to_one_and_no_cell_is_in_three_tiles(length, size):
+    total, seen = torch.zeros(length), torch.zeros(length)
+    for each in cut(length, size):
+        assert each.end - each.start <= size
+        total[each.start : each.end] += each.weights()
+        seen[each.start : each.end] += 1
+    assert torch.allclose(total, torch.ones(length), atol=ROUNDING)
+    assert seen.min() >= 1 and seen.max() <= 2
+
+
+def test_a_tile_sees_its_own_cells_and_the_appended_ones_that_touch_them():
+    first, *_, last = tiles(*CANVAS[1:], 96, 96)
+    appended = [Appended((1, *CANVAS[1:])), Appended((1, 3, 3), HALF)]
+    own = math.prod(CANVAS)
+    tokens = first.tokens(CANVAS, appended)
+    rows, columns = (tokens[tokens < own] % 30) // 6, tokens[tokens < own] % 6
+    assert (rows.max(), columns.max(), (tokens < own).sum()) == (2, 2, 2 * 9)
+    held = tokens[(tokens >= own) & (tokens < own + 30)] - own
+    assert torch.equal(held, tokens[:9])  # the keyframe's cells are the first frame's
+    assert (tokens[tokens >= own + 30] - own - 30).tolist() == [0, 1, 3, 4]
+    assert (last.tokens(CANVAS, appended)[-4:] - own - 30).tolist() == [4, 5, 7, 8]
+
+
+def test_joined_predictions_are_the_weighted_sum_of_a_slow_loop():
+    appended, width = [Appended((1, 3, 3), HALF)], 4
+    own, total = math.prod(CANVAS), math.prod(CANVAS) + 9
+    made = tiles(*CANVAS[1:], 96, 96)
+    weighted = blend_weights(made, CANVAS, appended)
+    parts = [randn(len(tokens), width, seed=n) for n, (tokens, _) in enumerate(weighted)]
+    joined = torch.zeros(total, width)
+    for part, (tokens, weights) in zip(parts, weighted, strict=True):
+        joined[tokens] += part * weights[:, None]
+    for token in range(total):
+        shares = []
+        for tile, part, (tokens, _) in zip(made, parts, weighted, strict=True):
+            if token not in tokens:
+                continue
+            row, column = token % 30 // 6 - tile.rows.start, token % 6 - tile.columns.start
+            share = 1.0
+            if token < own:
+                share = (tile.rows.weights()[row] * tile.columns.weights()[column]).item()
+            shares.append((share, part[tokens.tolist().index(token)]))
+        whole = sum(share for share, _ in shares)  # 1 for the canvas
+        assert token >= own or whole == pytest.approx(1, abs=ROUNDING)
+        wanted = sum(share / whole * value for share, value in shares)
+        assert torch.allclose(joined[token], wanted, atol=ROUNDING)
+
+
+REFERENCE = ReferenceVideo("guide.mp4", 1.0, 17)
+TILED = Job(
+    "",
+    Size(128, 256, 17, two_stage=True),
+    references=(REFERENCE,),
+    stage_1_loras=(Lora(Path("ic.safetensors")),),
+    stage_2_ic_lora=True,
+    tile=True,
+    tile_height=64,
+    tile_width=96,
+)
+
+
+def test_each_tile_shape_of_a_stage_has_graphs():
+    first, second = TILED.stages
+    assert [len(TILED.stage_tiles(stage)) for stage in TILED.stages] == [2, 9]
+    assert {bucket.video_tokens for bucket in TILED.stage_buckets(second)} == {3 * 6 * 2}
+    scaled = replace(TILED, references=(replace(REFERENCE, space_scale=2),))
+    assert len({bucket.video_tokens for bucket in scaled.stage_buckets(second)}) > 1
+    assert set(TILED.buckets) == {*TILED.stage_buckets(first), *TILED.stage_buckets(second)}
+    assert second.loras == first.loras  # one weight set
+
+
+def test_a_canvas_of_one_tile_is_the_job_without_tiles():
+    whole = replace(TILED, tile_height=None, tile_width=None)
+    assert not any(map(whole.stage_tiles, whole.stages))
+    assert whole.buckets == replace(whole, tile=False).buckets
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stage_2_ic_lora": False}, "9 tiles, which need the reference; type --stage-2-ic-lora"),
+        ({"tile": False}, "--tile-height goes with --tile"),
+        ({"tile_width": 80}, "multiple of 32"),
+        ({"tile_height": 32}, "64"),
+        ({"recipe": "dev"}, "type --recipe distilled as well"),
+    ],
+)
+def test_tiles_that_upstream_does_not_have_are_refused(changes, said, tmp_path):
+    for name in ("guide.mp4", "ic.safetensors"):
+        (tmp_path / name).touch()
+    reference = replace(REFERENCE, path=tmp_path / "guide.mp4")
+    given = {"references": (reference,), "stage_1_loras": (Lora(tmp_path / "ic.safetensors"),)}
+    job = replace(TILED, prompt="rain", **given)
+    job.check()
+    with pytest.raises(FieldError, match=said):
+        replace(job, **changes).check()
