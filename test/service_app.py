@@ -128,6 +128,9 @@ class Workspace(Compiled):
 
     transformer = SimpleNamespace(num_layers=48)
 
+    def source(self, model, loras=()):
+        return SimpleNamespace(notes=[])
+
     def dit_program_for(self, job, stage):
         super().dit_program_for(job, stage)
         return Bucket(1, 1, 1, 1), None

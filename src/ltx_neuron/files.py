@@ -208,7 +208,10 @@ def other_format(path: Path) -> str:
     """What a file is that is no safetensors file, for a message; "" if unknown."""
     if path.suffix in _UNFINISHED:
         return "an unfinished download"
-    begin = first_bytes(path, 64).lstrip()
+    begin = first_bytes(path, 64)
+    if not any(begin[4:8]):  # a safetensors file begins with the length of its header
+        return ""
+    begin = begin.lstrip()
     return next((name for first, name in _FORMATS.items() if begin.startswith(first)), "")
 
 

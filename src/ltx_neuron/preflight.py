@@ -176,15 +176,15 @@ class Preflight:
                 if failed is None:
                     raise
                 failed.append((job, error))
-        for job in jobs:
-            if job.recipe == "dev":
-                job.resolved_guidance.check(workspace.transformer.num_layers)
         check_distilled_loras(jobs, release)
         workspace.check_runtime()
         check_guidance_groups(jobs, workspace.profile.guidance_parallel)
         for name, check in self.file_checks(jobs).items():
             if name != INPUTS:  # checked above, job by job
                 check()
+        for job in jobs:
+            if job.recipe == "dev":
+                job.resolved_guidance.check(workspace.transformer.num_layers)
         self.say(jobs)
         return jobs
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hub_server import Hub, use
+from printed import runs
 from safetensors.torch import load_file, save_file
 
 from ltx_neuron import errors
@@ -321,6 +322,7 @@ def check(capsys, monkeypatch, home: Path, values: dict, flag: str, said: str, w
     assert all(path.is_file() for path in before)  # nothing is lost
 
 
+@runs("config/common.py:gemma_download: --gemma-root", "weights/checkpoint.py:-: --checkpoint-path")
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_printed_command_downloads_is_taken(name, home, tiny, split, capsys, monkeypatch):
     flag, make, said = CASES[name]

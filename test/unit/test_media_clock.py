@@ -232,7 +232,7 @@ def test_what_is_filled_with_silence_or_left_out_is_said(tmp_path, made, said):
         assert re.search(part, note), note
 
 
-def test_notes_are_of_every_input_by_its_flag_and_stay_when_the_file_is_gone(tmp_path):
+def test_notes_are_of_every_input_by_its_flag(tmp_path):
     path = write_clip(tmp_path / "clip.mp4", **LATE)
     voice = ReferenceAudio(path, 12)
     clip_to_dub = ReferenceVideo(path, 1.0, 33)
@@ -248,8 +248,6 @@ def test_notes_are_of_every_input_by_its_flag_and_stay_when_the_file_is_gone(tmp
         if flag == "--reference-audio":
             assert "gives 0.5 s of sound; its LoRA was trained on about 5 s" in more.pop()
         assert not more
-    path.unlink()
-    assert {flag: conditions.notes(job) for flag, job in jobs.items()} == said
 
 
 def test_the_clips_of_this_test_are_what_they_say(tmp_path):

@@ -192,23 +192,25 @@ def test_parts_of_another_kind_or_release_are_refused(split, tiny, tmp_path):
     message = refused(lambda: workspace(tiny.checkpoint, video_vae_path=split.video_vae))
     assert "has its own video VAE; leave --video-vae-path out" in message
     lora = changed(split.lora, tmp_path / "lora.safetensors", model_version="2.3.0")
-    for checkpoint, file in ((split.dev, lora), (tiny.checkpoint, split.lora)):
-        opened = workspace(checkpoint)
-        message = refused(lambda opened=opened, file=file: opened.source("dit", (Lora(file),)))
-        assert message.startswith(f"--lora {file} is of LTX 2.")
+    wide = {name: torch.zeros(4, 4).bfloat16() for name in load_file(lora)}
+    save_file(wide, tmp_path / "wide.safetensors", {"model_version": "2.3.0"})
+    unfit = Lora(tmp_path / "wide.safetensors")
+    message = refused(lambda: workspace(split.dev).source("dit", (unfit,)))
+    assert message.startswith(f"--lora {unfit.path} is of LTX 2.3.0, but the checkpoint is of")
+    (note,) = workspace(split.dev).source("dit", (Lora(lora),)).notes
+    assert note.startswith(f"--lora {lora} is of LTX-2.3, the model of LTX-2.5: it is merged")
 
 
 def test_a_file_without_a_version_is_of_the_release_in_its_name(split, tiny, tmp_path):
     lora = tmp_path / "ltx-2.3-22b-distilled-lora-384.safetensors"
     save_file(load_file(split.lora), lora)
-    message = refused(lambda: workspace(split.dev).source("dit", (Lora(lora),)))
-    assert "is of LTX 2.3 by its name, but the checkpoint is of LTX-2.5" in message
-    assert "rename it" in message
+    (note,) = workspace(split.dev).source("dit", (Lora(lora),)).notes
+    assert "is of LTX-2.3, the model of LTX-2.5: it is merged, as all its layers fit" in note
     unnamed = tiny.spatial_upsampler
     older = shutil.copy(unnamed, tmp_path / "ltx-2.3-spatial-upscaler-x2-1.0.safetensors")
     release = workspace(split.distilled).checkpoint.release
     message = refused(lambda: upsampler_spec("spatial", older, torch.float32, release))
-    assert "is of LTX 2.3 by its name" in message
+    assert "is of LTX 2.3 by its name" in message and "rename it" in message
     upsampler_spec("spatial", unnamed, torch.float32, release)
 
 

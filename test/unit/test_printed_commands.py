@@ -77,8 +77,8 @@ NOT_RUN = {
 BY_PROGRAM = {
     "pip install": "test_what_pip_is_told_to_install_is_there_to_be_installed",
     "pip uninstall": "test_what_pip_is_told_to_install_is_there_to_be_installed",
-    "ffmpeg": "test_what_is_no_usable_sound_is_a_users_error",
-    "hf download": "test_a_mistake_is_said_in_one_error_with_what_to_type",
+    "ffmpeg": "test_what_a_printed_command_makes_is_taken_with_flash_and_click_together",
+    "hf download": "test_what_a_printed_command_downloads_is_taken",
 }
 
 
@@ -135,8 +135,6 @@ REMEDIES = {
     "commands/prepare.py:jobs_of: --num-frames": (
         "prepare --checkpoint-path {split} ~--gemma-root ~--num-frames --auto-duration 1 2"
     ),
-    "doctor/checks.py:files: --checkpoint-path": "doctor ~--checkpoint-path",
-    "doctor/checks.py:files: --gemma-root": "doctor ~--gemma-root",
     "flags/__init__.py:_require_gemma: --gemma-root": "generate ~--gemma-root",
     "flags/__init__.py:_guidance_settings: --guidance": (
         "generate --recipe dev --guidance video_cfg => --guidance video_cfg=3"
@@ -188,9 +186,6 @@ REMEDIES = {
     "sampling/guidance.py:check_guidable: --nag-scale": "generate --negative-prompt blurry",
     "sampling/guidance.py:check_guidable: --recipe": "generate --video-cfg-guidance-scale 3",
     "weights/model_files.py:text_encoder: --gemma-root": "generate --checkpoint-path {split}",
-    "weights/model_files.py:_check_folder: --gemma-root": (
-        "generate --gemma-root {split}/text_encoders => --gemma-root {gemma}"
-    ),
     "flags/resolve.py:lora_fields: --distilled-lora": (
         "generate --recipe dev --two-stage --distilled-lora {lora} 1"
         " --distilled-lora-strength-stage-1 0.5 => --distilled-lora {lora}"

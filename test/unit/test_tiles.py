@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import randn
+from printed import runs
 
 from ltx_neuron.errors import FieldError
 from ltx_neuron.job import Job, Size
@@ -110,6 +111,7 @@ def test_a_canvas_of_one_tile_is_the_job_without_tiles():
     assert whole.buckets == replace(whole, tile=False).buckets
 
 
+@runs("sampling/conditions.py:check_inputs: --stage-2-ic-lora")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -60,7 +60,7 @@ def _opened(path: str | Path, flag: str) -> Iterator:
     except PermissionError as error:
         raise refusal(error, flag) from None
     except (FFmpegError, OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {reason(error)}\n{advice}") from None
+        raise UserError(f"{flag} {path} cannot be read: {reason(error)}\n{advice}") from None
 
 
 def read_sound(

@@ -124,7 +124,8 @@ def _rate(value: Any) -> Any:
         return value
 
 
-_Rate = Annotated[float, BeforeValidator(_rate)]
+# The limits are those of MP4 and of the sound's latents.
+_Rate = Annotated[float, Field(ge=FRAME_RATES[0], le=FRAME_RATES[1]), BeforeValidator(_rate)]
 
 
 def _has_switch(value: Any, depth: int = 2) -> bool:
@@ -211,12 +212,10 @@ class VideoFields(Fields):
     num_frames: int | None = _option(
         f"a multiple of 8, plus 1 (default: {Size.num_frames})", "N", ge=1, le=100_000
     )
-    frame_rate: _Rate | None = _option(  # limits of MP4 and of the sound's latents
+    frame_rate: _Rate | None = _option(
         f"frames per second, also as 30000/1001 (default: {Size.frame_rate:g})",
         "FPS",
         names=("frame_rate", "fps"),
-        ge=FRAME_RATES[0],
-        le=FRAME_RATES[1],
     )
     recipe: Literal[RECIPES] | None = _option(
         "kind of checkpoint (default: from its file name, else distilled)"
