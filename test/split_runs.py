@@ -12,7 +12,7 @@ from conftest import QUICK, once
 
 from ltx_neuron.commands import dispatch
 
-SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
+SIZE = {"height": 64, "width": 128, "num_frames": 9, "two_stage": True}
 LINES = [  # both use one set of graphs; the second has a predicted length
     {"prompt": "a red fox", **SIZE, "num_generated_keyframes": 1},
     {"prompt": "birds sing", **SIZE, "num_frames": None, "num_generated_keyframes": 1},

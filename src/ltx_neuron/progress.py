@@ -29,7 +29,6 @@ from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.tensorfile import TensorFile
-from ltx_neuron.weights.turns import order_of_sets
 
 SUFFIX, LOG_SUFFIX = ".resume.safetensors", ".failure.log"
 _SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # they identify a sidecar
@@ -97,15 +96,16 @@ class StageGroup(NamedTuple):
 def stage_groups(
     runs: list[JobRun], weights_of: Callable[[WeightSet], Path], loaded: Path | None
 ) -> list[StageGroup]:
-    """The order of stages: that of the jobs, except to minimise swaps of weights.
+    """The order of stages: all that run on one weight set run together, first those on the loaded
+    one, else those of the next job.
 
     weights_of  the folder of a weight set
     loaded      the loaded weight set's folder
     """
     left = {run: run.stages_left for run in runs}
     groups = [StageGroup(run, []) for run in runs if not left[run]]
-    needed = [[weights_of(stage.loras) for stage in stages] for stages in left.values()]
-    for weights in order_of_sets(needed, loaded):
+    while needed := [weights_of(stages[0].loras) for stages in left.values() if stages]:
+        weights = loaded if loaded in needed else needed[0]
         for run, stages in left.items():
             group = StageGroup(run, [])
             while stages and weights_of(stages[0].loras) == weights:

@@ -401,7 +401,7 @@ SHARD_DIT: --height 64 -> --height
 --image {image} 0 1.5 -> strength '1.5' | at most 1
 --image {image} 0 nan -> strength 'nan' | --image PATH [
 --image {image} 9 -> frame 9 | 0..8
---image {image} -1 -> frame index '-1' | at least 0
+--image {image} -2 -> frame index '-2' | at least -1
 --image {image} {image} -> type --image PATH [FRAME_IDX [STRENGTH [CRF]]]
 --image -> --image | expected at least one argument
 COMPILE_DIT: --image {image} 9 -> frame 9 | 0..8
@@ -426,7 +426,7 @@ COMPILE_DIT: --artifacts-dir '{bad}/a file/x' -> --artifacts-dir DIR
 --artifacts-dir '{bad}/a file' -> no dit graphs | Make them:
 # the text encoder
 --gemma-root {bad}/absent -> absent | not a folder | GEMMA
---gemma-root {ckpt} -> not a folder | GEMMA
+--gemma-root {ckpt} -> needs the folder of Gemma3-12B | GEMMA
 --gemma-root {bad}/no-config -> config.json | GEMMA
 --gemma-root {bad}/broken-config -> config.json is not JSON
 --gemma-root {bad}/llama -> 'llama' | 'gemma3'
@@ -453,7 +453,7 @@ COMPILE_GEMMA: --gemma-root {bad}/absent -> not a folder | GEMMA
 none of its | SPATIAL
 --upscale temporal -> --upscale temporal | --temporal-upsampler-path | TEMPORAL
 --upscale spatial --two-stage --spatial-upsampler-path {spatial} -> --upscale | --two-stage
---checkpoint-path {bad}/no-vae.safetensors -> VideoDecoder | CHECKPOINT
+--checkpoint-path {bad}/no-vae.safetensors -> no tensors of dit | CHECKPOINT
 """)
 # Artifacts that do not fit.
 ARTIFACTS = table("""
@@ -509,10 +509,10 @@ combined with --audio-path
 --video-path {image} --extend 1 -> a video of 9 frames or more, and --video-path has 1 | pass a \
 longer one
 --video-path {bad}/odd.mp4 --extend 1 -> has 26 frames of 48x64; wanted sides that are multiples \
-of 32. | Type: ffmpeg | -frames:v 26
+of 32. | Type: ffmpeg | crop=64:32
 --video-path {bad}/text.png --extend 1 -> pass another file with
 --video-path {bad}/sound.wav --extend 1 -> has no video
---video-path {bad}/half.mp4 --extend 1 -> the file is cut off
+--video-path {bad}/half.mp4 --extend 1 -> is cut off: got 15 frames, wanted the 30
 --video-path {bad}/gone.mp4 --extend 1 --resume -> --resume needs --video-path | present path of \
 this file
 {size} --audio-path {bad}/gone.wav --resume -> --resume needs --audio-path
