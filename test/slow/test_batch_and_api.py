@@ -306,7 +306,9 @@ def test_nan_after_the_latents_fails_the_run_which_keeps_them(
         errors.run(lambda: generate(job, workspace, RunOptions(), Outputs(video=video, **how)))
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostModels, "_spec", lambda *args: spec(*args)._replace(path=broken))
+        patch.setattr(
+            HostModels, "_spec", lambda *args: spec(*args)._replace(path=broken, file=None)
+        )
         with pytest.raises(SystemExit) as end:
             run()
     said = capsys.readouterr().err

@@ -114,6 +114,7 @@ class Database:
             ) from None
 
     def close(self) -> None:
+        self._opened = None  # the last connection deletes the log
         while self._idle:
             self._idle.pop().close()
 
