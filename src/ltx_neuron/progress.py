@@ -259,7 +259,8 @@ def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tu
 
 def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype) -> None:
     """Raise UserError for missing tensors, and for latents or sound with another shape or dtype."""
-    later = {f"{stage.key}_{stream}" for stage in job.stages[1:] for stream in ("video", "audio")}
+    made = "video", "audio", "generated_keyframes"
+    later = {f"{stage.key}_{name}" for stage in job.stages[1:] for name in made}
     needed = [name for name in _kept(job) if name not in {*later, "upsampled"}]
     problems = [f"{name}: missing" for name in needed if name not in tensors]
     wanted = {name: (shape, dtype) for name, shape in _latent_shapes(job).items()}

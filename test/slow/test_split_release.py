@@ -19,7 +19,7 @@ runs = split_runs.runs  # a fixture
 def test_the_service_makes_the_bytes_of_the_batch(runs, split, tmp_path):
     assets = SimpleNamespace(checkpoint=split.distilled, gemma_root=None, spatial_upsampler=None)
     with serving.worker(runs, assets, tmp_path, neuron_gemma=False) as (working, intake):
-        fields = {"prompt": "a red fox", "size": "64x64", "two_stage": True}
+        fields = {"prompt": "a red fox", "size": "128x64", "two_stage": True}
         entry = intake.accept(read_request(fields | {"num_generated_keyframes": 1}), "ada")
         stopping = serving.stop_after(working, entry)
         working.run()
