@@ -97,15 +97,18 @@ def stage_groups(
     runs: list[JobRun], weights_of: Callable[[WeightSet], Path], loaded: Path | None
 ) -> list[StageGroup]:
     """The order of stages: all that run on one weight set run together, first those on the loaded
-    one, else those of the next job.
+    one, else those on a set that no other job needs later, else those of the next job.
 
     weights_of  the folder of a weight set
     loaded      the loaded weight set's folder
     """
     left = {run: run.stages_left for run in runs}
     groups = [StageGroup(run, []) for run in runs if not left[run]]
-    while needed := [weights_of(stages[0].loras) for stages in left.values() if stages]:
-        weights = loaded if loaded in needed else needed[0]
+    while needed := [[weights_of(x.loras) for x in stages] for stages in left.values() if stages]:
+        next_ones = [sets[0] for sets in needed]
+        later = {other for sets in needed for other in sets if other != sets[0]}
+        free = [weights for weights in next_ones if weights not in later]
+        weights = loaded if loaded in next_ones else (free or next_ones)[0]
         for run, stages in left.items():
             group = StageGroup(run, [])
             while stages and weights_of(stages[0].loras) == weights:

@@ -34,6 +34,7 @@ def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(
 ):
     setup = scripts(tiny, TP)
     words = [*setup.words(**SIZE), "--artifacts-dir", str(tmp_path)]
+    words += ["--spatial-upsampler-path", str(tiny.spatial_upsampler)]
     command = [sys.executable, "-m", "ltx_neuron", "prepare", *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: len([*tmp_path.glob(f"graphs/*/{MANIFEST}")]) == 1)

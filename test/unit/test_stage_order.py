@@ -36,6 +36,8 @@ class Holder:
         (["a", "b"], "c", ["0a", "1b"]),  # the jobs' order
         (["ab", "b"], None, ["0a", "0b", "1b"]),
         (["aa", "a"], None, ["0a", "0a", "1a"]),
+        (["b", "ab"], None, ["1a", "0b", "1b"]),  # once, after the job that needs it later
+        (["ab", "ba"], None, ["0a", "0b", "1b", "1a"]),  # one set is loaded twice
     ],
 )
 def test_stages_of_one_weight_set_run_together(jobs, loaded, wanted):
