@@ -32,8 +32,6 @@ Compiled = dict[tuple[int, Stage], CompiledStep]  # by id(job) and stage
 Failed = list[tuple[Job, UserError]]
 _PROMPTS = "--prompt", "--negative-prompt"
 _REMEMBERED_NOTES = 10_000  # jobs; a worker runs for months
-
-
 INPUTS = "inputs"  # name of the check of jobs' own files
 
 

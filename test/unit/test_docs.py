@@ -20,6 +20,7 @@ from device import conftest as device
 from ltx_neuron import commands as program
 from ltx_neuron.backends import neuron_errors
 from ltx_neuron.errors import UserError
+from ltx_neuron.sampling.compat import FOLLOWED
 
 PAGES = [
     "README.md",
@@ -244,6 +245,11 @@ def test_the_readers_path_is_short():
     lines = {name: len((ROOT / "src" / name).read_text().splitlines()) for name in files}
     assert 10 <= len(files) <= PATH_FILES
     assert sum(lines.values()) <= PATH_LINES, lines
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/recipes.md", "CHANGELOG.md"])
+def test_pages_name_the_followed_release(page):
+    assert f"release {FOLLOWED}" in text_of(page)
 
 
 def test_the_readme_is_short():
