@@ -19,10 +19,10 @@ from ltx_neuron.files import MANIFEST, read_json
 
 def content(folder) -> dict[str, object]:
     """Digests of the files of weights and graphs, by their paths; of a manifest, its values. The
-    session's tests record their sizes in the manifests of the folder that they share."""
+    session's tests record their sizes in the manifests that they share: a checksum changes."""
     files = [path for kind in ("weights", "graphs") for path in folder.glob(f"{kind}/*/*")]
     return {
-        str(path.relative_to(folder)): {**read_json(path), "sizes": None}
+        str(path.relative_to(folder)): {**read_json(path), "sizes": None, "checksum": None}
         if path.name == MANIFEST
         else sha256(path)
         for path in files
