@@ -47,13 +47,6 @@ def weights() -> dict[str, Tensor]:
     return random_weights(like, torch.Generator().manual_seed(0))
 
 
-class Ranks(_HostRanks):
-    """One rank in this process, for programs of any cut."""
-
-    def _weight(self, name: str) -> Tensor:
-        return self._weights[name]
-
-
 @torch.no_grad()
 def stage_run(blocks_per_graph: int = 1, config=CONFIG, job: Job = JOB) -> StageRun:
     """The stage of a job, prepared and started."""
@@ -61,7 +54,7 @@ def stage_run(blocks_per_graph: int = 1, config=CONFIG, job: Job = JOB) -> Stage
     bucket = job.bucket(stage)
     program = dit_program(config, bucket, 1, SingleRank(), torch.float32, blocks_per_graph)
     modulation = partial(modulation_table, weights(), config)
-    ranks = Ranks(bucket.name, program, weights(), None)
+    ranks = _HostRanks(bucket.name, program, weights().__getitem__, None)
     compiled = CompiledStep(bucket, program)
     run = StageRun(ranks, compiled, config, torch.float32, modulation, COMPAT[None])
     size = stage.height, stage.width, job.size.num_frames, job.size.frame_rate

@@ -24,7 +24,6 @@ from ltx_neuron.plan import CoreMemory
 from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.text.inputs import cut_off
-from ltx_neuron.text.speech import NO_SPEECH, names_speech
 from ltx_neuron.weights import lora
 from ltx_neuron.workspace import Workspace
 
@@ -344,9 +343,6 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
     said = conditions.notes(job)
     if job.reference_audio and lora.are_silent(job.stages[0].loras):
         said.append("no LoRA has layers of the sound, so the voice may not be taken over")
-    if (job.sound or job.reference_audio) and not names_speech(job.prompt):
-        flag = conditions.SOUND if job.sound else conditions.voice_flag(job)
-        said.append(f"{flag}: {NO_SPEECH}")
     for loras in dict.fromkeys(stage.loras for stage in job.stages):
         said += workspace.source("dit", loras).notes if loras else []
     for number, text in enumerate(job.prompts):

@@ -50,14 +50,7 @@ from ltx_neuron.plan import (
 from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.weights.rankfiles import (
-    RankSource,
-    check_whole,
-    file_entries,
-    is_finished,
-    rank_path,
-    verify,
-)
+from ltx_neuron.weights.rankfiles import check_whole, file_entries, is_finished, rank_path, verify
 from ltx_neuron.weights.sharder import (
     Layout,
     ShardSpec,
@@ -317,36 +310,9 @@ def _rank_bytes(folder: Path) -> int:
     return rank_path(folder, 0).stat().st_size
 
 
-# --- sharding without a checkpoint ------------------------------------------------------------
-
-
-def reshard(
-    folder: Path, artifacts_dir: Path, model: str, tp: int, dtype: str, workers: int | None = None
-) -> Path:
-    """Make rank files of another tp or dtype from a finished folder, without the checkpoint.
-
-    Returns their folder. Raises UserError if the finished ones do not suit that tp or dtype.
-    """
-    source = RankSource(folder)
-    if source.model.name not in _models_of(model):
-        raise UserError(
-            f"{folder} has weights of {source.model.name}, wanted {model}: type"
-            f" {command(shard_verb(source.model.name))}"
-        )
-    if source.model.name == "sound":
-        dtype = "float32"
-    source.check(tp, DTYPES[dtype])
-    identity = source.identity | {"tp": tp, "dtype": dtype}
-    path = artifacts.folder(artifacts_dir, identity)
-    specs = shard_specs(source, tp, {})
-    if not shard_weights(source, path, identity, tp, DTYPES[dtype], specs, workers):
-        print(f"already complete: {path}")
-    return path
-
-
 def verify_finished(model: str, artifacts_dir: Path) -> None:
     """Compare every finished weight set of a model with its manifest."""
-    models = _models_of(model)
+    models = ("vae", "encoder", "sound") if model == "vae" else (model,)
     folders = [path for each in models for path in artifacts.finished_weights(artifacts_dir, each)]
     if not folders:
         raise UserError(
@@ -356,8 +322,3 @@ def verify_finished(model: str, artifacts_dir: Path) -> None:
     for path in folders:
         check_whole(path, verify(path), command(shard_verb(model), "--checkpoint-path", "FILE"))
         print(f"whole: {path} (--checkpoint-path compares it with the source as well)")
-
-
-def _models_of(model: str) -> tuple[str, ...]:
-    """The models whose weights one command shards."""
-    return ("vae", "encoder", "sound") if model == "vae" else (model,)

@@ -1,4 +1,4 @@
-"""Weight sets that can be trusted: written in one pass, resumed after any kill, verified, cut anew,
+"""Weight sets that can be trusted: written in one pass, resumed after any kill, verified,
 and loaded strictly."""
 
 import errno
@@ -44,11 +44,10 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights import rankfiles, sharder, tensorfile
-from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.rankfiles import (
     HOST_FILE,
     SHARED_FILE,
-    RankSource,
     file_entries,
     file_names,
     is_finished,
@@ -66,9 +65,9 @@ from ltx_neuron.weights.sharder import (
     shard_specs,
     shard_weights,
 )
-from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW
+from ltx_neuron.weights.sharding import HOST, MODELS
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES, TensorFile
-from ltx_neuron.workspace import Workspace, reshard
+from ltx_neuron.workspace import Workspace
 
 TP = 4
 IDENTITY = {"kind": "weights", "model": "dit", "tp": TP, "dtype": "float32"}
@@ -925,46 +924,6 @@ def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(copy, tmp_pa
         rank_path(copy, 0)
 
 
-# other degrees and dtypes
-
-
-@pytest.fixture(scope="module")
-def made(tiny, artifacts):
-    """made(model, tp, dtype): the folder that the shard script makes of the tiny assets."""
-
-    def folder(model: str, tp: int, dtype: str) -> Path:
-        workspace = Workspace(
-            tiny.checkpoint, resolve("cpu"), artifacts, tp, dtype, tiny.gemma_root
-        )
-        return workspace.shard(model)[0]
-
-    return folder
-
-
-@pytest.mark.parametrize("model", ["dit", "gemma3"])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((4, "float32"), (2, "float32")),
-        ((1, "bfloat16"), (4, "bfloat16")),
-        ((4, "float32"), (1, "bfloat16")),
-    ],
-)
-def test_rank_files_cut_anew_are_those_that_the_checkpoint_gives(
-    made, tmp_path, model, before, after
-):
-    folder = reshard(made(model, *before), tmp_path, model, *after)
-    wanted = made(model, *after)
-    assert folder.name == wanted.name  # found by everything that looks for it
-    assert content(folder) == content(wanted)
-
-
-def test_a_gemma_without_a_table_of_its_own_is_cut_anew_too(tiny):
-    source = Source(MODELS["gemma3"], [Checkpoint(tiny.checkpoint), *gemma_files(tiny.gemma_root)])
-    kinds = {source.split(name) for name in source.names}
-    assert kinds == {COL, ROW, None, HOST}  # every kind of tensor was cut in the test above
-
-
 def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_still_read(
     tiny, tmp_path
 ):
@@ -983,34 +942,12 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
     assert [*file_entries(old)] == file_names(TP) and is_finished(old, identity)
     assert shard_weights(source, old, identity, TP, torch.float32, specs) is False
     assert rank_path(old, 2) == old / rank_file(2)
-    for made in (folder, old):
-        reshard(made, tmp_path / made.name, "vae", 2, "bfloat16")
-    one, two = ((tmp_path / n / "weights").glob("*/" + SHARED_FILE) for n in ("weights", "old"))
-    assert next(one).read_bytes() == next(two).read_bytes()
     shared = bytearray((folder / SHARED_FILE).read_bytes())
     shared[-1] ^= 1
     (folder / SHARED_FILE).write_bytes(shared)
     assert verify(folder) == [f"{SHARED_FILE}: content differs from its blake3"]
     (problem,) = compare(source, folder, torch.float32, specs)
     assert re.fullmatch(f"{SHARED_FILE}: .* differs from the source", problem)
-
-
-def test_what_rank_files_cannot_give_is_refused(made, tmp_path):
-    for model, tp, dtype, words in (
-        ("dit", 2, "float32", "lacks precision"),
-        ("dit", 8, "bfloat16", "does not divide"),
-        ("gemma3", 2, "bfloat16", "has weights of dit"),
-    ):
-        with pytest.raises(UserError, match=words):
-            reshard(made("dit", 4, "bfloat16"), tmp_path, model, tp, dtype)
-    with pytest.raises(UserError, match="not a finished weight set"):
-        reshard(tmp_path, tmp_path, "dit", 2, "bfloat16")
-    damaged = Path(shutil.copytree(made("dit", 4, "bfloat16"), tmp_path / "damaged"))
-    rank = bytearray((damaged / rank_file(2)).read_bytes())
-    rank[-1] ^= 1
-    (damaged / rank_file(2)).write_bytes(rank)
-    with pytest.raises(UserError, match="content differs"):
-        RankSource(damaged)
 
 
 def test_the_hosts_file_is_checked_like_a_ranks(copy):

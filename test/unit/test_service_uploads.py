@@ -41,7 +41,6 @@ from ltx_neuron.service import media, sandbox
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.limits import MAX_JSON_BYTES
 from ltx_neuron.service.media import UploadLimits
-from ltx_neuron.text.speech import NO_SPEECH
 from ltx_neuron.weights.lora import Lora
 
 FILM = Size(64, 96, 17)  # of what is made anew
@@ -167,7 +166,6 @@ def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compil
     assert job.dubbing.strength == 0.5 and job.size == size
     assert Path(job.reference_audio.path).read_bytes() == files["heard.mkv"]
     assert (video["num_frames"], video["fps"], video["two_stage"]) == (17, 24, True)
-    assert any("names no speech" in note for note in video["notes"])
     made(service, **dub)  # any size for which it is compiled
     (model,) = json.loads(get(service, "/v1/models").body)["data"]
     assert {each["size"] for each in model["inputs"]["reference_video"]} == {"256x128", "128x256"}
@@ -206,9 +204,7 @@ def test_a_voice_is_cut_to_the_compiled_seconds_and_never_padded(service, files,
     assert video["notes"] == [
         "reference_audio: 5.00 of 6.00 s are used, as compiled",
         "no LoRA has layers of the sound, so the voice may not be taken over",
-        f"reference_audio: {NO_SPEECH}",
     ]
-    voice |= {"prompt": "a man says hello"}
     (model,) = json.loads(get(service, "/v1/models").body)["data"]
     sides = {"256x128", "128x256", "128x64", "64x128"}  # the latter in one stage
     assert {each["size"] for each in model["inputs"]["reference_audio"]} == sides
@@ -410,11 +406,9 @@ def test_a_tail_takes_the_graphs_of_the_sum_and_the_video_is_as_long_as_asked(se
     assert refused(service, tail_frames="8", **film)["param"] == "video_reference"
 
 
-def test_a_sound_may_lie_on_a_bed_and_a_silent_prompt_is_noted(service, files):
+def test_a_sound_may_lie_on_a_bed(service, files):
     sound = {"size": SIZE, "audio_reference": files["sound.wav"]}
     job, video = made(service, **sound, audio_bed="-50")
-    assert job.sound.bed == -50 and video["notes"] == [f"audio_reference: {NO_SPEECH}"]
-    _, video = made(service, **sound | {"prompt": "a man says hello"})
-    assert video["notes"] == []
+    assert job.sound.bed == -50 and video["notes"] == []
     error = refused(service, **sound, audio_bed="5")
     assert error["param"] == "audio_bed" and "less than 0" in error["message"]

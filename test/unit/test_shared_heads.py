@@ -14,7 +14,6 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.gemma import gemma_config, read_config
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.plan import text_weights
 from ltx_neuron.text.inputs import encoder_inputs
@@ -22,7 +21,7 @@ from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.tiny.gemma import write_gemma4_file
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.model_files import TextEncoderFile
-from ltx_neuron.weights.rankfiles import RankSource, file_names, rank_file
+from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.weights.sharder import Layout, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
 
@@ -115,19 +114,6 @@ def test_a_plan_counts_every_copy(model, tp):
         planned = sum(text_weights(model.gemma, model.config, tp).values())
     for weights in ranks_of(model, tp):
         assert sum(tensor.numel() for tensor in weights.values()) == planned
-
-
-@pytest.mark.parametrize(("before", "after"), [(8, 1), (1, 4), (4, 8)])
-def test_rank_files_are_cut_anew_from_files_that_share_heads(model, before, after, tmp_path):
-    source = RankSource(model.folder / f"tp{before}")
-    source.check(after, torch.float32)
-    identity = {"model": "gemma3", "tp": after, "dtype": "float32"}
-    specs = shard_specs(source, after, {})  # the source's tensors are arranged already
-    again, wanted = tmp_path / "again", model.folder / f"tp{after}"
-    shard_weights(source, again, identity, after, torch.float32, specs)
-    for name in file_names(after):
-        assert (again / name).read_bytes() == (wanted / name).read_bytes()
-    assert (again / MANIFEST).is_file()
 
 
 def test_degrees_that_cut_a_head_are_refused(model):

@@ -7,14 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import opened_workspace
 from helpers import one_thread, randn, tone, write_sound  # noqa: F401
 from safetensors import safe_open
 from typed import parsed, said
 
 from ltx_neuron import flags
 from ltx_neuron.decode_queue import DecodeQueue
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.finished import _shape_flags
 from ltx_neuron.flags.resolve import job_of
@@ -31,7 +29,6 @@ from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundConditio
 from ltx_neuron.sampling.latents import SAMPLE_RATE
 from ltx_neuron.sampling.spec import validated
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.text.speech import names_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -229,46 +226,3 @@ def test_a_bed_needs_a_sound_and_is_part_of_the_job():
     assert job_of(validated(job.spec.line())) == job
     with pytest.raises(UserError, match="--audio-bed: got 3"):
         replace(WHOLE, sound=SoundCondition(FILE, bed=3)).check()
-
-
-# --- speech in a prompt ---------------------------------------------------------------------------
-
-SPEAKS = """
-a woman says good morning
-He is SPEAKING to the camera
-a man: "hello there"
-a man: “hello there”
-une femme : « bonjour »
-Mann: ‚guten Tag‘
-she answers, 'yes, of course'
-a choir sings
-eine Frau spricht
-una mujer habla
-[VISUAL]: a room [SPEECH]: well
-女の人が話している
-женщина идёт по улице
-the narrator's voice
-""".strip().splitlines()
-SILENT = """
-a dog runs across a meadow
-the dog's ball isn't red
-two singles dance in Singapore
-waves at dawn, 35mm
-it's the dogs' and cats' house
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize("prompt", SPEAKS + SILENT)
-def test_a_prompt_names_speech_by_a_quotation_or_a_word(prompt):
-    assert names_speech(prompt) == (prompt in SPEAKS)
-
-
-def test_a_silent_prompt_of_a_sound_is_said_once(tiny, capsys, tmp_path):
-    text = "--audio-path: the prompt names no speech, so lips may stay still"
-    heard = SoundCondition(sound(tmp_path, 1.2))
-    asked = ("a man says hello", heard), ("rain", None), ("rain", heard), ("sea", heard)
-    with Engine(opened_workspace(tiny, tmp_path / "artifacts"), Recorder()) as engine:
-        for (prompt, given), said_so in zip(asked, (0, 0, 1, 0), strict=True):
-            with pytest.raises(UserError, match="Make them"):  # goes on to look for weights
-                engine.preflight.check([replace(WHOLE, prompt=prompt, sound=given)])
-            assert capsys.readouterr().out.count(text) == said_so

@@ -111,8 +111,6 @@ def probe(profile: Profile, tp: int) -> Iterator[Finding]:
 class _Ones:
     """A source of weights, as shard_weights reads one."""
 
-    heads: dict[str, int] = {}
-
     def nbytes(self, name: str) -> int:
         return 4
 

@@ -52,7 +52,7 @@ from ltx_neuron.sampling.spec import (
 )
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.model_files import PARTS, located, named_recipe
-from ltx_neuron.workspace import Workspace, reshard, verify_finished
+from ltx_neuron.workspace import Workspace, verify_finished
 
 # --- common flags ---------------------------------------------------------------------------------
 
@@ -586,9 +586,6 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
     help = "write nothing: check sharded weights against their digests and, with --checkpoint-path,"
     help += " bit for bit against the checkpoint"
     add("--verify", action="store_true", help=help)
-    help = "shard from a finished folder instead of --checkpoint-path, for another --tp-degree or"
-    help += " --dtype"
-    add("--from-shards", type=Path, metavar="DIR", help=help)
     help = "threads that write (default: one per file)"
     advanced(add("--num-workers", type=int, metavar="N", help=help))
 
@@ -597,7 +594,6 @@ def shard(model: str, args: argparse.Namespace) -> None:
     """Run a shard command: shard or verify the weights of `model` ("dit", "gemma3" or "vae"), and
     print the folders. Raises UserError for flags that cannot be combined."""
     _check_sharding(args)
-    tp = resolve(args.profile, tuple(args.profile_set)).degree(args.tp_degree)
     sets = weight_sets(lora_fields(spec(args))) if "lora" in args else ((),)
     if args.checkpoint_path:
         opened = workspace(args, writes=False, tuned=False)
@@ -609,26 +605,14 @@ def shard(model: str, args: argparse.Namespace) -> None:
         else:
             for path in opened.shard(model, sets, args.num_workers):
                 print(f"weights: {path}")
-    elif args.verify:
-        verify_finished(model, args.artifacts_dir)
     else:
-        artifacts, workers = args.artifacts_dir, args.num_workers
-        path = reshard(args.from_shards, artifacts, model, tp, args.dtype, workers)
-        print(f"weights: {path}")
+        verify_finished(model, args.artifacts_dir)
 
 
 def _check_sharding(args: argparse.Namespace) -> None:
     if args.num_workers is not None and args.num_workers < 1:
         raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
-    if args.from_shards and (args.checkpoint_path or args.verify):
-        raise UserError(
-            "--from-shards cannot be combined with --checkpoint-path or --verify; leave one of them"
-            " out"
-        )
-    if not (args.from_shards or args.checkpoint_path or args.verify):
-        raise UserError(
-            "no weights to shard; type --checkpoint-path FILE, or --from-shards DIR to reshard"
-            " finished weights"
-        )
+    if not (args.checkpoint_path or args.verify):
+        raise UserError("no weights to shard; type --checkpoint-path FILE")
     if not args.verify:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")

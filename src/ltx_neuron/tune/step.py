@@ -1,5 +1,6 @@
 """One denoising step on random latents and contexts, on the ranks or as a reference in float32."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from ltx_neuron.models.programs import Program, dit_program, weight_name
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.weights.rankfiles import RankSource, open_host_file
+from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
 
 
@@ -81,16 +82,20 @@ def last_step(run: StageRun) -> dict[str, Tensor]:
 @torch.no_grad()
 def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, Tensor]:
     """The expected latents of every stage's last step: computed in float32 on this machine's CPU
-    from the rank files, one block in memory at a time.
+    from the checkpoint in the rank files' dtype, one block in memory at a time.
 
     layers  run only the first `layers` blocks; None: all
     """
-    weights, outputs = RankSource(workspace.dit_weights(job.loras), quick=True), {}
+    source, outputs = workspace.source("dit", job.loras), {}
+
+    def weight(name: str) -> Tensor:
+        return source.tensor(name).to(workspace.dtype).float()
+
     for stage in job.stages:
         bucket = job.bucket(stage)
         comm: Any = SingleRank()  # lacks the methods of sequence parallelism
         program: Any = dit_program(workspace.transformer, bucket, 1, comm, torch.float32, 1)
-        on: Any = _HostRanks(bucket.name, program, weights, layers)
+        on: Any = _HostRanks(bucket.name, program, weight, layers)
         compiled = CompiledStep(bucket, program)
         outputs |= last_step(prepared(on, compiled, workspace, torch.float32, job, stage))
     return outputs
@@ -98,11 +103,16 @@ def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, T
 
 class _HostRanks:
     """The methods of Ranks that a stage calls, implemented by one rank in this process that calls
-    the modules directly. Its program has one block per graph."""
+    the modules directly. Its program has one block per graph.
 
-    def __init__(self, name: str, program: Program, weights: RankSource, layers: int | None):
+    weight  returns a weight by its name
+    """
+
+    def __init__(
+        self, name: str, program: Program, weight: Callable[[str], Tensor], layers: int | None
+    ):
         self.tp, self.cp, self.programs = 1, 1, {name: program}
-        self._program, self._weights, self._layers = program, weights, layers
+        self._program, self._weight, self._layers = program, weight, layers
         self._values: dict[str, Tensor] = {}
         self._sequences: dict[str, list] = {}
 
@@ -131,11 +141,6 @@ class _HostRanks:
         results = functional_call(module, weights, (inputs(**values),), strict=True)
         named = zip(outputs._fields, results, strict=True)
         self._values |= {writes.get(name, name): tensor for name, tensor in named}
-
-    def _weight(self, name: str) -> Tensor:
-        rows, *_ = self._weights.shape(name) or (0,)
-        (whole,) = self._weights.pieces(name, [(0, rows)])
-        return whole.float()
 
     def _value(self, field: str, name: str, first: int) -> Tensor:
         value = self._values[name]

@@ -1,24 +1,21 @@
 """Rank files: a model's weights, sharded for tp ranks. Recognises, verifies and loads finished
-sets, and reads them for another sharding.
+sets.
 
 A weight set is a folder of rank0..rank{tp-1}.safetensors, host.safetensors and manifest.json, which
 sharder.py writes. If all ranks have the same weights, they share one ranks.safetensors.
 """
 
 import shlex
-from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from ltx_neuron.config.common import check_heads
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import MANIFEST, changed, check_readable, read_json
-from ltx_neuron.weights.sharding import ALL, COL, HOST, KV, MODELS, ROW, SOUND_ALONE, copies, rule
-from ltx_neuron.weights.tensorfile import DTYPE_NAMES, DTYPES, TensorFile, listed
+from ltx_neuron.weights.sharding import SOUND_ALONE
+from ltx_neuron.weights.tensorfile import DTYPE_NAMES, TensorFile, listed
 
 HOST_FILE = "host.safetensors"
 SHARED_FILE = "ranks.safetensors"  # of all ranks, if their weights are equal
@@ -110,92 +107,6 @@ def verify(folder: Path, quick: bool = False) -> list[str]:
             elif header_digest(TensorFile(path, RESHARD)) != wanted["header_blake3"]:
                 problems.append(f"{name}: header differs from its blake3")
     return problems
-
-
-class RankSource:
-    """The whole tensors of a finished weight set, assembled from its files. It replaces
-    checkpoint.Source when a set of another tp or dtype is made without the checkpoint.
-
-    quick  compare the files' sizes with the manifest, not all bytes
-    UserError if the set is unfinished or damaged.
-    """
-
-    def __init__(self, folder: Path, quick: bool = False):
-        self.folder = Path(folder)
-        if not (self.folder / MANIFEST).is_file():
-            raise UserError(
-                f"{folder} is not a finished weight set: it has no {MANIFEST}.\nWanted: a folder"
-                " that a shard command printed"
-            )
-        if problems := verify(self.folder, quick):
-            raise UserError("\n  ".join([f"{folder} is damaged:", *problems]))
-        content = read_json(self.folder / MANIFEST)
-        self.identity, self.heads = content["identity"], content["heads"]
-        self._provenance = content["source"]
-        self.model, self.tp = MODELS[self.identity["model"]], self.identity["tp"]
-        names = file_entries(self.folder)
-        self.files = [TensorFile(self.folder / name, RESHARD) for name in names]
-        self.names = sorted({*self.files[0].shapes, *self.files[-1].shapes})
-
-    def check(self, tp: int, dtype: torch.dtype) -> None:
-        """Raise UserError if these files cannot be converted to that tp (it would split heads) or
-        dtype (it is wider)."""
-        check_heads(tp, self.heads)
-        if dtype.itemsize > DTYPES[self.identity["dtype"]].itemsize:
-            raise UserError(
-                f"{self.folder} is in {self.identity['dtype']}, which lacks precision: shard the"
-                " checkpoint with --dtype float32"
-            )
-
-    def split(self, name: str) -> int | str | None:
-        """The dimension along which a tensor's stored parts are joined, None for copies, or
-        sharding.HOST."""
-        kind = rule(self.model, name)
-        if kind == KV:
-            return COL
-        # Gemma3's projections are stored as (layers, out, width): out-features come second.
-        return ROW if kind == COL and len(self.files[0].shapes[name]) == 3 else kind
-
-    def copies(self, name: str, tp: int) -> int:
-        """The number of neighbouring ranks, of tp, with the same part of a tensor."""
-        return copies(self.model, name, self.files[0].shapes, tp, self.heads)
-
-    def _part(self, name: str) -> tuple[int, ...]:
-        """The shape of one rank's part."""
-        return self._files_of(name)[0].shapes[name]
-
-    def _files_of(self, name: str) -> list[TensorFile]:
-        """The files with the parts of a tensor."""
-        split = self.split(name)
-        if split in (ALL, HOST):
-            return [self.files[-1 if split == HOST else 0]]
-        return self.files[: self.tp : self.copies(name, self.tp)]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a whole tensor."""
-        split, parts = self.split(name), len(self._files_of(name))
-        return tuple(
-            size * parts if dim == split else size for dim, size in enumerate(self._part(name))
-        )
-
-    def nbytes(self, name: str) -> int:
-        """Bytes of a whole tensor in the stored dtype."""
-        return prod(self.shape(name)) * DTYPES[self.identity["dtype"]].itemsize
-
-    def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
-        """Rows start..stop of a whole tensor for each of `bounds`."""
-        files = self._files_of(name)
-        if len(files) == 1:
-            return (files[0].read(name, *rows) for rows in bounds)
-        split = self.split(name)
-        assert isinstance(split, int)  # otherwise one file contains the whole tensor
-        whole = torch.cat([file.read_mapped(name) for file in files], split)
-        return (whole[start:stop] for start, stop in bounds)
-
-    def provenance(self, tensors: dict[str, str]) -> dict:
-        """The source's entry in a manifest: the checkpoint of these files with its digests, so
-        `tensors` is not used."""
-        return self._provenance
 
 
 def load_rank_file(

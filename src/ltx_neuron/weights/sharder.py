@@ -35,7 +35,7 @@ from ltx_neuron.files import (
     write_json,
 )
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.rankfiles import RankSource, file_entries, file_names, is_finished
+from ltx_neuron.weights.rankfiles import file_entries, file_names, is_finished
 from ltx_neuron.weights.sharding import COL, HOST, local_shape
 from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES, listed
 
@@ -103,9 +103,7 @@ class ShardSpec:
             yield from ((rank, piece.narrow(self.split, size * rank, size)) for rank in range(tp))
 
 
-def shard_specs(
-    source: Source | RankSource, tp: int, layouts: dict[str, Layout]
-) -> list[ShardSpec]:
+def shard_specs(source: Source, tp: int, layouts: dict[str, Layout]) -> list[ShardSpec]:
     """The spec of every tensor of a source, in the files' order: by name, but tensors whose size is
     not a multiple of the alignment come last, so that all others are aligned when they are mapped.
     UserError for a tensor that cannot be split over tp ranks.
@@ -138,7 +136,7 @@ def check_specs(
 
 
 def shard_weights(
-    source: Source | RankSource,
+    source: Source,
     folder: Path,
     identity: dict,
     tp: int,
@@ -177,7 +175,7 @@ def set_bytes(specs: list[ShardSpec], tp: int, dtype: torch.dtype) -> int:
 
 
 def _write_set(
-    source: Source | RankSource,
+    source: Source,
     folder: Path,
     identity: dict,
     files: list["_File"],
@@ -202,12 +200,7 @@ def _write_set(
         digests = writer.finish()
         entries = {file.path.name: file.finish() for file in files}
     _sync_folder(folder)
-    content = {
-        "identity": identity,
-        "heads": source.heads,
-        "files": entries,
-        "source": source.provenance(digests),
-    }
+    content = {"identity": identity, "files": entries, "source": source.provenance(digests)}
     write_checked(folder, content)
     (folder / JOURNAL).unlink()
 
@@ -233,16 +226,14 @@ def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardS
     return list(problems)
 
 
-def _progress_bar(
-    source: Source | RankSource, specs: list[ShardSpec], done: int, name: str | None
-) -> tqdm:
+def _progress_bar(source: Source, specs: list[ShardSpec], done: int, name: str | None) -> tqdm:
     """Progress in bytes of the source. done: the number of specs that are written already."""
     sizes = [source.nbytes(spec.name) for spec in specs]
     return tqdm(total=sum(sizes), initial=sum(sizes[:done]), unit="B", unit_scale=True, desc=name)
 
 
 def _pieces(
-    source: Source | RankSource, spec: ShardSpec, ranks: int, bar: tqdm
+    source: Source, spec: ShardSpec, ranks: int, bar: tqdm
 ) -> Iterator[tuple[Tensor, list[tuple[int, Tensor]]]]:
     """The pieces of a tensor in order, each with its parts: (file index, tensor)."""
     row_bytes = source.nbytes(spec.name) // max(1, spec.shape[0]) if spec.shape else 0
