@@ -107,8 +107,9 @@ class Compiled:
     def __init__(self, *sizes: Size, recipe="distilled", artifacts="/nonexistent", **inputs):
         self.artifacts, self.recorded = artifacts, {}
         for size in sizes:
-            for bucket in Job("", size, recipe=recipe, **inputs).buckets:
-                self.recorded.setdefault(bucket.name, []).append(vars(size) | {"recipe": recipe})
+            job = Job("", size, recipe=recipe, **inputs)
+            for bucket in job.buckets:
+                self.recorded.setdefault(bucket.name, []).append(job.compiled_size)
 
     def compiled_sizes(self) -> dict[str, list[dict]]:
         return self.recorded

@@ -6,7 +6,6 @@ Its base class Finished finds existing ones.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -193,10 +192,10 @@ class Workspace(Finished):
         return paths
 
     def record_size(self, job: Job, buckets: list[Bucket]) -> None:
-        """Record the job's size and recipe in the manifests of the DiT's graphs."""
+        """Record the job's size, recipe and inputs in the manifests of the DiT's graphs."""
         for identity in self.dit_identities(buckets):
             path = artifacts.folder(self.artifacts, identity)
-            record_size(path, asdict(job.size) | {"recipe": job.recipe})
+            record_size(path, job.compiled_size)
 
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every token bucket, and the connectors."""

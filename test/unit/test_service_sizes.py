@@ -1,6 +1,7 @@
-"""The compiled sizes: which of them a request means, and how compiling records them."""
+"""The compiled sizes: that of a request, and how compiling records them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from service_app import SMALL, Compiled
@@ -21,9 +22,8 @@ def registry(*sizes: Size, **more) -> SizeRegistry:
     return SizeRegistry(Compiled(*sizes, **more), default, upsamplers={"spatial"})
 
 
-def chosen(requested: RequestedSize, *sizes: Size) -> tuple[Size, list[str]]:
-    found, notes = registry(*sizes).choose(requested)
-    return found.size, notes
+def chosen(requested: RequestedSize, *sizes: Size) -> Size:
+    return registry(*sizes).choose(requested).size
 
 
 # --- what is recorded -----------------------------------------------------------------------------
@@ -43,10 +43,7 @@ def test_a_size_that_nobody_compiled_is_not_listed_though_a_graph_has_its_tokens
     sizes = registry(SMALL)
     assert same not in {each.size for each in sizes.compiled}
     # Who asks for exactly that gets it.
-    assert sizes.choose(RequestedSize(height=256, width=1536)) == (
-        CompiledSize(same, "distilled"),
-        [],
-    )
+    assert sizes.choose(RequestedSize(height=256, width=1536)).size == same
 
 
 def test_a_record_with_a_rate_that_no_video_has_offers_nothing():
@@ -67,7 +64,7 @@ def test_graphs_without_a_recorded_size_serve_who_asks_for_it_exactly():
     sizes.workspace.recorded[name] = []  # an earlier version compiled them
     assert {each.size for each in sizes.compiled} == {SMALL, TALL}
     assert sizes.unrecorded == [name]
-    assert sizes.choose(RequestedSize(height=512, width=1024))[0].size == large
+    assert sizes.choose(RequestedSize(height=512, width=1024)).size == large
 
 
 @pytest.mark.parametrize(
@@ -106,27 +103,32 @@ def test_a_size_is_recorded_once_beside_others_and_changes_nothing_else(tmp_path
 
 
 def test_a_request_that_says_nothing_gets_the_default_or_what_there_is():
-    assert chosen(RequestedSize(), SMALL, LARGE) == (SMALL, [])
-    assert chosen(RequestedSize(), Size(704, 1280, 97))[0].num_frames == 97
+    assert chosen(RequestedSize(), SMALL, LARGE) == SMALL
+    one, longer = Size(704, 1280, 97), Size(704, 1280, 193)
+    assert chosen(RequestedSize(), one, longer) == one  # whose length is nearer to the default's
+    assert registry(longer, one).served_default.size == one
+    assert registry().served_default is None
+
+
+def test_a_value_given_is_taken_and_an_omitted_one_is_what_is_compiled_with_it():
+    sizes = SMALL, TALL, Size(704, 1280, 97), replace(LARGE, num_frames=97)
+    for requested, wanted in (
+        (RequestedSize(width=1280, height=704), sizes[2]),
+        (RequestedSize(width=704, height=1280), replace(sizes[2], height=1280, width=704)),
+        (RequestedSize(num_frames=97), sizes[3].first),
+        (RequestedSize(two_stage=True), sizes[3]),
+        (RequestedSize(seconds=4.0, two_stage=True), sizes[3]),
+        # The sound of its frames has as many tokens as at 24.
+        (RequestedSize(frame_rate=23.976), replace(SMALL, frame_rate=23.976)),
+    ):
+        assert chosen(requested, *sizes) == wanted
 
 
 def test_whole_seconds_are_frames_of_the_model():
     for seconds in (1, 2, 4, 5, 8, 10):
         size = Size(512, 768, 24 * seconds + 1)
-        assert chosen(RequestedSize(seconds=float(seconds)), size) == (size, [])
+        assert chosen(RequestedSize(seconds=float(seconds)), size) == size
         assert seconds_of(size) == str(seconds)
-
-
-def test_a_size_a_rounding_away_is_taken_and_said():
-    size = Size(704, 1280, 193)
-    got, notes = chosen(RequestedSize(height=720, width=1280, num_frames=192), size)
-    assert got == size
-    assert notes == [
-        "height 720 was rounded to 704, a compiled value",
-        "num_frames 192 was rounded to 193, a compiled value",
-    ]
-    exact = chosen(RequestedSize(frame_rate=23.976), SMALL)  # its sound has as many tokens as at 24
-    assert exact == (Size(512, 768, 121, 23.976), [])
 
 
 def test_a_negative_prompt_of_the_distilled_recipe_gets_a_size_with_graphs_for_it():
@@ -135,17 +137,19 @@ def test_a_negative_prompt_of_the_distilled_recipe_gets_a_size_with_graphs_for_i
     assert {each.size for each in both.inputs["nag_scale"]} >= {SMALL, TALL, LARGE}
     assert LARGE not in {each.size for each in both.compiled}
     for scale in (2.0, 11.0):
-        assert both.choose(RequestedSize(two_stage=True), nag_scale=scale)[0].size == LARGE
+        assert both.choose(RequestedSize(two_stage=True), nag_scale=scale).size == LARGE
     with pytest.raises(ApiError) as caught:
         registry(SMALL).choose(RequestedSize(), nag_scale=11.0)
     assert caught.value.code == "profile_mismatch"
-    assert "for text alone, not for nag_scale. Compiled: nothing" in str(caught.value)
+    assert "the default size with nag_scale is not compiled. Compiled: nothing" in str(caught.value)
 
 
-def test_a_size_further_away_is_refused_with_what_is_compiled():
+def test_any_other_size_is_refused_with_what_is_compiled():
     for requested in (
         RequestedSize(height=1080, width=1920),
         RequestedSize(height=512, width=800),
+        RequestedSize(height=512, width=760),  # not a multiple of 32
+        RequestedSize(num_frames=120),
         RequestedSize(seconds=8.0),
         RequestedSize(frame_rate=30.0),
         RequestedSize(two_stage=True),
@@ -161,17 +165,11 @@ def test_a_size_further_away_is_refused_with_what_is_compiled():
         }
 
 
-def test_of_sizes_within_a_rounding_the_nearest_is_taken():
-    near, far = Size(512, 768, 121), Size(512, 736, 121)
-    assert chosen(RequestedSize(height=512, width=760), near, far)[0] == near
-    assert chosen(RequestedSize(height=512, width=740), near, far)[0] == far
-
-
 def test_an_image_needs_a_graph_that_holds_images():
     image = (ImageCondition("x"),)
-    with pytest.raises(ApiError, match="for text alone"):
+    with pytest.raises(ApiError, match="the default size with images is not compiled"):
         registry(SMALL).choose(RequestedSize(), images=image)
-    assert registry(SMALL, images=image).choose(RequestedSize(), images=image)[0].size == SMALL
+    assert registry(SMALL, images=image).choose(RequestedSize(), images=image).size == SMALL
 
 
 def test_two_stages_are_offered_if_there_is_an_upsampler():
@@ -194,7 +192,7 @@ def test_a_set_of_loras_is_chosen_by_its_name():
     plain = {"loras": (), "stage_1_loras": (), "stage_2_loras": ()}
     sets = {"default": plain, "anime": plain | {"loras": ("style",)}}
     found = SizeRegistry(Compiled(SMALL), CompiledSize(SMALL, "distilled"), (), sets)
-    size = found.choose(RequestedSize())[0]
+    size = found.choose(RequestedSize())
     assert found.loras("anime", size)["loras"] == ("style",)
     assert found.loras(None, size) == found.loras("default", size) == plain
     with pytest.raises(ApiError, match="unknown lora_set 'noir'; known: 'default', 'anime'"):

@@ -491,6 +491,26 @@ class Inputs(ABC):
         referred = (each.pixels(size) for size in sizes for each in self.references)
         return clips + [EncodedClip(pixels, whole=True) for pixels in referred]
 
+    @property
+    def own_graphs(self) -> list[str]:
+        """The JobSpec fields of the inputs that need graphs of their own. Those of text to video
+        also serve a sound and an image at frame 0."""
+        inputs = {
+            "image": any(image.frame_index for image in self.images),
+            "video_path": self.retake,
+            "video_conditioning": self.references,
+            "conditioning_attention_mask": self.attention_mask,
+            "reference_video": self.dubbing,
+            "reference_audio": self.voice,
+            "nag_scale": self.nag is not None,
+            "num_generated_keyframes": self.num_generated_keyframes,
+            "skip_stage_2": self.skip_stage_2,
+            "images_as_guides": self.images_as_guides,
+            "stage_2_ic_lora": self.stage_2_ic_lora,
+            "tile": self.tile,
+        }
+        return [name for name, given in inputs.items() if given]
+
     # --- files and fields -------------------------------------------------------------------------
 
     def _conditions(self) -> list[tuple[str, str, Condition]]:

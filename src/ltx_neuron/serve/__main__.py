@@ -189,9 +189,7 @@ def reference_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
 
 def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
     """A job of each LoRA set. sets: by name, the fields to replace."""
-    compiled, chosen = registry.compiled, registry.default
-    if compiled and chosen not in compiled:
-        chosen = compiled[0]
+    chosen = registry.served_default or registry.default
     jobs = (
         Job("a probe", chosen.size, recipe=chosen.recipe, **registry.loras(name, chosen) | other)
         for name, other in sets.items()

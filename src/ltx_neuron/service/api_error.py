@@ -32,6 +32,13 @@ ERRORS = {
     504: ("timeout",),
     507: ("storage_full",),
 }
+# JobSpec fields with other names in requests.
+_SPELLED = {
+    "image": "images",
+    "audio_path": "audio_reference",
+    "video_path": "video_reference",
+    "ic_lora": "lora_set",
+}
 _MAX_MESSAGE = 4000
 _SECONDS = 5  # before a client should retry
 
@@ -90,6 +97,11 @@ class ApiError(Exception):
         if self.status in (408, 413):  # otherwise uvicorn reads and discards the rest of the body
             headers["Connection"] = "close"
         return headers
+
+
+def field_of(name: str) -> str:
+    """The request's name of a JobSpec field."""
+    return _SPELLED.get(name, name)
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:

@@ -258,7 +258,7 @@ class Api:
         """The service's model: its compiled sizes, recipes and LoRAs."""
         sizes = self.jobs.sizes
         compiled = sizes.compiled
-        default = sizes.default if sizes.default in compiled else next(iter(compiled), None)
+        default = sizes.served_default
         loras: Any = {
             name: [
                 {"name": lora.path.name, "strength": lora.strength}

@@ -34,7 +34,7 @@ from ltx_neuron.sampling.spec import (
     got_and_wanted,
     names_of,
 )
-from ltx_neuron.service.api_error import ApiError, invalid
+from ltx_neuron.service.api_error import ApiError, field_of, invalid
 from ltx_neuron.service.sizes import RequestedSize
 
 MAX_PROMPT = 10_000  # characters; the model reads 1024 tokens
@@ -56,13 +56,6 @@ _MEDIA = {
     "conditioning_attention_mask": ("conditioning_attention_mask", "video"),
     "reference_video": ("reference_video", "video"),
     "reference_audio": ("reference_audio", "audio"),
-}
-# JobSpec fields with other names in requests.
-_SPELLED = {
-    "image": "images",
-    "audio_path": "audio_reference",
-    "video_path": "video_reference",
-    "ic_lora": "lora_set",
 }
 # Fields with the same meaning.
 _EITHER = (
@@ -243,8 +236,8 @@ def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
 
 
 class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
-    """The body of POST /v1/videos. If the size is omitted, the service uses its default or the
-    nearest compiled size."""
+    """The body of POST /v1/videos. Omitted size fields are the service's default or, if that has no
+    graphs, a compiled size's."""
 
     model_config = ConfigDict(json_schema_extra=_finish_schema)
 
@@ -279,8 +272,9 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     reference_audio: SoundReference = Field(
         None,
         description="sound with the voice of the speaker, for the voice's lora_set: a file, or"
-        " {audio_url: a data URL}; used for as long as was compiled, listed in GET /v1/models",
+        " {audio_url: a data URL}; its length must be compiled, see GET /v1/models",
     )
+    reference_audio_max_duration: float | None = described_as("reference_audio_max_duration", gt=0)
     identity_guidance_scale: float | None = described_as("identity_guidance_scale")
     num_generated_keyframes: Keyframes | None = described_as("num_generated_keyframes")
     extend: float | None = described_as("extend")
@@ -330,7 +324,8 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     @property
     def spec(self) -> JobSpec:
         """The JobSpec without the size and the files."""
-        names = {"prompt", "extend", "identity_guidance_scale", "num_generated_keyframes"}
+        names = {"prompt", "extend", "reference_audio_max_duration", "identity_guidance_scale"}
+        names |= {"num_generated_keyframes"}
         for fields in (GuidanceFields, DetailFields, SamplingFields):
             names |= set(fields.model_fields)
         return JobSpec(**self.model_dump(include=names))
@@ -349,11 +344,6 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
 
 _NAMES = _names_of(VideoRequest)
 KNOWN = {name for names in _NAMES.values() for name in names}
-
-
-def field_of(name: str) -> str:
-    """The request's name of a JobSpec field."""
-    return _SPELLED.get(name, name)
 
 
 def spelled(text: str) -> str:

@@ -24,8 +24,8 @@ from ltx_neuron.sampling.conditions import (
 )
 from ltx_neuron.sampling.spec import LORAS, JobSpec, LoraFile
 from ltx_neuron.service import media, picture
-from ltx_neuron.service.api_error import ApiError, busy, invalid, too_large
-from ltx_neuron.service.fields import KNOWN, Media, VideoRequest, field_of, spelled
+from ltx_neuron.service.api_error import ApiError, busy, field_of, invalid, too_large
+from ltx_neuron.service.fields import KNOWN, Media, VideoRequest, spelled
 from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.sandbox import BadFile
@@ -79,7 +79,7 @@ class JobSubmitter:
         folder, kept = self.queue.folder_of(id), False
         folder.mkdir()
         try:
-            job, notes = self._job(request, folder)
+            job = self._job(request, folder)
             job.check()
             if job.retake:
                 self.sizes.check_retake(job)
@@ -87,7 +87,7 @@ class JobSubmitter:
                 conditions.check(job)
             self._check_possible(job)
             said = preflight.notes(job, self.sizes.workspace)
-            notes += [public(note, folder) for note in said]
+            notes = [public(note, folder) for note in said]
             line = job.with_paths(lambda path: path.name).spec.line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
@@ -105,13 +105,13 @@ class JobSubmitter:
             if not kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _job(self, request: VideoRequest, folder: Path) -> tuple[Job, list[str]]:
-        """A request's job, with its files in `folder`, and notes on rounded values."""
+    def _job(self, request: VideoRequest, folder: Path) -> Job:
+        """A request's job, with its files in `folder`."""
         images = tuple(
             ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
             for number, held in enumerate(request.held.values())
         )
-        sizes, wanted, notes = self.sizes, request.wanted, []
+        sizes, wanted = self.sizes, request.wanted
         spec = request.spec.model_copy(update=self._media(request, folder))
         inputs: dict[str, Any] = {
             "images": images,
@@ -138,18 +138,14 @@ class JobSubmitter:
                 inputs["attention_mask"] = AttentionMask(*masks[0]) if masks else None
             if request.reference_audio:
                 self._check_lora_set(request, "reference_audio", "an IC-LoRA")
-                voice = voice_of(spec)
-                assert voice
-                chosen, notes, voice = sizes.choose_voiced(wanted, voice, **inputs)
-                spec = spec.model_copy(update={"reference_audio_max_duration": voice.max_duration})
-            else:
-                chosen, notes = sizes.choose(wanted, **inputs)
-            frames = chosen.size.num_frames - wanted.tail
+                inputs["reference_audio"] = voice_of(spec)
+            chosen = sizes.choose(wanted, **inputs)
+            frames = chosen.size.num_frames - (wanted.tail_frames or 0)
             said = vars(chosen.size) | {"num_frames": frames, "tail_frames": wanted.tail_frames}
         loras = sizes.loras(request.lora_set, chosen)
         said = said | _lora_files(loras) | {"recipe": chosen.recipe}
         said["image"] = self._images(request, images, folder)
-        return sizes.workspace.resolved(flags.job_of(spec.model_copy(update=said))), notes
+        return sizes.workspace.resolved(flags.job_of(spec.model_copy(update=said)))
 
     def _media(self, request: VideoRequest, folder: Path) -> dict[str, Any]:
         """Write a request's sounds and videos into a job's folder; return their JobSpec fields."""
@@ -209,8 +205,10 @@ class JobSubmitter:
             raise invalid("seconds", "seconds does not go with reference_video; leave it out")
         length = wanted.model_dump(include={"num_frames", "frame_rate"})
         clip = size_of(spec.model_copy(update=length | {"two_stage": True}))
+        length = {"num_frames": clip.num_frames, "frame_rate": clip.frame_rate}
+        dubbed = length | {"two_stage": True, "recipe": "distilled", "tail_frames": None}
         inputs = inputs | dubbing_of(spec, clip, fields["loras"])
-        chosen = self.sizes.choose_dubbed(wanted, clip, inputs)
+        chosen = self.sizes.choose(wanted.model_copy(update=dubbed), **inputs)
         return chosen._replace(recipe=wanted.recipe or chosen.recipe)
 
     def _images(
@@ -306,7 +304,7 @@ def folder_bytes(folder: Path) -> int:
 class VideoObject(SizeObject):
     """A video as OpenAI's client reads it, with fields of our own.
 
-    notes   on rounded values and on inputs that are cut
+    notes   on inputs that are cut, padded or of another kind
     detail  current step, and times of the steps
     ahead   number of waiting jobs before it
     """

@@ -1,15 +1,14 @@
-"""The compiled video sizes, and the selection of one for a request.
+"""The compiled video sizes, and that of a request.
 
-A manifest records the sizes that its graphs were compiled for. The transformer's graphs depend only
-on the number of tokens. So a recorded size also offers its transpose, and a two-stage size those of
-its stages.
+A manifest records the sizes and inputs that its graphs were compiled for. The transformer's graphs
+depend only on the number of tokens. So a recorded size also offers its transpose, and a two-stage
+size those of its stages.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,45 +18,27 @@ from typing_extensions import TypedDict
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.job import LORA_FIELDS, Job, Size
-from ltx_neuron.sampling.conditions import (
-    AttentionMask,
-    ImageCondition,
-    ReferenceAudio,
-    ReferenceVideo,
-    Retake,
-    SoundCondition,
-    TailFrames,
-)
-from ltx_neuron.sampling.latents import (
-    AUDIO_LATENTS_PER_SECOND,
-    SPACE_SCALE,
-    TIME_SCALE,
-    seconds_of_latents,
-)
+from ltx_neuron.sampling.conditions import TailFrames
+from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND
 from ltx_neuron.sampling.size import NO_PICTURE
 from ltx_neuron.sampling.spec import SIZES, VideoFields, described_as
-from ltx_neuron.service.api_error import ApiError, invalid
-from ltx_neuron.weights.lora import dubbing_scale, reference_scale
+from ltx_neuron.service.api_error import ApiError, field_of, invalid
 from ltx_neuron.workspace import Workspace
 
 NO_LORAS: dict[str, dict[str, tuple]] = {"default": dict.fromkeys(LORA_FIELDS, ())}
 _MAX_LISTED = 12  # sizes in a message
-_AS_THESE = {
-    "images": "images at these frames",
-    "references": "such reference videos",
-    "attention_mask": "their mask",
-    "nag_scale": "nag_scale",
-    "num_generated_keyframes": "this number of generated keyframes",
-    "reference_audio": "such a voice",
-}
-# Inputs whose graphs may be the only ones of their size -> the request's field
+# A Job's inputs that need graphs of their own -> the JobSpec field of each
 _OWN_GRAPHS = {
+    "images": "image",
+    "retake": "video_path",
     "references": "video_conditioning",
+    "attention_mask": "conditioning_attention_mask",
+    "dubbing": "reference_video",
     "reference_audio": "reference_audio",
     "nag_scale": "nag_scale",
     "num_generated_keyframes": "num_generated_keyframes",
 }
-_KEYFRAMES = range(1, 9)  # counts whose graphs are searched
+_OF_REFERENCES = {"video_conditioning", "conditioning_attention_mask", "reference_audio"}
 
 
 class RequestedSize(VideoFields):
@@ -75,10 +56,17 @@ class RequestedSize(VideoFields):
             return self.num_frames
         return round(self.seconds * rate) + 1
 
-    @property
-    def tail(self) -> int:
-        """Frames of the compiled size that are cut off."""
-        return self.tail_frames or 0
+    def applied(self, base: "CompiledSize") -> "CompiledSize | None":
+        """A size with this request's values in place of its own, and with the tail. None if a video
+        cannot have them."""
+        frames = self.frames(self.frame_rate or base.size.frame_rate)
+        frames = base.size.num_frames if frames is None else frames
+        given = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
+        given["num_frames"] = frames + (self.tail_frames or 0)
+        size = replace(base.size, **given)
+        with suppress(UserError):
+            size.check()
+            return CompiledSize(size, self.recipe or base.recipe)
 
 
 class SizeObject(TypedDict):
@@ -97,6 +85,12 @@ class CompiledSize(NamedTuple):
 
     size: Size
     recipe: str
+
+    @property
+    def orientations(self) -> set["CompiledSize"]:
+        """The size and its transpose, whose graphs are the same."""
+        size = self.size
+        return {self, self._replace(size=replace(size, height=size.width, width=size.height))}
 
     @property
     def refines(self) -> bool:
@@ -127,6 +121,29 @@ def seconds_of(size: Size) -> str:
     return f"{(size.num_frames - 1) / size.frame_rate:.4g}"
 
 
+class Record(NamedTuple):
+    """A manifest's entry: the bucket, the size and the inputs, as JobSpec fields, of its graphs."""
+
+    bucket: str
+    compiled: CompiledSize
+    inputs: tuple[str, ...]
+
+    @property
+    def offered(self) -> set[CompiledSize]:
+        """The sizes that text to video can have with these graphs."""
+        size = self.compiled.size
+        stages = {size, size.first, replace(size, two_stage=False)}
+        return set().union(*(self.compiled._replace(size=each).orientations for each in stages))
+
+    @property
+    def voice(self) -> int:
+        """The number of audio latents of the reference voice, if the bucket has one; or 0."""
+        tokens = re.search(r"-a(\d+)t2", self.bucket)
+        if tokens is None or "reference_audio" not in self.inputs:
+            return 0
+        return int(tokens[1]) - self.compiled.size.audio_frames
+
+
 class SizeRegistry:
     """The sizes that a workspace has graphs for.
 
@@ -146,10 +163,9 @@ class SizeRegistry:
         self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
         self.lora_sets = lora_sets
         self._read: dict[Path, int] | None = None  # manifests and their change times, as last read
+        self._records: list[Record] = []
         self._recorded: list[CompiledSize] = []
         self._compiled: list[CompiledSize] = []
-        self._inputs: dict[str, list[CompiledSize]] = {}
-        self._voices: set[int] = set()  # audio latents of reference voices that have graphs
         # Buckets without a recorded size. Only a request for exactly that size uses them.
         self.unrecorded: list[str] = []
 
@@ -166,20 +182,38 @@ class SizeRegistry:
         if found != self._read:
             recorded = self.workspace.compiled_sizes()
             self.unrecorded = sorted(name for name, records in recorded.items() if not records)
-            offered = set().union({self.default}, *map(_offered, chain(*recorded.values())))
+            self._records = [*_records(recorded)]
+            offered = {self.default}.union(*(record.offered for record in self._records))
             self._recorded = sorted(offered, key=lambda s: (s.recipe, _pixels(s.size), str(s)))
             self._compiled = [*filter(self._fits, self._recorded)]
-            counts = re.findall(r"-a(\d+)t2", " ".join(recorded))  # of buckets with a voice
-            self._inputs = self._sizes_of_inputs({*map(int, counts)})
             self._read = found
         return self._compiled
 
     @property
+    def served_default(self) -> CompiledSize | None:
+        """The size of a request without size and inputs."""
+        return min(self.compiled, key=self._away, default=None)
+
+    @property
     def inputs(self) -> dict[str, list[CompiledSize]]:
-        """The sizes that accept a file or nag_scale, by the request field. For video_reference, the
-        sizes that the file may have."""
-        _ = self.compiled  # read again
-        return self._inputs
+        """The sizes that were compiled with an input, by its request field. Those of text to video
+        also serve a sound and an image at frame 0. For video_reference, the sizes that the file may
+        have."""
+        found: dict[str, set[CompiledSize]] = {"audio_reference": {*self.compiled}}
+        for record in self._records:
+            if not record.inputs:
+                found.setdefault("input_reference", set()).update(record.offered)
+            elif {*record.inputs} <= {*_OWN_GRAPHS.values()}:
+                for field in map(field_of, record.inputs):
+                    found.setdefault(field, set()).update(record.compiled.orientations)
+        lacking = set() if self.reference_sets else _OF_REFERENCES
+        lacking |= set() if self.dubbing_sets else {"reference_video"}
+        return {
+            field: sizes
+            for field, several in found.items()
+            if field not in lacking
+            and (sizes := [s for s in self._recorded if s in several and self._can_run(s)])
+        }
 
     @property
     def reference_sets(self) -> list[str]:
@@ -194,56 +228,16 @@ class SizeRegistry:
 
     @property
     def voice_seconds(self) -> list[float]:
-        """The compiled lengths of reference voices, in seconds. A longer voice is cut to one."""
+        """The compiled lengths of reference voices, in seconds."""
         _ = self.compiled  # read again
-        return sorted(map(_voice_seconds, self._voices))
+        voices = {record.voice for record in self._records if record.voice > 0}
+        return sorted(map(_voice_seconds, voices))
 
     @property
     def dubbing_sets(self) -> list[str]:
         """The names of the LoRA sets with one LoRA for all stages, as dubbing needs."""
         sets = self.lora_sets.items()
         return [name for name, f in sets if len(f["loras"]) == 1 and not f["stage_1_loras"]]
-
-    def _sizes_of_inputs(self, audio_tokens: set[int]) -> dict[str, list[CompiledSize]]:
-        """audio_tokens: the numbers that buckets with some held ones have."""
-        dubbed = {dubbing_scale(*self.lora_sets[name]["loras"]) for name in self.dubbing_sets}
-        scales = {reference_scale(self.lora_sets[n]["stage_1_loras"]) for n in self.reference_sets}
-        found: dict[str, list[CompiledSize]] = {}
-        self._voices = set()
-        for each in self._recorded:
-            size = each.size
-            lengths = {n - size.audio_frames for n in audio_tokens if n > size.audio_frames}
-            references = [ReferenceVideo("x", 1.0, size.num_frames, *scale) for scale in scales]
-            inputs: dict[str, list[dict[str, Any]]] = {
-                "input_reference": [{"images": (ImageCondition("x"),)}],
-                "audio_reference": [{"sound": SoundCondition("x")}],
-                "nag_scale": [{"nag_scale": 11.0}],  # of any scale
-                "num_generated_keyframes": [{"num_generated_keyframes": n} for n in _KEYFRAMES],
-                "video_reference": [{"retake": Retake("x")}] if not size.two_stage else [],
-                "video_conditioning": [{"references": (one,)} for one in references],
-                "conditioning_attention_mask": [
-                    {"references": (one,), "attention_mask": AttentionMask("x")}
-                    for one in references
-                ],
-            }
-            if size.two_stage and each.recipe == "distilled":
-                clips = [ReferenceVideo("x", 1.0, size.num_frames, scale) for scale in dubbed]
-                inputs["reference_video"] = [
-                    {"dubbing": clip, "reference_audio": ReferenceAudio("x", n)}
-                    for n in lengths
-                    for clip in clips
-                ]
-            else:
-                inputs["video_conditioning"] = inputs["conditioning_attention_mask"] = []
-            for field, several in inputs.items():
-                if any(self._fits(each, **given) for given in several):
-                    found.setdefault(field, []).append(each)
-            voices = (ReferenceAudio("x", n, identity_scale=s) for n in lengths for s in (None, 0))
-            voices = [voice for voice in voices if self._fits(each, reference_audio=voice)]
-            if voices and self.reference_sets:
-                found.setdefault("reference_audio", []).append(each)
-                self._voices |= {voice.latents for voice in voices}
-        return found
 
     def loras(self, name: str | None, chosen: CompiledSize) -> dict[str, Any]:
         """A LoRA set's fields of a Job; those of stage 2 only with the dev recipe. Raises ApiError
@@ -254,11 +248,15 @@ class SizeRegistry:
         fields = self.lora_sets[key]
         return fields if chosen.refines else fields | {"stage_2_loras": ()}
 
-    def _fits(self, chosen: CompiledSize, **inputs: Any) -> bool:
-        """Whether every stage of a legal size has a graph for a Job's inputs."""
+    def _can_run(self, chosen: CompiledSize) -> bool:
+        """Whether the upsampler and the LoRAs of a size are here."""
         if chosen.size.two_stage and "spatial" not in self.upsamplers:
             return False
-        if chosen.refines and not all(f["stage_2_loras"] for f in self.lora_sets.values()):
+        return not chosen.refines or all(f["stage_2_loras"] for f in self.lora_sets.values())
+
+    def _fits(self, chosen: CompiledSize, **inputs: Any) -> bool:
+        """Whether every stage of a legal size has a graph for a Job's inputs."""
+        if not self._can_run(chosen):
             return False
         job = Job("", chosen.size, recipe=chosen.recipe, **inputs)
         try:
@@ -275,113 +273,64 @@ class SizeRegistry:
 
     # --- selection --------------------------------------------------------------------------------
 
-    def choose(self, requested: RequestedSize, **inputs: Any) -> tuple[CompiledSize, list[str]]:
-        """The compiled size for a request with a Job's inputs, and notes on rounded values.
-
-        Omitted fields get the values nearest to the default. Raises ApiError if no compiled size
-        matches the other fields within a rounding.
-        """
-        exact = self._exact(requested)
-        if exact and self._fits(exact, **inputs):
-            return exact, []
-        compiled = self.compiled
-        own_graphs = any(map(inputs.get, _OWN_GRAPHS))
-        candidates = self._recorded if own_graphs else compiled
-        near = [candidate for candidate in candidates if _is_near(requested, candidate)]
-        fitting = [candidate for candidate in near if self._fits(candidate, **inputs)]
-        if not fitting:
-            raise self._mismatch(
-                requested, [name for name in inputs if inputs[name]] if near else []
-            )
-        chosen = min(fitting, key=lambda candidate: _distance(requested, candidate, self.default))
-        return chosen, _rounded(requested, chosen)
-
-    def _exact(self, requested: RequestedSize) -> CompiledSize | None:
-        """The default with a request's exact values; None if a video cannot have them."""
-        default = self.default.size
-        frames = requested.frames(requested.frame_rate or default.frame_rate)
-        frames = default.num_frames if frames is None else frames
-        given = dict(requested) | {"num_frames": frames + requested.tail}
-        size = replace(default, **{name: given[name] for name in SIZES if given[name] is not None})
-        try:
-            size.check()
-        except UserError:
-            return None
-        return CompiledSize(size, requested.recipe or self.default.recipe)
-
-    def choose_dubbed(
-        self, requested: RequestedSize, clip: Size, dubbing: dict[str, Any]
-    ) -> CompiledSize:
-        """The compiled size for a video to dub that is nearest to the default. Raises ApiError if
-        there is none.
-
-        clip     has the video's frames and frame rate
-        dubbing  the Job's fields for it
-        """
-        compiled = self.inputs.get("reference_video", [])
-        fitting = [
-            each
-            for height, width in {each.size.sides for each in compiled}
-            if requested.height in (None, height) and requested.width in (None, width)
-            for each in [CompiledSize(replace(clip, height=height, width=width), "distilled")]
-            if self._fits(each, **dubbing)
-        ]
-        if not fitting:
-            seconds = dubbing["reference_audio"].latents / AUDIO_LATENTS_PER_SECOND
-            message = (
-                f"reference_video of {clip.num_frames} frames at {clip.frame_rate:g} fps with"
-                f" {seconds:.2f} s of sound is not compiled at this size"
-            )
-            raise _not_compiled(message, compiled, "reference_video")
-        return min(fitting, key=lambda each: _distance(requested, each, self.default))
-
-    def choose_voiced(
-        self, requested: RequestedSize, voice: ReferenceAudio, **inputs: Any
-    ) -> tuple[CompiledSize, list[str], ReferenceAudio]:
-        """The compiled size as in `choose`, and the voice, cut to the longest compiled length.
-        Raises ApiError also for a voice that is shorter than all of them."""
-        seconds, lengths = _voice_seconds(voice.latents), self.voice_seconds
-        for latents in sorted(self._voices, reverse=True):
-            if latents > voice.latents:
-                continue
-            cut, notes = voice, []
-            if latents < voice.latents:
-                cut = replace(voice, latents=latents, max_duration=seconds_of_latents(latents))
-                used = _voice_seconds(latents)
-                notes = [f"reference_audio: {used:.2f} of {seconds:.2f} s are used, as compiled"]
-            with suppress(ApiError):
-                chosen, rounded = self.choose(requested, **inputs, reference_audio=cut)
-                return chosen, [*rounded, *notes], cut
-        listed = ", ".join(f"{each:.2f}" for each in lengths) or "none"
-        message = (
-            f"reference_audio of {seconds:.2f} s is not compiled for this request; compiled"
-            f" lengths, to which the service cuts a longer sound: {listed} s"
-        )
-        raise _not_compiled(message, self._inputs.get("reference_audio", []), "reference_audio")
+    def choose(self, requested: RequestedSize, **inputs: Any) -> CompiledSize:
+        """The size of a request with a Job's inputs. It has the values given. Omitted ones are the
+        default's or, without graphs for those, another compiled size's. Raises ApiError with the
+        compiled sizes if there are no graphs."""
+        _ = self.compiled  # read again
+        bases = sorted(self._recorded, key=self._away)
+        for chosen in dict.fromkeys(filter(None, map(requested.applied, bases))):
+            if self._fits(chosen, **inputs):
+                return chosen
+        given = requested.model_dump(exclude_none=True)
+        what = ", ".join(f"{name} {value}" for name, value in given.items()) or "the default size"
+        by_seconds = "seconds" in given and not {"height", "width"} & given.keys()
+        raise self._not_compiled(what, "seconds" if by_seconds else "size", inputs)
 
     def check_retake(self, job: Job) -> None:
         """Raise ApiError if no graph can regenerate or extend the job's video."""
-        chosen = CompiledSize(job.size, job.recipe)
-        if not self._fits(chosen, retake=job.retake, nag_scale=job.nag_scale):
-            message = f"video_reference of {chosen} is not compiled (with extend: its windows)"
-            compiled = self.inputs.get("video_reference", [])
-            raise _not_compiled(message, compiled, "video_reference")
+        chosen, inputs = CompiledSize(job.size, job.recipe), {"nag_scale": job.nag_scale}
+        if not self._fits(chosen, retake=job.retake, **inputs):
+            what = f"{chosen} (with extend: its windows)"
+            raise self._not_compiled(what, "video_reference", inputs | {"retake": job.retake})
 
-    def _mismatch(self, requested: RequestedSize, inputs: list[str]) -> ApiError:
-        """inputs: names of the inputs without a fitting graph."""
-        given = requested.model_dump(exclude_none=True)
-        what = ", ".join(f"{name} {value}" for name, value in given.items()) or "the default size"
-        if inputs:
-            files = " and ".join(_AS_THESE[name] for name in inputs)
-            message = f"{what} is compiled for text alone, not for {files}"
-        else:
-            message = f"{what} is not compiled, and no compiled size is within a rounding"
-        by_seconds = "seconds" in given and not {"height", "width"} & given.keys()
+    def _not_compiled(self, what: str, param: str, inputs: Mapping[str, Any]) -> ApiError:
+        """The error for a size, in words, without graphs for a Job's inputs."""
+        voice, dubbing = inputs.get("reference_audio"), inputs.get("dubbing")
+        given = {name for name in _OWN_GRAPHS if inputs.get(name)}
+        given -= {"reference_audio"} if dubbing else set()  # the clip's own
+        fields = [field_of(field) for name, field in _OWN_GRAPHS.items() if name in given]
         compiled = self.compiled
-        for name, field in _OWN_GRAPHS.items():
-            if name in inputs:
-                compiled = self.inputs.get(field, [])
-        return _not_compiled(message, compiled, "seconds" if by_seconds else "size")
+        for field in fields:
+            param = field if field in ("reference_audio", "reference_video") else param
+            compiled = compiled if field == "images" else self.inputs.get(field, [])
+        what += f" with {' and '.join(fields)}" if fields else ""
+        if voice:
+            what += f" of {_voice_seconds(voice.latents):.2f} s of sound"
+        if voice and not dubbing:
+            lengths = ", ".join(f"{seconds:.2f}" for seconds in self.voice_seconds) or "none"
+            what += f" (compiled: {lengths})"
+        listed = "; ".join(map(str, compiled[:_MAX_LISTED])) or "nothing"
+        more = len(compiled) - _MAX_LISTED
+        listed += f"; and {more} more" if more > 0 else ""
+        return ApiError(
+            400,
+            "profile_mismatch",
+            f"{what} is not compiled. Compiled: {listed}. GET /v1/models lists all",
+            param,
+            compiled=[candidate.as_dict() for candidate in compiled[: 4 * _MAX_LISTED]],
+        )
+
+    def _away(self, chosen: CompiledSize) -> tuple:
+        """The differences of a size from the default, the most important first."""
+        size, default = chosen.size, self.default.size
+        return (
+            chosen.recipe != self.default.recipe,
+            abs(size.num_frames - default.num_frames),
+            (size.height - default.height) ** 2 + (size.width - default.width) ** 2,
+            size.two_stage != default.two_stage,
+            size.frame_rate != default.frame_rate,
+        )
 
 
 def _voice_seconds(latents: int) -> float:
@@ -389,82 +338,18 @@ def _voice_seconds(latents: int) -> float:
     return (latents - 1) / AUDIO_LATENTS_PER_SECOND
 
 
-def _not_compiled(message: str, compiled: list[CompiledSize], param: str) -> ApiError:
-    listed = "; ".join(map(str, compiled[:_MAX_LISTED])) or "nothing"
-    more = len(compiled) - _MAX_LISTED
-    listed += f"; and {more} more" if more > 0 else ""
-    return ApiError(
-        400,
-        "profile_mismatch",
-        f"{message}. Compiled: {listed}. GET /v1/models lists all",
-        param,
-        compiled=[candidate.as_dict() for candidate in compiled[: 4 * _MAX_LISTED]],
-    )
-
-
-def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | None, float, float]]:
-    """By field: the requested value or None, the size's value, and the tolerance for a rounding to
-    the model's multiples: `fps` 23.976 is 24, and 29.97 is 30."""
-    unit = SPACE_SCALE * (2 if size.two_stage else 1)
-    frames, rate = requested.frames(size.frame_rate), size.frame_rate
-    return {
-        "height": (requested.height, size.height, unit),
-        "width": (requested.width, size.width, unit),
-        "num_frames": (frames, size.num_frames - requested.tail, TIME_SCALE),
-        "fps": (requested.frame_rate, rate, 2e-3 * rate),
-    }
-
-
-def _is_near(requested: RequestedSize, candidate: CompiledSize) -> bool:
-    """Whether a compiled size matches a request within a rounding."""
-    return (
-        all(
-            value is None or abs(value - got) < limit
-            for value, got, limit in _compared(requested, candidate.size).values()
-        )
-        and candidate.size.num_frames > requested.tail
-        and requested.two_stage in (None, candidate.size.two_stage)
-        and requested.recipe in (None, candidate.recipe)
-    )
-
-
-def _distance(requested: RequestedSize, candidate: CompiledSize, default: CompiledSize) -> tuple:
-    """The distances of a compiled size from the requested values and from the default."""
-    size, defaults = candidate.size, _compared(RequestedSize(), default.size)
-    away = {
-        name: abs(got / (defaults[name][1] if value is None else value) - 1)
-        for name, (value, got, _) in _compared(requested, size).items()
-    }
-    return (
-        away["height"] + away["width"] + away["num_frames"],
-        candidate.recipe != default.recipe,
-        size.two_stage != default.size.two_stage,
-        away["fps"],
-    )
-
-
-def _rounded(requested: RequestedSize, candidate: CompiledSize) -> list[str]:
-    """Notes on the rounded values of a request."""
-    return [
-        f"{name} {value:g} was rounded to {got:g}, a compiled value"
-        for name, (value, got, _) in _compared(requested, candidate.size).items()
-        if value not in (None, got)
-    ]
-
-
 def _pixels(size: Size) -> int:
     return size.height * size.width * size.num_frames
 
 
-def _offered(record: dict) -> set[CompiledSize]:
-    """The sizes that a recorded size's graphs can make; empty for a damaged record."""
-    try:
-        recipe, whole = record["recipe"], Size(**{k: v for k, v in record.items() if k != "recipe"})
-        whole.check()
-        if whole.sides == NO_PICTURE:  # the service makes videos
-            return set()
-    except (KeyError, TypeError, UserError):
-        return set()
-    sizes = {whole, whole.first, replace(whole, two_stage=False)}
-    sizes |= {replace(size, height=size.width, width=size.height) for size in sizes}
-    return {CompiledSize(size, recipe) for size in sizes}
+def _records(recorded: Mapping[str, list]) -> Iterator[Record]:
+    """The entries of manifests by bucket, except damaged ones and those of sound alone."""
+    for bucket, entries in recorded.items():
+        for entry in entries:
+            with suppress(KeyError, TypeError, ValueError, UserError):
+                fields = dict(entry)
+                recipe, inputs = fields.pop("recipe"), map(str, fields.pop("inputs", ()))
+                size = Size(**fields)
+                size.check()
+                if size.sides != NO_PICTURE:  # the service makes videos
+                    yield Record(bucket, CompiledSize(size, recipe), (*inputs,))

@@ -26,8 +26,8 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service.api_error import field_of
 from ltx_neuron.service.database import StorageError
-from ltx_neuron.service.fields import field_of
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of, public
 from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.preview import previews_of

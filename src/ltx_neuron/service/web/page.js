@@ -15,7 +15,7 @@ const FILES = {
   audio_reference: ["Sound", "audio/*", "audio_start_time", "audio_bed"],
   video_reference: ["Video to retake or extend", "video/*", "start_time", "end_time", "extend"],
   reference_video: ["Video to dub", "video/*", "reference_strength"],
-  reference_audio: ["Voice for the LoRAs", "audio/*"],
+  reference_audio: ["Voice for the LoRAs", "audio/*", "reference_audio_max_duration"],
   video_conditioning: ["Reference of the LoRAs", "video/*,image/png,image/jpeg,image/webp"],
 };
 const UNITS = { extend: "seconds", audio_bed: "dBFS", reference_strength: "0 to 1" };
@@ -117,6 +117,8 @@ function drawFields(schema) {
     if (type === "integer") input.step = 1;
   }
   field.seed.value = schema.seed.default;
+  const voice = field.reference_audio_max_duration;
+  if (voice) voice.value = Math.max(...model.reference_audio_seconds);  // those that are compiled
 }
 
 function labelled(name, text, element) {
@@ -170,7 +172,8 @@ function narrow(wanted) {
   const files = Object.keys(inputs).filter((name) => field[name]?.files.length);
   const fits = (size) => files.every((name) =>
     inputs[name].some((other) => JSON.stringify(other) === JSON.stringify(size)));
-  let left = model.sizes.some(fits) ? model.sizes.filter(fits) : model.sizes;
+  const fitting = (files.length ? inputs[files[0]] : model.sizes).filter(fits);
+  let left = fitting.length ? fitting : model.sizes;
   for (const [name, choice] of Object.entries(CHOICES)) {
     offer(name, left.map(choice), wanted && choice(wanted)[0]);
     left = left.filter((size) => choice(size)[0] === field[name].value);
