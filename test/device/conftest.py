@@ -21,7 +21,7 @@ from device.report import SECTIONS, Budget, Report
 from ltx_neuron import flags
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.doctor import bundle
-from ltx_neuron.doctor.redact import Redactor
+from ltx_neuron.doctor.public import public
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
 from ltx_neuron.format import format_bytes
@@ -86,7 +86,7 @@ def _begin(config, args) -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     identity = {name: str(getattr(args, name)) for name in CHOICES}
     identity |= {"profile": bench.profile.name, "code": code_digest(bench.profile.backend)}
-    facts, clean = facts_of(bench), Redactor(os.environ)
+    facts, clean = facts_of(bench), public
     report = Report(args.work_dir, SECTIONS, bench.budget, identity, facts, clean)
     report.restore(wanted=config.getoption("lf", False))
     report.keep()

@@ -9,7 +9,8 @@ from service_app import SMALL, Compiled
 from ltx_neuron.backends.manifest import record_size, recorded_sizes
 from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.job import Job, Size
-from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio
+from ltx_neuron.sampling.latents import sound_latent_frames
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry, seconds_of
 
@@ -63,7 +64,6 @@ def test_graphs_without_a_recorded_size_serve_who_asks_for_it_exactly():
     name = Job("", large).buckets[0].name
     sizes.workspace.recorded[name] = []  # an earlier version compiled them
     assert {each.size for each in sizes.compiled} == {SMALL, TALL}
-    assert sizes.unrecorded == [name]
     assert sizes.choose(RequestedSize(height=512, width=1024)).size == large
 
 
@@ -163,6 +163,14 @@ def test_any_other_size_is_refused_with_what_is_compiled():
         assert {"768x512", "512x768"} == {
             each["size"] for each in error.content["error"]["compiled"]
         }
+
+
+@pytest.mark.parametrize("count", [2, 26, 51, 126, 250])
+@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
+def test_a_voice_of_the_listed_seconds_has_the_compiled_number_of_latents(count, rate):
+    voice = ReferenceAudio("x", count)
+    (seconds,) = registry(LARGE, reference_audio=voice).voice_seconds
+    assert sound_latent_frames(round(seconds * rate), rate) == count
 
 
 def test_an_image_needs_a_graph_that_holds_images():

@@ -42,12 +42,7 @@ from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import audio_state, initial_states, video_state
 from ltx_neuron.sampling.conditions import ReferenceAudio
 from ltx_neuron.sampling.guidance import DEFAULTS, StreamGuidance
-from ltx_neuron.sampling.latents import (
-    reference_audio_positions,
-    seconds_of_latents,
-    sound_latent_frames,
-    unpatchify_audio,
-)
+from ltx_neuron.sampling.latents import reference_audio_positions, unpatchify_audio
 from ltx_neuron.sampling.schedules import sigma_pairs
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service.jobs import job_of
@@ -278,12 +273,6 @@ def test_a_mono_voice_is_in_both_channels(voice, capsys):
     left, right = heard[0]
     assert torch.equal(left, right) and left.any() and len(left) == 16000
     assert f"--reference-audio {voice}: mono sound" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("count", [1, 2, 26, 126, 250])
-@pytest.mark.parametrize("rate", [16000, 22050, 44100, 48000])
-def test_a_voice_that_is_cut_has_the_compiled_number_of_latents(count, rate):
-    assert sound_latent_frames(round(seconds_of_latents(count) * rate), rate) == count
 
 
 def test_all_of_a_file_is_the_voice_or_its_first_seconds(voice):

@@ -68,7 +68,7 @@ def main(
     if args.bundle:
         from ltx_neuron.doctor import bundle
 
-        bundle.write(args, system)
+        bundle.write(args, argv, system)
         return
     from ltx_neuron.doctor.checks import examine
     from ltx_neuron.machine import probe

@@ -504,11 +504,9 @@ class Inputs(ABC):
             "reference_audio": self.voice,
             "nag_scale": self.nag is not None,
             "num_generated_keyframes": self.num_generated_keyframes,
-            "skip_stage_2": self.skip_stage_2,
-            "images_as_guides": self.images_as_guides,
-            "stage_2_ic_lora": self.stage_2_ic_lora,
-            "tile": self.tile,
         }
+        more = ("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile")
+        inputs |= {name: getattr(self, name) for name in more}
         return [name for name, given in inputs.items() if given]
 
     # --- files and fields -------------------------------------------------------------------------

@@ -39,11 +39,6 @@ def sound_latent_frames(samples: int, rate: int) -> int:
     return -(-mel_frames // _MEL_FRAMES_PER_LATENT)
 
 
-def seconds_of_latents(count: int) -> float:
-    """Seconds of sound that have this number of audio latents: the most, less half a mel frame."""
-    return (count * _MEL_FRAMES_PER_LATENT - 0.5) * _HOP / SAMPLE_RATE
-
-
 def zeros(
     height: int, width: int, num_frames: int, frame_rate: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

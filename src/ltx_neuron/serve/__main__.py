@@ -229,14 +229,6 @@ def be_api(args: argparse.Namespace) -> None:
         fetch(args.artifacts_url, engine.workspace, engine.options, sets)
     with exclusive(args.data_dir.absolute() / "api", "serving"):
         registry = open_sizes(args, engine)
-        if registry.unrecorded:
-            print(
-                f"graphs of {len(registry.unrecorded)} shapes record no size: they are not listed,"
-                f" and only a request for exactly their size uses them. Type"
-                f" {command('compile transformer')} with the flags of each size to record it:"
-                " no graph is compiled twice",
-                flush=True,
-            )
         submitter = jobs.JobSubmitter(
             queue,
             registry,

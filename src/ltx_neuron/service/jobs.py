@@ -16,12 +16,7 @@ from ltx_neuron.flags.resolve import dubbing_of, references_of, size_of, voice_o
 from ltx_neuron.host import conditions
 from ltx_neuron.host.images import MAX_SIDE, MIN_SIDE, check_image
 from ltx_neuron.job import LORA_FIELDS, Job, Size
-from ltx_neuron.sampling.conditions import (
-    AttentionMask,
-    ImageCondition,
-    ReferenceVideo,
-    WeightedFile,
-)
+from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, WeightedFile
 from ltx_neuron.sampling.spec import LORAS, JobSpec, LoraFile
 from ltx_neuron.service import media, picture
 from ltx_neuron.service.api_error import ApiError, busy, field_of, invalid, too_large
@@ -133,7 +128,9 @@ class JobSubmitter:
             said |= {"num_frames": None, "frame_rate": None}
         else:
             if request.video_conditioning:
-                inputs["references"] = self._references(request, spec)
+                fields = self._check_lora_set(request, "video_conditioning", "an IC-LoRA")
+                referring = spec.model_copy(update=_lora_files(fields))
+                inputs["references"] = references_of(referring)
                 masks = spec.conditioning_attention_mask
                 inputs["attention_mask"] = AttentionMask(*masks[0]) if masks else None
             if request.reference_audio:
@@ -177,11 +174,6 @@ class JobSubmitter:
         except BadFile as error:
             message = f"{each.param}: {error}"
             raise invalid(each.param, message, f"invalid_{each.kind}") from None
-
-    def _references(self, request: VideoRequest, spec: JobSpec) -> tuple[ReferenceVideo, ...]:
-        """A request's references. Raises ApiError if its LoRA set has no IC-LoRA."""
-        fields = self._check_lora_set(request, "video_conditioning", "an IC-LoRA")
-        return references_of(spec.model_copy(update=_lora_files(fields)))
 
     def _check_lora_set(self, request: VideoRequest, field: str, lora: str) -> dict[str, Any]:
         """A Job's LoRAs for a request. Raises ApiError if its set lacks the LoRA, in words, that

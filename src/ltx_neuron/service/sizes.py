@@ -50,17 +50,12 @@ class RequestedSize(VideoFields):
     two_stage: bool | None = described_as("two_stage")
     tail_frames: TailFrames | None = described_as("tail_frames")
 
-    def frames(self, rate: float) -> int | None:
-        """The number of frames at a frame rate; whole seconds have one more than their product."""
-        if self.seconds is None or self.num_frames is not None:
-            return self.num_frames
-        return round(self.seconds * rate) + 1
-
     def applied(self, base: "CompiledSize") -> "CompiledSize | None":
-        """A size with this request's values in place of its own, and with the tail. None if a video
-        cannot have them."""
-        frames = self.frames(self.frame_rate or base.size.frame_rate)
-        frames = base.size.num_frames if frames is None else frames
+        """A size with this request's values in place of its own, and with the tail; whole seconds
+        have one frame more than their product with the rate. None if a video cannot have them."""
+        frames = self.num_frames or base.size.num_frames
+        if self.seconds is not None and self.num_frames is None:
+            frames = round(self.seconds * (self.frame_rate or base.size.frame_rate)) + 1
         given = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
         given["num_frames"] = frames + (self.tail_frames or 0)
         size = replace(base.size, **given)
@@ -166,8 +161,6 @@ class SizeRegistry:
         self._records: list[Record] = []
         self._recorded: list[CompiledSize] = []
         self._compiled: list[CompiledSize] = []
-        # Buckets without a recorded size. Only a request for exactly that size uses them.
-        self.unrecorded: list[str] = []
 
     # --- the compiled sizes -----------------------------------------------------------------------
 
@@ -180,9 +173,7 @@ class SizeRegistry:
             with suppress(FileNotFoundError):
                 found[path] = path.stat().st_mtime_ns
         if found != self._read:
-            recorded = self.workspace.compiled_sizes()
-            self.unrecorded = sorted(name for name, records in recorded.items() if not records)
-            self._records = [*_records(recorded)]
+            self._records = [*_records(self.workspace.compiled_sizes())]
             offered = {self.default}.union(*(record.offered for record in self._records))
             self._recorded = sorted(offered, key=lambda s: (s.recipe, _pixels(s.size), str(s)))
             self._compiled = [*filter(self._fits, self._recorded)]
@@ -297,9 +288,9 @@ class SizeRegistry:
     def _not_compiled(self, what: str, param: str, inputs: Mapping[str, Any]) -> ApiError:
         """The error for a size, in words, without graphs for a Job's inputs."""
         voice, dubbing = inputs.get("reference_audio"), inputs.get("dubbing")
-        given = {name for name in _OWN_GRAPHS if inputs.get(name)}
-        given -= {"reference_audio"} if dubbing else set()  # the clip's own
-        fields = [field_of(field) for name, field in _OWN_GRAPHS.items() if name in given]
+        fields = [field_of(field) for name, field in _OWN_GRAPHS.items() if inputs.get(name)]
+        if dubbing:
+            fields.remove("reference_audio")  # the clip's own
         compiled = self.compiled
         for field in fields:
             param = field if field in ("reference_audio", "reference_video") else param
