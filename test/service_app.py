@@ -21,6 +21,7 @@ from ltx_neuron.service.jobs import JobSubmitter
 from ltx_neuron.service.queue import Queue
 from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 from ltx_neuron.service.tokens import Tokens, new_token
+from ltx_neuron.workspace import compiled_size
 
 SMALL = Size(512, 768, 121)
 FORM = b"multipart/form-data; boundary=b"
@@ -109,7 +110,7 @@ class Compiled:
         for size in sizes:
             job = Job("", size, recipe=recipe, **inputs)
             for bucket in job.buckets:
-                self.recorded.setdefault(bucket.name, []).append(job.compiled_size)
+                self.recorded.setdefault(bucket.name, []).append(compiled_size(job))
 
     def compiled_sizes(self) -> dict[str, list[dict]]:
         return self.recorded

@@ -206,12 +206,6 @@ class Job(Inputs):
         needed = (self.stage_buckets(stage, n) for stage in self.stages for n in counts)
         return list(dict.fromkeys(chain.from_iterable(needed)))  # windows share one
 
-    @property
-    def compiled_size(self) -> dict:
-        """The entry of a manifest whose graphs are compiled for this job."""
-        inputs = {"inputs": self.own_graphs} if self.own_graphs else {}
-        return dataclasses.asdict(self.size) | {"recipe": self.recipe} | inputs
-
     def stage_tiles(self, stage: Stage) -> list[tuple[Tile, Tensor]]:
         """The tiles of a stage, each with the tokens that it sees; none if it is not tiled."""
         canvas = _, *sides = video_latent_shape(stage.height, stage.width, self.size.num_frames)

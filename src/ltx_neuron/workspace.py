@@ -6,6 +6,7 @@ Its base class Finished finds existing ones.
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -195,7 +196,7 @@ class Workspace(Finished):
         """Record the job's size, recipe and inputs in the manifests of the DiT's graphs."""
         for identity in self.dit_identities(buckets):
             path = artifacts.folder(self.artifacts, identity)
-            record_size(path, job.compiled_size)
+            record_size(path, compiled_size(job))
 
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every token bucket, and the connectors."""
@@ -302,6 +303,12 @@ class Workspace(Finished):
             self.check_plan_fits(job, neuron_gemma)  # names a size that fits
             advice = "Type a smaller size, a larger --tp-degree, or --dtype bfloat16"
             raise does_not_fit(self.profile, job.size, self.tp, needed, advice)
+
+
+def compiled_size(job: Job) -> dict:
+    """The entry of a manifest whose graphs are compiled for a job."""
+    inputs = {"inputs": job.own_graphs} if job.own_graphs else {}
+    return asdict(job.size) | {"recipe": job.recipe} | inputs
 
 
 def _rank_bytes(folder: Path) -> int:

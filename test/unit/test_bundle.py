@@ -109,6 +109,7 @@ def test_no_weights_prompts_secrets_or_names_are_in_a_bundle(ran, tmp_path, monk
     monkeypatch.setattr(public.platform, "node", lambda: "ip-10-1-2-3")
     monkeypatch.setenv("NEURON_SOME_TOKEN", "another-one")
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "/home/erika/cache")
+    monkeypatch.setenv("TORCH_NEURONX_DEBUG_DIR", str(ran / "logs"))  # they are a run's logs still
     job = {"two_stage": False, "prompt": PROMPT, "seed": 10, "negative_prompt": PROMPT}
     job = {"height": 64, "width": 64, "num_frames": 9, **job, "recipe": "dev"}
     report = table.table(Recorder().report(job, "cpu", 4, {}, {}))

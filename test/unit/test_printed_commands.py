@@ -64,7 +64,6 @@ NOT_RUN = {
     "doctor/checks.py:examine: *": "takes a command out of a message",
     "progress.py:_check_identity: *": "names what writes such a file",
     "report/table.py:validate: *": "names what writes such a file",
-    "serve/__main__.py:be_api: *": "leaves the flags to the reader",
     "service/reference.py:*: curl": "sends the examples that test_service_openapi.py sends",
     "doctor/checks.py:host: --artifacts-dir": "names a larger disk",
     "artifacts/transfer.py:push: --artifacts-dir": "names another folder",

@@ -178,6 +178,10 @@ def test_an_image_needs_a_graph_that_holds_images():
     with pytest.raises(ApiError, match="the default size with images is not compiled"):
         registry(SMALL).choose(RequestedSize(), images=image)
     assert registry(SMALL, images=image).choose(RequestedSize(), images=image).size == SMALL
+    # An image at frame 0 needs the graphs of text to video; another one has its own.
+    for frame, field in ((0, "input_reference"), (8, "images")):
+        inputs = registry(SMALL, images=(ImageCondition("x", frame),)).inputs
+        assert {*inputs} - {"audio_reference"} == {field}
 
 
 def test_two_stages_are_offered_if_there_is_an_upsampler():

@@ -251,6 +251,8 @@ def test_the_model_lists_the_inputs_that_it_takes_with_their_sizes(service):
         "video_conditioning": {"256x128", "128x256"},
         "conditioning_attention_mask": {"256x128", "128x256"},
     }
+    service.sizes.lora_sets = {"default": NONE}  # no LoRA for references
+    assert {*service.sizes.inputs} == {"input_reference", "audio_reference", "video_reference"}
 
 
 # --- what is refused ------------------------------------------------------------------------------
