@@ -78,8 +78,7 @@ def numbers(text: str) -> str:
     content = json.loads(text)
     if not (isinstance(content, dict) and {"profile", "versions"} <= content.keys()):
         raise ValueError("not a report")
-    job = content.get("job")
-    reported = {"job": _numbers_of(job)} if isinstance(job, dict) else {}
+    reported = {"job": _numbers_of(job)} if isinstance(job := content.get("job"), dict) else {}
     return public(json.dumps(_numbers_of(content) | reported, indent=1))
 
 

@@ -129,8 +129,7 @@ class JobSubmitter:
         else:
             if request.video_conditioning:
                 fields = self._check_lora_set(request, "video_conditioning", "an IC-LoRA")
-                referring = spec.model_copy(update=_lora_files(fields))
-                inputs["references"] = references_of(referring)
+                inputs["references"] = references_of(spec.model_copy(update=_lora_files(fields)))
                 masks = spec.conditioning_attention_mask
                 inputs["attention_mask"] = AttentionMask(*masks[0]) if masks else None
             if request.reference_audio:

@@ -221,8 +221,7 @@ class SizeRegistry:
     def voice_seconds(self) -> list[float]:
         """The compiled lengths of reference voices, in seconds."""
         _ = self.compiled  # read again
-        voices = {record.voice for record in self._records if record.voice > 0}
-        return sorted(map(_voice_seconds, voices))
+        return sorted({_voice_seconds(each.voice) for each in self._records if each.voice > 0})
 
     @property
     def dubbing_sets(self) -> list[str]:
