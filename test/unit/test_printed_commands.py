@@ -170,9 +170,6 @@ REMEDIES = {
     "preflight.py:check_guidance_groups: --profile-set guidance_parallel=": (
         "generate --profile-set guidance_parallel=2"
     ),
-    "profiles.py:check_layout: --profile-set context_mode=": (
-        "generate --tp-degree 4 --profile-set context_parallel=4 --profile-set context_mode=ulysses"
-    ),
     "profiles.py:resolve: --profile": "generate --profile gpu => --profile cpu",
     "profiles.py:_check: --profile-set backend=": (
         "plan --profile trn2.3xlarge --profile-set backend=nxd --profile-set guidance_parallel=2"

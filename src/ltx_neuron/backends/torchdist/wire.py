@@ -68,7 +68,7 @@ class Blame(IntEnum):
     ENDED = 0  # its process ended
     RAISED = 1  # an error of its own
     SILENT = 2  # it did not answer, while others waited for it
-    LOST_PEER = 3  # it only lost another rank, or waited for it too long, in a collective
+    LOST_PEER = 3  # it only lost another rank, or waited for it too long
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ _LOST_PEER = (
     "Connection reset by peer",
     "Broken pipe",
     "Timed out waiting",
+    "Wait timeout",
 )
 
 
@@ -93,7 +94,7 @@ def failure_of(error: BaseException, device: str) -> Failure:
     """A rank's error for the host's report: its message if that suffices, otherwise its
     traceback."""
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER):
-        text = f"it lost another rank in a collective: {str(error).splitlines()[0]}"
+        text = f"it lost another rank: {str(error).splitlines()[0]}"
         return Failure(text, Blame.LOST_PEER)
     refusal, known = isinstance(error, UserError), failure(error) if device == "neuron" else None
     text = str(known or error) if known or refusal else "".join(traceback.format_exception(error))
