@@ -49,7 +49,7 @@ NOT_RUN = {
     "profiles.py:require_runtime: *": "of a machine with chips or GPUs",
     "profiles.py:detect: *": "of a machine with chips that fit no profile",
     "profiles.py:check_degree: *": "of ranks that a tiny model has no heads for: test_profiles.py",
-    "profiles.py:_check_cores: *": "of ranks that a tiny model has no heads for: test_profiles.py",
+    "profiles.py:check_cores: *": "of ranks that a tiny model has no heads for: test_profiles.py",
     "sampling/size.py:check: *": "of a file of more than 1000 frames a second",
     "plan/__init__.py:*": "of a model that does not fit a chip: test_plan.py has the table",
     "plan/clip.py:*": "measures a chip",

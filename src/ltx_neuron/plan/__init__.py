@@ -281,7 +281,7 @@ def plan(
     job.check_shape()
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
-    profile.check_layout(tp, config.video.heads)
+    profile.check_cores(tp)
     if gemma:
         gemma.check_tensor_parallel(tp)
 
