@@ -36,12 +36,8 @@ PASSES = StreamGuidance(3.0, 1.0, (0,), 3.0, 0.7)  # four: prompt, negative prom
 def layouts(job: Job, guided: Job) -> dict[str, tuple[Job, tuple[str, ...]]]:
     """Job and profile settings of each way."""
     gather = {f"context {n}": (job, (f"context_parallel={n}",)) for n in DEGREES}
-    exchange = {
-        f"context {n}, exchange": (job, (f"context_parallel={n}", "context_mode=ulysses"))
-        for n in DEGREES[1:]
-    }
     groups = {f"guidance {n}": (guided, (f"guidance_parallel={n}",)) for n in DEGREES}
-    return gather | exchange | groups
+    return gather | groups
 
 
 def stage_of(tiny, folder: Path, job: Job, settings: tuple[str, ...], stack: ExitStack) -> StageRun:

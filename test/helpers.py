@@ -265,10 +265,6 @@ class Together:
         mine = sorted(self._ranks.values()).index(self._ranks[threading.get_ident()])
         return self.sum(tensor)[0].chunk(self.size, dim=1)[mine]
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        mine = sorted(self._ranks.values()).index(self._ranks[threading.get_ident()])
-        return torch.stack([part[mine] for (part,) in self._exchange((tensor,))])
-
     def _exchange(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
         """The tensors of every rank, in the order of the ranks."""
         mine = threading.get_ident()

@@ -18,15 +18,10 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.profiles import Profile, resolve
 
 STAND_IN = Path(__file__).parent / "torchneuron"
-# Those of trn2.48xlarge, and Ulysses in a part of the groups.
 LAYOUTS = {
     "cp4": resolve("trn2.48xlarge-cp4", ("backend=torchdist",)),
     "cp8": resolve("trn2.48xlarge-cp8", ("backend=torchdist",)),
     "g4cp4": resolve("trn2.48xlarge-g4cp4"),
-    "cp8, Ulysses 4": resolve("trn2.48xlarge-cp8", ("backend=torchdist", "ulysses_degree=4")),
-    "cp16, Ulysses 4": resolve(
-        "trn2.48xlarge-cp8", ("backend=torchdist", "context_parallel=16", "ulysses_degree=4")
-    ),
 }
 
 
@@ -46,19 +41,13 @@ def texts(folder: Path) -> dict[str, set[str]]:
     return ranks
 
 
-def exchanged_over(profile: Profile) -> str:
-    """The groups that exchange heads."""
-    return mesh.CONTEXT if profile.ulysses == profile.context_parallel else mesh.ULYSSES
-
-
 def write_graphs(profile: Profile, tp: int, folder: Path) -> list[Path]:
     """Write a graph with every collective of each group, as the doctor's. Returns their folders."""
     named = mesh.groups(profile, tp)
     for name in named:
 
         def make(name=name):
-            exchanges = name == exchanged_over(profile)
-            return groups.program(registry.comm(profile, tp, name), exchanges)
+            return groups.program(registry.comm(profile, tp, name))
 
         identity = {"model": "dit", "bucket": name}
         registry.compile_program(make, folder / name, identity, torch.float32, profile, tp)

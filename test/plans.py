@@ -29,8 +29,7 @@ _step, _steps = plan.step_cost, {}
 
 def _step_once(config, bucket, profile, tp, dtype, sequence_parallel=False):
     """Of a profile a step's cost depends on the attention and on context parallelism."""
-    context = profile.context_parallel, profile.ulysses
-    key = config, bucket, profile.attention, context, tp, dtype, sequence_parallel
+    key = config, bucket, profile.attention, profile.context_parallel, tp, dtype, sequence_parallel
     if key not in _steps:
         _steps[key] = _step(config, bucket, profile, tp, dtype, sequence_parallel)
     return _steps[key]

@@ -82,7 +82,7 @@ class Finished:
         self.checkpoint, self.config = self.files.checkpoint, self.files.config
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
-        profile.check_layout(tp, self.transformer.video.heads)
+        profile.check_cores(tp)
         self._found: dict[str, Path] = {}  # finished folders, by the digest of their identity
         self._sources: dict[tuple[str, WeightSet], Source] = {}
 
@@ -532,7 +532,7 @@ def context_parallelism(profile: Profile) -> dict:
     """What the DiT's graphs depend on in a run with context parallelism."""
     if profile.context_parallel == 1:
         return {}
-    return {"context_parallel": profile.context_parallel, "ulysses": profile.ulysses}
+    return {"context_parallel": profile.context_parallel}
 
 
 # --- a job on a checkpoint of a release -----------------------------------------------------------

@@ -44,8 +44,9 @@ class Profile:
     threads         CPU threads of one rank; 0: its share of the machine's
     drain_every     of torchdist: wait for the device after this number of launches; 0: after each
                     step
-    first_run_seconds  of torchdist: time limit of idle ranks while they load, compile, or run a
-                    graph for the first time, and of a whole compile step
+    first_run_seconds  of torchdist: how long a rank, or the host, waits for a rank while others do
+                    not: it may load, or compile a graph at its first run. Also of a whole compile
+                    step
     blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the
                       whole step
     attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma's is always
@@ -53,11 +54,7 @@ class Profile:
     sequence_parallel  split the video's tokens over the ranks between layers, in buckets with a
                     divisible number of tokens
     context_parallel  ranks' groups of `tp` that divide the video's tokens of a clip, one per chip
-    context_mode    how video self-attention reaches all tokens: "gather" their keys and values, or
-                    exchange tokens for heads ("ulysses"; in groups of `ulysses_degree`, between
-                    which keys and values are gathered; 0: all groups exchange)
     guidance_parallel  groups of ranks, each with the whole model, that share a guided step's passes
-    spread          each guidance group has a machine of its own; only the fleet sets it
     host_dtype      of the host's video models; "auto": bfloat16 for a bfloat16 run if this
                     machine's CPU measures faster with it, else float32
     vae_tile        longer side of a decoder's tile in pixels, and vae_overlap, the pixels that two
@@ -89,10 +86,7 @@ class Profile:
     blocks_per_graph: int = 4
     sequence_parallel: bool = False
     context_parallel: int = 1
-    context_mode: Literal["gather", "ulysses"] = "gather"
-    ulysses_degree: int = 0
     guidance_parallel: int = 1
-    spread: bool = False
     threads: int = 0
     drain_every: int = 0
     first_run_seconds: int = 1800
@@ -182,15 +176,8 @@ class Profile:
         return tp * self.context_parallel
 
     def cores_needed(self, tp: int) -> int:
-        """Logical cores of a run on one machine: the ranks of all guidance groups on it."""
-        return self.world_size(tp) * (1 if self.spread else self.guidance_parallel)
-
-    @property
-    def ulysses(self) -> int:
-        """The number of tensor-parallel groups that exchange tokens for heads; 1: none."""
-        if self.context_mode == "gather":
-            return 1
-        return self.ulysses_degree or self.context_parallel
+        """Logical cores of a run: the ranks of all guidance groups."""
+        return self.world_size(tp) * self.guidance_parallel
 
     @property
     def cores_per_chip(self) -> int:
@@ -206,9 +193,8 @@ class Profile:
         """Whether the links between chips connect every group of ranks (mesh.groups). On a torus, a
         group's chips are one, two neighbours, a row, a column or a block of these, each with the
         same cores. The runtime refuses others with "no_hier no_mesh" (vllm-omni-neuron)."""
-        cp, degrees = self.context_parallel, (1, self.cores_per_chip, self.torus_row)
-        fits = tp in degrees and self.ulysses in (1, EXCHANGES[0], cp)
-        return fits or cp == 1 or not self.torus_row
+        fits = tp in (1, self.cores_per_chip, self.torus_row)
+        return fits or self.context_parallel == 1 or not self.torus_row
 
     def rank_threads(self, tp: int) -> int:
         """CPU threads of one rank: fixed per machine, because the number affects output bits. Not
@@ -224,17 +210,6 @@ class Profile:
         """Tensor-parallel ranks: --tp-degree, by default the profile's number."""
         return self.tp if tp_degree is None else tp_degree
 
-    def check_layout(self, tp: int, heads: int) -> None:
-        """Raise UserError if the machine has too few cores for all ranks, or Ulysses cannot divide
-        the heads of a rank. heads: the video's."""
-        self._check_cores(tp)
-        if (own := heads // tp) % self.ulysses:
-            raise UserError(
-                f"context_mode=ulysses exchanges tokens for heads in groups of {self.ulysses}; a"
-                f" rank at tp {tp} has {own} heads, not a multiple.\nType --profile-set"
-                f" context_mode=gather, or --profile-set ulysses_degree with a divisor of {own}"
-            )
-
     def check_degree(self, tp: int) -> None:
         """Raise UserError if the machine has too few cores for `tp` ranks, or its runtime does not
         support that number (NxD Inference: "TP=2 is NOT valid with LNC=2 on trn2.3xlarge")."""
@@ -243,9 +218,9 @@ class Profile:
                 f"--tp-degree is {tp}: the Neuron runtime supports 1 or a multiple of 4 cores of a"
                 f" {self.name}.\nType --tp-degree {self.tp}"
             )
-        self._check_cores(tp)
+        self.check_cores(tp)
 
-    def _check_cores(self, tp: int) -> None:
+    def check_cores(self, tp: int) -> None:
         """Raise UserError if the machine has too few cores for the ranks of a layout."""
         needed = self.cores_needed(tp)
         if self.cores is not None and needed > self.cores:
@@ -262,10 +237,10 @@ class Profile:
             )
         if not self.connected(tp):
             raise UserError(
-                f"tp-degree {tp} x context_parallel {self.context_parallel}, exchanges of"
-                f" {self.ulysses}: the torus of {self.machine} does not connect some groups.\nType"
-                f" --tp-degree {_or((1, self.cores_per_chip, self.torus_row))}, ulysses_degree="
-                f"{EXCHANGES[0]} or none, or --profile-set context_parallel=1"
+                f"tp-degree {tp} x context_parallel {self.context_parallel}: the torus of"
+                f" {self.machine} does not connect some groups.\nType --tp-degree"
+                f" {_or((1, self.cores_per_chip, self.torus_row))}, or --profile-set"
+                " context_parallel=1"
             )
 
 
@@ -450,7 +425,7 @@ PROFILES |= {
     profile.name: profile
     for profile in (
         _layout("cp4", context_parallel=4),
-        _layout("cp8", context_parallel=8, context_mode="ulysses"),
+        _layout("cp8", context_parallel=8),
         _layout("g4", guidance_parallel=4, backend="torchdist"),
         _layout("g4cp4", guidance_parallel=4, context_parallel=4, backend="torchdist"),
     )
@@ -503,11 +478,6 @@ def _check(profile: Profile) -> None:
             profile.text_buckets[-1] == TEXT_TOKENS
         ),
         f"lnc is 1 or 2, got {profile.lnc}": profile.lnc in (1, 2),
-        "ulysses_degree needs context_mode=ulysses, and divides context_parallel": (
-            profile.ulysses_degree == 0
-            or profile.context_mode == "ulysses"
-            and profile.context_parallel % profile.ulysses_degree == 0
-        ),
     }
     if on_neuron:
         right |= _routes(profile)
@@ -528,10 +498,9 @@ def _check(profile: Profile) -> None:
             raise UserError(f"--profile-set: {rule}")
 
 
-# Of Trainium: numbers of chips in a group (one, two neighbours, a row, two rows, all), and of an
-# all-to-all. Observed by others, not documented (docs/scale-out.md).
+# Numbers of Trainium's chips in a group (one, two neighbours, a row, two rows, all). Observed by
+# others, not documented (docs/scale-out.md).
 CONTEXT_PARALLEL = 1, 2, 4, 8, 16
-EXCHANGES = 4, 8, 16
 
 
 def _or(numbers: tuple[int, ...]) -> str:
@@ -540,22 +509,19 @@ def _or(numbers: tuple[int, ...]) -> str:
 
 def _routes(profile: Profile) -> dict[str, bool]:
     """Rules for the groups of a Trainium machine, each with whether a profile follows it."""
-    cp, ulysses = profile.context_parallel, profile.ulysses
+    cp = profile.context_parallel
     more = "--profile trn2.48xlarge" if profile.torus_row else "--profile-set chips=N"
     return {
         f"context_parallel={cp} divides a clip over the chips of one machine, and a"
-        f" {profile.machine} has one; between machines only guidance groups work, with --ray. Type"
-        f" context_parallel=1, or {more}": cp == 1 or profile.chips > 1,
+        f" {profile.machine} has one. Type context_parallel=1, or {more}": (
+            cp == 1 or profile.chips > 1
+        ),
         f"context_parallel={cp} needs lnc=2; type both, or context_parallel=1": (
             cp == 1 or profile.lnc == 2
         ),
         f"context_parallel={cp}: the torus of {profile.machine} connects groups of"
         f" {_or(CONTEXT_PARALLEL)} chips. Type one of these": (
             cp in CONTEXT_PARALLEL or not profile.torus_row
-        ),
-        f"context_mode=ulysses in groups of {ulysses}: Neuron's all-to-all has groups of"
-        f" {_or(EXCHANGES)}. Type context_mode=gather, or ulysses_degree with one of these": (
-            ulysses in (1, *EXCHANGES)
         ),
     }
 
@@ -649,7 +615,7 @@ def describe_backend(profile: Profile) -> str:
     return f"backend {profile.backend} ({stack.name}, {version})"
 
 
-_FIXED = ("name", "source", "chip", "settings", "host_memory_bytes", "spread", "note")
+_FIXED = ("name", "source", "chip", "settings", "host_memory_bytes", "note")
 _TABLES = ("environment", "compiler_flags")  # --profile-set changes single entries
 _TYPES = {key: _HINTS[key] for key in _HINTS if key not in _FIXED + _TABLES}
 _FLAGS = "tp_degree", "dtype", "profile", "artifacts_dir", "neuron_gemma", "neuron_vae", "compat"
@@ -657,7 +623,6 @@ _MAY_BE_ZERO = (
     "blocks_per_graph",
     "drain_every",
     "threads",
-    "ulysses_degree",
     "vae_overlap",
     "vae_overlap_frames",
     "vae_tile_latents",

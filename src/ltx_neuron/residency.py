@@ -7,7 +7,7 @@ transformer's weights; a weight set with other LoRAs replaces it.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,11 @@ class ModulationTables:
 
 
 class Residency:
-    """Starts the ranks of a workspace and loads models into them; `close` ends them.
-
-    elsewhere  start guidance groups on other machines
-    """
+    """Starts the ranks of a workspace and loads models into them; `close` ends them."""
 
     def __init__(self, workspace: Workspace, recorder: Recorder):
         self.workspace, self.recorder = workspace, recorder
         self.ranks: Ranks | None = None
-        self.elsewhere: Sequence[Callable[[], Ranks]] = ()
         # The transformer on the ranks: its weight set, and its programs by name.
         self.weights: Path | None = None
         self._programs: frozenset[str] = frozenset()
@@ -212,9 +208,7 @@ class Residency:
         """The ranks; the first call starts them."""
         if not self.ranks:
             workspace = self.workspace
-            self.ranks = registry.ranks(
-                workspace.profile, workspace.tp, workspace.compiler_cache, self.elsewhere
-            )
+            self.ranks = registry.ranks(workspace.profile, workspace.tp, workspace.compiler_cache)
             self.ranks.lost = self.recorder.lost_groups
         return self.ranks
 

@@ -1,18 +1,15 @@
 """Ranks whose graphs are compiled: the whole DiT's results, a rank that is late, and what inductor
 keeps on the disk."""
 
-import multiprocessing
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import allowed, one_thread, random_value, rel  # noqa: F401
-from toy import EQUAL, SOON, TP, make_toy, upload, wanted
+from toy import EQUAL, TP, make_toy, upload, wanted
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.backends.torchdist import liveness
 from ltx_neuron.backends.torchdist.host import Ranks, compile_only
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.profiles import PROFILES, resolve
@@ -49,25 +46,14 @@ class Slow:
         return getattr(self._pipe, name)
 
 
-def test_a_rank_may_be_late_while_it_compiles_and_not_in_what_was_compiled(toy, monkeypatch):
-    monkeypatch.setattr(liveness, "HANG_SECONDS", 2.0)
-    monkeypatch.setattr(liveness, "HANG_TIMES", 1.0)
+def test_a_rank_may_be_late_while_it_compiles(toy):
     with Ranks(TRACED, TP) as ranks:
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         upload(ranks, toy)
-        prompt, ranks._pipes[1] = ranks._pipes[1], Slow(ranks._pipes[1], seconds=3.0)
+        ranks._pipes[1] = Slow(ranks._pipes[1], seconds=3.0)
         ranks.run("toy", step=3)
-        ranks._pipes[1] = prompt
+        ranks._pipes[1] = ranks._pipes[1]._pipe
         assert rel(ranks.get("toy", "y"), wanted(toy, 3)) < EQUAL
-        ranks.run("toy", step=3)
-        ours, unread = multiprocessing.Pipe()
-        pipe, ranks._pipes[1] = ranks._pipes[1], ours  # it lives, but does not come to the next sum
-        began = time.monotonic()
-        with pytest.raises(RankError, match="rank 1 of 2 failed: it hangs"):
-            ranks.run("toy", step=1)
-        assert time.monotonic() - began < allowed(SOON)
-        for end in (pipe, unread):
-            end.close()
 
 
 def sources(cache: Path) -> set[str]:

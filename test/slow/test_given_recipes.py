@@ -550,9 +550,7 @@ DIVIDED = "masked in two stages", "voiced"
 # tp, then the profile's settings.
 SHARED = {
     "sequence parallelism": (2, "sequence_parallel=true"),
-    "context parallelism with an exchange of heads": (
-        *(1, "context_parallel=4 context_mode=ulysses ulysses_degree=2"),
-    ),
+    "context parallelism": (1, "context_parallel=4"),
 }
 
 

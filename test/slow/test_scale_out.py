@@ -24,9 +24,6 @@ LAYOUTS = {
     "2 groups of 2 ranks that divide the stream too": (
         *(2, "context_parallel=2 sequence_parallel=true"),
     ),
-    "an exchange of heads in 2 of 4 groups": (
-        *(1, "context_parallel=4 context_mode=ulysses ulysses_degree=2"),
-    ),
 }
 
 pytestmark = pytest.mark.timeout(600)

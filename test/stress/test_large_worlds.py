@@ -72,7 +72,6 @@ def wanted(wide):
         (1, "context_parallel=3"),
         (1, "context_parallel=4"),
         (2, "context_parallel=2 sequence_parallel=true"),
-        (1, "context_parallel=4 context_mode=ulysses ulysses_degree=2"),
     ],
 )
 def test_a_block_of_the_released_width_on_several_groups_equals_ltx_core(

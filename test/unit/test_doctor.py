@@ -758,7 +758,7 @@ class Stand(SimpleNamespace):
 
 def probed(partition) -> Finding:
     """The finding of PAIRS on ranks whose groups are others."""
-    graph = {"outputs": ["gathered", "exchanged", "summed"]}
+    graph = {"outputs": ["gathered", "summed"]}
     programs = {"cp": SimpleNamespace(graphs={"collectives": graph})}
     return groups._probed(Stand(partition=partition, programs=programs), "cp", PAIRS)
 
@@ -766,7 +766,7 @@ def probed(partition) -> Finding:
 @pytest.mark.parametrize(
     ("partition", "state", "text"),
     [
-        (PAIRS, "ok", "2 groups of 2 ranks: gathered, exchanged, summed in 0.25 ms"),
+        (PAIRS, "ok", "2 groups of 2 ranks: gathered, summed in 0.25 ms"),
         (
             [[2, 0], [1, 3]],
             "blocks",

@@ -1,22 +1,16 @@
 """A batch on the cluster's queue, with a pool in Ray's place: which jobs an interrupted run leaves,
 and what becomes of the finished ones; a job's line, and a replica's cores and layout."""
 
-import inspect
 import json
 import os
-import pickle
 import threading
 from argparse import Namespace
 from contextlib import closing
-from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
-import torch
 from conftest import needs
 
-from ltx_neuron.backends import environment, ranks
 from ltx_neuron.batch import Line, Results
 from ltx_neuron.commands import generate
 from ltx_neuron.errors import UserError
@@ -196,98 +190,9 @@ def test_the_replicas_of_a_node_follow_from_the_layout(living):
         (("guidance_parallel=2", "context_parallel=4"), 32, 2),
         (("guidance_parallel=4", "context_parallel=4"), 64, 1),
     ):
-        layout = Needs.in_cluster(trn2("trn2.48xlarge", *settings), 4)
+        layout = Needs.of(trn2("trn2.48xlarge", *settings), 4)
         assert layout == Needs("neuron_cores", cores) and layout.capacity() == replicas
-        # Ray places an actor's resources on one node.
-        assert layout.reserve() is None
         assert layout.options == {"num_cpus": 0, "resources": {"neuron_cores": cores}}
     assert layout.layout() == "room for 1 replica with neuron_cores 64: 1 on 10.0.0.1"
-
-
-def test_guidance_groups_have_a_node_each_where_no_node_has_the_cores_for_all(living):
-    from ltx_neuron.fleet.cluster import Needs
-
-    profile = trn2("trn2.3xlarge", "guidance_parallel=2")
-    two = Needs("neuron_cores", 4, nodes=2)
-    for cores, layout, replicas in (
-        ((4, 4), two, 1),
-        ((4, 4, 4), two, 1),
-        ((4, 4, 4, 4), two, 2),
-        ((4,), two, 0),
-        ((4, 4, 8), Needs("neuron_cores", 8), 1),
-    ):
-        living(*cores)
-        assert Needs.in_cluster(profile, 4) == layout
-        assert layout.capacity() == replicas, cores
     living(4, 4)
-    assert two.layout() == (
-        "room for 1 replica: a guidance group with neuron_cores 4 on each of 2 nodes"
-    )
-    living(4)
-    assert two.too_small().startswith("no 2 nodes of the Ray cluster each have neuron_cores 4")
-
-
-def test_a_group_with_a_machine_of_its_own_needs_only_its_own_cores(monkeypatch):
-    profile = trn2("trn2.3xlarge", "guidance_parallel=2")
-    with pytest.raises(UserError, match="8 ranks need 8 logical cores, trn2.3xlarge has 4"):
-        profile.check_degree(4)
-    spread = replace(profile, spread=True)
-    spread.check_degree(4)
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-3")
-    assert environment.cores(spread, 4, 0) == [0, 1, 2, 3]
-
-
-# --- a guidance group on another node -------------------------------------------------------------
-
-
-def test_a_group_on_another_node_has_the_methods_of_the_protocol():
-    from ltx_neuron.fleet.remote_group import RemoteRanks
-
-    assert not inspect.isabstract(RemoteRanks)
-    for name in ranks.Ranks.__abstractmethods__:
-        own, wanted = (getattr(kind, name) for kind in (RemoteRanks, ranks.Ranks))
-        assert inspect.signature(own) == inspect.signature(wanted), name
-
-
-@pytest.mark.parametrize(
-    "error",
-    [ranks.NotFiniteError(["video_latent"]), ranks.RankRefusal("no file"), UserError("no folder")],
-)
-def test_an_error_of_a_group_on_another_node_stays_what_it_is(monkeypatch, error):
-    with pytest.raises(type(error)) as raised:
-        check_remotely(
-            monkeypatch, exceptions().RayTaskError("call", "", pickle.loads(pickle.dumps(error)))
-        )
-    assert str(raised.value) == str(error) and vars(raised.value) == vars(error)
-
-
-def test_a_lost_node_is_an_error_that_drops_its_group(monkeypatch):
-    with pytest.raises(ranks.RankError, match="node 10.0.0.2 is lost: ActorDiedError"):
-        check_remotely(monkeypatch, exceptions().ActorDiedError())
-
-
-def test_a_node_that_lacks_files_says_so_with_what_to_type(monkeypatch, tmp_path):
-    from ltx_neuron.fleet.node import RankGroup
-
-    monkeypatch.setattr(RankGroup, "node", lambda self: "10.0.0.2")
-    with pytest.raises(UserError, match="node 10.0.0.2 does not have .*dit.*\n.*--artifacts-url"):
-        object.__new__(RankGroup).load(tmp_path / "dit", {}, torch.float32)
-
-
-def exceptions():
-    from ray import exceptions  # takes seconds
-
-    return exceptions
-
-
-def check_remotely(monkeypatch, error: Exception) -> None:
-    """Check a group on another node, whose actor's answer is an error."""
-    from ltx_neuron.fleet import remote_group
-
-    def get(reference, timeout=None):
-        raise error
-
-    group = object.__new__(remote_group.RemoteRanks)
-    group._node, group._actor = "10.0.0.2", mock.Mock()
-    monkeypatch.setattr(remote_group.ray, "get", get)
-    group.check()
+    assert layout.too_small().startswith("no node of the Ray cluster has neuron_cores 64 for")

@@ -52,10 +52,7 @@ CAPTURED = {
 }
 
 
-# Ulysses in 2 of 4 tensor-parallel groups: every kind of group.
-CONTEXT = resolve(
-    "cpu", ("context_parallel=4", "context_mode=ulysses", "ulysses_degree=2", "attention=sdpa")
-)
+CONTEXT = resolve("cpu", ("context_parallel=4", "attention=sdpa"))
 
 
 def in_context(profile: Profile, rank: int = 0):
@@ -130,10 +127,9 @@ def test_the_collectives_of_each_named_group_are_found_and_ranks_have_one_text()
     for each in exported.values():
         assert check_fx(each, mesh.groups(CONTEXT, TP)) == []
         counts.update(o.collective.group for o in fx.operations(each.graph) if o.collective)
-    # An exchange of queries, keys and values and one of the output; a gather of the exchanged keys
-    # and values; the sound's attention to the video gathers maxima and sums parts; the velocity is
-    # gathered.
-    assert counts == {GROUP: 11, "ulysses": 2, "between": 1, "cp": 3}
+    # Keys and values are gathered; the sound's attention to the video gathers maxima and sums
+    # parts; the velocity is gathered.
+    assert counts == {GROUP: 11, "cp": 4}
 
 
 def test_a_group_by_torchs_own_name_is_found_because_ranks_number_theirs_differently():
@@ -153,13 +149,11 @@ def test_a_group_by_torchs_own_name_is_found_because_ranks_number_theirs_differe
 
 
 def test_a_collective_over_a_group_that_the_world_does_not_have_is_found():
-    """Graphs for Ulysses in a part of the groups, for ranks that gather or exchange in all."""
+    """Graphs for context parallelism, for ranks without it."""
     with in_context(CONTEXT):
         exported = trace(context_program(CONTEXT), "blocks", torch.bfloat16)
-    for mode in ("gather", "ulysses"):
-        other = resolve("cpu", ("context_parallel=4", f"context_mode={mode}"))
-        text = text_of(check_fx(exported, mesh.groups(other, TP)))
-        assert "ranks ulysses, wanted 0 or cp" in text and "ranks between, wanted" in text
+    text = text_of(check_fx(exported, mesh.compiled(resolve("cpu"), TP)))
+    assert "ranks cp, wanted 0" in text
 
 
 def test_a_gather_of_another_number_of_ranks_than_the_groups_is_found():
@@ -167,9 +161,8 @@ def test_a_gather_of_another_number_of_ranks_than_the_groups_is_found():
     with in_context(CONTEXT):
         exported = trace(context_program(CONTEXT), "blocks", torch.bfloat16)
     twice = mesh.groups(resolve("cpu", ("context_parallel=2",)), TP)
-    groups = mesh.groups(CONTEXT, TP) | {"cp": twice["cp"], "ulysses": twice["tp"]}
-    text = text_of(check_fx(exported, groups))
-    assert "4 ranks of group cp, which has 2" in text and "2 ranks of group ulysses" in text
+    text = text_of(check_fx(exported, mesh.groups(CONTEXT, TP) | {"cp": twice["cp"]}))
+    assert "4 ranks of group cp, which has 2" in text
 
 
 def in_place(x):
@@ -187,11 +180,11 @@ COMPILED = {
             functional.wait_tensor(t)
             for t in functional.all_reduce_coalesced([x, x * 2], "sum", GROUP)
         ],
-        "all_reduce_coalesced.*support only",
+        "all_reduce_coalesced.*Comm has only",
     ),
     "a broadcast": (
         lambda x: functional.wait_tensor(functional.broadcast(x, 0, GROUP)),
-        "broadcast.*support only",
+        "broadcast.*Comm has only",
     ),
     "a maximum over the ranks": (
         lambda x: functional.wait_tensor(functional.all_reduce(x, "max", GROUP)),
@@ -367,7 +360,7 @@ HLO = (
         ('f32[2]{0} custom-call(%a.1), custom_call_target="Other"', "NCC_EHCA005"),
         (
             "f32[2]{0} collective-permute(%a.1), source_target_pairs={{0,1}}",
-            "support only all-gather, all-reduce, all-to-all, reduce-scatter",
+            "Comm has only all-gather, all-reduce, reduce-scatter",
         ),
         (
             "f32[8]{0} all-gather(%a.1), replica_groups={{0,1},{2,3}}, dimensions={0}",

@@ -192,12 +192,10 @@ def test_past_every_published_step_the_plan_says_so(released, clip):
     assert said in table(planned(released, 1024, 1536, 121))
     assert said in table(planned(released, *USUAL, resolve("trn2.48xlarge-cp8")))
     rows = planned_layouts(released, clip)
-    assert [row.name for row in rows if row.measured] == [
-        *("one chip", "context 2", "context 4", "context 4, Ulysses 4")
-    ]
+    assert [row.name for row in rows if row.measured] == [*("one chip", "context 2", "context 4")]
     shown = layout_table(rows, "trn2.48xlarge")
-    assert f"* {said}" in shown and "context 8, Ulysses 8 * " in shown
-    assert "shortest clip: context 4, Ulysses 4; type" in shown  # of the measured ones
+    assert f"* {said}" in shown and "context 8 * " in shown
+    assert "shortest clip: context 4; type" in shown  # of the measured ones
 
 
 def test_a_launch_costs_nxd_s_python_by_tensors_and_ranks_and_torchneuron_nothing(released):
@@ -824,40 +822,34 @@ def test_sound_alone_is_planned_by_the_audio_half_of_the_model(released):
 LARGE = resolve("trn2.48xlarge")
 
 
-def layout(cp, ulysses=1, groups=1):
-    exchange = {"context_mode": "ulysses", "ulysses_degree": ulysses} if ulysses > 1 else {}
-    blocks = min(48, 4 * cp)
-    fields = {"context_parallel": cp, "guidance_parallel": groups, "blocks_per_graph": blocks}
-    return dataclasses.replace(LARGE, **fields, **exchange)
+def layout(cp):
+    return dataclasses.replace(LARGE, context_parallel=cp, blocks_per_graph=min(48, 4 * cp))
 
 
 # docs/scale-out.md: GB that a rank receives in a step for video self-attention, by video tokens.
 RECEIVED = {
-    (2, 1): (0.60, 1.51, 3.21, 6.62),
-    (4, 1): (0.91, 2.26, 4.81, 9.93),
-    (8, 1): (1.06, 2.64, 5.62, 11.6),
-    (16, 1): (1.13, 2.83, 6.02, 12.4),
-    (4, 4): (0.45, 1.13, 2.41, 4.96),
-    (8, 8): (0.26, 0.66, 1.40, 2.90),
-    (16, 8): (0.21, 0.52, 1.10, 2.28),
+    2: (0.60, 1.51, 3.21, 6.62),
+    4: (0.91, 2.26, 4.81, 9.93),
+    8: (1.06, 2.64, 5.62, 11.6),
+    16: (1.13, 2.83, 6.02, 12.4),
 }
 
 
 def test_groups_receive_the_bytes_of_the_design():
     config = transformer_config(released_config())
-    for (cp, ulysses), wanted in RECEIVED.items():
+    for cp, wanted in RECEIVED.items():
         for tokens, gigabytes in zip((6144, 15360, 32640, 67320), wanted, strict=True):
             bucket = Job("", Size(*USUAL)).buckets[0]
             bucket = dataclasses.replace(bucket, video_tokens=tokens)
-            got = received_bytes(config, bucket, layout(cp, ulysses), 4, 2)
+            got = received_bytes(config, bucket, layout(cp), 4, 2)
             assert got["self-attention"] / 1e9 == pytest.approx(gigabytes, rel=0.012, abs=0.005)
             # Merged from every group's result, whatever the video's size.
             assert got["video to audio"] < 0.03e9
 
 
-@pytest.mark.parametrize(("cp", "ulysses"), [(4, 1), (8, 4)])
-def test_the_divided_cost_of_a_step_is_that_of_its_graphs(cp, ulysses):
-    config, which = transformer_config(released_config()), layout(cp, ulysses)
+@pytest.mark.parametrize("cp", [4, 8])
+def test_the_divided_cost_of_a_step_is_that_of_its_graphs(cp):
+    config, which = transformer_config(released_config()), layout(cp)
     bucket = Job("", Size(512, 768, 121)).buckets[0]
     with fake_process_group(4):
         single = plan.step_cost(config, bucket, LARGE, 4, torch.bfloat16)[1]
@@ -886,13 +878,12 @@ def planned_layouts(released, clip, profile=LARGE, **fields):
 def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_allow(released, clip):
     large = dataclasses.replace(LARGE, backend="torchdist")  # of all: guidance groups need it
     one_pass = planned_layouts(released, clip, large)
-    context = [f"context {cp}{u}" for cp, u in [(2, ""), (4, ""), (4, ", Ulysses 4"), (8, "")]]
-    context += ["context 8, Ulysses 8", "context 16", "context 16, Ulysses 4"]
+    context = [f"context {cp}" for cp in (2, 4, 8, 16)]
     assert [each.name for each in one_pass] == ["one chip", *context]
     assert [(each.chips, each.at_once) for each in one_pass[:3]] == [(1, 16), (2, 8), (4, 4)]
     guided = planned_layouts(released, clip, large, recipe="dev")
-    both = ["guidance 4 x context 4", "guidance 4 x context 4, Ulysses 4"]
-    assert [e.name for e in guided] == ["one chip", "guidance 2", "guidance 4", *context, *both]
+    both = "guidance 4 x context 4"
+    assert [e.name for e in guided] == ["one chip", "guidance 2", "guidance 4", *context, both]
     assert guided[-1].chips == 16 and guided[2].efficiency[0] > 0.97
     assert guided[2].step_ms[0] == pytest.approx(guided[0].step_ms[0] / 4, rel=0.02)
     # What a row names is a profile.
@@ -906,7 +897,7 @@ def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_al
         "most clips: one chip a clip, 16 at once" in shown
         and max(map(len, shown.splitlines())) <= 100
     )
-    assert "shortest clip: guidance 4 x context 4, Ulysses 4; type --profile trn2.48xlarge" in shown
+    assert "shortest clip: guidance 4 x context 4; type --profile trn2.48xlarge" in shown
 
 
 def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_chip(released, clip):
@@ -928,7 +919,7 @@ def test_a_trainium3_is_planned_by_its_own_limits_and_said_to_be_not_tried(relea
     assert "not tried" not in table(one)
     server = resolve("trn3", ("chips=16",))
     rows = planned_layouts(released, clip, server)
-    assert [row.chips for row in rows] == [1, 2, 4, 4, 8, 8, 16, 16]
+    assert [row.chips for row in rows] == [1, 2, 4, 8, 16]
     for row in rows:  # can be typed
         assert resolve("trn3", row.settings).cores_needed(4) == 4 * row.chips
 
@@ -965,10 +956,7 @@ def test_guidance_groups_share_a_step_s_passes(released, clip):
     assert four.seconds == pytest.approx(alone.seconds / 4, rel=0.03)
 
 
-def test_a_layout_that_the_machine_or_the_heads_do_not_allow_is_refused(released):
+def test_a_layout_that_the_machine_does_not_allow_is_refused(released):
     groups = resolve("trn2.48xlarge-g4cp4", ("guidance_parallel=8",))
     with pytest.raises(UserError, match="guidance_parallel 8: 128 ranks need 128 logical cores"):
         planned(released, *USUAL, groups)
-    whole = resolve("trn2.48xlarge", ("context_parallel=16", "context_mode=ulysses"))
-    with pytest.raises(UserError, match="groups of 16; a rank at tp 4 has 8 heads"):
-        planned(released, *USUAL, whole)

@@ -49,7 +49,7 @@ NOT_RUN = {
     "profiles.py:require_runtime: *": "of a machine with chips or GPUs",
     "profiles.py:detect: *": "of a machine with chips that fit no profile",
     "profiles.py:check_degree: *": "of ranks that a tiny model has no heads for: test_profiles.py",
-    "profiles.py:_check_cores: *": "of ranks that a tiny model has no heads for: test_profiles.py",
+    "profiles.py:check_cores: *": "of ranks that a tiny model has no heads for: test_profiles.py",
     "sampling/size.py:check: *": "of a file of more than 1000 frames a second",
     "plan/__init__.py:*": "of a model that does not fit a chip: test_plan.py has the table",
     "plan/clip.py:*": "measures a chip",
@@ -168,9 +168,6 @@ REMEDIES = {
     ),
     "preflight.py:check_guidance_groups: --profile-set guidance_parallel=": (
         "generate --profile-set guidance_parallel=2"
-    ),
-    "profiles.py:check_layout: --profile-set context_mode=": (
-        "generate --tp-degree 4 --profile-set context_parallel=4 --profile-set context_mode=ulysses"
     ),
     "profiles.py:resolve: --profile": "generate --profile gpu => --profile cpu",
     "profiles.py:_check: --profile-set backend=": (

@@ -326,7 +326,7 @@ def test_a_layout_s_profile_is_the_machine_s_but_for_the_chips_of_a_clip(name):
     profile, large = resolve(name), PROFILES["trn2.48xlarge"]
     assert (profile.cores_needed(4), profile.blocks_per_graph) == LAYOUTS[name]
     assert profile.machine == large.machine == "trn2.48xlarge"
-    profile.check_layout(4, heads=32)
+    profile.check_cores(4)
     kept = ("cores", "environment", "compiler_flags", "attention", "host_memory_bytes", "tp")
     assert all(getattr(profile, field) == getattr(large, field) for field in kept)
     # A process with NxD drives one group's cores.
@@ -337,13 +337,8 @@ def test_a_layout_s_profile_is_the_machine_s_but_for_the_chips_of_a_clip(name):
 UNROUTABLE = {
     "trn2.48xlarge context_parallel=3": "groups of 1, 2, 4, 8 or 16 chips. Type one of these",
     "trn2.48xlarge context_parallel=4 lnc=1": "context_parallel=4 needs lnc=2",
-    "trn2.48xlarge context_parallel=2 context_mode=ulysses": (
-        "groups of 4, 8 or 16. Type context_mode=gather, or ulysses_degree"
-    ),
-    "trn2.48xlarge context_parallel=16 context_mode=ulysses ulysses_degree=2": "in groups of 2",
     "trn2.3xlarge context_parallel=2": (
-        "a trn2.3xlarge has one; between machines only guidance groups work, with --ray. Type"
-        " context_parallel=1, or --profile trn2.48xlarge"
+        "a trn2.3xlarge has one. Type context_parallel=1, or --profile trn2.48xlarge"
     ),
 }
 
@@ -358,19 +353,11 @@ def test_groups_that_the_machine_does_not_connect_are_refused(typed):
         assert resolve("cpu", tuple(settings)).context_parallel > 1  # any number there
 
 
-def test_an_exchange_that_does_not_divide_a_rank_s_heads_is_refused():
-    resolve("trn2.48xlarge-cp8").check_layout(4, heads=32)
-    settings = "context_parallel=16", "context_mode=ulysses"
-    with pytest.raises(UserError, match="rank at tp 4 has 8 heads, .*\nType .*=gather, or .* of 8"):
-        resolve("trn2.48xlarge", settings).check_layout(4, heads=32)
-    resolve("trn2.48xlarge", (*settings, "ulysses_degree=4")).check_layout(4, heads=32)
-
-
 def test_more_chips_than_the_machine_has_are_refused():
     wide = resolve("trn2.48xlarge-g4cp4", ("guidance_parallel=5",))
     wanted = "tp-degree 4 x context_parallel 4 x guidance_parallel 5: 80 ranks .* has 64"
     with pytest.raises(UserError, match=f"{wanted} .*\nTogether at most 64"):
-        wide.check_layout(4, heads=32)
+        wide.check_cores(4)
 
 
 # A row or a column of the 4 x 4 torus, of which a block's chips are one, two neighbours or all.
@@ -400,24 +387,20 @@ def groups_from(first: int, profile: Profile, tp: int) -> list[list[int]]:
 
 
 COMBINATIONS = [
-    (tp, cp, ulysses, guidance)
+    (tp, cp, guidance)
     for tp in (1, 4, 8, 16, 32)
     for cp in (1, 2, 4, 8, 16)
-    for ulysses in (1, 4, 8, 16)
     for guidance in (1, 2, 4)
-    if tp * cp * guidance <= 64 and cp % ulysses == 0
+    if tp * cp * guidance <= 64
 ]
 
 
 def test_a_launch_is_let_through_if_the_torus_connects_every_group_of_its_ranks(monkeypatch):
     """At every first core that is a multiple of a world's ranks, up to a row."""
     accepted = set()
-    for tp, cp, ulysses, guidance in COMBINATIONS:
+    for tp, cp, guidance in COMBINATIONS:
         settings = [f"context_parallel={cp}", "backend=torchdist", f"guidance_parallel={guidance}"]
-        if ulysses > 1:
-            settings += ["context_mode=ulysses", f"ulysses_degree={ulysses}"]
-        fields = {"ulysses_degree": ulysses, "context_mode": "ulysses"} if ulysses > 1 else {}
-        fields |= {"context_parallel": cp, "guidance_parallel": guidance}
+        fields = {"context_parallel": cp, "guidance_parallel": guidance}
         layout = replace(resolve("trn2.48xlarge"), **fields)
         needed = layout.cores_needed(tp)
         for first in range(65 - needed):
@@ -428,29 +411,22 @@ def test_a_launch_is_let_through_if_the_torus_connects_every_group_of_its_ranks(
                 environment.cores(layout, tp)
             except UserError:
                 aligned = first % min(layout.world_size(tp), 16) == 0
-                assert not (right and aligned), (tp, cp, ulysses, guidance, first)
+                assert not (right and aligned), (tp, cp, guidance, first)
             else:
-                assert right, (tp, cp, ulysses, guidance, first)
-                accepted.add((tp, cp, ulysses))
-    assert accepted >= {(4, cp, 1) for cp in (1, 2, 4, 8, 16)} | {(4, 8, 8), (4, 16, 4), (16, 4, 1)}
+                assert right, (tp, cp, guidance, first)
+                accepted.add((tp, cp))
+    assert accepted >= {(4, cp) for cp in (1, 2, 4, 8, 16)} | {(16, 4)}
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(8, 2), (8, 4), (8, 8), (32, 2)])
 def test_tensor_parallel_groups_of_several_chips_that_are_no_row_are_refused_with_others(tp, cp):
     """Their ranks with the same heads are on every second chip, or in every second row."""
     layout = resolve("trn2.48xlarge", (f"context_parallel={cp}",))
-    wanted = f"tp-degree {tp} x context_parallel {cp}, .*\nType --tp-degree 1, 4 or 16, "
-    for check in (layout.check_degree, lambda tp: layout.check_layout(tp, heads=32)):
+    wanted = f"tp-degree {tp} x context_parallel {cp}: .*\nType --tp-degree 1, 4 or 16, "
+    for check in (layout.check_degree, layout.check_cores):
         with pytest.raises(UserError, match=wanted):
             check(tp)
     resolve("trn2.48xlarge").check_degree(tp)  # alone they are a pair of chips, or two rows
-
-
-def test_an_exchange_whose_groups_are_two_rows_apart_is_refused():
-    settings = "context_parallel=16", "context_mode=ulysses", "ulysses_degree=8"
-    wanted = "context_parallel 16, exchanges of 8: .*\nType .*, ulysses_degree=4 or none, or"
-    with pytest.raises(UserError, match=wanted):
-        resolve("trn2.48xlarge", settings).check_layout(4, heads=32)
 
 
 def test_a_launch_that_does_not_begin_a_row_of_the_torus_is_refused(monkeypatch):
@@ -481,10 +457,8 @@ def test_a_trainium3_has_its_own_limits_and_target_and_links_without_a_torus():
         "NEURON_PLATFORM_TARGET_OVERRIDE": "trn3"
     }
     assert profile.note.startswith("not tried")
-    with pytest.raises(UserError, match="a trn3 has one; .* or --profile-set chips=N"):
+    with pytest.raises(UserError, match="a trn3 has one. Type .* or --profile-set chips=N"):
         resolve("trn3", ("context_parallel=4",))
-    # A group of any chips is routed; Neuron's all-to-all keeps its sizes.
+    # A group of any chips is routed.
     six = resolve("trn3", ("chips=16", "context_parallel=6"))
     assert six.cores_needed(4) == 24
-    with pytest.raises(UserError, match="all-to-all has groups of 4, 8 or 16"):
-        resolve("trn3", ("chips=16", "context_parallel=6", "context_mode=ulysses"))

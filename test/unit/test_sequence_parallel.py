@@ -26,7 +26,7 @@ from helpers import (
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.mesh import BETWEEN, CONTEXT, TENSOR, ULYSSES, groups
+from ltx_neuron.backends.mesh import CONTEXT, TENSOR, groups
 from ltx_neuron.backends.ranks import padded_tokens, padding_bias, part_of
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.models.parallel import ContextParallel, SingleRank
@@ -59,17 +59,14 @@ def model(marked: bool = False):
 
 
 class Layout(NamedTuple):
-    """tp x cp ranks, of whose groups `ulysses` exchange tokens for heads; sequence parallelism."""
+    """tp x cp ranks; sequence parallelism."""
 
     tp: int = TP
     cp: int = 1
-    ulysses: int = 1
     divided: bool = False
 
     def profile(self):
-        mode = "gather" if self.ulysses == 1 else f"ulysses ulysses_degree={self.ulysses}"
-        settings = f"context_parallel={self.cp} context_mode={mode}"
-        return resolve("cpu", tuple(settings.split()))
+        return resolve("cpu", (f"context_parallel={self.cp}",))
 
 
 SEQUENCE = Layout(divided=True)
@@ -77,9 +74,7 @@ CONTEXT_LAYOUTS = {
     "2 groups of 2 ranks": Layout(2, 2),
     "5 groups of a rank": Layout(1, 5),
     "2 groups of 2 ranks that divide the stream too": Layout(2, 2, divided=True),
-    "an exchange of heads": Layout(2, 2, 2),
-    "an exchange of heads in 2 of 4 groups": Layout(1, 4, 2),
-    "an exchange in 4 of 16 groups, of which 5 have only padding": Layout(1, 16, 4),
+    "16 groups, of which 5 have only padding": Layout(1, 16),
 }
 
 
@@ -160,10 +155,8 @@ def on_ranks(bucket: Bucket, inputs: dict, dtype=torch.float32, blocks: int = 0,
                 comm.join(rank)
             return mine[0] if mine else None
 
-        own, every, ulysses = of(TENSOR), of(CONTEXT), of(ULYSSES)
-        if layout.ulysses == cp:
-            ulysses = every
-        context = ContextParallel(every, ulysses, of(BETWEEN)) if cp > 1 else None
+        own, every = of(TENSOR), of(CONTEXT)
+        context = ContextParallel(every) if cp > 1 else None
         how = config, bucket, tp, own if tp > 1 else SingleRank(), dtype, blocks
         program = dit_program(*how, sequence_parallel=layout.divided, context=context)
         fields, given = program.fields, dict(inputs)
@@ -226,8 +219,8 @@ def test_groups_that_share_the_tokens_give_what_one_rank_gives(layout, biased):
 
 @pytest.mark.parametrize(
     "layout",
-    [SEQUENCE, Layout(2, 2, divided=True), Layout(2, 2, 2), Layout(1, 5)],
-    ids=["ranks of a group", "groups whose ranks divide too", "an exchange of heads", "5 groups"],
+    [SEQUENCE, Layout(2, 2, divided=True), Layout(1, 5)],
+    ids=["ranks of a group", "groups whose ranks divide too", "5 groups"],
 )
 def test_marked_tokens_and_noise_are_the_same_ones_on_several_ranks(layout):
     shape = (3, 2, 4) if layout == SEQUENCE else (3, 7, 1)
@@ -289,21 +282,17 @@ def test_a_block_scatters_what_it_reduced_and_gathers_what_its_products_take():
 # GB that a rank receives from other groups in a step of 48 blocks, in bf16 at TP 4, of 512x768 and
 # 121 frames, for video self-attention (32 heads of 128). Video-to-audio attention (32 heads of 64)
 # receives other groups' results besides.
-@pytest.mark.parametrize(
-    ("cp", "ulysses", "self_attention"),
-    [(2, 1, 0.60), (4, 1, 0.91), (8, 1, 1.06), (4, 4, 0.45), (8, 8, 0.26), (16, 8, 0.21)],
-)
-def test_groups_exchange_as_many_bytes_as_the_design_says(cp, ulysses, self_attention):
-    config, tokens, layout = transformer_config(released_config()), 6144, Layout(4, cp, ulysses)
+@pytest.mark.parametrize(("cp", "self_attention"), [(2, 0.60), (4, 0.91), (8, 1.06)])
+def test_groups_exchange_as_many_bytes_as_the_design_says(cp, self_attention):
+    config, tokens, layout = transformer_config(released_config()), 6144, Layout(4, cp)
     profile = layout.profile()
     with fake_process_group(cp * 4, groups=groups(profile, 4)):
         how = 4, TorchDistComm(4), torch.bfloat16, 1
         context = registry.context(profile, 4)
         program = dit_program(config, Bucket(tokens, 126, 1, 8), *how, context=context)
         block, tail = (cost(trace(program, name, torch.bfloat16)) for name in ("blocks", "tail"))
-    # Of an exchange in a part of the groups, keys and values are gathered besides.
-    count = {1: 1, cp: 2}.get(ulysses, 3)
-    assert block["context_collectives"] == count + 2
+    # Keys and values are gathered; two collectives merge the sound's attention to the video.
+    assert block["context_collectives"] == 3
     # In fp32, for 126 queries and 8 heads: gathered maxima, and summed results and weights.
     to_audio = 126 * 8 * 4 * (cp - 1 + 2 * 65 * (cp - 1) / cp)
     assert (block["context_bytes"] - to_audio) * 48 / 1e9 == pytest.approx(

@@ -66,8 +66,7 @@ VOICED = Bucket(6, 4, 1, max_steps=3, guided=True, audio_timesteps=2, identity=T
 # All-reduces of a block: q/k norms of three stages; two streams x (three attentions, feed-forward)
 STATISTICS, ACTIVATIONS = 3, 8
 COLLECTIVES = {f"_c10d_functional.{name}.default" for name in fx.COLLECTIVES}
-# Ulysses in 2 of 4 tensor-parallel groups;
-CONTEXT = resolve("cpu", ("context_parallel=4", "context_mode=ulysses", "ulysses_degree=2"))
+CONTEXT = resolve("cpu", ("context_parallel=4",))
 CONNECTOR_SUMS, GEMMA_SUMS = 5, 2  # of a layer
 
 

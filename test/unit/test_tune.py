@@ -220,21 +220,9 @@ def test_sequence_parallelism_is_tried_where_a_stage_s_tokens_divide():
     assert candidates("sequence_parallel", on, 2, 48, buckets=buckets) == ["false"]
 
 
-def test_how_groups_reach_each_other_s_tokens_is_tried_where_there_are_several():
-    large = "trn2.48xlarge"
-    modes = {
-        name: candidates("context_mode", resolve(name), 4, 48)
-        for name in ("cpu", large, f"{large}-cp4", f"{large}-cp8")
-    }
-    assert modes == {"cpu": [], large: [], f"{large}-cp4": ["ulysses"], f"{large}-cp8": ["gather"]}
-    # Two chips have no exchange.
-    assert candidates("context_mode", resolve(large, ("context_parallel=2",)), 4, 48) == []
-
-
 def layouts(profile: str, tp: int, cores: int, job: Job, *settings: str) -> list[str]:
-    baseline, changes = layout_candidates(resolve(profile, settings), tp, 32, job, cores)
-    one = dict(guidance_parallel="1", context_parallel="1", context_mode="gather")
-    assert baseline.items() >= (one | {"ulysses_degree": "0"}).items()
+    baseline, changes = layout_candidates(resolve(profile, settings), tp, job, cores)
+    assert baseline.items() >= dict(guidance_parallel="1", context_parallel="1").items()
     typed = (tuple(f"{k}={v}" for k, v in (baseline | change).items()) for change in changes)
     assert all(resolve(profile, (*settings, *each)) for each in typed)
     return [" ".join(f"{k}={v}" for k, v in change.items()) for change in changes]
@@ -242,7 +230,7 @@ def layouts(profile: str, tp: int, cores: int, job: Job, *settings: str) -> list
 
 def test_the_layouts_of_a_cpu_are_those_that_its_cores_allow():
     assert layouts("cpu", 2, 2, Job("", SIZE)) == layouts("cpu", 2, 3, Job("", SIZE)) == []
-    two = ["context_parallel=2", "context_parallel=2 context_mode=ulysses"]
+    two = ["context_parallel=2"]
     assert layouts("cpu", 1, 2, Job("", SIZE)) == two
     # A typed layout does not matter.
     assert layouts("cpu", 1, 2, Job("", SIZE), "context_parallel=3") == two
@@ -252,7 +240,7 @@ def test_the_layouts_of_a_cpu_are_those_that_its_cores_allow():
     assert guided[1] == "guidance_parallel=4 backend=torchdist" and not any(
         "=3 " in x for x in guided
     )
-    assert "context_parallel=4 context_mode=ulysses" in guided
+    assert "context_parallel=4" in guided
     of_cfg = StreamGuidance(cfg_scale=3.0)  # two passes
     job = Job("", SIZE, recipe="dev", guidance=Guidance(of_cfg, of_cfg))
     assert not any("guidance_parallel=4" in x for x in layouts("cpu", 1, 4, job))
@@ -262,10 +250,10 @@ def test_the_layouts_of_a_cpu_are_those_that_its_cores_allow():
 def test_the_layouts_of_chips_are_those_that_they_connect():
     tried = layouts("trn2.48xlarge", 4, 64, Job("", SIZE))
     assert tried[:2] == [f"context_parallel={n} blocks_per_graph={4 * n}" for n in (2, 4)]
-    assert tried[-1].endswith("context_mode=ulysses ulysses_degree=4")
-    # Neither an exchange of 8 in 16, nor context parallelism of pairs of chips.
+    assert tried[-1].startswith("context_parallel=16 ")
+    # Not context parallelism of pairs of chips.
     assert layouts("trn2.48xlarge", 8, 64, Job("", SIZE)) == []
-    assert layouts("trn2.48xlarge", 4, 16, Job("", SIZE)) == tried[:3]
+    assert layouts("trn2.48xlarge", 4, 16, Job("", SIZE)) == tried[:2]
     assert layouts("trn2.3xlarge", 4, 4, Job("", SIZE)) == []
 
 

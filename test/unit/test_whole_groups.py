@@ -7,7 +7,7 @@ import runpy
 from collections import Counter
 
 import pytest
-from neuron_groups import LAYOUTS, STAND_IN, exchanged_over, lowered_by_ranks, on_cpu
+from neuron_groups import LAYOUTS, STAND_IN, lowered_by_ranks, on_cpu
 
 from ltx_neuron.backends import mesh
 
@@ -28,11 +28,7 @@ def by_ranks(monkeypatch, tmp_path):
     return lowered
 
 
-KNOWN = [(layout, "table") for layout in LAYOUTS] + [
-    ("cp4", "meshes"),
-    ("cp8, Ulysses 4", "meshes"),
-    ("cp4", "table, unasked"),
-]
+KNOWN = [(layout, "table") for layout in LAYOUTS] + [("cp4", "meshes"), ("cp4", "table, unasked")]
 
 
 @pytest.mark.parametrize(("layout", "knows"), KNOWN)
@@ -42,8 +38,7 @@ def test_every_rank_compiles_one_graph_over_all_groups_of_a_name(by_ranks, layou
     assert {graphs.get("refusal") for graphs in ranks} == {None}
     assert all(graphs == ranks[0] for graphs in ranks)
     for name, partition in named.items():
-        collectives = 3 if name == exchanged_over(LAYOUTS[layout]) else 2
-        assert ranks[0][name].count(f"'{partition}'") == collectives
+        assert ranks[0][name].count(f"'{partition}'") == 2
 
 
 @pytest.mark.parametrize("knows", ["nothing", "ignored table"])

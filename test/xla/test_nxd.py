@@ -1025,21 +1025,20 @@ def test_every_other_kind_of_graphs_is_the_other_backends(
 
 # --- two kinds of groups: eight ranks -------------------------------------------------------------
 
-ULYSSES = "context_parallel=4", "context_mode=ulysses", "ulysses_degree=2"
 LAYOUTS = {
     "2 groups of 4 ranks": (4, (CUT, "context_parallel=2")),
     "2 groups of 4 ranks that divide the stream too": (
         4,
         (WHOLE, "context_parallel=2", "sequence_parallel=true"),
     ),
-    "4 groups of 2 ranks, an exchange in pairs of groups": (2, (CUT, *ULYSSES)),
+    "4 groups of 2 ranks": (2, (CUT, "context_parallel=4")),
 }
 
 
 @pytest.fixture
 def eight_ranks(monkeypatch):
     """A process drives one number of ranks, and keeps its launch in the environment. Profiles of
-    Trainium refuse groups of two ranks, with which eight ranks have every kind of group."""
+    Trainium refuse groups of two ranks."""
     monkeypatch.setattr(runtime.Ranks, "_started", None)
     monkeypatch.setattr(Profile, "check_degree", lambda profile, tp: None)
     monkeypatch.setattr(profiles, "_check", lambda profile: None)
@@ -1092,8 +1091,9 @@ def test_ranks_of_two_groups_have_the_same_latents_their_own_tokens_and_the_weig
 def test_the_doctors_probe_of_groups_finds_right_results(layout, eight_ranks):
     tp, settings = LAYOUTS[layout]
     findings = [*probe(resolve("trn2.48xlarge", settings), tp)]
-    names = ["tp", "cp", "ulysses", "between"] if "ulysses_degree=2" in settings else ["tp", "cp"]
-    assert [(each.check, each.state) for each in findings] == [(f"group {n}", "ok") for n in names]
+    assert [(each.check, each.state) for each in findings] == [
+        (f"group {name}", "ok") for name in ("tp", "cp")
+    ]
 
 
 def test_the_doctors_probe_finds_ranks_in_another_order(eight_ranks, monkeypatch):

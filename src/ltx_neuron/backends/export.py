@@ -58,11 +58,6 @@ class TorchDistComm:
         own = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, self.group)
         return functional.wait_tensor(own).unsqueeze(0)
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        rows = [1] * self.size
-        exchanged = _OPERATIONS.all_to_all_single(tensor, rows, rows, self.group)
-        return functional.wait_tensor(exchanged)
-
 
 _OPERATIONS = torch.ops._c10d_functional
 
@@ -224,8 +219,6 @@ def _received(node: fx.Node) -> int:
     sent = _nbytes(given.meta["val"])
     if node.target is _OPERATIONS.all_reduce.default:
         return received_in_sum(result, c10d._resolve_process_group(node.args[-1]).size())  # pyright: ignore[reportArgumentType]
-    if node.target is _OPERATIONS.all_to_all_single.default:
-        return result - sent // given.meta["val"].shape[0]
     return result - sent
 
 
@@ -256,7 +249,6 @@ _COLLECTIVES = {
     _OPERATIONS.all_reduce.default: "all_reduce",
     _OPERATIONS.all_gather_into_tensor.default: "all_gather",
     _OPERATIONS.reduce_scatter_tensor.default: "reduce_scatter",
-    _OPERATIONS.all_to_all_single.default: "all_to_all",
 }
 
 

@@ -14,31 +14,18 @@ from ltx_neuron.profiles import Profile
 WORLD = "0"
 # Of a run with context parallelism; a rank that loads a graph renames WORLD to TENSOR.
 TENSOR, CONTEXT = "tp", "cp"
-# With Ulysses in a part of the context-parallel groups: these, and the groups between them.
-ULYSSES, BETWEEN = "ulysses", "between"
 
 Groups = Mapping[str, list[list[int]]]  # of ranks by name: lists of ranks that divide the world
 
 
 def groups(profile: Profile, tp: int) -> Groups:
     """Every group of ranks beside the world's."""
-    cp, ulysses = profile.context_parallel, profile.ulysses
-    if cp == 1:
+    if (cp := profile.context_parallel) == 1:
         return {}
-    parts = range(cp)
-    named = {
-        TENSOR: [[c * tp + t for t in range(tp)] for c in parts],
-        CONTEXT: [[c * tp + t for c in parts] for t in range(tp)],
+    return {
+        TENSOR: [[c * tp + t for t in range(tp)] for c in range(cp)],
+        CONTEXT: [[c * tp + t for c in range(cp)] for t in range(tp)],
     }
-    if 1 < ulysses < cp:
-        starts = range(0, cp, ulysses)
-        named[ULYSSES] = [
-            [(first + u) * tp + t for u in range(ulysses)] for first in starts for t in range(tp)
-        ]
-        named[BETWEEN] = [
-            [(first + u) * tp + t for first in starts] for u in range(ulysses) for t in range(tp)
-        ]
-    return named
 
 
 def compiled(profile: Profile, tp: int) -> Groups:

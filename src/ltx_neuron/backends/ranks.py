@@ -146,9 +146,6 @@ class NotFiniteError(RankError):
         super().__init__(f"NaN or Inf in {', '.join(names)}")
         self.names = names
 
-    def __reduce__(self) -> tuple:
-        return type(self), (self.names,)
-
 
 def whole_shape(field: Field, tp: int, cp: int = 1) -> tuple[int, ...]:
     """Shape of a field's tensor with the parts of all ranks joined."""

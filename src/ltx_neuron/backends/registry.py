@@ -1,6 +1,6 @@
 """Selects the backend by `profile.backend`. No other module does."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -30,15 +30,8 @@ def comm(profile: Profile, tp: int, group: str = mesh.TENSOR) -> Comm:
 
 def context(profile: Profile, tp: int) -> ContextParallel | None:
     """The collectives between the tensor-parallel groups of a profile's context parallelism."""
-    groups = mesh.groups(profile, tp)
-    if not groups:
-        return None
-    both, between = comm(profile, tp, mesh.CONTEXT), None
-    ulysses = both if profile.ulysses == profile.context_parallel else None
-    if mesh.ULYSSES in groups:
-        ulysses = comm(profile, tp, mesh.ULYSSES)
-        between = comm(profile, tp, mesh.BETWEEN)
-    return ContextParallel(both, ulysses, between)
+    divides = profile.context_parallel > 1
+    return ContextParallel(comm(profile, tp, mesh.CONTEXT)) if divides else None
 
 
 def identity(profile: Profile, model: str) -> dict:
@@ -83,16 +76,10 @@ def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> N
             host.compile_only(folders, profile, tp, cache)
 
 
-def ranks(
-    profile: Profile, tp: int, cache: Path, elsewhere: Sequence[Callable[[], Ranks]] = ()
-) -> Ranks:
-    """The started ranks of a run.
-
-    cache      the folder of `precompile`
-    elsewhere  start the last guidance groups, on other machines
-    """
+def ranks(profile: Profile, tp: int, cache: Path) -> Ranks:
+    """The started ranks of a run. cache: the folder of `precompile`."""
     if profile.backend == "nxd":
         return runtime.Ranks(profile, tp)
-    here = range(profile.guidance_parallel - len(elsewhere))
-    groups = [*(partial(host.Ranks, profile, tp, cache, group) for group in here), *elsewhere]
+    numbers = range(profile.guidance_parallel)
+    groups = [partial(host.Ranks, profile, tp, cache, number) for number in numbers]
     return Team(groups) if len(groups) > 1 else groups[0]()

@@ -30,7 +30,7 @@ from ltx_neuron.weights.sharder import ShardSpec, shard_weights
 WIDTH = 128  # of a row of numbers
 RUNS = 5  # of which the median counts, after one that does not
 ANOTHER = (
-    "type another --profile-set context_parallel=N, context_mode or ulysses_degree, and send us"
+    "type another --profile-set context_parallel=N, and send us"
     f" {command('doctor', '--bundle', 'report.tar.gz')}"
 )
 
@@ -44,37 +44,29 @@ class Outputs(NamedTuple):
     summed: Tensor
 
 
-class ExchangeOutputs(NamedTuple):
-    gathered: Tensor
-    exchanged: Tensor
-    summed: Tensor
-
-
 class Collectives(nn.Module):
     """Every collective of a group, of a rank's rows (size, WIDTH): one row for each rank."""
 
-    def __init__(self, comm: Comm, exchanges: bool):
+    def __init__(self, comm: Comm):
         super().__init__()
-        self.comm, self.exchanges = comm, exchanges
-        self.outputs: type = ExchangeOutputs if exchanges else Outputs
+        self.comm = comm
         self.weight = nn.Parameter(torch.empty(1))
 
-    def forward(self, inputs: Inputs) -> Outputs | ExchangeOutputs:
+    def forward(self, inputs: Inputs) -> Outputs:
         rows = inputs.rows * self.weight
         gathered = self.comm.all_gather(rows[None])[0]
-        exchanged = [self.comm.all_to_all(rows)] if self.exchanges else []
         # Last, because a backend may sum in place.
         (summed,) = self.comm.sum(rows)
-        return self.outputs(gathered, *exchanged, summed)
+        return Outputs(gathered, summed)
 
 
-def program(comm: Comm, exchanges: bool) -> Program:
+def program(comm: Comm) -> Program:
     with torch.device("meta"):
-        module = Collectives(comm, exchanges)
+        module = Collectives(comm)
     each = Field((comm.size, WIDTH), torch.float32, split=0, context_split=0)
     gathered = each._replace(shape=(comm.size**2, WIDTH))
-    fields = {"rows": each, "gathered": gathered, "exchanged": each, "summed": each}
-    graph = Graph(module, Inputs, module.outputs)
+    fields = {"rows": each, "gathered": gathered, "summed": each}
+    graph = Graph(module, Inputs, Outputs)
     return Program({"collectives": graph}, {"main": (("collectives", 0),)}, fields)
 
 
@@ -87,13 +79,12 @@ def probe(profile: Profile, tp: int) -> Iterator[Finding]:
         for name, partition in mesh.groups(profile, tp).items()
         if len(partition[0]) > 1
     }
-    exchanged_over = mesh.CONTEXT if profile.ulysses == profile.context_parallel else mesh.ULYSSES
     check, manifests = "groups", {}
     with tempfile.TemporaryDirectory(prefix="ltx-neuron-") as folder:
         folder = Path(folder)
         try:
             for name in groups:
-                make = partial(program, registry.comm(profile, tp, name), name == exchanged_over)
+                make = partial(program, registry.comm(profile, tp, name))
                 # With the compiler flags of the DiT, whose collectives these are.
                 identity = {"model": "dit", "bucket": name, "backend": profile.backend}
                 registry.compile_program(make, folder / name, identity, torch.float32, profile, tp)
@@ -151,13 +142,12 @@ def _probed(ranks: Ranks, name: str, partition: list[list[int]]) -> Finding:
 
 def expected(rows: Tensor, partition: list[list[int]]) -> dict[str, Tensor]:
     """Every rank's results (world, rows of the result), from every rank's rows (world, size)."""
-    whole = {"summed": {}, "gathered": {}, "exchanged": {}}
+    whole = {"summed": {}, "gathered": {}}
     for members in partition:
         own = rows[members]  # (size, size)
-        for position, rank in enumerate(members):
+        for rank in members:
             whole["summed"][rank] = own.sum(0)
             whole["gathered"][rank] = own.flatten()
-            whole["exchanged"][rank] = own[:, position]
     return {
         output: torch.stack([results[rank] for rank in sorted(results)])
         for output, results in whole.items()

@@ -7,12 +7,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ltx_neuron.backends import environment
 from ltx_neuron.errors import UserError
@@ -25,49 +22,26 @@ _ANSWERS = 10.0  # seconds to wait for the head's connection
 
 
 class Needs(NamedTuple):
-    """The resources of one replica: `count` of one of Ray's kinds, on each of `nodes` nodes."""
+    """The resources of one replica on its node: `count` of one of Ray's kinds."""
 
     kind: str
     count: int
-    nodes: int = 1
 
     @classmethod
     def of(cls, profile: Profile, tp: int) -> "Needs":
-        """The replica's layout. If it is spread, each guidance group has a node."""
         kinds = {"neuron": "neuron_cores", "cuda": "GPU"}
-        nodes = profile.guidance_parallel if profile.spread else 1
-        return cls(kinds.get(profile.device, "CPU"), profile.cores_needed(tp), nodes)
-
-    @classmethod
-    def in_cluster(cls, profile: Profile, tp: int) -> "Needs":
-        """The layout of replicas in the connected cluster: one node for all guidance groups if a
-        living node has the cores, otherwise a node for each."""
-        whole = cls.of(profile, tp)
-        if profile.guidance_parallel == 1 or whole.capacity():
-            return whole
-        return cls.of(replace(profile, spread=True), tp)
-
-    def reserve(self) -> PlacementGroup | None:
-        """Reserve the nodes of a spread replica. None for one node, where the resources of the
-        replica's actor suffice."""
-        if self.nodes == 1:
-            return None
-        return placement_group([{self.kind: self.count}] * self.nodes, "STRICT_SPREAD")
+        return cls(kinds.get(profile.device, "CPU"), profile.cores_needed(tp))
 
     @property
     def options(self) -> dict:
-        """The options of a Ray actor on one of the nodes. Ray names CPU and GPU differently."""
+        """The options of the replica's actor. Ray names CPU and GPU differently."""
         own = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(self.kind)
         taken = {own: self.count} if own else {"resources": {self.kind: self.count}}
         return {"num_cpus": 0, **taken}
 
     def capacity(self) -> int:
         """The number of replicas that the cluster's living nodes could run if they were idle."""
-        replicas, rooms = 0, [room for _, room in self._rooms()]
-        # A node has one guidance group of a spread replica.
-        while sum(min(replicas + 1, room) for room in rooms) >= (replicas + 1) * self.nodes:
-            replicas += 1
-        return replicas
+        return sum(room for _, room in self._rooms())
 
     def _rooms(self) -> list[tuple[str, int]]:
         """How many times each living node has the count."""
@@ -79,18 +53,12 @@ class Needs(NamedTuple):
         """A line about the replicas for which the cluster has room."""
         count = self.capacity()
         room = f"room for {count} replica{'s' * (count != 1)}"
-        if self.nodes > 1:
-            part = f"a guidance group with {self.kind} {self.count}"
-            return f"{room}: {part} on each of {self.nodes} nodes"
         where = ", ".join(f"{room} on {address}" for address, room in self._rooms() if room)
         return f"{room} with {self.kind} {self.count}: {where}"
 
     def too_small(self) -> str:
         """An error message: the resources that a replica needs, and those of each node."""
         kinds, nodes = {"CPU", "GPU", self.kind}, []
-        lacking = "no node of the Ray cluster has"
-        if self.nodes > 1:
-            lacking = f"no {self.nodes} nodes of the Ray cluster each have"
         for address, has in _living_nodes():
             counts = ", ".join(f"{kind} {n:g}" for kind, n in has.items() if kind in kinds)
             nodes.append(f"\n  {address}: {counts or 'nothing'}")
@@ -98,16 +66,10 @@ class Needs(NamedTuple):
         if self.kind == "neuron_cores":
             declared = f"--resources '{{\"neuron_cores\": {self.count}}}'"
         return (
-            f"{lacking} {self.kind} {self.count} for a replica; it has:"
+            f"no node of the Ray cluster has {self.kind} {self.count} for a replica; it has:"
             f"{''.join(nodes)}\nStart a node with it: ray start --address=HEAD:6379"
             f" {declared}"
         )
-
-
-def within(placement: PlacementGroup | None, part: int = 0) -> dict:
-    """The options of a Ray actor on one of the nodes of a spread replica."""
-    strategy = PlacementGroupSchedulingStrategy(placement, part) if placement else None
-    return {"scheduling_strategy": strategy}
 
 
 def _living_nodes() -> list[tuple[str, dict[str, float]]]:

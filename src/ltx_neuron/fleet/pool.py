@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ltx_neuron import hub
@@ -37,18 +36,11 @@ _MAX_CALLS = 64  # concurrent calls of the queue's actor
 
 
 class _Member(NamedTuple):
-    """A replica: its name in the queue, its actor and start time, and its nodes if it is spread."""
+    """A replica: its name in the queue, its actor and start time."""
 
     name: str
     actor: Any
     began: float
-    placement: PlacementGroup | None
-
-    def kill(self) -> None:
-        """Kill the actor, and those of guidance groups on other nodes."""
-        ray.kill(self.actor)
-        if self.placement:
-            remove_placement_group(self.placement)
 
 
 class Pool:
@@ -107,7 +99,7 @@ class Pool:
 
     def _fill(self) -> None:
         """Start replicas until the cluster or max_replicas is full."""
-        needed = cluster.Needs.in_cluster(self.profile, self.tp)
+        needed = cluster.Needs.of(self.profile, self.tp)
         room = needed.capacity()
         text = needed.layout() if room else needed.too_small()
         if not room and self.max_failures and self._room is None:
@@ -119,12 +111,10 @@ class Pool:
             return
         while len(self.members) < min(room, self.max_replicas):
             name = f"ray-{secrets.token_hex(4)}"
-            placement = needed.reserve()
-            options = needed.options | cluster.within(placement)
-            actor = ray.remote(Replica).options(**options, max_concurrency=2)
+            actor = ray.remote(Replica).options(**needed.options, max_concurrency=2)
             made = actor.remote(name, self.queue_actor, self.queue.lease, self.args)
             ended = made.run.remote(self.capability_jobs, self.sets)
-            self.members[ended] = _Member(name, made, time.monotonic(), placement)
+            self.members[ended] = _Member(name, made, time.monotonic())
 
     def _wait(self) -> None:
         """Wait for _LOOK_SECONDS at most, and handle replicas that ended."""
@@ -143,7 +133,7 @@ class Pool:
             error = ray.get(reference)
         except Exception as raised:
             error = raised
-        member.kill()  # after an exception the actor still holds its chip
+        ray.kill(member.actor)  # after an exception the actor still holds its chip
         why = _reason(error)
         lived = state.get("videos") or time.monotonic() - member.began > _LONG_ENOUGH
         self._failures = 0 if lived else self._failures + 1
@@ -164,7 +154,7 @@ class Pool:
                 ray.wait(ended, num_returns=len(ended), timeout=_LAST_SECONDS)
         for member in self.members.values():
             with suppress(RayError, GetTimeoutError):
-                member.kill()
+                ray.kill(member.actor)
             self.queue.release_worker(member.name)
         self.members.clear()
 

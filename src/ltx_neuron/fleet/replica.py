@@ -1,17 +1,20 @@
 """A replica: a Ray actor that keeps an engine open and runs the queue's jobs, on one chip or
-more. Its guidance groups on other nodes are actors of their own.
+more of a node.
 
 This module must not import torch: torch reads environment variables that are not set yet.
 """
 
+import os
 import tempfile
 import threading
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ltx_neuron.fleet.node import engine_for, forget_rays_threads, place_of
+if TYPE_CHECKING:
+    from ltx_neuron.engine import Engine
+    from ltx_neuron.workspace import Workspace
 
 
 class Replica:
@@ -38,29 +41,62 @@ class Replica:
         capability_jobs  jobs that it must be able to run
         sets             weight sets that other jobs need
         """
-        from ray.util.placement_group import get_current_placement_group
-
-        from ltx_neuron.fleet.cluster import Needs
-        from ltx_neuron.fleet.remote_group import RemoteRanks
         from ltx_neuron.fleet.remote_queue import RemoteQueue
         from ltx_neuron.service.worker import Worker
 
-        args, placement = self.args, get_current_placement_group()
         scratch = tempfile.TemporaryDirectory(prefix="ltx-neuron-")
-        needed = self.name, args, capability_jobs, sets, placement is not None
+        needed = self.name, self.args, capability_jobs, sets
         with scratch as folder, engine_for(*needed) as engine:
-            workspace = engine.workspace
-            if placement:
-                options = Needs.of(workspace.profile, workspace.tp).options
-                engine.residency.elsewhere = [
-                    partial(RemoteRanks, placement, part, options, needed)
-                    for part in range(1, placement.bundle_count)
-                ]
-                engine.residency.start()  # before a job is claimed: other nodes may lack files
             queue = RemoteQueue(self.queue_actor, self.lease, Path(folder))
-            previews = not getattr(args, "no_page", True)  # a batch has no page
+            previews = not getattr(self.args, "no_page", True)  # a batch has no page
             # RemoteQueue has the methods that a worker calls.
             worker = Worker(queue, engine, self.name, previews)  # pyright: ignore[reportArgumentType]
             worker.stop = self.stopped
-            print(f"{self.name} is ready on {place_of(workspace)}", flush=True)
+            print(f"{self.name} is ready on {place_of(engine.workspace)}", flush=True)
             worker.run()
+
+
+def engine_for(name: str, args: Namespace, capability_jobs: list, sets: Sequence) -> "Engine":
+    """An engine on this node's cores, which has downloaded what it lacks. Raises UserError if this
+    node cannot run the capability jobs. name: of the replica."""
+    from ltx_neuron import flags
+    from ltx_neuron.engine import Engine
+    from ltx_neuron.errors import UserError
+    from ltx_neuron.fleet.cluster import check_cores
+    from ltx_neuron.fleet.fetch import fetch
+    from ltx_neuron.report.recorder import Recorder
+
+    options, workspace = flags.run_options(args), flags.workspace(args, writes=False)
+    check_cores(workspace.profile, workspace.tp)
+    if args.artifacts_url:
+        try:
+            needed = {stage.loras for job in capability_jobs for stage in job.stages} | {*sets}
+            own = flags.weight_sets(flags.lora_fields(flags.spec(args)))
+            fetch(args.artifacts_url, workspace, options, needed or own)
+        except UserError as error:  # this machine may already have all files
+            print(f"{name}: nothing was downloaded: {error}", flush=True)
+    engine = Engine(workspace, Recorder(), options)
+    try:
+        engine.preflight.check(capability_jobs)
+    except UserError as error:
+        if args.artifacts_url:
+            raise
+        advice = "Or download it from another machine's store: --artifacts-url URL"
+        raise UserError(f"{error}\n{advice}") from None
+    return engine
+
+
+def place_of(workspace: "Workspace") -> str:
+    """This node's cores, or the name of its profile."""
+    from ltx_neuron.fleet.cluster import check_cores
+
+    cores = check_cores(workspace.profile, workspace.tp)
+    return f"cores {','.join(map(str, cores))}" if cores else workspace.profile.name
+
+
+def forget_rays_threads() -> None:
+    """Undo Ray's limit on a worker's threads, unless the user set one. The profile decides the
+    number of threads, and results depend on it."""
+    users = Path("/proc/self/environ").read_bytes().split(b"\0")
+    if not any(setting.startswith(b"OMP_NUM_THREADS=") for setting in users):
+        os.environ.pop("OMP_NUM_THREADS", None)

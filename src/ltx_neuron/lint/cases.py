@@ -55,9 +55,9 @@ class Width(NamedTuple):
     sound: int
 
 
-def widths(tp: int, ulysses: int = 2) -> dict[str, Width]:
-    """The sizes to check by name, with enough heads for tp ranks in `ulysses` groups."""
-    sizes = TinySizes(heads=max(4, ulysses * tp), gemma_heads=max(8, tp))
+def widths(tp: int) -> dict[str, Width]:
+    """The sizes to check by name, with enough heads for tp ranks."""
+    sizes = TinySizes(heads=max(4, 2 * tp), gemma_heads=max(8, tp))
     released = {"Gemma3": GEMMA_3_12B, "Gemma4": GEMMA_4_12B}
     smaller = dict(
         hidden_size=sizes.gemma_hidden,
@@ -106,10 +106,10 @@ def dtype_of(case: str, dtype: torch.dtype) -> torch.dtype:
 def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[Case]:
     """Every program. Modules are on the meta device and take no memory. Raises UserError for a tp
     that does not divide the heads."""
-    one = replace(profile, context_parallel=1, context_mode="gather", ulysses_degree=0)
+    one = replace(profile, context_parallel=1)
     common = dict(tp=tp, dtype=dtype)
     kernel = profile.attention
-    for name, width in widths(tp, max(2, profile.ulysses)).items():
+    for name, width in widths(tp).items():
         later = merge(width.config, {"transformer": TRANSFORMER})
         configs = [transformer_config(each) for each in (width.config, later)]
         configs[0].check_tensor_parallel(tp)
@@ -171,12 +171,6 @@ _LAYOUTS = {
         ("tiny", "full"),
         dict(context_parallel=4, sequence_parallel=True),
         (_KINDS[0], _LATER[0]),
-    ),
-    "ulysses 2": (("tiny",), dict(context_parallel=2, context_mode="ulysses"), _KINDS[:1]),
-    "ulysses 2, context 4": (
-        ("tiny", "full"),
-        dict(context_parallel=4, context_mode="ulysses", ulysses_degree=2),
-        _KINDS[:1],
     ),
 }
 

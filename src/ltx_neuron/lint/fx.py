@@ -67,7 +67,7 @@ TRACED = _aten(
     _softmax.default _scaled_dot_product_flash_attention_for_cpu.default
     """
 )
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 OPERATIONS = frozenset(EXPORTED | TRACED | {"placeholder", "constant"})
 WAIT = "_c10d_functional.wait_tensor.default"
 

@@ -19,8 +19,8 @@ OPERATIONS = {*_PLAIN.split(), "gather of one number"}
 _INDICES = "parameter constant convert reshape broadcast tuple get-tuple-element"
 MAY_INDEX = {*_INDICES.split()}
 # Maximum operands of the allowed collectives, with the scalar by which torch_xla orders them.
-MOST_TENSORS = {"all-reduce": 16, "all-gather": 2, "reduce-scatter": 2, "all-to-all": 1}
-COLLECTIVES = {*MOST_TENSORS, "collective-permute", "collective-broadcast"}
+MOST_TENSORS = {"all-reduce": 16, "all-gather": 2, "reduce-scatter": 2}
+COLLECTIVES = {*MOST_TENSORS, "all-to-all", "collective-permute", "collective-broadcast"}
 
 _COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(

@@ -210,7 +210,7 @@ def _collective(
     most, count = target.collectives.get(operation.name), len(operation.operands)
     if most is None:
         known = ", ".join(sorted(target.collectives))
-        yield f"TorchNeuron and ModelBuilder support only {known}", "sum through Comm"
+        yield f"Comm has only {known}", "sum through Comm"
     elif count > most:
         yield (
             f"{count} tensors in one call; this collective supports {most}",

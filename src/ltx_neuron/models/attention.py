@@ -222,16 +222,8 @@ class Attention(nn.Module):
             # video's keys and values.
             part = part_of_attention(query, key, value, scale, call.bias)
             return context.merged(*part).to(value.dtype)
-        if context.ulysses is None:
-            key, value = context.gathered(context.groups, key, value)
-            return self.kernel(query, key, value, scale, call.bias)
-        query, key, value = context.to_heads(context.ulysses, query, key, value)
-        if context.between is not None:
-            key, value = context.gathered(context.between, key, value)
-        elif context.padding:
-            key, value = key[:, :, : context.tokens], value[:, :, : context.tokens]
-        out = self.kernel(query, key, value, scale, call.bias)
-        return context.to_tokens(context.ulysses, out)
+        key, value = context.gathered(key, value)
+        return self.kernel(query, key, value, scale, call.bias)
 
     def partial(self, call: "AttentionCall", out: Tensor) -> Tensor:
         """This rank's summand of the output projection, (B, T, query_dim), from the attention of

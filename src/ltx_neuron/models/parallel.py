@@ -41,11 +41,6 @@ class Comm(Protocol):
         (1, T / size, D)."""
         ...
 
-    # For Ulysses.
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Row i of (size, ...) sent to rank i -> (size, ...), whose row j came from rank j."""
-        ...
-
 
 class SingleRank:
     """Comm of an unsharded model."""
@@ -60,38 +55,31 @@ class SingleRank:
 class ContextParallel:
     """The collectives between tensor-parallel groups that divide a clip's video tokens.
 
-    groups   all of these groups
-    ulysses  of them, those that exchange tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509), or
-             None; each then attends with heads / ulysses.size
-    between  the groups that have the same heads after the exchange, or None if that is one group
-    tokens   of the clip, T; each group has `own` of them, and the last ones are padding
-    own      T' / cp
+    groups  all of these groups
+    tokens  of the clip, T; each group has `own` of them, and the last ones are padding
+    own     T' / cp
     """
 
     groups: Comm
-    ulysses: Comm | None = None
-    between: Comm | None = None
     tokens: int = 0
     own: int = 0
 
     def joined(self, tensor: Tensor) -> Tensor:
         """The tokens of all groups, without padding: (1, T' / cp, D) -> (1, T, D)."""
-        return self._without_padding(self.groups.all_gather(tensor))
+        tokens = self.groups.all_gather(tensor)
+        return tokens[:, : self.tokens] if self.padding else tokens
 
     @property
     def padding(self) -> int:
         """Tokens that the last groups have beyond the clip's."""
         return self.own * self.groups.size - self.tokens
 
-    def _without_padding(self, tokens: Tensor) -> Tensor:
-        return tokens[:, : self.tokens] if self.padding else tokens
-
-    def gathered(self, comm: Comm, *heads: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values (1, H, S / size, D) of all tokens in one collective, without padding:
-        (1, H, S, D) each."""
+    def gathered(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values (1, H, T' / cp, D) of all tokens in one collective, without padding:
+        (1, H, T, D) each."""
         count, (_, number, _, size) = len(heads), heads[0].shape
-        tokens = torch.stack(heads, 1).permute(0, 3, 1, 2, 4).flatten(2)  # (1, S / size, 2 H D)
-        whole = self._without_padding(comm.all_gather(tokens))
+        tokens = torch.stack(heads, 1).permute(0, 3, 1, 2, 4).flatten(2)  # (1, T' / cp, 2 H D)
+        whole = self.joined(tokens)
         whole = whole.unflatten(2, (count, number, size))
         return whole.permute(2, 0, 3, 1, 4).unbind(0)
 
@@ -103,20 +91,6 @@ class ContextParallel:
         share = (maximum - parts.amax(1).unsqueeze(-1)).exp()
         (summed,) = self.groups.sum(sums * share)
         return summed[..., :-1] / summed[..., -1:]
-
-    @staticmethod
-    def to_heads(comm: Comm, *heads: Tensor) -> tuple[Tensor, ...]:
-        """Own tokens of all heads for all tokens of own heads, in one collective: (1, H, S, D) ->
-        (1, H / size, size S, D) each."""
-        parts = torch.cat(heads).unflatten(1, (comm.size, -1))  # (3, size, H / size, S, D)
-        exchanged = comm.all_to_all(parts.transpose(0, 1).contiguous())
-        return exchanged.permute(1, 2, 0, 3, 4).flatten(2, 3).split(1)
-
-    @staticmethod
-    def to_tokens(comm: Comm, out: Tensor) -> Tensor:
-        """The reverse of to_heads: (1, H / size, size S, D) -> (1, H, S, D)."""
-        parts = out.unflatten(2, (comm.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
-        return comm.all_to_all(parts).transpose(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True)

@@ -183,10 +183,7 @@ def _mesh(
         return Mesh(comm, sequence_parallel)
     ranks = tp if sequence_parallel else 1
     own = ranks * own_tokens(bucket.video_tokens, context.groups.size * ranks)
-    context = replace(context, tokens=bucket.video_tokens, own=own)
-    if bucket.biased:  # by rows of the queries, which an exchange would mix
-        context = replace(context, ulysses=None, between=None)
-    return Mesh(comm, sequence_parallel, context)
+    return Mesh(comm, sequence_parallel, replace(context, tokens=bucket.video_tokens, own=own))
 
 
 def _kinds(config: TransformerConfig, bucket: Bucket, mesh: Mesh) -> tuple[str, ...]:

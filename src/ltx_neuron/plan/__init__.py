@@ -281,7 +281,7 @@ def plan(
     job.check_shape()
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
-    profile.check_layout(tp, config.video.heads)
+    profile.check_cores(tp)
     if gemma:
         gemma.check_tensor_parallel(tp)
 
@@ -473,7 +473,7 @@ def _score_bytes(
     """Bytes of the video's attention scores in fp32, for all heads of a rank: materialized at once,
     and computed in total; 0 if a flash kernel computes them."""
     heads, tokens = config.video.heads // tp, bucket.video_tokens
-    queries = own_tokens(tokens, profile.context_parallel)  # with Ulysses, of fewer heads all
+    queries = own_tokens(tokens, profile.context_parallel)
     masked = bucket.biased and min(queries, rows_at_once(heads, tokens))
     rows = {"matmul": queries, "nki": masked}
     row, held = 4 * heads * tokens, rows.get(profile.attention, 0)

@@ -19,8 +19,8 @@ _ATTENTION = 0.44, 0.35  # attention_cte: 44 % for Wan 2.2's self-attention (AWS
 # LTX-2.5's at TP 8 implies.
 SUM = 184e9, 102e9
 SUM_ACROSS = 60e9, 32e9
-# Received by a rank from other chips in an all-gather or all-to-all: by MiniMax-H3's scaling, and
-# fitted to LTX-2.5's steps on two and four chips.
+# Received by a rank from other chips in an all-gather: by MiniMax-H3's scaling, and fitted to
+# LTX-2.5's steps on two and four chips.
 GATHER = 24e9, 6e9
 _UNFUSED = 0.25, 0.35  # share of the elementwise traffic: assumed; the rest is fused
 _WAITING = 0.1, 0.13  # of all these: engines wait for each other, as traced in Wan 2.1 (Difflet)

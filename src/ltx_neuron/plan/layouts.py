@@ -19,7 +19,7 @@ from ltx_neuron.models.signatures import own_tokens
 from ltx_neuron.plan import Plan, largest_bucket, step_cost, step_launches
 from ltx_neuron.plan.clip import ClipPlan
 from ltx_neuron.plan.forecast import chips_of, forecast, is_measured
-from ltx_neuron.profiles import CONTEXT_PARALLEL, EXCHANGES, PROFILES, Profile, blocks_per_graph
+from ltx_neuron.profiles import CONTEXT_PARALLEL, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.weights.tensorfile import DTYPES
 
 Range = Sequence[float]  # by the faster and by the slower of the rates
@@ -68,10 +68,10 @@ def layouts(
         for row in clip.rows
         if row.name.startswith("denoise") and row.where == "device"
     )
-    groups, heads = (base.cores or 0) // tp, config.video.heads // tp
+    groups = (base.cores or 0) // tp
     own = {} if base.chips == PROFILES[base.machine].chips else {"chips": base.chips}
     found: list[Layout] = []
-    for settings in layout_settings(base, tp, groups, max(passes), heads, buckets):
+    for settings in layout_settings(base, tp, groups, max(passes), buckets):
         layout = dataclasses.replace(base, **settings)
         steps = [
             step_ms(config, bucket, layout, plan, costs[bucket], count)
@@ -104,22 +104,16 @@ def single_group(profile: Profile) -> Profile:
     """A profile with one tensor-parallel group instead of its layout."""
     own = PROFILES[profile.machine] if profile.context_parallel > 1 else profile
     return dataclasses.replace(
-        profile,
-        context_parallel=1,
-        context_mode="gather",
-        ulysses_degree=0,
-        guidance_parallel=1,
-        blocks_per_graph=own.blocks_per_graph,
+        profile, context_parallel=1, guidance_parallel=1, blocks_per_graph=own.blocks_per_graph
     )
 
 
 def layout_settings(
-    base: Profile, tp: int, max_groups: int, passes: int, heads: int, buckets: Sequence[Bucket]
+    base: Profile, tp: int, max_groups: int, passes: int, buckets: Sequence[Bucket]
 ) -> Iterator[dict[str, Any]]:
     """The fields of each layout's profile, from one tensor-parallel group on.
 
     max_groups  number of tensor-parallel groups for which there are cores
-    heads       of a rank
     buckets     of the stages; context parallelism divides their video tokens
     """
     video = all(bucket.video_tokens for bucket in buckets)
@@ -130,47 +124,23 @@ def layout_settings(
         if -(-passes // groups) < -(-passes // (groups - 1))  # otherwise one more is idle
     ]
     yield from guidance
-    context = [
-        each
-        for cp in CONTEXT_PARALLEL[1:]
-        if video and cp <= max_groups
-        for each in _modes(base, tp, cp, heads)
-    ]
+    context = []
+    for cp in CONTEXT_PARALLEL[1:] if video else ():
+        fields: dict[str, Any] = {"context_parallel": cp}
+        if base.chip:  # it limits the size of graphs
+            fields["blocks_per_graph"] = blocks_per_graph(cp, base.blocks_per_graph)
+        if cp <= max_groups and dataclasses.replace(base, **fields).connected(tp):
+            context.append(fields)
     yield from context
     for groups in guidance[-1:]:  # a group for each pass, and the chips that are left
-        fits = [
-            each
-            for each in context
-            if groups["guidance_parallel"] * each["context_parallel"] <= max_groups
-        ]
-        yield from (
-            groups | each
-            for each in fits
-            if each["context_parallel"] == fits[-1]["context_parallel"]
-        )
-
-
-def _modes(base: Profile, tp: int, cp: int, heads: int) -> list[dict[str, Any]]:
-    """Context parallelism of one degree: by gathering alone, and with the largest exchange, where
-    the chips are connected."""
-    fields, degrees = {"context_parallel": cp}, CONTEXT_PARALLEL[1:]
-    if base.chip:  # it limits the size of graphs and the sizes of exchanges
-        fields["blocks_per_graph"] = blocks_per_graph(cp, base.blocks_per_graph)
-        degrees = EXCHANGES
-    exchanges = [
-        {"context_mode": "ulysses"} | ({"ulysses_degree": n} if n < cp else {})
-        for n in reversed(degrees)
-        if cp % n == heads % n == 0
-    ]
-    modes = [fields | each for each in ({}, *exchanges)]
-    return [each for each in modes if dataclasses.replace(base, **each).connected(tp)][:2]
+        left = max_groups // groups["guidance_parallel"]
+        yield from [groups | each for each in context if each["context_parallel"] <= left][-1:]
 
 
 def name_of(layout: Profile) -> str:
     """A layout's groups in words; empty for one group."""
     groups, context = layout.guidance_parallel, layout.context_parallel
-    exchange = f", Ulysses {layout.ulysses}" * (layout.ulysses > 1)
-    parts = {f"guidance {groups}": groups, f"context {context}{exchange}": context}
+    parts = {f"guidance {groups}": groups, f"context {context}": context}
     return " x ".join(part for part, count in parts.items() if count > 1)
 
 
@@ -238,17 +208,14 @@ def received_bytes(
 ) -> dict[str, int]:
     """Bytes that a rank receives from other context-parallel groups in a step, by what needs
     them."""
-    cp, exchange = layout.context_parallel, 1 if bucket.biased else layout.ulysses
+    cp = layout.context_parallel
     own = own_tokens(bucket.video_tokens, cp) * itemsize
-    video = own * config.video.inner // tp
-    # Queries, keys, values and the output are exchanged; of all tokens' keys and values a rank then
-    # has its heads' of `exchange` groups.
-    attention = 4 * video * (exchange - 1) // exchange + 2 * video * (cp // exchange - 1)
+    keys_and_values = 2 * own * config.video.inner // tp
     # In fp32: every group's maximum of each query's scores, and the sum of all groups' results.
     queries = 4 * bucket.audio_tokens * config.audio.heads // tp
     merged = queries * (cp - 1) + received_in_sum(queries * (config.audio.head_dim + 1), cp)
     return {
-        "self-attention": config.num_layers * attention,
+        "self-attention": config.num_layers * keys_and_values * (cp - 1),
         "video to audio": config.num_layers * merged,
         "velocity": own * config.in_channels * (cp - 1),
     }

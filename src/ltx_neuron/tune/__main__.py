@@ -8,8 +8,8 @@ tunes one key after another. Later, commands that compile or generate use the sa
 --profile-set tuned=no ignores them.
 
 With --layouts the command compares ways to run a clip on several groups of cores instead: guidance
-groups, context parallelism and Ulysses. It prints the fastest layout and saves nothing. With --vae
-it times a tile of the video decoder with each value of vae_convolution.
+groups and context parallelism. It prints the fastest layout and saves nothing. With --vae it times
+a tile of the video decoder with each value of vae_convolution.
 
 Shard the weights first. To continue an interrupted tuning, type the same command again.
 """
@@ -166,9 +166,9 @@ class Tuning:
     def compare_layouts(self) -> None:
         """Measure the layouts of the cores, and print the fastest. Saves nothing, because the user
         decides how many cores a clip takes."""
-        workspace, heads = self.workspace, self.workspace.transformer.video.heads
+        workspace = self.workspace
         assert self.cores is not None
-        where = workspace.profile, workspace.tp, heads, self.job, self.cores
+        where = workspace.profile, workspace.tp, self.job, self.cores
         baseline, changes = layout_candidates(*where)
         best, ms = self.search(baseline, ("layout",), lambda key, best: changes)
         if best == baseline:

@@ -89,7 +89,6 @@ def candidates(
         "compiler_flags.dit": [*DIT_FLAGS] if on_neuron else [],
         "threads": _threads(profile.world_size(tp)) if profile.device == "cpu" else [],
         "attention": ["nki" if on_neuron else "sdpa", "matmul"],
-        "context_mode": ["gather", "ulysses"] if profile.context_parallel > 1 else [],
         "sequence_parallel": ["false", "true"] if divides else [],
         "blocks_per_graph": [
             str(n) for n in _BLOCKS if _cuts_evenly(n, num_layers, layers or num_layers)
@@ -105,24 +104,17 @@ def candidates(
     return found
 
 
-LAYOUT = (
-    "backend",
-    "guidance_parallel",
-    "context_parallel",
-    "context_mode",
-    "ulysses_degree",
-    "blocks_per_graph",
-)
+LAYOUT = "backend", "guidance_parallel", "context_parallel", "blocks_per_graph"
 
 
 def layout_candidates(
-    profile: Profile, tp: int, heads: int, job: Job, cores: int
+    profile: Profile, tp: int, job: Job, cores: int
 ) -> tuple[Settings, list[Settings]]:
     """The settings of one tensor-parallel group, and the changes of every other layout of the
-    cores. heads: number of the model's video heads."""
+    cores."""
     base = single_group(profile)
     passes = max(len(job.passes) if stage.guided else 1 for stage in job.stages)
-    layouts = layout_settings(base, tp, cores // tp, passes, heads // tp, job.buckets)
+    layouts = layout_settings(base, tp, cores // tp, passes, job.buckets)
     changes = [{key: str(value) for key, value in fields.items()} for fields in layouts]
     return {key: text_of(base, key) for key in LAYOUT}, changes[1:]
 

@@ -22,13 +22,7 @@ from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, resolve
 Settings = dict[str, str]  # key -> value, in the notation of --profile-set
 
 RUN_KEYS = ("backend", "compile_backend", "threads", f"environment.{COLLECTIVES_BUFFER}")
-GRAPH_KEYS = (
-    "attention",
-    "context_mode",
-    "sequence_parallel",
-    "blocks_per_graph",
-    "compiler_flags.dit",
-)
+GRAPH_KEYS = ("attention", "sequence_parallel", "blocks_per_graph", "compiler_flags.dit")
 _PACKAGES = (
     "torch",
     "torch-neuronx",

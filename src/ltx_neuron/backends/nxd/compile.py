@@ -90,12 +90,6 @@ class XlaComm:
             xm.REDUCE_SUM, tensor, 1.0, 1, self.size, groups=groups, pin_layout=False
         )
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return tensor
-        xm, groups = self._collectives()
-        return xm.all_to_all(tensor, 0, 0, self.size, groups=groups, pin_layout=False)
-
     def _collectives(self):
         """torch_xla's collectives, and their groups of ranks."""
         import torch_xla.core.xla_model as xm
@@ -262,7 +256,7 @@ def _compile(
 
 # Bytes by XLA's number of S8, S16, S32, S64, F16, F32, F64, BF16
 _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def collectives(hlo, groups: mesh.Groups) -> dict[str, int]:
@@ -285,9 +279,8 @@ def collectives(hlo, groups: mesh.Groups) -> dict[str, int]:
                 )
             if over != groups[mesh.TENSOR]:
                 ranks, result = len(over[0]), _nbytes(instruction.shape)
-                kept = sent // ranks if instruction.opcode == "all-to-all" else sent
                 summed = instruction.opcode == "all-reduce"
-                received.append(export.received_in_sum(sent, ranks) if summed else result - kept)
+                received.append(export.received_in_sum(sent, ranks) if summed else result - sent)
     between = {"context_collectives": len(received), "context_bytes": sum(received)}
     return export.collective_cost(sizes) | between
 

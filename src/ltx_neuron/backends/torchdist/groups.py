@@ -45,13 +45,10 @@ def group_names(groups: mesh.Groups, profile: Profile) -> dict[str, str]:
 
 def _device_mesh(groups: mesh.Groups, device: str) -> dict[str, str]:
     """Make the groups once more, by init_device_mesh. Returns their names in c10d."""
-    names = {}
-    for axes in (mesh.CONTEXT, mesh.TENSOR), (mesh.BETWEEN, mesh.ULYSSES, mesh.TENSOR):
-        if groups.keys() >= {*axes}:
-            shape = tuple(len(groups[axis][0]) for axis in axes)
-            made = init_device_mesh(device, shape, mesh_dim_names=axes)
-            names |= {axis: made.get_group(axis).group_name for axis in axes}
-    return names
+    axes = mesh.CONTEXT, mesh.TENSOR
+    shape = tuple(len(groups[axis][0]) for axis in axes)
+    made = init_device_mesh(device, shape, mesh_dim_names=axes)
+    return {axis: made.get_group(axis).group_name for axis in axes}
 
 
 def _replica_groups(group: str) -> list[list[int]] | None:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from math import inf
 from multiprocessing import connection, forkserver, get_context
@@ -29,15 +29,14 @@ from torch import Tensor
 from ltx_neuron.backends import environment, ranks
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
-from ltx_neuron.backends.torchdist import compiled, liveness
-from ltx_neuron.backends.torchdist.liveness import Watch
+from ltx_neuron.backends.torchdist import compiled
 from ltx_neuron.backends.torchdist.rank import serve
 from ltx_neuron.backends.torchdist.wire import Blame, Failure, RankSettings, SharedTensor
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.profiles import MODELS, Profile
 
-_POLL_SECONDS = 0.5  # between two checks of the ranks
 _GRACE_SECONDS = 1.0  # after the first failure: time for the others to report theirs
+_PEERS_SECONDS = 10.0  # the same, if that rank only lost another one: all but the cause do
 _LEAVE_SECONDS = 2.0  # time for ranks to end by themselves
 _ENDED_SECONDS = 5.0  # time for an ended process to have an exit code
 _KILLED_BY = {
@@ -125,9 +124,9 @@ def _remove(folder: str, process: int) -> None:
 class Ranks(ranks.Ranks):
     """The started rank processes of one run. cache: the ranks' folder of compiled graphs.
 
-    A rank that dies or freezes ends the run within 10 s with RankError (RankRefusal if the user can
-    correct it), and leaves no process. A live rank that blocks the others ends it later; on Neuron
-    only if the runtime sleeps while it waits (docs/failures.md).
+    A rank that dies ends the run within 10 s with RankError (RankRefusal if the user can correct
+    it), and leaves no process. A rank that is stopped or hangs ends it when others have waited for
+    it for the profile's first_run_seconds, in a collective or with their answers.
 
     group          number of the guidance group, for messages and cores
     command_bytes  bytes of all commands so far, counted per rank
@@ -137,35 +136,29 @@ class Ranks(ranks.Ranks):
         super().__init__(tp, profile.context_parallel)
         self.group = group
         self.command_bytes = 0
-        self._first_seconds = float(profile.first_run_seconds)
+        self._longest_wait = float(profile.first_run_seconds)
         self._folder = tempfile.mkdtemp(prefix="ltx-neuron-")
         self._remove_folder = weakref.finalize(self, _remove, self._folder, os.getpid())
         self._pipes: list[connection.Connection] = []
         self._processes = []
         self._failed: RankError | None = None  # the error that ended the ranks
-        self._took: dict[tuple[str, str], float] = {}  # seconds of each sequence's last run
         start_server(profile, tp, cache)
         context = get_context("forkserver" if profile.device == "cpu" else "spawn")
-        progress = context.RawArray("q", self.size)
         try:
-            self._start(context, profile, cache, progress)
-            self._watch = Watch([process.pid for process in self._processes], progress)
-            self._gather(liveness.START_SECONDS)
+            self._start(context, profile, cache)
+            self._gather()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, context, profile: Profile, cache: Path | None, progress) -> None:
+    def _start(self, context, profile: Profile, cache: Path | None) -> None:
         environment.check_ports(profile, self.tp, self.group)
         for rank in range(self.size):
             host_end, rank_end = context.Pipe()
             store = f"{self._folder}/store"
             settings = rank_settings(profile, self.tp, rank, cache, store, self.group)
             process = context.Process(
-                target=serve,
-                args=(rank_end, settings, progress),
-                daemon=True,
-                name=f"ltx-rank{rank}",
+                target=serve, args=(rank_end, settings), daemon=True, name=f"ltx-rank{rank}"
             )
             self._pipes.append(host_end)
             try:
@@ -197,9 +190,7 @@ class Ranks(ranks.Ranks):
 
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
         self.programs |= programs
-        self._took.clear()  # the next runs read new weights from the disk
         self._call(
-            self._first_seconds,
             "load",
             weights=weights,
             wanted=ranks.weights_of(programs),
@@ -208,12 +199,11 @@ class Ranks(ranks.Ranks):
         )
 
     def replace_weights(self, weights: Path) -> None:
-        self._took.clear()
-        self._call(self._first_seconds, "replace_weights", weights=weights)
+        self._call("replace_weights", weights=weights)
 
     def unload(self) -> None:
         self.programs.clear()
-        self._call(self._patience(), "unload")
+        self._call("unload")
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         # One command for all tensors: a round trip to every rank costs more than a small tensor.
@@ -228,21 +218,13 @@ class Ranks(ranks.Ranks):
                 shared.tensor.copy_(tensor)
                 self.bytes_sent += shared.tensor.nbytes  # once: all ranks read the same memory
                 uploads.append((name, like_field, shape, shared.name))
-            self._call(self._patience(), "put", program=program, uploads=uploads)
+            self._call("put", program=program, uploads=uploads)
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
-        self._call(self._patience(), "define", program=program, sequence=sequence, runs=runs)
+        self._call("define", program=program, sequence=sequence, runs=runs)
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
-        began = time.monotonic()
-        answers = self._call(
-            self._patience((program, sequence)),
-            "run",
-            program=program,
-            sequence=sequence,
-            numbers=numbers,
-        )
-        self._took[program, sequence] = time.monotonic() - began
+        answers = self._call("run", program=program, sequence=sequence, numbers=numbers)
         if names := sorted({name for answer in answers for name in answer["not_finite"]}):
             raise NotFiniteError(names)
         self.launches += answers[0]["launches"]
@@ -252,27 +234,17 @@ class Ranks(ranks.Ranks):
     def get(self, program: str, name: str) -> Tensor:
         field = self.programs[program].fields[name]
         with SharedTensor(ranks.whole_shape(field, self.tp, self.cp), field.dtype) as shared:
-            self._call(self._patience(), "get", program=program, name=name, memory=shared.name)
+            self._call("get", program=program, name=name, memory=shared.name)
             return shared.tensor.clone()
 
     def hashes(self, *names: str) -> list[str]:
-        return self._call(self._patience(), "hash", names=names)
+        return self._call("hash", names=names)
 
     def check(self) -> None:
-        if self._watch.age >= _POLL_SECONDS:
-            self._watch.look()
         ended = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
-        self._raise_failure(self._frozen(range(self.size)) | {r: self._receive(r) for r in ended})
+        self._raise_failure({rank: self._receive(rank) for rank in ended})
 
-    def _patience(self, run: tuple[str, str] | None = None) -> float:
-        """Seconds for which all ranks may be idle before they count as hanging, in a `run` of a
-        sequence or between runs."""
-        if run and run not in self._took:
-            return self._first_seconds
-        longest = self._took[run] if run else max(self._took.values(), default=0.0)
-        return max(liveness.HANG_SECONDS, liveness.HANG_TIMES * longest)
-
-    def _call(self, patience: float, method: str, **arguments) -> list:
+    def _call(self, method: str, **arguments) -> list:
         """Call a method of Rank in every rank. Returns each rank's result."""
         if self._failed:  # in a call of another thread, whose error is the cause
             raise self._failed
@@ -283,28 +255,31 @@ class Ranks(ranks.Ranks):
             except (BrokenPipeError, ConnectionResetError):
                 break  # that rank ended: _gather finds the cause
             self.command_bytes += len(command)
-        return self._gather(patience)
+        return self._gather()
 
-    def _gather(self, patience: float) -> list:
+    def _gather(self) -> list:
         """Every rank's answer. A failure ends all ranks, because the others would wait forever."""
-        self._watch.begin()
-        answers, deadline = {}, inf
-        while len(answers) < self.size and time.monotonic() < deadline:
+        answers, deadline, causes = {}, inf, set()
+        while len(answers) < self.size:
             waiting = {*range(self.size)} - {*answers}
             ends: dict[Any, int] = {self._pipes[rank]: rank for rank in waiting}
             ends |= {self._processes[rank].sentinel: rank for rank in waiting}
-            ready = connection.wait([*ends], timeout=_POLL_SECONDS)
+            left = None if deadline == inf else max(0, deadline - time.monotonic())
+            if not (ready := connection.wait([*ends], timeout=left)):
+                break
             answers |= {rank: self._receive(rank) for rank in {ends[end] for end in ready}}
-            # While answers arrive no rank hangs, and after a failure the others wait for it.
-            if not ready and deadline == inf:
-                self._watch.look()
-                frozen, hanging = self._frozen(waiting), self._watch.hanging(waiting, patience)
-                answers |= frozen
-                if hanging and not frozen:
-                    answers[hanging[0]] = Failure(hanging[1], Blame.FROZEN)
             # Failures may arrive in another order than they happened.
-            if any(isinstance(answer, Failure) for answer in answers.values()):
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            failed = {each.blame for each in answers.values() if isinstance(each, Failure)}
+            causes = failed - {Blame.LOST_PEER}
+            lost = _PEERS_SECONDS if failed else self._longest_wait
+            deadline = min(deadline, time.monotonic() + (_GRACE_SECONDS if causes else lost))
+        if not causes:
+            silent = {*range(self.size)} - {*answers}
+            text = (
+                "it is stopped (SIGSTOP) or hangs: it did not answer while others waited for it for"
+                f" {self._longest_wait:g} s (first_run_seconds)"
+            )
+            answers |= dict.fromkeys(silent, Failure(text, Blame.SILENT))
         self._raise_failure(answers)
         return [answers[rank] for rank in range(self.size)]
 
@@ -322,28 +297,21 @@ class Ranks(ranks.Ranks):
                 ended = f"was killed ({killed.name}){_KILLED_BY.get(killed, '')}"
             return Failure(f"the process {ended}", Blame.ENDED)
 
-    def _frozen(self, ranks: Iterable[int]) -> dict[int, Failure]:
-        """Failures of ranks whose last sign of life is too old."""
-        texts = {rank: self._watch.frozen(rank) for rank in ranks}
-        return {rank: Failure(text, Blame.FROZEN) for rank, text in texts.items() if text}
-
     def _raise_failure(self, answers: dict[int, object]) -> None:
         """If an answer is a failure, end all ranks and raise the error of the rank that failed
         first."""
         failures = {rank: each for rank, each in answers.items() if isinstance(each, Failure)}
         if not failures:
             return
-        seen = self._watch.describe()
         for process in self._processes:
             process.kill()
         rank = min(failures, key=lambda rank: (failures[rank].blame, rank))
         kind = RankRefusal if failures[rank].refusal else RankError
         error = kind(f"rank {rank} of {self.size} failed: {failures[rank].error}")
-        others = [
+        error.details = "\n".join(
             f"rank {other} failed as well: {failure.error}"
             for other, failure in failures.items()
             if other != rank
-        ]
-        error.details = "\n".join([seen, *others])
+        )
         self._failed = error
         raise error

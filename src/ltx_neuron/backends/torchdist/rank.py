@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection, parent_process
 from pathlib import Path
@@ -37,18 +37,14 @@ from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_path
 from ltx_neuron.weights.tensorfile import TensorFile
 
 _CLOSING_SECONDS = 0.1  # within which the system closes a killed process's files
-# Time limit for joining the group and for collectives: practically none. The host detects failures
-# (liveness.Watch), because a rank's own clock continues while its machine is paused.
-_COLLECTIVE_TIMEOUT = timedelta(days=365)
 
 
 class Rank:
     """The state of one rank process: weights, programs and named tensors. Its public methods are
     the host's commands. Only copies and compiled graphs run on the device.
 
-    barrier   waits until every rank has called it
-    launched  called after every launch of a graph
-    groups    the names of groups in graph files -> those in this process's graphs
+    barrier  waits until every rank has called it
+    groups   the names of groups in graph files -> those in this process's graphs
     """
 
     def __init__(
@@ -56,7 +52,6 @@ class Rank:
         settings: RankSettings,
         device: torch.device,
         barrier: Callable[[], None],
-        launched: Callable[[], None],
         groups: dict[str, str],
     ):
         self.settings, self.device = settings, device
@@ -64,7 +59,7 @@ class Rank:
         self.cp = settings.profile.context_parallel
         # Ranks with the same heads have the same weights.
         self.weight_file = self.rank % self.tp
-        self._barrier, self._launched, self._groups = barrier, launched, groups
+        self._barrier, self._groups = barrier, groups
         self._synchronize = torch.get_device_module(device).synchronize
         # Graphs contain no weights and survive unload, so that a reloaded model compiles nothing.
         self._graphs: dict[tuple[str, str, str], Callable] = {}
@@ -194,7 +189,6 @@ class Rank:
         }
 
     def _after_launch(self, number: int, first_time: bool) -> None:
-        self._launched()
         drain = self.settings.profile.drain_every
         # A device's launch queue has limited length.
         if first_time or drain and number % drain == 0:
@@ -218,18 +212,13 @@ class Rank:
         return tensors_digest(self.tensors[name] for name in names)
 
 
-def serve(
-    pipe: connection.Connection, settings: RankSettings, progress: MutableSequence[int]
-) -> None:
+def serve(pipe: connection.Connection, settings: RankSettings) -> None:
     """Run a rank process: join the group, then answer commands until the host closes the pipe. An
-    error is the last answer. Never returns. progress: as in liveness.Watch."""
+    error is the last answer. Never returns."""
     # Ctrl-C reaches every process of a terminal, but the host ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path(settings.store).parent
     threading.Thread(target=_end_with_host, args=(folder,), daemon=True).start()
-
-    def advance() -> None:
-        progress[settings.rank] += 1
 
     try:
         os.environ.update(settings.environment)  # children of a fork server do not have it yet
@@ -239,13 +228,12 @@ def serve(
         if device.type == "cuda":  # a process sees all GPUs, but only one Neuron core
             device = torch.device("cuda", settings.place)
             torch.cuda.set_device(device)
-        rank = Rank(settings, device, barrier, advance, groups)
+        rank = Rank(settings, device, barrier, groups)
         gc.freeze()  # collections skip what was imported: graphs load in 4/5 of the time
         pipe.send(True)
         with torch.no_grad():
             while True:
                 method, arguments = pipe.recv()
-                advance()
                 pipe.send(getattr(rank, method)(**arguments) or True)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         # The host is done, ends the run, or was killed and cannot remove its folder.
@@ -276,20 +264,23 @@ def _join_group(settings: RankSettings) -> tuple[Callable[[], None], dict[str, s
 
     profile, tp = settings.profile, settings.tp
     size = profile.world_size(tp)
+    # Of every collective. A rank that is not stopped keeps the others waiting while it loads
+    # weights or compiles a graph, which takes minutes, or hours on Neuron.
+    timeout = timedelta(seconds=profile.first_run_seconds)
     store = dist.FileStore(settings.store, size)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(
         {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}[profile.device],
         store=store,
         rank=settings.rank,
         world_size=size,
-        timeout=_COLLECTIVE_TIMEOUT,
+        timeout=timeout,
     )
     name = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
     if name != mesh.WORLD:
         raise RuntimeError(f"the default process group is {name!r}, graphs say {mesh.WORLD!r}")
-    name_groups(groups := mesh.groups(profile, tp), timeout=_COLLECTIVE_TIMEOUT)
+    name_groups(groups := mesh.groups(profile, tp), timeout=timeout)
     # A device's group reduces only device tensors, so host tensors need a group of their own.
-    host = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+    host = dist.new_group(backend="gloo", timeout=timeout)
 
     def barrier() -> None:
         dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host)

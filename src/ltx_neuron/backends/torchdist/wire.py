@@ -3,7 +3,6 @@
 host to rank  a command on a pipe: the name of a method of Rank, and its keyword arguments
 rank to host  what the method returned, True for None, or a Failure, after which the rank ends
 tensors       in shared memory that the host makes and a command names
-progress      in shared memory: see liveness.Watch
 """
 
 import math
@@ -68,8 +67,8 @@ class Blame(IntEnum):
 
     ENDED = 0  # its process ended
     RAISED = 1  # an error of its own
-    FROZEN = 2  # no sign of life, or no work
-    LOST_PEER = 3  # it only lost another rank in a collective
+    SILENT = 2  # it did not answer, while others waited for it
+    LOST_PEER = 3  # it only lost another rank, or waited for it too long
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,21 @@ class Failure:
     refusal: bool = False
 
 
-# gloo's errors in a rank that lost another one, which is the cause.
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+# gloo's errors in a rank that lost another one, which is the cause, or waited for it too long.
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Wait timeout",
+)
 
 
 def failure_of(error: BaseException, device: str) -> Failure:
     """A rank's error for the host's report: its message if that suffices, otherwise its
     traceback."""
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER):
-        text = f"it lost its connection to another rank: {str(error).splitlines()[0]}"
+        text = f"it lost another rank: {str(error).splitlines()[0]}"
         return Failure(text, Blame.LOST_PEER)
     refusal, known = isinstance(error, UserError), failure(error) if device == "neuron" else None
     text = str(known or error) if known or refusal else "".join(traceback.format_exception(error))
