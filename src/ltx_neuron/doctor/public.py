@@ -32,7 +32,7 @@ _COMMON |= {"localhost", "neuron", "trn2", "trainium", "disabled", "enabled", ""
 # Lines of a run's log: a frame, what ranks and the runtime say, the machine's load.
 _TRACED = re.compile(
     r"""\s*File\ "[^"]+",\ line\ \d+ | (error:\ )?([\w.]+:\ )?\[?rank\ \d | .*\b(NCC|NRT|NERR)_\w
-    | load:|/proc/pressure/|Mem\w+:|SwapFree: | the\ host's\ own\ gaps: | exit\ code\ \d
+    | load:|/proc/pressure/|Mem\w+:|SwapFree: | exit\ code\ \d
     | \d{4}-\d\d-\d\d\ """,
     re.X,
 )
