@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceVideo, held_mask
 from ltx_neuron.sampling.extension import Window
@@ -195,9 +196,20 @@ def initial_states(
         video = _with_references(
             video, frame_rate, own_tokens, references, latents, tensors, compat.conditioning
         )
+    if temporal := inputs.temporal:
+        given = tensors["given_keyframes"].split(1, dim=2)
+        for frame, plane in zip(temporal.given, given, strict=True):
+            at = keyframe_positions(rows, columns, frame, frame_rate)
+            video = video.append(patchify_video(plane), at, held_mask(dfr.ANCHOR))
     if keyframes := inputs.generated_keyframes(upsampled):
         planes = tensors["upsampled_keyframes"] if upsampled else None  # (1, C, K, h, w)
         video = _with_generated(video, keyframes, planes, (rows, columns), frame_rate)
+    if inputs.details(upsampled):
+        half, scale = tensors["s1_video"], inputs.detailing_scale or 1
+        at = reference_positions(half.shape[2:], frame_rate, scale)
+        video = video.append(patchify_video(half), at, 0.0)
+    if temporal and temporal.holds:
+        video.denoise_mask[: temporal.shared * rows * columns] = 0
     if window:
         return _of_window(window, video, audio, frames, frame_rate, positions_dtype)
     if retake := inputs.retake:

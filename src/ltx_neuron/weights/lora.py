@@ -168,6 +168,15 @@ def dubbing_scale(lora: Lora) -> int:
     return _factor((lora,), _FACTORS[0], "--lora")
 
 
+def detailing_scale(loras: WeightSet) -> int | None:
+    """The ratio of stage 2's sides to those of the detailing LoRA's reference, stage 1's video; 2
+    in a file without it. None without a LoRA."""
+    if not loras:
+        return None
+    named = any(_FACTORS[0] in lora.file().metadata for lora in loras)
+    return _factor(loras, _FACTORS[0], "--detailing-lora") if named else 2
+
+
 @cache
 def _say_unscaled(paths: tuple[Path, ...]) -> None:
     who, say = ("IC-LoRA", "has") if len(paths) == 1 else ("IC-LoRAs", "have")
