@@ -306,6 +306,8 @@ class Engine:
                     tiles = self.residency.video_encoder(self.preflight.vae)
                 run.tensors |= conditions.encode(self.host, job, stage.upsampled, tiles)
         start, given = self._initial_latents(run, stage)
+        if job.details(stage.upsampled):
+            run.tensors["s2_reference_latent"] = run.tensors["s1_video"].clone()
         ranks = self.residency.ranks
         shared = workspace.transformer, workspace.dtype, modulation, self.compat
         with self.recorder.phase(f"denoise_{stage.name}"):

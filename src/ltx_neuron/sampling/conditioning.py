@@ -205,7 +205,7 @@ def initial_states(
         planes = tensors["upsampled_keyframes"] if upsampled else None  # (1, C, K, h, w)
         video = _with_generated(video, keyframes, planes, (rows, columns), frame_rate)
     if inputs.details(upsampled):
-        half, scale = tensors["s1_video"], inputs.detailing_scale or 1
+        half, scale = tensors["s2_reference_latent"], inputs.detailing_scale or 1
         at = reference_positions(half.shape[2:], frame_rate, scale)
         video = video.append(patchify_video(half), at, 0.0)
     if temporal and temporal.holds:
