@@ -88,6 +88,8 @@ class StageRun:
         self.sequence = ["main"] * self.bucket.max_steps
         given = encoded, (video, audio), images, self.compat, self.dtype
         self.states = initial_states(job, stage.upsampled, *given, stage.window)
+        marked, own = self.states[0].keyframes_mask, math.prod(self.latent_shape)
+        self._marked = None if marked is None else marked[own:, 0] > 0
         # The noise of video is drawn first.
         noise = generator, stage.sigmas[0], self.compat.conditioning
         self.video, self.audio = (state.noised(*noise) for state in self.states)
@@ -270,7 +272,5 @@ class StageRun:
         `result`. Their tokens are the marked ones among those appended."""
         if not (count := len(self._generated)):
             return None
-        own, marked = math.prod(self.latent_shape), self.states[0].keyframes_mask
-        assert marked is not None  # only audio has none
-        tokens = self._tokens[:, own:][:, marked[own:, 0] > 0]
+        tokens = self._tokens[:, math.prod(self.latent_shape) :][:, self._marked]
         return latents.unpatchify_video(tokens, (count, *self.latent_shape[1:]))
