@@ -214,7 +214,7 @@ def test_a_job_that_is_killed_in_a_window_is_resumed_to_the_same_bytes(
     factors = {"lora_A": randn(rank, columns, seed=1), "lora_B": randn(rows, rank, seed=2)}
     named = {f"diffusion_model.{layer}.{k}.weight": x.bfloat16() for k, x in factors.items()}
     save_file(named, lora, {"reference_downscale_factor": "2"})
-    flags = ["--dfr", "--two-stage", "--height", 64, "--width", 64, "--num-frames", 17]
+    flags = ["--dfr", "--two-stage", "--height", 64, "--width", 128, "--num-frames", 17]
     flags += ["--temporal-upscalings", 1, "--detailing-lora", lora]
     dispatch(runs.words("prepare", *flags))
 
@@ -226,7 +226,7 @@ def test_a_job_that_is_killed_in_a_window_is_resumed_to_the_same_bytes(
 
     whole = generate("whole")
     tensors = load_file(tmp_path / "whole")
-    assert tensors["final_video"].shape == (1, 128, 5, 2, 2)
+    assert tensors["final_video"].shape == (1, 128, 5, 2, 4)
     assert torch.equal(tensors["s2_reference_latent"], tensors["s1_video"])
     assert torch.equal(tensors["final_audio"], tensors["s1_audio"])
     with av.open(tmp_path / "whole.mp4") as file:
