@@ -331,23 +331,26 @@ class Engine:
             rendering, clip = run.job.rendering, dfr.CLIPS[window.round - 1]
             if clip not in tensors:
                 before = rendering.clip(tensors, window.round - 1)
-                with self.recorder.phase("upsample"):
-                    tensors[clip] = self.host.upsample(before, "temporal")
+                tensors[clip] = self._upsampled(before, "temporal")
             given = rendering.start(window, tensors)
             return (given["video"], given["audio"]), tensors | given
         if stage.upsampled:
-            upsample = partial(self.host.upsample, tensors["s1_video"], "spatial")
-            with self.recorder.phase("upsample"), BackgroundTask(upsample) as task:
-                tensors["upsampled"] = task.result(self.residency.poll)
-                if job.generated_keyframes(upsampled=True):  # as one clip of K latents
-                    planes = self.host.upsample(tensors["s1_generated_keyframes"], "spatial")
-                    tensors["upsampled_keyframes"] = planes
+            tensors["upsampled"] = self._upsampled(tensors["s1_video"], "spatial")
+            if job.generated_keyframes(upsampled=True):  # as one clip of K latents
+                planes = self._upsampled(tensors["s1_generated_keyframes"], "spatial")
+                tensors["upsampled_keyframes"] = planes
             return (tensors["upsampled"], tensors["s1_audio"]), tensors
         size = job.size
         shape = stage.height, stage.width, size.num_frames, size.frame_rate
         video, audio = latents.zeros(*shape, self.workspace.dtype)
         start = tensors.get("video_latent", video), tensors.get("audio_latent", audio)
         return start, tensors
+
+    def _upsampled(self, latent: Tensor, kind: str) -> Tensor:
+        """A latent (1, 128, F, h, w) after an upsampler, while the ranks are watched."""
+        upsample = partial(self.host.upsample, latent, kind)
+        with self.recorder.phase("upsample"), BackgroundTask(upsample) as task:
+            return task.result(self.residency.poll)
 
     def _steps(self, stage_run: StageRun) -> tuple[Tensor, Tensor]:
         """Run a stage's steps; returns its latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""

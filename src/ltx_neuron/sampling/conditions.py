@@ -138,12 +138,7 @@ _EXCLUDES = {
         "{sampler} res_2s",
         "{sampler} gradient_estimation",
     ),
-    "{num_generated_keyframes}": (
-        "{video_path}",
-        "{reference_video}",
-        "{video_conditioning}",
-        "{sound_only}",
-    ),
+    "{num_generated_keyframes}": ("{video_path}", "{sound_only}"),
 }
 
 FrameIndex = Annotated[int, Field(ge=-1)]

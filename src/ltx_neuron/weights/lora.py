@@ -240,8 +240,8 @@ class Adapter(NamedTuple):
         fuse_loras.py)."""
         if self.method != "lora":
             return total + self.delta().to(total.dtype)
-        a, b = (self._read()[f"lora_{part}"].to(total.dtype) for part in "AB")
-        return torch.addmm(total, b, a, alpha=self.strength)
+        parts = {part: tensor.to(total.dtype) for part, tensor in self._read().items()}
+        return torch.addmm(total, parts["lora_B"], parts["lora_A"], alpha=self.strength)
 
     def misfit(self, checkpoint: TensorFile, name: str) -> str:
         """Why it cannot be added to a tensor of the checkpoint; empty if it can."""
