@@ -183,6 +183,8 @@ class DecodeQueue:
         run.tensors = {}  # frees the memory of finished jobs in a long batch
         if job.extension:
             tensors["s1_video"], tensors["s1_audio"] = joined(job.extension, tensors)
+        if job.dfr:
+            tensors[job.seen] = job.rendering.final(tensors)
         video, heard = tensors.get(job.seen), job.heard
         if job.upscale:
             assert video is not None  # sound alone is not upscaled
@@ -218,7 +220,7 @@ class DecodeQueue:
         chunks, sound, task = self._pictures(video, job.seed), cache(sound), None
         if job.extension:
             chunks = with_source(job, chunks)
-        elif job.tail_frames:
+        elif job.tail_frames or job.dfr:
             frames = job.output_frames
             chunks = cut_frames(chunks, frames)
             sound = partial(cut_sound, sound, frames, job.output_frame_rate, rate)

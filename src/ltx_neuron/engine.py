@@ -27,7 +27,7 @@ from ltx_neuron.preflight import Compiled, Failed, Preflight, RunOptions, say_id
 from ltx_neuron.progress import JobRun, StageGroup, stage_groups
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import dfr, latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.extension import start_of
 from ltx_neuron.text import inputs
@@ -296,7 +296,7 @@ class Engine:
 
     def _prepare(self, run: JobRun, stage: Stage, compiled: CompiledStep) -> StageRun:
         """A stage with the shared inputs of its steps uploaded."""
-        job, workspace = run.job, self.workspace
+        job, workspace = run.job.of(stage), self.workspace
         say_idle_groups(job, stage, workspace.profile.guidance_parallel)
         modulation = self.residency.use_weights(stage.loras)
         if job.has_media(stage.upsampled) and "video_latent" not in run.tensors:
@@ -305,34 +305,52 @@ class Engine:
                 if self.preflight.encodes_on_ranks(job):
                     tiles = self.residency.video_encoder(self.preflight.vae)
                 run.tensors |= conditions.encode(self.host, job, stage.upsampled, tiles)
-        start, ranks = self._initial_latents(run, stage), self.residency.ranks
+        start, given = self._initial_latents(run, stage)
+        if job.details(stage.upsampled):
+            run.tensors["s2_reference_latent"] = run.tensors["s1_video"].clone()
+        ranks = self.residency.ranks
         shared = workspace.transformer, workspace.dtype, modulation, self.compat
         with self.recorder.phase(f"denoise_{stage.name}"):
             images = conditions.encode_images(self.host, job, stage.height, stage.width)
             assert ranks
             kind = TiledStageRun if compiled.tiles else StageRun
             stage_run = kind(ranks, compiled, *shared)
-            stage_run.prepare(job, stage, run.contexts, *start, run.generator, images, run.tensors)
+            stage_run.prepare(job, stage, run.contexts, *start, run.generator, images, given)
         return stage_run
 
-    def _initial_latents(self, run: JobRun, stage: Stage) -> tuple[Tensor, Tensor]:
-        """A stage's initial latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
+    def _initial_latents(
+        self, run: JobRun, stage: Stage
+    ) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+        """A stage's initial latents, (1, 128, F, h, w) and (1, 8, Ta, 16), and its encoded
+        inputs."""
+        job, tensors = run.job.of(stage), run.tensors
         if stage.window:
-            assert run.job.extension
-            return start_of(run.job.extension, stage.window, run.tensors)
+            assert job.extension
+            return start_of(job.extension, stage.window, tensors), tensors
+        if window := stage.temporal:
+            rendering, clip = run.job.rendering, dfr.CLIPS[window.round - 1]
+            if clip not in tensors:
+                before = rendering.clip(tensors, window.round - 1)
+                tensors[clip] = self._upsampled(before, "temporal")
+            given = rendering.start(window, tensors)
+            return (given["video"], given["audio"]), tensors | given
         if stage.upsampled:
-            tensors = run.tensors
-            upsample = partial(self.host.upsample, tensors["s1_video"], "spatial")
-            with self.recorder.phase("upsample"), BackgroundTask(upsample) as task:
-                tensors["upsampled"] = task.result(self.residency.poll)
-                if run.job.generated_keyframes(upsampled=True):  # as one clip of K latents
-                    planes = self.host.upsample(tensors["s1_generated_keyframes"], "spatial")
-                    tensors["upsampled_keyframes"] = planes
-            return tensors["upsampled"], tensors["s1_audio"]
-        size, given = run.job.size, run.tensors
+            tensors["upsampled"] = self._upsampled(tensors["s1_video"], "spatial")
+            if job.generated_keyframes(upsampled=True):  # as one clip of K latents
+                planes = self._upsampled(tensors["s1_generated_keyframes"], "spatial")
+                tensors["upsampled_keyframes"] = planes
+            return (tensors["upsampled"], tensors["s1_audio"]), tensors
+        size = job.size
         shape = stage.height, stage.width, size.num_frames, size.frame_rate
         video, audio = latents.zeros(*shape, self.workspace.dtype)
-        return given.get("video_latent", video), given.get("audio_latent", audio)
+        start = tensors.get("video_latent", video), tensors.get("audio_latent", audio)
+        return start, tensors
+
+    def _upsampled(self, latent: Tensor, kind: str) -> Tensor:
+        """A latent (1, 128, F, h, w) after an upsampler, while the ranks are watched."""
+        upsample = partial(self.host.upsample, latent, kind)
+        with self.recorder.phase("upsample"), BackgroundTask(upsample) as task:
+            return task.result(self.residency.poll)
 
     def _steps(self, stage_run: StageRun) -> tuple[Tensor, Tensor]:
         """Run a stage's steps; returns its latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""

@@ -28,7 +28,7 @@ from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.host.encoding import tile_counts
-from ltx_neuron.job import Job, Stage
+from ltx_neuron.job import LORA_FIELDS, Job, Stage
 from ltx_neuron.models.programs import (
     encoder_program_name,
     may_divide,
@@ -398,9 +398,9 @@ class Finished:
         for sets, job in different.items():
             identities = (self.weights_identity(self.source("dit", loras)) for loras in sets)
             if not all(map(self.is_made, identities)):
-                given: tuple[WeightSet, ...] = job.loras, job.stage_1_loras, job.stage_2_loras
-                given = given if len(sets) > 1 else (*sets, (), ())
-                flags = "--lora", "--ic-lora", "--distilled-lora"
+                given: tuple[WeightSet, ...] = tuple(getattr(job, name) for name in LORA_FIELDS)
+                given = given if len(set(sets)) > 1 else (sets[0], (), (), ())
+                flags = "--lora", "--ic-lora", "--distilled-lora", "--detailing-lora"
                 named: dict[str, WeightSet] = dict(zip(flags, given, strict=True))
                 commands[self._shard_command("dit", named)] = None
         for loras in chain.from_iterable(different):
@@ -522,8 +522,9 @@ def shard_verb(model: str) -> str:
 
 def _shape_flags(job: Job) -> list:
     """The flags of compile transformer for a job's graphs."""
-    # The metadata of an IC-LoRA and of a dubbing LoRA has the scale of references.
+    # The metadata of a LoRA with references has their scale.
     loras = ["ic_lora"] * bool(job.references) + ["lora"] * bool(job.dubbing)
+    loras += ["detailing_lora"] * job.dfr
     names = [*SizeFields.model_fields, "nag_scale", *loras, *ConditionFields.model_fields]
     return job.spec.words(names)
 
@@ -554,9 +555,10 @@ def of_release(job: Job, release: Release) -> Job:
 
 def check_job(job: Job, checkpoint: Checkpoint, transformer: TransformerConfig) -> None:
     """Raise FieldError for an input or a setting that does not run on a checkpoint."""
-    if job.num_generated_keyframes and not transformer.use_keyframes_abs_pos_embedding:
+    count = job.num_generated_keyframes
+    if (count or job.dfr) and not transformer.use_keyframes_abs_pos_embedding:
         raise FieldError(
-            f"{{num_generated_keyframes}} {job.num_generated_keyframes}: the model of"
+            f"{'{dfr}' if job.dfr else f'{{num_generated_keyframes}} {count}'}: the model of"
             f" {checkpoint.path}, LTX {checkpoint.model_version}, generates no keyframes; leave it"
             " out"
         )

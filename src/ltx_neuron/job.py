@@ -6,13 +6,15 @@ import math
 import os
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.models.signatures import WITHOUT
+from ltx_neuron.sampling import dfr
+from ltx_neuron.sampling.ancestral import STAGE_SEED
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import LATER_FIELDS, Inputs, check_together
 from ltx_neuron.sampling.duration import AutoDuration
@@ -49,7 +51,8 @@ VOICE_WITHOUT_LORA = (
     "{reference_audio} goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as well, or leave"
     " out {reference_audio}"
 )
-LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras")  # of a Job
+# The weight sets of a Job
+LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras", "detailing_loras")
 
 
 class Stage(NamedTuple):
@@ -62,9 +65,10 @@ class Stage(NamedTuple):
     sampler    "euler", "ancestral", which adds noise in each step, "res_2s" with two evaluations
                of the model per step, or "gradient_estimation"
     window     of an extended video: each has its own stage 1
+    temporal   of DFR: each window of a round is a stage
     """
 
-    name: str  # "stage_1" or "stage_2"
+    name: str  # "stage_1", "stage_2", or "stage_3" of all windows of DFR
     height: int
     width: int
     sigmas: tuple[float, ...]
@@ -73,16 +77,26 @@ class Stage(NamedTuple):
     loras: WeightSet = ()
     sampler: str = "euler"
     window: Window | None = None
+    temporal: dfr.TemporalWindow | None = None
 
     @property
     def key(self) -> str:
         """The prefix of its tensors in --save-tensors: "s1", "s2", "window_1"."""
-        return self.window.key if self.window else self.name.replace("stage_", "s")
+        window = self.window or self.temporal
+        return window.key if window else self.name.replace("stage_", "s")
 
     @property
     def title(self) -> str:
         """Its name for users: "stage_1", "window 2 of 3"."""
-        return self.window.title if self.window else self.name
+        window = self.window or self.temporal
+        return window.title if window else self.name
+
+    @property
+    def noise(self) -> tuple[int, float]:
+        """Of the ancestral sampler: what is added to the seed, and eta."""
+        if self.temporal:
+            return self.temporal.seed, dfr.ETA
+        return STAGE_SEED * (1 + self.upsampled), 1.0
 
     @property
     def steps(self) -> int:
@@ -120,31 +134,67 @@ class Job(Inputs):
     upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
     loras: WeightSet = ()  # in all stages
     stage_1_loras: WeightSet = ()  # further ones: IC-LoRAs or HQ's distilled LoRA
-    stage_2_loras: WeightSet = ()  # further ones: the distilled LoRA
+    stage_2_loras: WeightSet = ()  # further ones: the distilled LoRA; in DFR in all stages
+    detailing_loras: WeightSet = ()  # further ones in stage 2 of DFR
     ancestral: bool = False
 
     @property
     def steps(self) -> int:
         """Steps of stage 1."""
-        if self.recipe == "distilled":
+        if not self.guided:
             return DISTILLED_MAX_STEPS
         if self.num_inference_steps is not None:
             return self.num_inference_steps
         return _RETAKE_STEPS if self.retake else default_steps(self.sampler)
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        """One stage at full size, or one at half size and a distilled one at full size.
+    def guided(self) -> bool:
+        """Whether stage 1 is guided."""
+        return self.recipe == "dev" and not self.dfr
 
-        Distilled: 8 steps (and 3). Dev: a guided first stage.
+    @property
+    def rendering(self) -> dfr.Rendering:
+        """The windows of DFR. Release 1.2.0 has it for the dev checkpoint, 1.4 for the
+        distilled."""
+        given = self.size.num_frames, self.size.frame_rate, self.temporal_upsample_rounds or 0
+        return dfr.Rendering(*given, holds=self.recipe == "distilled")
+
+    def of(self, stage: Stage) -> Self:
+        """The job as its stage sees it: in DFR with the canvas, or as the job of a window."""
+        if not self.dfr or self.temporal:
+            return self
+        size, holds, window = self.size, self.recipe == "distilled", stage.temporal
+        if window is None:  # the sound has the length of the clip that is played
+            speed = size.frame_rate / dfr.model_rate(size.frame_rate) if holds else 1.0
+            size = dataclasses.replace(size, num_frames=dfr.canvas(size.num_frames))
+            changed = {"size": size, "images": tuple(self.placed), "motion_speed": speed}
+            return dataclasses.replace(self, **changed)
+        images, times = [], 2**window.round if holds else 1  # 1.2.0 leaves them where they were
+        for image in self.placed:
+            frame = image.frame_index * times - window.start
+            first = 1 if holds and window.shared else 0  # what it has already
+            if first <= frame < window.frames or not (holds or window.start):
+                images.append(dataclasses.replace(image, frame_index=frame))
+        rate = dfr.model_rate(size.frame_rate * 2**window.round, holds)
+        size = dataclasses.replace(size, num_frames=window.frames, frame_rate=rate)
+        return dataclasses.replace(self, size=size, images=tuple(images), temporal=window)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """One stage at full size, or one at half size and a distilled one at full size, and the
+        windows of DFR.
+
+        Distilled: 8 steps (and 3, and 4 of a window). Dev: a guided first stage.
         """
-        size, sampler, guided = self.size, self.sampler, self.recipe == "dev"
+        size, sampler, guided = self.size, self.sampler, self.guided
         first = size.first.sides
         clip = math.prod(video_latent_shape(*first, size.num_frames))
         tokens = clip if sampler == "res_2s" else SCHEDULE_TOKENS  # only HQ's depends on them
         sigmas = ltx2_schedule(self.steps, tokens) if guided else DISTILLED_SIGMAS
         references = self.stage_1_loras if self.stage_2_ic_lora else ()
         loras = self.loras + self.stage_1_loras, self.loras + references + self.stage_2_loras
+        if self.dfr:
+            loras = loras[1], loras[1] + self.detailing_loras
         stage_1 = "ancestral" if self.ancestral else sampler
         half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=stage_1)
         if self.extension:
@@ -154,21 +204,28 @@ class Job(Inputs):
         refining = ("res_2s",) if COMPAT[self.compat].plain_stage_2 else ("res_2s", "ancestral")
         stage_2 = stage_1 if stage_1 in refining else "euler"
         full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=stage_2)
-        return half, full._replace(upsampled=True, loras=loras[1])
+        full = full._replace(upsampled=True, loras=loras[1])
+        if not self.temporal_upsample_rounds:
+            return half, full
+        third = full._replace(name="stage_3", sigmas=DISTILLED_SIGMAS[4:], sampler="ancestral")
+        third, windows = third._replace(loras=loras[0]), self.rendering.windows
+        return half, full, *(third._replace(temporal=window) for window in windows)
 
     @property
     def seen(self) -> str:
         """The name of the latents of the video's frames: the last stage's, or the joined
         windows'. Sound alone has none."""
+        if self.dfr:
+            return "final_video"
         return "s1_video" if self.extension else f"{self.stages[-1].key}_video"
 
     @property
     def heard(self) -> str:
         """The name of the latents of the video's sound: the last stage's, or stage 1's if stage 2
-        refines only the picture: in dubbing, with a reference voice, and in dev without
+        refines only the picture: in dubbing, with a reference voice, in DFR, and in dev without
         interpolated keyframes (ltx-pipelines 1.2.0, dubit.py, ti2vid_two_stages.py,
         keyframe_interpolation.py)."""
-        if self.extension or self.reference_audio:
+        if self.extension or self.reference_audio or self.dfr:
             return "s1_audio"
         refined = COMPAT[self.compat].refined_sound and self.sampler != "res_2s"
         dropped = self.recipe == "dev" and not (refined or self.images_as_guides)
@@ -185,13 +242,16 @@ class Job(Inputs):
     def latent_shape(self) -> tuple[int, int, int]:
         """(F, h, w) of the decoded video latents, before --upscale."""
         stage, longer = self.stages[-1], self.extension
-        shape = video_latent_shape(stage.height, stage.width, self.size.num_frames)
+        frames = self.rendering.frames if self.dfr else self.size.num_frames
+        shape = video_latent_shape(stage.height, stage.width, frames)
         return (longer.video_latents, *shape[1:]) if longer else shape
 
     @property
     def audio_latents(self) -> int:
         """The number of decoded audio latents."""
-        return self.extension.audio_latents if self.extension else self.size.audio_frames
+        if self.extension:
+            return self.extension.audio_latents
+        return self.of(self.stages[0]).size.audio_frames
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -220,13 +280,15 @@ class Job(Inputs):
 
     def bucket(self, stage: Stage, timesteps: int | None = None) -> Bucket:
         """The compiled shape that a stage needs without tiles."""
-        canvas = _, *sides = video_latent_shape(stage.height, stage.width, self.size.num_frames)
-        shapes = canvas, *(each.shape for each in self.appended(stage.upsampled, *sides))
-        references = self.appended_references(stage.upsampled)
+        of = self.of(stage)
+        canvas = _, *sides = video_latent_shape(stage.height, stage.width, of.size.num_frames)
+        shapes = canvas, *(each.shape for each in of.appended(stage.upsampled, *sides))
+        references, silent = self.appended_references(stage.upsampled), of.temporal
+        sounds = 0 if silent and not silent.holds else of.size.audio_frames
         return Bucket(
             video_tokens=sum(map(math.prod, shapes)),
-            audio_tokens=self.size.audio_frames + self.appended_audio(stage.upsampled),
-            timesteps=timesteps or self.timesteps(stage.upsampled),
+            audio_tokens=sounds + self.appended_audio(stage.upsampled),
+            timesteps=timesteps or of.timesteps(stage.upsampled),
             max_steps=stage.max_steps,
             guided=stage.guided,
             audio_timesteps=self.audio_timesteps(stage.upsampled),
@@ -239,7 +301,7 @@ class Job(Inputs):
     @property
     def all_loras(self) -> WeightSet:
         """The LoRAs of all stages."""
-        return self.loras + self.stage_1_loras + self.stage_2_loras
+        return self.loras + self.stage_1_loras + self.stage_2_loras + self.detailing_loras
 
     @property
     def resolved_guidance(self) -> Guidance:
@@ -263,23 +325,28 @@ class Job(Inputs):
     def upsamplers(self) -> dict[str, str]:
         """The latent upsamplers that this job needs -> the flag that requires each."""
         kinds = {"spatial": "--two-stage"} if self.size.two_stage and not self.skip_stage_2 else {}
+        if rounds := self.temporal_upsample_rounds:  # of DFR
+            kinds["temporal"] = f"--temporal-upsample-rounds {rounds}"
         return kinds | dict.fromkeys(UPSCALES.get(self.upscale, ()), f"--upscale {self.upscale}")
 
     @property
     def output_frame_rate(self) -> float:
         """Frames per second of the file, doubled by the temporal upsampler."""
-        return self.size.frame_rate * (2 if "temporal" in UPSCALES.get(self.upscale, ()) else 1)
+        doubled = "temporal" in UPSCALES.get(self.upscale, ())
+        return self.size.frame_rate * 2 ** ((self.temporal_upsample_rounds or 0) + doubled)
 
     @property
     def output_frames(self) -> int:
         """Frames of the file. The temporal upsampler adds one between each two."""
+        if self.dfr:
+            return self.rendering.frames
         frames = self.output_size.num_frames
         return 2 * frames - 1 if "temporal" in UPSCALES.get(self.upscale, ()) else frames
 
     @property
     def prompts(self) -> tuple[str, ...]:
         """The prompts to encode: the prompt, and the negative one if a pass or NAG uses it."""
-        uncond = self.recipe == "dev" and "uncond" in self.resolved_guidance.passes()
+        uncond = self.guided and "uncond" in self.resolved_guidance.passes()
         if not uncond and self.nag is None:
             return (self.prompt,)
         default = SHORT_NEGATIVE_PROMPT if COMPAT[self.compat].short_negative else NEGATIVE_PROMPT
@@ -300,7 +367,7 @@ class Job(Inputs):
                 "{prompt} is not UTF-8 text; type it again in a UTF-8 terminal or file"
             ) from None
         self.check_voice()
-        if self.recipe == "distilled":
+        if not self.guided:
             self._check_unguided()
         # res_2s predicts twice per step, and once more at the end.
         elif self.sampler == "res_2s" and self.steps > (most := (GUIDED_MAX_STEPS - 1) // 2):
@@ -336,6 +403,8 @@ class Job(Inputs):
         self.size.check()
         if self.auto_duration:
             self.auto_duration.check()
+        if self.dfr and self.size.num_frames == 1:
+            raise FieldError("{dfr} renders motion: type {num_frames} 9 or more")
         if self.upscale and self.size.two_stage:
             raise FieldError(
                 "{upscale} is for one-stage runs; {two_stage} upsamples between its stages already"
@@ -348,6 +417,8 @@ class Job(Inputs):
             "{auto_duration}": self.auto_duration is not None,
             # HQ's distilled LoRA (dev recipe) applies to stage 1 as well.
             "{ic_lora}": bool(self.stage_1_loras and (self.references or of_ic_lora)),
+            "{detailing_lora}": bool(self.detailing_loras),
+            f"{{dfr}} {{recipe}} {self.recipe}": self.dfr,
         }
         if self.references and self.loras and not self.stage_1_loras:
             files = {f"file_{n}": f"{x.path} {x.strength:g}" for n, x in enumerate(self.loras)}
@@ -370,6 +441,11 @@ class Job(Inputs):
 
     def _check_unguided(self) -> None:
         if self.guidance or (self.negative_prompt is not None and self.nag_scale is None):
+            if self.dfr:
+                raise FieldError(
+                    "{dfr} takes no guidance and no {negative_prompt}: the distilled LoRA makes"
+                    " them needless; leave them out"
+                )
             check_guidable([] if self.guidance else ["negative_prompt"], self.recipe)
         if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
             raise FieldError(
@@ -398,7 +474,7 @@ class Job(Inputs):
             del described["auto_duration"]
         if self.sound_only:
             del described["height"], described["width"]
-        for name in LORA_FIELDS:
+        for name in (each for each in LORA_FIELDS if each in described):
             described[name] = [[str(lora.path), lora.strength] for lora in getattr(self, name)]
         return json.loads(json.dumps(described, default=os.fspath))
 

@@ -21,6 +21,7 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
 from ltx_neuron.plan import CoreMemory
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.text.inputs import cut_off
@@ -174,13 +175,14 @@ class Preflight:
                     raise
                 failed.append((job, error))
         check_distilled_loras(jobs, release)
+        check_dfr(jobs)
         workspace.check_runtime()
         check_guidance_groups(jobs, workspace.profile.guidance_parallel)
         for name, check in self.file_checks(jobs).items():
             if name != INPUTS:  # checked above, job by job
                 check()
         for job in jobs:
-            if job.recipe == "dev":
+            if job.guided:
                 job.resolved_guidance.check(workspace.transformer.num_layers)
         self.say(jobs)
         return jobs
@@ -377,6 +379,18 @@ def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> No
         )
 
 
+def check_dfr(jobs: list[Job]) -> None:
+    """Raise UserError for DFR on the checkpoint of another release."""
+    for job in jobs:
+        old = COMPAT[job.compat].plain_stage_2
+        if job.dfr and old != (job.recipe == "dev"):
+            mend = "leave --compat out" if old else "type --compat ltx-pipelines-1.2.0 as well"
+            raise UserError(
+                f"--dfr runs the {'dev' if old else 'distilled'} checkpoint in this release, got"
+                f" --recipe {job.recipe}: {mend}, or pass the other checkpoint"
+            )
+
+
 def check_guidance_groups(jobs: list[Job], groups: int) -> None:
     """Raise UserError for more guidance groups than any stage has passes."""
     most = max((len(job.passes) for job in jobs if job.stages[0].guided), default=1)
@@ -401,7 +415,7 @@ def sound_size(job: Job) -> Size | None:
     """The size for which the decoders of a job's sound are compiled. None if the host decodes it:
     for an extended video shorter than a span, whose number of latents may be no size's."""
     if not job.extension:
-        return job.size
+        return job.of(job.stages[0]).size
     if job.audio_latents < SPAN_LATENTS:
         return None
     frames = job.extension.source_frames + job.extension.made_frames

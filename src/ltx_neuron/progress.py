@@ -64,7 +64,8 @@ class JobRun:
     @property
     def stages_left(self) -> list[Stage]:
         """The unfinished stages."""
-        return [stage for stage in self.job.stages if f"{stage.key}_audio" not in self.tensors]
+        last = "audio" if self.job.sound_only else "video"
+        return [stage for stage in self.job.stages if f"{stage.key}_{last}" not in self.tensors]
 
     @property
     def left(self) -> str:
@@ -81,7 +82,8 @@ class JobRun:
         keyframes, (1, 128, K, h, w)."""
         if not self.job.sound_only:
             self.tensors[f"{stage.key}_video"] = video
-        self.tensors[f"{stage.key}_audio"] = audio
+        if not stage.temporal:
+            self.tensors[f"{stage.key}_audio"] = audio
         if keyframes is not None:
             self.tensors[f"{stage.key}_generated_keyframes"] = keyframes
 
@@ -177,12 +179,14 @@ def _latent_shapes(job: Job) -> dict[str, tuple[int, ...]]:
     """Shapes of the latents in a resume file, by their --save-tensors names."""
     shapes = {}
     for stage in job.stages:
-        clip = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
-        sound = (1, latents.AUDIO_CHANNELS, job.size.audio_frames, latents.MEL_BINS)
+        of = job.of(stage)
+        clip = latents.video_latent_shape(stage.height, stage.width, of.size.num_frames)
+        sound = (1, latents.AUDIO_CHANNELS, of.size.audio_frames, latents.MEL_BINS)
         if not job.sound_only:
             shapes[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *clip)
-        shapes[f"{stage.key}_audio"] = sound
-        if made := job.generated_keyframes(stage.upsampled):
+        if not stage.temporal:
+            shapes[f"{stage.key}_audio"] = sound
+        if made := of.generated_keyframes(stage.upsampled):
             keyframes = (1, latents.VIDEO_CHANNELS, len(made), *clip[1:])
             shapes[f"{stage.key}_generated_keyframes"] = keyframes
     if job.extension:  # its windows need the known latents

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from ltx_neuron import flags
 from ltx_neuron.artifacts import finished_weights
 from ltx_neuron.commands import dispatch
+from ltx_neuron.config.release import RELEASES
 from ltx_neuron.errors import UserError
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
@@ -105,6 +106,19 @@ def test_several_loras_are_merged_as_1_0_0_rounds_them(tiny, other_lora):
             weight = weight + product(tensors_of(adapter.file, name), adapter.strength)
         one_after_the_other[name] = weight
     assert share_of_others(source, one_after_the_other) > 0  # so the order of rounding shows
+
+
+def test_several_loras_of_ltx_2_5_are_added_as_1_2_0_rounds_them(tiny, other_lora):
+    source = merged(tiny, (tiny.lora, STRENGTH), (other_lora, 0.3))
+    before = {name: source.tensor(name) for name in source.adapters}
+    source.release = RELEASES[1]
+    for name, adapters in source.adapters.items():
+        total, *others = (tensors_of(adapter.file, name) for adapter in adapters)
+        total = product(total, adapters[0].strength)
+        for (a, b), adapter in zip(others, adapters[1:], strict=True):
+            total.addmm_(b, a, alpha=adapter.strength)  # rounded once
+        assert same_bits(source.tensor(name), total + plain(tiny).tensor(name))
+    assert any(not same_bits(source.tensor(name), x) for name, x in before.items())
 
 
 @pytest.mark.parametrize("loras", [((0.0,)), ((0.0, STRENGTH))], ids=["alone", "beside another"])

@@ -21,11 +21,13 @@ from ltx_neuron.sampling import ancestral, latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import initial_states
 from ltx_neuron.sampling.conditions import (
+    AttentionMask,
     ImageCondition,
     ReferenceAudio,
     ReferenceVideo,
     Retake,
     SoundCondition,
+    check_together,
 )
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
@@ -193,7 +195,7 @@ def test_the_noise_does_not_depend_on_what_was_drawn_before():
 def test_every_seed_has_noise(seed):
     empty = [torch.zeros(1, 16, 4)] * 2
     noise, _, _ = next(ancestral.steps_of((1.0, 0.5, 0.0), empty, (False, False), seed))
-    wanted = torch.Generator().manual_seed((seed + 10_000) % 2**64)
+    wanted = torch.Generator().manual_seed(seed % 2**64)
     assert torch.equal(noise, torch.randn(1, 16, 4, generator=wanted))
 
 
@@ -233,6 +235,7 @@ def test_both_distilled_stages_of_a_release_use_its_sampler():
 
 
 SOUND, CLIP = SoundCondition("sound.wav"), ReferenceVideo("clip.mp4", 1.0, 17)
+IC_LORA = {"{ic_lora}": True, "{reference_video}": False}
 
 
 @pytest.mark.parametrize(
@@ -254,11 +257,8 @@ def test_other_inputs_than_images_are_sampled_without_noise_as_upstream_does(giv
 
 
 def test_stage_2_draws_its_noise_from_a_seed_of_its_own():
-    given = (1.0, 0.5, 0.0), [torch.zeros(1, 4, 2)] * 2, (False, False)
-    drawn = [next(ancestral.steps_of(*given, 7, stage))[0] for stage in (1, 2)]
-    for stage, noise in enumerate(drawn, 1):
-        generator = torch.Generator().manual_seed(7 + 10_000 * stage)
-        assert torch.equal(noise, torch.randn(1, 4, 2, generator=generator))
+    stages = of_release(Job("", TWO_STAGES), LTX_2_5).stages
+    assert [stage.noise for stage in stages] == [(10_000, 1.0), (20_000, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -347,6 +347,20 @@ def test_keyframes_of_stage_2_begin_as_those_of_stage_1_behind_all_other_tokens(
     assert video.clean_latent[:, -48:].abs().sum() == 0 and video.denoise_mask[-48:].min() == 1
     assert video.keyframes_mask.flatten().unflatten(0, (-1, 24))[-2:].min() == 1
     assert len(video.denoise_mask) == job.bucket(job.stages[1]).video_tokens
+
+
+def test_keyframes_are_generated_beside_references_and_a_mask_behind_them():
+    given = {"references": (CLIP,), "attention_mask": AttentionMask("mask.mp4")}
+    job = replace(Job("", TWO_STAGES, num_generated_keyframes=2), **given)
+    check_together({"{num_generated_keyframes}": True, "{video_conditioning}": True} | IC_LORA)
+    tensors = {"reference_latent": randn(1, 128, 3, 2, 3), "reference_attention": torch.ones(1, 18)}
+    start = latents.zeros(64, 96, 17, 25.0, torch.float32)
+    video, _ = initial_states(job, False, tensors, start, [], COMPAT[None], torch.float32)
+    assert len(video.denoise_mask) == job.bucket(job.stages[0]).video_tokens == 18 + 18 + 12
+    assert video.keyframes_mask[-12:].min() == 1 and video.keyframes_mask[6:-12].max() == 0
+    # A keyframe and the clip attend to each other; a keyframe and a reference do not.
+    assert video.bias.shape == (48, 48) and video.bias[:18].abs().max() == 0
+    assert video.bias[-12:, :18].abs().max() == 0 and video.bias[-12:, 18:36].max() < -1e30
 
 
 def test_more_keyframes_than_frames_between_are_refused(tmp_path):

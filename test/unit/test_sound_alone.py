@@ -1,6 +1,7 @@
 """Sound alone: its graphs are the audio half of the model, and its jobs have no picture."""
 
 import wave
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -71,8 +72,10 @@ def program_of(model, bucket: Bucket):
     return dit_program(model[1], bucket, 1, SingleRank(), torch.float32, 0)
 
 
-def predicted(model, bucket: Bucket, keep: torch.Tensor, video_seed: int = 1) -> torch.Tensor:
-    """The clean sound that a pass predicts."""
+def predicted(
+    model, bucket: Bucket, keep: torch.Tensor, video_seed: int = 1, stream: str = "audio"
+) -> torch.Tensor:
+    """The clean sound, or the video, that a pass predicts."""
     _, config, weights = model
     state = video_state(torch.zeros(1, 128, *SHAPE), FPS, [])
     rows, choice = state.timestep_choice(1, torch.float32)
@@ -80,7 +83,7 @@ def predicted(model, bucket: Bucket, keep: torch.Tensor, video_seed: int = 1) ->
     values = step_inputs(config, weights, ltx2_schedule(STEPS), state.positions, AUDIO_TOKENS, held)
     values |= step_number(STEP) | {"keep": keep, "enabled_steps": torch.ones(STEPS, 2)}
     values["video_latent"] = randn(*values["video_latent"].shape, seed=video_seed)
-    return call(program_of(model, bucket), "step", 0, weights, values)["audio_x0"]
+    return call(program_of(model, bucket), "step", 0, weights, values)[f"{stream}_x0"]
 
 
 def test_it_is_the_sound_of_a_video_whose_streams_do_not_attend_to_each_other(model):
@@ -89,6 +92,13 @@ def test_it_is_the_sound_of_a_video_whose_streams_do_not_attend_to_each_other(mo
     assert torch.equal(sound, predicted(model, JOINT, isolated))
     assert torch.equal(sound, predicted(model, JOINT, isolated, video_seed=9))
     assert rel(sound, predicted(model, JOINT, alone)) > SHOWS
+
+
+def test_a_video_alone_is_that_of_a_video_whose_streams_do_not_attend_to_each_other(model):
+    alone, isolated = torch.ones(2, 4), torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 2)
+    video = predicted(model, replace(JOINT, audio_tokens=0), alone, stream="video")
+    assert torch.equal(video, predicted(model, JOINT, isolated, stream="video"))
+    assert rel(video, predicted(model, JOINT, alone, stream="video")) > SHOWS
 
 
 @pytest.mark.parametrize("perturbed", [False, True])

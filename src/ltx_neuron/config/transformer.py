@@ -164,7 +164,7 @@ class Bucket:
 
     video_tokens   tokens of the video latent, appended keyframe tokens included; 0 for sound alone,
                    whose graphs have no video stream
-    audio_tokens   tokens of the audio latent
+    audio_tokens   tokens of the audio latent; 0 for a video alone
     timesteps      distinct timesteps among the video tokens of one step: 1 for text to video, one
                    more per image strength
     max_steps      rows of the schedule's modulation table; a shorter schedule fills the first ones
@@ -192,7 +192,8 @@ class Bucket:
     @property
     def streams(self) -> tuple[str, ...]:
         """The streams of its graphs."""
-        return STREAMS if self.video_tokens else ("audio",)
+        counts = self.video_tokens, self.audio_tokens
+        return tuple(stream for stream, count in zip(STREAMS, counts, strict=True) if count)
 
     @property
     def name(self) -> str:
@@ -200,8 +201,8 @@ class Bucket:
         audio = f"a{self.audio_tokens}" + (
             f"t{self.audio_timesteps}" if self.audio_timesteps > 1 else ""
         )
-        video = f"v{self.video_tokens}-" if self.video_tokens else ""
-        shape = f"{video}{audio}-t{self.timesteps}-s{self.max_steps}"
+        named = {"video": f"v{self.video_tokens}-", "audio": f"{audio}-"}
+        shape = "".join(named[s] for s in self.streams) + f"t{self.timesteps}-s{self.max_steps}"
         kinds = {
             "-guided": self.guided,
             "-biased": self.biased,

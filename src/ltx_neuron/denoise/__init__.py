@@ -8,7 +8,7 @@ images, step numbers.
 Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct timesteps of a step,
 `steps` rows of the compiled graph's schedule tables (at least as many as there are steps).
 
-For sound alone the video has no tokens, draws no noise and is not uploaded: Tv = 0.
+For one stream alone the other has no tokens, draws no noise and is not uploaded: Tv or Ta = 0.
 """
 
 import math
@@ -26,7 +26,7 @@ from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.rope import rope_tables
-from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, AUDIO_MASKS, LATENTS, without_video
+from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, AUDIO_MASKS, LATENTS, fields_of
 from ltx_neuron.sampling import ancestral, latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState, initial_states
@@ -88,6 +88,8 @@ class StageRun:
         self.sequence = ["main"] * self.bucket.max_steps
         given = encoded, (video, audio), images, self.compat, self.dtype
         self.states = initial_states(job, stage.upsampled, *given, stage.window)
+        marked, own = self.states[0].keyframes_mask, math.prod(self.latent_shape)
+        self._marked = None if marked is None else marked[own:, 0] > 0
         # The noise of video is drawn first.
         noise = generator, stage.sigmas[0], self.compat.conditioning
         self.video, self.audio = (state.noised(*noise) for state in self.states)
@@ -112,12 +114,15 @@ class StageRun:
         self._put_tokens(job, video_state, video_choice)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.ancestral:
-            self.own = (*StageRun.own, *ANCESTRAL_FIELDS)
+            names = fields_of(self.bucket.streams, ANCESTRAL_FIELDS)
+            self.own = (*StageRun.own, *names)
             given = stage.sigmas, [x.latent for x in self.states], [x.frozen for x in self.states]
-            drawn = generator.initial_seed(), 1 + stage.upsampled
-            for number, added in enumerate(ancestral.steps_of(*given, *drawn)):
-                for name, tensor in zip(ANCESTRAL_FIELDS, added, strict=True):
-                    self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
+            seed, eta = stage.noise
+            steps = ancestral.steps_of(*given, generator.initial_seed() + seed, eta)
+            for number, added in enumerate(steps):
+                tensors = dict(zip(ANCESTRAL_FIELDS, added, strict=True))
+                for name in names:
+                    self.ranks.put(self.bucket.name, name, **{at(name, number): tensors[name]})
         if self.bucket.guided:
             # Repeated by skipped steps; the first step overwrites it.
             zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
@@ -155,7 +160,7 @@ class StageRun:
 
     def _put(self, tensors: dict[str, Tensor]) -> None:
         """Upload tensors of both streams, as far as the graphs have these."""
-        names = tensors if self.bucket.video_tokens else without_video(tensors)
+        names = fields_of(self.bucket.streams, tensors)
         self.ranks.put(self.bucket.name, None, **{name: tensors[name] for name in names})
 
     def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -255,16 +260,17 @@ class StageRun:
         if self.sampler:
             video, audio = (stream.latent for stream in self.sampler.streams)
         else:
-            *videos, audio = self._read(*names)
-            (video,) = videos or [self.video]  # no tokens: sound alone
+            read = dict(zip(names, self._read(*names), strict=True))
+            given = self.video, self.audio  # without tokens, of a stream that is absent
+            video, audio = map(read.get, LATENTS, given)
         self._tokens = video
         audio = audio[:, : self.audio_frames]  # without a reference's tokens
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)
 
     def generated_keyframes(self) -> Tensor | None:
         """The latents of the generated keyframes, (1, 128, K, h, w), or None. Call it after
-        `result`. Their tokens are the last ones."""
+        `result`. Their tokens are the marked ones among those appended."""
         if not (count := len(self._generated)):
             return None
-        shape = count, *self.latent_shape[1:]
-        return latents.unpatchify_video(self._tokens[:, -math.prod(shape) :], shape)
+        tokens = self._tokens[:, math.prod(self.latent_shape) :][:, self._marked]
+        return latents.unpatchify_video(tokens, (count, *self.latent_shape[1:]))

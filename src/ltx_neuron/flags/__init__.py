@@ -245,7 +245,8 @@ def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) ->
     if shape_only:
         add_fields(parser, "video", ["nag_scale"])
     add_fields(parser, _INPUTS, ConditionFields.model_fields)
-    add_fields(parser, _INPUTS, ["lora", "ic_lora"] if shape_only else DetailFields.model_fields)
+    scaled = ["lora", "ic_lora", "detailing_lora"]  # their metadata has a reference's scale
+    add_fields(parser, _INPUTS, scaled if shape_only else DetailFields.model_fields)
 
 
 def add_fields(parser: argparse.ArgumentParser, title: str, fields: Iterable[str]) -> None:
@@ -490,7 +491,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add("--neuron-vae", action="store_true", help=help)
     help = "for --two-stage and --upscale spatial|both"
     add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)
-    help = "for --upscale temporal|both"
+    help = "for --upscale temporal|both and --temporal-upsample-rounds"
     advanced(add("--temporal-upsampler-path", type=Path, metavar="FILE", help=help))
     help = "encode prompts again, without the contexts cached in --artifacts-dir"
     advanced(add("--no-prompt-cache", action="store_true", help=help))

@@ -24,6 +24,7 @@ from ltx_neuron.sampling.guidance import Guidance, check_guidable, default_guida
 from ltx_neuron.sampling.latents import TIME_SCALE, sound_latent_frames
 from ltx_neuron.sampling.size import NO_PICTURE
 from ltx_neuron.sampling.spec import (
+    DETAILING,
     HQ_STRENGTHS,
     PICTURE_FIELDS,
     SIZES,
@@ -31,7 +32,7 @@ from ltx_neuron.sampling.spec import (
     LoraFile,
     guidance_fields,
 )
-from ltx_neuron.weights.lora import Lora, WeightSet, dubbing_scale, reference_scale
+from ltx_neuron.weights.lora import Lora, WeightSet, detailing_scale, dubbing_scale, reference_scale
 
 
 def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
@@ -58,6 +59,7 @@ def job_of(spec: JobSpec, orientation: str = "shown") -> Job:
         retake=retake_of(spec),
         references=references_of(spec),
         attention_mask=AttentionMask(*masks[0]) if masks else None,
+        detailing_scale=detailing_scale(loras["detailing_loras"]),
         orientation=orientation,
         **voice | dubbing_of(spec, size, loras["loras"]),
         **loras,
@@ -309,7 +311,8 @@ def lora_fields(spec: JobSpec) -> dict[str, WeightSet]:
             for strength, default in zip(given, HQ_STRENGTHS, strict=True)
         )
         stage_1 += first
-    return dict(zip(LORA_FIELDS, (_loras(spec.lora), stage_1, stage_2), strict=True))
+    detailing = _loras(spec.detailing_lora, DETAILING)
+    return dict(zip(LORA_FIELDS, (_loras(spec.lora), stage_1, stage_2, detailing), strict=True))
 
 
 def _loras(given: tuple[LoraFile, ...], strength: float = 1.0) -> WeightSet:
@@ -321,5 +324,7 @@ def _loras(given: tuple[LoraFile, ...], strength: float = 1.0) -> WeightSet:
 
 def weight_sets(fields: dict[str, WeightSet]) -> tuple[WeightSet, ...]:
     """The weight sets of a Job's LoRAs: for stage 1 and for stage 2."""
-    every, first, second = fields.values()
+    every, first, second, detailing = fields.values()
+    if detailing:  # DFR has the distilled LoRA in all stages
+        return every + second, every + second + detailing
     return tuple(dict.fromkeys([every + first, every + second]))

@@ -194,8 +194,8 @@ def _layouts(
 
 def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
     """Every kind of the DiT's buckets. Buckets of retakes, masked references, NAG and a reference
-    voice only change the inputs of a block, the head and the tail, and sound alone leaves out a
-    part of these, so they are read with one block only."""
+    voice only change the inputs of a block, the head and the tail, and one stream alone leaves out
+    a part of these, so they are read with one block only."""
     own = Bucket(width.video_tokens, width.audio_tokens, timesteps=1, max_steps=8)
     images = replace(own, timesteps=2)
     buckets = {"text to video": own, "image to video": images}
@@ -215,6 +215,7 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
         buckets[f"{LTX_25}, image to video"] = replace(images, ancestral=True)
         buckets[f"{LTX_25}, guided"] = replace(own, guided=True)
         buckets["sound alone"] = replace(own, video_tokens=0, guided=True)
+        buckets["video alone"] = replace(images, audio_tokens=0, ancestral=True)
         # Stage 1 of a reference voice as long as the clip.
         kept = replace(images, audio_tokens=2 * width.audio_tokens, audio_timesteps=2)
         buckets["reference voice, guided"] = replace(kept, guided=True, identity=True)

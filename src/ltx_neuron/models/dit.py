@@ -15,7 +15,7 @@ Shapes (the batch is always 1; models/signatures.py lists every input and output
   steps   rows of the schedule, max_steps of the bucket
   T, D    tokens and width of either stream
 
-Graphs of sound alone have the audio's stream and parameters only, and no audio-video attention.
+Graphs of one stream alone have its parameters only, and no audio-video attention.
 
 With sequence parallelism (`divided`) a rank has Tv / tp of the video's tokens in the residual
 stream. Head selects them from the whole latent, attention and feed-forward gather all tokens and
@@ -63,7 +63,7 @@ from ltx_neuron.models.signatures import (
     optional,
 )
 
-Streams = dict[str, Tensor]  # by "video" and "audio"; of sound alone by "audio"
+Streams = dict[str, Tensor]  # by "video" and "audio", or by one of them
 Modulations = dict[str, Modulation]
 Names = tuple[str, ...]
 _PREFIXES = {"video": "", "audio": "audio_"}  # of a stream's parameters and masks
@@ -121,7 +121,7 @@ class TransformerBlock(nn.Module):
         video, audio, eps = config.video, config.audio, config.norm_eps
         self.mesh, self.eps = mesh, eps
         self.comm, self.divided = mesh.tensor, mesh.divided
-        self.modulated_prompt, joint = config.use_prompt_adaln_single, "video" in streams
+        self.modulated_prompt, joint = config.use_prompt_adaln_single, streams == STREAMS
         for stream in streams:
             size, prefix = getattr(config, stream), _PREFIXES[stream]
             for name in (f"{prefix}attn1", f"{prefix}attn2"):
@@ -162,7 +162,7 @@ class TransformerBlock(nn.Module):
         modulations, start = _modulations(inputs), hidden
         hidden = self._self_attention(hidden, modulations, inputs, perturbations)
         hidden = self._text_attention(hidden, modulations, inputs)
-        if "video" in hidden:
+        if len(hidden) == len(STREAMS):
             if perturbations is not None:
                 # A disabled stream is already restored when the other stream attends to it.
                 hidden = perturbations.where_enabled(start, hidden)
@@ -338,7 +338,8 @@ class Head(nn.Module):
             self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
             if config.use_keyframes_abs_pos_embedding:
                 self.keyframes_abs_pos_embedding = nn.Parameter(torch.empty(1, config.video.inner))
-        self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
+        if "audio" in streams:
+            self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
     def forward(self, inputs: HeadInputs) -> HeadOutputs | GuidedHeadOutputs:
         one_hot = step_one_hot(inputs)
@@ -419,8 +420,9 @@ class X0Tail(nn.Module):
         if "video" in streams:
             self.scale_shift_table = nn.Parameter(torch.empty(2, config.video.inner))
             self.proj_out = nn.Linear(config.video.inner, config.in_channels)
-        self.audio_scale_shift_table = nn.Parameter(torch.empty(2, config.audio.inner))
-        self.audio_proj_out = nn.Linear(config.audio.inner, config.audio_in_channels)
+        if "audio" in streams:
+            self.audio_scale_shift_table = nn.Parameter(torch.empty(2, config.audio.inner))
+            self.audio_proj_out = nn.Linear(config.audio.inner, config.audio_in_channels)
 
     def forward(self, inputs: TailInputs) -> X0Outputs:
         modulations, velocities = _modulations(inputs), {}

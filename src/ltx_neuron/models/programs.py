@@ -145,7 +145,7 @@ def dit_program(
         head_outputs, tail = signatures.GuidedHeadOutputs, X0Tail
         tail_outputs = signatures.X0Outputs
     if streams != STREAMS:
-        fields = {name: fields[name] for name in signatures.without_video(fields)}
+        fields = {name: fields[name] for name in signatures.fields_of(streams, fields)}
     outputs = [*map(of_streams, (head_outputs, signatures.BlockOutputs, tail_outputs))]
     # Shapes are those of any rank. On the meta device the released size needs no memory.
     with torch.device("meta"):

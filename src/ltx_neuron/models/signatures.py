@@ -235,21 +235,26 @@ def extended(signature: type, part: str, kinds: tuple[str, ...]) -> type:
     return namedtuple(signature.__name__, (*signature._fields, *more))
 
 
-_OF_VIDEO = re.compile(
-    r".*video.*|.*_cross_.*|timestep_mask|keyframes_mask|denoise_mask|clean_latent"
-)
+# Stream -> the fields that graphs without it lack.
+_OF = {
+    "video": re.compile(
+        r".*video.*|.*_cross_.*|timestep_mask|keyframes_mask|denoise_mask|clean_latent"
+    ),
+    "audio": re.compile(r".*audio.*|.*_cross_.*|padding_bias"),
+}
 
 
-def without_video(fields: Iterable[str]) -> list[str]:
-    """The fields that graphs of sound alone have."""
-    return [field for field in fields if not _OF_VIDEO.fullmatch(field)]
+def fields_of(streams: tuple[str, ...], fields: Iterable[str]) -> list[str]:
+    """The fields that graphs with these streams have."""
+    absent = [_OF[stream] for stream in STREAMS if stream not in streams]
+    return [field for field in fields if not any(each.fullmatch(field) for each in absent)]
 
 
 def of_streams(signature: type, streams: tuple[str, ...]) -> type:
     """The signature for graphs with these streams."""
     if streams == STREAMS:
         return signature
-    return namedtuple(signature.__name__, without_video(signature._fields))
+    return namedtuple(signature.__name__, fields_of(streams, signature._fields))
 
 
 def by_stream(values: tuple, name: str) -> dict[str, Tensor]:

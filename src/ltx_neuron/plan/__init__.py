@@ -288,7 +288,7 @@ def plan(
     def stage_plans(of: Job) -> list[StagePlan]:
         stages = [stage._replace(window=None) for stage in of.stages]
         with fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp)):
-            # All windows of an extended video are equal.
+            # All windows of an extended video are equal, those of DFR are not.
             plans = {s: _stage(config, of, s, profile, tp, torch_dtype) for s in set(stages)}
         return [plans[stage] for stage in stages]
 
@@ -346,7 +346,7 @@ def plan(
 def weight_sets(job: Job) -> int:
     """The number of the transformer's weight sets: two if stages have different LoRAs (an IC-LoRA
     in stage 1, a distilled LoRA in dev's stage 2)."""
-    refined = job.recipe == "dev" and job.stages[-1].upsampled
+    refined = job.guided and job.stages[-1].upsampled
     return 2 if refined else len({stage.loras for stage in job.stages})
 
 
@@ -420,7 +420,8 @@ def _stage(
 ) -> StagePlan:
     buckets, references = job.stage_buckets(stage), job.appended_references(stage.upsampled)
     bucket = largest_bucket(job, stage)
-    size = job.stage_size(stage.upsampled)
+    size, detailed = job.stage_size(stage.upsampled), job.of(stage).details(stage.upsampled)
+    half = video_latent_shape(*job.size.first.sides, job.of(stage).size.num_frames)
     divides = profile.sequence_parallel and may_divide(bucket, tp, profile.context_parallel)
     program, step = step_cost(config, bucket, profile, tp, dtype, divides)
     flops = step["flops"]
@@ -447,7 +448,8 @@ def _stage(
         audio_tokens=bucket.audio_tokens,
         nag=bucket.nag,
         reference_tokens=(
-            sum(math.prod(each.latent_shape(size)) for each in references),
+            sum(math.prod(each.latent_shape(size)) for each in references)
+            + detailed * math.prod(half),
             job.appended_audio(stage.upsampled),
         ),
         flops_per_step=flops * profile.world_size(tp),

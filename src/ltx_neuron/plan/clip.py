@@ -258,13 +258,20 @@ class Clip:
 
     def _denoising(self) -> list[Row]:
         rows = []
+        of_stages, job = self.job.stages, self.job
+        frames = job.of(of_stages[0]).size.num_frames
         for number, stage in enumerate(self.plan.stages):
-            if number and not self.job.extension:
+            window = of_stages[number].temporal
+            if number and not job.extension and not (window and window.number):
                 before = self.plan.stages[number - 1]
-                latent = video_latent_shape(before.height, before.width, self.job.size.num_frames)
-                if weight_sets(self.job) > 1:
-                    rows.append(self._transformer("stage 2's weight set replaces stage 1's"))
-                rows.append(self._upsampling(latent, "spatial"))
+                kind = "temporal" if window else "spatial"
+                latent = video_latent_shape(before.height, before.width, frames)
+                if weight_sets(job) > 1 and (not window or window.round == 1):
+                    which = "stage 1's weight set replaces stage 2's"
+                    which = which if window else "stage 2's weight set replaces stage 1's"
+                    rows.append(self._transformer(which))
+                rows.append(self._upsampling(latent, kind))
+                frames += (frames - 1) * bool(window)
             rows += [*self._images(stage), self._steps(stage)]
         latent = self.job.latent_shape
         for kind in UPSCALES.get(self.job.upscale, ()):
@@ -334,7 +341,7 @@ class Clip:
         return sum(flops[shape] * rounds[shape] * self.plan.tp for shape in counts)
 
     def _sound(self) -> Row:
-        longer, size = self.job.extension, self.job.size
+        longer, size = self.job.extension, self.job.of(self.job.stages[0]).size
         seconds = (longer or size).num_frames / size.frame_rate
         text = f"{seconds:.1f} s of sound"
         if self.neuron_vae and self.profile.sound_on_ranks:

@@ -6,7 +6,6 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ltx_neuron.files import whole_file
-from ltx_neuron.report.recorder import STAGES
 from ltx_neuron.report.table import title
 
 
@@ -17,7 +16,7 @@ def plot(reports: list[dict], path: str | Path) -> None:
     axes, all_steps = figure.subplots(), [0.0]
     letters = ["A: ", "B: "] if len(reports) > 1 else [""]
     for color, (letter, report) in enumerate(zip(letters, reports, strict=True)):
-        for stage, style in zip(STAGES, ("o-", "s--"), strict=True):
+        for stage, style in zip(report["denoise_steps_ms"], ("o-", "s--", "^:"), strict=False):
             if steps := report["denoise_steps_ms"][stage]:
                 label, warm = letter + stage, report["warm_step_ms"][stage]
                 if warm["median"]:

@@ -23,6 +23,7 @@ PHASES = (
     "denoise_stage_1",
     "upsample",
     "denoise_stage_2",
+    "denoise_stage_3",
     "unload_transformer",
     "load_vae",
     "decode_video",
@@ -30,7 +31,7 @@ PHASES = (
     "encode_mp4",
     "write_wav",
 )
-STAGES = ("stage_1", "stage_2")
+STAGES = ("stage_1", "stage_2")  # of every report
 
 
 @dataclass(slots=True)
@@ -207,11 +208,11 @@ class Recorder:
         device_ms: float,
         passes: Iterable[tuple[int, str, float]] = (),
     ) -> None:
-        """Add one denoise step of "stage_1" or "stage_2", in milliseconds. The rest of the
+        """Add one denoise step of a stage, such as "stage_1", in milliseconds. The rest of the
         total is host time. passes: (guidance group, pass, milliseconds)."""
-        self._steps[stage].append((total_ms, device_ms))
+        self._steps.setdefault(stage, []).append((total_ms, device_ms))
         for group, name, milliseconds in passes:
-            self._passes[stage].setdefault((group, name), []).append(milliseconds)
+            self._passes.setdefault(stage, {}).setdefault((group, name), []).append(milliseconds)
 
     def finished(self, seconds: float) -> None:
         """Add a finished clip of so many seconds."""
@@ -235,7 +236,7 @@ class Recorder:
             end_to_end = now - self._began
             phases = [phase.entry() for phase in (*self._ended, *self._open.values())]
         warm = {stage: _warm_step(steps) for stage, steps in self._steps.items()}
-        last_stage = max((stage for stage in STAGES if self._steps[stage]), default=STAGES[0])
+        last_stage = max(filter(self._steps.get, self._steps), default=STAGES[0])
         flops = self.counters.flops_per_step
         flops = flops.get(last_stage) if isinstance(flops, dict) else flops
         made = len(self._finished), sum(self._finished)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceVideo, held_mask
 from ltx_neuron.sampling.extension import Window
@@ -190,14 +191,26 @@ def initial_states(
     audio = audio_state(start[1])
     if references := inputs.appended_references(upsampled):
         names = reference_names(len(references), upsampled)
+        generated = len(inputs.generated_keyframes(upsampled)) * rows * columns
         latents = [tensors[name] for name in names]
         own_tokens = start[0].shape[2:].numel()
         video = _with_references(
-            video, frame_rate, own_tokens, references, latents, tensors, compat.conditioning
+            video, frame_rate, own_tokens, generated, references, latents, tensors, compat
         )
+    if temporal := inputs.temporal:
+        given = tensors["given_keyframes"].split(1, dim=2)
+        for frame, plane in zip(temporal.given, given, strict=True):
+            at = keyframe_positions(rows, columns, frame, frame_rate)
+            video = video.append(patchify_video(plane), at, held_mask(dfr.ANCHOR))
     if keyframes := inputs.generated_keyframes(upsampled):
         planes = tensors["upsampled_keyframes"] if upsampled else None  # (1, C, K, h, w)
         video = _with_generated(video, keyframes, planes, (rows, columns), frame_rate)
+    if inputs.details(upsampled):
+        half, scale = tensors["s2_reference_latent"], inputs.detailing_scale or 1
+        at = reference_positions(half.shape[2:], frame_rate, scale)
+        video = video.append(patchify_video(half), at, 0.0)
+    if temporal and temporal.holds:
+        video.denoise_mask[: temporal.shared * rows * columns] = 0
     if window:
         return _of_window(window, video, audio, frames, frame_rate, positions_dtype)
     if retake := inputs.retake:
@@ -273,19 +286,21 @@ def _with_references(
     video: LatentState,
     frame_rate: float,
     own_tokens: int,
+    generated: int,
     references: tuple[ReferenceVideo, ...],
     latents: list[Tensor],
     tensors: Mapping[str, Tensor],
-    compat_1_0_0: bool,
+    compat: Compat,
 ) -> LatentState:
-    """Append the references, with their mask as a bias. own_tokens: of the clip."""
+    """Append the references, with their mask as a bias. own_tokens: of the clip; generated: of the
+    keyframes that follow."""
     groups: list[tuple[int, Tensor | None]] = [(len(video.denoise_mask) - own_tokens, None)]
     weights = tensors.get("reference_attention")
     for reference, latent in zip(references, latents, strict=True):
         scales = reference.space_scale, reference.time_scale
         positions = reference_positions(tuple(latent.shape[2:]), frame_rate, *scales)
         tokens = patchify_video(latent)
-        start = tokens if compat_1_0_0 else None
+        start = tokens if compat.conditioning else None
         video = video.append(tokens, positions, held_mask(reference.strength), start)
         if weights is not None:
             count = tokens.shape[1]
@@ -293,6 +308,7 @@ def _with_references(
             weights = weights[:, count:]
     if weights is None:
         return video
+    groups.append((generated, None))
     return replace(video, bias=attention_bias(own_tokens, groups, video.latent.dtype))
 
 

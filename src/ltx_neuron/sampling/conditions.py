@@ -18,7 +18,9 @@ from pydantic import Field
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.files import check_readable
+from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.dfr import TemporalWindow
 from ltx_neuron.sampling.extension import Extension
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import NAG_ALPHA, NAG_TAU
@@ -44,6 +46,8 @@ _FILES = {
 # Fields that a job's description leaves out at their defaults
 LATER_FIELDS = ("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora")
 LATER_FIELDS += ("tile", "tile_height", "tile_width")
+LATER_FIELDS += ("dfr", "temporal_upsample_rounds", "temporal")
+LATER_FIELDS += ("detailing_loras", "detailing_scale")
 # Field -> required fields.
 _NEEDS = {
     "{ic_lora}": ("{video_conditioning}",),
@@ -57,6 +61,10 @@ _NEEDS = {
     "{tile}": ("{video_conditioning}", "{recipe} distilled"),
     "{tile_height}": ("{tile}",),
     "{tile_width}": ("{tile}",),
+    "{dfr}": ("{two_stage}",),
+    "{dfr} {recipe} distilled": ("{detailing_lora}",),
+    "{detailing_lora}": ("{dfr}",),
+    "{temporal_upsample_rounds}": ("{dfr}",),
     "{nag_alpha}": ("{nag_scale}",),
     "{nag_tau}": ("{nag_scale}",),
     "{reference_video}": ("{two_stage}", "{recipe} distilled"),
@@ -113,12 +121,24 @@ _EXCLUDES = {
         "{video_conditioning}",
         "{tail_frames}",
     ),
-    "{num_generated_keyframes}": (
+    "{dfr}": (
         "{video_path}",
+        "{audio_path}",
         "{reference_video}",
+        "{reference_audio}",
+        "{ic_lora}",
         "{video_conditioning}",
+        "{num_generated_keyframes}",
+        "{upscale}",
+        "{skip_stage_2}",
+        "{images_as_guides}",
+        "{tail_frames}",
+        "{motion_speed}",
         "{sound_only}",
+        "{sampler} res_2s",
+        "{sampler} gradient_estimation",
     ),
+    "{num_generated_keyframes}": ("{video_path}", "{sound_only}"),
 }
 
 FrameIndex = Annotated[int, Field(ge=-1)]
@@ -127,6 +147,7 @@ _CRF = Field(ge=0, le=51)
 Crf = Annotated[int, _CRF]
 TailFrames = Annotated[int, Field(ge=0, le=800, multiple_of=TIME_SCALE)]
 Keyframes = Annotated[int, Field(ge=0)]
+Rounds = Annotated[int, Field(ge=0, le=2)]
 TILE = 1024, 1536  # pixels, the default height and width of a tile
 TileSide = Annotated[int, Field(ge=64, multiple_of=SPACE_SCALE)]
 BedLevel = Annotated[float, Field(ge=-120, lt=0)]
@@ -327,6 +348,11 @@ class Inputs(ABC):
     tail_frames       last frames of `size` that are generated and not in the file
     num_generated_keyframes  number of keyframes that are generated beside the clip, between its
                       first and last frame; needs a model with a keyframe embedding
+    dfr               diffusion fidelity rendering (sampling/dfr.py)
+    temporal_upsample_rounds  of dfr
+    detailing_scale   of dfr: the ratio of stage 2's sides to stage 1's video as a reference; None:
+                      there is no detailing LoRA
+    temporal          of a job that is one window of dfr: the window
     """
 
     images: tuple[ImageCondition, ...] = ()
@@ -352,6 +378,10 @@ class Inputs(ABC):
     tile: bool = False
     tile_height: int | None = None
     tile_width: int | None = None
+    dfr: bool = False
+    temporal_upsample_rounds: int | None = None
+    detailing_scale: int | None = None
+    temporal: TemporalWindow | None = None
 
     @property
     @abstractmethod
@@ -412,6 +442,8 @@ class Inputs(ABC):
 
     def generated_keyframes(self, upsampled: bool) -> tuple[int, ...]:
         """The frames of a stage's generated keyframes."""
+        if self.dfr:
+            return self.temporal.generated if self.temporal else dfr.keyframes(self.size.num_frames)
         without = upsampled and COMPAT[self.compat].plain_stage_2
         count = 0 if without else self.num_generated_keyframes or 0
         return between_keyframes(count, self.size.num_frames)
@@ -430,20 +462,29 @@ class Inputs(ABC):
         return 2 if self.retake or (self.reference_audio and not upsampled) else 1
 
     def freezes_sound(self, upsampled: bool) -> bool:
-        """Whether a stage does not change the sound: an input, or stage 1's with a reference."""
-        return bool(self.sound or (upsampled and self.reference_audio))
+        """Whether a stage does not change the sound: an input, or stage 1's with a reference or in
+        a window."""
+        return bool(self.sound or self.temporal or (upsampled and self.reference_audio))
 
     def appended(self, upsampled: bool, rows: int, columns: int) -> list[Appended]:
         """The tokens appended to the clip's in a stage with these latent rows and columns, in their
-        order: given keyframes, references, generated keyframes."""
+        order: given keyframes, references, generated keyframes, stage 1's video."""
         size, keyframe = self.stage_size(upsampled), Appended((1, rows, columns))
         guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.placed)
+        guides += len(self.temporal.given) if self.temporal else 0
         references = self.appended_references(upsampled)
+        half = video_latent_shape(*self.size.first.sides, size.num_frames)
+        detailed = [Appended(half, self.detailing_scale)] if self.details(upsampled) else []
         return [
             *[keyframe] * guides,
             *(Appended(each.latent_shape(size), each.space_scale) for each in references),
             *[keyframe] * len(self.generated_keyframes(upsampled)),
+            *detailed,
         ]
+
+    def details(self, upsampled: bool) -> bool:
+        """Whether a stage has stage 1's video as a reference."""
+        return upsampled and self.detailing_scale is not None and not self.temporal
 
     def tiles(self, rows: int, columns: int) -> list[Tile]:
         """The tiles of a stage with these latent rows and columns; none if it is not tiled."""
@@ -459,14 +500,18 @@ class Inputs(ABC):
             return 2
         dubbed = self.dubbing is not None
         conditions = self.images if dubbed else (*self.images, *self.appended_references(upsampled))
-        return len({1.0, *(held_mask(each.strength) for each in conditions)}) + dubbed
+        strengths = [each.strength for each in conditions] + [1.0] * self.details(upsampled)
+        if window := self.temporal:
+            strengths += [dfr.ANCHOR] * bool(window.given)
+            strengths += [1.0] * bool(window.holds and window.shared)
+        return len({1.0, *map(held_mask, strengths)}) + dubbed
 
     @property
     def fixes_timesteps(self) -> bool:
         """Whether the inputs determine the number of timesteps. Otherwise graphs with 1 and with 2
         are compiled, for text to video and for an image at frame 0."""
         files = self.images or self.references or self.dubbing or self.retake
-        return bool(files or self.sound_only)
+        return bool(files or self.sound_only or self.dfr)
 
     @property
     def extension(self) -> Extension | None:
@@ -551,6 +596,8 @@ class Inputs(ABC):
             "{sound_only}": self.sound_only,
             "{tail_frames}": bool(self.tail_frames),
             "{num_generated_keyframes}": bool(self.num_generated_keyframes),
+            "{dfr}": self.dfr,
+            "{temporal_upsample_rounds}": bool(self.temporal_upsample_rounds),
             f"{{sampler}} {self.sampler}": True,
             "{nag_scale}": self.nag_scale is not None,
             "{nag_alpha}": self.nag_alpha != NAG_ALPHA,

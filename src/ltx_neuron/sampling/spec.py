@@ -37,6 +37,7 @@ from ltx_neuron.sampling.conditions import (
     BedLevel,
     ImageCondition,
     Keyframes,
+    Rounds,
     TailFrames,
     TileSide,
     WeightedFile,
@@ -50,6 +51,7 @@ from ltx_neuron.sampling.upscaling import UPSCALES
 
 SEED = 10  # the default
 RECIPES = "distilled", "dev"
+DETAILING = 0.5  # strength of the detailing LoRA
 HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
 
 
@@ -250,6 +252,11 @@ class LoraFields(Fields):
         "PATH [STRENGTH]",
         default=(),
     )
+    detailing_lora: LoraFiles = _option(
+        f"merge the detailing LoRA into stage 2 of --dfr (default strength: {DETAILING:g})",
+        "PATH [STRENGTH]",
+        default=(),
+    )
     distilled_lora_strength_stage_1: float | None = _option(
         "merge --distilled-lora into both stages; its strength in stage 1 (default:"
         f" {HQ_STRENGTHS[0]:g})",
@@ -328,6 +335,16 @@ class ConditionFields(Fields):
         "LTX-2.5: generate N keyframes beside the clip, at equal distances, so that it"
         " follows faster motion",
         "N",
+    )
+    dfr: StrictBool = _option(
+        "LTX-2.5, two stages: diffusion fidelity rendering, with keyframes at equal distances and"
+        " --detailing-lora",
+        default=False,
+    )
+    temporal_upsample_rounds: Rounds | None = _option(
+        "of --dfr, at most 2: double the frame rate so many times, each time denoising in windows",
+        "N",
+        names=("temporal_upsample_rounds", "temporal_upscalings"),
     )
 
 
@@ -495,7 +512,7 @@ class JobSpec(
 
 SIZES = tuple(field.name for field in dataclasses.fields(Size))  # as the flags are named
 _LENGTH = "num_frames", "auto_duration"
-LORAS = ("lora", "ic_lora", "distilled_lora")
+LORAS = ("lora", "ic_lora", "distilled_lora", "detailing_lora")
 
 
 def names_of(field: str, model: type[BaseModel] | None = None) -> list[str]:

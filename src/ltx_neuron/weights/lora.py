@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,6 +168,15 @@ def dubbing_scale(lora: Lora) -> int:
     return _factor((lora,), _FACTORS[0], "--lora")
 
 
+def detailing_scale(loras: WeightSet) -> int | None:
+    """The ratio of stage 2's sides to those of the detailing LoRA's reference, stage 1's video; 2
+    in a file without it. None without a LoRA."""
+    if not loras:
+        return None
+    named = any(_FACTORS[0] in lora.file().metadata for lora in loras)
+    return _factor(loras, _FACTORS[0], "--detailing-lora") if named else 2
+
+
 @cache
 def _say_unscaled(paths: tuple[Path, ...]) -> None:
     who, say = ("IC-LoRA", "has") if len(paths) == 1 else ("IC-LoRAs", "have")
@@ -216,12 +225,23 @@ class Adapter(NamedTuple):
     parts: dict[str, str]
     strength: float
 
-    def delta(self) -> Tensor:
-        """What is added, of the weight's shape."""
+    def _read(self) -> dict[str, Tensor]:
         parts = {part: self.file.read(key) for part, key in self.parts.items()}
         if len({tensor.dtype for tensor in parts.values()}) > 1:
             parts = {part: tensor.bfloat16() for part, tensor in parts.items()}
-        return _delta(self.method, parts, self.strength)
+        return parts
+
+    def delta(self) -> Tensor:
+        """What is added, of the weight's shape."""
+        return _delta(self.method, self._read(), self.strength)
+
+    def added_to(self, total: Tensor) -> Tensor:
+        """The sum of others and this one, of a LoRA rounded once (ltx-core 1.2.0
+        fuse_loras.py)."""
+        if self.method != "lora":
+            return total + self.delta().to(total.dtype)
+        parts = {part: tensor.to(total.dtype) for part, tensor in self._read().items()}
+        return torch.addmm(total, parts["lora_B"], parts["lora_A"], alpha=self.strength)
 
     def misfit(self, checkpoint: TensorFile, name: str) -> str:
         """Why it cannot be added to a tensor of the checkpoint; empty if it can."""
@@ -365,6 +385,7 @@ class MergedSource(Source):
         # Weight name -> what is added to it, in the order of `loras`.
         self.adapters: dict[str, list[Adapter]] = {}
         self.text_loras, mine = (), []
+        self.release = getattr(files[0], "release", None)
         for lora in loras:
             found, others = _read(lora, files[0])
             ours = {name: x for key, x in found.items() if (name := rename(model, key))}
@@ -394,5 +415,10 @@ class MergedSource(Source):
         weight, adapters = super().tensor(name), self.adapters.get(name, [])
         if not adapters:
             return weight
+        if self.release and self.release.split:  # not of ltx-core 1.0.0
+            first, *others = adapters
+            return (
+                reduce(lambda x, y: y.added_to(x), others, first.delta().to(weight.dtype)) + weight
+            )
         deltas = [adapter.delta().to(weight.dtype) for adapter in adapters]
         return (deltas[0] if len(deltas) == 1 else torch.stack(deltas).sum(dim=0)) + weight

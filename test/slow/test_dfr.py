@@ -1,0 +1,249 @@
+"""DFR against a loop of its own: the tokens, the noise and the steps of a round's windows, written
+down from the release's rules for one clip. And a whole job, which is resumed in a window."""
+
+import json
+import os
+import signal
+from functools import partial
+
+import av
+import pytest
+import torch
+from helpers import randn, rel, run_program
+from ltx25_step import CONFIG, Ranks, contexts, weights
+from safetensors.torch import load_file, save_file
+from split_runs import Runs
+
+from ltx_neuron.commands import dispatch
+from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.job import Job, Size
+from ltx_neuron.models.modulation import modulation_table
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program
+from ltx_neuron.models.rope import rope_tables
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.latents import audio_positions
+from ltx_neuron.text.encoders import Contexts
+
+# 73 frames at 24 fps are three segments of 24. A round's clip has 145 frames, 19 latents, keyframes
+# at 48, 96, 144, and new ones at 24, 72, 120. The windows are two segments and one.
+SEED, IMAGE = 7, ImageCondition("", 40, 0.6, 18)  # the frame 80 of the round's clip
+SIGMAS = 0.975, 0.909375, 0.725, 0.421875, 0.0
+GIVEN = {
+    "s1_audio": randn(1, 8, 76, 16, seed=1),
+    "s2_video": randn(1, 128, 10, 2, 2, seed=2),
+    "s2_generated_keyframes": randn(1, 128, 3, 2, 2, seed=3),  # of frames 48, 96, 144
+    "temporal_video": randn(1, 128, 19, 2, 2, seed=4),
+}
+PICTURE = randn(1, 128, 1, 2, 2, seed=5)
+# For each window: its first frame, its latents, how many it holds, the frames of given and of new
+# keyframes, its image, and latents of sound.
+WINDOWS = {
+    "1.4": [(0, 13, 0, (48, 96), (24, 72), 80, 40), (72, 10, 4, (72,), (48,), 8, 30)],
+    "1.2.0": [(0, 13, 0, (48, 96), (24, 72), 40, 0), (48, 13, 0, (0, 48, 96), (24, 72), None, 0)],
+}
+
+
+@pytest.fixture(scope="module", params=WINDOWS)
+def release(request):
+    return request.param
+
+
+def a_job(release: str) -> Job:
+    size = Size(64, 64, 73, 24.0, two_stage=True)
+    recipe = {"1.4": "distilled", "1.2.0": "dev"}[release]
+    return Job("", size, SEED, images=(IMAGE,), recipe=recipe, dfr=True, temporal_upsample_rounds=1)
+
+
+def rendered(release: str) -> dict[str, torch.Tensor]:
+    """The latents of both windows by the project's own stages."""
+    job, tensors = a_job(release), dict(GIVEN)
+    generator = torch.Generator().manual_seed(SEED)
+    for stage in job.stages[2:]:
+        bucket, of = job.bucket(stage), job.of(stage)
+        program = dit_program(CONFIG, bucket, 1, SingleRank(), torch.float32, 0)
+        shared = CONFIG, torch.float32, partial(modulation_table, weights(), CONFIG), COMPAT[None]
+        ranks = Ranks(bucket.name, program, weights(), None)
+        run = StageRun(ranks, CompiledStep(bucket, program), *shared)
+        given = job.rendering.start(stage.temporal, tensors)
+        texts = [Contexts(*contexts(), torch.ones(1, 1024), None)]
+        images = [(image, PICTURE) for image in of.images]
+        start = given["video"], given["audio"]
+        run.prepare(of, stage, texts, *start, generator, images, tensors | given)
+        run.start()
+        for number in range(stage.steps):
+            run.step(number)
+        tensors[f"{stage.key}_video"], _ = run.result()
+        tensors[f"{stage.key}_generated_keyframes"] = run.generated_keyframes()
+    return tensors | {"final_video": job.rendering.final(tensors)}
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+def tokens(latent: torch.Tensor) -> torch.Tensor:
+    return latent[0].permute(1, 2, 3, 0).reshape(1, -1, 128)
+
+
+def places(times: list[tuple[float, float]], fps: float) -> torch.Tensor:
+    """Positions (1, 3, 4 n) of frames between these times, of 2 x 2 tokens."""
+    grid = [(16 + 32 * y, 16 + 32 * x) for y in (0, 1) for x in (0, 1)]
+    # In fp32, as upstream: the highest frequencies of RoPE show the last bit of a second.
+    seconds = (torch.tensor(times, dtype=torch.float32) / fps).sum(1) / 2
+    return torch.tensor([[second, *at] for second in seconds for at in grid]).T[None]
+
+
+def predicted(x, clean, mask, positions, marked, sound, sigma):
+    """The clean video's prediction, with held tokens restored, by one plain step to sigma 0."""
+    masks = torch.tensor([1.0, *sorted({*mask.flatten().tolist()} - {1.0})])
+    heard = sound is not None
+    audio = sound.transpose(1, 2).flatten(2) if heard else torch.zeros(1, 0, 128)
+    bucket = Bucket(x.shape[1], audio.shape[1], len(masks), 1)
+    table = partial(modulation_table, weights(), CONFIG)
+    now, never = torch.tensor([sigma]), torch.zeros(1)
+    video_context, audio_context = contexts()
+    values = {
+        "step": torch.zeros(1, dtype=torch.int32),
+        "step_numbers": torch.zeros(1, dtype=torch.int32),
+        "sigmas": torch.tensor([[[sigma, 0.0], [sigma, sigma]]]),
+        "video_modulation": table("video", now, masks, False, never if heard else now),
+        "audio_modulation": table("audio", never, torch.ones(1), False, now),
+        "video_context": video_context,
+        "audio_context": audio_context,
+        "timestep_mask": (mask == masks).float(),
+        "denoise_mask": torch.ones_like(mask) if len(masks) == 1 else mask,
+        "clean_latent": clean,
+        "keyframes_mask": marked,
+        "video_latent": x,
+        "audio_latent": audio,
+        **rope_tables(CONFIG, positions, audio_positions(audio.shape[1])),
+    }
+    program = dit_program(CONFIG, bucket, 1, SingleRank(), torch.float32, 0)
+    return run_program(program, weights(), values)["video_latent"]
+
+
+@torch.no_grad()
+def looped(release: str) -> torch.Tensor:
+    """The round's latents, (1, 128, 19, 2, 2)."""
+    holds, fps = release == "1.4", 60.0 if release == "1.4" else 48.0
+    clip, audio = GIVEN["temporal_video"], GIVEN["s1_audio"]
+    stills = GIVEN["s2_generated_keyframes"].split(1, dim=2)
+    planes = dict(zip((48, 96, 144), stills, strict=True))
+    initial, done = torch.Generator().manual_seed(SEED), []
+    for number, (start, count, held, given, new, image, sounds) in enumerate(WINDOWS[release]):
+        video, times = clip[:, :, start // 8 : start // 8 + count].clone(), [(0, 1)]
+        times += [(8 * k - 7, 8 * k + 1) for k in range(1, count)]
+        x, clean, mask = tokens(video), tokens(video).clone(), torch.ones(4 * count, 1)
+        marked = (torch.arange(4 * count) < 4).float()[:, None]
+        if held:  # latents 10, 11, 12 of the clip, after the keyframe of frame 72
+            kept = [planes[72], done[0][:, :, 10:13]]
+            clean[:, : 4 * held] = tokens(torch.cat(kept, dim=2))
+            mask[: 4 * held] = 0
+        more = [] if image is None else [(image, PICTURE, 0.4)]
+        more += [(frame, planes[start + frame], 0.05) for frame in given]
+        for frame, still, weight in more:
+            times.append((frame, frame + 1))
+            x = torch.cat([x, torch.zeros(1, 4, 128)], dim=1)
+            clean = torch.cat([clean, tokens(still)], dim=1)
+            mask = torch.cat([mask, torch.full((4, 1), weight)])
+            marked = torch.cat([marked, torch.zeros(4, 1)])
+        for frame in new:
+            times.append((frame, frame + 1))
+            x = torch.cat([x, tokens(video[:, :, frame // 8 : frame // 8 + 1])], dim=1)
+            clean = torch.cat([clean, torch.zeros(1, 4, 128)], dim=1)
+            mask, marked = (
+                torch.cat([mask, torch.ones(4, 1)]),
+                torch.cat([marked, torch.ones(4, 1)]),
+            )
+        sound = None
+        if sounds:  # of the frames, at 48 fps, as a share of the clip's 73 / 24 seconds
+            frames, span = 8 * count - 7, 76 / (73 / 24)
+            at = (start + frames * torch.arange(sounds) / sounds) / 48 * span
+            left = at.floor().long()
+            part = (at - left)[:, None]
+            sound = audio[:, :, left] * (1 - part) + audio[:, :, (left + 1).clamp(max=75)] * part
+        where = places(times, fps)
+        noise = torch.randn(x.shape, generator=initial)
+        if sounds:
+            torch.randn(1, sounds, 128, generator=initial)
+        x = mask * (0.025 * x + 0.975 * noise) + (1 - mask) * clean
+        added = torch.Generator().manual_seed(SEED + 1000 + number)
+        for sigma, end in zip(SIGMAS, SIGMAS[1:], strict=False):
+            x0 = predicted(x, clean, mask, where, marked, sound, sigma)
+            if end == 0:
+                x = x0
+                continue
+            down = end * (1 + (end / sigma - 1) / 2)
+            signal = (1 - end) / (1 - down)
+            spread = (end**2 - (down * signal) ** 2) ** 0.5
+            noise = torch.randn(x.shape, generator=added)
+            if sounds:
+                torch.randn(1, sounds, 128, generator=added)
+            x = signal * (down / sigma * x + (1 - down / sigma) * x0) + spread * noise
+            x = mask * x + (1 - mask) * clean
+        made = x[0, : 4 * count].reshape(count, 2, 2, 128).permute(3, 0, 1, 2)[None]
+        done.append(made)
+        for index, frame in enumerate(new):
+            first = x.shape[1] - 4 * len(new) + 4 * index
+            still = x[0, first : first + 4].reshape(1, 2, 2, 128).permute(3, 0, 1, 2)[None]
+            planes.setdefault(start + frame, still)
+    # Window 2 owns what comes after latent 12 of the clip.
+    return torch.cat([done[0], done[1][:, :, 4 if holds else 7 :]], dim=2)
+
+
+@torch.no_grad()
+def test_a_round_equals_a_loop_over_its_windows(release):
+    got, wanted = rendered(release)["final_video"], looped(release)
+    assert rel(got, wanted) < 2e-6
+    assert rel(got, GIVEN["temporal_video"]) > 0.1
+
+
+# --- a whole job ----------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_killed_in_a_window_is_resumed_to_the_same_bytes(
+    split, tmp_path, monkeypatch, capsys
+):
+    runs, lora = Runs(folder=split.folder, artifacts=tmp_path / "artifacts"), tmp_path / "detail"
+    layer, rank = "transformer_blocks.0.attn1.to_q", 2
+    from ltx_neuron.weights.tensorfile import TensorFile
+
+    rows, columns = TensorFile(split.distilled, "").shapes[f"model.diffusion_model.{layer}.weight"]
+    factors = {"lora_A": randn(rank, columns, seed=1), "lora_B": randn(rows, rank, seed=2)}
+    named = {f"diffusion_model.{layer}.{k}.weight": x.bfloat16() for k, x in factors.items()}
+    save_file(named, lora, {"reference_downscale_factor": "2"})
+    flags = ["--dfr", "--two-stage", "--height", 64, "--width", 128, "--num-frames", 17]
+    flags += ["--temporal-upscalings", 1, "--detailing-lora", lora]
+    dispatch(runs.words("prepare", *flags))
+
+    def generate(name: str, *more: object) -> bytes:
+        out = tmp_path / f"{name}.mp4"
+        words = ["--prompt", "a red fox", "--output-path", out, "--save-tensors", tmp_path / name]
+        dispatch(runs.words("generate", *flags, *words, *more))
+        return out.read_bytes()
+
+    whole = generate("whole")
+    tensors = load_file(tmp_path / "whole")
+    assert tensors["final_video"].shape == (1, 128, 5, 2, 4)
+    assert torch.equal(tensors["s2_reference_latent"], tensors["s1_video"])
+    assert torch.equal(tensors["final_audio"], tensors["s1_audio"])
+    with av.open(tmp_path / "whole.mp4") as file:
+        frames = sum(1 for _ in file.decode(video=0))
+        assert (frames, file.streams.video[0].average_rate) == (33, 48)
+    described = json.loads((tmp_path / "whole.json").read_text())
+    assert described["sigmas"]["stage_3"] == pytest.approx(SIGMAS)
+    step = StageRun.step
+
+    def kill(stage_run, number):
+        if stage_run.stage.temporal and number == 1:
+            os.kill(stage_run.ranks._processes[0].pid, signal.SIGKILL)
+        return step(stage_run, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "step", kill)
+        with pytest.raises(Exception, match="the process was killed"):
+            generate("killed")
+    assert generate("killed", "--resume") == whole
+    assert "is left" in capsys.readouterr().out
