@@ -231,9 +231,10 @@ class Finished:
     @property
     def identity(self) -> dict:
         """What a run's outputs depend on besides the job, for reports and sidecars."""
+        stored = self.checkpoint.quantised
         return {
             "checkpoint": self.checkpoint.fingerprint,
-            **({"weights": "float8, dequantised"} if self.checkpoint.scales else {}),
+            **({"weights": f"{stored}, dequantised"} if stored else {}),
             "model_version": self.checkpoint.model_version,
             **self.files.identity,
             "config": self.transformer.digest,
