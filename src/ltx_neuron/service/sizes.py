@@ -28,12 +28,7 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
     TailFrames,
 )
-from ltx_neuron.sampling.latents import (
-    AUDIO_LATENTS_PER_SECOND,
-    SPACE_SCALE,
-    TIME_SCALE,
-    seconds_of_latents,
-)
+from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, TIME_SCALE, seconds_of_latents
 from ltx_neuron.sampling.size import NO_PICTURE
 from ltx_neuron.sampling.spec import SIZES, VideoFields, described_as
 from ltx_neuron.service.api_error import ApiError, invalid
@@ -405,8 +400,8 @@ def _not_compiled(message: str, compiled: list[CompiledSize], param: str) -> Api
 def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | None, float, float]]:
     """By field: the requested value or None, the size's value, and the tolerance for a rounding to
     the model's multiples: `fps` 23.976 is 24, and 29.97 is 30."""
-    unit = SPACE_SCALE * (2 if size.two_stage else 1)
-    frames, rate = requested.frames(size.frame_rate), size.frame_rate
+    unit, rate = size.unit, size.frame_rate
+    frames = requested.frames(rate)
     return {
         "height": (requested.height, size.height, unit),
         "width": (requested.width, size.width, unit),
