@@ -42,9 +42,9 @@ from ltx_neuron.models.rope import split_rope
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import sigma_pairs
-from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny import SPATIAL_UPSAMPLER, TinySizes
 from ltx_neuron.tiny.config import merge, tiny_config
-from ltx_neuron.tiny.weights import random_weights
+from ltx_neuron.tiny.weights import random_weights, upsampler_weights
 from ltx_neuron.weights.rankfiles import file_names
 
 import_ltx_core()  # before any test imports the parts of ltx-core that want torchaudio
@@ -426,6 +426,17 @@ def rewrite(source, destination, change, metadata_change=None):
     change(tensors)
     save_file(tensors, destination, metadata | {"config": json.dumps(config)})
     return destination
+
+
+def rational_upsampler(path: Path) -> Path:
+    """A spatial upsampler of 1.5, as ltx-2.3-spatial-upscaler-x1.5-1.0."""
+    from ltx_core.model.upsampler.blur_downsample import BlurDownsample
+
+    config = SPATIAL_UPSAMPLER | {"spatial_scale": 1.5, "rational_resampler": True}
+    weights = upsampler_weights(config, 7)
+    weights["upsampler.blur_down.kernel"] = BlurDownsample(2, 2).kernel
+    save_file(weights, path, {"config": json.dumps(config)})
+    return path
 
 
 def tone(rate: int, seconds: float, hertz: float = 440.0) -> Tensor:

@@ -77,6 +77,7 @@ class Finished:
         self.tuned_settings: tuned_settings.TunedSettings | None = None
         self._said, self._said_backend = "", False
         self.compat: str | None = None  # of jobs without their own
+        self.spatial_scale = Size.spatial_scale  # of the upsampler's file
         self.prepare_command = ""  # if set, errors have it instead of each artifact's command
         self.files = ModelFiles(checkpoint_path, gemma_root, **part_paths)
         self.checkpoint, self.config = self.files.checkpoint, self.files.config
@@ -97,6 +98,7 @@ class Finished:
         job.check_types()
         if job.compat is None and (compat := compat or self.compat):
             job = dataclasses.replace(job, compat=compat)
+        job = job.scaled(self.spatial_scale)
         check_job(job, self.checkpoint, self.transformer)
         return of_release(job, self.checkpoint.release)
 
@@ -231,9 +233,10 @@ class Finished:
     @property
     def identity(self) -> dict:
         """What a run's outputs depend on besides the job, for reports and sidecars."""
+        stored = self.checkpoint.quantised
         return {
             "checkpoint": self.checkpoint.fingerprint,
-            **({"weights": "float8, dequantised"} if self.checkpoint.scales else {}),
+            **({"weights": f"{stored}, dequantised"} if stored else {}),
             "model_version": self.checkpoint.model_version,
             **self.files.identity,
             "config": self.transformer.digest,

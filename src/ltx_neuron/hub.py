@@ -207,6 +207,11 @@ def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
                 "Type google/gemma-3-12b-it-qat-q4_0-unquantized"
             )
         return [f for f in listed if f in _GEMMA + _GEMMA_TOO or _SHARD.fullmatch(f)]
+    if not file and "model_index.json" in listed:
+        raise UserError(
+            f"{url} is a model in diffusers' layout, which only other programs read\n"
+            f"Type {' or '.join(each for each in RELEASED if '-fp8' not in each)}"
+        )
     weights = [each for each in listed if each.endswith(".safetensors")]
     if file in listed or (not file and len(weights) == 1):
         return [file or weights[0]]

@@ -355,7 +355,7 @@ class Job(Inputs):
     def check(self) -> None:
         """Raise UserError for every mistake that can be detected before a model loads."""
         self.check_shape()
-        if not self.prompt.strip():
+        if not self.prompt.strip() and not self.references:  # Alpha-Gen wants an empty one
             raise FieldError(
                 "{prompt} is empty; type for example {prompt} 'a golden retriever runs across a"
                 " meadow'"
@@ -466,8 +466,8 @@ class Job(Inputs):
         described = described.pop("size") | described
         if described.pop("ancestral"):
             described["sampler"] = self.stages[0].sampler
-        for name in LATER_FIELDS:
-            if described[name] == getattr(Job, name):  # the identity of earlier versions
+        for name in (*LATER_FIELDS, "spatial_scale"):
+            if described[name] == getattr(Job, name, 2.0):  # the identity of earlier versions
                 del described[name]
         described["num_frames"] -= self.tail_frames or 0  # as typed
         if self.auto_duration is None:

@@ -44,7 +44,7 @@ from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.spec import RECIPES, JobSpec, validated
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import Lora, WeightSet
-from ltx_neuron.weights.model_files import located
+from ltx_neuron.weights.model_files import located, spatial_scale
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -145,6 +145,7 @@ class LTXPipeline:
             text_projection_path=_located(text_projection_path, "text_projection"),
         )
         workspace.compat = compat
+        workspace.spatial_scale = spatial_scale(_located(spatial_upsampler_path, "spatial"))
         if tuned:
             workspace.take_tuned()
         options = RunOptions(
@@ -320,6 +321,7 @@ class LTXPipeline:
             require(output_path, "output_path", f'output_type="{file}"', example)
             assert output_path
             check_output_path(output_path, job.sound_only)
+            job = job.scaled(self.engine.workspace.spatial_scale)
             job.check()  # before its files are read
             inputs = self.engine.preflight.files_read([job])
             check_outputs({"output_path": Path(output_path)}, inputs)

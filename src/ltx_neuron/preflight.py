@@ -26,6 +26,7 @@ from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.text.inputs import cut_off
 from ltx_neuron.weights import lora
+from ltx_neuron.weights.model_files import spatial_scale
 from ltx_neuron.workspace import Workspace
 
 Compiled = dict[tuple[int, Stage], CompiledStep]  # by id(job) and stage
@@ -226,6 +227,13 @@ class Preflight:
         download = f"Download it: {self.workspace.checkpoint.release.download(kind)}"
         require(self.upsampler(kind), f"--{kind}-upsampler-path", flag, download)
         self._check_host([f"{kind}_upsampler"])
+        # Of a file that was found later, beside the checkpoint; --upscale doubles.
+        scale = spatial_scale(self.host.upsampler_paths[kind]) if kind == "spatial" else 2.0
+        if scale != (2.0 if "--upscale" in flag else self.workspace.spatial_scale):
+            raise UserError(
+                f"--spatial-upsampler-path {self.host.upsampler_paths[kind]} enlarges the sides"
+                f" {scale:g} times; {flag} needs the x2 file\n{download}"
+            )
 
     def _check_models(self, jobs: list[Job]) -> None:
         workspace = self.workspace
@@ -343,6 +351,8 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
     or of another kind than the model knows. Printed, and written into the sidecar and the API's
     answer. Reads the job's files, so they must have been checked."""
     said = conditions.notes(job)
+    if not job.prompt.strip():
+        said.append("the prompt is empty: the references alone guide the video")
     if job.reference_audio and lora.are_silent(job.stages[0].loras):
         said.append("no LoRA has layers of the sound, so the voice may not be taken over")
     for loras in dict.fromkeys(stage.loras for stage in job.stages):

@@ -1,9 +1,11 @@
-"""The service and a resumed run make the bytes of a batch with LTX-2.5."""
+"""The service and a resumed run make the bytes of a batch with LTX-2.5; a run with the int8 files
+makes those of the files that they stand for."""
 
 import os
 import signal
 from types import SimpleNamespace
 
+import int8_files
 import pytest
 import serving
 import split_runs
@@ -47,3 +49,15 @@ def test_a_run_that_is_killed_in_its_second_stage_is_resumed_to_the_same_bytes(
     said = capsys.readouterr().out
     assert "is left" in said and "video decoder: convolutional, from " in said
     assert (tmp_path / "fox.mp4").read_bytes() == runs.wanted[0]
+
+
+def test_a_run_with_the_int8_files_makes_the_bytes_of_the_bfloat16_files_they_stand_for(
+    runs, split, tmp_path
+):
+    made = []
+    for folder in int8_files.download(split, tmp_path):
+        of = split_runs.Runs(folder=folder, artifacts=runs.artifacts)
+        dispatch(of.words("prepare", *runs.flags))
+        dispatch(of.words("generate", *runs.flags, "--output-path", folder / "fox.mp4"))
+        made.append((folder / "fox.mp4").read_bytes())
+    assert made[0] == made[1] != runs.wanted[0]

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import one_thread, rel, rewrite  # noqa: F401
+from helpers import one_thread, rational_upsampler, rel, rewrite  # noqa: F401
 from safetensors import safe_open
 
 from ltx_neuron import flags
@@ -95,18 +95,25 @@ def test_an_image_is_encoded_as_ltx_core_does(tiny, dtype):
 
 
 @pytest.mark.parametrize(
-    "kind, shape", [("spatial", (1, 128, 3, 4, 6)), ("temporal", (1, 128, 5, 2, 3))]
+    "kind, shape, scale",
+    [
+        ("spatial", (1, 128, 3, 4, 8), 2.0),
+        ("temporal", (1, 128, 5, 2, 4), 2.0),
+        ("spatial", (1, 128, 3, 3, 6), 1.5),
+    ],
 )
-def test_a_latent_is_upsampled_as_ltx_core_does(tiny, kind, shape):
+def test_a_latent_is_upsampled_as_ltx_core_does(tiny, tmp_path, kind, shape, scale):
     from ltx_core.model.upsampler import LatentUpsamplerConfigurator, upsample_video
     from ltx_core.model.video_vae import VAE_ENCODER_COMFY_KEYS_FILTER, VideoEncoderConfigurator
 
     encoder = reference(VideoEncoderConfigurator, tiny.checkpoint, VAE_ENCODER_COMFY_KEYS_FILTER)
-    upsampler = reference(LatentUpsamplerConfigurator, getattr(tiny, f"{kind}_upsampler"))
-    small = latent((1, 128, 3, 2, 3))
+    path = getattr(tiny, f"{kind}_upsampler")
+    path = rational_upsampler(tmp_path / "x1.5.safetensors") if scale == 1.5 else path
+    upsampler = reference(LatentUpsamplerConfigurator, path)
+    small = latent((1, 128, 3, 2, 4))
     with torch.no_grad():
         wanted = upsample_video(small, encoder, upsampler)
-    got = host_models(tiny).upsample(small, kind)
+    got = host_models(tiny, **{f"{kind}_upsampler_path": path}).upsample(small, kind)
     assert got.shape == shape
     assert torch.equal(got, wanted)
 
@@ -470,12 +477,9 @@ def test_an_upsampler_of_the_other_kind_is_refused(tiny, kind, other):
 
 def test_a_spatial_upsampler_of_another_factor_is_refused(tiny, tmp_path):
     path = rewrite(
-        tiny.spatial_upsampler,
-        tmp_path / "x1.5.safetensors",
-        lambda _: None,
-        {"spatial_scale": 1.5},
+        tiny.spatial_upsampler, tmp_path / "x4.safetensors", lambda _: None, {"spatial_scale": 4.0}
     )
-    with pytest.raises(UserError, match="factor 2.*spatial scale 1.5"):
+    with pytest.raises(UserError, match="factor 2.*spatial scale 4.0"):
         host_models(tiny, spatial_upsampler_path=path).upsample(latent((1, 128, 3, 2, 3)))
 
 

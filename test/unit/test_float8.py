@@ -346,7 +346,7 @@ def test_the_plan_says_it_and_counts_the_bytes_of_the_bfloat16_file(made):
     scaled, plain = made("scaled")
     planned = plan.plan(scaled, resolve("cpu"), Job("", Size(64, 64, 9)), 2, "bfloat16", None)
     assert LINE in " ".join(table(planned).split())
-    assert "float8" not in table(dataclasses.replace(planned, float8=plain.describe_float8()))
+    assert "float8" not in table(dataclasses.replace(planned, quantised=plain.describe_quantised()))
     wanted = plan._dit_bytes(plain, 2, torch.bfloat16)
     assert plan._dit_bytes(scaled, 2, torch.bfloat16) == wanted
 

@@ -88,6 +88,14 @@ def test_of_a_repository_with_several_files_of_weights_one_must_be_named(hub, ti
     assert "has 2 files of weights" in error and "lora.safetensors, second.safetensors" in error
 
 
+def test_a_repository_in_diffusers_layout_is_named_as_such_with_what_to_type(hub, tiny):
+    folder = "transformer/diffusion_pytorch_model-0000{}-of-00002.safetensors"
+    files = {folder.format(n): tiny.checkpoint for n in (1, 2)}
+    hub.repos[f"{LATER}-Diffusers"] = files | {"model_index.json": tiny.image}
+    error = refused(f"{LATER}-Diffusers")
+    assert "in diffusers' layout" in error and f"\nType {LTX} or {LATER}" in error
+
+
 def test_a_path_that_exists_wins(hub, tiny):
     shutil.copytree(tiny.gemma_root, GEMMA)
     assert str(local_path(GEMMA, "gemma")) == GEMMA and not hub.requests

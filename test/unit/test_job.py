@@ -156,3 +156,17 @@ def test_the_bound_of_generated_keyframes_is_said_to_who_typed_them():
     for frames, most in ((9, 7), (1, 0)):
         with pytest.raises(UserError, match=f"keyframes 8: wanted at most {most}, one for each"):
             said("--num-frames", frames, "--num-generated-keyframes", 8).check()
+
+
+def test_the_upsampler_of_one_and_a_half_makes_stage_1_two_thirds_of_the_size():
+    size = Size(96, 192, 9, two_stage=True, spatial_scale=1.5)
+    size.check()
+    job = Job("rain", size)
+    assert size.first == Size(64, 128, 9)
+    assert [(stage.height, stage.width) for stage in job.stages] == [(64, 128), (96, 192)]
+    assert (job.spec.height, job.spec.two_stage) == (96, True)
+    assert job.describe()["spatial_scale"] == 1.5
+    assert "spatial_scale" not in Job("rain", Size(two_stage=True)).describe()
+    said = "height {} is not a multiple of 96 .two stages, the second 1.5 times the first.; "
+    with pytest.raises(UserError, match=said.format(512) + "nearest valid: 480 or 576"):
+        Size(512, 768, 9, two_stage=True, spatial_scale=1.5).check()

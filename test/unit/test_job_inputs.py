@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -773,6 +774,7 @@ class Jobs:
     """An engine that keeps the jobs that it is asked for."""
 
     compat, options = COMPAT[None], RunOptions()
+    workspace = SimpleNamespace(spatial_scale=2.0)
 
     def __init__(self):
         self.jobs, self.on_step_end = [], None

@@ -301,11 +301,11 @@ def _checkpoint(examination: Examination) -> str:
     models = HostModels(path, workspace.config, workspace.dtype, files=files)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
     _ = workspace.source("dit")
-    config, float8 = workspace.transformer, workspace.checkpoint.describe_float8()
+    config, quantised = workspace.transformer, workspace.checkpoint.describe_quantised()
     return (
         f"{workspace.checkpoint_path} is whole: LTX {workspace.checkpoint.model_version},"
         f" {config.num_layers} blocks of {config.video.inner} channels,"
-        f" {format_bytes(workspace.checkpoint.size)}{float8 and f'; {float8}'}"
+        f" {format_bytes(workspace.checkpoint.size)}{quantised and f'; {quantised}'}"
     )
 
 

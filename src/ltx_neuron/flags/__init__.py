@@ -51,7 +51,7 @@ from ltx_neuron.sampling.spec import (
     validated,
 )
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.weights.model_files import PARTS, located, named_recipe
+from ltx_neuron.weights.model_files import PARTS, located, named_recipe, spatial_scale
 from ltx_neuron.workspace import Workspace, verify_finished
 
 # --- common flags ---------------------------------------------------------------------------------
@@ -193,6 +193,7 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
         **{f"{kind}_path": local(args, f"{kind}_path") for kind in PARTS},
     )
     opened.compat = getattr(args, "compat", None)
+    opened.spatial_scale = spatial_scale(local(args, "spatial_upsampler_path"))
     if getattr(args, "needs_gemma", False):
         _require_gemma(opened)
     if tuned:
@@ -387,7 +388,9 @@ def _job(args: argparse.Namespace, said: JobSpec) -> Job:
     if getattr(args, "duration_head_path", None):
         said = with_auto_duration(said)
     with _as_typed(args):
-        return job_of(said, _orientation(args))
+        job = job_of(said, _orientation(args))
+    # Before the job is checked, which is before the workspace is opened.
+    return job.scaled(spatial_scale(local(args, "spatial_upsampler_path")))
 
 
 def guidance(args: argparse.Namespace, recipe: str) -> Guidance | None:

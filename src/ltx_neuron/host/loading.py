@@ -219,7 +219,8 @@ def upsampler_spec(
     kind: str, path: str | Path | None, dtype: torch.dtype, release: Release | None = None
 ) -> ModelSpec:
     """The source of the "spatial" or "temporal" upsampler. Raises UserError unless the file is an
-    upsampler of that kind, by factor 2, and not of another release than `release`."""
+    upsampler of that kind, by factor 2 (spatial also 1.5), and not of another release than
+    `release`."""
     import_ltx_core()
     from ltx_core.model import upsampler
 
@@ -259,7 +260,7 @@ def _upsampler_config(
         check_release(file, flag, release, download)
     kinds = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
     scale = config.get("spatial_scale", 2.0)
-    if kinds != [kind] or (kind == "spatial" and scale != 2.0):
+    if kinds != [kind] or (kind == "spatial" and scale not in (2.0, 1.5)):
         got = "a file without one"
         if kinds:
             got = f"a {' and '.join(kinds)} one (spatial scale {scale})"

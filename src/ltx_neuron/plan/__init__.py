@@ -132,7 +132,7 @@ class Plan:
     host_dtype: str  # of decoding on this machine
     host_limit_bytes: int | None
     disk_bytes: int
-    float8: str  # handling of the checkpoint's float8 weights, as text; empty without any
+    quantised: str  # handling of the checkpoint's quantised weights, as text; empty without any
     collectives_buffer_bytes: int | None  # of the runtime, for one collective
     assumed: dict
     stages: list[StagePlan]
@@ -336,7 +336,7 @@ def plan(
         **_on_the_host(parts or checkpoint.config, profile, job, torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
-        float8=checkpoint.describe_float8(),
+        quantised=checkpoint.describe_quantised(),
         collectives_buffer_bytes=int(buffer) if buffer else None,
         assumed=ASSUMED,
         stages=stages,

@@ -301,7 +301,9 @@ class Clip:
 
     def _upsampling(self, latent: tuple[int, int, int], kind: str) -> Row:
         # The released upsampler's: its file may be absent.
-        config = {f"{name}_upsample": name == kind for name in ("spatial", "temporal")}
+        config: dict = {f"{name}_upsample": name == kind for name in ("spatial", "temporal")}
+        if kind == "spatial" and self.job.size.spatial_scale != 2:
+            config |= {"spatial_scale": self.job.size.spatial_scale, "rational_resampler": True}
         flops = _counted(LatentUpsamplerConfigurator.from_config, config, 128, *latent)
         rate = f"decode_video {self._dtype}"
         return self._host("upsample", flops, rate, f"{kind}, {format_flops(flops)}")

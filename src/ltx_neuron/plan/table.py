@@ -139,8 +139,8 @@ def _memory_rows(plan: Plan) -> dict[str, str]:
             f"{'':24}--profile-set environment.{COLLECTIVES_BUFFER}={largest}"
         )
     rows["disk for rank files"] = gb(plan.disk_bytes)
-    if plan.float8:
-        rows["float8"] = f"\n{'':24}".join(textwrap.wrap(plan.float8, WIDTH - 24))
+    if plan.quantised:
+        rows["quantised"] = f"\n{'':24}".join(textwrap.wrap(plan.quantised, WIDTH - 24))
     runtime = gb(ASSUMED["runtime_bytes_per_core"])
     rows["assumed"] = f"{runtime} a core for graphs and runtime; {ASSUMED['sdpa']}"
     return rows | {"verdict": _verdict(plan)}

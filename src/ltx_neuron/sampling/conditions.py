@@ -279,7 +279,7 @@ class ReferenceVideo:
                 f"{flag}: num_frames, space_scale and time_scale are {counts}, wanted 1 or more"
             )
         unit = SPACE_SCALE * self.space_scale
-        stage_1, wanted = size.first, unit * (2 if size.two_stage else 1)
+        stage_1, wanted = size.first, size.unit * self.space_scale
         if any(side % unit for side in stage_1.sides):
             lower, upper = (
                 "x".join(str(round_to(side / wanted) * wanted) for side in size.sides)
@@ -387,6 +387,11 @@ class Inputs(ABC):
     @abstractmethod
     def size(self) -> Size:
         """Of the generated video; for an extended one, of a window."""
+
+    def scaled(self, spatial_scale: float) -> Self:
+        """A copy whose stages, if there are two, are so many times apart."""
+        scale = spatial_scale if self.size.two_stage else Size.spatial_scale
+        return dataclasses.replace(self, size=dataclasses.replace(self.size, spatial_scale=scale))
 
     @property
     def upright(self) -> bool:

@@ -1,6 +1,7 @@
 """The size of a video: pixels, frames and frames per second."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Self
 
 from ltx_neuron.errors import FieldError
@@ -14,20 +15,33 @@ NO_PICTURE = 0, 0  # height and width of sound alone
 @dataclass(frozen=True)
 class Size:
     """Height, width (pixels; NO_PICTURE for sound alone), frames and frames per second of the
-    result, and whether it has two stages."""
+    result, and whether it has two stages.
+
+    spatial_scale  ratio of stage 2's sides to stage 1's, 2 or 1.5; the upsampler's file determines
+                   it
+    """
 
     height: int = 512
     width: int = 768
     num_frames: int = 121
     frame_rate: float = 24.0
     two_stage: bool = False
+    spatial_scale: float = 2.0
 
     @property
     def first(self) -> Self:
         """The size of stage 1."""
         if not self.two_stage:
             return self
-        return replace(self, height=self.height // 2, width=self.width // 2, two_stage=False)
+        up, down = Fraction(self.spatial_scale).as_integer_ratio()
+        height, width = (side * down // up for side in self.sides)
+        return type(self)(height, width, self.num_frames, self.frame_rate)
+
+    @property
+    def unit(self) -> int:
+        """Pixels of which the sides must be multiples, so that each stage has whole latents. The
+        upsampler of 1.5 makes 3 latents of 2."""
+        return SPACE_SCALE * (Fraction(self.spatial_scale).numerator if self.two_stage else 1)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -65,7 +79,9 @@ class Size:
             )
 
     def _check_picture(self) -> None:
-        unit = SPACE_SCALE * (2 if self.two_stage else 1)
+        unit, stages = self.unit, " (two stages)" if self.two_stage else ""
+        if self.spatial_scale != 2:
+            stages = f" (two stages, the second {self.spatial_scale:g} times the first)"
         for name in ("height", "width"):
             value = getattr(self, name)
             if value <= 0 or value % unit:
@@ -73,8 +89,7 @@ class Size:
                 nearest = [below] if below >= value else [below, below + unit]
                 raise FieldError(
                     f"{{{name}}} {value} is not a multiple of"
-                    f" {unit}{' (two stages)' if self.two_stage else ''}; nearest valid:"
-                    f" {' or '.join(map(str, nearest))}"
+                    f" {unit}{stages}; nearest valid: {' or '.join(map(str, nearest))}"
                 )
         if self.num_frames < 1 or self.num_frames % TIME_SCALE != 1:
             below = max(1, (self.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)

@@ -510,7 +510,9 @@ class JobSpec(
         return words
 
 
-SIZES = tuple(field.name for field in dataclasses.fields(Size))  # as the flags are named
+SIZES = tuple(  # as the flags are named
+    field.name for field in dataclasses.fields(Size) if field.name != "spatial_scale"
+)
 _LENGTH = "num_frames", "auto_duration"
 LORAS = ("lora", "ic_lora", "distilled_lora", "detailing_lora")
 
@@ -602,7 +604,7 @@ def spec_of(job: Any, fields: Iterable[str], loras: Mapping[str, Any]) -> JobSpe
     """
     values = {name: getattr(job, name) for name in fields}
     if not job.retake:  # a retake's file determines its size
-        values |= vars(job.output_size)
+        values |= {name: getattr(job.output_size, name) for name in SIZES}
         if job.sound_only:
             values |= {"height": None, "width": None}
     elif job.retake.extend:

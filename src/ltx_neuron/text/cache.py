@@ -29,6 +29,7 @@ HOST_ENCODER_CODE = (
     "weights/model_files",
     "weights/sharding",
     "weights/float8",
+    "weights/int8",
     "weights/tensorfile",
 )
 RANK_ENCODER_CODE = ("config", "models", "text", "weights", "backends")

@@ -16,7 +16,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
-from ltx_neuron.config.release import RELEASES, identified
+from ltx_neuron.config.release import RELEASES, identified, release_of
 from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.hub import RELEASE, RELEASED, download_again
 from ltx_neuron.weights.float8 import WeightFile
@@ -70,6 +70,12 @@ class Checkpoint(WeightFile):
             )
         self.release = release
         if release.split:
+            self.download = download_again(self.path) or release.download("distilled")
+
+    def _parse(self, entries: dict) -> None:
+        super()._parse(entries)
+        release = release_of(self.metadata.get("model_version", ""))
+        if release and release.split:
             self.download = download_again(self.path) or release.download("distilled")
 
     @cached_property

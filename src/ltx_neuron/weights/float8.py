@@ -1,4 +1,4 @@
-"""Files with float8 weights, dequantised to bfloat16 when they are read.
+"""Files with float8 or int8 weights, dequantised to bfloat16 when they are read.
 
 Source: ltx-core quantization/fp8_cast.py (1.2.0): bf16(float32(weight) * scale), then as from a
 bfloat16 file. Layouts, by the other tensors of a weight X.weight:
@@ -6,7 +6,8 @@ bfloat16 file. Layouts, by the other tensors of a weight X.weight:
   released, cast     none: weights and biases were cast without a scale
   ComfyUI            X.scale_weight for X.weight_scale and a marker scaled_fp8 in the file, or
                      X.comfy_quant, JSON with the name of the format
-X.input_scale (ComfyUI: X.scale_input) is for activations, which stay in bfloat16 here.
+X.input_scale (ComfyUI: X.scale_input) is for activations, which stay in bfloat16 here. int8 is in
+weights/int8.py; nvfp4, with X.weight_scale_2, is refused.
 """
 
 import json
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.errors import UserError
+from ltx_neuron.weights import int8
 from ltx_neuron.weights.tensorfile import WEIGHT_DTYPES, TensorFile, listed
 
 FLOAT8, _FORMAT = "F8_E4M3", "float8_e4m3fn"  # as safetensors and torch name it
@@ -25,13 +27,14 @@ _SCALES = "weight_scale", "scale_weight"
 _OF_ACTIVATIONS = "input_scale", "scale_input"
 _NOTE, _MARKER = "comfy_quant", "scaled_fp8"
 _FIELDS = {"format", "full_precision_matrix_mult"}  # of a note; neither changes a weight
+_NVFP4 = "weight_scale_2"  # the second scale that nvfp4 alone has
 _PIECE = 2**18  # weights dequantised at once: their indices fit in a core's cache
 
 
 class WeightFile(TensorFile):
-    """A file of a model's weights. Tensors stored as F8_E4M3 are read as bfloat16, and their dtype
-    is bfloat16; `shapes` leaves their scales and notes out, and `others`, the tensors of other
-    models.
+    """A file of a model's weights. Tensors stored as F8_E4M3 or as int8 with scales are read as
+    bfloat16, and their dtype is bfloat16; `shapes` leaves their scales and notes out, and `others`,
+    the tensors of other models.
 
     UserError, with the tensors' names, for an unknown layout and for a damaged scale.
     """
@@ -44,7 +47,7 @@ class WeightFile(TensorFile):
             values = getattr(self, attribute)
             setattr(self, attribute, {name: values[key] for key, name in names.items()})
         # Float8 tensor -> its scale, float32 without dimensions; None if it has none.
-        self.scales: dict[str, Tensor | None] = {}
+        self.scales: dict[str, Tensor | int8.RowScale | None] = {}
         float8, dropped, problems = [], [], []
         beside: dict[str, dict[str, str]] = {}  # weight -> names of its scales and note
         for key in self.shapes:
@@ -60,6 +63,11 @@ class WeightFile(TensorFile):
                 problems.append(f"{key} is of an unknown layout")
         if not float8 and not beside:
             return
+        if any(key.endswith(f".{_NVFP4}") for key in self.shapes):
+            raise UserError(
+                f"{self.path} has weights in nvfp4, which this toolkit does not read\nDownload the"
+                f" file in bfloat16 (LTX-2.5: or in int8-convrot): {self.download}"
+            )
         formats = self._listed_formats()
         # If no metadata lists the scaled layers, either all layers have scales or none has.
         scaled = not formats and any(part in _SCALES for parts in beside.values() for part in parts)
@@ -74,8 +82,8 @@ class WeightFile(TensorFile):
                 "\n  ".join(
                     [f"{self.path} has weights that cannot be read:", *listed(sorted(problems))]
                 )
-                + "\nWanted: BF16, or F8_E4M3 with one number as weight_scale, or without scales;"
-                f" the published file: {self.download}"
+                + "\nWanted: BF16, or F8_E4M3 with one number as weight_scale, or without scales,"
+                f" or I8 with {int8.FORMAT}; the published file: {self.download}"
             )
         for key in dropped:
             del self.shapes[key], self.dtypes[key]
@@ -95,17 +103,23 @@ class WeightFile(TensorFile):
 
     def _scale(
         self, key: str, beside: dict[str, str], fields: dict | None, wanted: bool
-    ) -> Tensor | None:
-        """The scale of a float8 tensor. ValueError, with a message, if a `wanted` scale is missing,
-        or if a scale or note is damaged or of an unknown layout."""
+    ) -> Tensor | int8.RowScale | None:
+        """The scale of a float8 or int8 tensor. ValueError, with a message, if a `wanted` scale is
+        missing, or if a scale or note is damaged or of an unknown layout."""
         if _NOTE in beside:
             try:
                 fields = {**json.loads(bytes(self.read(beside[_NOTE]).tolist()))}
             except (ValueError, TypeError):
                 raise ValueError(f"{beside[_NOTE]} is not a JSON object") from None
+        scales = [beside[part] for part in _SCALES if part in beside]
+        rows = fields and fields.get("format") == int8.FORMAT
+        if rows and self.dtypes.get(key) == int8.INT8 and len(scales) == 1:
+            try:
+                return int8.row_scale(self.shapes[key], self.read(scales[0]).float(), fields)
+            except ValueError as problem:
+                raise ValueError(f"{key} is {problem}") from None
         if fields and (fields.get("format") != _FORMAT or fields.keys() - _FIELDS):
             raise ValueError(f"{key} is quantised as {json.dumps(fields)}, not implemented")
-        scales = [beside[part] for part in _SCALES if part in beside]
         if self.dtypes.get(key) != FLOAT8:
             stored = self.dtypes.get(key, "missing")
             raise ValueError(f"{[*scales, *beside.values()][0]} exists, but {key} is {stored}")
@@ -131,19 +145,30 @@ class WeightFile(TensorFile):
         return torch.bfloat16 if name in self.scales else super().torch_dtype(name)
 
     def weight_problem(self, name: str, known: tuple[str, ...] = (*WEIGHT_DTYPES, FLOAT8)) -> str:
-        return super().weight_problem(name, known)
+        return "" if name in self.scales else super().weight_problem(name, known)
 
-    def _value(self, name: str, stored: Tensor) -> Tensor:
-        return _dequantised(stored, self.scales[name]) if name in self.scales else stored
+    def _value(self, name: str, stored: Tensor, start: int = 0) -> Tensor:
+        if name not in self.scales:
+            return stored
+        scale = self.scales[name]
+        if isinstance(scale, int8.RowScale):
+            return scale.dequantised(stored, start)
+        return _dequantised(stored, scale)
 
-    def describe_float8(self) -> str:
-        """A line about its float8 tensors for the user; empty if it has none."""
+    @property
+    def quantised(self) -> str:
+        """How its quantised tensors are stored, such as "int8"; empty if it has none."""
+        kinds = {isinstance(scale, int8.RowScale) for scale in self.scales.values()}
+        return " and ".join(["float8", "int8"][kind] for kind in sorted(kinds))
+
+    def describe_quantised(self) -> str:
+        """A line about its quantised tensors for the user; empty if it has none."""
         if not self.scales:
             return ""
         scaled = sum(scale is not None for scale in self.scales.values())
         return (
-            f"{len(self.scales):,} weights in float8 are dequantised while sharding; the sharded"
-            f" set is as large as the bf16 file's ({scaled:,} have a scale)"
+            f"{len(self.scales):,} weights in {self.quantised} are dequantised while sharding; the"
+            f" sharded set is as large as the bf16 file's ({scaled:,} have a scale)"
         )
 
 

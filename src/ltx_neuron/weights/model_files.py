@@ -117,6 +117,14 @@ def config_of(file: TensorFile) -> dict:
         return {}
 
 
+def spatial_scale(path: Path | None) -> float:
+    """The factor by which a spatial upsampler's file enlarges the sides: 2, if it is not 1.5."""
+    with suppress(UserError):
+        scale = config_of(TensorFile(path, "")).get("spatial_scale") if path else None
+        return 1.5 if scale == 1.5 else 2.0
+    return 2.0  # a damaged file is refused where it is used
+
+
 class TextEncoderFile(WeightFile):
     """LTX-2.5's text encoder in one file: Gemma 4, the text projections and the tokenizer.
 

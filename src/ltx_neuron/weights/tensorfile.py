@@ -167,7 +167,7 @@ class TensorFile:
                 if not (count := os.preadv(file.fileno(), [view], offset)):
                     raise self._ends_at(offset, name)
                 view, offset = view[count:], offset + count
-        return self._value(name, memory.view(self._stored_dtype(name)).view(shape))
+        return self._value(name, memory.view(self._stored_dtype(name)).view(shape), start)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name)
@@ -182,10 +182,10 @@ class TensorFile:
         offset, size, shape = self._byte_range(name, start, stop)
         dtype = self._stored_dtype(name)
         memory = self._map(name, offset, size)
-        return self._value(name, _aligned(memory, dtype.itemsize).view(dtype).view(shape))
+        return self._value(name, _aligned(memory, dtype.itemsize).view(dtype).view(shape), start)
 
-    def _value(self, name: str, stored: Tensor) -> Tensor:
-        """A tensor, or rows of it, from the stored data."""
+    def _value(self, name: str, stored: Tensor, start: int = 0) -> Tensor:
+        """A tensor, or its rows from `start`, from the stored data."""
         return stored
 
     def prefetch(self, name: str) -> None:
