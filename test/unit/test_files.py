@@ -94,8 +94,9 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_no_other_file(
     assert len(list(tmp_path.iterdir())) == 4
     names = {"journal.json", "other.json", ".other.json.1-00.partial"}
     with whole_file(path) as mine:
-        remove_leftovers(path)
         assert {entry.name for entry in tmp_path.iterdir()} == {*names, mine.name}
+        remove_leftovers(path)
+        assert mine.exists()
         mine.write_text("{}")
     assert {entry.name for entry in tmp_path.iterdir()} == names
 
