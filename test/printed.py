@@ -18,7 +18,7 @@ SOURCES = ROOT / "src/ltx_neuron"
 BUILDERS = {"command": "ltx-neuron", "_command": "ltx-neuron", "_shard_command": "ltx-neuron shard"}
 VERBED = {"ltx-neuron", "hf", "pip", "aws", "sudo", "ray", "python"}  # whose next words count
 _PROGRAMS = re.compile(
-    r"(?:(?<=[\s;:(&`'\"])|^)(ffmpeg -|hf (?:download|auth)|pip (?:un)?install|python -m \S+"
+    r"(?:(?<=[\s;:(&`'\"])|^)(ffmpeg -|hf (?:download|auth)|pip (?:un)?install|python -[mc] \S+"
     r"|curl http|ltx-neuron [a-z]+ |chmod|rm -r|export \w+=|[Uu]nset (?:\w+|…)|sudo [\w-]+"
     r"|aws [a-z]+|(?<=\S )(?:neuron-ls|dmesg)|kill …|HF_HOME=|ray start)"
 )
@@ -110,7 +110,9 @@ class _Reader(ast.NodeVisitor):
         text = text_of(node)
         for match in _PROGRAMS.finditer(text):
             words = match[0].lower().split()
-            words = words[:3] if words[0] == "python" else words[: 1 + (words[0] in VERBED)]
+            words = (
+                words[:3] if words[:2] == ["python", "-m"] else words[: 1 + (words[0] in VERBED)]
+            )
             self.add(" ".join(words).removesuffix("="), text)
         for match in _FLAGS.finditer(text):
             flag = match[1] if match[1][0] == "-" else "--" + match[1][1:-1].replace("_", "-")

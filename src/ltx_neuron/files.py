@@ -38,26 +38,34 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     files, so these keep one .partial name until they are finished.)
 
     The temporary name is unique, so concurrent writers write separate files and the last one
-    finished is kept. A killed process leaves its temporary file.
+    finished is kept. A killed process leaves its temporary file, which the next writer removes.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
     unique = f"{os.getpid()}-{secrets.token_hex(4)}"
     partial = path.with_name(f".{path.name}.{unique}{PARTIAL}")
     try:
-        yield partial
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with open(partial, "wb") as writer:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield partial
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
+            if not partial.stat().st_size:
+                raise FileNotFoundError(errno.ENOENT, "nothing was written", str(path))
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove temporary files of killed writers of `path`. The caller must hold a lock, so that no
-    other process is writing it."""
+    """Remove temporary files of killed writers of `path`: those that nobody has locked. The system
+    releases the lock of a killed process."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}*"):
-        leftover.unlink(missing_ok=True)
+        with suppress(OSError), open(leftover, "rb+") as file:  # a writer's, or without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink(missing_ok=True)
 
 
 @contextmanager

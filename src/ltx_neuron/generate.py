@@ -144,7 +144,8 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         if outputs.tensors:
             progress.write_run_tensors(outputs.tensors, result.tensors, identity())
             write(result.clip())
-    show(write_sidecar(outputs.video, job, engine), outputs)
+        report = write_sidecar(outputs.video, job, engine)  # before the state is removed
+    show(report, outputs)
     print(f"{'sound' if job.sound_only else 'video'}: {outputs.video}")
 
 

@@ -179,6 +179,8 @@ def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
     info = HfApi().model_info(repo, revision=revision, files_metadata=True)
     listed = {each.rfilename: each for each in info.siblings or ()}
     files = _chosen(f"{constants.ENDPOINT}/{repo}", list(listed), file, kind)
+    beside = re.sub(r"adapter_model\.safetensors$", "adapter_config.json", files[0])  # PEFT's
+    files += [beside] if beside in {*listed} - {*files} else []
     cache = Path(constants.HF_HUB_CACHE)
     blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
     blob_of = {each: str(of.lfs.sha256 if of.lfs else of.blob_id) for each, of in listed.items()}

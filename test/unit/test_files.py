@@ -80,7 +80,8 @@ def test_two_writers_at_once_never_mix(tmp_path):
     assert mixed == [] and list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_killed_writer_left_is_removed_and_no_other_file(tmp_path):
+def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_no_other_file(tmp_path):
+    """Not the file of a writer that lives, whatever its process."""
     path = tmp_path / "journal.json"
     write_json(path, {"kept": True})
     (tmp_path / "other.json").touch()
@@ -91,9 +92,13 @@ def test_what_a_killed_writer_left_is_removed_and_no_other_file(tmp_path):
     )
     subprocess.run([sys.executable, "-c", command, path])
     assert len(list(tmp_path.iterdir())) == 4
-    remove_leftovers(path)
-    names = {entry.name for entry in tmp_path.iterdir()}
-    assert names == {"journal.json", "other.json", ".other.json.1-00.partial"}
+    names = {"journal.json", "other.json", ".other.json.1-00.partial"}
+    with whole_file(path) as mine:
+        assert {entry.name for entry in tmp_path.iterdir()} == {*names, mine.name}
+        remove_leftovers(path)
+        assert mine.exists()
+        mine.write_text("{}")
+    assert {entry.name for entry in tmp_path.iterdir()} == names
 
 
 def test_objects_and_tensors_are_read_as_they_were_written(tmp_path):

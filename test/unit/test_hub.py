@@ -82,6 +82,13 @@ def test_of_a_repository_with_one_file_of_weights_that_is_taken(hub):
     assert local_path(LORA, "lora").name == "lora.safetensors"
 
 
+def test_of_a_repository_of_peft_the_settings_come_too(hub, tiny):
+    names = {"adapter_config.json": tiny.gemma_root / "config.json"}
+    hub.repos[LORA] = names | {"README.md": tiny.image, "adapter_model.safetensors": tiny.lora}
+    path = local_path(LORA, "lora")
+    assert {each.name for each in path.parent.iterdir()} == {path.name, *names}
+
+
 def test_of_a_repository_with_several_files_of_weights_one_must_be_named(hub, tiny):
     hub.repos[LORA]["second.safetensors"] = tiny.lora
     error = refused(LORA, "lora")

@@ -20,7 +20,7 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.weights import model_files
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.lora import Lora, MergedSource
+from ltx_neuron.weights.lora import Lora, MergedSource, _fingerprint, identity_of
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharding import DIFFUSION, MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -170,6 +170,26 @@ def test_every_spelling_of_a_lora_gives_the_plain_files_bytes(tiny, tmp_path, ch
     assert len(wanted.adapters) == 96
     assert differing(merged(tiny, path), wanted) == []
     assert model_files.kind_of(TensorFile(path, "")) == "lora"
+
+
+def test_a_folder_of_peft_has_alpha_in_its_settings_and_its_identity(tiny, tmp_path):
+    """The weights' file does not have it. The error of the folder names the file to type."""
+    tensors, _ = SAME["PEFT, saved"](load_file(tiny.lora))
+    path, settings = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    save_file(tensors, path, {"format": "pt"})
+    identities = []
+    for alpha in (RANK, RANK / 2):
+        settings.write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": alpha}))
+        wanted = merged(tiny, tiny.lora, STRENGTH * alpha / RANK)
+        assert differing(merged(tiny, path), wanted) == []
+        _fingerprint.cache_clear()  # a process reads it once
+        identities += identity_of((Lora(path),))
+    assert identities[0] != identities[1]
+    with pytest.raises(UserError, match=f"type its file: --lora {path}"):
+        Lora(tmp_path).file()
+    settings.write_text("{")
+    with pytest.raises(UserError, match="its PEFT settings are damaged"):
+        merged(tiny, path)
 
 
 def test_a_name_that_two_weights_share_without_dots_is_refused(tiny, tmp_path):

@@ -20,7 +20,7 @@ from helpers import exit_code, forked, wait_for
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
-from service_app import FORM, SIZE, Sent, Service, get, listening, opened
+from service_app import FORM, SIZE, Sent, Service, form, get, listening, opened
 
 from ltx_neuron import errors
 from ltx_neuron.errors import UserError
@@ -156,6 +156,32 @@ def test_each_trouble_of_the_database_has_its_own_answer_and_one_line(
 
 
 # --- a full disk ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "code"),
+    [
+        (errno.ENOSPC, 507, "storage_full"),
+        (errno.EDQUOT, 507, "storage_full"),
+        (errno.EIO, 500, "internal_error"),
+    ],
+)
+@pytest.mark.parametrize(
+    "place", ["starlette.formparsers.SpooledTemporaryFile", "pathlib.Path.mkdir"]
+)
+def test_an_upload_without_room_is_answered_with_507_and_no_traceback(
+    service, place, number, status, code, monkeypatch, caplog
+):
+    """While it is received, and where the job's folder is made."""
+
+    def fails(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(place, fails)
+    body = form({"prompt": "waves", "size": SIZE, "input_reference": b"picture"})
+    got = service.ask(Sent("POST", "/v1/videos", b"", service.headers(FORM), body))
+    assert (got.status, got.error["code"]) == (status, code)
+    assert ("Traceback" in caplog.text) == (status == 500)  # only what is a fault is logged
 
 
 def on_small_disk(folder: Path, function) -> int:

@@ -2,6 +2,10 @@
 as people type them."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import picture_frames, write_film
 from PIL import Image
+from printed import runs
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags.resolve import job_of, references_of
@@ -79,6 +84,65 @@ def test_a_picture_that_cannot_be_read_is_no_video_of_one_tile(tmp_path):
     job = Job("", Size(num_frames=17), references=references_of(spec))
     with pytest.raises(UserError, match="photo.heic cannot be read as an image"):
         check(job)
+
+
+def typed(said: str) -> None:
+    """Type what a message prints, in the present folder."""
+    (line,) = re.findall(r"^Type: (?:pip install \S+ && )?(python .*)", said, re.MULTILINE)
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", line], env=os.environ | {"PATH": path}, check=True)
+
+
+@runs("host/images.py:unreadable: python -c")
+@pytest.mark.parametrize("name", ["a.webp", "it's one.webp"])
+def test_an_animated_webp_is_taken_as_a_video_after_the_printed_command(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.chdir(tmp_path)
+    PICTURES[0].save(name, lossless=True, **MOVING)
+    for made in (f"{name[:-5]}.png", f"{name[:-5]}-2.png"):  # what is there is not replaced
+        with pytest.raises(UserError, match="an animated WebP") as refused:
+            list(first_frames(name, "--video-path"))
+        typed(str(refused.value))
+        frames = list(first_frames(made, "--video-path"))
+        assert np.array_equal(frames, [np.array(each) for each in PICTURES])
+
+
+def test_a_heic_is_taken_after_the_printed_command(tmp_path, monkeypatch):
+    """Upright, as its viewer shows it."""
+    pytest.importorskip("pillow_heif")  # not a package of this project
+    monkeypatch.chdir(tmp_path)
+    script = (
+        "import pillow_heif; from PIL import Image; pillow_heif.register_heif_opener()\n"
+        "picture = Image.new('RGB', (96, 64)); picture.paste((255, 0, 0), (0, 0, 48, 32))\n"
+        "exif = picture.getexif(); exif[0x112] = 6\n"  # a quarter turn
+        "picture.save('photo.heic', exif=exif.tobytes(), quality=95)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    with pytest.raises(UserError, match="it is HEIC") as refused:
+        decode_image("photo.heic", "shown")
+    typed(str(refused.value))
+    shown = decode_image("photo.png", "shown")
+    assert shown.shape == (96, 64, 3) and shown[5, 60, 0] > 200 and shown[5, 5, 0] < 50
+
+
+@pytest.mark.parametrize(
+    "begin, said",
+    [
+        (b"\0\0\0\x18ftypheic", "it is HEIC"),
+        (b"%PDF-1.4", "it is a PDF"),
+        (b"<svg xmlns=", "it is SVG"),
+        (b"\xff\x0a\xfa", "it is JPEG XL"),
+        (b"\0\0\0\x18ftypisom", "it is a video"),
+        (b"\0\0\0\x18ftypavif", "as an image: "),
+        (b"RIFF\0\0\0\0WEBP", "as an image: "),
+    ],
+)
+def test_a_picture_of_another_format_is_refused_by_its_name(tmp_path, begin, said):
+    (tmp_path / "a").write_bytes(begin + bytes(100))
+    with pytest.raises(UserError, match=said) as refused:
+        decode_image(tmp_path / "a", "shown")
+    assert ("wanted PNG, JPEG" in str(refused.value)) == ("it is" in said and "HEIC" not in said)
 
 
 def test_a_moving_picture_as_an_image_is_noted(tmp_path):

@@ -2,8 +2,11 @@
 
 import hashlib
 import math
+import os
 import re
+import shlex
 import warnings
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -22,6 +25,13 @@ _MAX_PIXELS, _MAX_SCALED = MAX_SIDE**2, 89_478_485
 # Formats whose frames are a video's. Those of others are pages, layers, or a photograph's preview.
 _MOVING = {"GIF", "WEBP", "PNG", "AVIF", "FLI", "MPEG"}
 _HEIF = re.compile(rb"....ftyp(heic|heix|mif1)", re.DOTALL)
+# Beginnings of other files that are not read -> their names.
+_FORMATS = {
+    rb"%PDF": "a PDF",
+    rb"\xff\x0a|\0\0\0\x0cJXL ": "JPEG XL",
+    rb"\s*<": "SVG or a web page",
+    rb"....ftyp(?!av|mif1)|\x1aE\xdf\xa3": "a video",
+}
 
 
 def load_image(
@@ -76,6 +86,26 @@ def is_still(path: str | Path) -> bool:
         return False
 
 
+def unreadable(path: str | Path, moves: bool = False) -> str:
+    """What a picture is that is not read, and the command that converts it; "" if unknown. moves:
+    it is read as a video."""
+    begin, path = first_bytes(Path(path), 16), str(path)
+    stem = Path(path).stem[:60]
+    names = (f"{stem}{extra}.png" for extra in ("", *(f"-{n}" for n in range(2, 1000))))
+    new = next(each for each in names if not os.path.lexists(each))
+    if moves:
+        with suppress(OSError, SyntaxError, ValueError), _opened(path) as image:
+            if image.format == "WEBP":
+                script = f"from PIL import Image; Image.open({path!r}).save({new!r}, save_all=True)"
+                return f"it is an animated WebP.\nType: python -c {shlex.quote(script)}"
+        return ""
+    if _HEIF.match(begin):
+        script = f"import pillow_heif as h; h.read_heif({path!r}).to_pillow().save({new!r})"
+        return f"it is HEIC.\nType: pip install pillow-heif && python -c {shlex.quote(script)}"
+    name = next((name for each, name in _FORMATS.items() if re.match(each, begin, re.DOTALL)), "")
+    return name and f"it is {name}; wanted PNG, JPEG, WebP, AVIF, TIFF or GIF"
+
+
 def check_image(
     path: str | Path,
     height: int = 1,
@@ -124,7 +154,8 @@ def decode_image(path: str | Path, orientation: str, flag: str = "--image") -> n
             ) from None
         except (OSError, SyntaxError, ValueError) as error:
             raise UserError(
-                f"{path} cannot be read as an image: {reason(error)}\npass another with {flag} FILE"
+                f"{path} cannot be read as an image: {unreadable(path) or reason(error)}\n"
+                f"pass another with {flag} FILE"
             ) from None
     height, width = picture.shape[:2]
     if min(height, width) < MIN_SIDE or max(height, width) > MAX_SIDE:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_readable, check_regular
-from ltx_neuron.host.images import MAX_SIDE, fill
+from ltx_neuron.host.images import MAX_SIDE, fill, unreadable
 from ltx_neuron.host.video import exact_frame_rate
 from ltx_neuron.sampling.extension import check_source, default_window
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
@@ -60,7 +60,8 @@ def _opened(path: str | Path, flag: str) -> Iterator:
     except PermissionError as error:
         raise refusal(error, flag) from None
     except (FFmpegError, OSError, ValueError) as error:
-        raise UserError(f"{flag} {path} cannot be read: {reason(error)}\n{advice}") from None
+        why = unreadable(path, moves=True) or reason(error)
+        raise UserError(f"{flag} {path} cannot be read: {why}\n{advice}") from None
 
 
 def read_sound(

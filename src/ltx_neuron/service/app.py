@@ -368,6 +368,7 @@ def create_app(
     own = ApiError, HTTPException, RequestValidationError, ClientDisconnect, StorageError
     for kind in (*own, Exception):
         app.add_exception_handler(kind, handle_error)
+    app.add_exception_handler(OSError, handle_disk_error)
     return RequestLimits(_counting(app, api), settings.max_body_bytes, local=not tokens.hashes)
 
 
@@ -465,6 +466,14 @@ def _counting(app: Callable, api: Api) -> Callable:
     return counted
 
 
+def handle_disk_error(request: Request, error: Exception) -> Response:
+    """The answer where a disk is full, which is no fault of the service's. Other errors are raised:
+    they are logged before `handle_error` answers them."""
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    return handle_error(request, error)
+
+
 def handle_error(_: Request, error: Exception) -> Response:
     """The API's answer to an error."""
     match error:
@@ -479,7 +488,7 @@ def handle_error(_: Request, error: Exception) -> Response:
             told = invalid(name, f"{name}: got {got}, {wanted}")
         case ClientDisconnect():
             return Response(status_code=499)  # as nginx counts it; nobody reads it
-        case OSError(errno=errno.ENOSPC):
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             told = ApiError(507, "storage_full", "the service's disk is full", retry=60)
         case StorageError(errno=errno.EBUSY):
             message = "the queue's database is locked by another program"

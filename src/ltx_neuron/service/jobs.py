@@ -1,7 +1,6 @@
 """Converts a request to a queued job, and a queued job to a Job for the engine."""
 
 import dataclasses
-import errno
 import re
 import shutil
 from contextlib import contextmanager, suppress
@@ -28,7 +27,6 @@ from ltx_neuron.service.sizes import CompiledSize, SizeObject, SizeRegistry
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
 PREVIEW = "preview"  # key in a running job's detail: a JPEG in base64
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class JobSubmitter:
@@ -249,7 +247,7 @@ class JobSubmitter:
 
 @contextmanager
 def _refusing():
-    """Raise errors of the queue and the disk as ApiError."""
+    """Raise errors of the queue as ApiError."""
     try:
         yield
     except QueueFull as error:
@@ -257,10 +255,6 @@ def _refusing():
     except KeyUsed:
         message = "this Idempotency-Key was used for another request; send another key"
         raise ApiError(409, "idempotency_conflict", message) from None
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise ApiError(507, "storage_full", "the service's disk is full", retry=60) from None
 
 
 def public(text: str, folder: Path) -> str:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ltx_neuron.config.common import digest
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.hub import RELEASED, download_released, nearest
 from ltx_neuron.weights.checkpoint import Source
@@ -113,10 +114,18 @@ class Lora:
         return f"no such file{near}; type a .safetensors file, or its name on the Hugging Face Hub"
 
     @property
+    def beside(self) -> Path | None:
+        """The file of PEFT's settings, where alpha is not in the weights' file."""
+        path = self.path.with_name("adapter_config.json")
+        return path if self.path.stem == "adapter_model" and path.is_file() else None
+
+    @property
     def settings(self) -> dict:
-        """PEFT's settings, as diffusers saves them in the metadata. UserError if damaged."""
+        """PEFT's settings: beside its file, or as diffusers saves them in the metadata. UserError
+        if damaged."""
         try:
             text = self.file().metadata.get("lora_adapter_metadata", "{}")
+            text = self.beside.read_text() if self.beside else text
             return {name.removeprefix("transformer."): x for name, x in json.loads(text).items()}
         except (ValueError, AttributeError):
             raise UserError(f"--lora {self.path}: its PEFT settings are damaged") from None
@@ -138,7 +147,9 @@ def _version(path: Path) -> tuple[int, int] | None:
 
 @cache  # the lines of a batch repeat the same files
 def _fingerprint(path: Path, version: tuple[int, int] | None) -> str:
-    return Lora(path).file().fingerprint
+    lora = Lora(path)
+    own = lora.file().fingerprint
+    return digest([own, lora.settings]) if lora.beside else own
 
 
 def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
