@@ -151,10 +151,10 @@ class Preflight:
         vae = [manifest for several in self.vae.values() for manifest in several.values()]
         memories = []
         for job in jobs:
-            steps = (step for stage in job.stages for step in compiled[id(job), stage].programs)
-            manifests = [step.manifest for step in steps]
+            steps = (compiled[id(job), stage].programs for stage in job.stages)
+            stages = [[step.manifest for step in each] for each in steps]
             memories.append(
-                self.workspace.compiled_memory(manifests, self.options.neuron_gemma, vae, job)
+                self.workspace.compiled_memory(stages, self.options.neuron_gemma, vae, job)
             )
         self.vae_stays = all(each.vae_stays(self.workspace.profile) for each in memories)
         return memories
@@ -382,21 +382,23 @@ def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> No
 
 
 def check_guidance_groups(jobs: list[Job], groups: int) -> None:
-    """Raise UserError for more guidance groups than any stage has passes."""
-    most = max((len(job.passes) for job in jobs if job.stages[0].guided), default=1)
+    """Raise UserError for more guidance groups than any stage has passes or tiles."""
+    most = max((job.independent_passes(stage) for job in jobs for stage in job.stages), default=1)
     if jobs and groups > most:  # a replica may have no capability jobs
-        has = f"no stage of it has more than {most} passes" if most > 1 else "it has no guidance"
+        has = f"no stage of it has more than {most}" if most > 1 else "it has neither"
         raise UserError(
-            f"guidance_parallel={groups}: each group runs a pass of a guided step, and {has}.\nType"
+            f"guidance_parallel={groups}: each group runs a pass of a guided step or a tile of a"
+            f" tiled one, and {has}.\nType"
             f" --profile-set guidance_parallel={most}"
         )
 
 
 def say_idle_groups(job: Job, stage: Stage, groups: int) -> None:
     """Print how many guidance groups have nothing to do in a stage, if there are any."""
-    passes = len(job.passes) if stage.guided else 1
+    passes = job.independent_passes(stage)
     if passes < groups:
-        runs = f"{passes} passes" if passes > 1 else "one pass"
+        kind = "passes" if stage.guided else "tiles"
+        runs = f"{passes} {kind}" if passes > 1 else "one pass"
         idle = groups - passes
         print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
 

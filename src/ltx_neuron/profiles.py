@@ -56,7 +56,8 @@ class Profile:
     context_mode    how video self-attention reaches all tokens: "gather" their keys and values, or
                     exchange tokens for heads ("ulysses"; in groups of `ulysses_degree`, between
                     which keys and values are gathered; 0: all groups exchange)
-    guidance_parallel  groups of ranks, each with the whole model, that share a guided step's passes
+    guidance_parallel  groups of ranks, each with the whole model, that share the passes of a guided
+                    step or the tiles of a tiled one
     spread          each guidance group has a machine of its own; only the fleet sets it
     host_dtype      of the host's video models; "auto": bfloat16 for a bfloat16 run if this
                     machine's CPU measures faster with it, else float32

@@ -259,20 +259,34 @@ def test_a_group_that_cannot_start_ends_those_that_have():
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def jobs(*passes: int) -> list:
-    return [
-        SimpleNamespace(passes=PASSES[:count], stages=[SimpleNamespace(guided=count > 0)])
-        for count in passes
-    ]
+def test_after_shared_work_the_ranks_of_each_group_are_compared_with_each_other():
+    groups = [Group(), Group()]
+    team = started(groups)
+
+    def work(number):
+        return lambda group: group.put("dit", latent=START * number)
+
+    team.share([work(0), work(1)])
+    assert len(set(team.hashes("latent"))) == 1  # though the groups differ
+    groups[1].hashes = lambda *names: ["1", "2"]
+    assert len(set(team.hashes("latent"))) == 2
+    groups[1].hashes = lambda *names: ["1", "1"]
+    team.put("dit", latent=START)
+    assert len(set(team.hashes("latent"))) == 2  # the groups hold the same again, and differ
 
 
-def test_more_groups_than_any_job_has_passes_are_refused_with_the_number_that_helps():
-    check_guidance_groups(jobs(2, 4), 4)
-    check_guidance_groups(jobs(0), 1)
-    with pytest.raises(UserError, match=r"no stage .* 3 passes.\nType .* guidance_parallel=3$"):
-        check_guidance_groups(jobs(3, 1), 4)
-    with pytest.raises(UserError, match=r"no guidance.\nType .* guidance_parallel=1$"):
-        check_guidance_groups(jobs(0), 2)
+def jobs(*stages: tuple[int, ...]) -> list:
+    """Jobs whose stages have so many passes or tiles."""
+    return [SimpleNamespace(stages=each, independent_passes=lambda count: count) for each in stages]
+
+
+def test_more_groups_than_any_job_has_passes_or_tiles_are_refused_with_the_number_that_helps():
+    check_guidance_groups(jobs((2, 1), (1, 4)), 4)
+    check_guidance_groups(jobs((1, 1)), 1)
+    with pytest.raises(UserError, match=r"no stage .* than 3.\nType .* guidance_parallel=3$"):
+        check_guidance_groups(jobs((1, 3), (1,)), 4)
+    with pytest.raises(UserError, match=r"neither.\nType .* guidance_parallel=1$"):
+        check_guidance_groups(jobs((1, 1)), 2)
 
 
 def test_nxd_which_drives_the_cores_of_one_group_is_refused_by_name():

@@ -11,7 +11,7 @@ assumptions, and the output prints them.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ltx_neuron.backends.export import (
 )
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
-from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
+from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host.arithmetic import arithmetic
@@ -57,6 +57,11 @@ ASSUMED = {
     "runtime_bytes_per_core": 2 * 2**30,
     "sdpa": "a flash kernel never stores attention scores, unless a stage lists them",
 }
+# The inputs of the tokens that a tile sees. The ranks keep those of every tile of a stage.
+_ROPES = [f"{stream}{kind}" for stream in STREAMS for kind in ("", "_cross")]
+TILE_INPUTS = {f"{rope}_{part}" for rope in _ROPES for part in ("cos", "sin")}
+TILE_INPUTS |= {"timestep_mask", "denoise_mask", "clean_latent"}
+TILE_INPUTS |= {"video_bias", "keyframes_mask", "padding_bias"}
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,9 @@ class StagePlan:
     height: int
     width: int
     steps: int
-    evaluations: int  # of the model, for each tile: res_2s has two per step and one more
-    tiles: int  # of which all other numbers are the largest's; 1: not tiled
-    passes: int  # of an evaluation: up to five with guidance; the counts are those of one
+    evaluations: int  # of the model: res_2s has two per step and one more
+    tiles: int  # 1: not tiled. The other numbers are the largest's, but upload_bytes is of all
+    passes: int  # of an evaluation: up to five with guidance, or the tiles; counts are those of one
     video_tokens: int  # appended ones included, like the audio's
     audio_tokens: int
     nag: bool  # normalized attention guidance
@@ -183,11 +188,18 @@ class CoreMemory:
         return self.resident if profile.resident else self.in_turn
 
 
-def compiled_activations(manifests: Iterable[Manifest]) -> int:
-    """Activations (see CoreMemory) of compiled programs, from what was counted when compiling."""
+def compiled_activations(stages: Iterable[Sequence[Manifest]]) -> int:
+    """Activations (see CoreMemory) of each stage's compiled programs, one or one for each tile,
+    from what was counted when compiling."""
     return max(
-        max(manifest.cost(run)["peak_bytes"] for run in manifest.runs) + manifest.upload_bytes()
-        for manifest in manifests
+        max(
+            max(manifest.cost(run)["peak_bytes"] for run in manifest.runs)
+            + manifest.upload_bytes()
+            - manifest.upload_bytes(TILE_INPUTS)
+            for manifest in manifests
+        )
+        + sum(manifest.upload_bytes(TILE_INPUTS) for manifest in manifests)
+        for manifests in stages
     )
 
 
@@ -440,9 +452,9 @@ def _stage(
         height=stage.height,
         width=stage.width,
         steps=stage.steps,
-        evaluations=len(stage.evaluations) * len(buckets),
+        evaluations=len(stage.evaluations),
         tiles=len(buckets),
-        passes=len(job.passes) if stage.guided else 1,
+        passes=job.independent_passes(stage),
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
         nag=bucket.nag,
@@ -463,7 +475,8 @@ def _stage(
         activation_bytes_per_core=step["peak_bytes"],
         score_bytes_per_core=_score_bytes(config, bucket, profile, tp)[0],
         score_ms=score_ms,
-        upload_bytes=_upload_bytes(program),
+        upload_bytes=_upload_bytes(program)
+        + (len(buckets) - 1) * _upload_bytes(program, TILE_INPUTS),
     )
 
 
@@ -550,12 +563,13 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
     }
 
 
-def _upload_bytes(program: Program) -> int:
-    """Bytes of one rank's uploaded tensors: inputs that no graph returns, and the latents."""
+def _upload_bytes(program: Program, only: Collection[str] = ()) -> int:
+    """Bytes of one rank's uploaded tensors: inputs that no graph returns, and the latents. only: as
+    in Manifest.upload_bytes."""
     graphs = program.graphs.values()
     inputs = {name for graph in graphs for name in graph.inputs._fields}
-    returned = {name for graph in graphs for name in graph.outputs._fields} - {*LATENTS}
-    uploaded = [program.fields[name] for name in inputs - returned]
+    inputs -= {name for graph in graphs for name in graph.outputs._fields} - {*LATENTS}
+    uploaded = [program.fields[name] for name in (inputs.intersection(only) if only else inputs)]
     return sum(math.prod(field.shape) * field.dtype.itemsize for field in uploaded)
 
 

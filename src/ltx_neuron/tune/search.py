@@ -121,7 +121,7 @@ def layout_candidates(
     """The settings of one tensor-parallel group, and the changes of every other layout of the
     cores. heads: number of the model's video heads."""
     base = single_group(profile)
-    passes = max(len(job.passes) if stage.guided else 1 for stage in job.stages)
+    passes = max(map(job.independent_passes, job.stages))
     layouts = layout_settings(base, tp, cores // tp, passes, heads // tp, job.buckets)
     changes = [{key: str(value) for key, value in fields.items()} for fields in layouts]
     return {key: text_of(base, key) for key in LAYOUT}, changes[1:]
