@@ -430,9 +430,7 @@ def largest_bucket(job: Job, stage: Stage) -> Bucket:
 def _stage(
     config: TransformerConfig, job: Job, stage: Stage, profile: Profile, tp: int, dtype: torch.dtype
 ) -> StagePlan:
-    buckets, references = job.stage_buckets(stage), job.appended_references(stage.upsampled)
-    bucket = largest_bucket(job, stage)
-    size = job.stage_size(stage.upsampled)
+    buckets, bucket = job.stage_buckets(stage), largest_bucket(job, stage)
     divides = profile.sequence_parallel and may_divide(bucket, tp, profile.context_parallel)
     program, step = step_cost(config, bucket, profile, tp, dtype, divides)
     flops = step["flops"]
@@ -458,10 +456,7 @@ def _stage(
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
         nag=bucket.nag,
-        reference_tokens=(
-            sum(math.prod(each.latent_shape(size)) for each in references),
-            job.appended_audio(stage.upsampled),
-        ),
+        reference_tokens=(_reference_tokens(job, stage), job.appended_audio(stage.upsampled)),
         flops_per_step=flops * profile.world_size(tp),
         ideal_step_ms=ideal_ms,
         compute_ms=compute_ms,
@@ -478,6 +473,19 @@ def _stage(
         upload_bytes=_upload_bytes(program)
         + (len(buckets) - 1) * _upload_bytes(program, TILE_INPUTS),
     )
+
+
+def _reference_tokens(job: Job, stage: Stage) -> int:
+    """The video tokens of a stage's references, or those that its largest tile sees."""
+    size, references = job.stage_size(stage.upsampled), job.appended_references(stage.upsampled)
+    count = sum(math.prod(each.latent_shape(size)) for each in references)
+    if tiles := job.stage_tiles(stage):
+        tokens = max((tokens for _, tokens in tiles), key=len)
+        plane = math.prod(video_latent_shape(stage.height, stage.width, 1))
+        slots = plane * len(job.generated_keyframes(stage.upsampled))  # after the references
+        end = job.bucket(stage).video_tokens - slots
+        count = int(((tokens >= end - count) & (tokens < end)).sum())
+    return count
 
 
 def _score_bytes(
