@@ -311,9 +311,8 @@ class Preflight:
         return compiled
 
     def _compiled_step(self, job: Job, stage: Stage) -> CompiledStep:
-        find, tiles = self.workspace.dit_program_for, range(len(job.stage_tiles(stage)))
-        steps = tuple(CompiledStep(*find(job, stage, number)) for number in tiles)
-        return replace(steps[0], tiles=steps) if steps else CompiledStep(*find(job, stage))
+        first, *others = [CompiledStep(*p) for p in self.workspace.dit_programs_for(job, stage)]
+        return replace(first, tiles=(first, *others)) if others else first
 
     def _find_vae(self, jobs: list[Job]) -> dict[str, dict[str, Manifest]]:
         """The programs of the VAEs by model. Raises UserError for missing ones."""

@@ -4,7 +4,6 @@ documented peaks."""
 import dataclasses
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -476,9 +475,14 @@ def test_a_step_of_hq_is_timed_as_the_evaluations_that_it_has(released, clip):
     assert texts["denoise_stage_2"].startswith("7 x ")
 
 
-def test_the_tiles_of_a_step_are_timed_in_turn_or_by_as_many_groups_as_there_are(released, clip):
+def test_the_tiles_of_a_step_are_timed_in_turn_or_by_as_many_groups_as_there_are(
+    released, clip, tmp_path
+):
     """3840x2176 in tiles of 1024x1536 with a reference of half the size, in both stages."""
-    references, lora = (ReferenceVideo("x.mp4", 1.0, 121, 2),), (Lora(Path("x.safetensors")),)
+    paths = [tmp_path / name for name in ("x.mp4", "x.safetensors")]
+    for path in paths:
+        path.touch()
+    references, lora = (ReferenceVideo(paths[0], 1.0, 121, 2),), (Lora(paths[1]),)
     size, inputs = Size(2176, 3840, 121, two_stage=True), dict(references=references, tile=True)
     job = Job("", size, stage_1_loras=lora, stage_2_ic_lora=True, **inputs)
     one = plan.plan(released, TRN2, job, 4, "bfloat16")

@@ -46,6 +46,8 @@ _AS_THESE = {
     "images": "images at these frames",
     "references": "such reference videos",
     "attention_mask": "their mask",
+    "stage_2_ic_lora": "them in stage 2",
+    "tile": "such tiles",
     "nag_scale": "nag_scale",
     "num_generated_keyframes": "this number of generated keyframes",
     "reference_audio": "such a voice",
@@ -53,6 +55,7 @@ _AS_THESE = {
 # Inputs whose graphs may be the only ones of their size -> the request's field
 _OWN_GRAPHS = {
     "references": "video_conditioning",
+    "tile": "tile",
     "reference_audio": "reference_audio",
     "nag_scale": "nag_scale",
     "num_generated_keyframes": "num_generated_keyframes",
@@ -221,6 +224,10 @@ class SizeRegistry:
                 "num_generated_keyframes": [{"num_generated_keyframes": n} for n in _KEYFRAMES],
                 "video_reference": [{"retake": Retake("x")}] if not size.two_stage else [],
                 "video_conditioning": [{"references": (one,)} for one in references],
+                "tile": [
+                    {"references": (one,), "tile": True, "stage_2_ic_lora": True}
+                    for one in references
+                ],
                 "conditioning_attention_mask": [
                     {"references": (one,), "attention_mask": AttentionMask("x")}
                     for one in references
@@ -235,6 +242,7 @@ class SizeRegistry:
                 ]
             else:
                 inputs["video_conditioning"] = inputs["conditioning_attention_mask"] = []
+                inputs["tile"] = []
             for field, several in inputs.items():
                 if any(self._fits(each, **given) for given in several):
                     found.setdefault(field, []).append(each)
@@ -258,6 +266,8 @@ class SizeRegistry:
         """Whether every stage of a legal size has a graph for a Job's inputs."""
         if chosen.size.two_stage and "spatial" not in self.upsamplers:
             return False
+        if inputs.get("stage_2_ic_lora") and not chosen.size.two_stage:
+            return False
         if chosen.refines and not all(f["stage_2_loras"] for f in self.lora_sets.values()):
             return False
         job = Job("", chosen.size, recipe=chosen.recipe, **inputs)
@@ -268,7 +278,7 @@ class SizeRegistry:
             if job.dubbing:
                 job.dubbing.check(job.size)
             for stage in job.stages:
-                self.workspace.dit_program_for(job, stage)
+                self.workspace.dit_programs_for(job, stage)
         except UserError:  # absent, damaged, or with other blocks_per_graph
             return False
         return True
@@ -290,9 +300,7 @@ class SizeRegistry:
         near = [candidate for candidate in candidates if _is_near(requested, candidate)]
         fitting = [candidate for candidate in near if self._fits(candidate, **inputs)]
         if not fitting:
-            raise self._mismatch(
-                requested, [name for name in inputs if inputs[name]] if near else []
-            )
+            raise self._mismatch(requested, [n for n in _AS_THESE if inputs.get(n)] if near else [])
         chosen = min(fitting, key=lambda candidate: _distance(requested, candidate, self.default))
         return chosen, _rounded(requested, chosen)
 
