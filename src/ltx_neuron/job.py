@@ -259,11 +259,6 @@ class Job(Inputs):
         """The passes of each evaluation of a guided stage."""
         return self.resolved_guidance.passes() + (WITHOUT,) * (self.identity_scale != 0)
 
-    def independent_passes(self, stage: Stage) -> int:
-        """The number of passes of an evaluation that guidance groups share: those of guidance, or
-        one for each tile."""
-        return len(self.passes) if stage.guided else len(self.stage_tiles(stage)) or 1
-
     @property
     def upsamplers(self) -> dict[str, str]:
         """The latent upsamplers that this job needs -> the flag that requires each."""

@@ -20,7 +20,7 @@ from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
-from ltx_neuron.plan import CoreMemory
+from ltx_neuron.plan import CoreMemory, independent_passes
 from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.text.inputs import cut_off
@@ -382,7 +382,7 @@ def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> No
 
 def check_guidance_groups(jobs: list[Job], groups: int) -> None:
     """Raise UserError for more guidance groups than any stage has passes or tiles."""
-    most = max((job.independent_passes(stage) for job in jobs for stage in job.stages), default=1)
+    most = max((independent_passes(job, stage) for job in jobs for stage in job.stages), default=1)
     if jobs and groups > most:  # a replica may have no capability jobs
         has = f"no stage of it has more than {most}" if most > 1 else "it has neither"
         raise UserError(
@@ -394,7 +394,7 @@ def check_guidance_groups(jobs: list[Job], groups: int) -> None:
 
 def say_idle_groups(job: Job, stage: Stage, groups: int) -> None:
     """Print how many guidance groups have nothing to do in a stage, if there are any."""
-    passes = job.independent_passes(stage)
+    passes = independent_passes(job, stage)
     if passes < groups:
         kind = "passes" if stage.guided else "tiles"
         runs = f"{passes} {kind}" if passes > 1 else "one pass"

@@ -276,8 +276,15 @@ def test_after_shared_work_the_ranks_of_each_group_are_compared_with_each_other(
 
 
 def jobs(*stages: tuple[int, ...]) -> list:
-    """Jobs whose stages have so many passes or tiles."""
-    return [SimpleNamespace(stages=each, independent_passes=lambda count: count) for each in stages]
+    """Jobs whose stages have so many passes, of guidance in the first and of tiles in others."""
+    return [
+        SimpleNamespace(
+            passes=PASSES[: counts[0]],
+            stages=[SimpleNamespace(guided=not n, tiles=count) for n, count in enumerate(counts)],
+            stage_buckets=lambda stage: [None] * stage.tiles,
+        )
+        for counts in stages
+    ]
 
 
 def test_more_groups_than_any_job_has_passes_or_tiles_are_refused_with_the_number_that_helps():

@@ -422,6 +422,12 @@ def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict
     }
 
 
+def independent_passes(job: Job, stage: Stage) -> int:
+    """The number of passes of an evaluation that guidance groups share: those of guidance, or one
+    for each tile."""
+    return len(job.passes) if stage.guided else len(job.stage_buckets(stage))
+
+
 def largest_bucket(job: Job, stage: Stage) -> Bucket:
     """A stage's bucket, or that of its largest tile."""
     return max(job.stage_buckets(stage), key=lambda bucket: bucket.video_tokens)
@@ -452,7 +458,7 @@ def _stage(
         steps=stage.steps,
         evaluations=len(stage.evaluations),
         tiles=len(buckets),
-        passes=job.independent_passes(stage),
+        passes=independent_passes(job, stage),
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
         nag=bucket.nag,

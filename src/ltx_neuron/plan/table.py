@@ -196,7 +196,7 @@ def layout_table(layouts: Sequence[Layout], machine: str) -> str:
     ]
     for each in layouts:
         ranges = (
-            _range(each.step_ms, ",.0f"),
+            _range(each.step_ms, ",.0f" if each.step_ms[1] < 10_000 else ".0f"),
             _range(each.clip_seconds, ",.1f"),
             _range(each.chip_seconds, ",.1f" if each.chip_seconds[1] < 1000 else ",.0f"),
             _range(each.efficiency, ".0%"),
