@@ -465,7 +465,7 @@ class TwoByTwo(Given):
     in which the weights of neighbours change linearly over the cells that they share; that of a
     token of a reference is the mean of those that have it, and so is the sound's."""
 
-    window = 2  # cells of 32 pixels
+    window = 3  # cells of 32 pixels
 
     def _transformer(self, loras: tuple):
         model = super()._transformer(loras)

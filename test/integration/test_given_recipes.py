@@ -7,7 +7,7 @@ from dataclasses import replace
 import given_runs
 import pytest
 import torch
-from given_oracle import KeptBeginsAsNoise, TwoByTwo
+from given_oracle import KeptBeginsAsNoise
 from given_runs import (
     FP32,
     GUIDED,
@@ -26,8 +26,6 @@ from given_runs import (
     told,
 )
 from helpers import STREAMS, one_thread, rel  # noqa: F401
-
-TILED = 1e-6
 
 files, workspace, opened = given_runs.files, given_runs.workspace, given_runs.opened  # fixtures
 contexts, wanted, generate = given_runs.contexts, given_runs.wanted, given_runs.generate
@@ -128,16 +126,6 @@ def test_references_at_other_scales_equal_ltx_pipelines(generate, wanted, files,
     assert got["reference_latent"].shape == (1, 128, 2, 1, 1)
     assert_equals_the_oracle(got, wanted(job))
     assert "s2_video" not in got
-
-
-def test_a_stage_in_two_by_two_tiles_equals_the_sum_of_what_ltx_core_predicts_of_each(
-    opened, contexts, wanted, files, tiny
-):
-    """Of 3 x 3 cells, of which neighbours share one, with masked references behind a guide."""
-    job = ic_lora(files, tiny, height=192, width=192, skip_stage_2=True)
-    tiled = replace(told(job), tile=True, tile_height=64, tile_width=64)
-    assert len(tiled.stage_tiles(tiled.stages[0])) == 4
-    assert_equals_the_oracle(run(opened(), tiled, contexts), wanted(job, TwoByTwo), TILED)
 
 
 def test_a_tile_that_covers_the_canvas_makes_the_bits_of_no_tiles(

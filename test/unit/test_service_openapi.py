@@ -140,7 +140,7 @@ def test_every_example_of_a_body_is_accepted_and_fits_its_schema(service, descri
     assert waits["requestBody"]["content"] == kinds
 
 
-# Kinds of jobs besides the examples, as JobSpec fields that they end with.
+# Kinds of jobs besides the examples.
 POSE = {"prompt": "a robot dances", "lora_set": "pose"}
 MORE = {
     "tiles of a size": POSE
