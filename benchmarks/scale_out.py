@@ -3,13 +3,14 @@
     python benchmarks/scale_out.py
 
 A small random checkpoint at TP 1. Context parallelism 1, 2 and 4 take turns on an unguided step,
-and guidance groups 1, 2 and 4 on a step of four passes. Medians count; the last line is JSON. With
-more ranks than cores, a step cannot become faster; its ratio then shows what the groups cost. A CPU
-is no chip: the ratios say nothing of the links between chips.
+and guidance groups 1, 2 and 4 on a step of four passes and on one in four tiles. Medians count; the
+last line is JSON. With more ranks than cores, a step cannot become faster; its ratio then shows
+what the groups cost. A CPU is no chip: the ratios say nothing of the links between chips.
 """
 
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,14 +31,16 @@ from ltx_neuron.workspace import Workspace
 # Products of a width of 1,024 take nearly all of a step, as in the released model.
 MODEL = TinySizes(layers=2, heads=16, head_dim=64, audio_head_dim=32, connector_layers=1)
 SIZE, ROUNDS, DEGREES = "384x512x25", 7, (1, 2, 4)
+TILE = 224, 288  # pixels: four tiles of a canvas of 384x512
 PASSES = StreamGuidance(3.0, 1.0, (0,), 3.0, 0.7)  # four: prompt, negative prompt, STG, isolated
 
 
-def layouts(job: Job, guided: Job) -> dict[str, tuple[Job, tuple[str, ...]]]:
+def layouts(job: Job, guided: Job, tiled: Job) -> dict[str, tuple[Job, tuple[str, ...]]]:
     """Job and profile settings of each way."""
     gather = {f"context {n}": (job, (f"context_parallel={n}",)) for n in DEGREES}
     groups = {f"guidance {n}": (guided, (f"guidance_parallel={n}",)) for n in DEGREES}
-    return gather | groups
+    tiles = {f"tiles {n}": (tiled, (f"guidance_parallel={n}",)) for n in DEGREES}
+    return gather | groups | tiles
 
 
 def stage_of(tiny, folder: Path, job: Job, settings: tuple[str, ...], stack: ExitStack) -> StageRun:
@@ -46,11 +49,12 @@ def stage_of(tiny, folder: Path, job: Job, settings: tuple[str, ...], stack: Exi
     workspace = Workspace(tiny.checkpoint, profile, folder, 1, "float32")
     weights = workspace.shard("dit")
     workspace.compile_dit(job.buckets)
-    bucket, manifest = workspace.dit_program_for(job, job.stages[0])
+    first, *others = (CompiledStep(*p) for p in workspace.dit_programs_for(job, job.stages[0]))
+    compiled = replace(first, tiles=(first, *others)) if others else first
     ranks = registry.ranks(workspace.profile, 1, workspace.compiler_cache)
     stack.enter_context(ranks)
-    ranks.load(weights[0], {bucket.name: manifest}, torch.float32)
-    compiled = CompiledStep(bucket, manifest)
+    programs = {step.bucket.name: step.manifest for step in compiled.programs}
+    ranks.load(weights[0], programs, torch.float32)
     return prepared(ranks, compiled, workspace, torch.float32, job, job.stages[0])
 
 
@@ -58,22 +62,25 @@ def main() -> None:
     parser = harness_parser(__doc__)
     parser.add_argument("--size", type=parse_size, default=parse_size(SIZE), metavar="HxWxF")
     parser.add_argument("--repeats", type=int, default=ROUNDS)
+    parser.add_argument("--only", default="", metavar="NAME", help="ways whose names begin so")
     args = parser.parse_args()
     print_conditions(f"a step of {SIZE} at a width of 1,024, TP 1, float32, one thread a rank")
     job = Job("", args.size)
     guided = Job("", args.size, recipe="dev", guidance=Guidance(PASSES, PASSES))
+    tiled = Job("", args.size, tile=True, tile_height=TILE[0], tile_width=TILE[1])
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         tiny = make_tiny(Path(folder) / "model", MODEL)
         stages = {
             name: stage_of(tiny, Path(folder) / "artifacts", *way, stack)
-            for name, way in layouts(job, guided).items()
+            for name, way in layouts(job, guided, tiled).items()
+            if name.startswith(args.only)
         }
         for stage in stages.values():
             stage.start()
         turns = take_turns({n: partial(s.step, 0) for n, s in stages.items()}, args.repeats)
-    for reference in ("context 1", "guidance 1"):
-        kind = reference.split()[0]
-        print_ratios({n: t for n, t in turns.items() if n.startswith(kind)}, reference, cpu=False)
+    for kind in ("context", "guidance", "tiles"):
+        if ways := {name: turn for name, turn in turns.items() if name.startswith(kind)}:
+            print_ratios(ways, f"{kind} 1", cpu=False)
     finish(args, **{name: turn.median for name, turn in turns.items()})
 
 

@@ -1,6 +1,6 @@
 """A ComfyUI node that generates a video with sound on an ltx-neuron service.
 
-Copy this file into ComfyUI's folder custom_nodes and restart ComfyUI. The node is "LTX-2.3
+Copy this file into ComfyUI's folder custom_nodes and restart ComfyUI. The node is "LTX-2
 (ltx-neuron)" in the category "video". If the service needs a token, set LTX_NEURON_TOKEN in
 ComfyUI's environment: ComfyUI saves the node's inputs, also `token`, in its output files.
 """
@@ -169,4 +169,4 @@ def wav_of(audio) -> bytes:
 
 
 NODE_CLASS_MAPPINGS = {"LTXNeuronVideo": LTXNeuronVideo}
-NODE_DISPLAY_NAME_MAPPINGS = {"LTXNeuronVideo": "LTX-2.3 (ltx-neuron)"}
+NODE_DISPLAY_NAME_MAPPINGS = {"LTXNeuronVideo": "LTX-2 (ltx-neuron)"}

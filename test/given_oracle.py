@@ -459,6 +459,62 @@ class KeptBeginsAsNoise(Given):
         return Stream(latent, 1.0, frozen=True)
 
 
+class TwoByTwo(Given):
+    """The model sees four windows of the video, each of `window` x `window` cells in a corner of
+    the picture, with the other tokens that overlap it. The whole video's prediction is their sum,
+    in which the weights of neighbours change linearly over the cells that they share; that of a
+    token of a reference is the mean of those that have it, and so is the sound's."""
+
+    window = 3  # cells of 32 pixels
+
+    def _transformer(self, loras: tuple):
+        model = super()._transformer(loras)
+
+        def predict(video, audio, perturbations):
+            side = self.job.height // (2 if self.job.two_stage else 1) // 32
+            own = (self.job.num_frames + 7) // 8 * side**2
+            total, sounds = torch.zeros_like(video.latent), []
+            seen = torch.zeros(video.latent.shape[1])
+            for corner in (
+                (y, x) for y in (0, side - self.window) for x in (0, side - self.window)
+            ):
+                tokens, weights = [], []
+                for token in range(video.latent.shape[1]):
+                    weight = 1.0
+                    for axis, begin in enumerate(corner):
+                        start, end = (video.positions[0, 1 + axis, token] / 32).tolist()
+                        cells = min(end, begin + self.window) - max(start, begin)
+                        weight *= self.share(int(start), begin, side) if cells > 0 else 0.0
+                    if weight:
+                        tokens.append(token)
+                        weights.append(weight if token < own else 1.0)
+                origin = torch.tensor([0, *corner]).view(1, 3, 1, 1) * 32
+                mask = video.attention_mask
+                part = dataclasses.replace(
+                    video,
+                    latent=video.latent[:, tokens],
+                    timesteps=video.timesteps[:, tokens],
+                    positions=video.positions[:, :, tokens] - origin,
+                    attention_mask=None if mask is None else mask[:, tokens][:, :, tokens],
+                )
+                picture, sound = model(video=part, audio=audio, perturbations=perturbations)
+                total[:, tokens] += picture * torch.tensor(weights)[:, None]
+                seen[tokens] += torch.tensor(weights)
+                sounds.append(sound)
+            return total / seen[:, None], torch.stack(sounds).mean(0)
+
+        return predict
+
+    def share(self, cell: int, begin: int, side: int) -> float:
+        """The weight of a cell in the window that begins at `begin`, of one axis."""
+        shared = 2 * self.window - side
+        place = cell - (side - self.window)  # in the cells that both have
+        if not 0 <= place < shared:
+            return 1.0
+        rising = (place + 1) / (shared + 1)
+        return rising if begin else 1 - rising
+
+
 class Alone(Given):
     """t2a_one_stage of later releases."""
 

@@ -122,10 +122,9 @@ def generate(opened, contexts):
     return generate
 
 
-def run(engine: Engine, given: given_oracle.Job, contexts) -> dict[str, torch.Tensor]:
-    job = told(given)
-    for stage in job.stages:
-        engine.workspace.compile_dit([job.bucket(stage)])
+def run(engine: Engine, given: given_oracle.Job | Job, contexts) -> dict[str, torch.Tensor]:
+    job = given if isinstance(given, Job) else told(given)
+    engine.workspace.compile_dit(job.buckets)
     give_contexts(engine, job, partial(contexts, dtype=engine.workspace.dtype))
     (result,) = engine.run([job], keep=True, decode=False)
     return result.tensors

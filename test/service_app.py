@@ -12,7 +12,6 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from ltx_neuron.config.release import RELEASES
-from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.finished import of_release
 from ltx_neuron.job import Job, Size
@@ -105,10 +104,13 @@ class Service(NamedTuple):
 class Compiled:
     """The workspace of a machine on which graphs were compiled for sizes."""
 
+    release = RELEASES[0]
+
     def __init__(self, *sizes: Size, recipe="distilled", artifacts="/nonexistent", **inputs):
         self.artifacts, self.recorded = artifacts, {}
+        self.release = inputs.pop("release", self.release)
         for size in sizes:
-            job = Job("", size, recipe=recipe, **inputs)
+            job = of_release(Job("", size, recipe=recipe, **inputs), self.release)
             for bucket in job.buckets:
                 self.recorded.setdefault(bucket.name, []).append(compiled_size(job))
 
@@ -116,13 +118,15 @@ class Compiled:
         return self.recorded
 
     def resolved(self, job):
-        if job.num_generated_keyframes:
+        if job.num_generated_keyframes and not self.release.split:
             raise UserError("LTX-2.3 generates no keyframes")
-        return of_release(job, RELEASES[0])
+        return of_release(job, self.release)
 
-    def dit_program_for(self, job, stage):
-        if job.bucket(stage).name not in self.recorded:
+    def dit_programs_for(self, job, stage):
+        buckets = job.stage_buckets(stage)
+        if any(bucket.name not in self.recorded for bucket in buckets):
             raise UserError("not compiled")
+        return [(bucket, None) for bucket in buckets]
 
 
 class Workspace(Compiled):
@@ -132,10 +136,6 @@ class Workspace(Compiled):
 
     def source(self, model, loras=()):
         return SimpleNamespace(notes=[])
-
-    def dit_program_for(self, job, stage):
-        super().dit_program_for(job, stage)
-        return Bucket(1, 1, 1, 1), None
 
 
 @contextmanager

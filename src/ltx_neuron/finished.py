@@ -455,6 +455,11 @@ class Finished:
         command = self._command("compile transformer", *_shape_flags(job))
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
+    def dit_programs_for(self, job: Job, stage: Stage) -> list[tuple[Bucket, Manifest]]:
+        """The compiled step for a stage, or that for each of its tiles, as dit_program_for."""
+        tiles = range(len(job.stage_tiles(stage)) or 1)
+        return [self.dit_program_for(job, stage, number) for number in tiles]
+
     def compiled_sizes(self) -> dict[str, list[dict]]:
         """The DiT's compiled buckets on this profile, with any number of blocks per graph: their
         names -> the video sizes in their manifests."""

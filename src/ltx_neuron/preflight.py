@@ -20,7 +20,7 @@ from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
-from ltx_neuron.plan import CoreMemory
+from ltx_neuron.plan import CoreMemory, independent_passes
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
@@ -152,10 +152,10 @@ class Preflight:
         vae = [manifest for several in self.vae.values() for manifest in several.values()]
         memories = []
         for job in jobs:
-            steps = (step for stage in job.stages for step in compiled[id(job), stage].programs)
-            manifests = [step.manifest for step in steps]
+            steps = (compiled[id(job), stage].programs for stage in job.stages)
+            stages = [[step.manifest for step in each] for each in steps]
             memories.append(
-                self.workspace.compiled_memory(manifests, self.options.neuron_gemma, vae, job)
+                self.workspace.compiled_memory(stages, self.options.neuron_gemma, vae, job)
             )
         self.vae_stays = all(each.vae_stays(self.workspace.profile) for each in memories)
         return memories
@@ -320,9 +320,8 @@ class Preflight:
         return compiled
 
     def _compiled_step(self, job: Job, stage: Stage) -> CompiledStep:
-        find, tiles = self.workspace.dit_program_for, range(len(job.stage_tiles(stage)))
-        steps = tuple(CompiledStep(*find(job, stage, number)) for number in tiles)
-        return replace(steps[0], tiles=steps) if steps else CompiledStep(*find(job, stage))
+        first, *others = [CompiledStep(*p) for p in self.workspace.dit_programs_for(job, stage)]
+        return replace(first, tiles=(first, *others)) if others else first
 
     def _find_vae(self, jobs: list[Job]) -> dict[str, dict[str, Manifest]]:
         """The programs of the VAEs by model. Raises UserError for missing ones."""
@@ -402,21 +401,23 @@ def check_dfr(jobs: list[Job]) -> None:
 
 
 def check_guidance_groups(jobs: list[Job], groups: int) -> None:
-    """Raise UserError for more guidance groups than any stage has passes."""
-    most = max((len(job.passes) for job in jobs if job.stages[0].guided), default=1)
+    """Raise UserError for more guidance groups than any stage has passes or tiles."""
+    most = max((independent_passes(job, stage) for job in jobs for stage in job.stages), default=1)
     if jobs and groups > most:  # a replica may have no capability jobs
-        has = f"no stage of it has more than {most} passes" if most > 1 else "it has no guidance"
+        has = f"no stage of it has more than {most}" if most > 1 else "it has neither"
         raise UserError(
-            f"guidance_parallel={groups}: each group runs a pass of a guided step, and {has}.\nType"
+            f"guidance_parallel={groups}: each group runs a pass of a guided step or a tile of a"
+            f" tiled one, and {has}.\nType"
             f" --profile-set guidance_parallel={most}"
         )
 
 
 def say_idle_groups(job: Job, stage: Stage, groups: int) -> None:
     """Print how many guidance groups have nothing to do in a stage, if there are any."""
-    passes = len(job.passes) if stage.guided else 1
+    passes = independent_passes(job, stage)
     if passes < groups:
-        runs = f"{passes} passes" if passes > 1 else "one pass"
+        kind = "passes" if stage.guided else "tiles"
+        runs = f"{passes} {kind}" if passes > 1 else "one pass"
         idle = groups - passes
         print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
 

@@ -54,7 +54,8 @@ class Profile:
     sequence_parallel  split the video's tokens over the ranks between layers, in buckets with a
                     divisible number of tokens
     context_parallel  ranks' groups of `tp` that divide the video's tokens of a clip, one per chip
-    guidance_parallel  groups of ranks, each with the whole model, that share a guided step's passes
+    guidance_parallel  groups of ranks, each with the whole model, that share the passes of a guided
+                    step or the tiles of a tiled one
     host_dtype      of the host's video models; "auto": bfloat16 for a bfloat16 run if this
                     machine's CPU measures faster with it, else float32
     vae_tile        longer side of a decoder's tile in pixels, and vae_overlap, the pixels that two

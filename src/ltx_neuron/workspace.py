@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
@@ -279,19 +280,21 @@ class Workspace(Finished):
         check_fits(self.checkpoint, profile, job, self.tp, self.dtype_name, gemma)
 
     def compiled_memory(
-        self, manifests: list[Manifest], neuron_gemma: bool, decoders: list[Manifest], job: Job
+        self, stages: list[list[Manifest]], neuron_gemma: bool, decoders: list[Manifest], job: Job
     ) -> CoreMemory:
         """The memory that a generation needs per core, from the weights and costs in its graphs'
         manifests and the sizes of other rank files.
 
+        stages    manifests of each stage's program, or of those of its tiles
         decoders  manifests of the video VAE and of the decoders of sound on the ranks
         """
-        weights = {n: shape for manifest in manifests for n, shape in manifest.weights().items()}
+        programs = chain.from_iterable(stages)
+        weights = {n: shape for manifest in programs for n, shape in manifest.weights().items()}
         models = {manifest.identity["model"] for manifest in decoders}
         return CoreMemory(
             sum(map(math.prod, weights.values())) * self.dtype.itemsize,
             _rank_bytes(self.weights("gemma3", self.text_loras(job))) if neuron_gemma else 0,
-            compiled_activations(manifests),
+            compiled_activations(stages),
             sum(_rank_bytes(self.weights(model)) for model in models),
             compiled_tile(decoders),
         )

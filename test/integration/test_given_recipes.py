@@ -2,6 +2,8 @@
 (test/given_oracle.py), latent for latent. What wrong ways to do them make, more of the dev recipe,
 and bfloat16: test/slow/test_given_recipes.py."""
 
+from dataclasses import replace
+
 import given_runs
 import pytest
 import torch
@@ -19,6 +21,7 @@ from given_runs import (
     interpolated,
     longer,
     retake,
+    run,
     scaled_ic_lora,
     told,
 )
@@ -123,6 +126,14 @@ def test_references_at_other_scales_equal_ltx_pipelines(generate, wanted, files,
     assert got["reference_latent"].shape == (1, 128, 2, 1, 1)
     assert_equals_the_oracle(got, wanted(job))
     assert "s2_video" not in got
+
+
+def test_a_tile_that_covers_the_canvas_makes_the_bits_of_no_tiles(
+    opened, generate, contexts, files, tiny
+):
+    job = scaled_ic_lora(files, tiny)
+    made = run(opened(), replace(told(job), tile=True), contexts)
+    assert all(torch.equal(made[name], tensor) for name, tensor in generate(job).items())
 
 
 def test_images_as_guides_equal_ltx_pipelines(generate, wanted, tiny):

@@ -83,11 +83,12 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, m
     job = Job("rain", Size(**SIZE))
     compiled = pipe.engine.preflight.check([job])
     manifests = [step.manifest for step in compiled.values()]
-    memory = workspace.compiled_memory(manifests, neuron_gemma=True, decoders=[], job=job)
+    stages = [[manifest] for manifest in manifests]
+    memory = workspace.compiled_memory(stages, neuron_gemma=True, decoders=[], job=job)
     needed = CoreMemory(
         4 * sum(map(math.prod, manifests[0].weights().values())),
         (workspace.weights("gemma3") / "rank0.safetensors").stat().st_size,
-        compiled_activations(manifests),
+        compiled_activations(stages),
     ).in_turn
     for limit, exports in ((needed, False), (needed - 1, True)):
         chip = dataclasses.replace(TRAINIUM2, memory_bytes=4 * limit)

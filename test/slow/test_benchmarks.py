@@ -51,3 +51,9 @@ def test_host_models_compares_ours_with_ltx_core(model, folder, capsys):
     assert len(found["ways"]) == 4
     bound = 1e-5 if model != "video-decoder" else 1e-3  # frames are rounded to bytes
     assert found["rel_l2"]["ours float32"] < bound and found["rel_l2"]["ours"] < 0.05
+
+
+def test_rehearsal_graphs_exports_and_checks_an_ic_lora_and_tiles(tmp_path):
+    output = printed("rehearsal_graphs.py", "--folder", str(tmp_path / "rehearsal"))
+    assert json.loads(output.splitlines()[-1])["checked_graphs"] == 9, output
+    assert "in 9 tiles each" in output and not [*tmp_path.iterdir()]

@@ -8,7 +8,7 @@ import given_runs
 import pytest
 import torch
 from engines import give_contexts, opened_engine, opened_workspace
-from given_oracle import Given, KeptBeginsAsNoise, Stream, VoiceReference
+from given_oracle import Given, KeptBeginsAsNoise, Stream, TwoByTwo, VoiceReference
 from given_runs import (
     AUDIO,
     DUST,
@@ -49,6 +49,7 @@ contexts, wanted, generate = given_runs.contexts, given_runs.wanted, given_runs.
 # falls out differently, and a floor of one rounding (2**-8 = 0.004).
 BF16_FACTOR, BF16_FLOOR = 2, 0.005
 SHOWS = 1e-3  # what a wrong way changes at least
+TILED = 1e-6
 DEV = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
 
 
@@ -104,6 +105,19 @@ def test_a_still_in_the_place_of_a_reference_video_equals_ltx_pipelines(
     still = ((files / "held.mkv", 1.0),)
     job = in_one_stage(files, tiny, references=still, attention_mask=None)
     assert_equals_the_oracle(generate(job), wanted(job))
+
+
+# --- tiles ---------------------------------------------------------------------------------------
+
+
+def test_a_stage_in_two_by_two_tiles_equals_the_sum_of_what_ltx_core_predicts_of_each(
+    opened, contexts, wanted, files, tiny
+):
+    """Of 4 x 4 cells, of which neighbours share two, with masked references behind a guide."""
+    job = ic_lora(files, tiny, height=256, width=256, num_frames=9, skip_stage_2=True)
+    tiled = replace(told(job), tile=True, tile_height=96, tile_width=96)
+    assert len(tiled.stage_tiles(tiled.stages[0])) == 4
+    assert_equals_the_oracle(run(opened(), tiled, contexts), wanted(job, TwoByTwo), TILED)
 
 
 # --- normalized attention guidance ----------------------------------------------------------------

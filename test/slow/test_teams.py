@@ -11,8 +11,8 @@ import pytest
 import recipe_runs
 import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace, sharing
+from given_runs import ic_lora, voiced
 from given_runs import told as told_given
-from given_runs import voiced
 from helpers import ended, randn, rel
 from rank_decoding import CLIPS, decoding, frames_of
 from rank_decoding import opened as opened_for_tiles
@@ -98,6 +98,23 @@ def test_identity_guidance_is_a_fifth_pass(tiny, artifacts, files):
         with opened_engine(workspace, tiny) as engine:
             made.append(latents(engine, job))
     assert_same(made[1], made[0])
+
+
+def test_two_groups_share_the_tiles_of_a_step_and_one_makes_all_when_the_other_dies(
+    tiny, artifacts, files, monkeypatch, capfd
+):
+    job = told_given(ic_lora(files, tiny, height=192, width=192, skip_stage_2=True))
+    job = replace(job, tile=True, tile_height=64, tile_width=64)
+    alone, two = (opened_workspace(tiny, artifacts, 1, tp=2, settings=each) for each in ((), TWO))
+    with opened_engine(alone, tiny) as engine:
+        want = latents(engine, job)
+    with opened_engine(two, tiny) as engine:
+        assert_same(latents(engine, job), want)
+        made = [group.launches for group in groups_of(engine)]
+        assert made[0] == made[1] > 0  # two tiles each
+        kill_in(monkeypatch, 1, "main", 3)
+        assert_same(latents(engine, job), want)
+    assert "guidance group 2 lost at step 4 of stage_1" in capfd.readouterr().err
 
 
 def test_hq_on_two_groups_is_that_of_one_though_the_group_of_stage_2_dies(

@@ -473,6 +473,43 @@ def test_a_step_of_hq_is_timed_as_the_evaluations_that_it_has(released, clip):
     assert texts["denoise_stage_2"].startswith("7 x ")
 
 
+def test_the_tiles_of_a_step_are_timed_in_turn_or_by_as_many_groups_as_there_are(
+    released, clip, tmp_path
+):
+    """3840x2176 in tiles of 1024x1536 with a reference of half the size, in both stages."""
+    paths = [tmp_path / name for name in ("x.mp4", "x.safetensors")]
+    for path in paths:
+        path.touch()
+    references, lora = (ReferenceVideo(paths[0], 1.0, 121, 2),), (Lora(paths[1]),)
+    size, inputs = Size(2176, 3840, 121, two_stage=True), dict(references=references, tile=True)
+    job = Job("", size, stage_1_loras=lora, stage_2_ic_lora=True, **inputs)
+    one = plan.plan(released, TRN2, job, 4, "bfloat16")
+    of_tile = 16 * 32 * 48, 16 * 16 * 24
+    assert [stage.tiles for stage in one.stages] == [4, 12]
+    assert [stage.reference_tokens[0] for stage in one.stages] == [of_tile[1]] * 2
+    assert one.stages[1].video_tokens == sum(of_tile)
+    shown = table(one)
+    assert "stage_2: 2176x3840, 3 steps in 12 tiles each, 24,576 video + 6,144 reference" in shown
+    assert "of each of 12 tiles: a forecast" in shown and "the latents twice in a step" in shown
+    # The inputs of every tile's tokens stay on the ranks.
+    rope = of_tile_bytes(one.stages[1])
+    assert one.stages[1].upload_bytes - one.stages[0].upload_bytes == (12 - 4) * rope
+    preset = resolve("trn2.48xlarge", ("guidance_parallel=5", "backend=torchdist"))
+    five = plan.plan(released, preset, job, 4, "bfloat16")
+    ms = one.stages[1].forecast.middle
+    for made, profile, rounds in ((one, TRN2, 12), (five, preset, 3)):
+        rows = {row.name: row for row in clip(of=made, profile=profile, job=job, size=size).rows}
+        assert rows["denoise_stage_2"].rate.startswith(f"3 x {rounds} tiles x {ms:.0f} ms")
+        assert rows["denoise_stage_2"].seconds == pytest.approx(3 * rounds * ms / 1e3, rel=0.05)
+
+
+def of_tile_bytes(stage: plan.StagePlan) -> int:
+    """Of one rank at TP 4: fp32 RoPE of 8 heads of 128 numbers, and of 8 of 64 for the sound; clean
+    latents in bfloat16, two timesteps, and an fp32 mask."""
+    video = 8 * (128 + 64) * 4 + 128 * 2 + 2 * 2 + 4
+    return stage.video_tokens * video + stage.audio_tokens * 8 * (64 + 64) * 4
+
+
 def test_given_sound_and_video_are_encoded_and_a_given_sound_is_not_decoded(clip):
     size = Size(512, 768, 121)
     for given, encoded, decoded in (

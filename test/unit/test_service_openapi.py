@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import contextmanager
 from html.parser import HTMLParser
 
 import pytest
@@ -15,16 +16,26 @@ pytest.importorskip("fastapi", reason="the extra is not installed: pip install -
 
 from service_app import FORM, SIZE, SMALL, Got, Sent, Service, Workspace, form, get, opened
 
+from ltx_neuron.config.release import RELEASES
 from ltx_neuron.flags.resolve import dubbing_of
 from ltx_neuron.job import Size
-from ltx_neuron.sampling.conditions import ImageCondition, ReferenceVideo, Retake
+from ltx_neuron.sampling.conditions import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceAudio,
+    ReferenceVideo,
+    Retake,
+)
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service.api_error import ERRORS
+from ltx_neuron.service.jobs import job_of
+from ltx_neuron.service.openapi import FORM_EXAMPLES
 from ltx_neuron.weights.lora import Lora
 
 FILM = Size(64, 96, 57)  # of the videos that are sent: longer than the parts that examples name
 WINDOW = Size(64, 96, 105)
 PAIR = Size(128, 192, 57, two_stage=True)
+TILES = {"tile_height": 64, "tile_width": 96}  # six of PAIR's second stage
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +54,39 @@ def files(tmp_path_factory) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory, files):
     """With graphs for each kind of job."""
-    folder = tmp_path_factory.mktemp("service")
+    with compiled_for(tmp_path_factory.mktemp("service"), files) as made:
+        yield made
+
+
+@contextmanager
+def compiled_for(folder, files, release=RELEASES[0]):
     lora = folder / "pose.safetensors"
     save_file({"x": torch.zeros(2)}, lora)
     none = dict.fromkeys(("loras", "stage_1_loras", "stage_2_loras"), ())
     held = {"images": (ImageCondition("x"), ImageCondition("x", 120, 0.8))}
     (folder / "a.mkv").write_bytes(files[".mkv"])
     dubbing = dubbing_of(JobSpec(reference_video=str(folder / "a.mkv")), PAIR, (Lora(lora),))
+    references = {"references": (ReferenceVideo("x", 1.0, FILM.num_frames),)}
+    tiled = references | TILES | {"tile": True, "stage_2_ic_lora": True}
     with opened(folder) as made:
+        made.sizes.workspace.release = release
         pose, dub = {"stage_1_loras": (Lora(lora),)}, {"loras": (Lora(lora),)}
         made.sizes.lora_sets = {"default": none, "pose": none | pose, "dub": none | dub}
         made.sizes.upsamplers = {"spatial"}
-        for more in (
-            Workspace(SMALL, recipe="dev"),
-            Workspace(SMALL, **held),
-            Workspace(FILM, WINDOW, retake=Retake("x")),
-            Workspace(PAIR, references=(ReferenceVideo("x", 1.0, FILM.num_frames),)),
-            Workspace(PAIR, **dubbing),
+        for sizes, inputs in (
+            ((SMALL,), {}),
+            ((SMALL,), {"images": (ImageCondition("x"),)}),
+            ((SMALL,), {"recipe": "dev"}),
+            ((SMALL,), held),
+            ((FILM, WINDOW), {"retake": Retake("x")}),
+            ((PAIR,), references),
+            ((PAIR,), references | {"attention_mask": AttentionMask("x")}),
+            ((PAIR,), references | {"stage_2_ic_lora": True}),
+            ((PAIR,), tiled),
+            ((PAIR,), {"reference_audio": ReferenceAudio("x", 51)}),
+            ((PAIR,), dubbing),
         ):
-            made.sizes.workspace.recorded |= more.recorded
+            made.sizes.workspace.recorded |= Workspace(*sizes, release=release, **inputs).recorded
         yield made
 
 
@@ -113,6 +138,46 @@ def test_every_example_of_a_body_is_accepted_and_fits_its_schema(service, descri
     # /v1/videos/sync waits for the same.
     waits = described["paths"]["/v1/videos/sync"]["post"]
     assert waits["requestBody"]["content"] == kinds
+
+
+# Kinds of jobs besides the examples.
+POSE = {"prompt": "a robot dances", "lora_set": "pose"}
+MORE = {
+    "tiles of a size": POSE
+    | {"video_conditioning": "a.mp4", "stage_2_ic_lora": "true", "tile": "1"}
+    | {name: str(side) for name, side in TILES.items()},
+    "a mask": POSE | {"video_conditioning": "a.mp4", "conditioning_attention_mask": "a.mp4"},
+    "slow motion": POSE | {"video_conditioning": "a.mp4", "motion_speed": "0.5"},
+    "a voice": POSE | {"reference_audio": "a.wav"},
+}
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_each_kind_of_job_is_taken_of_each_release(tmp_path, files, release):
+    jobs = {}
+    with compiled_for(tmp_path, files, release) as service:
+        for name, fields in (FORM_EXAMPLES | MORE).items():
+            got = post(service, "/v1/videos", "multipart/form-data", fields, files)
+            assert got.status == 200, (name, got.body)
+            id = json.loads(got.body)["id"]
+            jobs[name] = job_of(service.queue.get("ada", id).params, service.queue.folder_of(id))
+            service.ask(Sent("DELETE", f"/v1/videos/{id}", b"", service.headers()))
+    made = jobs["tiles of a size"]
+    assert made.tile and made.stage_2_ic_lora and made.size == PAIR
+    assert (made.tile_height, made.tile_width) == (TILES["tile_height"], TILES["tile_width"])
+    assert len(made.stage_tiles(made.stages[1])) == 6
+    assert jobs["slow motion"].motion_speed == 0.5 and jobs["a mask"].attention_mask
+    assert not jobs["IC-LoRA"].tile and jobs["IC-LoRA in tiles"].stage_2_ic_lora
+
+
+def test_tiles_are_refused_where_their_graphs_are_not_and_without_a_reference(service, files):
+    fields = MORE["tiles of a size"] | {"tile_height": "96"}
+    got = post(service, "/v1/videos", "multipart/form-data", fields, files)
+    assert got.error["code"] == "profile_mismatch" and "such tiles" in got.error["message"]
+    assert {each["size"] for each in got.error["compiled"]} == {"192x128", "128x192"}
+    without = {"prompt": "rain", "size": SIZE, "tile": "true"}
+    got = post(service, "/v1/videos", "multipart/form-data", without, files)
+    assert got.error["param"] == "tile" and "video_conditioning" in got.error["message"]
 
 
 def test_every_example_of_a_parameter_is_accepted(service, described):

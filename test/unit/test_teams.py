@@ -259,20 +259,41 @@ def test_a_group_that_cannot_start_ends_those_that_have():
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def jobs(*passes: int) -> list:
+def test_after_shared_work_the_ranks_of_each_group_are_compared_with_each_other():
+    groups = [Group(), Group()]
+    team = started(groups)
+
+    def work(number):
+        return lambda group: group.put("dit", latent=START * number)
+
+    team.share([work(0), work(1)])
+    assert len(set(team.hashes("latent"))) == 1  # though the groups differ
+    groups[1].hashes = lambda *names: ["1", "2"]
+    assert len(set(team.hashes("latent"))) == 2
+    groups[1].hashes = lambda *names: ["1", "1"]
+    team.put("dit", latent=START)
+    assert len(set(team.hashes("latent"))) == 2  # the groups hold the same again, and differ
+
+
+def jobs(*stages: tuple[int, ...]) -> list:
+    """Jobs whose stages have so many passes, of guidance in the first and of tiles in others."""
     return [
-        SimpleNamespace(passes=PASSES[:count], stages=[SimpleNamespace(guided=count > 0)])
-        for count in passes
+        SimpleNamespace(
+            passes=PASSES[: counts[0]],
+            stages=[SimpleNamespace(guided=not n, tiles=count) for n, count in enumerate(counts)],
+            stage_buckets=lambda stage: [None] * stage.tiles,
+        )
+        for counts in stages
     ]
 
 
-def test_more_groups_than_any_job_has_passes_are_refused_with_the_number_that_helps():
-    check_guidance_groups(jobs(2, 4), 4)
-    check_guidance_groups(jobs(0), 1)
-    with pytest.raises(UserError, match=r"no stage .* 3 passes.\nType .* guidance_parallel=3$"):
-        check_guidance_groups(jobs(3, 1), 4)
-    with pytest.raises(UserError, match=r"no guidance.\nType .* guidance_parallel=1$"):
-        check_guidance_groups(jobs(0), 2)
+def test_more_groups_than_any_job_has_passes_or_tiles_are_refused_with_the_number_that_helps():
+    check_guidance_groups(jobs((2, 1), (1, 4)), 4)
+    check_guidance_groups(jobs((1, 1)), 1)
+    with pytest.raises(UserError, match=r"no stage .* than 3.\nType .* guidance_parallel=3$"):
+        check_guidance_groups(jobs((1, 3), (1,)), 4)
+    with pytest.raises(UserError, match=r"neither.\nType .* guidance_parallel=1$"):
+        check_guidance_groups(jobs((1, 1)), 2)
 
 
 def test_nxd_which_drives_the_cores_of_one_group_is_refused_by_name():

@@ -4,6 +4,7 @@ and read it through this module."""
 import hashlib
 import typing
 import zipfile
+from collections.abc import Collection
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -109,12 +110,13 @@ class Manifest:
         # Peaks are not added: a graph's intermediates are freed before the next graph runs.
         return sums | {"peak_bytes": max(call["peak_bytes"] for call in calls)}
 
-    def upload_bytes(self) -> int:
+    def upload_bytes(self, only: Collection[str] = ()) -> int:
         """Bytes uploaded to one rank for a stage: inputs that no graph returns, and the initial
-        latents."""
+        latents. only: the inputs to count; none: all of these."""
         inputs = {name for graph in self.graphs.values() for name in graph["inputs"]}
-        uploaded = [self.fields[name] for name in inputs - (self.outputs - {*LATENTS})]
-        return sum(prod(field.shape) * field.dtype.itemsize for field in uploaded)
+        uploaded = inputs - (self.outputs - {*LATENTS})
+        fields = [self.fields[name] for name in (uploaded.intersection(only) if only else uploaded)]
+        return sum(prod(field.shape) * field.dtype.itemsize for field in fields)
 
     def load(self, name: str) -> torch.export.ExportedProgram:
         """Read a graph of torch.export. Raises UserError if its digest is not the manifest's, or if

@@ -110,7 +110,7 @@ class Ranks(ABC):
 
     def share(self, work: Sequence[Callable[["Ranks"], T]]) -> list[T]:
         """Results of independent work on programs, each with uploads of its own. Guidance groups
-        do it at the same time."""
+        do it at the same time: the text's encoding, the tiles of a stage."""
         return [each(self) for each in work]
 
     @abstractmethod

@@ -1,5 +1,6 @@
 """Guidance groups: several worlds of ranks, each with the whole model, that share the passes of a
-guided step. Groups have no collective in common; predictions cross the host once a step.
+guided step or the tiles of a tiled one. Groups have no collective in common; predictions cross the
+host once a step.
 """
 
 import sys
@@ -57,6 +58,7 @@ class Team(Ranks):
         self._sequences: dict[tuple[str, str], list[tuple[str, dict, dict]]] = {}
         self._leader = 1  # the group of the runs below
         self._alone: list[tuple[str, str, dict[str, int]]] = []  # runs since the last upload
+        self._shared = False  # whether the groups hold results of different work
         self._failed: RankError | None = None  # of the last group
 
     @property
@@ -134,6 +136,7 @@ class Team(Ranks):
         return max(busy.values()) + max(guided.values())
 
     def share(self, work: Sequence[Callable[[Ranks], T]]) -> list[T]:
+        self._shared = True
         with self._counted():
             return [result for _, result in self._deal(work)]
 
@@ -144,6 +147,8 @@ class Team(Ranks):
         if self._alone:  # the other groups do not hold the results
             return self._on_leader(lambda group: group.hashes(*names))
         found = self._together({n: lambda group: group.hashes(*names) for n in self.groups})
+        if self._shared:  # a group's ranks alone are alike: those of the group that differs most
+            return max(found.values(), key=lambda digests: len(set(digests)))
         return [digest for digests in found.values() for digest in digests]
 
     def check(self) -> None:
@@ -156,6 +161,7 @@ class Team(Ranks):
     def _everywhere(self, call: Callable[[Ranks], None]) -> None:
         """Call on every living group, with something that all of them hold afterwards."""
         self._alone.clear()
+        self._shared = False
         self._together(dict.fromkeys(self.groups, call))
 
     def _on_leader(self, call: Callable[[Ranks], T]) -> T:

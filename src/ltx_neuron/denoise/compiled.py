@@ -24,13 +24,14 @@ class CompiledStep:
 
     def count(self, passes: int, profile: Profile, tp: int, counters: Counters) -> None:
         """Record the costs of a step of `passes`, counted when its graphs were compiled."""
-        guided = self.bucket.guided
-        rounds = math.ceil(passes / profile.guidance_parallel) if guided else passes
+        guided, groups = self.bucket.guided, profile.guidance_parallel
+        rounds = math.ceil(passes / groups) if guided else passes
         costs = [each.manifest.cost("pass" if guided else "main") for each in self.programs]
-        cost = {name: sum(each[name] for each in costs) for name in costs[0]}
+        own = costs[::groups]  # of a rank of the first group, which has the most tiles
         counters.collectives_per_step = {
-            "count": cost["collectives"] * rounds,
-            "bytes": cost["collective_bytes"] * rounds,
+            "count": sum(cost["collectives"] for cost in own) * rounds,
+            "bytes": sum(cost["collective_bytes"] for cost in own) * rounds,
         }
-        counters.flops_per_step = cost["flops"] * passes * profile.world_size(tp)
+        flops = sum(cost["flops"] for cost in costs)
+        counters.flops_per_step = flops * passes * profile.world_size(tp)
         counters.peak_flops = profile.flops(profile.cores_needed(tp))

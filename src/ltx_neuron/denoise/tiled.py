@@ -1,11 +1,14 @@
 """A tiled stage on the ranks: the host steps the latents of the whole canvas, and the ranks predict
-one tile after another (sampling/tiles.py).
+one tile after another, guidance groups as many at once as there are groups (sampling/tiles.py).
 """
+
+from collections import Counter
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends.ranks import at
+from ltx_neuron.backends.ranks import Ranks, at
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.job import Job
 from ltx_neuron.models.signatures import LATENTS
@@ -38,13 +41,20 @@ class TiledStageRun(StageRun):
         """Nothing: the host has the state."""
 
     def _predict(self, video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
-        picture, sound = torch.zeros(video.shape), torch.zeros(audio.shape)
-        for number, (tokens, weights) in enumerate(self._blend):
-            program = self.compiled.tiles[number].bucket.name
-            self.ranks.put(program, None, video_latent=video[:, tokens], audio_latent=audio)
+        busy = Counter()  # milliseconds of each group
+
+        def predict(number: int, ranks: Ranks) -> list[Tensor]:
+            tokens, program = self._blend[number][0], self.compiled.tiles[number].bucket.name
+            ranks.put(program, None, video_latent=video[:, tokens], audio_latent=audio)
             numbers = {"step": evaluation} | dict.fromkeys(self._names, number)
-            self._times.append(self.ranks.run(program, "main", **numbers))
-            predicted, heard = (self.ranks.get(program, name) for name in LATENTS)
+            busy[id(ranks)] += ranks.run(program, "main", **numbers)
+            return [ranks.get(program, name) for name in LATENTS]
+
+        tiles = self.ranks.share([partial(predict, number) for number in range(len(self._blend))])
+        self._times.append(max(busy.values()))
+        picture, sound = torch.zeros(video.shape), torch.zeros(audio.shape)
+        # In the tiles' order, so that the sum does not depend on the groups.
+        for (tokens, weights), (predicted, heard) in zip(self._blend, tiles, strict=True):
             picture[:, tokens] += predicted.float() * weights[:, None]
-            sound += heard.float() / len(self._blend)
+            sound += heard.float() / len(tiles)
         return picture.to(video.dtype), sound.to(audio.dtype)

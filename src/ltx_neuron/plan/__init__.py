@@ -11,7 +11,7 @@ assumptions, and the output prints them.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ltx_neuron.backends.export import (
 )
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
-from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
+from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host.arithmetic import arithmetic
@@ -57,6 +57,11 @@ ASSUMED = {
     "runtime_bytes_per_core": 2 * 2**30,
     "sdpa": "a flash kernel never stores attention scores, unless a stage lists them",
 }
+# The inputs of the tokens that a tile sees. The ranks keep those of every tile of a stage.
+_ROPES = [f"{stream}{kind}" for stream in STREAMS for kind in ("", "_cross")]
+TILE_INPUTS = {f"{rope}_{part}" for rope in _ROPES for part in ("cos", "sin")}
+TILE_INPUTS |= {"timestep_mask", "denoise_mask", "clean_latent"}
+TILE_INPUTS |= {"video_bias", "keyframes_mask", "padding_bias"}
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,9 @@ class StagePlan:
     height: int
     width: int
     steps: int
-    evaluations: int  # of the model, for each tile: res_2s has two per step and one more
-    tiles: int  # of which all other numbers are the largest's; 1: not tiled
-    passes: int  # of an evaluation: up to five with guidance; the counts are those of one
+    evaluations: int  # of the model: res_2s has two per step and one more
+    tiles: int  # 1: not tiled. The other numbers are the largest's, but upload_bytes is of all
+    passes: int  # of an evaluation: up to five with guidance, or the tiles; counts are those of one
     video_tokens: int  # appended ones included, like the audio's
     audio_tokens: int
     nag: bool  # normalized attention guidance
@@ -183,11 +188,18 @@ class CoreMemory:
         return self.resident if profile.resident else self.in_turn
 
 
-def compiled_activations(manifests: Iterable[Manifest]) -> int:
-    """Activations (see CoreMemory) of compiled programs, from what was counted when compiling."""
+def compiled_activations(stages: Iterable[Sequence[Manifest]]) -> int:
+    """Activations (see CoreMemory) of each stage's compiled programs, one or one for each tile,
+    from what was counted when compiling."""
     return max(
-        max(manifest.cost(run)["peak_bytes"] for run in manifest.runs) + manifest.upload_bytes()
-        for manifest in manifests
+        max(
+            max(manifest.cost(run)["peak_bytes"] for run in manifest.runs)
+            + manifest.upload_bytes()
+            - manifest.upload_bytes(TILE_INPUTS)
+            for manifest in manifests
+        )
+        + sum(manifest.upload_bytes(TILE_INPUTS) for manifest in manifests)
+        for manifests in stages
     )
 
 
@@ -410,6 +422,12 @@ def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict
     }
 
 
+def independent_passes(job: Job, stage: Stage) -> int:
+    """The number of passes of an evaluation that guidance groups share: those of guidance, or one
+    for each tile."""
+    return len(job.passes) if stage.guided else len(job.stage_buckets(stage))
+
+
 def largest_bucket(job: Job, stage: Stage) -> Bucket:
     """A stage's bucket, or that of its largest tile."""
     return max(job.stage_buckets(stage), key=lambda bucket: bucket.video_tokens)
@@ -418,10 +436,7 @@ def largest_bucket(job: Job, stage: Stage) -> Bucket:
 def _stage(
     config: TransformerConfig, job: Job, stage: Stage, profile: Profile, tp: int, dtype: torch.dtype
 ) -> StagePlan:
-    buckets, references = job.stage_buckets(stage), job.appended_references(stage.upsampled)
-    bucket = largest_bucket(job, stage)
-    size, detailed = job.stage_size(stage.upsampled), job.of(stage).details(stage.upsampled)
-    half = video_latent_shape(*job.size.first.sides, job.of(stage).size.num_frames)
+    buckets, bucket = job.stage_buckets(stage), largest_bucket(job, stage)
     divides = profile.sequence_parallel and may_divide(bucket, tp, profile.context_parallel)
     program, step = step_cost(config, bucket, profile, tp, dtype, divides)
     flops = step["flops"]
@@ -441,17 +456,13 @@ def _stage(
         height=stage.height,
         width=stage.width,
         steps=stage.steps,
-        evaluations=len(stage.evaluations) * len(buckets),
+        evaluations=len(stage.evaluations),
         tiles=len(buckets),
-        passes=len(job.passes) if stage.guided else 1,
+        passes=independent_passes(job, stage),
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
         nag=bucket.nag,
-        reference_tokens=(
-            sum(math.prod(each.latent_shape(size)) for each in references)
-            + detailed * math.prod(half),
-            job.appended_audio(stage.upsampled),
-        ),
+        reference_tokens=(_reference_tokens(job, stage), job.appended_audio(stage.upsampled)),
         flops_per_step=flops * profile.world_size(tp),
         ideal_step_ms=ideal_ms,
         compute_ms=compute_ms,
@@ -465,8 +476,24 @@ def _stage(
         activation_bytes_per_core=step["peak_bytes"],
         score_bytes_per_core=_score_bytes(config, bucket, profile, tp)[0],
         score_ms=score_ms,
-        upload_bytes=_upload_bytes(program),
+        upload_bytes=_upload_bytes(program)
+        + (len(buckets) - 1) * _upload_bytes(program, TILE_INPUTS),
     )
+
+
+def _reference_tokens(job: Job, stage: Stage) -> int:
+    """The video tokens of a stage's references, or those that its largest tile sees."""
+    size, references = job.stage_size(stage.upsampled), job.appended_references(stage.upsampled)
+    count = sum(math.prod(each.latent_shape(size)) for each in references)
+    if job.of(stage).details(stage.upsampled):  # the reference is stage 1's video
+        count += math.prod(video_latent_shape(*job.size.first.sides, size.num_frames))
+    if tiles := job.stage_tiles(stage):
+        tokens = max((tokens for _, tokens in tiles), key=len)
+        plane = math.prod(video_latent_shape(stage.height, stage.width, 1))
+        slots = plane * len(job.generated_keyframes(stage.upsampled))  # after the references
+        end = job.bucket(stage).video_tokens - slots
+        count = int(((tokens >= end - count) & (tokens < end)).sum())
+    return count
 
 
 def _score_bytes(
@@ -552,12 +579,13 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
     }
 
 
-def _upload_bytes(program: Program) -> int:
-    """Bytes of one rank's uploaded tensors: inputs that no graph returns, and the latents."""
+def _upload_bytes(program: Program, only: Collection[str] = ()) -> int:
+    """Bytes of one rank's uploaded tensors: inputs that no graph returns, and the latents. only: as
+    in Manifest.upload_bytes."""
     graphs = program.graphs.values()
     inputs = {name for graph in graphs for name in graph.inputs._fields}
-    returned = {name for graph in graphs for name in graph.outputs._fields} - {*LATENTS}
-    uploaded = [program.fields[name] for name in inputs - returned]
+    inputs -= {name for graph in graphs for name in graph.outputs._fields} - {*LATENTS}
+    uploaded = [program.fields[name] for name in (inputs.intersection(only) if only else inputs)]
     return sum(math.prod(field.shape) * field.dtype.itemsize for field in uploaded)
 
 

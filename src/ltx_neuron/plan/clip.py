@@ -287,8 +287,10 @@ class Clip:
             return Row(name, "device", None, source)
         upload = size / self._rate("copy")[0]
         rounds = -(-stage.passes // self.plan.guidance_parallel)
-        count, passes = stage.evaluations, 1 if self.tuned_step_ms else rounds
-        runs = f"{count} x {passes} passes" if passes > 1 else f"{count}"
+        # Tuning measures a step with all of its passes, or one tile.
+        count, tiled = stage.evaluations, stage.tiles > 1
+        passes = 1 if self.tuned_step_ms and not tiled else rounds
+        runs = f"{count} x {passes} {'tiles' if tiled else 'passes'}" if passes > 1 else f"{count}"
         what = f"{runs} x {ms:.0f} ms, {source}; {format_bytes(size)} uploaded once"
         return Row(name, "device", count * passes * ms / 1e3 + upload, what)
 

@@ -27,7 +27,7 @@ def table(plan: Plan) -> str:
             steps += f" of {stage.evaluations} evaluations in all"
         if stage.tiles > 1:
             steps += f" in {stage.tiles} tiles each"
-        if stage.passes > 1:
+        elif stage.passes > 1:
             steps += f", {stage.passes} passes each"
         size = f"{stage.height}x{stage.width}, " if stage.video_tokens else ""
         nag = ", two text attentions (NAG)" * stage.nag
@@ -53,7 +53,8 @@ def _labelled(label: str, text: str) -> str:
 
 def _stage_rows(stage: StagePlan) -> list[tuple[str, str]]:
     reduced, whole = stage.collectives_per_step, stage.whole
-    sent = "nothing" if stage.evaluations == stage.steps else "the latents twice"
+    on_ranks = stage.evaluations == stage.steps and stage.tiles == 1
+    sent = "nothing" if on_ranks else "the latents twice"
     rows = [
         ("FLOPs per step", format_flops(stage.flops_per_step)),
         (
@@ -95,7 +96,8 @@ def _forecast_rows(stage: StagePlan) -> list[tuple[str, str]]:
     """The forecast of a step, and its parts with their sources."""
     if not (forecast := stage.forecast):
         return []
-    each = f" of each of {stage.passes} passes" if stage.passes > 1 else ""
+    kind = "tiles" if stage.tiles > 1 else "passes"
+    each = f" of each of {stage.passes} {kind}" if stage.passes > 1 else ""
     low, middle, high = map(_two_digits, (forecast.low, forecast.middle, forecast.high))
     rows = [
         ("forecast step", f"{low} to {high} ms, middle {middle}{each}: a forecast, not measured")
@@ -194,7 +196,7 @@ def layout_table(layouts: Sequence[Layout], machine: str) -> str:
     ]
     for each in layouts:
         ranges = (
-            _range(each.step_ms, ",.0f"),
+            _range(each.step_ms, ",.0f" if each.step_ms[1] < 10_000 else ".0f"),
             _range(each.clip_seconds, ",.1f"),
             _range(each.chip_seconds, ",.1f" if each.chip_seconds[1] < 1000 else ",.0f"),
             _range(each.efficiency, ".0%"),

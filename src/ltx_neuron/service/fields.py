@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from starlette.datastructures import UploadFile
 
 from ltx_neuron.config.common import digest
-from ltx_neuron.sampling.conditions import Crf, FrameIndex, Keyframes, Strength
+from ltx_neuron.sampling.conditions import Crf, FrameIndex, Keyframes, Strength, TileSide
 from ltx_neuron.sampling.spec import (
     DetailFields,
     Fields,
@@ -47,6 +47,7 @@ _FLAG = re.compile(r"--([a-z][a-z0-9-]*[a-z0-9])")
 # Fields that are refused, with the values that ask for nothing.
 UNSUPPORTED = {"lora": (), "image_url": (), "n": (1, "1"), "sound_only": (False, "false")}
 _LISTS = ("images", "video_conditioning")
+TILED = {"stage_2_ic_lora", "tile", "tile_height", "tile_width"}
 _IMAGES = ("input_reference", "image_reference", "images")
 # Fields for sounds and videos: their JobSpec field and their kind.
 _MEDIA = {
@@ -287,6 +288,10 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
         )
     )
     conditioning_attention_mask: MaskReference = described_as("conditioning_attention_mask")
+    stage_2_ic_lora: bool | None = described_as("stage_2_ic_lora")
+    tile: bool | None = described_as("tile")
+    tile_height: TileSide | None = described_as("tile_height")
+    tile_width: TileSide | None = described_as("tile_width")
 
     @field_validator("images", "video_stg_blocks", "audio_stg_blocks", mode="before")
     @classmethod
@@ -325,10 +330,10 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     def spec(self) -> JobSpec:
         """The JobSpec without the size and the files."""
         names = {"prompt", "extend", "reference_audio_max_duration", "identity_guidance_scale"}
-        names |= {"num_generated_keyframes"}
+        names |= {"num_generated_keyframes", *TILED}
         for fields in (GuidanceFields, DetailFields, SamplingFields):
             names |= set(fields.model_fields)
-        return JobSpec(**self.model_dump(include=names))
+        return JobSpec(**self.model_dump(include=names, exclude_none=True))
 
     @property
     def digest(self) -> str:

@@ -19,7 +19,7 @@ from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, Weight
 from ltx_neuron.sampling.spec import LORAS, JobSpec, LoraFile
 from ltx_neuron.service import media, picture
 from ltx_neuron.service.api_error import ApiError, busy, field_of, invalid, too_large
-from ltx_neuron.service.fields import KNOWN, Media, VideoRequest, spelled
+from ltx_neuron.service.fields import KNOWN, TILED, Media, VideoRequest, spelled
 from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.sandbox import BadFile
@@ -128,6 +128,7 @@ class JobSubmitter:
             if request.video_conditioning:
                 fields = self._check_lora_set(request, "video_conditioning", "an IC-LoRA")
                 inputs["references"] = references_of(spec.model_copy(update=_lora_files(fields)))
+                inputs |= spec.model_dump(include=TILED)
                 masks = spec.conditioning_attention_mask
                 inputs["attention_mask"] = AttentionMask(*masks[0]) if masks else None
             if request.reference_audio:
@@ -240,7 +241,8 @@ class JobSubmitter:
     def _batch_key(self, job: Job) -> str:
         """A key of the jobs that share loaded graphs and weights."""
         workspace = self.sizes.workspace
-        names = [workspace.dit_program_for(job, stage)[0].name for stage in job.stages]
+        programs = (each for stage in job.stages for each in workspace.dit_programs_for(job, stage))
+        names = dict.fromkeys(bucket.name for bucket, _ in programs)
         loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
         return "+".join([job.recipe, *names, *loras])
 

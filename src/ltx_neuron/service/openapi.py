@@ -12,7 +12,7 @@ from ltx_neuron.service.api_error import ERRORS, ErrorObject
 from ltx_neuron.service.fields import VideoRequest
 
 DESCRIPTION = (
-    "OpenAI's video API for LTX-2.3. Send a token as `Authorization: Bearer TOKEN` where the"
+    "OpenAI's video API for LTX-2. Send a token as `Authorization: Bearer TOKEN` where the"
     " service has tokens. Every error is an `ErrorObject`; its `code` is for programs."
 )
 _PNG = (  # 2x2 pixels
@@ -52,6 +52,13 @@ FORM_EXAMPLES: dict[str, dict[str, str]] = {
     "extend": {"prompt": "the dog runs away", "video_reference": "dog.mp4", "extend": "2"},
     "dubbing": {"prompt": "a man says: bonjour", "lora_set": "dub", "reference_video": "hello.mkv"},
     "IC-LoRA": {"prompt": "a robot dances", "lora_set": "pose", "video_conditioning": "pose.mp4"},
+    "IC-LoRA in tiles": {
+        "prompt": "a robot dances",
+        "lora_set": "pose",
+        "video_conditioning": "pose.mp4",
+        "stage_2_ic_lora": "true",
+        "tile": "true",
+    },
 }
 _ID = "video_00000000000000000000000000000000"
 _PARAMETERS = {"id": _ID, "after": _ID, "limit": 20, "order": "desc", "variant": "thumbnail"}

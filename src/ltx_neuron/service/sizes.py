@@ -34,11 +34,14 @@ _OWN_GRAPHS = {
     "references": "video_conditioning",
     "attention_mask": "conditioning_attention_mask",
     "dubbing": "reference_video",
+    "stage_2_ic_lora": "stage_2_ic_lora",
+    "tile": "tile",
     "reference_audio": "reference_audio",
     "nag_scale": "nag_scale",
     "num_generated_keyframes": "num_generated_keyframes",
 }
 _OF_REFERENCES = {"video_conditioning", "conditioning_attention_mask", "reference_audio"}
+_OF_REFERENCES |= {"stage_2_ic_lora", "tile"}
 
 
 class RequestedSize(VideoFields):
@@ -256,7 +259,7 @@ class SizeRegistry:
             if job.dubbing:
                 job.dubbing.check(job.size)
             for stage in job.stages:
-                self.workspace.dit_program_for(job, stage)
+                self.workspace.dit_programs_for(job, stage)
         except UserError:  # absent, damaged, or with other blocks_per_graph
             return False
         return True

@@ -15,6 +15,7 @@ from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import group_size, may_divide
+from ltx_neuron.plan import independent_passes
 from ltx_neuron.plan.layouts import layout_settings, single_group
 from ltx_neuron.profiles import (
     COLLECTIVES_BUFFER,
@@ -113,7 +114,7 @@ def layout_candidates(
     """The settings of one tensor-parallel group, and the changes of every other layout of the
     cores."""
     base = single_group(profile)
-    passes = max(len(job.passes) if stage.guided else 1 for stage in job.stages)
+    passes = max(independent_passes(job, stage) for stage in job.stages)
     layouts = layout_settings(base, tp, cores // tp, passes, job.buckets)
     changes = [{key: str(value) for key, value in fields.items()} for fields in layouts]
     return {key: text_of(base, key) for key in LAYOUT}, changes[1:]

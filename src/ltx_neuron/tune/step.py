@@ -12,6 +12,7 @@ from ltx_neuron.backends import ranks
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.denoise.tiled import TiledStageRun
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.parallel import SingleRank
@@ -40,7 +41,7 @@ def prepared(
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).bfloat16().to(dtype)
 
-    video = randn(1, compiled.bucket.video_tokens, config.in_channels)
+    video = randn(1, job.bucket(stage).video_tokens, config.in_channels)
     audio = randn(1, compiled.bucket.audio_tokens, config.audio_in_channels)
     widths, mask = (config.video.inner, config.audio.inner), torch.ones(1, TEXT_TOKENS)
     of_both = [[randn(1, TEXT_TOKENS, width) for width in widths] for _ in range(2)]
@@ -57,7 +58,8 @@ def prepared(
     held = 1, latents.VIDEO_CHANNELS, 1, *shape[1:]
     images = [(image, torch.randn(held, generator=generator).to(dtype)) for image in job.placed]
     modulation = partial(modulation_table, weights, config)
-    run = StageRun(on, compiled, config, dtype, modulation, COMPAT[None])
+    kind = TiledStageRun if compiled.tiles else StageRun
+    run = kind(on, compiled, config, dtype, modulation, COMPAT[None])
     run.prepare(job, stage, contexts, *empty, generator, images)
     run.video, run.audio = video, audio
     return run

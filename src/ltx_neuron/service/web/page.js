@@ -16,9 +16,14 @@ const FILES = {
   video_reference: ["Video to retake or extend", "video/*", "start_time", "end_time", "extend"],
   reference_video: ["Video to dub", "video/*", "reference_strength"],
   reference_audio: ["Voice for the LoRAs", "audio/*", "reference_audio_max_duration"],
-  video_conditioning: ["Reference of the LoRAs", "video/*,image/png,image/jpeg,image/webp"],
+  video_conditioning: ["Reference of the LoRAs", "video/*,image/png,image/jpeg,image/webp",
+    "stage_2_ic_lora", "tile", "tile_height", "tile_width", "motion_speed"],
 };
-const UNITS = { extend: "seconds", audio_bed: "dBFS", reference_strength: "0 to 1" };
+const CHECKS = ["stage_2_ic_lora", "tile"];  // of those numbers, what is only chosen
+const UNITS = {
+  extend: "seconds", audio_bed: "dBFS", reference_strength: "0 to 1", motion_speed: "0.025 to 1",
+  tile_height: "pixels", tile_width: "pixels",
+};
 const SIZED = ["size", "duration", "two_stage"];  // what a video to retake says itself
 const NUMBERS = /^num_inference_steps$|_(guidance|rescale)_scale$|_skip_step$/;
 
@@ -104,7 +109,8 @@ async function begin() {
 
 // The limits of fields are those of the request's schema.
 function drawFields(schema) {
-  const files = Object.keys(FILES).filter((name) => name in inputs);
+  const files = Object.keys(FILES).filter((name) =>
+    name in inputs || (name === "video_conditioning" && inputs.tile));
   $("files").replaceChildren(...files.map(fileField));
   const numbers = Object.keys(schema).filter((name) => NUMBERS.test(name));
   $("numbers").replaceChildren(...numbers.map((name) => numberField(name, "default")));
@@ -127,7 +133,9 @@ function labelled(name, text, element) {
 
 function numberField(name, placeholder) {
   const text = name.replaceAll("_", " ").replace(/^num | scale$/g, "");
-  const input = make("input", { id: name, name, type: "number", step: "any", placeholder });
+  const input = make("input", { id: name, name, ...(CHECKS.includes(name)
+    ? { type: "checkbox", value: "true" } : { type: "number", step: "any", placeholder }) });
+  if (CHECKS.includes(name)) input.addEventListener("change", () => narrow());
   return labelled(name, text, input);
 }
 
@@ -169,7 +177,9 @@ function offer(name, options, value = field[name].value) {
 }
 
 function narrow(wanted) {
-  const files = Object.keys(inputs).filter((name) => field[name]?.files.length);
+  const files = Object.keys(FILES).filter((name) => field[name]?.files.length)
+    .map((name) => name === "video_conditioning" && field.tile.checked ? "tile" : name)
+    .filter((name) => name in inputs);
   const fits = (size) => files.every((name) =>
     inputs[name].some((other) => JSON.stringify(other) === JSON.stringify(size)));
   const fitting = (files.length ? inputs[files[0]] : model.sizes).filter(fits);
