@@ -273,7 +273,9 @@ def job_of(line: dict[str, Any], folder: Path) -> Job:
 def _lora_files(fields: dict[str, tuple]) -> dict[str, tuple[LoraFile, ...]]:
     """A Job's LoRAs as JobSpec fields."""
     return {
-        name: tuple(LoraFile(str(lora.path.absolute()), lora.strength) for lora in fields[field])
+        name: tuple(
+            LoraFile(str(lora.path.absolute()), lora.strength) for lora in fields.get(field, ())
+        )
         for name, field in zip(LORAS, LORA_FIELDS, strict=True)
     }
 

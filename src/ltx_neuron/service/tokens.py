@@ -62,7 +62,7 @@ def new_token(path: Path, name: str) -> str:
     token = _PREFIX + secrets.token_urlsafe(32)
     content = {"tokens": {**hashes, name: _hash(token)}}
     with whole_file(path) as partial:
-        partial.touch(mode=0o600)
+        partial.chmod(0o600)
         partial.write_text(json.dumps(content, indent=1) + "\n")
     return token
 
