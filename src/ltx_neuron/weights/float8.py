@@ -112,8 +112,8 @@ class WeightFile(TensorFile):
             except (ValueError, TypeError):
                 raise ValueError(f"{beside[_NOTE]} is not a JSON object") from None
         scales = [beside[part] for part in _SCALES if part in beside]
-        rows = fields and fields.get("format") == int8.FORMAT
-        if rows and self.dtypes.get(key) == int8.INT8 and len(scales) == 1:
+        whole = self.dtypes.get(key) == int8.INT8 and len(scales) == 1
+        if whole and fields and fields.get("format") == int8.FORMAT:
             try:
                 return int8.row_scale(self.shapes[key], self.read(scales[0]).float(), fields)
             except ValueError as problem:

@@ -117,7 +117,7 @@ def config_of(file: TensorFile) -> dict:
         return {}
 
 
-def spatial_scale(path: Path | None) -> float:
+def spatial_scale(path: str | Path | None) -> float:
     """The factor by which a spatial upsampler's file enlarges the sides: 2, if it is not 1.5."""
     with suppress(UserError):
         scale = config_of(TensorFile(path, "")).get("spatial_scale") if path else None
