@@ -27,7 +27,7 @@ from ltx_neuron.preflight import Compiled, Failed, Preflight, RunOptions, say_id
 from ltx_neuron.progress import JobRun, StageGroup, stage_groups
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
-from ltx_neuron.sampling import dfr, latents
+from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.extension import start_of
 from ltx_neuron.text import inputs
@@ -305,46 +305,39 @@ class Engine:
                 if self.preflight.encodes_on_ranks(job):
                     tiles = self.residency.video_encoder(self.preflight.vae)
                 run.tensors |= conditions.encode(self.host, job, stage.upsampled, tiles)
-        start, given = self._initial_latents(run, stage)
-        if job.details(stage.upsampled):
-            run.tensors["s2_reference_latent"] = run.tensors["s1_video"].clone()
-        ranks = self.residency.ranks
+        ranks, given = self.residency.ranks, run.tensors | self._initial_latents(run, stage)
         shared = workspace.transformer, workspace.dtype, modulation, self.compat
         with self.recorder.phase(f"denoise_{stage.name}"):
             images = conditions.encode_images(self.host, job, stage.height, stage.width)
             assert ranks
             kind = TiledStageRun if compiled.tiles else StageRun
             stage_run = kind(ranks, compiled, *shared)
+            start = given["video"], given["audio"]
             stage_run.prepare(job, stage, run.contexts, *start, run.generator, images, given)
         return stage_run
 
-    def _initial_latents(
-        self, run: JobRun, stage: Stage
-    ) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
-        """A stage's initial latents, (1, 128, F, h, w) and (1, 8, Ta, 16), and its encoded
-        inputs."""
+    def _initial_latents(self, run: JobRun, stage: Stage) -> dict[str, Tensor]:
+        """A stage's initial latents by stream, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         job, tensors = run.job.of(stage), run.tensors
+        if stage.temporal:
+            return run.job.rendering.start(stage.temporal, tensors, self._upsampled)
         if stage.window:
             assert job.extension
-            return start_of(job.extension, stage.window, tensors), tensors
-        if window := stage.temporal:
-            rendering, clip = run.job.rendering, dfr.CLIPS[window.round - 1]
-            if clip not in tensors:
-                before = rendering.clip(tensors, window.round - 1)
-                tensors[clip] = self._upsampled(before, "temporal")
-            given = rendering.start(window, tensors)
-            return (given["video"], given["audio"]), tensors | given
-        if stage.upsampled:
-            tensors["upsampled"] = self._upsampled(tensors["s1_video"], "spatial")
+            video, audio = start_of(job.extension, stage.window, tensors)
+        elif stage.upsampled:
+            video = tensors["upsampled"] = self._upsampled(tensors["s1_video"], "spatial")
             if job.generated_keyframes(upsampled=True):  # as one clip of K latents
                 planes = self._upsampled(tensors["s1_generated_keyframes"], "spatial")
                 tensors["upsampled_keyframes"] = planes
-            return (tensors["upsampled"], tensors["s1_audio"]), tensors
-        size = job.size
-        shape = stage.height, stage.width, size.num_frames, size.frame_rate
-        video, audio = latents.zeros(*shape, self.workspace.dtype)
-        start = tensors.get("video_latent", video), tensors.get("audio_latent", audio)
-        return start, tensors
+            if job.details(upsampled=True):
+                tensors["s2_reference_latent"] = tensors["s1_video"].clone()
+            audio = tensors["s1_audio"]
+        else:
+            shape = stage.height, stage.width, job.size.num_frames, job.size.frame_rate
+            video, audio = latents.zeros(*shape, self.workspace.dtype)
+            video = tensors.get("video_latent", video)
+            audio = tensors.get("audio_latent", audio)
+        return {"video": video, "audio": audio}
 
     def _upsampled(self, latent: Tensor, kind: str) -> Tensor:
         """A latent (1, 128, F, h, w) after an upsampler, while the ranks are watched."""

@@ -1,4 +1,4 @@
-"""Job: the settings of one generation, checked before a model loads, and its stages."""
+"""Job: the settings of one generation, checked before a model loads."""
 
 import dataclasses
 import json
@@ -6,19 +6,16 @@ import math
 import os
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, Self
+from typing import Self
 
 from torch import Tensor
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.models.signatures import WITHOUT
-from ltx_neuron.sampling import dfr
-from ltx_neuron.sampling.ancestral import STAGE_SEED
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import LATER_FIELDS, Inputs, check_together
 from ltx_neuron.sampling.duration import AutoDuration
-from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import (
     IDENTITY_SCALE,
@@ -31,7 +28,6 @@ from ltx_neuron.sampling.guidance import (
     default_steps,
 )
 from ltx_neuron.sampling.latents import video_latent_shape
-from ltx_neuron.sampling.res_2s import steps_of_evaluations
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     DISTILLED_SIGMAS,
@@ -44,6 +40,7 @@ from ltx_neuron.sampling.size import NO_PICTURE, Size
 from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, spec_of, validated
 from ltx_neuron.sampling.tiles import Tile
 from ltx_neuron.sampling.upscaling import UPSCALES
+from ltx_neuron.stage import Stage
 from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
 
 _RETAKE_STEPS = 40  # of the dev recipe, without --num-inference-steps
@@ -51,69 +48,7 @@ VOICE_WITHOUT_LORA = (
     "{reference_audio} goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as well, or leave"
     " out {reference_audio}"
 )
-# The weight sets of a Job
-LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras", "detailing_loras")
-
-
-class Stage(NamedTuple):
-    """One denoising run over a noise schedule at one pixel size.
-
-    sigmas     the noise levels from the first step's to 0: one more than there are steps
-    guided     each step runs several passes and combines their predictions (stage 1 of dev)
-    upsampled  starts from the previous stage's upsampled latents, not from noise alone
-    loras      merged into its weights
-    sampler    "euler", "ancestral", which adds noise in each step, "res_2s" with two evaluations
-               of the model per step, or "gradient_estimation"
-    window     of an extended video: each has its own stage 1
-    temporal   of DFR: each window of a round is a stage
-    """
-
-    name: str  # "stage_1", "stage_2", or "stage_3" of all windows of DFR
-    height: int
-    width: int
-    sigmas: tuple[float, ...]
-    guided: bool = False
-    upsampled: bool = False
-    loras: WeightSet = ()
-    sampler: str = "euler"
-    window: Window | None = None
-    temporal: dfr.TemporalWindow | None = None
-
-    @property
-    def key(self) -> str:
-        """The prefix of its tensors in --save-tensors: "s1", "s2", "window_1"."""
-        window = self.window or self.temporal
-        return window.key if window else self.name.replace("stage_", "s")
-
-    @property
-    def title(self) -> str:
-        """Its name for users: "stage_1", "window 2 of 3"."""
-        window = self.window or self.temporal
-        return window.title if window else self.name
-
-    @property
-    def noise(self) -> tuple[int, float]:
-        """Of the ancestral sampler: what is added to the seed, and eta."""
-        if self.temporal:
-            return self.temporal.seed, dfr.ETA
-        return STAGE_SEED * (1 + self.upsampled), 1.0
-
-    @property
-    def steps(self) -> int:
-        return len(self.sigmas) - 1
-
-    @property
-    def evaluations(self) -> tuple[int, ...]:
-        """The stage's evaluations of the model in order, each with the step number that guidance
-        uses. Their number is that of the used rows of the graph's schedule tables."""
-        if self.sampler == "res_2s":
-            return steps_of_evaluations(self.steps)
-        return tuple(range(self.steps))
-
-    @property
-    def max_steps(self) -> int:
-        """Rows of the compiled graph's schedule tables."""
-        return GUIDED_MAX_STEPS if self.guided else DISTILLED_MAX_STEPS
+LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras", "detailing_loras")  # of a Job
 
 
 @dataclass(frozen=True)
@@ -147,37 +82,11 @@ class Job(Inputs):
             return self.num_inference_steps
         return _RETAKE_STEPS if self.retake else default_steps(self.sampler)
 
-    @property
-    def guided(self) -> bool:
-        """Whether stage 1 is guided."""
-        return self.recipe == "dev" and not self.dfr
-
-    @property
-    def rendering(self) -> dfr.Rendering:
-        """The windows of DFR. Release 1.2.0 has it for the dev checkpoint, 1.4 for the
-        distilled."""
-        given = self.size.num_frames, self.size.frame_rate, self.temporal_upsample_rounds or 0
-        return dfr.Rendering(*given, holds=self.recipe == "distilled")
-
     def of(self, stage: Stage) -> Self:
         """The job as its stage sees it: in DFR with the canvas, or as the job of a window."""
         if not self.dfr or self.temporal:
             return self
-        size, holds, window = self.size, self.recipe == "distilled", stage.temporal
-        if window is None:  # the sound has the length of the clip that is played
-            speed = size.frame_rate / dfr.model_rate(size.frame_rate) if holds else 1.0
-            size = dataclasses.replace(size, num_frames=dfr.canvas(size.num_frames))
-            changed = {"size": size, "images": tuple(self.placed), "motion_speed": speed}
-            return dataclasses.replace(self, **changed)
-        images, times = [], 2**window.round if holds else 1  # 1.2.0 leaves them where they were
-        for image in self.placed:
-            frame = image.frame_index * times - window.start
-            first = 1 if holds and window.shared else 0  # what it has already
-            if first <= frame < window.frames or not (holds or window.start):
-                images.append(dataclasses.replace(image, frame_index=frame))
-        rate = dfr.model_rate(size.frame_rate * 2**window.round, holds)
-        size = dataclasses.replace(size, num_frames=window.frames, frame_rate=rate)
-        return dataclasses.replace(self, size=size, images=tuple(images), temporal=window)
+        return dataclasses.replace(self, **self.rendering.seen(self.placed, stage.temporal))
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -205,11 +114,9 @@ class Job(Inputs):
         stage_2 = stage_1 if stage_1 in refining else "euler"
         full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=stage_2)
         full = full._replace(upsampled=True, loras=loras[1])
-        if not self.temporal_upsample_rounds:
-            return half, full
-        third = full._replace(name="stage_3", sigmas=DISTILLED_SIGMAS[4:], sampler="ancestral")
-        third, windows = third._replace(loras=loras[0]), self.rendering.windows
-        return half, full, *(third._replace(temporal=window) for window in windows)
+        third = full._replace(name="stage_3", loras=loras[0], sigmas=DISTILLED_SIGMAS[4:])
+        third = third._replace(sampler="ancestral")
+        return half, full, *(third._replace(temporal=each) for each in self.rendering.windows)
 
     @property
     def seen(self) -> str:
@@ -403,8 +310,6 @@ class Job(Inputs):
         self.size.check()
         if self.auto_duration:
             self.auto_duration.check()
-        if self.dfr and self.size.num_frames == 1:
-            raise FieldError("{dfr} renders motion: type {num_frames} 9 or more")
         if self.upscale and self.size.two_stage:
             raise FieldError(
                 "{upscale} is for one-stage runs; {two_stage} upsamples between its stages already"
@@ -418,6 +323,8 @@ class Job(Inputs):
             # HQ's distilled LoRA (dev recipe) applies to stage 1 as well.
             "{ic_lora}": bool(self.stage_1_loras and (self.references or of_ic_lora)),
             "{detailing_lora}": bool(self.detailing_loras),
+            "{negative_prompt}": self.negative_prompt is not None and self.nag_scale is None,
+            "{guidance}": self.guidance is not None,
             f"{{dfr}} {{recipe}} {self.recipe}": self.dfr,
         }
         if self.references and self.loras and not self.stage_1_loras:
@@ -441,11 +348,6 @@ class Job(Inputs):
 
     def _check_unguided(self) -> None:
         if self.guidance or (self.negative_prompt is not None and self.nag_scale is None):
-            if self.dfr:
-                raise FieldError(
-                    "{dfr} takes no guidance and no {negative_prompt}: the distilled LoRA makes"
-                    " them needless; leave them out"
-                )
             check_guidable([] if self.guidance else ["negative_prompt"], self.recipe)
         if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
             raise FieldError(

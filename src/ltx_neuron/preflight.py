@@ -393,10 +393,9 @@ def check_dfr(jobs: list[Job]) -> None:
     for job in jobs:
         old = COMPAT[job.compat].plain_stage_2
         if job.dfr and old != (job.recipe == "dev"):
-            mend = "leave --compat out" if old else "type --compat ltx-pipelines-1.2.0 as well"
             raise UserError(
-                f"--dfr runs the {'dev' if old else 'distilled'} checkpoint in this release, got"
-                f" --recipe {job.recipe}: {mend}, or pass the other checkpoint"
+                f"--dfr: got --recipe {job.recipe} {'with' if old else 'without'} --compat, wanted"
+                " --recipe distilled, or --recipe dev with --compat ltx-pipelines-1.2.0"
             )
 
 

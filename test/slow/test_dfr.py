@@ -67,7 +67,7 @@ def rendered(release: str) -> dict[str, torch.Tensor]:
         shared = CONFIG, torch.float32, partial(modulation_table, weights(), CONFIG), COMPAT[None]
         ranks = Ranks(bucket.name, program, weights(), None)
         run = StageRun(ranks, CompiledStep(bucket, program), *shared)
-        given = job.rendering.start(stage.temporal, tensors)
+        given = job.rendering.start(stage.temporal, tensors, lambda *given: 1 / 0)
         texts = [Contexts(*contexts(), torch.ones(1, 1024), None)]
         images = [(image, PICTURE) for image in of.images]
         start = given["video"], given["audio"]

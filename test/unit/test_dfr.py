@@ -85,12 +85,12 @@ def test_a_rate_above_30_is_seen_as_60(rate, seen):
 def filled(rendering: dfr.Rendering) -> dict[str, torch.Tensor]:
     """The latents of all stages; each of a clip has its number, +100 after a window, and a
     keyframe has minus its frame of the last round."""
-    cells = (dfr.canvas(rendering.num_frames) - 1) // 8 + 1
+    cells = (dfr.canvas(rendering.size.num_frames) - 1) // 8 + 1
 
     def clip(values) -> torch.Tensor:
         return torch.tensor([*values], dtype=torch.float32).view(1, 1, -1, 1, 1)
 
-    frames = dfr.keyframes(rendering.num_frames)
+    frames = dfr.keyframes(rendering.size.num_frames)
     tensors = {"s2_video": clip(range(cells)), "s1_audio": clip(range(68))[..., 0]}
     tensors["s2_generated_keyframes"] = clip(-2.0 * x for x in frames)
     tensors["temporal_video"] = clip(range(2 * cells - 1))
@@ -103,13 +103,20 @@ def filled(rendering: dfr.Rendering) -> dict[str, torch.Tensor]:
 def test_a_window_holds_the_result_of_the_one_before_it_after_a_keyframe():
     rendering = job(frames=65, rounds=1).rendering  # two segments of 32
     tensors, (_, second) = filled(rendering), rendering.windows
-    given = {name: x.flatten().tolist() for name, x in rendering.start(second, tensors).items()}
+    tensors.pop("temporal_video")
+
+    def upsample(video: torch.Tensor, kind: str) -> torch.Tensor:
+        assert video is tensors["s2_video"] and kind == "temporal"
+        return torch.arange(17.0).view(1, 1, -1, 1, 1)
+
+    made = rendering.start(second, tensors, upsample)
+    given = {name: x.flatten().tolist() for name, x in made.items()}
     assert (second.start, second.shared, second.latents) == (32, 5, 13)
     assert given["video"] == [-32, 105, 106, 107, 108, *range(9, 17)]
     assert given["given_keyframes"] == [-128] and given["upsampled_keyframes"] == [12]
     assert rendering.final(tensors).flatten().tolist() == [100 + x for x in range(17)]
     # The sound during its 97 frames at 48 fps, of 68 latents in 65 / 24 s, for a clip of 60 fps.
-    sound = rendering.start(second, tensors)["audio"][0, 0, :, 0]
+    sound = made["audio"][0, 0, :, 0]
     wanted = (32 + 97 * torch.arange(40) / 40) / 48 * 24 / 65 * 68
     torch.testing.assert_close(sound, wanted.clamp(max=67))
 
@@ -165,8 +172,8 @@ REFUSED = {
     "goes with --detailing-lora": {"detailing_loras": (), "detailing_scale": None},
     "--dfr cannot be combined with --tail-frames": {"tail_frames": 8},
     "--dfr cannot be combined with --num-generated-keyframes": {"num_generated_keyframes": 1},
-    "--dfr takes no guidance": {"negative_prompt": "rain"},
-    "type --num-frames 9 or more": {"size": Size(64, 64, 1, two_stage=True)},
+    "--dfr cannot be combined with --negative-prompt": {"negative_prompt": "rain"},
+    "--num-frames 1: --dfr renders motion": {"size": Size(64, 64, 1, two_stage=True)},
     "--detailing-lora goes with --dfr": {"dfr": False, "temporal_upsample_rounds": None},
     "--temporal-upsample-rounds goes with --dfr": {"dfr": False, "detailing_loras": ()},
 }
@@ -181,7 +188,7 @@ def test_what_does_not_go_together_is_refused(message, changes):
 
 @pytest.mark.parametrize(
     ("kind", "advice"),
-    [(OLD | {"compat": None}, "type --compat"), (NEW | {"compat": "ltx-pipelines-1.2.0"}, "leave")],
+    [(OLD | {"compat": None}, "without"), (NEW | {"compat": "ltx-pipelines-1.2.0"}, "with")],
 )
 def test_a_release_has_dfr_for_one_kind_of_checkpoint(kind, advice):
     check_dfr([job(kind=OLD), job(kind=NEW)])

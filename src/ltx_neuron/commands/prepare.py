@@ -241,6 +241,7 @@ def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
             " is encoded\nType --num-frames N, the length that generate --predict-duration prints"
         )
     check_distilled_loras(jobs, workspace.checkpoint.release)
+    check_dfr(jobs)
     return jobs
 
 

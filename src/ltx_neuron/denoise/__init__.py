@@ -120,9 +120,9 @@ class StageRun:
             seed, eta = stage.noise
             steps = ancestral.steps_of(*given, generator.initial_seed() + seed, eta)
             for number, added in enumerate(steps):
-                tensors = dict(zip(ANCESTRAL_FIELDS, added, strict=True))
-                for name in names:
-                    self.ranks.put(self.bucket.name, name, **{at(name, number): tensors[name]})
+                for name, tensor in zip(ANCESTRAL_FIELDS, added, strict=True):
+                    if name in names:
+                        self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
         if self.bucket.guided:
             # Repeated by skipped steps; the first step overwrites it.
             zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)

@@ -20,7 +20,7 @@ from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.files import check_readable
 from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.dfr import TemporalWindow
+from ltx_neuron.sampling.dfr import Rendering, TemporalWindow
 from ltx_neuron.sampling.extension import Extension
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import NAG_ALPHA, NAG_TAU
@@ -137,6 +137,8 @@ _EXCLUDES = {
         "{sound_only}",
         "{sampler} res_2s",
         "{sampler} gradient_estimation",
+        "{guidance}",
+        "{negative_prompt}",
     ),
     "{num_generated_keyframes}": ("{video_path}", "{sound_only}"),
 }
@@ -394,6 +396,23 @@ class Inputs(ABC):
         return dataclasses.replace(self, size=dataclasses.replace(self.size, spatial_scale=scale))
 
     @property
+    @abstractmethod
+    def recipe(self) -> str:
+        """One of spec.RECIPES."""
+
+    @property
+    def guided(self) -> bool:
+        """Whether stage 1 is guided."""
+        return self.recipe == "dev" and not self.dfr
+
+    @property
+    def rendering(self) -> Rendering:
+        """The clips and windows of DFR, which release 1.2.0 has for the dev checkpoint and 1.4 for
+        the distilled."""
+        rounds, holds = self.temporal_upsample_rounds or 0, self.recipe == "distilled"
+        return Rendering(self.size, rounds, holds)
+
+    @property
     def upright(self) -> bool:
         """Whether to apply the display matrices of videos."""
         return self.orientation == "shown"
@@ -479,7 +498,7 @@ class Inputs(ABC):
         guides += len(self.temporal.given) if self.temporal else 0
         references = self.appended_references(upsampled)
         half = video_latent_shape(*self.size.first.sides, size.num_frames)
-        detailed = [Appended(half, self.detailing_scale)] if self.details(upsampled) else []
+        detailed = [Appended(half, self.detailing_scale or 1)] * self.details(upsampled)
         return [
             *[keyframe] * guides,
             *(Appended(each.latent_shape(size), each.space_scale) for each in references),
@@ -659,6 +678,8 @@ class Inputs(ABC):
         for image in self.images:
             image.check(self.output_size.num_frames)
         frames, count = self.size.num_frames, self.num_generated_keyframes or 0
+        if self.dfr and frames == 1:
+            raise FieldError("{num_frames} 1: {dfr} renders motion, wanted 9 or more")
         if count > (most := max(0, frames - 2)):
             raise FieldError(
                 f"{{num_generated_keyframes}} {count}: wanted at most {most}, one for each frame"

@@ -7,13 +7,15 @@ the same number of frames. Frames and latents of a round are those of its clip.
 Sources: ltx-pipelines 1.2.0 dfr_layout.py, dfr_pipeline.py; 1.4 dfr_stages.py, dfr_helpers/.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ltx_neuron.sampling.latents import AUDIO_CHANNELS, MEL_BINS, TIME_SCALE, audio_latent_frames
+from ltx_neuron.sampling.size import Size
 
 SEGMENTS = 24, 32  # frames
 ANCHOR = 0.95  # strength of the keyframes that a window is given
@@ -122,24 +124,37 @@ def windows(num_frames: int, rounds: int, holds: bool) -> tuple[TemporalWindow, 
 
 @dataclass(frozen=True)
 class Rendering:
-    """The clips, keyframes and windows of a job.
+    """The clips, keyframes and windows of a job. size: of the job, before the rounds."""
 
-    num_frames, frame_rate  of the job, before the rounds
-    """
-
-    num_frames: int
-    frame_rate: float
+    size: Size
     rounds: int
     holds: bool
 
     @property
     def windows(self) -> tuple[TemporalWindow, ...]:
-        return windows(self.num_frames, self.rounds, self.holds)
+        return windows(self.size.num_frames, self.rounds, self.holds)
 
     @property
     def frames(self) -> int:
         """Of the result."""
-        return (self.num_frames - 1) * 2**self.rounds + 1
+        return (self.size.num_frames - 1) * 2**self.rounds + 1
+
+    def seen(self, images: Iterable[Any], window: TemporalWindow | None) -> dict[str, Any]:
+        """The fields of a Job for a stage, or for a window, which sees the images in it."""
+        size, rate = self.size, self.size.frame_rate
+        if window is None:  # the sound has the length of the clip that is played
+            speed = rate / model_rate(rate) if self.holds else 1.0
+            size = replace(size, num_frames=canvas(size.num_frames))
+            return {"size": size, "images": tuple(images), "motion_speed": speed}
+        kept, times = [], 2**window.round if self.holds else 1  # 1.2.0 leaves them where they were
+        for image in images:
+            frame = image.frame_index * times - window.start
+            first = 1 if self.holds and window.shared else 0  # what it has already
+            if first <= frame < window.frames or not (self.holds or window.start):
+                kept.append(replace(image, frame_index=frame))
+        rate = model_rate(rate * 2**window.round, self.holds)
+        size = replace(size, num_frames=window.frames, frame_rate=rate)
+        return {"size": size, "images": tuple(kept), "temporal": window}
 
     def clip(self, tensors: dict[str, Tensor], number: int) -> Tensor:
         """The latents (1, 128, F, h, w) after a round; after 0, stage 2's. tensors: of the job, by
@@ -158,7 +173,7 @@ class Rendering:
         those of the round's finished windows. Of one made twice, the first."""
         if not number:
             made = tensors["s2_generated_keyframes"].split(1, dim=2)
-            return dict(zip(keyframes(self.num_frames), made, strict=True))
+            return dict(zip(keyframes(self.size.num_frames), made, strict=True))
         found = {2 * at: plane for at, plane in self.planes(tensors, number - 1).items()}
         for window in self.windows:
             made = tensors.get(f"{window.key}_generated_keyframes")
@@ -167,11 +182,19 @@ class Rendering:
                     found.setdefault(window.start + frame, plane)
         return found
 
-    def start(self, window: TemporalWindow, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def start(
+        self,
+        window: TemporalWindow,
+        tensors: dict[str, Tensor],
+        upsample: Callable[[Tensor, str], Tensor],
+    ) -> dict[str, Tensor]:
         """A window's video and audio (1, 8, Ta, 16), which may be empty, its given_keyframes, and
-        the initial latents of those that it generates, as upsampled_keyframes."""
+        the initial latents of those that it generates, as upsampled_keyframes. The first window of
+        a round adds the round's clip to `tensors`."""
+        if (clip := CLIPS[window.round - 1]) not in tensors:
+            tensors[clip] = upsample(self.clip(tensors, window.round - 1), "temporal")
         first, planes = window.start // TIME_SCALE, self.planes(tensors, window.round)
-        video = tensors[CLIPS[window.round - 1]][:, :, first : first + window.latents].clone()
+        video = tensors[clip][:, :, first : first + window.latents].clone()
         # Python's rounding: half to even.
         nearest = [round(frame / TIME_SCALE) for frame in window.generated]
         begun, given = video[:, :, nearest], [planes[window.start + x] for x in window.given]
@@ -193,7 +216,8 @@ class Rendering:
         has at the model's rate."""
         if not window.holds:
             return audio.new_zeros(1, AUDIO_CHANNELS, 0, MEL_BINS)
-        rate, seconds = self.frame_rate * 2**window.round, canvas(self.num_frames) / self.frame_rate
+        rate = self.size.frame_rate * 2**window.round
+        seconds = canvas(self.size.num_frames) / self.size.frame_rate
         bounds = window.start, window.start + window.frames
         start, end = (frame / rate / seconds * audio.shape[2] for frame in bounds)
         return resampled(audio, start, end, audio_latent_frames(window.frames, model_rate(rate)))

@@ -427,9 +427,7 @@ class MergedSource(Source):
         if not adapters:
             return weight
         if self.release and self.release.split:  # not of ltx-core 1.0.0
-            first, *others = adapters
-            return (
-                reduce(lambda x, y: y.added_to(x), others, first.delta().to(weight.dtype)) + weight
-            )
+            total = adapters[0].delta().to(weight.dtype)
+            return reduce(lambda x, y: y.added_to(x), adapters[1:], total) + weight
         deltas = [adapter.delta().to(weight.dtype) for adapter in adapters]
         return (deltas[0] if len(deltas) == 1 else torch.stack(deltas).sum(dim=0)) + weight
