@@ -132,7 +132,7 @@ def test_a_tile_that_covers_the_canvas_makes_the_bits_of_no_tiles(
     opened, generate, contexts, files, tiny
 ):
     job = scaled_ic_lora(files, tiny)
-    made = run(opened(), replace(told(job), tile=True), contexts)
+    made = run(opened(), replace(told(job), tile=True, tile_height=64, tile_width=64), contexts)
     assert all(torch.equal(made[name], tensor) for name, tensor in generate(job).items())
 
 
