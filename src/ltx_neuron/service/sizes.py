@@ -249,7 +249,10 @@ class SizeRegistry:
 
     def _fits(self, chosen: CompiledSize, **inputs: Any) -> bool:
         """Whether every stage of a legal size has a graph for a Job's inputs."""
-        if not self._can_run(chosen):
+        if (
+            not self._can_run(chosen)
+            or inputs.get("stage_2_ic_lora", False) > chosen.size.two_stage
+        ):
             return False
         job = Job("", chosen.size, recipe=chosen.recipe, **inputs)
         try:
