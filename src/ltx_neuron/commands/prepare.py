@@ -23,7 +23,7 @@ from ltx_neuron.files import check_space, read_json, write_json
 from ltx_neuron.format import columns, format_bytes, format_seconds
 from ltx_neuron.host.arithmetic import choices_file, this_machine
 from ltx_neuron.job import Job
-from ltx_neuron.preflight import Preflight, RunOptions, check_distilled_loras, sound_size
+from ltx_neuron.preflight import Preflight, RunOptions, check_dfr, check_distilled_loras, sound_size
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.workspace import Workspace
