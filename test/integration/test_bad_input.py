@@ -555,7 +555,6 @@ def test_a_wrong_sound_or_video(check, script, flags, words):
     check(script, flags, words, size="")
 
 
-@runs("finished.py:weights: *", "finished.py:dit_program_for: *")
 @pytest.mark.parametrize("script, flags, words", ARTIFACTS)
 def test_artifacts_that_do_not_fit(finished, check, script, flags, words):
     check(script, flags, words)
@@ -596,7 +595,7 @@ def test_a_rank_that_refuses_its_file_prints_no_traceback(finished, capfd):
     _judge(code, capfd.readouterr().err, words)
 
 
-@runs("weights/rankfiles.py:check_whole: rm", "workspace.py:verify: *")
+@runs("weights/rankfiles.py:check_whole: rm", "workspace.py:verify: ltx-neuron shard")
 def test_the_command_for_damaged_weights_works_when_pasted(finished, tmp_path, capsys):
     shutil.copytree(finished.root / "bad/missing-rank", tmp_path / "its artifacts")
     words = finished.words(SHARD_DIT, f"--artifacts-dir '{tmp_path}/its artifacts' --verify")

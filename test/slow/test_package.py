@@ -133,7 +133,11 @@ def clip(installed, tmp_path_factory) -> Path:
     return folder
 
 
-@runs("commands/demo.py:main: *")
+@runs(
+    "commands/demo.py:main: ltx-neuron demo",
+    "commands/demo.py:main: ltx-neuron generate",
+    "commands/demo.py:main: ltx-neuron prepare",
+)
 def test_a_wheel_makes_a_clip_of_the_demo_in_an_empty_folder(clip, installed):
     assert (clip / "demo.mp4").stat().st_size > 1000
     assert {path.name for path in clip.iterdir()} == {"demo.json", "demo.mp4", "made"}

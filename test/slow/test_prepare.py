@@ -7,14 +7,21 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from conftest import QUICK
-from helpers import wait_for
+from helpers import picture_frames, wait_for, write_film
 from printed import runs
 from runs import SIZE, TP
 
 from ltx_neuron.backends.manifest import sha256
 from ltx_neuron.commands import VERBS, dispatch
+from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json
+from ltx_neuron.job import Job, Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.conditions import Retake
+from ltx_neuron.weights.lora import Lora
+from ltx_neuron.workspace import Workspace
 
 
 def content(folder) -> dict[str, object]:
@@ -55,7 +62,12 @@ def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(
     assert os.listdir(tmp_path / "calibration")
 
 
-@runs("finished.py:*: *")
+@runs(
+    "finished.py:dit_program_for: ltx-neuron compile transformer",
+    "finished.py:text_programs: ltx-neuron compile gemma3",
+    "finished.py:tile_programs: ltx-neuron compile vae",
+    "finished.py:weights: ltx-neuron shard",
+)
 def test_what_doctor_says_to_type_makes_all_that_it_lacks(tiny, tmp_path, capsys):
     """For a job with two weight sets, whose videos are decoded on the ranks."""
     words = ["--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root]
@@ -78,3 +90,31 @@ def test_what_doctor_says_to_type_makes_all_that_it_lacks(tiny, tmp_path, capsys
     assert not lines, lines
     made = {" ".join(re.findall(r"(?:shard|compile) \w+", line)) for line in typed}
     assert {"shard transformer", "compile transformer", "compile gemma3", "compile vae"} <= made
+
+
+@runs(
+    "finished.py:check_dit_weights: ltx-neuron shard dit",
+    "finished.py:encoder_programs: ltx-neuron compile vae",
+    "finished.py:sound_programs: ltx-neuron compile vae",
+)
+def test_what_the_python_api_says_to_type_makes_what_is_missing(tiny, tmp_path):
+    """Weights with a LoRA, and graphs that encode a retake's video and decode its sound."""
+    settings = QUICK[0], "sound_on_ranks=true", "resident=true"
+    workspace = Workspace(
+        tiny.checkpoint, resolve("cpu", settings), tmp_path, 1, "float32", tiny.gemma_root
+    )
+    size, film = Size(64, 64, 9), tmp_path / "film.mkv"
+    write_film(film, picture_frames(9, 64, 64, 3))
+    job = workspace.resolved(
+        Job("rain", size, loras=(Lora(tiny.lora),), retake=Retake(film, 0, 0.2))
+    )
+    for needed in (
+        lambda: workspace.check_dit_weights([job]),
+        lambda: workspace.sound_programs(size, job.audio_latents),
+        lambda: workspace.encoder_programs(job),
+    ):
+        with pytest.raises(UserError) as refused:
+            needed()
+        parts = shlex.split(str(refused.value).rpartition("Make them: ")[2])
+        dispatch(parts[next(at for at, word in enumerate(parts) if word in VERBS) :])
+        needed()

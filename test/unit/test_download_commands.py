@@ -33,6 +33,7 @@ def home(tiny, split, tmp_path, monkeypatch) -> Path:
         PUBLISHED["dev"]: tiny.checkpoint,
         PUBLISHED["spatial"]: tiny.spatial_upsampler,
         PUBLISHED["temporal"]: tiny.temporal_upsampler,
+        PUBLISHED["lora"]: tiny.lora,
     }
     later = {str(path.relative_to(split.folder)): path for path in split if path != split.image}
     gemma = {path.name: path for path in tiny.gemma_root.iterdir()}
@@ -322,7 +323,30 @@ def check(capsys, monkeypatch, home: Path, values: dict, flag: str, said: str, w
     assert all(path.is_file() for path in before)  # nothing is lost
 
 
-@runs("config/common.py:gemma_download: --gemma-root", "weights/checkpoint.py:-: --checkpoint-path")
+@runs(
+    "config/common.py:gemma_download: --gemma-root",
+    "weights/checkpoint.py:-: --checkpoint-path",
+    "config/common.py:-: hf download",
+    "config/common.py:gemma_download: hf download",
+    "config/gemma.py:check_gemma_fits: hf download",
+    "config/gemma.py:gemma_config: hf download",
+    "config/release.py:download: hf download",
+    "host/duration.py:-: hf download",
+    "host/loading.py:upsampler_spec: hf download",
+    "hub.py:download: hf download",
+    "hub.py:download_again: hf download",
+    "hub.py:download_released: hf download",
+    "preflight.py:_check_upsampler: hf download",
+    "text/inputs.py:load_tokenizer: hf download",
+    "weights/checkpoint.py:__init__: hf download",
+    "weights/checkpoint.py:gemma_files: hf download",
+    "weights/model_files.py:__init__: hf download",
+    "weights/model_files.py:_check_folder: hf download",
+    "weights/model_files.py:_transformer_in: hf download",
+    "weights/model_files.py:path: hf download",
+    "weights/model_files.py:text_encoder: hf download",
+    "weights/tensorfile.py:__init__: hf download",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_printed_command_downloads_is_taken(name, home, tiny, split, capsys, monkeypatch):
     flag, make, said = CASES[name]
@@ -395,6 +419,39 @@ def test_a_transformer_of_2_5_alone_names_the_download_of_its_parts(
     assert ran(capsys, [*words, kind, downloaded(monkeypatch, command)]) == (0, "")
 
 
+@runs(
+    "finished.py:_merged: hf download",
+    "preflight.py:check_distilled_loras: hf download",
+    "weights/lora.py:_missing: hf download",
+)
+@pytest.mark.parametrize(
+    "recipe, flag, said",
+    [
+        ("distilled", "--lora", "no such file"),
+        ("dev", "--distilled-lora", "needs --distilled-lora"),
+        ("distilled", "--lora", "is of LTX 2.5.0, but the checkpoint is of LTX-2.3"),
+    ],
+    ids=["a published one, missing", "none for stage 2", "of another release"],
+)
+def test_the_lora_that_a_printed_command_downloads_is_taken(
+    recipe, flag, said, home, tiny, capsys, monkeypatch
+):
+    size = "--height 64 --width 64 --num-frames 9 --two-stage --tp-degree 1 --profile cpu"
+    words = ["prepare", "--dry-run", *size.split(), "--recipe", recipe, SPATIAL]
+    words += [*map(str, (tiny.spatial_upsampler, CHECKPOINT, tiny.checkpoint))]
+    words += [ROOT, str(tiny.gemma_root)]
+    if "2.5.0" in said:
+        save_file(
+            {"x.lora_A.weight": torch.zeros(2, 2)}, "a.safetensors", {"model_version": "2.5.0"}
+        )
+    typed = {"no such file": [flag, PUBLISHED["lora"]], "needs --distilled-lora": []}
+    code, error = ran(capsys, [*words, *typed.get(said, [flag, "a.safetensors"])])
+    assert code == 2 and said in error, error
+    (command,) = re.findall(r"hf download .+", error)
+    assert ran(capsys, [*words, flag, downloaded(monkeypatch, command)]) == (0, "")
+
+
+@runs("hub.py:_download: hf download", "hub.py:local_path: hf download")
 @pytest.mark.parametrize(("name", "kind"), [(f"{LTX}/{PUBLISHED['dev']}", "dev"), (GEMMA, "gemma")])
 def test_the_command_for_a_machine_without_network_fills_the_cache(home, monkeypatch, name, kind):
     with no_downloads(), pytest.raises(NotDownloaded) as error:

@@ -238,7 +238,13 @@ def test_a_flipped_bit_of_a_manifest_is_blamed_on_it_and_its_remedy_mends_it(pre
     assert json.loads(path.read_bytes())["identity"] == json.loads(whole)["identity"]
 
 
-@runs("artifacts/transfer.py:*: *")
+@runs(
+    "artifacts/transfer.py:_damaged: ltx-neuron artifacts",
+    "artifacts/transfer.py:_push: rm",
+    "artifacts/transfer.py:pull: ltx-neuron artifacts",
+    "artifacts/transfer.py:push: --artifacts-dir",
+    "artifacts/transfer.py:push: ltx-neuron prepare",
+)
 def test_a_store_is_filled_and_repaired_by_the_commands_that_are_printed(
     prepared, tmp_path, monkeypatch
 ):

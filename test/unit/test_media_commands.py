@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from clips import MIRROR, RATE, first_loud, noise_with_click, run_printed, seen, turned, write_clip
 from helpers import write_sound
+from printed import runs
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.conditions import check, read_reference_audio
@@ -119,6 +120,7 @@ PROVOKING = [
 ]
 
 
+@runs("host/media.py:ffmpeg: ffmpeg")
 @pytest.mark.parametrize(
     "name, make, take, said", PROVOKING, ids=[f"{each[0]}-{each[2].__name__}" for each in PROVOKING]
 )
