@@ -121,6 +121,14 @@ class Files:
         save_file({"a": torch.zeros(1)}, name, {"config": json.dumps(config)})
         return name
 
+    def nvfp4(self, name: str) -> str:
+        note = torch.tensor([*b'{"format": "nvfp4"}'], dtype=torch.uint8)
+        layer = {"weight": torch.zeros(8, 8, dtype=torch.uint8), "weight_scale": torch.ones(8, 1)}
+        layer |= {"weight_scale_2": torch.tensor(1.0), "comfy_quant": note}
+        tensors = {f"patchify_proj.{key}": tensor for key, tensor in layer.items()}
+        save_file(tensors, name, {"config": "{}", "model_version": "2.5.0"})
+        return name
+
     def gemma(self, folder: str, without: str = "", renamed: str = "") -> str:
         shutil.copytree(self.tiny.gemma_root, folder)
         for name in without.split():
@@ -363,6 +371,11 @@ CASES_OF_2_5: dict[str, tuple[str, Callable[[Files], str], str]] = {
         lambda f: f.cut(f"ltx/{RELEASED[LATER]['distilled']}", f.split.distilled),
         "truncated?",
     ),
+    "the transformer in nvfp4": (
+        CHECKPOINT,
+        lambda f: f.nvfp4("ltx-2.5-22b-distilled-transformer-nvfp4.safetensors"),
+        "weights in nvfp4, which this toolkit does not read",
+    ),
     "Gemma 3's folder": (ROOT, lambda f: f.gemma("gemma"), "in one file"),
     "a VAE as text encoder": (
         ROOT,
@@ -392,6 +405,7 @@ CASES_OF_2_5: dict[str, tuple[str, Callable[[Files], str], str]] = {
 }
 
 
+@runs("weights/checkpoint.py:_parse: hf download")
 @pytest.mark.parametrize("name", CASES_OF_2_5)
 def test_of_ltx_2_5_what_a_printed_command_downloads_is_taken(
     name, home, tiny, split, capsys, monkeypatch

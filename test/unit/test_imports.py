@@ -156,7 +156,7 @@ def test_a_script_finds_the_installed_package(monkeypatch):
         pytest.skip("this checkout is not installed: pip install -e .")
     script = ROOT / "shards/shard_backbone_weights.py"
     process = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
-    assert process.returncode == 0 and "--tp-degree" in process.stdout, process.stderr
+    assert process.returncode == 0 and "--verify" in process.stdout, process.stderr
 
 
 # What one module does for all others, and what shows that another does it by itself.
