@@ -2,7 +2,7 @@
 one tile after another, guidance groups as many at once as there are groups (sampling/tiles.py).
 """
 
-from collections import Counter
+from collections import defaultdict
 from functools import partial
 
 import torch
@@ -41,7 +41,7 @@ class TiledStageRun(StageRun):
         """Nothing: the host has the state."""
 
     def _predict(self, video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
-        busy = Counter()  # milliseconds of each group
+        busy = defaultdict(float)  # milliseconds of each group
 
         def predict(number: int, ranks: Ranks) -> list[Tensor]:
             tokens, program = self._blend[number][0], self.compiled.tiles[number].bucket.name
