@@ -379,7 +379,8 @@ def _scale(settings: dict, layer: str, rank: int) -> float:
 class MergedSource(Source):
     """A model's tensors with LoRAs merged in.
 
-    text_loras  those that change the connectors or the text projections
+    text_loras   those that change the connectors or the text projections
+    rounds_once  each LoRA after the first is added without rounding its product
 
     UserError if a LoRA tensor belongs to no weight of the checkpoint or does not fit its shape, or
     if the weight is not stored in BF16.
@@ -396,7 +397,8 @@ class MergedSource(Source):
         # Weight name -> what is added to it, in the order of `loras`.
         self.adapters: dict[str, list[Adapter]] = {}
         self.text_loras, mine = (), []
-        self.release = getattr(files[0], "release", None)
+        release = getattr(files[0], "release", None)
+        self.rounds_once = bool(release and release.split)  # not run by ltx-core 1.0.0
         for lora in loras:
             found, others = _read(lora, files[0])
             ours = {name: x for key, x in found.items() if (name := rename(model, key))}
@@ -409,6 +411,7 @@ class MergedSource(Source):
                 number = f"{len(others)} tensors of other models, such as {others[0]}"
                 self.notes.append(f"--lora {lora.path}: {number}, are left out")
         self.lora_identity = identity_of((*mine,))
+        self.lora_identity += ["rounded once"] * (self.rounds_once and len(mine) > 1)
 
     def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
         """Rows start..stop of a tensor for each of `bounds`; for a merged tensor, views."""
@@ -426,7 +429,7 @@ class MergedSource(Source):
         weight, adapters = super().tensor(name), self.adapters.get(name, [])
         if not adapters:
             return weight
-        if self.release and self.release.split:  # not of ltx-core 1.0.0
+        if self.rounds_once:
             total = adapters[0].delta().to(weight.dtype)
             return reduce(lambda x, y: y.added_to(x), adapters[1:], total) + weight
         deltas = [adapter.delta().to(weight.dtype) for adapter in adapters]
