@@ -144,8 +144,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         if outputs.tensors:
             progress.write_run_tensors(outputs.tensors, result.tensors, identity())
             write(result.clip())
-        report = write_sidecar(outputs.video, job, engine)  # before the state is removed
-    show(report, outputs)
+        show(write_sidecar(outputs.video, job, engine), outputs)  # before the state is removed
     print(f"{'sound' if job.sound_only else 'video'}: {outputs.video}")
 
 
