@@ -163,6 +163,7 @@ def test_the_upsampler_of_one_and_a_half_makes_stage_1_two_thirds_of_the_size():
     size.check()
     job = Job("rain", size)
     assert size.first == Size(64, 128, 9)
+    assert job.scaled(1.5) is job and job.scaled(2.0).size == Size(96, 192, 9, two_stage=True)
     assert [(stage.height, stage.width) for stage in job.stages] == [(64, 128), (96, 192)]
     assert (job.spec.height, job.spec.two_stage) == (96, True)
     assert job.describe()["spatial_scale"] == 1.5

@@ -391,8 +391,10 @@ class Inputs(ABC):
         """Of the generated video; for an extended one, of a window."""
 
     def scaled(self, spatial_scale: float) -> Self:
-        """A copy whose stages, if there are two, are so many times apart."""
+        """These inputs, or a copy, whose stages, if there are two, are so many times apart."""
         scale = spatial_scale if self.size.two_stage else Size.spatial_scale
+        if scale == self.size.spatial_scale:  # runs know a job by its identity
+            return self
         return dataclasses.replace(self, size=dataclasses.replace(self.size, spatial_scale=scale))
 
     @property
