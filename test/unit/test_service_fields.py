@@ -175,6 +175,7 @@ def test_every_field_of_a_job_can_be_said_but_files_by_their_paths_and_loras_by_
     no_graphs = {"images_as_guides", "skip_stage_2", "sampler", "sound_only"}
     no_graphs |= {"reference_audio_max_duration"}  # the service cuts to what is compiled
     no_graphs |= {"stage_2_ic_lora", "tile", "tile_height", "tile_width"}
+    no_graphs |= {"dfr", "temporal_upsample_rounds"}
     loras = set(LoraFields.model_fields)  # a lora_set names them
     left = set(JobSpec.model_fields) - set(VideoRequest.model_fields)
     no_graphs |= {"auto_duration"}  # a request needs a known length
