@@ -34,7 +34,6 @@ from ltx_neuron.profiles import (
     require_runtime,
     resolve,
 )
-from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
 from ltx_neuron.weights.checkpoint import gemma_files
 from ltx_neuron.weights.lora import WeightSet
@@ -373,8 +372,8 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         _, manifest = workspace.dit_program_for(job, stage)
         return str(manifest.folder)
 
-    clip = video_latent_shape(size.height, size.width, size.num_frames)
-    buckets, sound = examination.profile.text_buckets, size.audio_frames
+    clip, sound = job.latent_shape, job.audio_latents
+    buckets = examination.profile.text_buckets
     folders = map(workspace.dit_weights, examination.weight_sets)
     facts = {"DiT weights": lambda: ", ".join(map(str, folders))}
     for stage in job.stages:
