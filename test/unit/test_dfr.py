@@ -125,6 +125,8 @@ def test_a_padded_clip_ends_with_the_last_frame_that_was_asked_for():
     padded = job(frames=41, rounds=2)
     assert (padded.output_frames, padded.output_frame_rate) == (161, 96)
     assert padded.latent_shape == (21, 2, 2) and padded.audio_latents == round(49 / 24 * 25)
+    once = job(frames=41).rendering
+    assert once.final(filled(once)).flatten().tolist() == [100 + x for x in range(11)]  # of 13
     last = padded.rendering.windows[-1]
     assert last.start + last.frames == 4 * 48 + 1
 
