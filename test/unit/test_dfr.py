@@ -121,10 +121,29 @@ def test_a_window_holds_the_result_of_the_one_before_it_after_a_keyframe():
     torch.testing.assert_close(sound, wanted.clamp(max=67))
 
 
+def test_the_second_round_is_given_the_keyframes_of_the_first_and_begins_on_its_own():
+    rendering = job(frames=65, rounds=2).rendering
+    tensors = filled(rendering)
+    for w in rendering.windows[2:]:
+        made = rendering.start(
+            w, tensors, lambda video, kind: torch.arange(33.0).view(1, 1, -1, 1, 1)
+        )
+        given = made["given_keyframes"].flatten().tolist()
+        assert given == [-(w.start + frame) / 2 for frame in w.given]  # as numbered in round 1
+        assert made["video"].flatten()[0] == (-w.start if w.number else 0)
+        assert made["upsampled_keyframes"].flatten().tolist() == [
+            w.start / 8 + x / 8 for x in w.generated
+        ]
+    assert sorted(rendering.planes(tensors, 2)) == [*range(32, 257, 32)]
+    assert rendering.final(tensors).shape[2] == 33
+
+
 def test_a_padded_clip_ends_with_the_last_frame_that_was_asked_for():
     padded = job(frames=41, rounds=2)
     assert (padded.output_frames, padded.output_frame_rate) == (161, 96)
     assert padded.latent_shape == (21, 2, 2) and padded.audio_latents == round(49 / 24 * 25)
+    once = job(frames=41).rendering
+    assert once.final(filled(once)).flatten().tolist() == [100 + x for x in range(11)]  # of 13
     last = padded.rendering.windows[-1]
     assert last.start + last.frames == 4 * 48 + 1
 
