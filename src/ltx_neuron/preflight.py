@@ -11,6 +11,7 @@ import torch
 
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.release import RELEASES, Release
 from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
@@ -366,6 +367,8 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
                 f"{flag} has {count:,} tokens and is cut to {TEXT_TOKENS:,}: the model does not"
                 f" read what begins with {begins!r}"
             )
+    if job.dfr and job.rendering.holds and is_diffusion_vae(workspace.config):
+        said.append("--dfr: the diffusion decoder does not read the keyframes, as upstream's does")
     if job.seed == -1:
         said.append("--seed -1 is a seed like any other, not a random one")
     return said

@@ -3,15 +3,17 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ltx_neuron.config.diffusion import DIFFUSION_VAE
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.finished import of_release
 from ltx_neuron.job import Job, Size
-from ltx_neuron.preflight import check_dfr
+from ltx_neuron.preflight import check_dfr, notes
 from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.weights.lora import Lora
@@ -119,6 +121,15 @@ def test_a_window_holds_the_result_of_the_one_before_it_after_a_keyframe():
     sound = made["audio"][0, 0, :, 0]
     wanted = (32 + 97 * torch.arange(40) / 40) / 48 * 24 / 65 * 68
     torch.testing.assert_close(sound, wanted.clamp(max=67))
+
+
+@pytest.mark.parametrize(("kind", "told"), [(NEW, True), (OLD, False)])
+def test_a_render_says_that_the_diffusion_decoder_reads_no_keyframes(kind, told):
+    source = SimpleNamespace(notes=[])
+    files = SimpleNamespace(config={"vae": {}}, source=lambda *_: source)
+    assert notes(job(kind=kind), files) == []
+    files.config["vae"]["_class_name"] = DIFFUSION_VAE
+    assert ["keyframes" in note for note in notes(job(kind=kind), files)] == [True] * told
 
 
 def test_the_second_round_is_given_the_keyframes_of_the_first_and_begins_on_its_own():
