@@ -56,7 +56,7 @@ EXPORTED = _aten(
     select.int slice.Tensor unsqueeze.default transpose.int unflatten.int flatten.using_ints
     view.default permute.default reshape.default cat.default stack.default chunk.default unbind.int
     split.Tensor split_with_sizes.default repeat_interleave.self_int expand.default squeeze.dim
-    pad.default contiguous.default
+    pad.default
     """
 ) | {"ltx_neuron.attention_cte.default"}
 # Operations of torch.compile's graphs of the same modules: composite operations are decomposed.
