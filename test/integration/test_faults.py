@@ -47,10 +47,7 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fox" + LOG_SUFFIX, "fox" + SUFFIX]
     log = (tmp_path / ("fox" + LOG_SUFFIX)).read_text()
     assert log.startswith(MARK + "\n") and "rank 1 of 2 failed: the process was killed" in log
-    for rank in range(TP):
-        seen = rf"rank {rank}: process {ranks[rank]}, last sign of life \d\.\d s ago"
-        assert re.search(seen, log)
-    assert "the host's own gaps" in log and re.search(r"load: [\d. ]+, \d+ CPUs", log)
+    assert re.search(r"load: [\d. ]+, \d+ CPUs", log)
     assert run.here(tmp_path, resume=True) == 0
     resumed = capfd.readouterr()
     assert "stage_2 is left" in resumed.out and "stage_1:" not in resumed.err

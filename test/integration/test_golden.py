@@ -48,7 +48,7 @@ def test_a_warm_step_sends_nothing_to_the_device(text_to_video):
 def test_the_report_names_every_phase_with_its_memory(text_to_video):
     perf = text_to_video.perf
     assert {phase["name"] for phase in perf["phases"]} == {*PHASES} - {
-        *("warmup", "encode_inputs", "load_vae", "write_wav")
+        *("warmup", "encode_inputs", "load_vae", "write_wav", "denoise_stage_3")
     }
     assert all(phase["peak_rss_bytes"] > 0 for phase in perf["phases"])
     assert {stage: len(steps) for stage, steps in perf["denoise_steps_ms"].items()} == {
@@ -103,7 +103,7 @@ def test_ranks_that_end_with_different_latents_are_an_error():
     )
     compiled = SimpleNamespace(bucket=Bucket(1, 1, timesteps=1, max_steps=1))
     run = StageRun(ranks, compiled, None, torch.float32, None, COMPAT[None])
-    run.latent_shape, run.audio_frames = (1, 1, 1), 1
+    run.latent_shape, run.audio_frames, run.video, run.audio = (1, 1, 1), 1, None, None
     with pytest.raises(RuntimeError, match="different latents"):
         run.result()
     ranks.hashes = lambda *names: ["a"] * 4

@@ -67,10 +67,10 @@ def events(scripts, tiny) -> list[Event]:
     events = []
     recorder, call, read = Watched(events), Ranks._call, TensorFile.read
 
-    def seen_call(ranks, patience, method, **arguments):
+    def seen_call(ranks, method, **arguments):
         if "weights" in arguments:
             events.append(Event(recorder.now, str(arguments["weights"])))
-        return call(ranks, patience, method, **arguments)
+        return call(ranks, method, **arguments)
 
     def seen_read(file, name, start=0, stop=None):
         # Reading single rows is looking up a prompt's tokens.

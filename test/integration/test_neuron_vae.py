@@ -67,9 +67,9 @@ def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(
     workspace, phases, loaded = prepared(tiny, artifacts, setting, *sound), Phases(), []
     call = Ranks._call
 
-    def seen(ranks, patience, method, **arguments):
+    def seen(ranks, method, **arguments):
         loaded.append(arguments.get("weights"))
-        return call(ranks, patience, method, **arguments)
+        return call(ranks, method, **arguments)
 
     monkeypatch.setattr(Ranks, "_call", seen)
     with Engine(workspace, phases, RunOptions(neuron_vae=True)) as engine:
