@@ -32,7 +32,7 @@ OLD, NEW = (
 
 def job(frames=41, rate=24.0, rounds=1, kind=NEW, **more) -> Job:
     size = Size(64, 64, frames, rate, two_stage=True)
-    made = Job("", size, dfr=True, temporal_upsample_rounds=rounds or None, **kind | more)
+    made = Job("a fox", size, dfr=True, temporal_upsample_rounds=rounds or None, **kind | more)
     return of_release(made, RELEASES[1])
 
 
