@@ -10,7 +10,7 @@ import av
 import pytest
 import torch
 from helpers import randn, rel, run_program
-from ltx25_step import CONFIG, Ranks, contexts, weights
+from ltx25_step import CONFIG, contexts, weights
 from safetensors.torch import load_file, save_file
 from split_runs import Runs
 
@@ -26,6 +26,7 @@ from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.tune.step import _HostRanks
 
 # 73 frames at 24 fps are three segments of 24. A round's clip has 145 frames, 19 latents, keyframes
 # at 48, 96, 144, and new ones at 24, 72, 120. The windows are two segments and one.
@@ -65,7 +66,7 @@ def rendered(release: str) -> dict[str, torch.Tensor]:
         bucket, of = job.bucket(stage), job.of(stage)
         program = dit_program(CONFIG, bucket, 1, SingleRank(), torch.float32, 0)
         shared = CONFIG, torch.float32, partial(modulation_table, weights(), CONFIG), COMPAT[None]
-        ranks = Ranks(bucket.name, program, weights(), None)
+        ranks = _HostRanks(bucket.name, program, weights().__getitem__, None)
         run = StageRun(ranks, CompiledStep(bucket, program), *shared)
         given = job.rendering.start(stage.temporal, tensors, lambda *given: 1 / 0)
         texts = [Contexts(*contexts(), torch.ones(1, 1024), None)]
