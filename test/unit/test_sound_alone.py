@@ -42,7 +42,7 @@ from ltx_neuron.sampling.schedules import ltx2_schedule
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.fields import read_request
-from ltx_neuron.service.sizes import _offered
+from ltx_neuron.service.sizes import _records
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.tiny.config import TinySizes
 from ltx_neuron.weights.rankfiles import load_rank_file, rank_file
@@ -278,8 +278,8 @@ def test_the_service_makes_videos_only():
     assert error.value.code == "feature_not_supported"
     read_request({"prompt": "rain", "sound_only": False})
     record = {"num_frames": 9, "frame_rate": 24.0, "two_stage": False, "recipe": "dev"}
-    assert _offered(record | {"height": 64, "width": 64})
-    assert not _offered(record | {"height": 0, "width": 0})
+    assert [*_records({"bucket": [record | {"height": 64, "width": 64}]})]
+    assert not [*_records({"bucket": [record | {"height": 0, "width": 0}]})]
 
 
 # --- the file -------------------------------------------------------------------------------------
