@@ -224,3 +224,8 @@ def test_a_release_has_dfr_for_one_kind_of_checkpoint(kind, advice):
     check_dfr([job(kind=OLD), job(kind=NEW)])
     with pytest.raises(UserError, match=advice):
         check_dfr([job(kind=kind)])
+
+
+def test_the_graphs_of_a_render_do_not_count_as_those_of_text_to_video():
+    """A service would offer the size to requests without inputs."""
+    assert job().own_graphs == ["dfr"]

@@ -25,10 +25,10 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.plan.table import table
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
-from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.sharder import compare, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.weight_file import WeightFile
 from ltx_neuron.workspace import Workspace
 
 BLOCK = "model.diffusion_model.transformer_blocks.1."  # the released ones keep first and last block

@@ -13,8 +13,8 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.loading import ModelSpec
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.checkpoint import Checkpoint
-from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.model_files import check_release, config_of, described, kind_of
+from ltx_neuron.weights.weight_file import WeightFile
 
 FLAG, _PREFIX = "--duration-head-path", "duration_head."
 DOWNLOAD = download_released("duration_head", "Lightricks/LTX-2.5")

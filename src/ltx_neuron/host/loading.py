@@ -23,9 +23,9 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.finite import finite
-from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.model_files import ModelFiles, check_release
 from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.weights.weight_file import WeightFile
 
 
 def import_ltx_core() -> None:

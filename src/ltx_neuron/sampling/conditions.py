@@ -576,7 +576,7 @@ class Inputs(ABC):
             "nag_scale": self.nag is not None,
             "num_generated_keyframes": self.num_generated_keyframes,
         }
-        more = ("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile")
+        more = ("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr")
         inputs |= {name: getattr(self, name) for name in more}
         return [name for name, given in inputs.items() if given]
 

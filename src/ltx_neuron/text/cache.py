@@ -28,7 +28,7 @@ HOST_ENCODER_CODE = (
     "weights/lora",
     "weights/model_files",
     "weights/sharding",
-    "weights/float8",
+    "weights/weight_file",
     "weights/int8",
     "weights/tensorfile",
 )

@@ -19,9 +19,9 @@ from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
 from ltx_neuron.config.release import RELEASES, identified, release_of
 from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.hub import RELEASE, RELEASED, download_again
-from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.sharding import COL, COMPONENTS, DIFFUSION, KV, Model, copies, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.weights.weight_file import WeightFile
 
 SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")  # of a name, with the number of parts
 DOWNLOAD = f"{CHECKPOINT_DOWNLOAD}\nand type --checkpoint-path {RELEASED[RELEASE]['distilled']}"

@@ -26,9 +26,9 @@ from ltx_neuron.config.common import digest
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.hub import RELEASED, download_released, nearest
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.sharding import DIFFUSION, MODELS, Model, rename
 from ltx_neuron.weights.tensorfile import TensorFile, listed
+from ltx_neuron.weights.weight_file import WeightFile
 
 # In an IC-LoRA's metadata: the ratios of stage 1's sides and frames to a reference's.
 _FACTORS = "reference_downscale_factor", "reference_temporal_scale_factor"

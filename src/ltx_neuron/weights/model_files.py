@@ -21,10 +21,10 @@ from ltx_neuron.config.release import Release, release_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import other_format
 from ltx_neuron.weights.checkpoint import DOWNLOAD, SHARD, Checkpoint, gemma_files
-from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.lora import is_lora
 from ltx_neuron.weights.sharding import CONNECTORS, DIFFUSION, TEXT_PROJECTION
 from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.weights.weight_file import WeightFile
 
 RECIPES = "distilled", "dev"
 _TRANSFORMERS = "diffusion_models", "unet"  # the transformers' folder in a download
