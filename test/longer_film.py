@@ -9,6 +9,7 @@ import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import randn, tone
 
+from ltx_neuron import build
 from ltx_neuron.engine import Engine
 from ltx_neuron.host.media import first_frames
 from ltx_neuron.host.video import write_video
@@ -40,8 +41,8 @@ def prepared(tiny, film, artifacts):
     @cache
     def prepared(tp: int = 1) -> Workspace:
         workspace = opened_workspace(tiny, artifacts, 1, tp=tp)
-        workspace.shard("dit", {()})
-        workspace.compile_dit(longer(film, 1.0).buckets_to_compile)
+        build.make(workspace, workspace.weight_sets("dit", {()}))
+        build.make(workspace, workspace.dit_graphs(longer(film, 1.0).buckets_to_compile))
         return workspace
 
     return prepared

@@ -23,6 +23,7 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
+from ltx_neuron.needs import audio_dtype
 from ltx_neuron.preflight import Compiled, Failed, Preflight, RunOptions, say_idle_groups
 from ltx_neuron.progress import JobRun, StageGroup, stage_groups
 from ltx_neuron.report.recorder import Recorder
@@ -56,7 +57,7 @@ class Engine:
             workspace.dtype,
             options.spatial_upsampler_path or workspace.files.beside("spatial"),
             options.temporal_upsampler_path or workspace.files.beside("temporal"),
-            audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
+            audio_dtype=audio_dtype(workspace, options),
             profile=workspace.profile,
             arithmetic=workspace.arithmetic,
             tiles_1_0_0=self.compat.tiles,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from batches import TP, prepared
 
+from ltx_neuron import build
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
@@ -61,8 +62,8 @@ def events(scripts, tiny) -> list[Event]:
     threads, setup = torch.get_num_threads(), prepared(scripts, tiny)
     where = setup.artifacts, TP, "float32", tiny.gemma_root
     workspace = Workspace(tiny.checkpoint, resolve("cpu", setup.settings), *where)
-    workspace.shard("dit", {stage.loras for stage in jobs[0].stages})
-    workspace.compile_dit(jobs[0].buckets)
+    build.make(workspace, workspace.weight_sets("dit", {stage.loras for stage in jobs[0].stages}))
+    build.make(workspace, workspace.dit_graphs(jobs[0].buckets))
 
     events = []
     recorder, call, read = Watched(events), Ranks._call, TensorFile.read

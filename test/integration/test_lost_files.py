@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 
-from ltx_neuron import batch, flags
+from ltx_neuron import batch, build, flags
 from ltx_neuron.batch import RESULTS
 from ltx_neuron.errors import UserError
 from ltx_neuron.generate import run_identity
@@ -26,9 +26,9 @@ STATUSES = ["done", "failed", "done"]
 @pytest.fixture(scope="module")
 def engine(tiny, artifacts):
     workspace = opened_workspace(tiny, artifacts)
-    workspace.shard("dit")
+    build.make(workspace, workspace.weight_sets("dit"))
     job = workspace.resolved(Job("a", SIZE, images=(ImageCondition(tiny.image),)))
-    workspace.compile_dit([*job.buckets])
+    build.make(workspace, workspace.dit_graphs([*job.buckets]))
     with opened_engine(workspace, tiny) as engine:
         for name in NAMES:
             named = Job(name, SIZE)

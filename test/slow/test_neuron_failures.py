@@ -15,6 +15,7 @@ import pytest
 from conftest import ROOT
 from helpers import one_thread  # noqa: F401
 
+from ltx_neuron import build
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
@@ -141,10 +142,10 @@ def workspace(library, tmp_path_factory):
     workspace = Workspace(
         assets.checkpoint, profile, folder / "artifacts", 4, "bfloat16", assets.gemma_root
     )
-    workspace.shard("dit")
-    workspace.shard("gemma3")
-    workspace.compile_text()
-    workspace.compile_dit(Job("", SIZE).buckets)
+    build.make(workspace, workspace.weight_sets("dit"))
+    build.make(workspace, workspace.weight_sets("gemma3"))
+    build.make(workspace, workspace.text_graphs())
+    build.make(workspace, workspace.dit_graphs(Job("", SIZE).buckets))
     return workspace
 
 

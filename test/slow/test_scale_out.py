@@ -11,7 +11,7 @@ from helpers import one_thread, rel  # noqa: F401
 from steps import EQUAL
 from toy import alive
 
-from ltx_neuron import progress
+from ltx_neuron import build, progress
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.job import Job, Size
@@ -36,9 +36,9 @@ def opened(tiny, artifacts):
 
     def engine(tp: int = 1, settings: str = "", size: Size = ONE):
         workspace = opened_workspace(tiny, artifacts, 1, tp=tp, settings=settings.split())
-        workspace.shard("dit", [()])
+        build.make(workspace, workspace.weight_sets("dit", [()]))
         job = Job("a red fox", size, 5)
-        workspace.compile_dit(job.buckets)
+        build.make(workspace, workspace.dit_graphs(job.buckets))
         engines.append(opened_engine(workspace, tiny))
         give_contexts(engines[-1], job, lambda prompt: drawn(workspace, 7))
         return engines[-1], job

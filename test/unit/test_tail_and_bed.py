@@ -14,7 +14,6 @@ from typed import parsed, said
 from ltx_neuron import flags
 from ltx_neuron.decode_queue import DecodeQueue
 from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.finished import _shape_flags
 from ltx_neuron.flags.resolve import job_of
 from ltx_neuron.host.conditions import check, encode
 from ltx_neuron.host.media import Sound, read_sound
@@ -29,6 +28,7 @@ from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundConditio
 from ltx_neuron.sampling.latents import SAMPLE_RATE
 from ltx_neuron.sampling.spec import validated
 from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.workspace import job_flags
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,9 +48,9 @@ def test_a_tail_needs_the_graphs_of_the_sum_and_is_typed_as_it_was():
     assert job_of(validated(job.spec.line())) == job
     line = job.describe()
     assert (line["num_frames"], line["tail_frames"]) == (17, 8)
-    words = [*map(str, _shape_flags(job))]
+    words = [*map(str, job_flags(job))]
     assert "--num-frames 17" in " ".join(words) and "--tail-frames 8" in " ".join(words)
-    assert "--tail-frames" not in map(str, _shape_flags(WHOLE))
+    assert "--tail-frames" not in map(str, job_flags(WHOLE))
     assert flags.shape(parsed(*words, compiles=True), "distilled").buckets == job.buckets
     assert replace(job, upscale="temporal").output_frames == 33
 

@@ -1,9 +1,8 @@
 """ltx-neuron verify: checks the sharded weights of all models."""
 
-from ltx_neuron import flags, invocation
+from ltx_neuron import build, flags, invocation
 from ltx_neuron.artifacts import finished_weights
 from ltx_neuron.errors import UserError
-from ltx_neuron.workspace import verify_finished
 
 _DESCRIPTION = """Check every finished weight set against its manifest. With --checkpoint-path (and
 --gemma-root, for Gemma) compare it bit for bit with those files as well. Write nothing."""
@@ -26,7 +25,8 @@ def main(argv: list[str]) -> None:
     sets = flags.weight_sets(flags.lora_fields(flags.spec(args)))
     for model in models:
         if workspace and (model != "gemma3" or workspace.gemma_root):
-            for path in workspace.verify(model, sets if model == "dit" else ((),)):
+            needs = workspace.weight_sets(model, sets if model == "dit" else ((),))
+            for path in build.check_bytes(workspace, needs):
                 print(f"whole, and bit-identical to the source: {path}")
         else:
-            verify_finished(model, args.artifacts_dir)
+            build.check_finished(model, args.artifacts_dir)

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from ltx_neuron import build
 from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
@@ -51,8 +52,8 @@ from ltx_neuron.sampling.spec import (
     validated,
 )
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.weights.model_files import PARTS, located, named_recipe, spatial_scale
-from ltx_neuron.workspace import Workspace, verify_finished
+from ltx_neuron.weights.model_files import KINDS, PARTS, located, named_recipe, spatial_scale
+from ltx_neuron.workspace import Workspace
 
 # --- common flags ---------------------------------------------------------------------------------
 
@@ -157,12 +158,9 @@ def group(parser: argparse.ArgumentParser, title: str) -> argparse._ActionsConta
 
 
 MODEL_FILES = {  # flags, and their files' kinds for hub.local_path
-    "checkpoint_path": None,  # the recipe
-    "gemma_root": "gemma",
-    **{f"{kind}_path": kind for kind in PARTS},
-    "spatial_upsampler_path": "spatial",
-    "temporal_upsampler_path": "temporal",
-    "duration_head_path": "duration_head",
+    kind.flag[2:].replace("-", "_"): name
+    for name, kind in KINDS.items()
+    if name not in ("", "lora")
 }
 
 
@@ -170,8 +168,9 @@ def local(args: argparse.Namespace, flag: str) -> Any:
     """The local Path of one of MODEL_FILES, None without the flag. The first call downloads the
     file of a Hub name. Raises UserError."""
     name, kind = getattr(args, flag, None), MODEL_FILES[flag]
-    recipe = getattr(args, "recipe", None) or Job.recipe
-    return name and located(name, kind or recipe)
+    if kind == "transformer":
+        kind = getattr(args, "recipe", None) or Job.recipe
+    return name and located(name, kind)
 
 
 def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True) -> Workspace:
@@ -603,14 +602,15 @@ def shard(model: str, args: argparse.Namespace) -> None:
         opened = workspace(args, writes=False, tuned=False)
         if model == "gemma3":
             _require_gemma(opened)
+        needs = opened.weight_sets(model, sets)
         if args.verify:
-            for path in opened.verify(model, sets):
+            for path in build.check_bytes(opened, needs):
                 print(f"whole, and bit-identical to the source: {path}")
         else:
-            for path in opened.shard(model, sets, args.num_workers):
+            for path in build.make(opened, needs, args.num_workers):
                 print(f"weights: {path}")
     else:
-        verify_finished(model, args.artifacts_dir)
+        build.check_finished(model, args.artifacts_dir)
 
 
 def _check_sharding(args: argparse.Namespace) -> None:

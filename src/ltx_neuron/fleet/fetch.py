@@ -7,7 +7,7 @@ from pathlib import Path
 from ltx_neuron.artifacts import folder
 from ltx_neuron.artifacts.store import Store, names_in
 from ltx_neuron.artifacts.transfer import pull
-from ltx_neuron.preflight import RunOptions
+from ltx_neuron.needs import RunOptions
 from ltx_neuron.workspace import Workspace
 
 
@@ -20,8 +20,8 @@ def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tu
     """
     models = ["gemma3"] if options.neuron_gemma else []
     models += workspace.profile.vae_models if options.neuron_vae else ()
-    sources = [workspace.source(model, loras) for loras in sets for model in ("dit", *models)]
-    wanted = [folder(Path(), workspace.weights_identity(source)).as_posix() for source in sources]
+    needs = [workspace.weight_set(model, loras) for loras in sets for model in ("dit", *models)]
+    wanted = [folder(Path(), need.identity).as_posix() for need in needs]
     tp, dtype = workspace.tp, workspace.dtype_name
     wanted += ["tuned/*", f"graphs/*-tp{tp}-{dtype}-*", f"graphs/sound-*-tp{tp}-float32-*"]
     store = Store(url)

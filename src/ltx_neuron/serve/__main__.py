@@ -12,6 +12,7 @@ import ipaddress
 import os
 import sys
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from ltx_neuron import errors, flags
@@ -171,7 +172,9 @@ def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry"
             engine.workspace.dit_program_for(jobs[0], stage)
     else:
         engine.preflight.check(jobs)
-        engine.workspace.check_dit_weights(reference_jobs(registry))
+        stages = chain.from_iterable(job.stages for job in reference_jobs(registry))
+        weight_set = partial(engine.workspace.weight_set, "dit")
+        engine.workspace.find_all(weight_set(stage.loras) for stage in stages)
     return registry
 
 
