@@ -241,7 +241,7 @@ def test_what_a_model_lacks_has_too_many_of_or_wants_otherwise_is_listed_before_
     lines = str(error.value).splitlines()[1:]
     assert [line.strip() for line in lines] == [
         "missing: new.weight",
-        "proj_out.bias: [128] a rank, wanted [3]",
+        "proj_out.bias: (128,), wanted (3,)",
         "unexpected: proj_out.weight",
     ]
 

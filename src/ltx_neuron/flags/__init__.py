@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ltx_neuron import build
 from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
@@ -26,7 +25,6 @@ from ltx_neuron.flags.resolve import (
     job_of,
     lora_fields,
     size_of,
-    weight_sets,
     with_auto_duration,
 )
 from ltx_neuron.generate import Outputs
@@ -578,45 +576,3 @@ def outputs(args: argparse.Namespace) -> Outputs:
         price=price(args),
         resume=args.resume,
     )
-
-
-# --- flags of sharding ----------------------------------------------------------------------------
-
-
-def add_sharding(parser: argparse.ArgumentParser) -> None:
-    """Flags of the shard commands."""
-    add = group(parser, "sharding").add_argument
-    help = "write nothing: check sharded weights against their digests and, with --checkpoint-path,"
-    help += " bit for bit against the checkpoint"
-    add("--verify", action="store_true", help=help)
-    help = "threads that write (default: one per file)"
-    advanced(add("--num-workers", type=int, metavar="N", help=help))
-
-
-def shard(model: str, args: argparse.Namespace) -> None:
-    """Run a shard command: shard or verify the weights of `model` ("dit", "gemma3" or "vae"), and
-    print the folders. Raises UserError for flags that cannot be combined."""
-    _check_sharding(args)
-    sets = weight_sets(lora_fields(spec(args))) if "lora" in args else ((),)
-    if args.checkpoint_path:
-        opened = workspace(args, writes=False, tuned=False)
-        if model == "gemma3":
-            _require_gemma(opened)
-        needs = opened.weight_sets(model, sets)
-        if args.verify:
-            for path in build.check_bytes(opened, needs):
-                print(f"whole, and bit-identical to the source: {path}")
-        else:
-            for path in build.make(opened, needs, args.num_workers):
-                print(f"weights: {path}")
-    else:
-        build.check_finished(model, args.artifacts_dir)
-
-
-def _check_sharding(args: argparse.Namespace) -> None:
-    if args.num_workers is not None and args.num_workers < 1:
-        raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
-    if not (args.checkpoint_path or args.verify):
-        raise UserError("no weights to shard; type --checkpoint-path FILE")
-    if not args.verify:
-        check_folder(args.artifacts_dir, "--artifacts-dir DIR")

@@ -24,7 +24,7 @@ from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.model_files import ModelFiles, check_release
-from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.weights.tensorfile import TensorFile, missing_and_unexpected
 from ltx_neuron.weights.weight_file import WeightFile
 
 
@@ -142,19 +142,12 @@ class ModelSpec(NamedTuple):
         shapes = file.shapes
         if shapes.keys().isdisjoint(expected):
             return [f"none of its {len(expected)} tensors"]
-        own_prefix, problems = next(iter(self.prefixes.values())), []
-        for name in shapes:
-            own = name.startswith(own_prefix) and not re.fullmatch(self.unread, name)
-            if own and name not in expected:
-                problems.append(f"unexpected {name}")
-        for name, shape in expected.items():
-            if name not in shapes:
-                problems.append(f"missing {name}")
-            elif shapes[name] != shape:
-                problems.append(f"wrong shape {name}: got {shapes[name]}, wanted {shape}")
-            elif problem := file.weight_problem(name):
-                problems.append(f"{name}: {problem}")
-        return problems
+        prefix = next(iter(self.prefixes.values()))
+        model = {n for n in shapes if n.startswith(prefix) and not re.fullmatch(self.unread, n)}
+        stored = {name: shapes[name] for name in model | shapes.keys() & expected.keys()}
+        unreadable = ((n, file.weight_problem(n)) for n in expected if n in shapes)
+        problems = missing_and_unexpected(expected, stored)
+        return [*problems, *(f"{name}: {problem}" for name, problem in unreadable if problem)]
 
     def _name_in_file(self, name: str) -> str:
         """The name in the file of a tensor of the module: its longest known prefix replaced."""

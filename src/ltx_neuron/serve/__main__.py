@@ -20,6 +20,7 @@ from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder, exclusive
+from ltx_neuron.flags.resolve import weight_sets
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
@@ -228,7 +229,7 @@ def be_api(args: argparse.Namespace) -> None:
     if args.artifacts_url:
         from ltx_neuron.fleet.fetch import fetch
 
-        sets = [s for f in flags.lora_sets(args).values() for s in flags.weight_sets(f)]
+        sets = [s for f in flags.lora_sets(args).values() for s in weight_sets(f)]
         fetch(args.artifacts_url, engine.workspace, engine.options, sets)
     with exclusive(args.data_dir.absolute() / "api", "serving"):
         registry = open_sizes(args, engine)
