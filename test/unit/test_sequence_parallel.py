@@ -22,6 +22,8 @@ from helpers import (
     step_inputs,
     step_number,
 )
+from tiny import TinySizes
+from tiny.config import released_config
 
 from ltx_neuron import build
 from ltx_neuron.backends import registry
@@ -36,8 +38,6 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.ancestral import coefficients
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import released_config
 from ltx_neuron.weights.sharding import ALL, MODELS, rule
 from ltx_neuron.workspace import Workspace
 
