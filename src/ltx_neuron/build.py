@@ -112,7 +112,7 @@ def check_bytes(workspace: Workspace, needs: Iterable[Need]) -> list[Path]:
 def check_finished(model: str, artifacts_dir: Path) -> None:
     """Compare every finished weight set of a model with its manifest."""
     models = ("vae", "encoder", "sound") if model == "vae" else (model,)
-    folders = [path for each in models for path in artifacts.finished_weights(artifacts_dir, each)]
+    folders = [path for name in models for path in artifacts.finished_weights(artifacts_dir, name)]
     if not folders:
         raise UserError(
             f"no finished {model} weights in {artifacts_dir}; choose another place with"
@@ -143,7 +143,7 @@ def _specs(workspace: Workspace, source: Source) -> list[ShardSpec]:
     the model's."""
     programs, host, layouts = _parts(workspace, source)
     specs = shard_specs(source, workspace.tp, layouts)
-    weights = {name: shape for each in programs for name, shape in each.weights().items()}
+    weights = {n: shape for program in programs for n, shape in program.weights().items()}
     check_specs(specs, weights, host)
     return specs
 

@@ -1,12 +1,16 @@
 """What jobs need on disk: the one list from which weights and graphs are made, found and shown."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import ceil
 from pathlib import Path
 
 import torch
 
+from ltx_neuron.artifacts import folder
+from ltx_neuron.artifacts.store import Store, names_in
+from ltx_neuron.artifacts.transfer import pull
 from ltx_neuron.config.sound import SPAN_LATENTS
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.compat import COMPAT
@@ -84,3 +88,23 @@ def sound_size(job: Job) -> Size | None:
         return None
     frames = job.extension.source_frames + job.extension.made_frames
     return replace(job.size, num_frames=TIME_SCALE * ceil(frames / TIME_SCALE) + 1)
+
+
+def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) -> None:
+    """Download the weights and graphs of a workspace that it lacks. If several processes on one
+    machine do so at once, one pulls a folder and the others wait.
+
+    sets  weight sets, at least one
+    Raises UserError if the store does not answer or is damaged.
+    """
+    models = ["gemma3"] if options.neuron_gemma else []
+    models += workspace.profile.vae_models if options.neuron_vae else ()
+    needs = [workspace.weight_set(model, loras) for loras in sets for model in ("dit", *models)]
+    wanted = [folder(Path(), need.identity).as_posix() for need in needs]
+    tp, dtype = workspace.tp, workspace.dtype_name
+    wanted += ["tuned/*", f"graphs/*-tp{tp}-{dtype}-*", f"graphs/sound-*-tp{tp}-float32-*"]
+    store = Store(url)
+    stored = names_in(store.files())
+    names = [name for name in stored if any(fnmatchcase(name, pattern) for pattern in wanted)]
+    if names:
+        pull(store, workspace.artifacts, names)

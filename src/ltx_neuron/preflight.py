@@ -92,7 +92,7 @@ class Preflight:
             "--artifacts-dir": workspace.artifacts,
             "--duration-head-path": self.options.duration_head_path,
             **{f"--{kind}-upsampler-path": path for kind, path in upsamplers.items()},
-            **{f"--lora {each.path}": each.path for job in jobs for each in job.all_loras},
+            **{f"--lora {lora.path}": lora.path for job in jobs for lora in job.all_loras},
             **{flag: path for job in jobs for flag, path in job.files.items()},
         }
         return {name: Path(path) for name, path in named.items() if path}
@@ -133,13 +133,13 @@ class Preflight:
 
     def _memories(self, jobs: list[Job], compiled: Compiled) -> list[CoreMemory]:
         """The memory that each job needs per core. Sets vae_stays."""
-        vae = [manifest for several in self.vae.values() for manifest in several.values()]
+        vae = [manifest for programs in self.vae.values() for manifest in programs.values()]
         memories = []
         for job in jobs:
             steps = (compiled[id(job), stage].programs for stage in job.stages)
-            stages = [[step.manifest for step in each] for each in steps]
+            stages = [[step.manifest for step in tiles] for tiles in steps]
             memories.append(compiled_memory(self.workspace, stages, vae, job, self.options))
-        self.vae_stays = all(each.vae_stays(self.workspace.profile) for each in memories)
+        self.vae_stays = all(memory.vae_stays(self.workspace.profile) for memory in memories)
         return memories
 
     def _check_fits(self, memory: CoreMemory, job: Job) -> None:
@@ -155,17 +155,18 @@ class Preflight:
         """Check the jobs' files and settings. Returns the jobs that can run. As `check`."""
         workspace, release = self.workspace, self.workspace.checkpoint.release
         release.check_compat(self.options.compat)
-        jobs, given = [], jobs
-        for job in given:
+        usable = []
+        for job in jobs:
             try:
                 with own_files():
                     job.check()
                     conditions.check(job)
-                jobs.append(job)
+                usable.append(job)
             except UserError as error:
                 if failed is None:
                     raise
                 failed.append((job, error))
+        jobs = usable
         check_distilled_loras(jobs, release)
         check_dfr(jobs)
         workspace.check_runtime()
@@ -316,28 +317,28 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
     """Sentences on what changes a job's result though it is no error: inputs that are cut, padded
     or of another kind than the model knows. Printed, and written into the sidecar and the API's
     answer. Reads the job's files, so they must have been checked."""
-    said = conditions.notes(job)
+    lines = conditions.notes(job)
     if not job.prompt.strip():
-        said.append("the prompt is empty: the references alone guide the video")
+        lines.append("the prompt is empty: the references alone guide the video")
     if job.reference_audio and lora.are_silent(job.stages[0].loras):
-        said.append("no LoRA has layers of the sound, so the voice may not be taken over")
+        lines.append("no LoRA has layers of the sound, so the voice may not be taken over")
     for loras in dict.fromkeys(stage.loras for stage in job.stages):
-        said += workspace.source("dit", loras).notes if loras else []
+        lines += workspace.source("dit", loras).notes if loras else []
     for number, text in enumerate(job.prompts):
         if len(text.encode()) < TEXT_TOKENS:  # a token has a byte or more, and there is a BOS
             continue
         count, lost = cut_off(workspace.tokenizer, text)
         if lost:
             flag, begins = _PROMPTS[number], " ".join(lost[:100].split())[:60]
-            said.append(
+            lines.append(
                 f"{flag} has {count:,} tokens and is cut to {TEXT_TOKENS:,}: the model does not"
                 f" read what begins with {begins!r}"
             )
     if job.dfr and job.rendering.holds and is_diffusion_vae(workspace.config):
-        said.append("--dfr: the diffusion decoder does not read the keyframes, as upstream's does")
+        lines.append("--dfr: the diffusion decoder does not read the keyframes, as upstream's does")
     if job.seed == -1:
-        said.append("--seed -1 is a seed like any other, not a random one")
-    return said
+        lines.append("--seed -1 is a seed like any other, not a random one")
+    return lines
 
 
 def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> None:
@@ -348,9 +349,9 @@ def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> No
             "--recipe dev --two-stage needs --distilled-lora: stage 2 has 3 steps, too few without"
             f" the distilled LoRA\nDownload it: {release.download('lora')}"
         )
-    given = [job for job in jobs if job.stage_2_loras]
+    merging = [job for job in jobs if job.stage_2_loras]
     # In a batch, one-stage jobs may have it from the command's own flags.
-    if any(job.recipe == "distilled" for job in given) or given and not refining:
+    if any(job.recipe == "distilled" for job in merging) or merging and not refining:
         raise UserError(
             "--distilled-lora is for stage 2 of --recipe dev --two-stage, which no job runs; for a"
             " LoRA in every stage type --lora PATH [STRENGTH]"

@@ -118,7 +118,7 @@ class Workspace:
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self._typed = profile.settings
         self.tuned_settings: tuned_settings.TunedSettings | None = None
-        self._said, self._said_backend = "", False
+        self._printed, self._printed_backend = "", False
         self.compat: str | None = None  # of jobs without their own
         self.spatial_scale = Size.spatial_scale  # of the upsampler's file
         self.prepare_command = ""  # if set, errors have it instead of each artifact's command
@@ -159,9 +159,9 @@ class Workspace:
     def check_runtime(self) -> None:
         """Raise UserError without the backend's packages; on Neuron, print once which it is."""
         require_runtime(self.profile, self.tp)
-        if self.profile.device == "neuron" and not self._said_backend:
+        if self.profile.device == "neuron" and not self._printed_backend:
             print(f"profile {self.profile.name}: {describe_backend(self.profile)}")
-        self._said_backend = True
+        self._printed_backend = True
 
     def say_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
         """Print once which tuned settings are in use, if there are any.
@@ -170,9 +170,9 @@ class Workspace:
         """
         self.dit_profile(buckets)
         line = self.tuned_settings.line() if self.tuned_settings else ""
-        if line != self._said:
+        if line != self._printed:
             print(line)
-        self._said = line
+        self._printed = line
 
     @cached_property
     def gemma(self):
@@ -205,8 +205,8 @@ class Workspace:
         """The DiT with LoRAs. Those of another release are merged if they fit, with a note."""
         release = self.checkpoint.release
         files = {lora: lora.file() for lora in loras}
-        others = {lora: found for lora in loras if (found := named_release(files[lora]))}
-        others = {lora: found for lora, found in others.items() if found is not release}
+        releases = {lora: named_release(file) or release for lora, file in files.items()}
+        others = {lora: other for lora, other in releases.items() if other is not release}
         try:
             source = MergedSource(MODELS["dit"], [self.checkpoint], loras, self.transformer.heads)
         except UserError:
@@ -214,9 +214,9 @@ class Workspace:
                 check_release(files[lora], "--lora", release, release.download("lora"))
             raise
         source.notes += [
-            f"--lora {lora.path} is of LTX-{found.version}, the model of LTX-{release.version}: it"
+            f"--lora {lora.path} is of LTX-{other.version}, the model of LTX-{release.version}: it"
             " is merged, as all its layers fit"
-            for lora, found in others.items()
+            for lora, other in others.items()
         ]
         return source
 
@@ -270,8 +270,8 @@ class Workspace:
     @property
     def arithmetic(self) -> Arithmetic:
         """The host's arithmetic: dtype and libraries."""
-        found = arithmetic(self.profile.host_dtype, self.dtype, self.artifacts)
-        return found._replace(libraries=fastest_libraries(self.artifacts))
+        host = arithmetic(self.profile.host_dtype, self.dtype, self.artifacts)
+        return host._replace(libraries=fastest_libraries(self.artifacts))
 
     @property
     def identity(self) -> dict:

@@ -19,6 +19,7 @@ from tiny import TinySizes, make_tiny
 from ltx_neuron import build
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.job import Job, Size
+from ltx_neuron.preflight import Preflight
 from ltx_neuron.profiles import resolve
 from ltx_neuron.workspace import Workspace
 
@@ -161,7 +162,7 @@ def script(workspace, monkeypatch, capsys):
         flags += "--height", 64, "--width", 64, "--num-frames", 9
         monkeypatch.setattr(sys, "argv", [path, *map(str, flags)])
         # Plans with real graphs: 2 s.
-        monkeypatch.setattr(Workspace, "check_compiled_fits", lambda *_, **__: None)
+        monkeypatch.setattr(Preflight, "_check_fits", lambda *_: None)
         before, code = signal.getsignal(signal.SIGTERM), 0
         try:
             runpy.run_path(str(ROOT / path), run_name="__main__")

@@ -62,11 +62,11 @@ def parts_of(
     """The needs of jobs by their titles, in the order of their making."""
     parts = []
     for title, group in groupby(needs(workspace, jobs, options), lambda need: need.title):
-        several = [*group]
-        make, size = partial(build.make, workspace, several, workers), None
-        if several[0].source:
-            size = sum(build.weight_bytes(workspace, need) for need in several)
-        parts.append(Part(title, several, [*map(workspace.folder, several)], make, size))
+        listed = [*group]
+        make, size = partial(build.make, workspace, listed, workers), None
+        if listed[0].source:
+            size = sum(build.weight_bytes(workspace, need) for need in listed)
+        parts.append(Part(title, listed, [*map(workspace.folder, listed)], make, size))
     return parts
 
 
@@ -89,10 +89,10 @@ class Preparation:
 
     def _is_there(self, part: Part) -> bool:
         """Raises UserError for a damaged folder."""
-        made = [need for need in part.needs if self.workspace.is_made(need)]
-        for need in made:
+        finished = [need for need in part.needs if self.workspace.is_made(need)]
+        for need in finished:
             self.workspace.find(need, self.command)
-        if len(made) < len(part.needs):
+        if len(finished) < len(part.needs):
             return False
         # The manifests do not record the ranks' compiler.
         known = {*map(str, part.folders)} <= {*self.took["folders"]}
@@ -237,8 +237,8 @@ def main(argv: list[str]) -> None:
             raise
     for job in jobs:  # another size may have made their graphs
         build.record_size(workspace, job, job.buckets_to_compile)
-    done = "all parts are finished" if missing else "everything exists, nothing to do"
-    print(f"{done}: {workspace.artifacts}\nNow type the same flags and a prompt:")
+    state = "all parts are finished" if missing else "everything exists, nothing to do"
+    print(f"{state}: {workspace.artifacts}\nNow type the same flags and a prompt:")
     words = generate.words_of(
         parser, parser.words, lambda dest: dest not in ("num_workers", "dry_run")
     )

@@ -64,7 +64,7 @@ def engine_for(name: str, args: Namespace, capability_jobs: list, sets: Sequence
     from ltx_neuron.errors import UserError
     from ltx_neuron.flags.resolve import weight_sets
     from ltx_neuron.fleet.cluster import check_cores
-    from ltx_neuron.fleet.fetch import fetch
+    from ltx_neuron.needs import fetch
     from ltx_neuron.report.recorder import Recorder
 
     options, workspace = flags.run_options(args), flags.workspace(args, writes=False)

@@ -23,6 +23,7 @@ from ltx_neuron.files import check_folder, exclusive
 from ltx_neuron.flags.resolve import weight_sets
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
+from ltx_neuron.needs import fetch
 from ltx_neuron.report.recorder import Recorder
 
 try:
@@ -227,8 +228,6 @@ def be_api(args: argparse.Namespace) -> None:
     """Answer requests until a signal ends the process, with or without a worker."""
     queue, engine = open_queue(args), open_engine(args)
     if args.artifacts_url:
-        from ltx_neuron.fleet.fetch import fetch
-
         sets = [s for f in flags.lora_sets(args).values() for s in weight_sets(f)]
         fetch(args.artifacts_url, engine.workspace, engine.options, sets)
     with exclusive(args.data_dir.absolute() / "api", "serving"):
