@@ -7,13 +7,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ltx_neuron import artifacts
+from ltx_neuron import artifacts, invocation
 from ltx_neuron.backends import manifest, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.config.transformer import REGISTERS, Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
-from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
@@ -39,7 +38,7 @@ from ltx_neuron.weights.sharder import (
     shard_weights,
 )
 from ltx_neuron.weights.tensorfile import DTYPES
-from ltx_neuron.workspace import Need, Workspace
+from ltx_neuron.workspace import SHARDED, Need, Workspace
 
 
 def make(workspace: Workspace, needs: Iterable[Need], workers: int | None = None) -> list[Path]:
@@ -111,7 +110,8 @@ def check_bytes(workspace: Workspace, needs: Iterable[Need]) -> list[Path]:
 
 def check_finished(model: str, artifacts_dir: Path) -> None:
     """Compare every finished weight set of a model with its manifest."""
-    models = ("vae", "encoder", "sound") if model == "vae" else (model,)
+    verb = SHARDED[model][1]
+    models = [name for name, (_, others, _) in SHARDED.items() if others == verb]
     folders = [path for name in models for path in artifacts.finished_weights(artifacts_dir, name)]
     if not folders:
         raise UserError(
@@ -119,8 +119,8 @@ def check_finished(model: str, artifacts_dir: Path) -> None:
             " --artifacts-dir DIR"
         )
     for path in folders:
-        verb = f"shard {'transformer' if model == 'dit' else model}"
-        check_whole(path, verify(path), command(verb, "--checkpoint-path", "FILE"))
+        again = invocation.command(f"shard {verb}", "--checkpoint-path", "FILE")
+        check_whole(path, verify(path), again)
         print(f"whole: {path} (--checkpoint-path compares it with the source as well)")
 
 

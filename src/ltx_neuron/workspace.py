@@ -63,10 +63,14 @@ from ltx_neuron.weights.model_files import KINDS, ModelFiles, check_release, nam
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
-# Models of the VAEs, each with the config section whose file contains it
-_SECTIONS = {"vae": "vae", "encoder": "vae", "sound": "audio_vae"}
-_TITLES = {"dit": "DiT", "gemma3": "Gemma"}
-_SHARDED = {"dit": "transformer", "sound": "vae", "encoder": "vae"}  # the shard command's names
+# Model -> its title, its name in the shard command, and the config section of a VAE's file
+SHARDED = {
+    "dit": ("DiT", "transformer", ""),
+    "gemma3": ("Gemma", "gemma3", ""),
+    "vae": ("VAE", "vae", "vae"),
+    "encoder": ("VAE", "vae", "vae"),
+    "sound": ("VAE", "vae", "audio_vae"),
+}
 MAX_TIMESTEPS = 4  # a suitable graph has fewer surplus timesteps
 
 
@@ -197,7 +201,7 @@ class Workspace:
                 files += self.files.text_files()
                 source = MergedSource(MODELS[model], files, loras, heads | self.gemma.heads)
             else:
-                source = Source(MODELS[model], [self.files.of(_SECTIONS[model])])
+                source = Source(MODELS[model], [self.files.of(SHARDED[model][2])])
             self._sources[model, loras] = source
         return self._sources[model, loras]
 
@@ -329,10 +333,10 @@ class Workspace:
             "loras": getattr(source, "lora_identity", []),
         }
         names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
-        title = f"{_TITLES.get(model, 'VAE')} weights{names}"
+        title, verb, _ = SHARDED[model]
         words = (("--lora", hub.spelled(lora.path), lora.strength) for lora in loras)
-        command = self._command(f"shard {_SHARDED.get(model, model)}", *chain.from_iterable(words))
-        return Need(title, identity, command, source=source)
+        command = self._command(f"shard {verb}", *chain.from_iterable(words))
+        return Need(f"{title} weights{names}", identity, command, source=source)
 
     def weight_sets(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Need]:
         """The weight sets of one shard command; for the VAE those of Profile.vae_models."""
