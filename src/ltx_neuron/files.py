@@ -34,8 +34,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     """The path of a temporary file beside `path`. On leaving the context it is synced to the disk
     and renamed to `path`, replacing an older file; on an error it is removed.
 
-    All finished files of this package are written so. (A later run of the sharder continues rank
-    files, so these keep one .partial name until they are finished.)
+    All finished files of this package are written so.
 
     The temporary name is unique, so concurrent writers write separate files and the last one
     finished is kept. A killed process leaves its temporary file, which the next writer removes.
@@ -78,38 +77,29 @@ def exclusive(folder: Path, doing: str) -> Iterator[None]:
 
     doing  the work on the folder, for the message of a waiting process: "compiling"
     """
-    path = folder.with_name(f".{folder.name}.lock")
+    path, waited = folder.with_name(f".{folder.name}.lock"), False
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _locked(path, f"{doing} {folder}")
-    try:
-        yield
-    finally:
-        # Removed first, so that a waiting process detects that this file is no longer the lock.
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked(path: Path, doing: str) -> int:
-    """The descriptor of the file at `path`, locked, with this process's number in it."""
-    said = False
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            if not _lock_at_once(descriptor, path):
-                if not said:
-                    holder = os.read(descriptor, 20).decode(errors="replace") or "just begun"
-                    print(f"another process ({holder}) is {doing}; waiting for it", flush=True)
-                said = True
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # Ctrl-C ends it
-            if _is_at(path, descriptor):
-                with suppress(OSError):  # a full disk: the number is for messages alone
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+        with open(path, "ab+", buffering=0) as file:
+            if not _lock_at_once(file.fileno(), path):
+                if not waited:
+                    file.seek(0)
+                    holder = file.read(20).decode(errors="replace") or "just begun"
+                    text = f"another process ({holder}) is {doing} {folder}; waiting for it"
+                    print(text, flush=True)
+                waited = True
+                fcntl.flock(file, fcntl.LOCK_EX)  # Ctrl-C ends it
+            if not _is_at(path, file.fileno()):
+                continue
+            with suppress(OSError):  # a full disk: the number is for messages alone
+                file.truncate(0)
+                file.write(str(os.getpid()).encode())
+            try:
+                yield
+            finally:
+                # Removed first, so that a waiting process detects that this is no longer the lock.
+                path.unlink(missing_ok=True)
+            return
 
 
 def _lock_at_once(descriptor: int, path: Path) -> bool:
