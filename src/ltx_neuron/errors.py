@@ -186,7 +186,6 @@ def _terminate(*_) -> NoReturn:
 
 @contextmanager
 def _forgiving_streams() -> Iterator[None]:
-    """Ignore failures of stdout and stderr inside the block."""
     before = sys.stdout, sys.stderr
     forgiving = [_ForgivingStream(stream or open(os.devnull, "w")) for stream in before]
     sys.stdout, sys.stderr = forgiving

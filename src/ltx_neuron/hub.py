@@ -201,7 +201,6 @@ def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
 
 
 def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
-    """The files of a repository to download."""
     if kind == "gemma":
         if absent := {*_GEMMA} - {*listed}:
             raise UserError(
@@ -226,7 +225,6 @@ def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
 
 @contextmanager
 def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
-    """Convert huggingface_hub's exceptions in the block to UserError."""
     from huggingface_hub import constants
     from huggingface_hub import errors as of
 

@@ -182,7 +182,6 @@ class Profile:
 
     @property
     def cores_per_chip(self) -> int:
-        """Logical cores of a chip."""
         return self.chip.cores // self.lnc if self.chip else 1
 
     @property
@@ -204,7 +203,6 @@ class Profile:
 
     @property
     def host_threads(self) -> int:
-        """CPU threads of the host's own stages."""
         return os.cpu_count() or 1
 
     def degree(self, tp_degree: int | None) -> int:
@@ -464,7 +462,6 @@ COMPILE_BACKENDS = {
 
 
 def _check(profile: Profile) -> None:
-    """Raise UserError for values that conflict."""
     known, on_neuron = COMPILE_BACKENDS[profile.device], profile.device == "neuron"
     right = {
         f"device={profile.device} needs compile_backend={' or '.join(known)}, got"
@@ -583,7 +580,6 @@ class Stack(NamedTuple):
 
     @property
     def version(self) -> str | None:
-        """The package's version; None if the stack is not installed."""
         version = package_version(self.package)
         return version if version_numbers(version) >= version_numbers(self.first) else None
 
@@ -631,7 +627,6 @@ _MAY_BE_ZERO = (
 
 
 def _changed(profile: Profile, setting: str) -> Profile:
-    """A profile with one key=value of --profile-set."""
     key, equals, text = setting.partition("=")
     if not equals:
         raise UserError(
@@ -658,7 +653,6 @@ def _changed(profile: Profile, setting: str) -> Profile:
 
 
 def _parsed(kind: Any, text: str, least: int) -> Any:
-    """Parse a value of a type. Raises ValueError with the wanted form."""
     if kind is bool:
         if text not in ("yes", "no", "true", "false"):
             raise ValueError("yes or no")

@@ -91,7 +91,6 @@ class Manifest:
 
     @property
     def outputs(self) -> set[str]:
-        """Names of all tensors that the program's graphs return."""
         return {name for graph in self.graphs.values() for name in graph["outputs"]}
 
     def weights(self) -> dict[str, tuple[int, ...]]:

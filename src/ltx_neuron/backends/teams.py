@@ -103,7 +103,6 @@ class Team(Ranks):
     def _run_guided(
         self, program: str, sequence: str, passes: list[tuple], numbers: dict[str, int]
     ) -> float:
-        """Run a sequence of passes and "guide"; Ranks.run describes the result."""
         fields = self.programs[program].fields
 
         def run_pass(number: int, writes: dict[str, str]) -> Callable:
@@ -165,7 +164,6 @@ class Team(Ranks):
         self._together(dict.fromkeys(self.groups, call))
 
     def _on_leader(self, call: Callable[[Ranks], T]) -> T:
-        """Call on the first living group."""
         while True:
             leader = next(iter(self.groups), 0)
             missed = [*self._alone] if leader != self._leader else []

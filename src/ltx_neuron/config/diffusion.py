@@ -47,7 +47,6 @@ class DiffusionDecoderConfig(ModelConfig):
 
     @property
     def patch_channels(self) -> int:
-        """Channels of pixels and of noise, in patches."""
         return self.out_channels * self.patch_size**2
 
     @property

@@ -191,7 +191,6 @@ class Bucket:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The streams of its graphs."""
         counts = self.video_tokens, self.audio_tokens
         return tuple(stream for stream, count in zip(STREAMS, counts, strict=True) if count)
 

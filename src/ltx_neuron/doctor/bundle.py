@@ -206,7 +206,6 @@ def _versions(system: System) -> Iterator[str]:
 
 
 def _artifacts(folder: Path) -> Iterator[str]:
-    """The weights and graphs of a folder: their identities."""
     for path in sorted((*folder.glob("weights/*"), *folder.glob("graphs/*"))):
         identity = stored_identity(path)
         state = json.dumps(identity) if identity else "NOT finished"

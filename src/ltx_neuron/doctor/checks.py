@@ -73,7 +73,6 @@ class Examination:
 
     @property
     def models(self) -> list[str]:
-        """The models that the ranks run."""
         gemma, decoders = self.args.gemma_root, self.args.neuron_vae
         return ["dit", *["gemma3"] * bool(gemma), *self.profile.vae_models * decoders]
 

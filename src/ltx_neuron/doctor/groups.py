@@ -123,7 +123,6 @@ def write_weights(folder: Path, tp: int, dtype: torch.dtype) -> Path:
 
 
 def _probed(ranks: Ranks, name: str, partition: list[list[int]]) -> Finding:
-    """Run a group's graph and compare its results."""
     size, outputs = len(partition[0]), ranks.programs[name].graphs["collectives"]["outputs"]
     # Row i of rank r: the number r * size + i, exact in fp32 as are the sums.
     rows = torch.arange(float(ranks.size * size)).view(ranks.size, size)

@@ -110,14 +110,12 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
 
 
 def _kernels(profile: Profile, system: System) -> Iterator[Finding]:
-    """The package of the NKI kernel for the profile's attention."""
     if profile.attention == "nki" and (error := system.import_error(nki.PACKAGE)):
         text = f"attention=nki needs the kernels of {nki.PACKAGE}; importing it failed: {error}"
         yield Finding("nki", "blocks", text, nki.MISSING)
 
 
 def _compiler(version: str, system: System) -> Iterator[Finding]:
-    """Problems that keep neuronx-cc of this version from running."""
     islpy = system.version("islpy")
     if sdk.version_numbers(islpy) >= sdk.ISLPY_TOO_NEW:
         yield Finding(

@@ -95,7 +95,6 @@ def _cut(path: str) -> str:
 
 
 def _names() -> list[str]:
-    """The names of the user and the machine."""
     with suppress(KeyError, OSError):  # a container's user id without a name
         return [getpass.getuser(), platform.node()]
     return [platform.node()]

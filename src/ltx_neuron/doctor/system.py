@@ -106,7 +106,6 @@ class System:
 
     @property
     def driver(self) -> str | None:
-        """Version of the loaded Neuron driver."""
         return self.text("sys/module/neuron/version")
 
     @property

@@ -73,7 +73,6 @@ class Needs(NamedTuple):
 
 
 def _living_nodes() -> list[tuple[str, dict[str, float]]]:
-    """Each living node's address and resources."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return [(node["NodeManagerAddress"], node["Resources"]) for node in nodes]
 

@@ -98,7 +98,6 @@ class Pool:
         self._queue_ended = self.queue_actor.until_it_dies.remote()
 
     def _fill(self) -> None:
-        """Start replicas until the cluster or max_replicas is full."""
         needed = cluster.Needs.of(self.profile, self.tp)
         room = needed.capacity()
         text = needed.layout() if room else needed.too_small()
@@ -159,7 +158,6 @@ class Pool:
         self.members.clear()
 
     def _working(self) -> bool:
-        """Whether a replica is ready for jobs."""
         states = self.queue.workers()
         return any(states.get(each.name, {}).get("alive") for each in self.members.values())
 

@@ -170,7 +170,6 @@ def _read_sound_condition(inputs: Inputs) -> Sound:
 
 
 def _too_short(inputs: Inputs, sound: Sound, audio_frames: int) -> UserError:
-    """audio_frames  number of the sound's latents"""
     assert inputs.sound
     asked, size, where, advice = inputs.sound, inputs.output_size, "", "pass a longer sound"
     if asked.start_time:
@@ -191,12 +190,10 @@ def _too_short(inputs: Inputs, sound: Sound, audio_frames: int) -> UserError:
 
 
 def _is_too_short(sound: Sound) -> bool:
-    """Whether it is too short for a spectrogram."""
     return sound.samples.shape[1] <= _TOO_SHORT * sound.rate
 
 
 def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
-    """Raise UserError for a sound that the encoder does not support."""
     if len(sound.samples) > CHANNELS:
         raise UserError(
             f"{flag} {path} has {len(sound.samples)} channels of sound, wanted 1 or 2.\n"
@@ -269,7 +266,6 @@ def notes(inputs: Inputs) -> list[str]:
 
 
 def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | None]]:
-    """The file, the start and the seconds of each sound that is read, by its flag."""
     read = {}
     if sound := inputs.sound:
         seconds = inputs.size.seconds if sound.max_duration is None else sound.max_duration
@@ -480,7 +476,6 @@ def _reference_attention(inputs: Inputs, size: Size, dtype: torch.dtype) -> Tens
 
 
 def _mask_frames(inputs: Inputs) -> int:
-    """The number of used frames of the mask. Raises UserError if they do not divide evenly."""
     mask = inputs.attention_mask
     assert mask
     frames = min(footage(mask.path, MASK).num_frames, inputs.size.num_frames)

@@ -65,13 +65,11 @@ def tile_counts(pixels: Sequence[int]) -> Counter[tuple[int, int, int]]:
 
 
 def _latent(pixels: Sequence[int]) -> tuple[int, int, int]:
-    """Latent frames, rows and columns of a clip."""
     frames, height, width = pixels
     return (frames - 1) // TIME_SCALE + 1, height // SPACE_SCALE, width // SPACE_SCALE
 
 
 def _tiles(latent: tuple[int, int, int]) -> Iterator[tuple[Part, Part, Part]]:
-    """The tiles of a clip's latents."""
     times = parts(latent[0], TIME_TILE, TIME_OVERLAP, causal=True)
     rows, columns = (parts(length, SPACE_TILE, SPACE_OVERLAP) for length in latent[1:])
     return itertools.product(times, rows, columns)

@@ -241,7 +241,6 @@ def upsampler_spec(
 def _upsampler_config(
     kind: str, path: str | Path | None, download: str, release: Release | None
 ) -> dict:
-    """The config of an upsampler's own file."""
     flag = f"--{kind}-upsampler-path"
     if path is None:
         raise UserError(

@@ -146,7 +146,6 @@ def _zero(path: str | Path, flag: str) -> float:
 
 
 def _samples(frame) -> np.ndarray:
-    """A frame's samples, float32 (channels, N)."""
     name = frame.format.name.removesuffix("p")
     samples = frame.to_ndarray().astype(np.float32)
     if name == "u8":  # its silence is 128

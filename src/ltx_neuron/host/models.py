@@ -267,7 +267,6 @@ class HostModels:
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:
-        """As audio_decoder."""
         return self._sound_model("vocoder", vocoder_config)
 
     def _sound_model(self, name: str, config_of: Callable[[Any], object]) -> torch.nn.Module:
@@ -301,7 +300,6 @@ class HostModels:
         return module
 
     def _spec(self, name: str) -> ModelSpec:
-        """The source of a model by its property's name, such as "audio_decoder"."""
         kind, _, model = name.rpartition("_")
         if model == "upsampler":
             release = self.files and self.files.release

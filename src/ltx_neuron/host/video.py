@@ -221,7 +221,6 @@ def check_frames(folder: Path) -> None:
 
 
 def _is_ours(picture: Path) -> bool:
-    """Whether `write_frames` wrote a file."""
     return _MARKED in files.first_bytes(picture, 128)
 
 

@@ -206,7 +206,6 @@ class Clip:
         return self._load("load_transformer", self.plan.dit_weight_bytes_per_rank, why)
 
     def _load(self, name: str, rank_bytes: int, why: str) -> Row:
-        """Weights to the ranks, all chips at once."""
         size, profile = self.plan.ranks * rank_bytes, self.profile
         what = f"{format_bytes(size)} to the ranks, {why}"
         if profile.chip is None:
@@ -215,7 +214,6 @@ class Clip:
         return Row(name, "host", seconds, f"{what}, at {_LOAD / 1e9} GB/s a chip (Difflet)")
 
     def _given(self) -> list[Row]:
-        """The encoding of input sounds and videos, before the first stage."""
         size, rows = self.job.size, []
         for clip in self.job.encoded_clips:
             counts = Counter([clip.pixels]) if clip.whole else tile_counts(clip.pixels)
@@ -241,7 +239,6 @@ class Clip:
         return rows
 
     def _images(self, stage: StagePlan) -> list[Row]:
-        """The encoding of a stage's images."""
         if not (count := len(self.job.images)):
             return []
         flops = count * self._encoder_flops(1, stage.height, stage.width)

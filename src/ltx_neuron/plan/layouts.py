@@ -145,7 +145,6 @@ def name_of(layout: Profile) -> str:
 
 
 def _cost(config: TransformerConfig, bucket: Bucket, base: Profile, plan: Plan) -> dict[str, int]:
-    """The cost of a step for one rank of a single group."""
     divides = base.sequence_parallel and may_divide(bucket, plan.tp)
     with fake_process_group(plan.tp):
         return step_cost(config, bucket, base, plan.tp, DTYPES[plan.dtype], divides)[1]

@@ -93,7 +93,6 @@ def _stage_rows(stage: StagePlan) -> list[tuple[str, str]]:
 
 
 def _forecast_rows(stage: StagePlan) -> list[tuple[str, str]]:
-    """The forecast of a step, and its parts with their sources."""
     if not (forecast := stage.forecast):
         return []
     kind = "tiles" if stage.tiles > 1 else "passes"
@@ -149,7 +148,6 @@ def _memory_rows(plan: Plan) -> dict[str, str]:
 
 
 def _verdict(plan: Plan) -> str:
-    """Whether the job fits; if not, the nearest size that does."""
     if plan.fits is None:
         return "unknown: this profile has no documented memory"
     if plan.fits:
@@ -238,5 +236,4 @@ def _ms(value: float | None) -> str:
 
 
 def _two_digits(value: float) -> str:
-    """A forecast's number, rounded to two digits."""
     return f"{float(f'{value:.2g}'):,.0f}"

@@ -274,7 +274,6 @@ class Recorder:
         }
 
     def _guidance_groups(self) -> dict:
-        """The report's entry about guidance groups, if there are several."""
         passes = {
             stage: [
                 {"group": group, "pass": name, "runs": len(ms), "median_ms": statistics.median(ms)}

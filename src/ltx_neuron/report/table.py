@@ -96,7 +96,6 @@ def table(report: dict) -> str:
 
 
 def _phase_lines(report: dict) -> list[str]:
-    """A line per phase, for the residual and the total; overlapped time if there is any."""
     end_to_end = report["end_to_end_seconds"]
     phases = _merged(report) | {
         "residual": {"seconds": report["residual_seconds"]},
@@ -115,7 +114,6 @@ def _phase_lines(report: dict) -> list[str]:
 
 
 def _step_lines(report: dict) -> list[str]:
-    """A line per stage with steps, then every step's time."""
     rows: list[tuple[str, ...]] = [
         ("denoise", "steps", "cold ms", "warm median ms", "p90 ms", "host ms", "device ms")
     ]
@@ -132,7 +130,6 @@ def _step_lines(report: dict) -> list[str]:
 
 
 def _group_lines(groups: dict) -> list[str]:
-    """A line per stage, guidance group and pass, then the lost groups."""
     rows: list[tuple[str, ...]] = [("denoise", "guidance group", "pass", "runs", "median ms")]
     for stage, passes in groups["passes"].items():
         for each in passes:

@@ -105,7 +105,6 @@ class PromptCache:
             self._say(f"the prompt's contexts are not kept for the next run: {error}")
 
     def _make_room(self) -> None:
-        """Remove the least recently used files beyond MAX_FILES."""
         used = {}
         for path in self.folder.glob("*.safetensors"):
             with suppress(FileNotFoundError):  # another process removed it

@@ -39,11 +39,11 @@ from ltx_neuron.tune.search import (
     candidates,
     check_layers,
     layout_candidates,
+    median_ms,
     search,
     with_settings,
 )
-from ltx_neuron.tune.table import median_ms, name_of, progress, table
-from ltx_neuron.tune.trials import Journal, Trials
+from ltx_neuron.tune.trials import Journal, Trials, name_of, progress, table
 from ltx_neuron.tune.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, TunedSettings
 from ltx_neuron.workspace import Workspace
 

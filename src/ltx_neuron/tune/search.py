@@ -61,6 +61,12 @@ class Row:
         return total / sum(self.counts.values())
 
 
+def median_ms(rows: list[Row], settings: Settings) -> float | None:
+    """Milliseconds of a variant's warm step: the median of its runs; None if no run succeeded."""
+    times = [row.step_ms for row in rows if row.settings == settings and row.steps_ms]
+    return statistics.median(times) if times else None
+
+
 def baseline_settings(profile: Profile) -> Settings:
     """The profile's values of all tunable keys, including typed ones."""
     return {key: text for key in KEYS if (text := text_of(profile, key))}

@@ -1,5 +1,5 @@
 """Measures variants in separate processes and records them in a journal, so that an interrupted
-tuning continues after its last finished variant."""
+tuning continues after its last finished variant. Prints them as lines and as a table."""
 
 import dataclasses
 import json
@@ -17,13 +17,18 @@ from safetensors.torch import load_file
 
 from ltx_neuron.errors import RunError
 from ltx_neuron.files import read_json
-from ltx_neuron.tune.search import Row
-from ltx_neuron.tune.tolerance import rel_l2, worst_violation
+from ltx_neuron.format import columns
+from ltx_neuron.tune.search import Row, median_ms
 from ltx_neuron.tune.tuned_settings import Settings
-from ltx_neuron.tune.variant import OUTPUTS, RESULT
+from ltx_neuron.tune.variant import OUTPUTS, RESULT, rel_l2
 
 _REFERENCE = "reference.safetensors"
 _TIDY_SECONDS = 6.0  # longer than a variant's own clean-up limit
+# A variant may be this much further from float32 than the baseline, because the two round at
+# different operations. The floor is for tensors that are computed in few operations.
+FACTOR, FLOOR = 2, 0.005
+_MOST = 0.1  # largest tolerance in bfloat16, for any baseline: rounding alone gives 0.004
+_FLOAT32 = 1e-5
 
 
 class Journal:
@@ -103,20 +108,13 @@ class Trials:
         else:
             reference = load_file(self.folder / _REFERENCE)
             errors = {name: rel_l2(outputs[name], reference[name]) for name in reference}
-            row = replace(row, **result, rel_l2=errors, problem=self._violation(errors))
+            baseline = self.journal.find(self.baseline, 0)
+            problem = violation(errors, baseline and baseline.rel_l2, self.dtype)
+            row = replace(row, **result, rel_l2=errors, problem=problem)
         self.report(row)
         return self.journal.add(row)
 
-    def _violation(self, errors: dict[str, float]) -> str:
-        baseline = self.journal.find(self.baseline, 0)
-        worst = worst_violation(errors, baseline and baseline.rel_l2, self.dtype)
-        if worst is None:
-            return ""
-        name, error, tolerance = worst
-        return f"differs: {name} is {error:.2g} from float32, allowed {tolerance:.2g}"
-
     def _reference(self) -> None:
-        """Compute the reference latents unless they exist. Raises RunError if that fails."""
         path = self.folder / _REFERENCE
         if not path.is_file():
             print("computing the reference step in float32 on the host", flush=True)
@@ -150,6 +148,21 @@ class Trials:
         return folder
 
 
+def violation(errors: dict[str, float], baseline: dict[str, float] | None, dtype: str) -> str:
+    """The tensor that exceeds its tolerance by the largest factor, as text; "" if none does.
+
+    errors    relative L2 of each tensor from the float32 reference
+    baseline  the same for the profile's own settings, if they ran: in bfloat16, the rounding error
+    """
+    tolerances = dict.fromkeys(errors, _FLOAT32 if dtype == "float32" else _MOST)
+    if dtype != "float32" and baseline:
+        tolerances = {name: min(_MOST, FACTOR * baseline[name] + FLOOR) for name in errors}
+    worst = max(errors, key=lambda name: errors[name] / tolerances[name])
+    got, allowed = errors[worst], tolerances[worst]
+    text = f"differs: {worst} is {got:.2g} from float32, allowed {allowed:.2g}"
+    return "" if got <= allowed else text
+
+
 def end_group(process: subprocess.Popen) -> None:
     """End a process group's leader and its descendants. Closing its stdin requests a clean exit;
     processes that are left after _TIDY_SECONDS are killed."""
@@ -169,3 +182,48 @@ def last_words(log: str, code: int) -> str:
     if code < 0:
         return f"its process was killed ({signal.Signals(-code).name})"
     return (errors or lines or [f"ended with exit code {code} and no output"])[-1]
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+_HEAD = ("ms a step", "runs", "cold s", "compile s", "rel L2", "variant")
+
+
+def name_of(settings: Settings, baseline: Settings) -> str:
+    """The settings in which a variant differs from the profile's own."""
+    changed = [f"{key}={value}" for key, value in settings.items() if value != baseline[key]]
+    return " ".join(changed) or "the profile's own"
+
+
+def progress(row: Row, baseline: Settings) -> str:
+    """A line for a new measurement."""
+    repeat = f", run {row.repeat + 1}" if row.repeat else ""
+    outcome = row.problem or f"{row.step_ms:.2f} ms a step"
+    return f"{name_of(row.settings, baseline)}{repeat}: {outcome}"
+
+
+def table(rows: list[Row], baseline: Settings, best: Settings) -> str:
+    """A line for each variant, in the order in which they were first measured. rel L2: the largest
+    relative distance of its latents from the step in float32."""
+    variants = dict.fromkeys(tuple(row.settings.items()) for row in rows)
+    lines = [_line(rows, dict(variant), baseline, best) for variant in variants]
+    return "\n".join(columns([_HEAD, *lines], left=(-1,)))
+
+
+def _line(
+    rows: list[Row], settings: Settings, baseline: Settings, best: Settings
+) -> tuple[str, ...]:
+    runs = [row for row in rows if row.settings == settings]
+    verdict = next((row.problem for row in runs if row.problem), "not kept")
+    if settings == best:
+        verdict = "chosen"
+    elif settings == baseline and verdict == "not kept":
+        verdict = "own"
+    text, first = f"{name_of(settings, baseline)}: {verdict}", runs[0]
+    if (ms := median_ms(rows, settings)) is None:
+        return ("-", str(len(runs)), "-", "-", "-", text)
+    assert first.steps_ms and first.rel_l2
+    cold = sum(times[0] for times in first.steps_ms.values()) / 1e3
+    error = max(first.rel_l2.values())
+    numbers = (f"{ms:.2f}", str(len(runs)), f"{cold:.2f}", f"{first.compile_seconds:.1f}")
+    return (*numbers, f"{error:.1e}", text)

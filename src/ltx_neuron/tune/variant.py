@@ -21,7 +21,6 @@ from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json, wri
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import tile_program_name
 from ltx_neuron.tune.step import last_step, prepared, reference
-from ltx_neuron.tune.tolerance import rel_l2
 from ltx_neuron.workspace import Workspace
 
 RESULT, OUTPUTS = "result.json", "outputs.safetensors"  # in the variant's folder
@@ -77,7 +76,6 @@ def measure(
 
 
 def _timed_step(run) -> float:
-    """Milliseconds of a step from noise, by the host's clock."""
     run.start()
     began = time.perf_counter()
     run.step(run.stage.steps - 1)
@@ -103,6 +101,12 @@ def compare_convolutions(workspace: Workspace, job: Job, rounds: int) -> None:
             pixels.append(ranks.get(name, "tile_pixels"))
         distance = rel_l2(pixels[-1], pixels[0])
         print(f"vae_convolution={form}: {ms:.2f} ms a tile, {distance:.1e} from conv2d", flush=True)
+
+
+def rel_l2(got: Tensor, expected: Tensor) -> float:
+    """|got - expected| / |expected|, summed in fp64; infinite where there is NaN."""
+    error = ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+    return error if error == error else float("inf")
 
 
 def first_blocks(folder: Path, layers: int, place: Path) -> Path:

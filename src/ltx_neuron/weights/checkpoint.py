@@ -164,12 +164,10 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the files' contents."""
         return digest([file.fingerprint for file in self.files])
 
     @property
     def names(self) -> Iterable[str]:
-        """The model's tensors, under our names."""
         return self.locations.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -177,7 +177,6 @@ def _write_set(
     specs: list[ShardSpec],
     workers: int,
 ) -> None:
-    """Write the files of a locked folder, and its manifest."""
     (folder / MANIFEST).unlink(missing_ok=True)
     for file in files:  # of an interrupted run, or of another identity
         remove_leftovers(file.path)
@@ -246,7 +245,6 @@ def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardS
 
 
 def _progress_bar(source: Source, specs: list[ShardSpec], name: str | None) -> tqdm:
-    """Progress in bytes of the source."""
     total = sum(source.nbytes(spec.name) for spec in specs)
     return tqdm(total=total, unit="B", unit_scale=True, desc=name)
 
@@ -334,7 +332,6 @@ class _File:
 
     @property
     def entry(self) -> dict:
-        """Of the manifest."""
         return {
             "bytes": self.size,
             "blake3": self.hasher.hexdigest(),

@@ -91,7 +91,6 @@ class XlaComm:
         )
 
     def _collectives(self):
-        """torch_xla's collectives, and their groups of ranks."""
         import torch_xla.core.xla_model as xm
 
         if self.groups is None:
@@ -132,7 +131,6 @@ def traceable(graph: Graph, cut: bool = False) -> nn.Module:
 
 
 def _arguments(graph: Graph) -> dict[str, str]:
-    """A graph's parameters by their keywords."""
     return {argument_name(name): name for name, _ in graph.module.named_parameters()}
 
 

@@ -179,7 +179,6 @@ class Ranks(ranks.Ranks):
                     self._load_copies(held, program, [(run, {}, {})])
 
     def _load_copies(self, held: _WeightSet, program: str, runs: list) -> None:
-        """Load as many copies of each graph as a sequence needs."""
         calls = calls_of(held.manifests[program], runs, {})
         for graph, copies in copies_needed(program, calls).items():
             held.bind(program, graph, copies, self.tp, self.size)
@@ -208,7 +207,6 @@ class Ranks(ranks.Ranks):
             self._drop(held)
 
     def _drop(self, held: _WeightSet) -> None:
-        """Free a weight set with its programs."""
         self._release(held, {*held.manifests})
         held.tensors = None  # the last reference to the device's copy
         self._sets.remove(held)

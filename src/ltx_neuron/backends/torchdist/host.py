@@ -245,7 +245,6 @@ class Ranks(ranks.Ranks):
         self._raise_failure({rank: self._receive(rank) for rank in ended})
 
     def _call(self, method: str, **arguments) -> list:
-        """Call a method of Rank in every rank. Returns each rank's result."""
         if self._failed:  # in a call of another thread, whose error is the cause
             raise self._failed
         command = pickle.dumps((method, arguments))
