@@ -34,8 +34,7 @@ def advanced(action: argparse.Action) -> argparse.Action:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, so that a typo is an error. For an unknown flag, the error
-    names the nearest one.
+    """A parser without abbreviations: a typo is an error, which names the nearest flag.
 
     typical  the most used optional flags, for the end of the usage line
     words    the parsed words, with the flags' present names

@@ -103,8 +103,7 @@ def exclusive(folder: Path, doing: str) -> Iterator[None]:
 
 
 def _lock_at_once(descriptor: int, path: Path) -> bool:
-    """Whether the file could be locked without waiting. On file systems without locks, print a
-    warning and return True."""
+    """Lock a file without waiting; returns whether. Without locks: a warning, and True."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -260,8 +259,7 @@ def check_readable(path: str | Path, flag: str = "", advice: str = "") -> None:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Raise UserError if a file cannot be written to `path`, before a long run begins. Creates
-    nothing.
+    """Raise UserError if a file cannot be written to `path`. Creates nothing.
 
     flag  the flag that chooses another path, with its value: "--output FILE"
     """

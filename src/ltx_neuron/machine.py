@@ -30,8 +30,7 @@ class Machine:
 
 
 def probe(root: Path = Path("/")) -> Machine:
-    """This machine. The firmware of an EC2 instance has its type, and the driver has one device
-    file per chip."""
+    """This machine. EC2's firmware has the instance type, the driver a device file per chip."""
     product = root / "sys/devices/virtual/dmi/id/product_name"
     try:
         name = product.read_text().strip()

@@ -124,8 +124,7 @@ class Profile:
 
     @property
     def maps_weights(self) -> bool:
-        """Whether ranks compute with the mapped pages of their weight files, as on a CPU. Other
-        devices have copies."""
+        """Whether ranks compute with mapped pages of their weight files; devices have copies."""
         return self.device == "cpu"
 
     @property
@@ -150,23 +149,24 @@ class Profile:
 
     def flops(self, tp: int) -> float | None:
         """FLOP/s of `tp` ranks together."""
-        return self.chip and self.chip.flops * self._chips_of(tp)
+        return self.chip and self.chip.flops * self.chips_of(tp)
 
     def memory_bytes_per_second(self, tp: int) -> float | None:
         """Memory bandwidth of `tp` ranks together."""
-        return self.chip and self.chip.memory_bytes_per_second * self._chips_of(tp)
+        return self.chip and self.chip.memory_bytes_per_second * self.chips_of(tp)
 
     def link_bytes_per_second(self, tp: int) -> float | None:
         """Bandwidth between `tp` ranks, all together; across chips, that of the slower link."""
         if self.chip is None:
             return None
-        chip, chips = self.chip, self._chips_of(tp)
+        chip, chips = self.chip, self.chips_of(tp)
         link = chip.link_bytes_per_second if chips <= 1 else chip.chip_link_bytes_per_second
         return chips * link
 
-    def _chips_of(self, tp: int) -> float:
+    def chips_of(self, ranks: int) -> float:
+        """The chips, or the share of one, of so many ranks."""
         assert self.chip
-        return tp * self.lnc / self.chip.cores
+        return ranks * self.lnc / self.chip.cores
 
     def flags(self, model: str) -> str:
         """neuronx-cc's flags for the graphs of a model, one of MODELS."""
@@ -543,8 +543,7 @@ def detect(machine: Machine) -> str:
 
 
 def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -> None:
-    """Raise UserError, with the command that installs it, if the runtime of the profile's backend
-    is missing."""
+    """Raise UserError, with the command that installs it, if the backend's runtime is missing."""
     profile.check_degree(tp)
     if profile.device == "neuron":
         stack, here = STACKS[profile.backend], installed_backend()

@@ -155,8 +155,7 @@ def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
 
 
 def check_ports(profile: Profile, tp: int, group: int = 0) -> None:
-    """Raise UserError if another process uses a port of a guidance group; the ranks would wait
-    forever."""
+    """Raise UserError if another process uses a guidance group's port: its ranks would wait."""
     if profile.device == "neuron":
         first = cores(profile, tp, group)[0]
         for port in (_ROOT_PORT, _MASTER_PORT):

@@ -19,8 +19,7 @@ from ltx_neuron.models.signatures import LATENTS, Field
 
 
 def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
-    """The manifest's entry for a graph whose file exists. cost: of one call on one rank, from
-    export.cost."""
+    """The manifest's entry for a graph whose file exists. cost: of one call, from export.cost."""
     # One rank's shapes, in the order of the graph's weight inputs.
     parameters = graph.module.named_parameters()
     return {
@@ -36,8 +35,7 @@ def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
 def write_manifest(
     folder: Path, identity: dict, program: Program, graphs: dict[str, dict], **compiler: str
 ) -> None:
-    """Write the manifest of a program whose graphs are all in `folder`, which marks the folder as
-    finished.
+    """Write the manifest of a program whose graphs are in `folder`: it is finished then.
 
     graphs    by name, from describe_graph
     compiler  the compiler's versions and flags
@@ -118,8 +116,8 @@ class Manifest:
         return sum(prod(field.shape) * field.dtype.itemsize for field in fields)
 
     def load(self, name: str) -> torch.export.ExportedProgram:
-        """Read a graph of torch.export. Raises UserError if its digest is not the manifest's, or if
-        it contains a pickle."""
+        """Read a graph of torch.export. UserError if its digest differs, or it contains a
+        pickle."""
         path = self.folder / graph_file(name)
         if sha256(path) != self.graphs[name]["sha256"]:
             raise UserError(

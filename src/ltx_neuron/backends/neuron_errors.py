@@ -19,8 +19,7 @@ class DeviceFailure(RunError):
 
 
 class Known(NamedTuple):
-    """One failure: its status numbers, a regular expression for its texts, its meaning for a user,
-    and the remedy."""
+    """A failure: status numbers, a pattern of its texts, its meaning for a user, the remedy."""
 
     statuses: tuple[int, ...]
     pattern: str

@@ -123,8 +123,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise RankError if a rank failed while it was idle, for example while the host
-        decodes."""
+        """Raise RankError if a rank failed while it was idle."""
 
     @abstractmethod
     def close(self) -> None:
@@ -220,8 +219,7 @@ def calls_of(
 
 
 def kept(field: Field, name: str, whole: Tensor, rank: int, tp: int) -> dict[str, Tensor]:
-    """A rank's parts of an uploaded tensor by name, as views. For a field per block, one tensor per
-    group of blocks."""
+    """A rank's parts of an uploaded tensor by name, as views: one for each group of blocks."""
     if not field.per_block:
         return {name: part_of(field, whole, rank, tp)}
     rows = field.shape[0]

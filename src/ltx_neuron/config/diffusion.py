@@ -1,5 +1,4 @@
-"""The configuration of the video VAE's diffusion decoder, and the division of its features into
-parts.
+"""The configuration of the video VAE's diffusion decoder, and the parts of its features.
 
 All parts of a stage have one size, so that one graph serves all of them."""
 
@@ -186,8 +185,7 @@ def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tupl
 
 
 class Cut(NamedTuple):
-    """The division of an axis into parts of equal size. Each part has a window with the keys of its
-    queries.
+    """An axis in parts of equal size. Each part has a window with the keys of its queries.
 
     length, kernel   number of positions of the axis, and of neighbours of a position
     size, window     number of positions of a part, and of its window

@@ -1,5 +1,4 @@
-"""Sizes of the audio decoders: a mel decoder (latents to spectrogram) and a vocoder (spectrogram to
-waveform)."""
+"""Sizes of the mel decoder (latents to spectrogram) and the vocoder (to a waveform)."""
 
 import math
 from collections.abc import Mapping
@@ -153,8 +152,7 @@ class VocoderConfig(ModelConfig):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Mel spectrogram rows before and after one on which its samples depend: 56 and 52 in the
-        release."""
+        """Spectrogram rows before and after one on which its samples depend: 56, 52 (release)."""
         first, last = self.bwe.reads(0, self.samples - 1)
         first, last = (first + 1) * self.hop - self.window, (last + 1) * self.hop - 1
         first, last = self.vocoder.reads(first, last)

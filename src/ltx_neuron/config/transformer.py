@@ -1,5 +1,4 @@
-"""Sizes of the joint audio-video DiT with its text connectors, and Bucket, the shape of its
-graphs."""
+"""Sizes of the joint audio-video DiT and its text connectors; Bucket, a shape of its graphs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -67,8 +66,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class TransformerConfig(ModelConfig):
-    """The joint audio-video DiT and its two text connectors (transformer section of the
-    metadata)."""
+    """The DiT and its two text connectors (transformer section of the metadata)."""
 
     num_layers: int
     video: AttentionSize
@@ -104,8 +102,7 @@ class TransformerConfig(ModelConfig):
 
 
 def transformer_config(metadata: dict) -> TransformerConfig:
-    """Parse the checkpoint's `config` metadata. Raises UserError naming the first value not
-    implemented."""
+    """Parse the checkpoint's `config` metadata. UserError names the first unknown value."""
     values = metadata.get("transformer")
     if not isinstance(values, dict):
         raise UserError(

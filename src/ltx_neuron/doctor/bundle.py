@@ -141,8 +141,7 @@ def read(path: Path) -> str:
 
 
 def pack(path: Path, texts: Mapping[str, str], files: Iterable[Found]) -> list[str]:
-    """Write the bundle: `texts` by name, then what is allowed of the readable files. Returns its
-    table of contents."""
+    """Write `texts` by name, then what is allowed of the files. Returns the table of contents."""
     members, left_out, total = {name: public(text) for name, text in texts.items()}, [], 0
     unique: dict[Path, Found] = {}
     for file in files:  # the first rule counts

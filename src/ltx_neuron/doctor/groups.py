@@ -114,8 +114,7 @@ class _Ones:
 
 
 def write_weights(folder: Path, tp: int, dtype: torch.dtype) -> Path:
-    """A weight set whose one weight, (1,), is 1 on every rank. Returns its folder, which may be
-    finished already."""
+    """Write a weight set whose one weight, (1,), is 1 on every rank. Returns its folder."""
     spec = ShardSpec("weight", (1,), None, (1,), None)
     identity = {"kind": "weights", "model": "probe", "tp": tp}
     shard_weights(_Ones(), folder, identity, tp, dtype, [spec])  # pyright: ignore[reportArgumentType]

@@ -22,8 +22,7 @@ _LNC_FILE = "/opt/aws/neuron/logical_nc_config"
 
 
 def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Finding]:
-    """All findings of this module: none on a machine without Neuron chips, unless the profile needs
-    chips.
+    """All findings of this module: none without Neuron chips, unless the profile needs them.
 
     tp     ranks
     chips  Neuron chips of the machine
@@ -58,8 +57,7 @@ def libraries(system: System) -> Finding:
 
 
 def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterator[Finding]:
-    """The SDK's packages in this environment, their release, and its support of the profile's
-    backend."""
+    """The SDK's packages here, their release, and its support of the profile's backend."""
     low, high = sdk.PYTHON[profile.backend]
     if profile.device == "neuron" and not low <= sdk.version_numbers(system.python)[:2] < high:
         text = (

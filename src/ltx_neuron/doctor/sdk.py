@@ -59,8 +59,7 @@ def dotted(version: Version) -> str:
 
 
 def release_of(part: str, version: str | None) -> Version | None:
-    """The SDK release with this version of "compiler" or "driver"; None if it is older than the
-    table.
+    """The SDK release with this version of "compiler" or "driver"; None if it is older.
 
     Later releases than the table's are extrapolated: so far, each raised both versions by one.
     """
@@ -80,8 +79,7 @@ def release_suffix(part: str, version: str | None) -> str:
 
 
 def nxd_support(release: Version | None) -> tuple[str, bool]:
-    """The release's support of NxD, as text, and whether NxD may be used. None is a release older
-    than the table."""
+    """A release's support of NxD as text, and whether NxD may be used. None: an older release."""
     rows = [row for row in NXD_LIFECYCLE if release and row[0] <= release]
     if not rows:
         return "this SDK is too old; ModelBuilder V2 needs 2.27 or newer", False

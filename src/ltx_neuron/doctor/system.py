@@ -129,8 +129,7 @@ class System:
         }
 
     def devices(self) -> list[Device] | None:
-        """The chips in `neuron-ls --json-output`; None if it is missing or its output is not
-        understood."""
+        """The chips in `neuron-ls --json-output`; None if it is missing or not understood."""
         try:
             rows = json.loads(self.output("neuron-ls", "--json-output") or "")
             return [

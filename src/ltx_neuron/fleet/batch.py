@@ -97,8 +97,7 @@ def _make(
 
 
 def _submit(lines: list[Line], queue: Queue) -> dict[str, Line]:
-    """The lines by their jobs' ids: jobs of an interrupted run, and new jobs for lines that failed
-    or changed."""
+    """The lines by their jobs' ids: of an interrupted run, new if they failed or changed."""
     by_number, left = {line.number: line for line in lines}, {}
     for entry in queue.page(OWNER, limit=10**9)[0]:
         line = by_number.get(entry.public_fields["line"])

@@ -1,5 +1,4 @@
-"""A replica: a Ray actor that keeps an engine open and runs the queue's jobs, on one chip or
-more of a node.
+"""A replica: a Ray actor that keeps an engine open and runs the queue's jobs on its chips.
 
 This module must not import torch: torch reads environment variables that are not set yet.
 """

@@ -231,8 +231,7 @@ def _fastest(functions: dict[str, Callable[[], object]]) -> str:
 
 
 def _in_turns(functions: dict[Any, Callable[[], object]], count: int) -> list[dict[Any, float]]:
-    """CPU seconds of the functions, in alternating rounds, so that other work on the machine slows
-    down all of them."""
+    """CPU seconds of the functions, in alternating rounds: other work slows down all of them."""
     for function in functions.values():
         function()  # warm-up
 
@@ -309,8 +308,7 @@ def store_choices(artifacts_dir: Path) -> None:
 
 
 def _stored_choices(path: Path) -> dict[str, Any]:
-    """This machine's choices; empty if there are none. A damaged or unreadable file is reported and
-    ignored."""
+    """This machine's choices; empty if there are none. A damaged file is reported and ignored."""
     if not os.path.lexists(path):
         return {}
     try:

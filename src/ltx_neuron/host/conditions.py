@@ -339,8 +339,7 @@ def _encode_retake(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict[st
 
 
 def _fitted(latent: Tensor, frames: int) -> Tensor:
-    """A sound's latent with `frames` frames, padded with zeros. Zeros are not encoded silence, but
-    upstream pads so."""
+    """A latent padded to `frames` frames with zeros: no encoded silence, but as upstream."""
     return F.pad(latent, (0, 0, 0, frames - latent.shape[2])).contiguous()
 
 
@@ -385,8 +384,7 @@ def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
 
 
 def _extended_sound(inputs: Inputs) -> Sound:
-    """The file's sound, as long as its video, after silence for the part that is generated before
-    it."""
+    """The file's sound, as long as its video, after silence for what is generated before it."""
     extension, retake = inputs.extension, inputs.retake
     assert extension and retake
     path = retake.path

@@ -76,9 +76,8 @@ def _tiles(latent: tuple[int, int, int]) -> Iterator[tuple[Part, Part, Part]]:
 
 
 def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[Part]:
-    """The tiles along an axis of `length` latents. In overlaps, weights add up to 1. causal: all
-    tiles but the first begin one latent earlier, with weight 0, because a first latent has one
-    frame."""
+    """The tiles along an axis of `length` latents. In overlaps, weights add up to 1. causal: later
+    tiles begin one latent earlier, with weight 0, because a first latent has one frame."""
     if length <= tile:
         return [Part(0, length, torch.ones(length))]
     earlier, found = int(causal), []

@@ -73,8 +73,7 @@ def fill(image: np.ndarray, height: int, width: int) -> torch.Tensor:
 
 
 def is_still(path: str | Path) -> bool:
-    """Whether a file is one picture by its content, whatever its name. Not if it moves, or cannot
-    be read."""
+    """Whether a file's content is one picture. Not if it moves, or cannot be read."""
     try:
         if _HEIF.match(first_bytes(Path(path), 12)):
             return True  # though Pillow may not read it; a video's reader would take one tile of it
@@ -87,8 +86,7 @@ def is_still(path: str | Path) -> bool:
 
 
 def unreadable(path: str | Path, moves: bool = False) -> str:
-    """What a picture is that is not read, and the command that converts it; "" if unknown. moves:
-    it is read as a video."""
+    """What an unreadable picture is, and how to convert it; "" if unknown. moves: as a video."""
     begin, path = first_bytes(Path(path), 16), str(path)
     stem = Path(path).stem[:60]
     names = (f"{stem}{extra}.png" for extra in ("", *(f"-{n}" for n in range(2, 1000))))

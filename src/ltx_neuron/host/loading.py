@@ -1,5 +1,4 @@
-"""Loads the host's models: ltx-core's modules with tensors of a checkpoint or an upsampler's
-file."""
+"""Loads the host's models: ltx-core's modules with a checkpoint's or an upsampler's tensors."""
 
 # ltx-core's from_config is a class method that names the class that it builds as its own.
 # pyright: reportAttributeAccessIssue=false
@@ -29,8 +28,7 @@ from ltx_neuron.weights.weight_file import WeightFile
 
 
 def import_ltx_core() -> None:
-    """Make ltx_core.model.audio_vae importable without torchaudio. Call it before importing that
-    package.
+    """Make ltx_core.model.audio_vae importable without torchaudio. Call it before its import.
 
     ltx_core.model.audio_vae.ops imports torchaudio at its top, though only audio *encoding* uses
     it. If torchaudio is missing or does not fit the installed torch, an empty module replaces it.
@@ -218,9 +216,8 @@ def checkpoint_spec(
 def upsampler_spec(
     kind: str, path: str | Path | None, dtype: torch.dtype, release: Release | None = None
 ) -> ModelSpec:
-    """The source of the "spatial" or "temporal" upsampler. Raises UserError unless the file is an
-    upsampler of that kind, by factor 2 (spatial also 1.5), and not of another release than
-    `release`."""
+    """The source of the "spatial" or "temporal" upsampler. UserError unless the file is one of that
+    kind, by factor 2 (spatial also 1.5), and not of another release than `release`."""
     import_ltx_core()
     from ltx_core.model import upsampler
 

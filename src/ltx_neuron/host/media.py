@@ -244,8 +244,7 @@ def _inspected(path: str | Path, flag: str, upright: bool) -> _Footage:
 
 
 def ffmpeg(path: str | Path, name: str, *options: Any, before: Iterable[Any] = ()) -> str:
-    """The command that makes a new file in the current folder. Every command that an error prints
-    is made here.
+    """The command that makes a new file in the current folder, for errors.
 
     name    the end of the new file's name, after that of the file
     before  options of the file
@@ -321,8 +320,7 @@ def video_size(
 
 
 def first_frames(path: str | Path, flag: str, upright: bool = True) -> Iterator[np.ndarray]:
-    """All frames, uint8 (H, W, 3), independent of their times. upright: as displayed, not as
-    stored."""
+    """All frames, uint8 (H, W, 3), whatever their times. upright: as displayed, not stored."""
     with _opened(path, flag) as container:
         for frame in container.decode(_video_stream(container, path, flag)):
             yield _rgb(frame, upright)

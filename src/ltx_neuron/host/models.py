@@ -1,5 +1,4 @@
-"""The host models: video VAE, latent upsamplers, audio decoder and vocoder, run on the CPU with
-ltx-core's modules."""
+"""The host models: video VAE, latent upsamplers, audio decoder and vocoder, on the CPU."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
@@ -35,8 +34,7 @@ def lay_channels_last(module: torch.nn.Module) -> None:
 
 
 class HostModels:
-    """The models around the transformer. Each is built from its file at first use and kept until
-    `release`.
+    """The models around the transformer: each is built at first use and kept until `release`.
 
     Latents are the transformer's, normalised by the VAE's per-channel statistics:
     video (1, 128, F, h, w) with F = (frames - 1) / 8 + 1, h = height / 32 and w = width / 32; audio
@@ -84,8 +82,7 @@ class HostModels:
 
     @torch.no_grad()
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32) in
-        `self.dtype`."""
+        """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32)."""
         return self.video_encoder(pixels.to(self.latent_dtype)).to(self.dtype)
 
     @torch.no_grad()

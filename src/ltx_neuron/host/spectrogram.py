@@ -95,8 +95,7 @@ def log_mel(sound: Tensor, sizes: MelSizes) -> Tensor:
 
 @cache
 def mel_filters(sizes: MelSizes) -> Tensor:
-    """Triangular filters (window // 2 + 1, bins), equally wide in mels, with equal areas in
-    hertz."""
+    """Triangular filters (window // 2 + 1, bins): equal widths in mels, areas in hertz."""
     frequencies = torch.linspace(0, sizes.rate // 2, sizes.window // 2 + 1)
     top = _mels(sizes.rate / 2)
     corners = _hertz(torch.linspace(0, top, sizes.bins + 2))

@@ -42,9 +42,8 @@ def tiling(profile: Profile | type[Profile] = Profile, compat_1_0_0: bool = Fals
 
 
 def tiling_for_ranks(profile: Profile, clip: Shape, tp: int) -> TilingConfig:
-    """The profile's tiles or, with vae_tile_latents, tiles chosen for the clip: of all sizes up to
-    that limit the one with the least work per rank. A further tile shape counts as a tenth more
-    work."""
+    """The profile's tiles or, with vae_tile_latents, of all sizes up to that limit the one with the
+    least work per rank. A further tile shape counts as a tenth more work."""
     limit = profile.vae_tile_latents
     if not limit:
         return tiling(profile)

@@ -66,8 +66,7 @@ TILE_INPUTS |= {"video_bias", "keyframes_mask", "padding_bias"}
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage's step. Times are lower bounds by the chip's documented limits; None if these are
-    unknown.
+    """One stage's step. Times are lower bounds by the chip's documented limits, if known.
 
     whole  with sequence parallelism: collectives_per_step, collectives_ms and
            elementwise_bytes_per_step without it; otherwise None
@@ -166,8 +165,7 @@ class CoreMemory:
 
     @property
     def with_decoder(self) -> int:
-        """With transformer and video decoder on the device together, and the text encoder before
-        them. Bytes."""
+        """With transformer and video decoder together, after the text encoder. Bytes."""
         weights = self.transformer + self.video_decoder
         both = weights + max(self.activations, self.tile)
         return max(both, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
@@ -284,8 +282,7 @@ def plan(
     gemma: GemmaConfig | None = GEMMA_3_12B,
     parts: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Plan a generation. The prompt does not matter. Raises UserError for sizes and TP degrees that
-    the model cannot have.
+    """Plan a generation, of any prompt. UserError for sizes and TP degrees that cannot be.
 
     gemma  the text encoder's config; None if the host encodes the prompt
     parts  the config of all parts of the model; None: the checkpoint's
@@ -363,8 +360,7 @@ def weight_sets(job: Job) -> int:
 
 
 def _on_the_host(config: Mapping[str, Any], profile: Profile, job: Job, dtype: torch.dtype) -> dict:
-    """The host's dtype for videos, and its memory for encoding and decoding; 0 without the config
-    of a video VAE."""
+    """The host's dtype for videos, and its memory to encode and decode; 0 without a video VAE."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
     from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
@@ -423,8 +419,7 @@ def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict
 
 
 def independent_passes(job: Job, stage: Stage) -> int:
-    """The number of passes of an evaluation that guidance groups share: those of guidance, or one
-    for each tile."""
+    """The passes of an evaluation that guidance groups share: those of guidance, or tiles."""
     return len(job.passes) if stage.guided else len(job.stage_buckets(stage))
 
 
@@ -553,9 +548,8 @@ def step_cost(
 
 
 def _moved_bytes(exported: torch.export.ExportedProgram, tp: int) -> float:
-    """Bytes that a rank sends in a graph's collectives of its tensor-parallel group. A ring moves
-    (tp - 1) / tp of a reduce-scatter's input, of an all-gather's output, and both for an
-    all-reduce."""
+    """Bytes that a rank sends in collectives of its tensor-parallel group. A ring moves (tp - 1) /
+    tp of a reduce-scatter's input, of an all-gather's output, of an all-reduce's both."""
     moved = 0.0
     for node in exported.graph.nodes:
         if node.args and node.args[-1] == mesh.WORLD:
@@ -568,8 +562,8 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
     """The costs of a step that sequence parallelism changes: collectives and elementwise work."""
     rate, ms = profile.link_bytes_per_second(tp), None
     if rate and profile.chip:
-        chips = tp * profile.lnc / profile.chip.cores
-        received = step["context_bytes"] / (chips * profile.chip.chip_link_bytes_per_second)
+        links = profile.chips_of(tp) * profile.chip.chip_link_bytes_per_second
+        received = step["context_bytes"] / links
         ms = tp * (step["moved_bytes"] / rate + received) * 1e3
     return {
         "collectives_ms": ms,

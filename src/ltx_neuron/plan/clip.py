@@ -30,7 +30,6 @@ from ltx_neuron.host.spectrogram import mel_sizes
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
-from ltx_neuron.plan.forecast import chips_of
 from ltx_neuron.profiles import Profile
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, video_latent_shape
@@ -141,8 +140,7 @@ class Clip:
         return ClipPlan(rows, seconds, batch_seconds, self._overlaps(), cold, price)
 
     def _cold(self, rows: Sequence[Row]) -> list[Row]:
-        """What the first clip of new processes has besides `rows`, with nothing in the page
-        cache."""
+        """What the first clip has besides `rows`, with nothing in the page cache."""
         if self.profile.device != "neuron":
             return []
         files, loaded = self.plan.disk_bytes, {row.name for row in rows}
@@ -210,7 +208,7 @@ class Clip:
         what = f"{format_bytes(size)} to the ranks, {why}"
         if profile.chip is None:
             return self._host(name, size, "copy", what)
-        seconds = size / (_LOAD * max(1, chips_of(profile, self.plan.ranks)))
+        seconds = size / (_LOAD * max(1, profile.chips_of(self.plan.ranks)))
         return Row(name, "host", seconds, f"{what}, at {_LOAD / 1e9} GB/s a chip (Difflet)")
 
     def _given(self) -> list[Row]:

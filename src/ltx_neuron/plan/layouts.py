@@ -18,7 +18,7 @@ from ltx_neuron.models.programs import may_divide
 from ltx_neuron.models.signatures import own_tokens
 from ltx_neuron.plan import Plan, largest_bucket, step_cost, step_launches
 from ltx_neuron.plan.clip import ClipPlan
-from ltx_neuron.plan.forecast import chips_of, forecast, is_measured
+from ltx_neuron.plan.forecast import forecast, is_measured
 from ltx_neuron.profiles import CONTEXT_PARALLEL, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -81,7 +81,7 @@ def layouts(
             sum(s.evaluations * ms / 1e3 for s, ms in zip(plan.stages, each, strict=True))
             for each in zip(*steps, strict=True)
         )
-        chips = int(chips_of(profile, layout.cores_needed(tp)))
+        chips = int(profile.chips_of(layout.cores_needed(tp)))
         chip_seconds = tuple(chips * each for each in seconds)
         single = found[0].chip_seconds if found else chip_seconds
         found.append(
@@ -205,8 +205,7 @@ def undivided_flops(config: TransformerConfig, bucket: Bucket) -> tuple[int, int
 def received_bytes(
     config: TransformerConfig, bucket: Bucket, layout: Profile, tp: int, itemsize: int
 ) -> dict[str, int]:
-    """Bytes that a rank receives from other context-parallel groups in a step, by what needs
-    them."""
+    """Bytes that a rank receives from other groups in a step, by what needs them."""
     cp = layout.context_parallel
     own = own_tokens(bucket.video_tokens, cp) * itemsize
     keys_and_values = 2 * own * config.video.inner // tp

@@ -159,8 +159,8 @@ def _verdict(plan: Plan) -> str:
 
 
 def clip_table(clip: ClipPlan) -> str:
-    """The time of a warm clip, of a first one, and the price: a line per phase, named as in a
-    latency report."""
+    """The time of a warm clip, of a first one, and the price: lines named as in a latency
+    report."""
     lines = [_clip_line("a warm clip", "where", "seconds", "from")]
     lines += [_clip_line(row.name, row.where, _seconds(row.seconds), row.rate) for row in clip.rows]
     file = "MP4" if any(row.name == "encode_mp4" for row in clip.rows) else "WAV"

@@ -188,8 +188,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _counted_to_now(self) -> Iterator[float]:
-        """Hold the lock on the phases, after counting the time up to now for the open ones. Yields
-        the clock."""
+        """Hold the lock on the phases and count the time up to now. Yields the clock."""
         with self._lock:
             now = time.perf_counter()
             passed, self._counted_until = now - self._counted_until, now

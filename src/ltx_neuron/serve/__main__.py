@@ -176,8 +176,7 @@ def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry"
 
 
 def capability_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
-    """Jobs that a worker must be able to run: one of each LoRA set, except IC-LoRAs, which need a
-    reference video."""
+    """Jobs that a worker must be able to run: one of each LoRA set but IC-LoRAs."""
     without = {name: {"stage_1_loras": ()} for name in registry.reference_sets}
     return _probes(registry, {name: without.get(name, {}) for name in registry.lora_sets})
 

@@ -1,5 +1,4 @@
-"""Token ids to contexts, with Gemma and the connectors on the ranks. host_encoder.py does the same
-on the host's CPU.
+"""Token ids to contexts, with Gemma and the connectors on the ranks. host_encoder.py: the host.
 
 ltx-core pads a prompt on its left to 1024 tokens, and positions count the padding. Padding has no
 other effect, so only the last positions are encoded: a bucket of them on the ranks, the prompts'

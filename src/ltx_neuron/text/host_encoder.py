@@ -138,8 +138,7 @@ class HostTextEncoder:
         return features
 
     def _connect(self, features: list[dict[str, Tensor]]) -> ConnectorOutputs:
-        """Contexts (prompts, 1024, D) of all prompts of a pack, from the features (1, n, D) of
-        each."""
+        """Contexts (prompts, 1024, D) of a pack's prompts, from the features (1, n, D) of each."""
         registers = {
             m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")
         }

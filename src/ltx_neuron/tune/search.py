@@ -117,8 +117,7 @@ LAYOUT = "backend", "guidance_parallel", "context_parallel", "blocks_per_graph"
 def layout_candidates(
     profile: Profile, tp: int, job: Job, cores: int
 ) -> tuple[Settings, list[Settings]]:
-    """The settings of one tensor-parallel group, and the changes of every other layout of the
-    cores."""
+    """The settings of one tensor-parallel group, and the changes of the other layouts."""
     base = single_group(profile)
     passes = max(independent_passes(job, stage) for stage in job.stages)
     layouts = layout_settings(base, tp, cores // tp, passes, job.buckets)

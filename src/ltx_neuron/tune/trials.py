@@ -32,9 +32,8 @@ _FLOAT32 = 1e-5
 
 
 class Journal:
-    """The rows of a tuning, one JSON line each, written to disk after each measurement. The first
-    line is the head: everything on which rows depend besides their settings. Rows of another head
-    are discarded.
+    """The rows of a tuning, a JSON line each, written after each measurement. The first line is the
+    head: what rows depend on besides their settings. Rows of another head are discarded.
 
     fixed  run settings that an earlier tuning of another size chose
     """
@@ -49,8 +48,7 @@ class Journal:
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     def _restore(self) -> None:
-        """Read the file's rows if the head matches. A truncated last line, left by a killed
-        process, is dropped."""
+        """Read the file's rows if the head matches, without a killed process's last line."""
         head, *lines = self.path.read_text(errors="replace").split("\n")
         try:
             content = json.loads(head)

@@ -67,8 +67,7 @@ def file_of(artifacts: Path, identity: dict) -> Path:
 
 
 def size_key(buckets: Iterable[Bucket]) -> str:
-    """The key of a size's tuned settings: the shapes of its stages, without their number of
-    distinct timesteps."""
+    """The key of a size's tuned settings: the shapes of its stages, whatever their timesteps."""
     shapes = (
         f"v{bucket.video_tokens}-a{bucket.audio_tokens}"
         f"{'-guided' * bucket.guided}{'-nag' * bucket.nag}"
@@ -101,8 +100,7 @@ class TunedSettings:
     def profile_of_size(
         self, profile: Profile, buckets: Iterable[Bucket], used: bool = True
     ) -> Profile:
-        """The profile of the DiT's graphs of a size. used: whether the caller compiles or runs
-        them."""
+        """The profile of a size's DiT graphs. used: whether the caller compiles or runs them."""
         key = size_key(buckets)
         size = self.sizes.get(key)
         if not size or size["run"] != self.run:

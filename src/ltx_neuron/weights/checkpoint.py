@@ -209,8 +209,7 @@ class Source:
         )
 
     def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
-        """Rows start..stop of a tensor for each of `bounds`. A tensor without dimensions is one
-        row."""
+        """Rows start..stop of a tensor for each of `bounds`. A scalar is one row."""
         file, key = self._find(name)
         yield from (file.read(key, *rows) for rows in bounds)
 
@@ -243,8 +242,7 @@ class Source:
         return file.read(key)
 
     def read_mapped(self, name: str) -> Tensor:
-        """A whole tensor, mapped from the page cache without a copy. A float8 tensor is dequantised
-        into new memory instead."""
+        """A whole tensor, mapped from the page cache; of float8, a dequantised copy."""
         file, key = self._find(name)
         return file.read_mapped(key)
 

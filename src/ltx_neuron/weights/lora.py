@@ -121,8 +121,7 @@ class Lora:
 
     @property
     def settings(self) -> dict:
-        """PEFT's settings: beside its file, or as diffusers saves them in the metadata. UserError
-        if damaged."""
+        """PEFT's settings: beside its file, or in the metadata. UserError if damaged."""
         try:
             text = self.file().metadata.get("lora_adapter_metadata", "{}")
             text = self.beside.read_text() if self.beside else text
@@ -153,8 +152,7 @@ def _fingerprint(path: Path, version: tuple[int, int] | None) -> str:
 
 
 def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
-    """Raise UserError for a LoRA of the dev recipe's stage 1 that stage 2 does not have, where it
-    has no references."""
+    """Raise UserError for a LoRA of dev's stage 1 alone, where it has no references."""
     others = [lora for lora in stage_1 if lora.path not in {each.path for each in stage_2}]
     if others:
         raise FieldError(
@@ -247,8 +245,7 @@ class Adapter(NamedTuple):
         return _delta(self.method, self._read(), self.strength)
 
     def added_to(self, total: Tensor) -> Tensor:
-        """The sum of others and this one, of a LoRA rounded once (ltx-core 1.2.0
-        fuse_loras.py)."""
+        """The sum of others and this one; a LoRA is rounded once (ltx-core 1.2.0)."""
         if self.method != "lora":
             return total + self.delta().to(total.dtype)
         parts = {part: tensor.to(total.dtype) for part, tensor in self._read().items()}
@@ -292,8 +289,7 @@ def _delta(method: str, parts: Mapping[str, Tensor], strength: float) -> Tensor:
 
 
 def _spellings(checkpoint: TensorFile) -> dict[str, str]:
-    """The tensors that a LoRA may change, by all spellings of their names; "" where two weights
-    share one."""
+    """The tensors that a LoRA may change, by all spellings of their names; "" for shared ones."""
     found: dict[str, str] = {}
     for key in checkpoint.shapes:
         if rename(MODELS["dit"], key) or rename(MODELS["gemma3"], key):
@@ -424,8 +420,7 @@ class MergedSource(Source):
         return self.tensor(name) if name in self.adapters else super().read_mapped(name)
 
     def tensor(self, name: str) -> Tensor:
-        """A whole merged tensor. Its product is computed whole, because slices may round
-        differently."""
+        """A whole merged tensor: products of slices may round differently."""
         weight, adapters = super().tensor(name), self.adapters.get(name, [])
         if not adapters:
             return weight

@@ -1,5 +1,4 @@
-"""Rank files: a model's weights, sharded for tp ranks. Recognises, verifies and loads finished
-sets.
+"""Rank files: a model's weights for tp ranks. Recognises, verifies and loads finished sets.
 
 A weight set is a folder of rank0..rank{tp-1}.safetensors, host.safetensors and manifest.json, which
 sharder.py writes. If all ranks have the same weights, they share one ranks.safetensors.
@@ -29,8 +28,7 @@ def rank_file(rank: int) -> str:
 
 
 def file_names(tp: int, shared: bool = False) -> list[str]:
-    """The names of a weight set's files: the ranks' in order, then the host's. shared: all ranks
-    share one file."""
+    """The names of a weight set's files: the ranks' (shared: one), then the host's."""
     return [*([SHARED_FILE] if shared else map(rank_file, range(tp))), HOST_FILE]
 
 

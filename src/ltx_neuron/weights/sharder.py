@@ -71,8 +71,7 @@ class ShardSpec:
     copies: int = 1
 
     def bounds(self, tp: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-        """Rows start..stop of each piece, in order. A piece never spans two ranks; with a layout it
-        is a rank's whole part."""
+        """Rows start..stop of each piece: of one rank; with a layout, its whole part."""
         ranks = tp // self.copies if self.split == COL else 1
         rows = (self.shape[0] if self.shape else 1) // ranks
         step = rows if self.layout else max(1, _PIECE_BYTES // max(1, row_bytes))

@@ -188,8 +188,7 @@ def rename(model: Model, key: str) -> str | None:
 
 
 def rule(model: Model, name: str) -> int | str | None:
-    """COL, ROW, ALL, KV or HOST, from the table's row for a tensor's name; UserError unless exactly
-    one row matches."""
+    """COL, ROW, ALL, KV or HOST, from the table; UserError unless exactly one row matches."""
     rows = [split for pattern, split in model.table.items() if re.fullmatch(pattern, name)]
     if len(rows) != 1:
         raise UserError(

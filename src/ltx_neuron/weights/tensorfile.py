@@ -195,8 +195,7 @@ class TensorFile:
             os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every tensor in the file's order, or of those in `names`; threads read
-        ahead.
+        """(name, tensor) of all tensors in order, or of those in `names`; threads read ahead.
 
         Tensors are mapped from the page cache. A mapping keeps a file descriptor, so neighbouring
         tensors share mappings of at least 64 MiB, which last until none of them is in use. Tensors

@@ -106,9 +106,8 @@ def argument_name(parameter: str) -> str:
 
 
 def traceable(graph: Graph, cut: bool = False) -> nn.Module:
-    """A graph's module with one keyword for each of its inputs: NxD reads the signature of
-    `forward` and refuses **tensors. cut: weights are inputs too, and the module for NxD has
-    none."""
+    """A graph's module with a keyword for each input: NxD reads the signature of `forward` and
+    refuses **tensors. cut: weights are inputs too, and the module for NxD has none."""
     weights = _arguments(graph) if cut else {}
 
     def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
@@ -169,8 +168,7 @@ def trace(program: Program, name: str, tag: str):
 
 
 def compiler_flags(profile: Profile, model: str) -> str:
-    """neuronx-cc's flags for a model. Raises UserError unless their --lnc is the profile's, as in
-    the runtime."""
+    """neuronx-cc's flags for a model. UserError unless their --lnc is the profile's."""
     flags = profile.flags(model)
     lnc = {word.partition("=")[2] for word in shlex.split(flags) if word.startswith("--lnc")}
     if lnc != {str(profile.lnc)}:
@@ -189,8 +187,7 @@ def compile_program(
     profile: Profile,
     tp: int,
 ) -> None:
-    """Trace and compile every graph of the program that `make()` returns into `folder` and, last,
-    write the manifest."""
+    """Compile every graph of the program `make()` into `folder` and, last, write the manifest."""
     set_environment(profile)
     from neuronx_distributed import NxDParallelState
 

@@ -1,5 +1,4 @@
-"""NxD's runtime: this process drives all ranks of a program on a chip's cores. compile.py makes the
-graphs.
+"""NxD's runtime: this process drives all ranks of a program. compile.py makes the graphs.
 
 Rank files are read strictly and uploaded once. A graph is bound to these weights. A graph that
 serves several groups of blocks instead receives the weights of one group with each call, as lists
@@ -57,8 +56,7 @@ class _WeightSet:
         self.manifests: dict[str, Manifest] = {}
 
     def bind(self, program: str, graph: str, copies: int, tp: int, size: int) -> None:
-        """Load a graph on `size` ranks until it has `copies` copies, which share the same weight
-        tensors."""
+        """Load a graph on `size` ranks until it has `copies` copies with shared weights."""
         manifest = self.manifests[program]
         loaded = self.models.setdefault((program, graph), [])
         if len(loaded) >= copies:

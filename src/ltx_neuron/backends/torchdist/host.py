@@ -1,5 +1,4 @@
-"""One process per rank, controlled by the host through `Ranks`. rank.py is the rank's side, wire.py
-has the messages.
+"""One process per rank, controlled by `Ranks`. rank.py: the rank's side; wire.py: messages.
 
 Commands have a few dozen bytes, and tensors pass through shared memory; both are counted. A program
 runs only on tensors that the ranks hold, so a denoising step costs the host one command with the
@@ -297,8 +296,7 @@ class Ranks(ranks.Ranks):
             return Failure(f"the process {ended}", Blame.ENDED)
 
     def _raise_failure(self, answers: dict[int, object]) -> None:
-        """If an answer is a failure, end all ranks and raise the error of the rank that failed
-        first."""
+        """After a failure, end all ranks and raise the error of the first rank that failed."""
         failures = {rank: each for rank, each in answers.items() if isinstance(each, Failure)}
         if not failures:
             return

@@ -1,5 +1,4 @@
-"""A rank process: `serve` is its main function, Rank its state. host.py is the host's side, wire.py
-has the messages.
+"""A rank process: `serve` is its main function, Rank its state. host.py: the host's side.
 
 The same code drives a CPU, a GPU and a Neuron core. We did not run it on CUDA or TorchNeuron.
 """

@@ -91,8 +91,7 @@ _LOST_PEER = (
 
 
 def failure_of(error: BaseException, device: str) -> Failure:
-    """A rank's error for the host's report: its message if that suffices, otherwise its
-    traceback."""
+    """A rank's error for the host's report: its message if that suffices, or a traceback."""
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER):
         text = f"it lost another rank: {str(error).splitlines()[0]}"
         return Failure(text, Blame.LOST_PEER)
