@@ -20,8 +20,7 @@ from ltx_neuron.format import format_bytes
 
 RELEASE = "Lightricks/LTX-2.3"
 _UPSCALERS = "latent_upscale_models"
-# The files of OWNER/REPO without FILE, from Lightricks' MODELS-LTX-2.3.md and README (LTX-2 1.2.0);
-# also those in fp8.
+# The files of OWNER/REPO without FILE, from Lightricks' MODELS-LTX-2.3.md and README, also fp8.
 RELEASED: dict[str, dict[str, str]] = {
     RELEASE: {
         "distilled": "ltx-2.3-22b-distilled-1.1.safetensors",

@@ -274,8 +274,7 @@ TRAINIUM3 = Chip(
     ),
 )
 
-# The runtime's buffer for one collective, in bytes. The runtime reads it once, at its start, before
-# the size is known.
+# The runtime's buffer for one collective, in bytes: read at its start, before sizes are known.
 COLLECTIVES_BUFFER = "NEURON_RT_DBG_INTRA_RDH_CHANNEL_BUFFER_SIZE"
 PLATFORM_TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _TRANSFORMER = "--model-type=transformer -O1 --auto-cast=none"
@@ -312,8 +311,7 @@ _TRN2: dict[str, Any] = dict(
         ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0"),
         # A build machine without a device compiles for trn2 as well.
         (PLATFORM_TARGET, "trn2"),
-        # TorchNeuron. A step's 14 launches do not fit the default queue; published LTX runs use the
-        # largest (63).
+        # TorchNeuron. A step has 14 launches; published LTX runs use the largest queue (63).
         ("NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS", "63"),
         # Reuse DMA rings: one set of addresses per call of a step, at most 51 at the release's
         # depth (one block per graph, guided). Rings beyond the cache are rebuilt at each launch.
@@ -321,8 +319,7 @@ _TRN2: dict[str, Any] = dict(
         # Both backends. Larger sums take a slower algorithm; the default is 40 MB, and the largest
         # sum of 512x768, 121 frames has 48 MiB. AWS's Wan 2.2 runs with this value.
         (COLLECTIVES_BUFFER, "167772160"),
-        # The compiling rank holds the cache's lock; other ranks break it after 1200 s by default
-        # (FileLock.h).
+        # The compiling rank locks the cache; others break the lock after 1200 s (FileLock.h).
         ("TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT", "7200"),
         # Raise for a graph that does not lower, instead of running it op by op.
         ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1"),
@@ -332,8 +329,7 @@ _TRN2: dict[str, Any] = dict(
         ("OMP_NUM_THREADS", "1"),  # rank_threads sets the number
     ),
     compiler_flags=(
-        # Published LTX-2.3 port at TP=4 on trn2.3xlarge (SDK 2.28); ours casts nothing
-        # (--auto-cast=none).
+        # Published LTX-2.3 port, TP=4, trn2.3xlarge (SDK 2.28); ours casts nothing.
         ("dit", DIT_FLAGS[0]),
         (
             "gemma3",

@@ -33,8 +33,7 @@ def of_rank(
     variables = dict(profile.environment)
     if _USERS_OWN in variables:
         variables[_USERS_OWN] = os.environ.get(_USERS_OWN, variables[_USERS_OWN])
-    # gloo connects ranks of one machine, so it must not depend on the host name or on the interface
-    # in the user's environment.
+    # gloo connects one machine's ranks, whatever its host name or the user's interface.
     if os.path.exists("/sys/class/net/lo"):
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     if cache is not None and profile.compile_backend != "export":
@@ -52,11 +51,9 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None, group: int
         "PATH": path(),
         "NEURON_RT_VISIBLE_CORES": str(launch_cores[rank]),  # one logical core a process
         "NEURON_LOGICAL_NC_CONFIG": str(profile.lnc),
-        # Without it rank 0 finds a free port and releases it, and another engine may bind it: then
-        # the other ranks hang.
+        # Without it rank 0 releases a free port, which another engine may bind: ranks hang.
         "NEURON_RT_ROOT_COMM_ID": _root_comm_id(first),
-        # A rank's torch loads TorchNeuron even if the user disables that for the host process
-        # (docs/trainium.md).
+        # A rank loads TorchNeuron even if the user disables that for the host's process.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_MASTER_PORT + first),

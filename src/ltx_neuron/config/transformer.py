@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from ltx_neuron.config.common import AttentionSize, ModelConfig, check_numbers, check_values
 from ltx_neuron.errors import UserError
 
-# learnable registers per connector; the config key is ignored upstream too
-# (embeddings_connector.py)
+# Learnable registers per connector; upstream ignores the config's key, too.
 REGISTERS = 128
 STREAMS: tuple[str, ...] = "video", "audio"
 
-# Values that the transformer code assumes: those of ltx-core's LTXModelConfigurator, and those of
-# 2.3 checkpoints only.
+# Values that the code assumes: those of ltx-core's LTXModelConfigurator and of 2.3 files.
 _REQUIRED = {
     "dropout": 0.0,
     "attention_bias": True,

@@ -38,8 +38,7 @@ PIECE_ELEMENTS, LARGE_PIECE_ELEMENTS = 2**21, 2**23
 _MIN_WEIGHT_ROWS = 64  # of a piece: fewer do not keep a product busy
 
 # Rows of activations, inputs and outputs of the timed products: a piece of a weight of Gemma3, a
-# core's share of a weight of the video connector, and a core's piece of a convolution of the video
-# decoder.
+# core's share of one of the video connector, its piece of a convolution of the video decoder.
 _TIMED_PRODUCTS = {"few": (60, 3840, 1024), "many": (1024, 4096, 256), "tile": (128, 256, 256)}
 _TILES = 50  # products of a tile per round
 _TURNS, _ATTEMPTS = 5, 3
@@ -48,8 +47,7 @@ _TURNS, _ATTEMPTS = 5, 3
 # second where bfloat16 has no vector instructions.
 _TIMED_CONVOLUTION = (64, 2, 16, 16)
 _REPEATS = 10
-# Lower bound of the measured ratio -> speed. Measured ratios are far apart: 0.3, 1 and 2 without
-# AMX, 6 to 10 with it.
+# Lower bound of the measured ratio -> speed. Ratios: 0.3, 1 and 2 without AMX, 6 to 10 with it.
 _SPEEDS = {4.0: 8, 1.4: 2}
 
 # Environment variables that limit which instructions torch, oneDNN and MKL use.

@@ -269,8 +269,7 @@ def converted_sound(path: str | Path, flag: str) -> str:
     return ffmpeg(path, f"sound.{kind}", *picture, *options)
 
 
-# Signs of a display matrix -> quarter turns, counterclockwise. Others mirror, or turn by another
-# angle.
+# Signs of a display matrix -> quarter turns, counterclockwise. Others mirror or turn else.
 _TURNS = {"1 0 0 1": 0, "0 -1 1 0": 1, "-1 0 0 -1": 2, "0 1 -1 0": 3}
 
 

@@ -24,8 +24,7 @@ from ltx_neuron.profiles import Profile
 Shape = tuple[int, int, int]  # latent frames, rows, columns
 # The cost of a further tile shape, which needs another set of graphs.
 _SHAPE_COST = 0.1
-# How far ahead tiles of one shape are decoded together, in calls. They stay in memory until they
-# are blended.
+# How far ahead tiles of one shape are decoded, in calls: they stay in memory until blended.
 _LOOK_AHEAD = 4
 
 

@@ -22,8 +22,7 @@ from ltx_neuron.host.spectrogram import resample
 # multiple of 256 (seen with PyAV 18.1). It is disabled, so that equal frames give equal bytes.
 X264_THREADS = 4
 X264_OPTIONS = {"crf": "19", "preset": "veryfast", "mbtree": "0"}
-# AVColorSpace, AVColorPrimaries and AVColorTransferCharacteristic of ITU-R BT.709; AVColorRange of
-# 16..235.
+# AVColorSpace, AVColorPrimaries, AVColorTransferCharacteristic of BT.709; range 16..235.
 BT709, LIMITED_RANGE = 1, 1
 # Sample rates of AAC.
 AAC_RATES = 7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000
@@ -56,8 +55,7 @@ def exact_frame_rate(frame_rate: float) -> Fraction:
     if float(frame_rate).is_integer():
         return Fraction(int(frame_rate))
     broadcast = Fraction(math.ceil(frame_rate) * 1000, 1001)
-    # With two decimals a broadcast rate has an error of up to 1.7e-4; the next integer rate differs
-    # by 1e-3.
+    # Two decimals of a broadcast rate have an error of 1.7e-4; the next integer is 1e-3 off.
     if abs(frame_rate / broadcast - 1) < 2e-4:
         return broadcast
     return Fraction(frame_rate).limit_denominator(1001)

@@ -36,8 +36,7 @@ from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, v
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
 SHARE = 0.3  # of a chip's documented peak: assumed
-# Of the video VAE, between that and 51 %, which others' decoder of 3D convolutions reached on trn2
-# (vllm-omni-neuron).
+# Of the video VAE: others' decoder of 3D convolutions reached 51 % on trn2 (vllm-omni-neuron).
 _VAE_SHARE = 0.4
 PROMPT_TOKENS, CONTEXT_TOKENS = 128, 1024
 # FLOP/s of one CPU. Two AVX-512 units make 64 FLOPs a cycle in float32, AMX makes 2048 in bfloat16:

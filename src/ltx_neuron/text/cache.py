@@ -85,8 +85,7 @@ class PromptCache:
         except OSError as error:
             self._say(f"contexts of earlier runs cannot be read: {error}")
             return None
-        # Marks the file as used. Another process may have removed it, and a read-only folder has no
-        # marks.
+        # Marks the file as used, unless another process removed it or it is read-only.
         with suppress(OSError):
             os.utime(path)
         return contexts

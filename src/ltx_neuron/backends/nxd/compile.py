@@ -31,8 +31,7 @@ from ltx_neuron.profiles import STACKS, Profile
 # Packages that write and read the graphs: NxD's files need the same versions.
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")
 WRAPPED = "module."  # prefix of a graph's parameters in the module that NxD traces
-# Tensors up to this size in bytes are summed together: statistics have 0.1 to 0.4 MB, a video's
-# activations 6 MB and more.
+# Bytes of tensors that are summed together: statistics have 0.1 to 0.4 MB, activations 6 MB.
 TOGETHER_BYTES = 2**20
 
 

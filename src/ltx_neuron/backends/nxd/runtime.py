@@ -192,8 +192,7 @@ class Ranks(ranks.Ranks):
         assert held.tensors is not None  # a set is of loaded programs
         for weight_file, file in enumerate(files):
             for name, tensor in file.tensors(held.wanted):
-                # In place, tensor by tensor: the graphs refer to these, and there is no second
-                # copy.
+                # In place: the graphs refer to these tensors, and there is no second copy.
                 for tensors in held.tensors[weight_file :: self.tp]:
                     tensors[name].copy_(tensor)
         held.folder = weights

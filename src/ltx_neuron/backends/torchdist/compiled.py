@@ -21,8 +21,7 @@ from ltx_neuron.backends.torchdist.groups import group_names
 from ltx_neuron.backends.torchdist.wire import RankSettings
 from ltx_neuron.errors import UserError
 
-# One object for all graphs: some backends write into it, and a different object would cause
-# recompilation.
+# One object for all graphs: a different one would cause recompilation.
 OPTIONS: dict[str, dict] = {
     "aot_eager": {},
     "inductor": {},

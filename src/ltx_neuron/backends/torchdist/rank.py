@@ -148,8 +148,7 @@ class Rank:
             field = self.programs[program].fields[like]
             with SharedTensor(shape, field.dtype, memory) as shared:
                 for name, part in kept(field, whole, shared.tensor, self.rank, self.tp).items():
-                    # A contiguous copy: devices accept no views, and the shared memory is freed
-                    # soon.
+                    # A copy: devices accept no views, and the shared memory is freed soon.
                     copied = part.clone(memory_format=torch.contiguous_format)
                     self.tensors[name] = copied.to(self.device)
 
@@ -192,8 +191,7 @@ class Rank:
         # A device's launch queue has limited length.
         if first_time or drain and number % drain == 0:
             self._synchronize()
-        # Otherwise a rank ahead of one that still compiles would join collectives of the wrong
-        # graph.
+        # Otherwise a rank ahead of one that compiles would join another graph's collectives.
         if first_time:
             self._barrier()
 
