@@ -59,8 +59,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove temporary files of killed writers of `path`: those that nobody has locked. The system
-    releases the lock of a killed process."""
+    """Remove temporary files of killed writers of `path`: those that nobody has locked."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}*"):
         with suppress(OSError), open(leftover, "rb+") as file:  # a writer's, or without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,8 +155,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object of a file. Raises UserError if the file is missing, larger than
-    MAX_JSON_BYTES, or not a JSON object."""
+    """The JSON object of a file of at most MAX_JSON_BYTES. UserError if it is none."""
     try:
         check_regular(path)
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
@@ -222,8 +220,7 @@ _KINDS = {
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise OSError unless `path` is a readable regular file. Opens nothing, because named pipes
-    block and devices may be endless."""
+    """Raise OSError unless `path` is a readable regular file. Opens nothing: a pipe blocks."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -274,8 +271,7 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
-    """Raise UserError if files cannot be written to `folder`, which may be missing if it can be
-    created. Creates nothing.
+    """Raise UserError if files cannot be written to `folder`, or it cannot be created.
 
     flag  the flag that chooses another path, with its value
     path  the user's path for the message, if it is not the folder
@@ -293,8 +289,7 @@ def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raise UserError if the disk of a folder has less than `needed` free bytes. what: beginning of
-    the message, as in "the weights need"."""
+    """Raise UserError unless a folder's disk has `needed` free bytes. what: "the weights need"."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(

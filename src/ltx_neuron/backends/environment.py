@@ -28,8 +28,7 @@ _USERS_OWN = "NEURON_RT_EXEC_TIMEOUT"  # messages ask users to raise it: the pro
 def of_rank(
     profile: Profile, tp: int, rank: int, cache: Path | None, group: int = 0
 ) -> dict[str, str]:
-    """Environment variables of a rank, beyond the host's. cache: the compilers' cache folder;
-    group: the rank's guidance group."""
+    """A rank's environment variables. cache: of the compilers; group: its guidance group."""
     variables = dict(profile.environment)
     if _USERS_OWN in variables:
         variables[_USERS_OWN] = os.environ.get(_USERS_OWN, variables[_USERS_OWN])

@@ -1,5 +1,4 @@
-"""The manifest of a compiled program: inputs, outputs and costs of its graphs. Both backends write
-and read it through this module."""
+"""The manifest of a compiled program: inputs, outputs and costs of its graphs."""
 
 import hashlib
 import typing

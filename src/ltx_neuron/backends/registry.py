@@ -35,8 +35,7 @@ def context(profile: Profile, tp: int) -> ContextParallel | None:
 
 
 def identity(profile: Profile, model: str) -> dict:
-    """Compiler flags and versions on which a model's graphs depend. Empty for torchdist, whose
-    graph files are not compiled."""
+    """Compiler flags and versions on which a model's graphs depend; none for torchdist."""
     if profile.backend != "nxd":
         return {}
     target = dict(profile.environment)[PLATFORM_TARGET]

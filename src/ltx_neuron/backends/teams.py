@@ -195,8 +195,7 @@ class Team(Ranks):
         return [done[n] for n in range(len(work))]
 
     def _together(self, work: dict[int, Callable[[Ranks], T]]) -> dict[int, T]:
-        """Call on groups at the same time, and drop those that fail. Returns the others' results;
-        raises if no group is left."""
+        """Call on groups at once, and drop those that fail; raises if no group is left."""
         if self._failed:
             raise self._failed
         done: dict[int, T] = {}

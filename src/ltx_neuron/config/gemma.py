@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from ltx_neuron.config.common import (
-    GLOBAL_KEY_VALUE_HEADS,
-    KEY_VALUE_HEADS,
-    TEXT_TOKENS,
-    ModelConfig,
-    check_numbers,
-    gemma_download,
-)
+from ltx_neuron.config import common
 from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_regular, other_format
@@ -33,7 +26,7 @@ class GemmaAttention(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GemmaConfig(ModelConfig):
+class GemmaConfig(common.ModelConfig):
     """Gemma's text model: text_config of gemma_root/config.json, with the names of transformers 4
     or 5, or of the `gemma_config` in a text encoder's file. The defaults are those of
     google/gemma-3-12b-it, whose published file omits most values.
@@ -95,14 +88,13 @@ class GemmaConfig(ModelConfig):
 
     @property
     def heads(self) -> dict[str, int]:
-        """Counts that a tensor-parallel degree must divide. The degree may also be a multiple of a
-        count of key-value heads."""
+        """Counts that a tensor-parallel degree must divide, or be a multiple of (key-value)."""
         heads = {
             "Gemma num_attention_heads": self.num_attention_heads,
-            KEY_VALUE_HEADS: self.num_key_value_heads,
+            common.KEY_VALUE_HEADS: self.num_key_value_heads,
         }
         if self.num_global_key_value_heads:
-            heads[GLOBAL_KEY_VALUE_HEADS] = self.num_global_key_value_heads
+            heads[common.GLOBAL_KEY_VALUE_HEADS] = self.num_global_key_value_heads
         return heads
 
 
@@ -145,7 +137,7 @@ def gemma_config(root: Path) -> GemmaConfig:
             what = f"--gemma-root {root} is {other_format(Path(root)) or 'not a folder'}"
             what += "" if os.path.exists(root) else nearest(root)
         raise UserError(
-            f"{what}; wanted Gemma3-12B's folder.\nDownload it: {gemma_download(root)}"
+            f"{what}; wanted Gemma3-12B's folder.\nDownload it: {common.gemma_download(root)}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
@@ -199,11 +191,11 @@ def read_config(content: object, path: Path) -> GemmaConfig:
         ),
     }
     config = GemmaConfig(**sizes)
-    check_numbers(config, f"{path}: text_config.")
-    if config.sliding_window < TEXT_TOKENS:
+    common.check_numbers(config, f"{path}: text_config.")
+    if config.sliding_window < common.TEXT_TOKENS:
         raise UserError(
-            f"{path}: sliding_window {config.sliding_window} is below the {TEXT_TOKENS} tokens"
-            " LTX encodes"
+            f"{path}: sliding_window {config.sliding_window} is below the"
+            f" {common.TEXT_TOKENS} tokens LTX encodes"
         )
     return config
 
@@ -229,7 +221,7 @@ def check_gemma_fits(
     else:
         got = f"num_hidden_layers {gemma.num_hidden_layers}"
         wanted = f"{features // gemma.hidden_size - 1} layers"
-    needed = f"LTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root, beside=True)}"
+    needed = f"LTX-2.3 needs Gemma3-12B: {common.gemma_download(gemma_root, beside=True)}"
     raise UserError(
         f"--gemma-root {gemma_root} has {got}, but the checkpoint's text projections take"
         f" {wanted}.\n{f'Download the published one: {download}' if download else needed}"

@@ -37,8 +37,7 @@ class Release:
             )
 
     def download(self, kind: str) -> str:
-        """The command that downloads the release's file of a kind of hub.RELEASED; the checkpoint
-        of a release whose checkpoint has that part."""
+        """The command that downloads the release's file of a kind of hub.RELEASED, or with it."""
         return download_released(kind if self.has(kind) else "distilled", self._repository)
 
     def has(self, kind: str) -> bool:
@@ -60,8 +59,7 @@ _LABEL = re.compile(r"(?:ltxv?[-_ ]?|v)*(\d+)[._](\d+)", re.IGNORECASE)
 
 
 def release_of(model_version: str) -> Release | None:
-    """The release that a file's `model_version` names: 2.3.0, v2.3, LTX-2.3-dev. None if it names
-    none or an unsupported one."""
+    """The supported release that a file's `model_version` names: 2.3.0, v2.3, LTX-2.3-dev."""
     version = ".".join(map(str, _numbers(model_version)))
     return next((each for each in RELEASES if each.version == version), None)
 

@@ -44,8 +44,7 @@ class AudioDecoderConfig(ModelConfig):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Latents before and after one on which its spectrogram depends: 33 and 0 in the release.
-        Every 3 x 3 convolution reads two earlier rows."""
+        """Latents before and after one on which its spectrogram depends: 33, 0 (release)."""
         rows = 2  # of conv_out
         for level in range(len(self.multipliers)):
             rows += 4 * self.blocks

@@ -5,13 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ltx_neuron.config.common import (
-    HOST_DECODES,
-    HOST_ENCODES,
-    ModelConfig,
-    check_numbers,
-    check_values,
-)
+from ltx_neuron.config import common
 from ltx_neuron.errors import UserError
 
 
@@ -29,7 +23,7 @@ class Resampling:
 
 
 @dataclass(frozen=True)
-class VideoDecoderConfig(ModelConfig):
+class VideoDecoderConfig(common.ModelConfig):
     """The video decoder (vae section of the metadata).
 
     up_blocks  in execution order: a Resampling, or the number of residual blocks of a stage
@@ -43,7 +37,7 @@ class VideoDecoderConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class VideoEncoderConfig(ModelConfig):
+class VideoEncoderConfig(common.ModelConfig):
     """The video encoder (vae section of the metadata).
 
     down_blocks  in execution order: a Resampling, or the number of residual blocks of a stage
@@ -70,16 +64,16 @@ def video_decoder_config(metadata: Mapping[str, Any]) -> VideoDecoderConfig:
     """Parse the checkpoint's `config` metadata. Raises UserError for another structure than the
     released decoder's; the host may still be able to decode."""
     defaults = _PIXEL_NORM | {"causal_decoder": False}
-    values = _checked(metadata, defaults, _DECODER, "decoding on the ranks", HOST_DECODES)
+    values = _checked(metadata, defaults, _DECODER, "decoding on the ranks", common.HOST_DECODES)
     blocks = reversed(values.get("decoder_blocks", []))
     config = VideoDecoderConfig(
         latent_channels=values.get("latent_channels", 128),
         base_channels=values.get("decoder_base_channels", 128),
         out_channels=values.get("out_channels", 3),
         patch_size=values.get("patch_size", 4),
-        up_blocks=tuple(_block(each, "decoder", "", HOST_DECODES) for each in blocks),
+        up_blocks=tuple(_block(each, "decoder", "", common.HOST_DECODES) for each in blocks),
     )
-    _check_scale(config, config.up_blocks, "decoder_blocks upsample", HOST_DECODES)
+    _check_scale(config, config.up_blocks, "decoder_blocks upsample", common.HOST_DECODES)
     return config
 
 
@@ -88,15 +82,15 @@ def video_encoder_config(metadata: Mapping[str, Any]) -> VideoEncoderConfig:
     # Both have one channel of variance, which no latent depends on.
     variance = (metadata.get("vae") or {}).get("latent_log_var")
     wanted = _ENCODER | ({"latent_log_var": variance} if variance == "constant" else {})
-    values = _checked(metadata, _ENCODER, wanted, "encoding on the ranks", HOST_ENCODES)
+    values = _checked(metadata, _ENCODER, wanted, "encoding on the ranks", common.HOST_ENCODES)
     blocks = values.get("encoder_blocks", [])
     config = VideoEncoderConfig(
         latent_channels=values.get("latent_channels", 128),
         in_channels=values.get("in_channels", 3),
         patch_size=values.get("patch_size", 4),
-        down_blocks=tuple(_block(each, "encoder", "_res", HOST_ENCODES) for each in blocks),
+        down_blocks=tuple(_block(each, "encoder", "_res", common.HOST_ENCODES) for each in blocks),
     )
-    _check_scale(config, config.down_blocks, "encoder_blocks downsample", HOST_ENCODES)
+    _check_scale(config, config.down_blocks, "encoder_blocks downsample", common.HOST_ENCODES)
     return config
 
 
@@ -107,7 +101,7 @@ def _checked(
     values = metadata.get("vae")
     if not isinstance(values, dict):
         raise UserError("the checkpoint's config metadata has no 'vae' section")
-    check_values("vae", defaults | values, wanted, by, advice)
+    common.check_values("vae", defaults | values, wanted, by, advice)
     return values
 
 
@@ -118,7 +112,7 @@ def _check_scale(
     advice: str,
 ) -> None:
     """Raise UserError for a number that is none, or another scale than the released one."""
-    check_numbers(config, "checkpoint config: vae.")
+    common.check_numbers(config, "checkpoint config: vae.")
     strides = [block.stride for block in blocks if isinstance(block, Resampling)]
     factors = [math.prod(axis) for axis in zip((1, 1, 1), *strides, strict=True)]
     got = (factors[0], *(factor * config.patch_size for factor in factors[1:]))

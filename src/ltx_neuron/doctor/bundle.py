@@ -53,8 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def write(args: argparse.Namespace, argv: list[str], system: System) -> None:
-    """Pack what is allowed of successful and failed runs, and print the list of files. argv: the
-    words of which args are parsed."""
+    """Pack what is allowed of all runs, and print the list of files. argv: the typed words."""
     check_target(args.bundle)
     for path in args.bundle_add:
         if not path.exists():
@@ -80,8 +79,7 @@ class Found(NamedTuple):
 
 
 def check_target(path: Path) -> None:
-    """Raise UserError unless a bundle can be written to `path`. It never replaces a file, because
-    that may be an input or another report."""
+    """Raise UserError unless a bundle can be written to `path`. It never replaces a file."""
     if not path.name.endswith(NAMES):
         raise UserError(f"--bundle {path}: wanted a name that ends with {' or '.join(NAMES)}")
     if os.path.lexists(path):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ltx_neuron import flags, hub
+from ltx_neuron import flags, hub, profiles
 from ltx_neuron.config.gemma import gemma_config, read_config
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, attempt, blocked, judged
@@ -25,15 +25,7 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.machine import Machine
 from ltx_neuron.preflight import Preflight
-from ltx_neuron.profiles import (
-    MACHINES,
-    PROFILES,
-    STACKS,
-    Profile,
-    describe_backend,
-    require_runtime,
-    resolve,
-)
+from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
 from ltx_neuron.weights.checkpoint import gemma_files
 from ltx_neuron.weights.lora import WeightSet
@@ -53,8 +45,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Examination:
-    """The input of every check: the flags, their job, the resolved profile, the sources of facts,
-    and the findings of the checks before it."""
+    """The input of every check; `findings` are those of the checks before it."""
 
     args: argparse.Namespace
     job: Job
@@ -95,7 +86,8 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
         job = flags.shape(args, args.recipe or Job.recipe)
     except UserError as error:
         wrong.append(blocked("inputs", error))
-    profile = resolve(machine.instance if machine.instance in PROFILES else "cpu")  # at first
+    named = machine.instance in profiles.PROFILES
+    profile = resolve(machine.instance if named else "cpu")  # at first
     instance = machine.instance or "no known EC2 instance type"
     text = f"{instance}; {machine.neuron_devices} Neuron chips, {machine.cuda_devices} GPUs"
     findings = [Finding("machine", "ok", text), *wrong]
@@ -110,7 +102,7 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
     else:
         examination = replace(examination, profile=profile)
         ranks = profile.cores_needed(examination.tp)
-        text = f"{profile.name}: {ranks} ranks, {describe_backend(profile)}"
+        text = f"{profile.name}: {ranks} ranks, {profiles.describe_backend(profile)}"
         findings.append(Finding("profile", "ok", text))
         if profile.note:
             findings.append(Finding("profile", "note", profile.note))
@@ -140,7 +132,7 @@ def packages(examination: Examination) -> Iterator[Finding]:
     yield Finding("python", "ok", f"{examination.system.python} in {examination.system.prefix}")
     version, (low, high) = examination.system.version("torch") or "", sdk.TORCH
     numbers = sdk.version_numbers(version)[:2]
-    stack = STACKS[profile.backend]  # each runs with one torch
+    stack = profiles.STACKS[profile.backend]  # each runs with one torch
     own = sdk.NXD_TORCH if profile.backend == "nxd" else sdk.version_numbers(stack.version)[:2]
     if not low <= numbers < high:
         wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
@@ -154,7 +146,7 @@ def packages(examination: Examination) -> Iterator[Finding]:
     else:
         yield Finding("torch", "ok", version)
     try:
-        require_runtime(profile, examination.tp, examination.machine)
+        profiles.require_runtime(profile, examination.tp, examination.machine)
     except UserError as error:
         yield blocked("runtime", error)
     for package, (why, install) in _PACKAGES.items():
@@ -262,8 +254,7 @@ def _rank_files_exist(examination: Examination) -> bool:
 
 
 def files(examination: Examination) -> Iterator[Finding]:
-    """The published files: checks every tensor's name, shape and length as strictly as the other
-    commands, and reads no data."""
+    """The published files: every tensor's name, shape and length, as other commands check it."""
     args = examination.args
     checks: dict[str, Callable[[], object]] = {}
     if args.checkpoint_path:
@@ -410,7 +401,7 @@ def groups(examination: Examination) -> Iterator[Finding]:
 def can_run(examination: Examination) -> Iterator[Finding]:
     """The profiles that this machine can run, and the reasons for the others."""
     can, cannot = [], []
-    for name in MACHINES:
+    for name in profiles.MACHINES:
         profile, instance = resolve(name), examination.machine.instance
         try:
             chips = examination.machine.neuron_devices
@@ -418,11 +409,11 @@ def can_run(examination: Examination) -> Iterator[Finding]:
                 raise UserError(f"{profile.chips} Neuron chips wanted, found {chips}")
             if profile.device == "neuron" and instance[:4] not in ("", name[:4]):
                 raise UserError(f"this is a {instance}")
-            require_runtime(profile, profile.tp, examination.machine)
+            profiles.require_runtime(profile, profile.tp, examination.machine)
             can.append(name)
         except UserError as error:
             cannot.append(f"{name} ({str(error).splitlines()[0].rstrip('.')})")
     text = ", ".join(can) + (f"; not {', '.join(cannot)}" if cannot else "")
     yield Finding("can run here", "ok", text)
     plan = command("plan", "--checkpoint-path", "FILE", "--profile", "NAME")
-    yield Finding("can plan here", "ok", f"{', '.join(MACHINES)}: {plan}")
+    yield Finding("can plan here", "ok", f"{', '.join(profiles.MACHINES)}: {plan}")

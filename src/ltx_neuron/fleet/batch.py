@@ -131,8 +131,7 @@ def _take_video(line: Line, made: Path, video: Path, said: list[str]) -> None:
 
 
 def _capability_jobs(jobs: list[Job]) -> list[Job]:
-    """A job of every size and weight set. Jobs with input files are left out: a replica does not
-    have these files when it checks."""
+    """A job of every size and weight set, without those whose input files a replica lacks."""
     plain = [job for job in jobs if not job.files]
     return list({(job.size, job.recipe, job.upscale, job.stages): job for job in plain}.values())
 

@@ -94,8 +94,7 @@ def place_of(workspace: "Workspace") -> str:
 
 
 def forget_rays_threads() -> None:
-    """Undo Ray's limit on a worker's threads, unless the user set one. The profile decides the
-    number of threads, and results depend on it."""
+    """Undo Ray's limit on a worker's threads, unless the user set one: the profile decides."""
     users = Path("/proc/self/environ").read_bytes().split(b"\0")
     if not any(setting.startswith(b"OMP_NUM_THREADS=") for setting in users):
         os.environ.pop("OMP_NUM_THREADS", None)

@@ -209,8 +209,7 @@ def _products(kind: str) -> dict[str, Callable[[], object]]:
 
 
 def _on_one_core(measure: Callable[[], Any]) -> Any:
-    """The function's result, computed in a thread on one core. On many cores, distributing the work
-    takes longer than the timed work."""
+    """The function's result on one core: distributing takes longer than the timed work."""
     with Workers(1) as workers:
         return workers.map(lambda _: measure(), [None])[0]
 
@@ -291,8 +290,7 @@ def _choice(
 
 
 def store_choices(artifacts_dir: Path) -> None:
-    """Write the choices of this process. Choices that another process wrote first are kept. Does
-    not create the artifacts folder."""
+    """Write this process's choices, but keep another's. Does not create the artifacts folder."""
     path = choices_file(artifacts_dir)
     own = _choices.get(path, {})
     if not os.path.isdir(artifacts_dir) or own.keys() <= _stored_choices(path).keys():

@@ -179,8 +179,7 @@ def _filling_size(size: tuple[int, int], height: int, width: int) -> tuple[int, 
 def check_filling(
     path: str | Path, size: tuple[int, int], height: int, width: int, flag: str = "--image"
 ) -> None:
-    """Raise UserError for a picture of `size`, its height and width, that would be too large when
-    scaled to fill height x width."""
+    """Raise UserError for a `size` (height, width) too large when it fills height x width."""
     if math.prod(_filling_size(size, height, width)) > _MAX_SCALED:
         raise UserError(
             f"{path} is too narrow to fill {width}x{height}: got {size[1]}x{size[0]} pixels, wanted"

@@ -114,8 +114,7 @@ class ModelSpec(NamedTuple):
     def check_output(
         self, module: torch.nn.Module | None, given: tuple, output: torch.Tensor
     ) -> None:
-        """A hook of the module's forward: raise RunError for NaN or Inf in the output, which would
-        give a black picture, silence or noise."""
+        """A hook of the module's forward: raise RunError for NaN or Inf in the output."""
         if finite(output):
             return
         if not all(finite(tensor) for tensor in given):

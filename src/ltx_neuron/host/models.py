@@ -226,8 +226,7 @@ class HostModels:
 
     @cached_property
     def video_encoder(self) -> torch.nn.Module:
-        """A FastVideoEncoder if there is an arithmetic and the checkpoint's encoder has the
-        released structure, otherwise ltx-core's."""
+        """A FastVideoEncoder, or ltx-core's without an arithmetic or the released structure."""
         encoder = self._spec("video_encoder").load()
         from ltx_neuron.host.vae import FastVideoEncoder
 
@@ -258,8 +257,7 @@ class HostModels:
 
     @cached_property
     def audio_decoder(self) -> torch.nn.Module:
-        """The ranks' model on the host if the checkpoint's has the released structure and runs in
-        float32, otherwise ltx-core's."""
+        """The ranks' model, or ltx-core's without float32 or the released structure."""
         return self._sound_model("audio_decoder", audio_decoder_config)
 
     @cached_property

@@ -17,14 +17,7 @@ from typing import Any
 
 import torch
 
-from ltx_neuron.backends import mesh, registry
-from ltx_neuron.backends.export import (
-    TorchDistComm,
-    cost,
-    fake_process_group,
-    largest_collective,
-    trace,
-)
+from ltx_neuron.backends import export, mesh, registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig, transformer_config
@@ -33,15 +26,8 @@ from ltx_neuron.format import format_bytes
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size, Stage
+from ltx_neuron.models import programs
 from ltx_neuron.models.attention import rows_at_once
-from ltx_neuron.models.programs import (
-    Program,
-    connector_program,
-    dit_program,
-    gemma3_program,
-    group_size,
-    may_divide,
-)
 from ltx_neuron.models.signatures import LATENTS, own_tokens
 from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, describe_backend
@@ -187,8 +173,7 @@ class CoreMemory:
 
 
 def compiled_activations(stages: Iterable[Sequence[Manifest]]) -> int:
-    """Activations (see CoreMemory) of each stage's compiled programs, one or one for each tile,
-    from what was counted when compiling."""
+    """Activations (see CoreMemory) of each stage's compiled programs, one for each tile."""
     return max(
         max(
             max(manifest.cost(run)["peak_bytes"] for run in manifest.runs)
@@ -262,7 +247,7 @@ def check_text_fits(
     limit = profile.memory_bytes_per_core
     if limit is None:
         return
-    with fake_process_group(tp):
+    with export.fake_process_group(tp):
         weights = sum(text_weights(gemma, config, tp).values())
     needed = weights * DTYPES[dtype].itemsize + ASSUMED["runtime_bytes_per_core"]
     if needed > limit:
@@ -296,7 +281,7 @@ def plan(
 
     def stage_plans(of: Job) -> list[StagePlan]:
         stages = [stage._replace(window=None) for stage in of.stages]
-        with fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp)):
+        with export.fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp)):
             # All windows of an extended video are equal, those of DFR are not.
             plans = {s: _stage(config, of, s, profile, tp, torch_dtype) for s in set(stages)}
         return [plans[stage] for stage in stages]
@@ -305,7 +290,7 @@ def plan(
     used = _dit_bytes(checkpoint, tp, torch_dtype, SOUND_ALONE) if job.sound_only else weights
     gemma_bytes = embeddings = 0
     if gemma:
-        with fake_process_group(tp):
+        with export.fake_process_group(tp):
             gemma_bytes = sum(text_weights(gemma, config, tp).values()) * torch_dtype.itemsize
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
     memory = CoreMemory(used["rank"], gemma_bytes, _activations(stages))
@@ -353,8 +338,7 @@ def plan(
 
 
 def weight_sets(job: Job) -> int:
-    """The number of the transformer's weight sets: two if stages have different LoRAs (an IC-LoRA
-    in stage 1, a distilled LoRA in dev's stage 2)."""
+    """The transformer's weight sets: two if stages differ (IC-LoRA, dev's distilled LoRA)."""
     refined = job.guided and job.stages[-1].upsampled
     return 2 if refined else len({stage.loras for stage in job.stages})
 
@@ -391,8 +375,7 @@ def _activations(stages: list[StagePlan]) -> int:
 def _dit_bytes(
     checkpoint: Checkpoint, tp: int, dtype: torch.dtype, used: re.Pattern = re.compile(".*")
 ) -> dict[str, int]:
-    """Bytes of one rank's weights, of its blocks, and of the host's weights, from the header and
-    the sharding table. used: names to count."""
+    """Bytes of the weights of a rank, its blocks and the host. used: names to count."""
     model = MODELS["dit"]
     source, totals = Source(model, [checkpoint]), {"rank": 0, "blocks": 0, "host": 0}
     for name in filter(used.fullmatch, source.locations):
@@ -406,15 +389,14 @@ def _dit_bytes(
 
 
 def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict[str, int]:
-    """Numbers in one rank's text encoder with its projections, "gemma3", and in its connectors.
-    Inside a fake_process_group."""
-    comm, dtype = TorchDistComm(tp), torch.bfloat16
-    programs = {
-        "gemma3": gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
-        "connectors": connector_program(config, tp, comm, dtype),
+    """Numbers in one rank's "gemma3" and "connectors". Inside a fake_process_group."""
+    comm, dtype = export.TorchDistComm(tp), torch.bfloat16
+    parts = {
+        "gemma3": programs.gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
+        "connectors": programs.connector_program(config, tp, comm, dtype),
     }
     return {
-        name: sum(map(math.prod, program.weights().values())) for name, program in programs.items()
+        name: sum(map(math.prod, program.weights().values())) for name, program in parts.items()
     }
 
 
@@ -432,7 +414,8 @@ def _stage(
     config: TransformerConfig, job: Job, stage: Stage, profile: Profile, tp: int, dtype: torch.dtype
 ) -> StagePlan:
     buckets, bucket = job.stage_buckets(stage), largest_bucket(job, stage)
-    divides = profile.sequence_parallel and may_divide(bucket, tp, profile.context_parallel)
+    cp = profile.context_parallel
+    divides = profile.sequence_parallel and programs.may_divide(bucket, tp, cp)
     program, step = step_cost(config, bucket, profile, tp, dtype, divides)
     flops = step["flops"]
     undivided = step_cost(config, bucket, profile, tp, dtype)[1] if divides else {}
@@ -508,7 +491,7 @@ def step_launches(config: TransformerConfig, blocks_per_graph: int) -> int:
     """Graphs that a step launches: the whole step, or head, groups of blocks and tail."""
     if not blocks_per_graph:
         return 1
-    return 2 + config.num_layers // group_size(config.num_layers, blocks_per_graph)
+    return 2 + config.num_layers // programs.group_size(config.num_layers, blocks_per_graph)
 
 
 def step_cost(
@@ -518,7 +501,7 @@ def step_cost(
     tp: int,
     dtype: torch.dtype,
     sequence_parallel: bool = False,
-) -> tuple[Program, dict[str, int]]:
+) -> tuple[programs.Program, dict[str, int]]:
     """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima for
     peak_bytes and the largest collective. moved_bytes: sent by the rank in collectives of its
     tensor-parallel group. weight_bytes, weight_tensors: its weights. inputs: the most other tensors
@@ -527,9 +510,11 @@ def step_cost(
     counted = dataclasses.replace(profile, backend="torchdist")  # NxD's graphs are not exported
     comm, context = registry.comm(counted, tp), registry.context(counted, tp)
     how = tp, comm, dtype, 1, profile.attention, sequence_parallel, context
-    program = dit_program(config, bucket, *how)
-    exported = {name: trace(program, name, dtype) for name in program.graphs if name != "guide"}
-    costs = {name: cost(graph) for name, graph in exported.items()}
+    program = programs.dit_program(config, bucket, *how)
+    exported = {
+        name: export.trace(program, name, dtype) for name in program.graphs if name != "guide"
+    }
+    costs = {name: export.cost(graph) for name, graph in exported.items()}
     calls = [costs[name] for name, _ in next(iter(program.runs.values()))]
     sums = {key: sum(call[key] for call in calls) for key in calls[0]}
     moved = {name: _moved_bytes(graph, tp) for name, graph in exported.items()}
@@ -542,7 +527,7 @@ def step_cost(
         "inputs": max(len(graph.inputs._fields) for graph in program.graphs.values()),
         "moved_bytes": sum(moved[name] for name, _ in next(iter(program.runs.values()))),
         "peak_bytes": max(call["peak_bytes"] for call in calls),
-        "largest_collective_bytes": max(map(largest_collective, exported.values())),
+        "largest_collective_bytes": max(map(export.largest_collective, exported.values())),
     }
     return program, sums | largest
 
@@ -573,9 +558,8 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
     }
 
 
-def _upload_bytes(program: Program, only: Collection[str] = ()) -> int:
-    """Bytes of one rank's uploaded tensors: inputs that no graph returns, and the latents. only: as
-    in Manifest.upload_bytes."""
+def _upload_bytes(program: programs.Program, only: Collection[str] = ()) -> int:
+    """Bytes of one rank's uploaded tensors, as in Manifest.upload_bytes."""
     graphs = program.graphs.values()
     inputs = {name for graph in graphs for name in graph.inputs._fields}
     inputs -= {name for graph in graphs for name in graph.outputs._fields} - {*LATENTS}

@@ -333,8 +333,7 @@ class Clip:
         return [self._at_peak("decode_video", total, what, _VAE_SHARE)]
 
     def _on_ranks(self, flops: Mapping[tuple, int], counts: Mapping[tuple, int]) -> int:
-        """FLOPs of tp of the ranks that share tiles of several shapes. flops: of a tile of each
-        shape. Ranks without a tile wait for the others."""
+        """FLOPs of tp of the ranks that share tiles, some idle. flops: of a tile of each shape."""
         rounds = {shape: math.ceil(count / self.plan.ranks) for shape, count in counts.items()}
         return sum(flops[shape] * rounds[shape] * self.plan.tp for shape in counts)
 

@@ -44,8 +44,7 @@ PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 
 
 def is_measured(profile: Profile, tp: int, tokens: int) -> bool:
-    """Whether others published a step of as many video tokens with a layout of ours, on as many
-    chips as a pass has here."""
+    """Whether others published a step of this size with a layout of ours on as many chips."""
     chips = profile.chips_of(profile.world_size(tp))
     ours = (step for step in PUBLISHED if step["tp"] == 4 and not step["differs"])
     return any(step["cp"] == chips and tokens <= step["tokens"] for step in ours)

@@ -106,8 +106,7 @@ class _PeakMemory:
 
 @dataclass
 class _Phase:
-    """A running or ended phase. `seconds` counts towards the run's total; `overlapped_seconds` ran
-    while another phase was counted."""
+    """A phase. `seconds` counts towards the total, `overlapped_seconds` to another phase."""
 
     name: str
     memory: _PeakMemory
@@ -170,8 +169,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend this thread's phase, if it has one, while the block runs: the time it waits for
-        another thread is not its own."""
+        """Suspend this thread's phase while the block runs: it waits for another thread."""
         thread = threading.get_ident()
         with self._counted_to_now():
             phase = self._open.pop(thread, None)
@@ -292,8 +290,7 @@ def _seconds_since_start() -> float:
 
 
 def _warm_step(steps: list[tuple[float, float]]) -> dict[str, float | None]:
-    """Milliseconds of (total, device) steps after the first, which is cold: it includes allocation,
-    compilation and cache misses."""
+    """Milliseconds of (total, device) steps after the first, which is cold."""
     warm = steps[1:]
     if not warm:
         return dict.fromkeys(("median", "p90", "host", "device"))

@@ -156,8 +156,7 @@ def compare(a: dict, b: dict) -> str:
 
 
 def numbers(report: dict) -> dict[str, float | None]:
-    """Every number of a report by its dotted name, such as phases.decode_video.seconds. Phases of
-    one name are merged into one."""
+    """Every number of a report by its dotted name, such as phases.decode_video.seconds."""
     return dict(_named_numbers({**report, "phases": _merged(report)}, ""))
 
 
@@ -170,8 +169,7 @@ def _named_numbers(value: object, name: str) -> Iterator[tuple[str, float | None
 
 
 def _merged(report: dict) -> dict[str, dict]:
-    """Phases by name, in the order of their first appearance. Phases of one name are merged: their
-    seconds are added, and the highest peak counts."""
+    """Phases by name in order; of one name, seconds are added and the highest peak counts."""
     merged: dict[str, dict] = {}
     for phase in report["phases"]:
         total = merged.setdefault(phase["name"], {"seconds": 0.0, "peak_rss_bytes": 0})

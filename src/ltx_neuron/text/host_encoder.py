@@ -55,8 +55,7 @@ class HostTextEncoder:
         self.weights = MappedWeights(source, dtype)
 
     def check(self) -> None:
-        """Raise UserError with every difference, unless the source's tensors are those of the
-        configs. Reads no weights."""
+        """Raise UserError with every difference of the source's tensors from the configs."""
         problems = []
         for name, tensor in {**self.encoder.state_dict(), **self.connectors.state_dict()}.items():
             wanted = tuple(tensor.shape)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from ltx_neuron import profiles
 from ltx_neuron.backends.nki import PACKAGE
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
@@ -17,14 +18,7 @@ from ltx_neuron.job import Job
 from ltx_neuron.models.programs import group_size, may_divide
 from ltx_neuron.plan import independent_passes
 from ltx_neuron.plan.layouts import layout_settings, single_group
-from ltx_neuron.profiles import (
-    COLLECTIVES_BUFFER,
-    COMPILE_BACKENDS,
-    DIT_FLAGS,
-    Profile,
-    require_runtime,
-    resolve,
-)
+from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile
 from ltx_neuron.tune.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, text_of
 
 KEYS = (*RUN_KEYS, *GRAPH_KEYS)
@@ -90,10 +84,10 @@ def candidates(
     on_neuron = profile.device == "neuron"
     values = {
         "backend": ["nxd", "torchdist"] if on_neuron else [],
-        "compile_backend": [*COMPILE_BACKENDS[profile.device]],
+        "compile_backend": [*profiles.COMPILE_BACKENDS[profile.device]],
         # The runtime's default, and AWS's value.
         f"environment.{COLLECTIVES_BUFFER}": ["41943040", "167772160"] if on_neuron else [],
-        "compiler_flags.dit": [*DIT_FLAGS] if on_neuron else [],
+        "compiler_flags.dit": [*profiles.DIT_FLAGS] if on_neuron else [],
         "threads": _threads(profile.world_size(tp)) if profile.device == "cpu" else [],
         "attention": ["nki" if on_neuron else "sdpa", "matmul"],
         "sequence_parallel": ["false", "true"] if divides else [],
@@ -133,8 +127,7 @@ def _threads(ranks: int) -> list[str]:
 
 
 def _cuts_evenly(blocks: int, num_layers: int, layers: int) -> bool:
-    """Whether graphs of `blocks` divide this depth and a call ends after `layers` blocks. A graph
-    of the whole step (0) runs all blocks."""
+    """Whether graphs of `blocks` (0: all) divide this depth and end after `layers` blocks."""
     if blocks == 0:
         return layers == num_layers
     return blocks <= layers and num_layers % blocks == layers % blocks == 0
@@ -145,7 +138,7 @@ def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) ->
     try:
         changed = with_settings(profile, {key: value})
         if key == "backend":
-            require_runtime(changed, tp)
+            profiles.require_runtime(changed, tp)
     except UserError:
         return None
     if (key, value) == ("attention", "nki") and find_spec(PACKAGE) is None:
@@ -158,7 +151,7 @@ def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) ->
 def with_settings(profile: Profile, settings: Settings) -> Profile:
     """A profile with these settings, which override typed ones."""
     added = (f"{key}={value}" for key, value in settings.items())
-    return resolve(profile.name, (*profile.settings, *added))
+    return profiles.resolve(profile.name, (*profile.settings, *added))
 
 
 def check_layers(layers: int | None, profile: Profile, num_layers: int) -> None:

@@ -48,8 +48,7 @@ def identity(profile: Profile, tp: int, dtype: str, config: str) -> dict:
 
 
 def _device(profile: Profile) -> dict:
-    """The DiT's device. A Neuron profile's host is left out, so that a build machine compiles with
-    the settings that were tuned on the device."""
+    """The DiT's device: a build machine compiles with the settings of a Neuron device."""
     name: dict = {"profile": profile.name}
     if profile.context_parallel > 1:
         name["context_parallel"] = profile.context_parallel
@@ -132,8 +131,7 @@ class TunedSettings:
 
 
 def load(artifacts: Path, identity: dict) -> TunedSettings | None:
-    """The tuned settings for an identity; None if there are none. For a file that does not fit or
-    cannot be read, a warning is printed."""
+    """The tuned settings for an identity, or None; prints why a file is ignored."""
     path = file_of(artifacts, identity)
     if path.is_file():
         try:
@@ -167,8 +165,7 @@ def _checked(size: dict) -> dict:
 
 
 def _settings(settings: dict) -> Settings:
-    """The tunable settings of a file's table. Other keys are dropped, because the file may have
-    been pulled from an artifact store."""
+    """The tunable settings of a table; a file from a store may have other keys."""
     if not all(isinstance(value, str) for value in settings.values()):
         raise ValueError("a setting is not text")
     return {key: value for key, value in settings.items() if key in (*RUN_KEYS, *GRAPH_KEYS)}

@@ -105,8 +105,7 @@ def _say(line: str) -> None:
 
 
 def gemma_files(root: Path) -> list[TensorFile]:
-    """The weight files of a Gemma folder: model.safetensors or model-0000x-of-0000y.safetensors.
-    UserError if some are missing."""
+    """A Gemma folder's model.safetensors or model-0000x-of-0000y. UserError without all."""
     paths = sorted(Path(root).glob("model*.safetensors"))
     sets: dict[str, list[Path]] = {}  # by the number of files in their names
     for path in paths:
@@ -187,8 +186,7 @@ class Source:
         return COL if kind == KV else kind
 
     def copies(self, name: str, tp: int) -> int:
-        """The number of neighbouring ranks with the same part of a tensor: 1 unless ranks
-        outnumber key-value heads."""
+        """Neighbouring ranks with the same part: 1 unless ranks outnumber key-value heads."""
         return copies(self.model, name, self.locations, tp, self.heads)
 
     def nbytes(self, name: str) -> int:

@@ -80,8 +80,8 @@ class ShardSpec:
                 yield start, min(start + step, first + rows)
 
     def parts(self, piece: Tensor, start: int, tp: int) -> Iterator[tuple[int, Tensor]]:
-        """(file index, tensor to append) for each file of the piece that begins at row `start`. The
-        host's file has index tp."""
+        """(file index, tensor to append) of the piece that begins at row `start`. tp: the
+        host's."""
         if self.layout:
             piece = self.layout.arrange(piece)
         if self.split == HOST:
@@ -223,8 +223,7 @@ def _wait(tasks: list[Future]) -> None:
 
 
 def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardSpec]) -> list[str]:
-    """Shard the source again and compare the bytes with a finished folder's files. Returns one line
-    per tensor and file that differ."""
+    """Shard the source again and compare: one line per tensor and file that differ."""
     problems: dict[str, None] = {}
     files = _files(folder, [*file_entries(folder)], specs, dtype)
     with ExitStack() as stack:
@@ -276,8 +275,7 @@ def _files(
 
 
 class _File:
-    """A file of a weight set: its header and, while it is written, the digest of its content.
-    Tensors are appended in order.
+    """A file of a weight set: its header and, while it is written, its content's digest.
 
     rank  its number, or HOST
     """

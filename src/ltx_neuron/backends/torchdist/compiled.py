@@ -1,5 +1,4 @@
-"""Runs exported graphs in a rank: interpreted operation by operation, or compiled by torch.compile
-with the profile's backend.
+"""Runs exported graphs in a rank: interpreted, or compiled by the profile's torch.compile.
 
 An exported graph takes its weights as inputs, so one compiled graph serves every group of blocks.
 It is tested with inductor on CPUs; the backend "neuron" (TorchNeuron) was not run.

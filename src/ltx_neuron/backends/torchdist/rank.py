@@ -66,8 +66,7 @@ class Rank:
         self._first_collective()
 
     def _first_collective(self) -> None:
-        """Sum over all ranks once: a device creates its communicator in the first collective, which
-        hangs unless every rank joins."""
+        """Sum over all ranks once: the first collective, which all join, makes the communicator."""
         total = compiled.runner(compiled.sum_of_ones, self.settings.profile.compile_backend)
         self._barrier()
         (summed,) = total(torch.ones(1).to(self.device))
@@ -210,8 +209,7 @@ class Rank:
 
 
 def serve(pipe: connection.Connection, settings: RankSettings) -> None:
-    """Run a rank process: join the group, then answer commands until the host closes the pipe. An
-    error is the last answer. Never returns."""
+    """Run a rank process until the host closes the pipe. An error is the last answer."""
     # Ctrl-C reaches every process of a terminal, but the host ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path(settings.store).parent
