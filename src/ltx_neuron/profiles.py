@@ -33,83 +33,58 @@ class Chip:
 
 @dataclass(frozen=True)
 class Profile:
-    """How models run on a kind of machine. `chip` is None if its limits are unknown.
-
-    backend         "torchdist": one process per rank; "nxd": one process drives all ranks; "auto",
-                    in PROFILES alone: `resolve` replaces it by that of the installed Neuron stack
-    tp              ranks that share one model
-    device          of a rank
-    compile_backend how a rank runs its exported graphs: "export" op by op, others through
-                    torch.compile ("aot_eager": TorchNeuron's path without its compiler)
-    threads         CPU threads of one rank; 0: its share of the machine's
-    drain_every     of torchdist: wait for the device after this number of launches; 0: after each
-                    step
-    first_run_seconds  of torchdist: how long a rank, or the host, waits for a rank while others do
-                    not: it may load, or compile a graph at its first run. Also of a whole compile
-                    step
-    blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the
-                      whole step
-    attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma's is always
-                    matmul and softmax
-    sequence_parallel  split the video's tokens over the ranks between layers, in buckets with a
-                    divisible number of tokens
-    context_parallel  ranks' groups of `tp` that divide the video's tokens of a clip, one per chip
-    guidance_parallel  groups of ranks, each with the whole model, that share the passes of a guided
-                    step or the tiles of a tiled one
-    host_dtype      of the host's video models; "auto": bfloat16 for a bfloat16 run if this
-                    machine's CPU measures faster with it, else float32
-    vae_tile        longer side of a decoder's tile in pixels, and vae_overlap, the pixels that two
-                    tiles share; vae_tile_frames and vae_overlap_frames: the same in time. The
-                    defaults are those of ltx-core since 1.1.3
-    vae_tile_latents  of --neuron-vae: maximum latents (frames x rows x columns) in a tile, with the
-                      overlaps above; 0: tiles as on the host
-    vae_convolution  of --neuron-vae: the form of the video VAE's 3x3x3 convolutions, three 2D ones
-                     ("conv2d") or one 3D one
-    sound_on_ranks  with --neuron-vae the ranks decode sound as well; otherwise the host does, while
-                    the ranks decode pictures
-    overlap_decode  the ranks denoise a batch's next clip while the host decodes one; the host
-                    decodes sound in parallel with pictures
-    resident        keep all models on the device; otherwise one at a time
-    environment     of the processes that drive the device, set before torch is imported
-    compiler_flags  of neuronx-cc by model, without --lnc
-    tuned           use the saved settings of ltx-neuron tune for this machine, if there are any
-    note            a warning about the whole profile, for users
-    settings        the user's --profile-set, without `tuned`, which affects no result by itself
-    """
+    """How models run on a kind of machine."""
 
     name: str
     source: str
+    # "torchdist": one process per rank; "nxd": one process drives all ranks; "auto", in PROFILES
+    # alone: `resolve` replaces it by that of the installed Neuron stack
     backend: Literal["auto", "torchdist", "nxd"]
-    tp: int
-    device: Literal["cpu", "cuda", "neuron"]
+    tp: int  # ranks that share one model
+    device: Literal["cpu", "cuda", "neuron"]  # of a rank
+    # How a rank runs its exported graphs: "export" op by op, others through torch.compile
+    # ("aot_eager": TorchNeuron's path without its compiler)
     compile_backend: Literal["export", "aot_eager", "inductor", "neuron"]
+    # Of the DiT and the connectors (attention.KERNELS); Gemma's is always matmul and softmax
     attention: Literal["sdpa", "matmul", "nki"]
+    # Transformer blocks in one graph, called num_layers / this many times; 0: the whole step
     blocks_per_graph: int = 4
+    # Split the video's tokens over the ranks between layers, in buckets where that is possible
     sequence_parallel: bool = False
-    context_parallel: int = 1
+    context_parallel: int = 1  # groups of `tp` ranks that divide a clip's tokens, one per chip
+    # Groups of ranks, each with the whole model, that share the passes or tiles of a step
     guidance_parallel: int = 1
-    threads: int = 0
-    drain_every: int = 0
+    threads: int = 0  # CPU threads of one rank; 0: its share of the machine's
+    drain_every: int = 0  # of torchdist: wait for the device after so many launches; 0: a step's
+    # Of torchdist: how long a rank, or the host, waits for a rank while others do not: it may load,
+    # or compile a graph at its first run. Also of a whole compile step
     first_run_seconds: int = 1800
     chips: int = 1
     lnc: int = 1
-    chip: Chip | None = None
+    chip: Chip | None = None  # None: its limits are unknown
     host_memory_bytes: int | None = None
+    # Of the host's video models; "auto": bfloat16 for a bfloat16 run if the CPU is faster with it
     host_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # Longer side of a decoder's tile in pixels, the pixels that two tiles share, and the same in
+    # time. The defaults are those of ltx-core since 1.1.3
     vae_tile: int = 768
     vae_overlap: int = 64
     vae_tile_frames: int = 80
     vae_overlap_frames: int = 24
+    # Of --neuron-vae: latents (frames x rows x columns) in a tile at most; 0: tiles as on the host
     vae_tile_latents: int = 0
+    # Of --neuron-vae: the video VAE's 3x3x3 convolutions, three 2D ones or one 3D one
     vae_convolution: Literal["conv2d", "conv3d"] = "conv2d"
-    sound_on_ranks: bool = False
+    sound_on_ranks: bool = False  # with --neuron-vae the ranks decode sound, too, not the host
+    # The ranks denoise a batch's next clip while the host decodes one; sound beside pictures
     overlap_decode: bool = True
-    resident: bool = False
+    resident: bool = False  # keep all models on the device; otherwise one at a time
     text_buckets: tuple[int, ...] = (128, 256, 512, 1024)
-    environment: tuple[tuple[str, str], ...] = ()
-    compiler_flags: tuple[tuple[str, str], ...] = ()
-    tuned: bool = True
-    note: str = ""
+    environment: tuple[tuple[str, str], ...] = ()  # of driving processes, set before torch's import
+    compiler_flags: tuple[tuple[str, str], ...] = ()  # of neuronx-cc by model, without --lnc
+    tuned: bool = True  # use the settings of ltx-neuron tune for this machine, if there are any
+    note: str = ""  # a warning about the whole profile, for users
+    # The user's --profile-set, without `tuned`, which affects no result by itself
     settings: tuple[str, ...] = ()
 
     @property

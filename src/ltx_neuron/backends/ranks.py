@@ -188,16 +188,12 @@ def at(name: str, number: int) -> str:
 
 
 class Call(NamedTuple):
-    """One launch of a graph for the blocks from `first` on.
-
-    reads   input -> name of the tensor from which it is read
-    writes  output -> name of the tensor to which it is stored
-    """
+    """One launch of a graph for the blocks from `first` on."""
 
     graph: str
     first: int
-    reads: dict[str, str]
-    writes: dict[str, str]
+    reads: dict[str, str]  # input -> name of the tensor from which it is read
+    writes: dict[str, str]  # output -> name of the tensor to which it is stored
 
 
 def calls_of(

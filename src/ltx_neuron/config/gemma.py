@@ -15,13 +15,11 @@ from ltx_neuron.hub import nearest
 
 
 class GemmaAttention(NamedTuple):
-    """Sizes of the attention of sliding or of full layers.
-
-    keys_are_values  the layers have no v_proj; their values are the keys before norm and RoPE
-    """
+    """Sizes of the attention of sliding or of full layers."""
 
     head_dim: int
     key_value_heads: int
+    # The layers have no v_proj; their values are the keys before norm and RoPE
     keys_are_values: bool
 
 
@@ -31,18 +29,7 @@ class GemmaConfig(common.ModelConfig):
     or 5, or of the `gemma_config` in a text encoder's file. The defaults are those of
     google/gemma-3-12b-it, whose published file omits most values.
 
-    Gemma 4 added these fields; their defaults are Gemma 3's.
-
-    global_head_dim             of full layers; None: head_dim
-    num_global_key_value_heads  of full layers that use their keys as values; None: full layers have
-                                a v_proj and num_key_value_heads
-    partial_rotary_factor       share of the RoPE frequencies that full layers use
-    norms_add_one               whether norms multiply by 1 + weight, otherwise by weight
-    value_norm                  whether the values of each head are normed, without a weight
-    layer_scalar                whether a weight multiplies the output of a layer
-    replaced_tokens             token ids of images, sounds and videos, each with the id that the
-                                encoder embeds instead
-    """
+    Gemma 4 added these fields; their defaults are Gemma 3's."""
 
     hidden_size: int = 3840
     intermediate_size: int = 15360
@@ -59,12 +46,15 @@ class GemmaConfig(common.ModelConfig):
     rope_theta: float = 1e6
     rope_factor: float = 8.0
     rope_local_base_freq: float = 1e4
-    global_head_dim: int | None = None
+    global_head_dim: int | None = None  # of full layers; None: head_dim
+    # Of full layers that use their keys as values; None: full layers have a v_proj and
+    # num_key_value_heads
     num_global_key_value_heads: int | None = None
-    partial_rotary_factor: float = 1.0
-    norms_add_one: bool = True
-    value_norm: bool = False
-    layer_scalar: bool = False
+    partial_rotary_factor: float = 1.0  # share of the RoPE frequencies that full layers use
+    norms_add_one: bool = True  # whether norms multiply by 1 + weight, otherwise by weight
+    value_norm: bool = False  # whether the values of each head are normed, without a weight
+    layer_scalar: bool = False  # whether a weight multiplies the output of a layer
+    # Token ids of images, sounds and videos, each with the id that the encoder embeds instead
     replaced_tokens: tuple[tuple[int, int], ...] = ()
 
     added: ClassVar[dict[str, object]] = {

@@ -25,17 +25,14 @@ def span_sizes(latents: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AudioDecoderConfig(ModelConfig):
-    """The mel decoder (audio_vae section of the metadata).
-
-    multipliers  channels of each level in units of base_channels, the finest level first
-    blocks       residual blocks per level
-    """
+    """The mel decoder (audio_vae section of the metadata)."""
 
     latent_channels: int
     base_channels: int
     out_channels: int
     mel_bins: int
-    blocks: int
+    blocks: int  # residual blocks per level
+    # Channels of each level in units of base_channels, the finest level first
     multipliers: tuple[int, ...]
 
     @property
@@ -82,20 +79,14 @@ def audio_decoder_config(metadata: Mapping[str, Any]) -> AudioDecoderConfig:
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """One of the vocoder's two generators: mel spectrogram to waveform.
+    """One of the vocoder's two generators: mel spectrogram to waveform."""
 
-    channels   after the first convolution; every upsampling halves them
-    rates      output samples per input sample of each upsampling
-    kernels    taps of the upsamplings
-    blocks     taps and dilations of the residual blocks after each upsampling
-    clamped    whether the waveform is clamped to [-1, 1]
-    """
-
-    channels: int
-    rates: tuple[int, ...]
-    kernels: tuple[int, ...]
+    channels: int  # after the first convolution; every upsampling halves them
+    rates: tuple[int, ...]  # output samples per input sample of each upsampling
+    kernels: tuple[int, ...]  # taps of the upsamplings
+    # Taps and dilations of the residual blocks after each upsampling
     blocks: tuple[tuple[int, tuple[int, ...]], ...]
-    clamped: bool
+    clamped: bool  # whether the waveform is clamped to [-1, 1]
 
     def reads(self, first: int, last: int) -> tuple[int, int]:
         """The first and last spectrogram rows on which samples `first` to `last` depend."""
@@ -119,20 +110,15 @@ class GeneratorConfig:
 @dataclass(frozen=True)
 class VocoderConfig(ModelConfig):
     """The vocoder with bandwidth extension (vocoder section of the metadata): a generator of
-    samples at `low_rate`, and one that computes samples at `rate` from these.
-
-    mel_bins   of the second generator's spectrogram
-    window     samples at low_rate per row of it
-    hop        samples from one row to the next
-    """
+    samples at `low_rate`, and one that computes samples at `rate` from these."""
 
     vocoder: GeneratorConfig
     bwe: GeneratorConfig
     low_rate: int
     rate: int
-    mel_bins: int
-    window: int
-    hop: int
+    mel_bins: int  # of the second generator's spectrogram
+    window: int  # samples at low_rate per row of it
+    hop: int  # samples from one row to the next
 
     @property
     def low_samples(self) -> int:

@@ -155,34 +155,28 @@ def transformer_config(metadata: dict) -> TransformerConfig:
 @dataclass(frozen=True)
 class Bucket:
     """The shape for which a DiT step is compiled. Height and width matter only through their number
-    of tokens, so portrait and landscape share a bucket.
+    of tokens, so portrait and landscape share a bucket."""
 
-    video_tokens   tokens of the video latent, appended keyframe tokens included; 0 for sound alone,
-                   whose graphs have no video stream
-    audio_tokens   tokens of the audio latent; 0 for a video alone
-    timesteps      distinct timesteps among the video tokens of one step: 1 for text to video, one
-                   more per image strength
-    max_steps      rows of the schedule's modulation table; a shorter schedule fills the first ones
-    guided         a pass that predicts x0 and a graph that combines passes, instead of the plain
-                   step
-    audio_timesteps  distinct timesteps among the audio tokens: 1, or 2 where some are kept (retake)
-    biased         the video's self-attention takes a bias (a reference with an attention mask)
-    nag            the text attentions take a negative prompt (normalized attention guidance)
-    identity       attention to the audio takes a bias, by which a guided pass leaves out the tokens
-                   of a reference's sound (identity guidance)
-    ancestral      the step of the ancestral Euler sampler, which adds noise
-    """
-
+    # Tokens of the video latent, appended keyframe tokens included; 0 for sound alone, whose graphs
+    # have no video stream
     video_tokens: int
-    audio_tokens: int
+    audio_tokens: int  # tokens of the audio latent; 0 for a video alone
+    # Distinct timesteps among the video tokens of one step: 1 for text to video, one more per image
+    # strength
     timesteps: int
+    # Rows of the schedule's modulation table; a shorter schedule fills the first ones
     max_steps: int
+    # A pass that predicts x0 and a graph that combines passes, instead of the plain step
     guided: bool = False
+    # Distinct timesteps among the audio tokens: 1, or 2 where some are kept (retake)
     audio_timesteps: int = 1
+    # The video's self-attention takes a bias (a reference with an attention mask)
     biased: bool = False
-    nag: bool = False
+    nag: bool = False  # the text attentions take a negative prompt (normalized attention guidance)
+    # Attention to the audio takes a bias, by which a guided pass leaves out the tokens of a
+    # reference's sound (identity guidance)
     identity: bool = False
-    ancestral: bool = False
+    ancestral: bool = False  # the step of the ancestral Euler sampler, which adds noise
 
     @property
     def streams(self) -> tuple[str, ...]:

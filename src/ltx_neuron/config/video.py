@@ -12,40 +12,32 @@ from ltx_neuron.errors import UserError
 @dataclass(frozen=True)
 class Resampling:
     """A change of resolution: in the decoder a convolution whose channels become positions (depth
-    to space), in the encoder one whose positions become channels (space to depth).
+    to space), in the encoder one whose positions become channels (space to depth)."""
 
-    stride      factors of frames, rows and columns
-    multiplier  the decoder divides the channels by it, the encoder multiplies them
-    """
-
-    stride: tuple[int, int, int]
-    multiplier: int
+    stride: tuple[int, int, int]  # factors of frames, rows and columns
+    multiplier: int  # the decoder divides the channels by it, the encoder multiplies them
 
 
 @dataclass(frozen=True)
 class VideoDecoderConfig(common.ModelConfig):
-    """The video decoder (vae section of the metadata).
-
-    up_blocks  in execution order: a Resampling, or the number of residual blocks of a stage
-    """
+    """The video decoder (vae section of the metadata)."""
 
     latent_channels: int
     base_channels: int
     out_channels: int
     patch_size: int
+    # In execution order: a Resampling, or the number of residual blocks of a stage
     up_blocks: tuple[int | Resampling, ...]
 
 
 @dataclass(frozen=True)
 class VideoEncoderConfig(common.ModelConfig):
-    """The video encoder (vae section of the metadata).
-
-    down_blocks  in execution order: a Resampling, or the number of residual blocks of a stage
-    """
+    """The video encoder (vae section of the metadata)."""
 
     latent_channels: int
     in_channels: int
     patch_size: int
+    # In execution order: a Resampling, or the number of residual blocks of a stage
     down_blocks: tuple[int | Resampling, ...]
 
 

@@ -12,18 +12,12 @@ State = Literal["ok", "note", "todo", "blocks"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's table.
+    """One line of the doctor's table."""
 
-    check  the checked item, in a word or two
-    state  ok; note: works, with a remark; todo: files are not made yet; blocks
-    text   the fact
-    fix    the command that fixes the problem or makes the files
-    """
-
-    check: str
-    state: State
-    text: str
-    fix: str = ""
+    check: str  # the checked item, in a word or two
+    state: State  # ok; note: works, with a remark; todo: files are not made yet; blocks
+    text: str  # the fact
+    fix: str = ""  # the command that fixes the problem or makes the files
 
 
 def blocked(check: str, error: UserError, state: State = "blocks") -> Finding:

@@ -77,20 +77,17 @@ def free_bytes(path: Path) -> int:
 
 @dataclass(frozen=True)
 class System:
-    """The sources of facts about a machine; the defaults are this machine's.
-
-    output  called with the words of a command, see `output_of`
-    prefix  folder of the Python environment
-    """
+    """The sources of facts about a machine; the defaults are this machine's."""
 
     root: Path = Path("/")
+    # Called with the words of a command, see `output_of`
     output: Callable[..., str | None] = output_of
     version: Callable[[str], str | None] = package_version
     import_error: Callable[[str], str | None] = import_error
     free_bytes: Callable[[Path], int] = free_bytes
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     python: str = platform.python_version()
-    prefix: str = sys.prefix
+    prefix: str = sys.prefix  # folder of the Python environment
 
     def text(self, path: str) -> str | None:
         """A small file's text; None if it cannot be read."""

@@ -67,27 +67,19 @@ _choices: dict[Path, dict[str, Any]] = {}
 
 
 class Libraries(NamedTuple):
-    """BLAS or ONEDNN, by kind of product.
+    """BLAS or ONEDNN, by kind of product."""
 
-    few   few rows of activations with a large weight: Gemma3's layers
-    many  many rows: the connectors' blocks
-    tile  one core's part of a convolution (host/winograd.py)
-    """
-
-    few: str = ONEDNN
-    many: str = ONEDNN
-    tile: str = ONEDNN
+    few: str = ONEDNN  # few rows of activations with a large weight: Gemma3's layers
+    many: str = ONEDNN  # many rows: the connectors' blocks
+    tile: str = ONEDNN  # one core's part of a convolution (host/winograd.py)
 
 
 class Arithmetic(NamedTuple):
-    """dtype      of the video decoder's feature maps and direct convolutions
-    speed      of convolutions in it, relative to float32 on this CPU: 1, 2 or 8
-    libraries  for products of float32 matrices
-    """
+    """How the host computes its models."""
 
-    dtype: torch.dtype = torch.float32
-    speed: int = 1
-    libraries: Libraries = Libraries()
+    dtype: torch.dtype = torch.float32  # of the video decoder's feature maps and convolutions
+    speed: int = 1  # of convolutions in it, relative to float32 on this CPU: 1, 2 or 8
+    libraries: Libraries = Libraries()  # for products of float32 matrices
 
     def of_latents(self, dtype: torch.dtype) -> "Arithmetic":
         """The arithmetic of encoder and upsamplers for a run in `dtype`. A float32 run makes

@@ -43,29 +43,21 @@ def import_ltx_core() -> None:
 
 
 class ModelSpec(NamedTuple):
-    """The source of one model: its file, its constructor, and its tensors' names in the file.
+    """The source of one model: its file, its constructor, and its tensors' names in the file."""
 
-    name, flag, download  for messages: the model, its file's flag, and the command that downloads
-                          the file
-    path      the safetensors file
-    build     returns the module
-    prefixes  prefix of a tensor's name in the module -> prefix in the file. The first entry is the
-              model's part of the file, which must contain no other tensors. Other parts may: a
-              checkpoint has per-channel statistics that no model reads
-    dtype     of every tensor; None keeps the stored dtypes
-    unread    pattern of names of the model's tensors in the file that the model does not read
-    file      the file at `path` if it is open
-    """
-
-    name: str
-    path: str | Path
-    flag: str
-    download: str
-    build: Callable[[], torch.nn.Module]
+    name: str  # for messages, like flag and download
+    path: str | Path  # the safetensors file
+    flag: str  # of the file
+    download: str  # the command that downloads it
+    build: Callable[[], torch.nn.Module]  # returns the module
+    # Prefix of a tensor's name in the module -> prefix in the file. The first entry is the model's
+    # part of the file, which must contain no other tensors. Other parts may: a checkpoint has
+    # per-channel statistics that no model reads
     prefixes: dict[str, str]
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # of every tensor; None keeps the stored dtypes
+    # Pattern of names of the model's tensors in the file that the model does not read
     unread: str = ""
-    file: WeightFile | None = None
+    file: WeightFile | None = None  # the file at `path` if it is open
 
     def build_empty(self) -> torch.nn.Module:
         """The module on the meta device.

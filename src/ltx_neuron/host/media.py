@@ -36,12 +36,10 @@ _FULL_SCALE = {"u8": 2**7, "s16": 2**15, "s32": 2**31}
 
 
 class Sound(NamedTuple):
-    """samples  float32 (channels, N), in [-1, 1] if the file's are
-    rate     samples per second
-    """
+    """The sound of a file, or a part of it."""
 
-    samples: Tensor
-    rate: int
+    samples: Tensor  # float32 (channels, N), in [-1, 1] if the file's are
+    rate: int  # samples per second
 
 
 @contextmanager

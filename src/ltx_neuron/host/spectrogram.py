@@ -22,18 +22,12 @@ _KNEE_MELS, _LOG_STEP = _KNEE_HERTZ / _HERTZ_A_MEL, math.log(6.4) / 27
 
 
 class MelSizes(NamedTuple):
-    """Sizes of an audio encoder's spectrogram.
+    """Sizes of an audio encoder's spectrogram."""
 
-    rate  samples per second
-    bins  mel filters, from 0 to half the rate
-    hop   samples from a frame to the next
-    window  samples of a frame
-    """
-
-    rate: int
-    bins: int
-    hop: int
-    window: int
+    rate: int  # samples per second
+    bins: int  # mel filters, from 0 to half the rate
+    hop: int  # samples from a frame to the next
+    window: int  # samples of a frame
 
 
 def mel_sizes(config: Mapping[str, Any]) -> MelSizes:

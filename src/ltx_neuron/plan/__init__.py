@@ -52,11 +52,7 @@ TILE_INPUTS |= {"video_bias", "keyframes_mask", "padding_bias"}
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage's step. Times are lower bounds by the chip's documented limits, if known.
-
-    whole  with sequence parallelism: collectives_per_step, collectives_ms and
-           elementwise_bytes_per_step without it; otherwise None
-    """
+    """One stage's step. Times are lower bounds by the chip's documented limits, if known."""
 
     name: str
     height: int
@@ -81,6 +77,8 @@ class StagePlan:
     largest_collective_bytes: int
     elementwise_bytes_per_step: int  # of one rank, read and written by operations that do not fuse
     sequence_parallel: bool
+    # With sequence parallelism: collectives_per_step, collectives_ms and elementwise_bytes_per_step
+    # without it; otherwise None
     whole: dict | None
     activation_bytes_per_core: int
     score_bytes_per_core: int  # of these: scores materialized at once, if no flash kernel is used

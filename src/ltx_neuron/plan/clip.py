@@ -65,48 +65,35 @@ _CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192, "trn3": 12}
 
 @dataclass(frozen=True)
 class Row:
-    """A phase.
-
-    where  "host" or "device"
-    rate   source of its seconds, as text
-    """
+    """A phase."""
 
     name: str
-    where: str
+    where: str  # "host" or "device"
     seconds: float | None
-    rate: str
+    rate: str  # source of its seconds, as text
 
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """A warm clip's phases in order; None for unknown times.
-
-    seconds           from the prompt to the MP4
-    batch_seconds     per clip of a batch, in which the ranks denoise the next clip meanwhile
-    overlaps          phases that run at the same time, as text
-    cold              what the first clip has besides, once the ranks run; empty without Neuron
-    price             of a clip of a batch, as report.price.Price gives it, with --price-per-hour
-    """
+    """A warm clip's phases in order; None for unknown times."""
 
     rows: list[Row]
-    seconds: float | None
+    seconds: float | None  # from the prompt to the MP4
+    # Per clip of a batch, in which the ranks denoise the next clip meanwhile
     batch_seconds: float | None
-    overlaps: str
-    cold: list[Row]
+    overlaps: str  # phases that run at the same time, as text
+    cold: list[Row]  # what the first clip has besides, once the ranks run; empty without Neuron
+    # Of a clip of a batch, as report.price.Price gives it, with --price-per-hour
     price: dict[str, float] | None
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The planned job, and the settings of its run.
-
-    config        the checkpoint's parsed `config` metadata
-    text_weights  numbers in one rank's "gemma3" and "connectors"
-    """
+    """The planned job, and the settings of its run."""
 
     plan: Plan
-    config: Mapping[str, Any]
-    text_weights: dict[str, int]
+    config: Mapping[str, Any]  # the checkpoint's parsed `config` metadata
+    text_weights: dict[str, int]  # numbers in one rank's "gemma3" and "connectors"
     profile: Profile
     job: Job
     arithmetic: Arithmetic

@@ -27,27 +27,17 @@ Range = Sequence[float]  # by the faster and by the slower of the rates
 
 @dataclass(frozen=True)
 class Layout:
-    """A division of a machine's chips.
-
-    settings      of --profile-set, with the machine's own profile
-    chips         of one clip
-    at_once       clips on the machine at the same time
-    step_ms       of the last stage, with all guidance passes
-    clip_seconds  from prompt to file, with the other phases as planned
-    chip_seconds  chips x seconds of a clip's denoising
-    efficiency    chip_seconds of one chip / chip_seconds
-    measured      others published a step of this many tokens on so many chips
-    """
+    """A division of a machine's chips."""
 
     name: str
-    settings: tuple[str, ...]
-    chips: int
-    at_once: int
-    step_ms: Range
-    clip_seconds: Range
-    chip_seconds: Range
-    efficiency: Range
-    measured: bool
+    settings: tuple[str, ...]  # of --profile-set, with the machine's own profile
+    chips: int  # of one clip
+    at_once: int  # clips on the machine at the same time
+    step_ms: Range  # of the last stage, with all guidance passes
+    clip_seconds: Range  # from prompt to file, with the other phases as planned
+    chip_seconds: Range  # chips x seconds of a clip's denoising
+    efficiency: Range  # chip_seconds of one chip / chip_seconds
+    measured: bool  # others published a step of this many tokens on so many chips
 
 
 def layouts(

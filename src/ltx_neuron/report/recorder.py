@@ -36,22 +36,19 @@ STAGES = ("stage_1", "stage_2")  # of every report
 
 @dataclass(slots=True)
 class Counters:
-    """Costs of one denoising step.
-
-    launches_per_step     "count" of one rank's graphs, and "host_ms" for launching them in the last
-                          step (see backends.ranks.Ranks)
-    collectives_per_step  "count", and "bytes" that one rank contributes
-    flops_per_step        of all ranks: one number, or {stage: number}
-    peak_flops            FLOP/s of all ranks together; None if the profile has no peak
-    weight_swaps          "count" of replaced weight sets on the ranks, and their "seconds", part of
-                          the phase load_transformer
-    """
+    """Costs of one denoising step."""
 
     bytes_to_device_per_step: int = 0
+    # "count" of one rank's graphs, and "host_ms" for launching them in the last step (see
+    # backends.ranks.Ranks)
     launches_per_step: dict[str, float] = field(default_factory=lambda: {"count": 0, "host_ms": 0})
+    # "count", and "bytes" that one rank contributes
     collectives_per_step: dict[str, int] = field(default_factory=lambda: {"count": 0, "bytes": 0})
+    # Of all ranks: one number, or {stage: number}
     flops_per_step: float | dict[str, float] | None = None
-    peak_flops: float | None = None
+    peak_flops: float | None = None  # FLOP/s of all ranks together; None if the profile has no peak
+    # "count" of replaced weight sets on the ranks, and their "seconds", part of the phase
+    # load_transformer
     weight_swaps: int = 0
     weight_swap_seconds: float = 0.0
 

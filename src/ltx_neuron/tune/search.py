@@ -28,23 +28,17 @@ _BLOCKS = (1, 4, 8, 12, 0)
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement of a variant.
-
-    repeat    the number of earlier measurements of the same variant
-    problem   why the search cannot choose it; empty if it can
-    steps_ms  stage -> milliseconds of its steps, the cold step first
-    counts    stage -> its steps in a generation
-    rel_l2    tensor -> relative L2 distance from the reference
-    """
+    """One measurement of a variant."""
 
     settings: Settings
-    repeat: int
-    problem: str = ""
+    repeat: int  # the number of earlier measurements of the same variant
+    problem: str = ""  # why the search cannot choose it; empty if it can
     compile_seconds: float = 0.0
     load_seconds: float = 0.0
+    # Stage -> milliseconds of its steps, the cold step first
     steps_ms: dict[str, list[float]] | None = None
-    counts: dict[str, int] | None = None
-    rel_l2: dict[str, float] | None = None
+    counts: dict[str, int] | None = None  # stage -> its steps in a generation
+    rel_l2: dict[str, float] | None = None  # tensor -> relative L2 distance from the reference
 
     @property
     def step_ms(self) -> float:

@@ -74,23 +74,15 @@ class Journal:
 
 @dataclass
 class Trials:
-    """Measures variants of a tuning.
+    """Measures variants of a tuning."""
 
-    typed     the tuning's flags, which its processes get as well
-    dtype     of the run
-    baseline  the profile's own settings, which are measured first
-    limit     time limit of a variant, in seconds
-    folder    for the processes' outputs
-    report    called with every new row
-    """
-
-    typed: list[str]
-    dtype: str
-    baseline: Settings
-    limit: float
-    folder: Path
+    typed: list[str]  # the tuning's flags, which its processes get as well
+    dtype: str  # of the run
+    baseline: Settings  # the profile's own settings, which are measured first
+    limit: float  # time limit of a variant, in seconds
+    folder: Path  # for the processes' outputs
     journal: Journal
-    report: Callable[[Row], None]
+    report: Callable[[Row], None]  # called with every new row
 
     def measure(self, settings: Settings, repeat: int) -> Row:
         """A variant's row: from the journal, or measured by a new process."""

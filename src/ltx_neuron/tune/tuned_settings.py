@@ -77,18 +77,15 @@ def size_key(buckets: Iterable[Bucket]) -> str:
 
 @dataclass
 class TunedSettings:
-    """A file of tuned settings.
-
-    run    run settings
-    sizes  size_key -> graph "settings", the "run" settings during their measurement, and the
-           measurement's results and conditions
-    used   size_key, or "run" -> the settings, as key=value, that changed a profile so far
-    """
+    """A file of tuned settings."""
 
     path: Path
     identity: dict
-    run: Settings = field(default_factory=dict)
+    run: Settings = field(default_factory=dict)  # run settings
+    # Size_key -> graph "settings", the "run" settings during their measurement, and the
+    # measurement's results and conditions
     sizes: dict[str, dict] = field(default_factory=dict)
+    # Size_key, or "run" -> the settings, as key=value, that changed a profile so far
     used: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def profile_of_run(self, profile: Profile) -> Profile:

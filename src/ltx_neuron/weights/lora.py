@@ -222,17 +222,12 @@ def _factor(loras: WeightSet, name: str, flag: str = "--ic-lora") -> int:
 
 
 class Adapter(NamedTuple):
-    """What a file adds to a weight.
-
-    method    "lora", "lokr", "hada" (LoHa), or "diff" and "bias" (differences)
-    parts     names of its tensors, by part
-    strength  the LoRA's, times alpha / rank
-    """
+    """What a file adds to a weight."""
 
     file: WeightFile
-    method: str
-    parts: dict[str, str]
-    strength: float
+    method: str  # "lora", "lokr", "hada" (LoHa), or "diff" and "bias" (differences)
+    parts: dict[str, str]  # names of its tensors, by part
+    strength: float  # the LoRA's, times alpha / rank
 
     def _read(self) -> dict[str, Tensor]:
         parts = {part: self.file.read(key) for part, key in self.parts.items()}

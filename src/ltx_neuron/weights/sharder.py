@@ -43,32 +43,24 @@ _MAX_IN_FLIGHT = 12
 
 
 class Layout(NamedTuple):
-    """The layout of a tensor that rank files store rearranged.
+    """The layout of a tensor that rank files store rearranged."""
 
-    arrange  maps a rank's rows (rows, ...) of the source to the stored tensor
-    split    the dimension of the stored tensor in which ranks differ
-    """
-
+    # Maps a rank's rows (rows, ...) of the source to the stored tensor
     arrange: Callable[[Tensor], Tensor]
-    split: int
+    split: int  # the dimension of the stored tensor in which ranks differ
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The distribution of one tensor of a source over the files.
-
-    shape   of the whole tensor in the source
-    split   the dimension that is split over the ranks, None for a copy on each, or sharding.HOST
-    stored  shape of one rank's part in its file
-    copies  the number of neighbouring ranks that store the same part
-    """
+    """The distribution of one tensor of a source over the files."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor in the source
+    # The dimension that is split over the ranks, None for a copy on each, or sharding.HOST
     split: int | str | None
-    stored: tuple[int, ...]
+    stored: tuple[int, ...]  # shape of one rank's part in its file
     layout: Layout | None
-    copies: int = 1
+    copies: int = 1  # the number of neighbouring ranks that store the same part
 
     def bounds(self, tp: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         """Rows start..stop of each piece: of one rank; with a layout, its whole part."""

@@ -109,17 +109,12 @@ SOUND = {
 
 
 class Model(NamedTuple):
-    """A model's sharding table and its tensor names in the files.
-
-    table      pattern of a tensor's name -> COL, ROW, ALL, KV or HOST
-    prefixes   prefix of a name in the files -> prefix of our name
-    elsewhere  prefixes of other components among those names
-    """
+    """A model's sharding table and its tensor names in the files."""
 
     name: str
-    table: dict
-    prefixes: dict[str, str]
-    elsewhere: tuple[str, ...] = ()
+    table: dict  # pattern of a tensor's name -> COL, ROW, ALL, KV or HOST
+    prefixes: dict[str, str]  # prefix of a name in the files -> prefix of our name
+    elsewhere: tuple[str, ...] = ()  # prefixes of other components among those names
 
 
 STATISTICS = "per_channel_statistics."

@@ -21,21 +21,16 @@ from ltx_neuron.profiles import Profile
 
 @dataclass(frozen=True)
 class RankSettings:
-    """The settings of a rank, sent at its start.
-
-    environment      variables that must be set before torch is imported
-    compilers        variables that must be set while a model's graphs are launched, by model
-    store            the process group's rendezvous file, in the run's temporary folder
-    place            the rank's number among those of all guidance groups
-    """
+    """The settings of a rank, sent at its start."""
 
     profile: Profile
     rank: int
     tp: int
-    environment: dict[str, str]
+    environment: dict[str, str]  # variables that must be set before torch is imported
+    # Variables that must be set while a model's graphs are launched, by model
     compilers: dict[str, dict[str, str]]
-    store: str = ""
-    place: int = 0
+    store: str = ""  # the process group's rendezvous file, in the run's temporary folder
+    place: int = 0  # the rank's number among those of all guidance groups
 
 
 class SharedTensor:
