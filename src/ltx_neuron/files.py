@@ -276,11 +276,7 @@ def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
     flag  the flag that chooses another path, with its value
     path  the user's path for the message, if it is not the folder
     """
-    nearest = next(
-        parent
-        for parent in (folder.absolute(), *folder.absolute().parents)
-        if os.path.lexists(parent)
-    )
+    nearest = _nearest(folder)
     if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(
             f"{path or folder} cannot be written: {nearest} is not a folder you may write to; pass"
@@ -288,10 +284,19 @@ def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
         )
 
 
+def _nearest(path: Path) -> Path:
+    """The path, or the lowest folder above it that exists."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of a path's disk. The path may be missing."""
+    return shutil.disk_usage(_nearest(Path(path))).free
+
+
 def check_space(folder: Path, needed: int, what: str) -> None:
     """Raise UserError unless a folder's disk has `needed` free bytes. what: "the weights need"."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    if needed > (free := free_bytes(folder)):
         raise UserError(
             f"{what} {format_bytes(needed)} more in {folder}, its disk has {format_bytes(free)}"
             " free.\nFree some, or choose another place with --artifacts-dir DIR"

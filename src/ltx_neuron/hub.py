@@ -8,7 +8,6 @@ import errno
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -16,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ltx_neuron.errors import UserError, refusal
+from ltx_neuron.files import free_bytes
 from ltx_neuron.format import format_bytes
 
 RELEASE = "Lightricks/LTX-2.3"
@@ -153,7 +153,6 @@ def nearest(path: str | Path) -> str:
 
 
 def _cached(repo: str, revision: str, file: str, kind: str) -> Path | None:
-    """The file or Gemma's folder, if the cache has all of it."""
     from huggingface_hub import try_to_load_from_cache
 
     if not file and kind != "gemma":
@@ -170,7 +169,6 @@ def _cached(repo: str, revision: str, file: str, kind: str) -> Path | None:
 
 
 def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
-    """Download a name's files. Returns the file's name in the repository, "" for Gemma's folder."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
     if not _may_download.get():
@@ -187,8 +185,7 @@ def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
     if absent:
         size = sum(listed[each].size or 0 for each in absent)
         what = f"{repo}/{absent[0]}" if len(absent) == 1 else f"{repo}, {len(absent)} files"
-        disk = next(each for each in (cache, *cache.parents) if each.exists())
-        if size > (free := shutil.disk_usage(disk).free):
+        if size > (free := free_bytes(cache)):
             raise UserError(
                 f"{what}: {format_bytes(size)} do not fit {cache}: {format_bytes(free)} free\n"
                 "Free some space, or choose a larger disk with HF_HOME=DIR"

@@ -119,7 +119,6 @@ class Profile:
 
     @property
     def may_keep_vae(self) -> bool:
-        """Whether the video VAE may stay on the device beside the transformer, if it fits."""
         return self.resident or self.memory_bytes_per_core is not None
 
     def flops(self, tp: int) -> float | None:
@@ -384,7 +383,6 @@ def blocks_per_graph(context_parallel: int, blocks: int = Profile.blocks_per_gra
 
 
 def _layout(end: str, **fields: Any) -> Profile:
-    """A profile for one clip on several chips of a trn2.48xlarge (docs/scale-out.md)."""
     blocks = blocks_per_graph(fields.get("context_parallel", 1))
     name = f"trn2.48xlarge-{end}"
     machine = PROFILES["trn2.48xlarge"]
@@ -477,7 +475,6 @@ def _or(numbers: tuple[int, ...]) -> str:
 
 
 def _routes(profile: Profile) -> dict[str, bool]:
-    """Rules for the groups of a Trainium machine, each with whether a profile follows it."""
     cp = profile.context_parallel
     more = "--profile trn2.48xlarge" if profile.torus_row else "--profile-set chips=N"
     return {

@@ -107,6 +107,15 @@ def path() -> str:
     return known if own in known.split(os.pathsep) else os.pathsep.join([own, known])
 
 
+def visible_cores(value: str) -> list[int]:
+    """The cores of NEURON_RT_VISIBLE_CORES, such as 0-3,8. ValueError for another text."""
+    visible = []
+    for part in value.split(",") if value else ():
+        first, dash, last = part.strip().partition("-")
+        visible += range(int(first), int(last if dash else first) + 1)
+    return visible
+
+
 def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
     """The logical cores of a launch, one per rank: the first ones of NEURON_RT_VISIBLE_CORES (such
     as 4-7), otherwise of the machine; of one guidance group, or of all. Raises UserError if they
@@ -114,11 +123,8 @@ def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
     developer guide), or begin where the links between chips do not connect them."""
     needed, size = profile.cores_needed(tp), profile.world_size(tp)
     value = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
-    visible = []
     try:
-        for part in value.split(",") if value else ():
-            first, dash, last = part.strip().partition("-")
-            visible += range(int(first), int(last if dash else first) + 1)
+        visible = visible_cores(value)
     except ValueError:
         raise UserError(
             f"NEURON_RT_VISIBLE_CORES is {value!r}, wanted cores as in 0-3 or 4,5,6,7"

@@ -89,7 +89,6 @@ def video_encoder_config(metadata: Mapping[str, Any]) -> VideoEncoderConfig:
 def _checked(
     metadata: Mapping[str, Any], defaults: dict, wanted: dict, by: str, advice: str
 ) -> dict[str, Any]:
-    """The vae section, with these values; see check_values."""
     values = metadata.get("vae")
     if not isinstance(values, dict):
         raise UserError("the checkpoint's config metadata has no 'vae' section")

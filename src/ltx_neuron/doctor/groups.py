@@ -161,7 +161,6 @@ def _wrong(
     wanted: Tensor,
     size: int,
 ) -> Finding:
-    """The finding of a rank's wrong result. Rows in another order have the ranks' order."""
     text = f"{output} on rank {rank} is wrong"
     if output == "gathered" and sorted(got.tolist()) == sorted(wanted.tolist()):
         order, right = ((numbers[::size] // size).int().tolist() for numbers in (got, wanted))

@@ -2,8 +2,10 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from ltx_neuron.backends import nki
+from ltx_neuron.backends.environment import visible_cores
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, judged
 from ltx_neuron.doctor.system import System
@@ -162,7 +164,9 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
         enough = free >= needed or profile.device != "neuron"
         yield judged("cores", enough, text, fix)
     visible = system.environment.get("NEURON_RT_VISIBLE_CORES", "")
-    shown = _count_cores(visible)
+    shown = 0
+    with suppress(ValueError):
+        shown = len(visible_cores(visible))
     if visible and profile.device == "neuron" and shown < needed:
         yield Finding(
             "cores",
@@ -170,17 +174,6 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
             f"NEURON_RT_VISIBLE_CORES={visible} shows {shown} cores, {needed} wanted",
             "unset NEURON_RT_VISIBLE_CORES",
         )
-
-
-def _count_cores(cores: str) -> int:
-    """The number of cores in a list such as 0-3,8 (here 5); 0 for another text."""
-    total = 0
-    for part in cores.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or dash and not last.isdigit():
-            return 0
-        total += int(last) - int(first) + 1 if dash else 1
-    return total
 
 
 def _describe_processes(processes: Iterable[tuple[int, str]]) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ltx_neuron.files import free_bytes
 from ltx_neuron.machine import package_version
 
 TOOLS = "/opt/aws/neuron/bin"  # commands of the Neuron packages, often outside PATH
@@ -63,16 +64,6 @@ def import_error(module: str) -> str | None:
         lines = str(error).strip().splitlines() or ["no text"]
         return f"{type(error).__name__}: {lines[0]}"
     return None
-
-
-def free_bytes(path: Path) -> int:
-    """Free bytes of a path's file system. The path may be missing."""
-    nearest = next(
-        folder
-        for folder in (Path(path).absolute(), *Path(path).absolute().parents)
-        if folder.is_dir()
-    )
-    return shutil.disk_usage(nearest).free
 
 
 @dataclass(frozen=True)

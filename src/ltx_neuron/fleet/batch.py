@@ -64,7 +64,6 @@ def _make(
     folder: Path,
     results: Results,
 ) -> None:
-    """Run the lines on replicas. Records each finished line and moves its video to its name."""
     said = {line.number: notes(line.job, workspace) for line in lines}
     left = _submit(lines, queue)
     # As replicas parse them: with absolute paths of LoRAs.
@@ -109,7 +108,6 @@ def _submit(lines: list[Line], queue: Queue) -> dict[str, Line]:
 
 
 def _submit_new(line: Line, queue: Queue) -> Entry:
-    """Submit a line's job to the queue, with copies of its input files."""
     id, names = queue.new_id(), {}
     folder = queue.folder_of(id)
     folder.mkdir()

@@ -44,7 +44,6 @@ class Needs(NamedTuple):
         return sum(room for _, room in self._rooms())
 
     def _rooms(self) -> list[tuple[str, int]]:
-        """How many times each living node has the count."""
         return [
             (address, int(has.get(self.kind, 0) // self.count)) for address, has in _living_nodes()
         ]

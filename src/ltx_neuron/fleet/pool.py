@@ -116,7 +116,6 @@ class Pool:
             self.members[ended] = _Member(name, made, time.monotonic())
 
     def _wait(self) -> None:
-        """Wait for _LOOK_SECONDS at most, and handle replicas that ended."""
         ended, _ = ray.wait([self._queue_ended, *self.members], timeout=_LOOK_SECONDS)
         if self._queue_ended in ended:
             raise RunError("the queue's process (Ray actor QueueActor) has died")
@@ -144,7 +143,6 @@ class Pool:
             raise kind(why)
 
     def _end(self) -> None:
-        """Stop the replicas; their unfinished jobs wait again."""
         with suppress(RayError):
             for member in self.members.values():
                 member.actor.stop.remote()
@@ -163,7 +161,6 @@ class Pool:
 
 
 def _reason(error: Exception | None) -> str:
-    """Why a replica ended, in one line; its log has the traceback."""
     if error is None:
         return "it was stopped"
     cause = getattr(error, "cause", None) or error

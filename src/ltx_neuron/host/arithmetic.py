@@ -185,7 +185,6 @@ def _measured_libraries() -> dict[str, str]:
 
 
 def _products(kind: str) -> dict[str, Callable[[], object]]:
-    """A product of a kind with each library, as text encoder and video decoder compute it."""
     rows, inputs, outputs = _TIMED_PRODUCTS[kind]
     x, out = torch.ones(rows, inputs), torch.ones(rows, outputs)
     weight = torch.ones(outputs, inputs)
@@ -233,7 +232,6 @@ def _in_turns(functions: dict[Any, Callable[[], object]], count: int) -> list[di
 
 
 def _convolutions() -> dict[torch.dtype, Callable[[], object]]:
-    """A convolution in either dtype, each in its fastest layout."""
     channels, *size = _TIMED_CONVOLUTION
     layouts = {torch.float32: torch.contiguous_format, torch.bfloat16: torch.channels_last_3d}
     convolutions = {}

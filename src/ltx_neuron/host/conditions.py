@@ -139,7 +139,6 @@ def _heard(sound: Sound, inputs: Inputs) -> Sound:
 
 
 def _read_sound_condition(inputs: Inputs) -> Sound:
-    """The input sound's selected seconds, in one or two channels."""
     assert inputs.sound
     path, start, duration = _read_sounds(inputs)[SOUND]
     sound = read_sound(path, SOUND, start, duration)
@@ -304,7 +303,6 @@ def _encode_reference_audio(
 
 
 def _check_source(inputs: Inputs) -> None:
-    """Raise UserError unless the video still has its frames, and a usable sound."""
     assert inputs.retake
     extension, size = inputs.extension, inputs.size
     frames = extension.source_frames if extension else size.num_frames
@@ -330,7 +328,6 @@ def _fitted(latent: Tensor, frames: int) -> Tensor:
 
 
 def _retaken_sound(inputs: Inputs) -> Sound | None:
-    """The video's sound as long as the video; None if it is too short."""
     path, start, duration = _read_sounds(inputs)[RETAKE]
     sound = read_sound(path, RETAKE, start, duration)
     if sound is None or _is_too_short(sound):
@@ -358,7 +355,6 @@ def _encode_extension(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict
 
 
 def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
-    """The file's frames that windows hold."""
     extension, frames = inputs.extension, _source_frames(inputs)
     assert extension
     if not extension.before:
@@ -410,7 +406,6 @@ def with_source(
 
 
 def _check_references(inputs: Inputs) -> None:
-    """Raise UserError unless references and mask are long enough and divide evenly over latents."""
     for reference in inputs.references:
         _, height, width = reference.pixels(inputs.size.first)
         sides = height, width

@@ -126,7 +126,6 @@ class ModelSpec(NamedTuple):
         )
 
     def _problems(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
-        """Errors of the file's tensors, a line each. expected: shapes by name."""
         file = self._file()
         shapes = file.shapes
         if shapes.keys().isdisjoint(expected):

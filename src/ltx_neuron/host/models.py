@@ -170,7 +170,6 @@ class HostModels:
     def _tiled_decoder(
         self, clip: tuple[int, int, int], rank_tiles: Callable | None
     ) -> tuple[Any, Any]:
-        """The decoder for a clip of latents (F, h, w), and its TilingConfig of ltx-core."""
         self._spec("video_decoder")  # imports ltx-core before all others
         from ltx_neuron.host import tiles
 

@@ -128,18 +128,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class CoreMemory:
-    """Bytes of one logical core's memory that a generation needs, without the runtime's own.
+    """Bytes of one logical core's memory that a generation needs, without the runtime's own."""
 
-    transformer, text_encoder  one rank's weights; 0 for a text encoder on the host
-    activations                the largest step's intermediates and uploaded tensors
-    video_decoder, tile        the same for a video decoder on the ranks; 0 if the host decodes
-    """
-
-    transformer: int
-    text_encoder: int
-    activations: int
-    video_decoder: int = 0
-    tile: int = 0
+    transformer: int  # one rank's weights
+    text_encoder: int  # the same; 0 on the host
+    activations: int  # the largest step's intermediates and uploaded tensors
+    video_decoder: int = 0  # one rank's weights; 0 if the host decodes
+    tile: int = 0  # the activations of the video decoder
 
     @property
     def in_turn(self) -> int:
@@ -458,7 +453,6 @@ def _stage(
 
 
 def _reference_tokens(job: Job, stage: Stage) -> int:
-    """The video tokens of a stage's references, or those that its largest tile sees."""
     size, references = job.stage_size(stage.upsampled), job.appended_references(stage.upsampled)
     count = sum(math.prod(each.latent_shape(size)) for each in references)
     if job.of(stage).details(stage.upsampled):  # the reference is stage 1's video
@@ -542,7 +536,6 @@ def _moved_bytes(exported: torch.export.ExportedProgram, tp: int) -> float:
 
 
 def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
-    """The costs of a step that sequence parallelism changes: collectives and elementwise work."""
     rate, ms = profile.link_bytes_per_second(tp), None
     if rate and profile.chip:
         links = profile.chips_of(tp) * profile.chip.chip_link_bytes_per_second

@@ -150,7 +150,6 @@ class Clip:
         return "sound and MP4 beside decoding, on the same cores: their times add up"
 
     def _rate(self, kind: str) -> tuple[float, str]:
-        """A rate of the host, in units per second, and its source as text."""
         cpus = _CPUS.get(self.profile.machine) or machine.cpus()
         if kind in _ASSUMED:
             return _ASSUMED[kind] * cpus, "assumed, not measured"
@@ -261,7 +260,6 @@ class Clip:
         return rows
 
     def _steps(self, stage: StagePlan) -> Row:
-        """A stage's steps, with the upload of their shared inputs."""
         ms, source = self._step_ms(stage)
         name, size = f"denoise_{stage.name}", self.plan.ranks * stage.upload_bytes
         if ms is None:
@@ -293,7 +291,6 @@ class Clip:
 
     @property
     def _latent(self) -> tuple[int, int, int]:
-        """(F, h, w) of the video latent that is decoded."""
         return upscaled(self.job.latent_shape, self.job.upscale)
 
     def _video(self) -> list[Row]:

@@ -287,7 +287,6 @@ def _seconds_since_start() -> float:
 
 
 def _warm_step(steps: list[tuple[float, float]]) -> dict[str, float | None]:
-    """Milliseconds of (total, device) steps after the first, which is cold."""
     warm = steps[1:]
     if not warm:
         return dict.fromkeys(("median", "p90", "host", "device"))

@@ -187,7 +187,6 @@ def reference_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
 
 
 def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
-    """A job of each LoRA set. sets: by name, the fields to replace."""
     chosen = registry.served_default or registry.default
     jobs = (
         Job("a probe", chosen.size, recipe=chosen.recipe, **registry.loras(name, chosen) | other)

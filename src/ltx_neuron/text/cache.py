@@ -112,7 +112,6 @@ class PromptCache:
             path.unlink(missing_ok=True)
 
     def _say(self, why: str) -> None:
-        """Print the first reason why the folder cannot be used."""
         if not self._said:
             print(why)
         self._said = True

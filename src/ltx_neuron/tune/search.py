@@ -114,7 +114,6 @@ def layout_candidates(
 
 
 def _threads(ranks: int) -> list[str]:
-    """Threads of a rank to try: 1, half its share of the cores, its share, twice that, and all."""
     cores = os.cpu_count() or 1
     share = max(1, cores // ranks)
     return [str(n) for n in sorted({1, max(1, share // 2), share, 2 * share, cores}) if n <= cores]
@@ -206,7 +205,6 @@ def search(
 
 
 def _faster(pair: tuple[Row, Row]) -> bool:
-    """Whether the second of two rows is faster."""
     return not any(row.problem for row in pair) and pair[1].step_ms < pair[0].step_ms
 
 

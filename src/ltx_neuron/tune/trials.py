@@ -111,8 +111,6 @@ class Trials:
             shutil.move(self._run("reference", self.baseline, None) / OUTPUTS, path)
 
     def _run(self, name: str, settings: Settings, limit: float | None) -> Path:
-        """Run a "variant" or the "reference" in a process; returns the folder of its results.
-        Raises RunError with the process's last message if it fails or exceeds the limit."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

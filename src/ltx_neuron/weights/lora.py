@@ -101,7 +101,6 @@ class Lora:
         return WeightFile(self.path, "from where you have it")
 
     def _missing(self) -> str:
-        """What the path is instead of a file, and what to type."""
         if self.path.is_dir():
             files = [*sorted(self.path.glob("*.safetensors")), self.path / "FILE"]
             return f"a folder; type its file: --lora {files[0]}"
@@ -201,7 +200,6 @@ def are_silent(loras: WeightSet) -> bool:
 
 
 def _factor(loras: WeightSet, name: str, flag: str = "--ic-lora") -> int:
-    """The LoRAs' common factor; 1 if no file has one."""
     said: dict[int, Path] = {}
     for lora in loras:
         text = lora.file().metadata.get(name, "1")
@@ -267,8 +265,6 @@ class Adapter(NamedTuple):
 
 
 def _delta(method: str, parts: Mapping[str, Tensor], strength: float) -> Tensor:
-    """What is added to a weight. KeyError, with the part, if one is missing."""
-
     def factor(name: str) -> Tensor:
         if name in parts or f"{name}_b" not in parts:
             return parts[name].float()
@@ -360,7 +356,6 @@ def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]],
 
 
 def _scale(settings: dict, layer: str, rank: int) -> float:
-    """alpha / rank of a layer by PEFT's settings."""
     own = settings.get("alpha_pattern") or {}
     matching = (own[each] for each in own if re.fullmatch(rf"(.*\.)?({each})", layer))
     alpha = next(matching, settings.get("lora_alpha") or rank)

@@ -259,7 +259,6 @@ def _set_files(folder: Path, specs: list[ShardSpec], tp: int, dtype: torch.dtype
 def _files(
     folder: Path, names: list[str], specs: list[ShardSpec], dtype: torch.dtype
 ) -> list["_File"]:
-    """The files of those names: the ranks' files, then the host's."""
     ranks = [*map(str, range(len(names) - 1)), HOST]
     return [
         _File(folder / name, rank, specs, dtype) for name, rank in zip(names, ranks, strict=True)

@@ -214,7 +214,6 @@ class TensorFile:
             readers.shutdown(cancel_futures=True)
 
     def _groups(self, names: Container[str] | None) -> Iterator[list[str]]:
-        """Names of neighbouring tensors that share a mapping."""
         group, total = [], 0
         for name in self.shapes:
             read = names is None or name in names
@@ -249,7 +248,6 @@ class TensorFile:
         return offset, rows * row_bytes, (rows, *shape[1:])[: len(shape)]
 
     def _map(self, name: str, offset: int, size: int) -> Tensor:
-        """Map and read `size` bytes of the file from `offset`, the beginning of tensor `name`."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         before = offset % mmap.PAGESIZE
@@ -289,7 +287,6 @@ class TensorFile:
 
 
 def _aligned(memory: Tensor, alignment: int) -> Tensor:
-    """The bytes, copied unless they are aligned."""
     return memory.clone() if memory.data_ptr() % alignment else memory
 
 

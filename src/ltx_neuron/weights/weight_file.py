@@ -89,7 +89,6 @@ class WeightFile(TensorFile):
             del self.shapes[key], self.dtypes[key]
 
     def _listed_formats(self) -> dict[str, dict]:
-        """Float8 weight -> its entry in the metadata."""
         try:
             layers = json.loads(self.metadata.get("_quantization_metadata", "{}")).get("layers", {})
             said = {self.name_of(f"{each}.weight"): {**of} for each, of in layers.items()}

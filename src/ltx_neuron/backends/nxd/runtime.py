@@ -117,7 +117,6 @@ class _WeightSet:
 
 
 def _open(manifest: Manifest, graph: str, size: int):
-    """An NxDModel from its file, whose digest was already compared with the manifest."""
     from neuronx_distributed import NxDModel
 
     path = manifest.folder / graph_file(graph, "nxd")
@@ -253,7 +252,6 @@ class Ranks(ranks.Ranks):
         return milliseconds
 
     def _launch(self, held: _WeightSet, program: str, call: Call) -> float:
-        """Run one graph; returns its own milliseconds."""
         inputs = held.inputs[program, call.graph, call.first]
         for name, source in call.reads.items():
             inputs.take(name, self._buffers.tensors[source])

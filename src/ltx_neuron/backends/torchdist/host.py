@@ -115,7 +115,6 @@ def _inherited(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _remove(folder: str, process: int) -> None:
-    """Remove a folder, unless this process is a fork of the one that made it."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -256,7 +255,6 @@ class Ranks(ranks.Ranks):
         return self._gather()
 
     def _gather(self) -> list:
-        """Every rank's answer. A failure ends all ranks, because the others would wait forever."""
         answers, deadline, causes = {}, inf, set()
         while len(answers) < self.size:
             waiting = {*range(self.size)} - {*answers}
