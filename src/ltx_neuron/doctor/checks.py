@@ -14,7 +14,7 @@ import torch
 from ltx_neuron import flags, hub, profiles
 from ltx_neuron.config.gemma import gemma_config, read_config
 from ltx_neuron.doctor import sdk
-from ltx_neuron.doctor.finding import Finding, attempt, blocked, judged
+from ltx_neuron.doctor.finding import Finding, finding_if, finding_of, from_error
 from ltx_neuron.doctor.groups import probe
 from ltx_neuron.doctor.neuron import neuron
 from ltx_neuron.doctor.system import System
@@ -85,7 +85,7 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
     try:
         job = flags.shape(args, args.recipe or Job.recipe)
     except UserError as error:
-        wrong.append(blocked("inputs", error))
+        wrong.append(from_error("inputs", error))
     named = machine.instance in profiles.PROFILES
     profile = resolve(machine.instance if named else "cpu")  # at first
     instance = machine.instance or "no known EC2 instance type"
@@ -95,7 +95,7 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
     try:
         profile = resolve(args.profile, tuple(args.profile_set), machine)
     except UserError as error:
-        unresolved = blocked("profile", error)
+        unresolved = from_error("profile", error)
         fix = unresolved.fix.replace(f"Find out why: {command('doctor')}. ", "")
         findings.append(replace(unresolved, fix=fix))
         checks = (on_chips, can_run)
@@ -112,7 +112,7 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
             for finding in check(examination):
                 findings.append(finding)
         except UserError as error:
-            findings.append(blocked(check.__name__, error))
+            findings.append(from_error(check.__name__, error))
         except Exception as error:
             text = f"this check failed: {type(error).__name__}: {error}"
             findings.append(Finding(check.__name__, "note", text))
@@ -148,10 +148,10 @@ def packages(examination: Examination) -> Iterator[Finding]:
     try:
         profiles.require_runtime(profile, examination.tp, examination.machine)
     except UserError as error:
-        yield blocked("runtime", error)
+        yield from_error("runtime", error)
     for package, (why, install) in _PACKAGES.items():
         version = examination.system.version(package)
-        yield judged(package, bool(version), f"{version or 'not installed'} ({why})", install)
+        yield finding_if(package, bool(version), f"{version or 'not installed'} ({why})", install)
 
 
 def media(examination: Examination) -> Iterator[Finding]:
@@ -164,7 +164,7 @@ def media(examination: Examination) -> Iterator[Finding]:
         elif lacking := [codec for codec in ("libx264", "aac") if not _encodes(codec)]:
             text = error = f"this build of PyAV cannot encode {', '.join(lacking)}"
         again = "pip install --force-reinstall --only-binary :all: av"
-        yield judged("ffmpeg", not error, text, again)
+        yield finding_if("ffmpeg", not error, text, again)
     version = system.version("torchaudio")
     text = version or "absent, and not needed"
     if error := version and system.import_error("torchaudio"):
@@ -172,7 +172,7 @@ def media(examination: Examination) -> Iterator[Finding]:
             f"{version} does not load with this torch ({error}). An empty module replaces it; "
             "nothing here needs it"
         )
-    yield judged("torchaudio", not error, text, "pip uninstall torchaudio", "note")
+    yield finding_if("torchaudio", not error, text, "pip uninstall torchaudio", "note")
 
 
 def _encodes(codec: str) -> bool:
@@ -203,7 +203,7 @@ def host(examination: Examination) -> Iterator[Finding]:
                 text += "; parts without room are read from the disk again"
         fix = "end other programs, or use a machine with more memory"
         short = "note" if mapped else "blocks"
-        yield judged("host memory", need <= available, text, fix, short)
+        yield finding_if("host memory", need <= available, text, fix, short)
     folder, need = examination.args.artifacts_dir, 0
     free = system.free_bytes(folder)
     text = f"{format_bytes(free)} free for {folder}"
@@ -211,7 +211,7 @@ def host(examination: Examination) -> Iterator[Finding]:
         need = sum(weights.values()) + GRAPH_BYTES
         text += f", {format_bytes(need)} wanted for rank files and graphs"
     fix = "type --artifacts-dir with a folder of a larger disk, or delete unneeded files"
-    yield judged("disk", need <= free, text, fix)
+    yield finding_if("disk", need <= free, text, fix)
 
 
 def _complete(args: argparse.Namespace) -> None:
@@ -272,7 +272,7 @@ def files(examination: Examination) -> Iterator[Finding]:
     others = {name: ("needed", lambda: "whole") for name in checks if name not in named}
     for name, (given, describe) in (named | others).items():
         if given:
-            yield attempt(name, partial(_fact, checks.get(name), describe))
+            yield finding_of(name, partial(_fact, checks.get(name), describe))
         else:
             typed = "--checkpoint-path FILE" if name == "checkpoint" else "--gemma-root DIR"
             yield Finding(name, "note", f"not checked: type {typed}")
@@ -339,7 +339,7 @@ def fits(examination: Examination) -> Iterator[Finding]:
         core = f"fits the {format_bytes(limit)} of a core"
         return f"{core}, according to {command('plan')}"
 
-    yield attempt("device memory", check_memory)
+    yield finding_of("device memory", check_memory)
 
 
 def artifacts(examination: Examination) -> Iterator[Finding]:
@@ -353,7 +353,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         size.check()
     except UserError as error:
         if os.path.isfile(args.checkpoint_path):  # otherwise the check `files` reports it
-            yield blocked("artifacts", error)
+            yield from_error("artifacts", error)
         return
 
     job = workspace.resolved(examination.job)
@@ -384,7 +384,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
             "sound graphs": lambda: _finished(workspace.sound_programs(size, sound)),
         }
     for check, fact in facts.items():
-        yield attempt(check, fact, "todo")
+        yield finding_of(check, fact, "todo")
 
 
 def _finished(programs: Sized) -> str:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from ltx_neuron.backends import nki
 from ltx_neuron.backends.environment import visible_cores
 from ltx_neuron.doctor import sdk
-from ltx_neuron.doctor.finding import Finding, judged
+from ltx_neuron.doctor.finding import Finding, finding_if
 from ltx_neuron.doctor.system import System
 from ltx_neuron.profiles import STACKS, Profile
 
@@ -42,7 +42,7 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
     text = "device files exist, but no driver is loaded"
     if driver:
         text = driver + sdk.release_suffix("driver", driver)
-    yield judged("driver", driver is not None, text, DRIVER)
+    yield finding_if("driver", driver is not None, text, DRIVER)
     yield libraries(system)
     yield from sdk_packages(profile, driver, system)
     yield from cores(profile, tp, system)
@@ -55,7 +55,9 @@ def libraries(system: System) -> Finding:
     lacking = [name for name, file in LIBRARIES.items() if not any(folder.glob(f"{file}.so*"))]
     text = f"/{_FOLDER} has no library of {' and '.join(lacking)}; device runs need them"
     fix = f"sudo apt-get install {' '.join(lacking)}"
-    return judged("libraries", not lacking, text if lacking else ", ".join(LIBRARIES), fix, "note")
+    return finding_if(
+        "libraries", not lacking, text if lacking else ", ".join(LIBRARIES), fix, "note"
+    )
 
 
 def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterator[Finding]:
@@ -74,7 +76,7 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
         names = ", ".join(f"{name} {version}" for name, version in installed.items())
         text = names + sdk.release_suffix("compiler", compiler)
     fix = "source /opt/aws_neuronx_venv_torch_neuronx_2_14_0/bin/activate, or README, Install"
-    yield judged("sdk", bool(installed), text, fix, "note")
+    yield finding_if("sdk", bool(installed), text, fix, "note")
     for name, version in sdk.DECOYS.items():
         if system.version(name) == version:
             yield Finding(
@@ -99,7 +101,7 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
         return  # `checks.packages` reports a missing package
     state, usable = sdk.nxd_support(release)
-    yield judged("nxd", usable, state, _OTHER_ENVIRONMENT)
+    yield finding_if("nxd", usable, state, _OTHER_ENVIRONMENT)
     if usable and release and release >= (2, 30):
         yield Finding(
             "nxd",
@@ -162,7 +164,7 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
             else "type a smaller --tp-degree"
         )
         enough = free >= needed or profile.device != "neuron"
-        yield judged("cores", enough, text, fix)
+        yield finding_if("cores", enough, text, fix)
     visible = system.environment.get("NEURON_RT_VISIBLE_CORES", "")
     shown = 0
     with suppress(ValueError):
@@ -210,4 +212,4 @@ def lnc(profile: Profile, system: System) -> Finding:
         "neuron-ls": f"export NEURON_LOGICAL_NC_CONFIG={wanted}",
     }
     fix = "; ".join(fixes.get(name, f"unset {name}") for name in wrong)
-    return judged("lnc", good, text, fix)
+    return finding_if("lnc", good, text, fix)

@@ -41,7 +41,7 @@ _MIN_WEIGHT_ROWS = 64  # of a piece: fewer do not keep a product busy
 # core's share of one of the video connector, its piece of a convolution of the video decoder.
 _TIMED_PRODUCTS = {"few": (60, 3840, 1024), "many": (1024, 4096, 256), "tile": (128, 256, 256)}
 _TILES = 50  # products of a tile per round
-_TURNS, _ATTEMPTS = 5, 3
+_ROUNDS, _ATTEMPTS = 5, 3
 
 # Channels, frames, height and width of the timed convolution: 1.3 ms in float32, and less than a
 # second where bfloat16 has no vector instructions.
@@ -172,8 +172,8 @@ def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
 def _measured_speed() -> int:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 1
-    turns = _on_one_core(lambda: _in_turns(_convolutions(), _REPEATS))
-    least = {dtype: min(turn[dtype] for turn in turns) for dtype in turns[0]}
+    rounds = _on_one_core(lambda: _alternate(_convolutions(), _REPEATS))
+    least = {dtype: min(times[dtype] for times in rounds) for dtype in rounds[0]}
     ratio = least[torch.float32] / least[torch.bfloat16]
     return next((speed for bound, speed in _SPEEDS.items() if ratio >= bound), 1)
 
@@ -208,17 +208,17 @@ def _on_one_core(measure: Callable[[], Any]) -> Any:
 def _fastest(functions: dict[str, Callable[[], object]]) -> str:
     """The name of the fastest function. If none wins every round, the machine is busy or they are
     equally fast: all are timed again, and the least times decide."""
-    turns = []
+    rounds = []
     for _ in range(_ATTEMPTS):
-        latest = _in_turns(functions, _TURNS)
-        turns += latest
-        if len({min(turn, key=turn.__getitem__) for turn in latest}) == 1:
-            turns = latest
+        latest = _alternate(functions, _ROUNDS)
+        rounds += latest
+        if len({min(times, key=times.__getitem__) for times in latest}) == 1:
+            rounds = latest
             break
-    return min(functions, key=lambda name: min(turn[name] for turn in turns))
+    return min(functions, key=lambda name: min(times[name] for times in rounds))
 
 
-def _in_turns(functions: dict[Any, Callable[[], object]], count: int) -> list[dict[Any, float]]:
+def _alternate(functions: dict[Any, Callable[[], object]], count: int) -> list[dict[Any, float]]:
     """CPU seconds of the functions, in alternating rounds: other work slows down all of them."""
     for function in functions.values():
         function()  # warm-up

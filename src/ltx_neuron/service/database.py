@@ -196,7 +196,6 @@ class Database:
 
 
 def _rename_columns(connection: sqlite3.Connection) -> None:
-    """Rename the columns of an earlier version's database."""
     columns = {row["name"] for row in connection.execute("PRAGMA table_info(jobs)")}
     for old in _RENAMED.keys() & columns:
         connection.execute(f"ALTER TABLE jobs RENAME COLUMN {old} TO {_RENAMED[old]}")

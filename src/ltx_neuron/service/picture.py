@@ -29,7 +29,6 @@ def decode(source: Path, target: Path, max_pixels: int = MAX_PIXELS) -> None:
 
 
 def _convert(source: str, target: str, max_pixels: int) -> None:
-    """Write the first picture of a file as PNG, with the same pixels."""
     from PIL import Image
 
     from ltx_neuron.host.colors import in_srgb
