@@ -101,8 +101,8 @@ class Terminated(KeyboardInterrupt):
 
 def reason(error: Exception) -> str:
     """The system's reason for refusing a path, as text; for other errors their own text."""
-    own = getattr(error, "strerror", None) or str(error)
-    return _SYSTEM_ERRORS.get(getattr(error, "errno", None) or 0, (own, ""))[0]
+    text = getattr(error, "strerror", None) or str(error)
+    return _SYSTEM_ERRORS.get(getattr(error, "errno", None) or 0, (text, ""))[0]
 
 
 def refusal(error: OSError, flag: str = "", advice: str = "") -> UserError:

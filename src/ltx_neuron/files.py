@@ -225,8 +225,8 @@ def check_regular(path: str | Path) -> None:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         if re.match(r"\w{2,}:/", str(path)):  # Path makes one slash of two
-            said = "that is an address (URL), wanted a file of this machine: download it first"
-            raise OSError(errno.EINVAL, said, str(path)) from None
+            text = "that is an address (URL), wanted a file of this machine: download it first"
+            raise OSError(errno.EINVAL, text, str(path)) from None
         raise
     except ValueError:  # an invalid character in a path
         raise _refused(FileNotFoundError, errno.ENOENT, path) from None

@@ -157,12 +157,12 @@ def _cached(repo: str, revision: str, file: str, kind: str) -> Path | None:
 
     if not file and kind != "gemma":
         return None
-    found = try_to_load_from_cache(repo, file or _GEMMA[0], revision=revision)
-    if not isinstance(found, str):  # None, or a mark of a file that the repository lacks
+    path = try_to_load_from_cache(repo, file or _GEMMA[0], revision=revision)
+    if not isinstance(path, str):  # None, or a mark of a file that the repository lacks
         return None
     if file:
-        return Path(found)
-    folder = Path(found).parent
+        return Path(path)
+    folder = Path(path).parent
     shards = [shard for each in os.listdir(folder) if (shard := _SHARD.fullmatch(each))]
     whole = shards and len(shards) == int(shards[0][1] or 1)
     return folder if whole and all((folder / each).is_file() for each in _GEMMA) else None
@@ -249,8 +249,8 @@ def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
             fix = "Free some space, or choose a larger disk with HF_HOME=DIR"
         else:
             cause = error.__cause__ or error
-            said = f"{type(cause).__name__}: {cause}".partition("\n")[0][:150]
-            text = f"{name}: no such file here{nearest(name)}, and no download from {url} ({said})"
+            why = f"{type(cause).__name__}: {cause}".partition("\n")[0][:150]
+            text = f"{name}: no such file here{nearest(name)}, and no download from {url} ({why})"
             fix = "Check the network and the token (hf auth whoami), then type the command again"
     else:
         return

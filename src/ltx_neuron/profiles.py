@@ -418,8 +418,8 @@ def resolve(
         backend: Any = (profile.device == "neuron" and installed_backend()) or "torchdist"
         profile = dataclasses.replace(profile, backend=backend)
     _check(profile)
-    kept = tuple(setting for setting in settings if setting.partition("=")[0] != "tuned")
-    return dataclasses.replace(profile, settings=kept)
+    typed = tuple(setting for setting in settings if setting.partition("=")[0] != "tuned")
+    return dataclasses.replace(profile, settings=typed)
 
 
 # Device -> the possible values of compile_backend.
@@ -519,12 +519,14 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
             free = profile.guidance_parallel == 1  # groups need TorchNeuron
             wanted = [*STACKS.values()] if free and not here else [stack]
             packages = [each.package for each in STACKS.values()]
-            found = [f"{name} {version}" for name in packages if (version := package_version(name))]
+            present = [
+                f"{name} {version}" for name in packages if (version := package_version(name))
+            ]
             commands = "; or ".join(f"{each.name}: {each.install}" for each in wanted)
             other = f"--profile-set backend={here}" if free and here else "--profile cpu"
             raise UserError(
                 f"profile {profile.name!r} needs {' or '.join(map(str, wanted))}, found"
-                f" {', '.join(found) or 'neither'}.\nInstall {commands}; or type {other}"
+                f" {', '.join(present) or 'neither'}.\nInstall {commands}; or type {other}"
             )
     elif profile.device == "cuda":
         count = (machine or probe()).cuda_devices

@@ -151,7 +151,7 @@ def read_config(content: object, path: Path) -> GemmaConfig:
             raise UserError(
                 f"{path}: text_config.{name} is {text[name]!r}, which is not implemented"
             )
-    sizes = {name: text.get(name, own) for name, own in dataclasses.asdict(known).items()}
+    sizes = {name: text.get(name, default) for name, default in dataclasses.asdict(known).items()}
     pattern = text.get("sliding_window_pattern", 6)
     types = text.get("layer_types") or [
         "sliding" if (i + 1) % pattern else "full_attention"

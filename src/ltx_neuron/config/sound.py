@@ -70,10 +70,10 @@ def audio_decoder_config(metadata: Mapping[str, Any]) -> AudioDecoderConfig:
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_sound("audio_vae", error) from None
     check_numbers(config, "checkpoint config: audio_vae.")
-    made = {"ch_mult": 2 ** (len(config.multipliers) - 1), "ch": config.base_channels}
+    sizes = {"ch_mult": 2 ** (len(config.multipliers) - 1), "ch": config.base_channels}
     # A statistic for every channel and bin of a latent.
     statistics = config.latent_channels * config.latent_bins
-    _check_values("audio_vae", made, {"ch_mult": AUDIO_SCALE, "ch": statistics})
+    _check_values("audio_vae", sizes, {"ch_mult": AUDIO_SCALE, "ch": statistics})
     return config
 
 

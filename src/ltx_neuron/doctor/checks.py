@@ -133,15 +133,15 @@ def packages(examination: Examination) -> Iterator[Finding]:
     version, (low, high) = examination.system.version("torch") or "", sdk.TORCH
     numbers = sdk.version_numbers(version)[:2]
     stack = profiles.STACKS[profile.backend]  # each runs with one torch
-    own = sdk.NXD_TORCH if profile.backend == "nxd" else sdk.version_numbers(stack.version)[:2]
+    needed = sdk.NXD_TORCH if profile.backend == "nxd" else sdk.version_numbers(stack.version)[:2]
     if not low <= numbers < high:
         wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
         fix = f'pip install "{wanted}"'
         if profile.device == "neuron":
             fix = f"in an environment of its own: {stack.install}"
         yield Finding("torch", "blocks", f"torch is {version or 'absent'}, wanted {wanted}", fix)
-    elif profile.device == "neuron" and own and numbers != own:
-        text = f"torch is {version}; this {stack.name} needs {sdk.dotted(own)}"
+    elif profile.device == "neuron" and needed and numbers != needed:
+        text = f"torch is {version}; this {stack.name} needs {sdk.dotted(needed)}"
         yield Finding("torch", "blocks", text, f"in an environment of its own: {stack.install}")
     else:
         yield Finding("torch", "ok", version)
@@ -266,12 +266,12 @@ def files(examination: Examination) -> Iterator[Finding]:
         "gemma": (args.gemma_root, partial(_gemma, examination)),
     }
     for kind in ("spatial", "temporal"):
-        given = getattr(args, f"{kind}_upsampler_path")
-        if given or f"{kind} upsampler" in checks:
-            named[f"{kind} upsampler"] = given or "needed", partial(_upsampler, args, kind)
+        path = getattr(args, f"{kind}_upsampler_path")
+        if path or f"{kind} upsampler" in checks:
+            named[f"{kind} upsampler"] = path or "needed", partial(_upsampler, args, kind)
     others = {name: ("needed", lambda: "whole") for name in checks if name not in named}
-    for name, (given, describe) in (named | others).items():
-        if given:
+    for name, (path, describe) in (named | others).items():
+        if path:
             yield finding_of(name, partial(_fact, checks.get(name), describe))
         else:
             typed = "--checkpoint-path FILE" if name == "checkpoint" else "--gemma-root DIR"

@@ -95,9 +95,21 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             " the runtime may refuse the graphs",
             "sudo apt-get install --only-upgrade aws-neuronx-dkms",
         )
-    yield from _kernels(profile, system)
-    if compiler:
-        yield from _compiler(compiler, system)
+    if profile.attention == "nki" and (error := system.import_error(nki.PACKAGE)):
+        text = f"attention=nki needs the kernels of {nki.PACKAGE}; importing it failed: {error}"
+        yield Finding("nki", "blocks", text, nki.MISSING)
+    islpy = system.version("islpy")
+    if compiler and sdk.version_numbers(islpy) >= sdk.ISLPY_TOO_NEW:
+        text = f"islpy {islpy}: neuronx-cc 2.27 fails with it (NCC_ISMP902)"
+        yield Finding("islpy", "blocks", text, "pip install 'islpy<2026.2'")
+    if compiler and not system.program("neuronx-cc"):
+        yield Finding(
+            "sdk",
+            "blocks",
+            f"neuronx-cc {compiler} is installed, but its program is neither in PATH nor in this"
+            " Python's folder",
+            "install it again: pip install --force-reinstall --no-deps neuronx-cc",
+        )
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
         return  # `checks.packages` reports a missing package
     state, usable = sdk.nxd_support(release)
@@ -108,31 +120,6 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             "note",
             f"SDK 2.34 ends NxD on Trainium2: keep this environment at {sdk.dotted(sdk.NXD_LAST)}"
             f" or older. Its successor is {STACKS['torchdist']}, in an environment of its own",
-        )
-
-
-def _kernels(profile: Profile, system: System) -> Iterator[Finding]:
-    if profile.attention == "nki" and (error := system.import_error(nki.PACKAGE)):
-        text = f"attention=nki needs the kernels of {nki.PACKAGE}; importing it failed: {error}"
-        yield Finding("nki", "blocks", text, nki.MISSING)
-
-
-def _compiler(version: str, system: System) -> Iterator[Finding]:
-    islpy = system.version("islpy")
-    if sdk.version_numbers(islpy) >= sdk.ISLPY_TOO_NEW:
-        yield Finding(
-            "islpy",
-            "blocks",
-            f"islpy {islpy}: neuronx-cc 2.27 fails with it (NCC_ISMP902)",
-            "pip install 'islpy<2026.2'",
-        )
-    if not system.program("neuronx-cc"):
-        yield Finding(
-            "sdk",
-            "blocks",
-            f"neuronx-cc {version} is installed, but its program is neither in PATH nor in this"
-            " Python's folder",
-            "install it again: pip install --force-reinstall --no-deps neuronx-cc",
         )
 
 

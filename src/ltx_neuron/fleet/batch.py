@@ -64,13 +64,15 @@ def _make(
     folder: Path,
     results: Results,
 ) -> None:
-    said = {line.number: notes(line.job, workspace) for line in lines}
+    notes_of = {line.number: notes(line.job, workspace) for line in lines}
     left = _submit(lines, queue)
     # As replicas parse them: with absolute paths of LoRAs.
     jobs = [workspace.resolved(flags.job_of(line.job.spec)) for line in lines]
     sets = list({stage.loras for job in jobs for stage in job.stages})
     max_replicas = min(args.replicas or len(lines), len(lines))
-    pool = Pool(queue, args, _capability_jobs(jobs), max_replicas, _MAX_FAILURES, sets)
+    # A job of every size and weight set, without those whose input files a replica lacks.
+    plain = {(j.size, j.recipe, j.upscale, j.stages): j for j in jobs if not j.files}
+    pool = Pool(queue, args, [*plain.values()], max_replicas, _MAX_FAILURES, sets)
 
     def take_ended() -> None:
         for id, line in list(left.items()):
@@ -80,8 +82,13 @@ def _make(
                 assert entry.error
                 results.failed(line, RunError(entry.error["message"]))
             elif entry.status == COMPLETED:
-                made = queue.folder_of(id) / VIDEO
-                _take_video(line, made, folder / line.file, said[line.number])
+                result, video = queue.folder_of(id) / VIDEO, folder / line.file
+                # With the user's own paths.
+                sidecar = read_json(result.with_suffix(".json")) | line.job.describe()
+                sidecar |= {"inputs": digests_of_inputs(line.job), "notes": notes_of[line.number]}
+                write_json(video.with_suffix(".json"), sidecar)
+                if result.is_file():  # else a killed run has already moved it
+                    result.replace(video)
                 results.done(line)
             else:
                 continue
@@ -118,20 +125,6 @@ def _submit_new(line: Line, queue: Queue) -> Entry:
     public_fields = {"line": line.number}
     new = NewJob(id, OWNER, line.digest, _batch_key(line.job), params, public_fields)
     return queue.submit(new)[0]
-
-
-def _take_video(line: Line, made: Path, video: Path, said: list[str]) -> None:
-    """Move a finished video out of its job's folder. Its JSON contains the user's own paths."""
-    described = line.job.describe() | {"inputs": digests_of_inputs(line.job), "notes": said}
-    write_json(video.with_suffix(".json"), read_json(made.with_suffix(".json")) | described)
-    if made.is_file():  # else a killed run has already moved it
-        made.replace(video)
-
-
-def _capability_jobs(jobs: list[Job]) -> list[Job]:
-    """A job of every size and weight set, without those whose input files a replica lacks."""
-    plain = [job for job in jobs if not job.files]
-    return list({(job.size, job.recipe, job.upscale, job.stages): job for job in plain}.values())
 
 
 def _batch_key(job: Job) -> str:

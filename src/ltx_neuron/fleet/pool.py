@@ -78,7 +78,15 @@ class Pool:
         """Keep replicas running. look: called twice a second."""
         self.queue.release_worker(None, crashed=True)  # of a killed pool: only one uses the queue
         with cluster.connected(self.args.ray, self.profile):
-            self._start_queue_actor()
+            node = ray.get_runtime_context().get_node_id()
+            here = NodeAffinitySchedulingStrategy(node, soft=False)
+            actor = ray.remote(QueueActor).options(
+                num_cpus=0, max_concurrency=_MAX_CALLS, scheduling_strategy=here
+            )
+            self.queue_actor = actor.remote(
+                self.queue.database.path.absolute(), self.queue.folder.absolute(), self.queue.lease
+            )
+            self._queue_ended = self.queue_actor.until_it_dies.remote()
             try:
                 while not self.stop.is_set():
                     self._fill()
@@ -86,16 +94,6 @@ class Pool:
                     look()
             finally:
                 self._end()
-
-    def _start_queue_actor(self) -> None:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(QueueActor).options(
-            num_cpus=0, max_concurrency=_MAX_CALLS, scheduling_strategy=here
-        )
-        self.queue_actor = actor.remote(
-            self.queue.database.path.absolute(), self.queue.folder.absolute(), self.queue.lease
-        )
-        self._queue_ended = self.queue_actor.until_it_dies.remote()
 
     def _fill(self) -> None:
         needed = cluster.Needs.of(self.profile, self.tp)
@@ -111,9 +109,9 @@ class Pool:
         while len(self.members) < min(room, self.max_replicas):
             name = f"ray-{secrets.token_hex(4)}"
             actor = ray.remote(Replica).options(**needed.options, max_concurrency=2)
-            made = actor.remote(name, self.queue_actor, self.queue.lease, self.args)
-            ended = made.run.remote(self.capability_jobs, self.sets)
-            self.members[ended] = _Member(name, made, time.monotonic())
+            replica = actor.remote(name, self.queue_actor, self.queue.lease, self.args)
+            ended = replica.run.remote(self.capability_jobs, self.sets)
+            self.members[ended] = _Member(name, replica, time.monotonic())
 
     def _wait(self) -> None:
         ended, _ = ray.wait([self._queue_ended, *self.members], timeout=_LOOK_SECONDS)

@@ -188,15 +188,15 @@ def _products(kind: str) -> dict[str, Callable[[], object]]:
     rows, inputs, outputs = _TIMED_PRODUCTS[kind]
     x, out = torch.ones(rows, inputs), torch.ones(rows, outputs)
     weight = torch.ones(outputs, inputs)
-    found = {}
+    functions = {}
     for library in (BLAS, ONEDNN):
         if kind == "tile":
             product = partial(multiply, x, weight, out, library)
-            found[library] = lambda product=product: [product() for _ in range(_TILES)]
+            functions[library] = lambda product=product: [product() for _ in range(_TILES)]
         else:
             products = StoredProducts(Libraries(library, library))
-            found[library] = partial(products.multiply, x, weight.bfloat16(), out)
-    return found
+            functions[library] = partial(products.multiply, x, weight.bfloat16(), out)
+    return functions
 
 
 def _on_one_core(measure: Callable[[], Any]) -> Any:
@@ -282,12 +282,12 @@ def _choice(
 def store_choices(artifacts_dir: Path) -> None:
     """Write this process's choices, but keep another's. Does not create the artifacts folder."""
     path = choices_file(artifacts_dir)
-    own = _choices.get(path, {})
-    if not os.path.isdir(artifacts_dir) or own.keys() <= _stored_choices(path).keys():
+    measured = _choices.get(path, {})
+    if not os.path.isdir(artifacts_dir) or measured.keys() <= _stored_choices(path).keys():
         return
     try:
         with exclusive(path, "storing measurements in"):
-            choices = own | _stored_choices(path)
+            choices = measured | _stored_choices(path)
             write_json(path, {"machine": this_machine(), "choices": choices})
     except OSError as error:
         _print_once(f"{path} cannot be written ({reason(error)}): measurements are not saved")

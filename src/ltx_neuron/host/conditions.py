@@ -47,7 +47,10 @@ def check(inputs: Inputs) -> None:
         rate = _read_sound_condition(inputs).rate
         _check_rate(inputs.sound.path, SOUND, rate, aac_rate(rate))
     if inputs.retake:
-        _check_source(inputs)
+        extension, size = inputs.extension, inputs.size
+        frames = extension.source_frames if extension else size.num_frames
+        _check_footage(inputs.retake.path, RETAKE, frames, size.sides, inputs.upright)
+        _retaken_sound(inputs)
     if inputs.reference_audio:
         voice = inputs.reference_audio
         read_reference_audio(voice.path, voice.max_duration, voice_flag(inputs))
@@ -157,19 +160,19 @@ def _read_sound_condition(inputs: Inputs) -> Sound:
 
 def _too_short(inputs: Inputs, sound: Sound, audio_frames: int) -> UserError:
     assert inputs.sound
-    asked, size, where, advice = inputs.sound, inputs.output_size, "", "pass a longer sound"
-    if asked.start_time:
-        where += f" from --audio-start-time {asked.start_time:g} on"
+    source, size, where, advice = inputs.sound, inputs.output_size, "", "pass a longer sound"
+    if source.start_time:
+        where += f" from --audio-start-time {source.start_time:g} on"
         advice += ", or type a smaller --audio-start-time"
-    if asked.max_duration is not None:
-        where += f" with --audio-max-duration {asked.max_duration:g}"
+    if source.max_duration is not None:
+        where += f" with --audio-max-duration {source.max_duration:g}"
         advice = f"leave --audio-max-duration out, or {advice}"
     for num_frames in range(size.num_frames - latents.TIME_SCALE, 0, -latents.TIME_SCALE):
         if 1 <= latents.audio_latent_frames(num_frames, size.frame_rate) <= audio_frames:
             advice += f", or type --num-frames {num_frames}"
             break
     return UserError(
-        f"{SOUND} {asked.path} is shorter than the video: got"
+        f"{SOUND} {source.path} is shorter than the video: got"
         f" {sound.samples.shape[1] / sound.rate:.2f} s of sound{where}, wanted {size.seconds:.2f} s"
         f" ({size.num_frames} frames at {size.frame_rate:g} per second); {advice}"
     )
@@ -226,12 +229,12 @@ def read_reference_audio(path: str | Path, max_duration: float | None, flag: str
 def notes(inputs: Inputs) -> list[str]:
     """What a job changes of its files, in sentences: silence that is added, sound and pictures that
     are left out. Also a voice much shorter or longer than those of the training."""
-    said = [
+    lines = [
         f"--image {image.path} moves: its first picture is taken"
         for image in inputs.images
         if not is_still(image.path)
     ]
-    said += [
+    lines += [
         f"{flag} {path}: {sentence}"
         for flag, (path, start, duration) in _read_sounds(inputs).items()
         for sentence in _changes(path, flag, start, duration)
@@ -239,15 +242,15 @@ def notes(inputs: Inputs) -> list[str]:
     if voice := inputs.voice:
         seconds = voice.latents / latents.AUDIO_LATENTS_PER_SECOND
         if not 2 <= seconds <= 10:
-            said.append(
+            lines.append(
                 f"{VOICE} {voice.path} gives {seconds:.1f} s of sound; its LoRA was trained on"
                 " about 5 s, wanted 2 to 10"
             )
     if dubbed := inputs.dubbing:
         frames = media.footage(dubbed.path, DUBBED).num_frames
         if dubbed.num_frames < frames:
-            said.append(f"{dubbed.path}: {dubbed.num_frames} of {frames} frames are used (8k+1)")
-    return said
+            lines.append(f"{dubbed.path}: {dubbed.num_frames} of {frames} frames are used (8k+1)")
+    return lines
 
 
 def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | None]]:
@@ -266,18 +269,18 @@ def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | N
 
 def _changes(path: str | Path, flag: str, start: float, duration: float | None) -> list[str]:
     """Where silence is added to a sound, and what of it is left out."""
-    if (heard := media.hearing(path, flag, start, duration)) is None:
+    if (times := media.hearing(path, flag, start, duration)) is None:
         return []
-    said, (begins, ends, missing) = [], heard
+    lines, (begins, ends, missing) = [], times
     if not start and begins < -_HEARD:
-        said.append(f"{-begins:.2f} s of its sound before its picture are left out")
+        lines.append(f"{-begins:.2f} s of its sound before its picture are left out")
     if begins > _HEARD:
-        said.append(f"its sound begins after {start + begins:.2f} s: silence before it")
+        lines.append(f"its sound begins after {start + begins:.2f} s: silence before it")
     if missing:
-        said.append(f"its sound has pauses of {missing:.2f} s in all: silence in them")
+        lines.append(f"its sound has pauses of {missing:.2f} s in all: silence in them")
     if flag == RETAKE and duration and duration - ends > _HEARD:
-        said.append(f"its sound ends {duration - ends:.2f} s before its picture: silence after it")
-    return said
+        lines.append(f"its sound ends {duration - ends:.2f} s before its picture: silence after it")
+    return lines
 
 
 def voice_flag(inputs: Inputs) -> str:
@@ -300,14 +303,6 @@ def _encode_reference_audio(
 
 
 # --- retake ---------------------------------------------------------------------------------------
-
-
-def _check_source(inputs: Inputs) -> None:
-    assert inputs.retake
-    extension, size = inputs.extension, inputs.size
-    frames = extension.source_frames if extension else size.num_frames
-    _check_footage(inputs.retake.path, RETAKE, frames, size.sides, inputs.upright)
-    _retaken_sound(inputs)
 
 
 def _encode_retake(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict[str, Tensor]:
@@ -394,9 +389,9 @@ def with_source(
     the new ones from `decoded`, which is read no further than needed."""
     extension = inputs.extension
     assert extension
-    taken, kept = extension.decoded, map(torch.from_numpy, _source_frames(inputs))
+    taken, original = extension.decoded, map(torch.from_numpy, _source_frames(inputs))
     new = islice(chain.from_iterable(decoded), taken.start, taken.stop)
-    frames = chain(new, kept) if extension.before else chain(kept, new)
+    frames = chain(new, original) if extension.before else chain(original, new)
     with closing(decoded):
         while chunk := list(islice(frames, latents.TIME_SCALE)):
             yield torch.stack(chunk)
@@ -496,9 +491,9 @@ def token_weights(pixels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
 def _check_footage(
     path: str | Path, flag: str, num_frames: int, sides: tuple[int, int], upright: bool
 ) -> None:
-    found = media.footage(path, flag, upright)
-    _check_number(path, flag, found.num_frames, max(1, num_frames))
-    check_filling(path, found.sides, *sides, flag)
+    video = media.footage(path, flag, upright)
+    _check_number(path, flag, video.num_frames, max(1, num_frames))
+    check_filling(path, video.sides, *sides, flag)
 
 
 def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:

@@ -40,7 +40,7 @@ def load_image(
     width: int,
     crf: int = 33,
     dtype: torch.dtype = torch.float32,
-    orientation: str = "shown",
+    orientation: str = "shown",  # see sampling.compat.Compat
 ) -> torch.Tensor:
     """The image as pixels (1, 3, 1, height, width) in [-1, 1], as
     ltx_pipelines.utils.media_io.load_image_conditioning.
@@ -49,8 +49,6 @@ def load_image(
     (0 skips it); then it is scaled to fill height x width and cropped around its centre. Alpha is
     dropped. Raises UserError when `path` is not a readable image, or one too small or too large to
     use.
-
-    orientation  see sampling.compat.Compat
     """
     image = decode_image(path, orientation)
     if crf != 0:
@@ -137,7 +135,8 @@ def decode_image(path: str | Path, orientation: str, flag: str = "--image") -> n
                 if orientation == "stored":
                     shown = _eight_bit(image).convert("RGB")
                 else:
-                    turn = orientation == "shown" or _is_turned(image)
+                    exif = image.getexif().get(ExifTags.Base.Orientation)
+                    turn = orientation == "shown" or exif in (3, 6, 8)  # quarters, not mirrored
                     shown = in_srgb(_eight_bit(ImageOps.exif_transpose(image) if turn else image))
                 picture = np.array(shown)
         except FileNotFoundError:
@@ -185,11 +184,6 @@ def check_filling(
             f"{path} is too narrow to fill {width}x{height}: got {size[1]}x{size[0]} pixels, wanted"
             f" an aspect ratio closer to the video's; crop it and pass it again with {flag} FILE"
         )
-
-
-def _is_turned(image: Image.Image) -> bool:
-    """Whether its EXIF turns an image by quarters without mirroring it."""
-    return image.getexif().get(ExifTags.Base.Orientation) in (3, 6, 8)
 
 
 def _eight_bit(image):

@@ -152,17 +152,12 @@ class ModelSpec(NamedTuple):
 
 def checkpoint_spec(
     name: str,
-    path: str | Path,
-    config: Mapping[str, Any],
+    path: str | Path,  # of the checkpoint
+    config: Mapping[str, Any],  # the checkpoint's
     dtype: torch.dtype | None,
-    files: ModelFiles | None = None,
+    files: ModelFiles | None = None,  # of a model with one file per part
 ) -> ModelSpec:
-    """The source of one of a checkpoint's models.
-
-    path    of the checkpoint
-    config  the checkpoint's
-    files   of a model with one file per part
-    """
+    """The source of one of a checkpoint's models."""
     import_ltx_core()
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics

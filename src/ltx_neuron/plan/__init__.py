@@ -143,13 +143,6 @@ class CoreMemory:
         return max(step, self.text_encoder, decode) + ASSUMED["runtime_bytes_per_core"]
 
     @property
-    def with_decoder(self) -> int:
-        """With transformer and video decoder together, after the text encoder. Bytes."""
-        weights = self.transformer + self.video_decoder
-        both = weights + max(self.activations, self.tile)
-        return max(both, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
-
-    @property
     def resident(self) -> int:
         """With all models on the device together. Bytes."""
         weights = self.transformer + self.text_encoder + self.video_decoder
@@ -157,9 +150,11 @@ class CoreMemory:
         return weights + activations + ASSUMED["runtime_bytes_per_core"]
 
     def vae_stays(self, profile: Profile) -> bool:
-        """Whether the VAEs stay on the device beside the transformer."""
+        """Whether the VAEs stay on the device beside the transformer, after the text encoder."""
+        both = self.transformer + self.video_decoder + max(self.activations, self.tile)
+        needed = max(both, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
         limit = profile.memory_bytes_per_core
-        return profile.resident or (limit is not None and self.with_decoder <= limit)
+        return profile.resident or (limit is not None and needed <= limit)
 
     def needed(self, profile: Profile) -> int:
         return self.resident if profile.resident else self.in_turn
@@ -200,12 +195,10 @@ def check_fits(
     job: Job,
     tp: int,
     dtype: str,
-    gemma: GemmaConfig | None,
+    gemma: GemmaConfig | None,  # the text encoder's config; None if the host encodes prompts
 ) -> None:
     """Raise UserError, with the nearest size that fits, if a generation needs more memory than a
     core of the profile has. Loads nothing.
-
-    gemma  the text encoder's config; None if the host encodes prompts
     """
     if profile.memory_bytes_per_core is None:
         return
@@ -475,8 +468,8 @@ def _score_bytes(
     queries = own_tokens(tokens, profile.context_parallel)
     masked = bucket.biased and min(queries, rows_at_once(heads, tokens))
     rows = {"matmul": queries, "nki": masked}
-    row, held = 4 * heads * tokens, rows.get(profile.attention, 0)
-    return row * held, row * queries if held else 0
+    row, rows_held = 4 * heads * tokens, rows.get(profile.attention, 0)
+    return row * rows_held, row * queries if rows_held else 0
 
 
 def step_launches(config: TransformerConfig, blocks_per_graph: int) -> int:
@@ -530,8 +523,8 @@ def _moved_bytes(exported: torch.export.ExportedProgram, tp: int) -> float:
     moved = 0.0
     for node in exported.graph.nodes:
         if node.args and node.args[-1] == mesh.WORLD:
-            given, result = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
-            moved += (tp - 1) / tp * (2 * given if given == result else max(given, result))
+            argument, result = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
+            moved += (tp - 1) / tp * (2 * argument if argument == result else max(argument, result))
     return moved
 
 

@@ -109,7 +109,7 @@ def forecast(
     busy = map(sum, zip(*ranges.values(), strict=True))
     ranges["waiting"] = [share * ms for share, ms in zip(_WAITING, busy, strict=True)]
     ranges["fixed"] = [blocks * ms for ms in FIXED_MS]
-    ranges["launches"] = [launches * ms + own for ms, own in zip(barriers, python, strict=True)]
+    ranges["launches"] = [launches * ms + cpu for ms, cpu in zip(barriers, python, strict=True)]
     sources = {
         "linear": f"{format_flops(tp * linear)} at {_percent(_LINEAR)} of the peak, assumed",
         "attention": (

@@ -41,8 +41,8 @@ def _tokens(stage: StagePlan) -> str:
     """The tokens of each stream that the stage has, those of references apart."""
     counts = zip((stage.video_tokens, stage.audio_tokens), stage.reference_tokens, strict=True)
     return " and ".join(
-        f"{count - held:,} {stream}" + (f" + {held:,} reference" if held else "")
-        for stream, (count, held) in zip(("video", "audio"), counts, strict=True)
+        f"{count - reference:,} {stream}" + (f" + {reference:,} reference" if reference else "")
+        for stream, (count, reference) in zip(("video", "audio"), counts, strict=True)
         if count
     )
 

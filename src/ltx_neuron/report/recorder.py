@@ -233,7 +233,7 @@ class Recorder:
         last_stage = max(filter(self._steps.get, self._steps), default=STAGES[0])
         flops = self.counters.flops_per_step
         flops = flops.get(last_stage) if isinstance(flops, dict) else flops
-        made = len(self._finished), sum(self._finished)
+        output = len(self._finished), sum(self._finished)
         peak, median = self.counters.peak_flops, warm[last_stage]["median"]
         return {
             "schema": 1,
@@ -261,10 +261,10 @@ class Recorder:
             **self._guidance_groups(),
             "end_to_end_seconds": end_to_end,
             "residual_seconds": end_to_end - sum(phase["seconds"] for phase in phases),
-            "clips": made[0],
-            "video_seconds": made[1],
+            "clips": output[0],
+            "video_seconds": output[1],
             "start_to_first_clip": self._start_to_first_clip,
-            **({"price": self.price.of(end_to_end, *made)} if self.price else {}),
+            **({"price": self.price.of(end_to_end, *output)} if self.price else {}),
         }
 
     def _guidance_groups(self) -> dict:

@@ -99,17 +99,14 @@ class PromptCache:
         }
         try:
             write_tensors(self._path(prompts), tensors, {})
-            self._make_room()
+            used = {}
+            for path in self.folder.glob("*.safetensors"):
+                with suppress(FileNotFoundError):  # another process removed it
+                    used[path] = path.stat().st_mtime_ns
+            for path in sorted(used, key=used.__getitem__)[:-MAX_FILES]:
+                path.unlink(missing_ok=True)
         except OSError as error:
             self._say(f"the prompt's contexts are not kept for the next run: {error}")
-
-    def _make_room(self) -> None:
-        used = {}
-        for path in self.folder.glob("*.safetensors"):
-            with suppress(FileNotFoundError):  # another process removed it
-                used[path] = path.stat().st_mtime_ns
-        for path in sorted(used, key=used.__getitem__)[:-MAX_FILES]:
-            path.unlink(missing_ok=True)
 
     def _say(self, why: str) -> None:
         if not self._said:

@@ -173,8 +173,8 @@ class Tuning:
 
     def keep(self, best: Settings, ms: float, baseline_ms: float | None) -> None:
         """Write the chosen settings; run settings only if they were tried, typed or fixed."""
-        held = {*self.args.keys, *self.held}
-        run = {key: best[key] for key in tuned_settings.RUN_KEYS if key in held and key in best}
+        tried = {*self.args.keys, *self.held}
+        run = {key: best[key] for key in tuned_settings.RUN_KEYS if key in tried and key in best}
         self.tuned.run = run
         self.tuned.sizes[self.key] = {
             "settings": {key: best[key] for key in tuned_settings.GRAPH_KEYS if key in best},
@@ -197,9 +197,9 @@ def main(argv: list[str] | None = None) -> None:
     args.typed = parser.words
     check(args)
     spec, recipe = flags.spec(args), flags.recipe(args)
-    own = {name: getattr(spec, name) for name in ("sound_only", "nag_scale")}
+    fields = {name: getattr(spec, name) for name in ("sound_only", "nag_scale")}
     size, guidance = flags.size(args), flags.guidance(args, recipe)
-    shape = Job("", size, images=spec.image, recipe=recipe, guidance=guidance, **own)
+    shape = Job("", size, images=spec.image, recipe=recipe, guidance=guidance, **fields)
     shape.check_shape()
     workspace = flags.workspace(args, tuned=False)
     workspace.check_runtime()

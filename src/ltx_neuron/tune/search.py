@@ -64,16 +64,11 @@ def candidates(
     key: str,
     profile: Profile,
     tp: int,
-    num_layers: int,
-    layers: int | None = None,
-    buckets: Sequence[Bucket] = (),
+    num_layers: int,  # the model's depth
+    layers: int | None = None,  # the number of layers in a step; None: all
+    buckets: Sequence[Bucket] = (),  # of the size's stages
 ) -> list[str]:
-    """The values of a key to try: those that are available here and change the profile's effect.
-
-    num_layers  the model's depth
-    layers      the number of layers in a step; None: all
-    buckets     of the size's stages
-    """
+    """The values of a key to try: those that are available here and change the profile's effect."""
     divides = any(may_divide(bucket, tp, profile.context_parallel) for bucket in buckets)
     on_neuron = profile.device == "neuron"
     values = {
@@ -91,12 +86,12 @@ def candidates(
     }
     # Two values that give the same number of blocks per graph give the same graphs.
     known = {None, _effect(profile, key, text_of(profile, key), tp, num_layers)}
-    found = []
+    changing = []
     for value in values[key]:
         if (effect := _effect(profile, key, value, tp, num_layers)) not in known:
             known.add(effect)
-            found.append(value)
-    return found
+            changing.append(value)
+    return changing
 
 
 LAYOUT = "backend", "guidance_parallel", "context_parallel", "blocks_per_graph"

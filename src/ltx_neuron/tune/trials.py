@@ -193,25 +193,19 @@ def progress(row: Row, baseline: Settings) -> str:
 def table(rows: list[Row], baseline: Settings, best: Settings) -> str:
     """A line for each variant, in the order in which they were first measured. rel L2: the largest
     relative distance of its latents from the step in float32."""
-    variants = dict.fromkeys(tuple(row.settings.items()) for row in rows)
-    lines = [_line(rows, dict(variant), baseline, best) for variant in variants]
-    return "\n".join(columns([_HEAD, *lines], left=(-1,)))
-
-
-def _line(
-    rows: list[Row], settings: Settings, baseline: Settings, best: Settings
-) -> tuple[str, ...]:
-    runs = [row for row in rows if row.settings == settings]
-    verdict = next((row.problem for row in runs if row.problem), "not kept")
-    if settings == best:
-        verdict = "chosen"
-    elif settings == baseline and verdict == "not kept":
-        verdict = "own"
-    text, first = f"{name_of(settings, baseline)}: {verdict}", runs[0]
-    if (ms := median_ms(rows, settings)) is None:
-        return ("-", str(len(runs)), "-", "-", "-", text)
-    assert first.steps_ms and first.rel_l2
-    cold = sum(times[0] for times in first.steps_ms.values()) / 1e3
-    error = max(first.rel_l2.values())
-    numbers = (f"{ms:.2f}", str(len(runs)), f"{cold:.2f}", f"{first.compile_seconds:.1f}")
-    return (*numbers, f"{error:.1e}", text)
+    lines: list[tuple[str, ...]] = [_HEAD]
+    for settings in map(dict, dict.fromkeys(tuple(row.settings.items()) for row in rows)):
+        runs = [row for row in rows if row.settings == settings]
+        verdict = next((row.problem for row in runs if row.problem), "not kept")
+        if settings == best:
+            verdict = "chosen"
+        elif settings == baseline and verdict == "not kept":
+            verdict = "own"
+        cells, first = ("-", str(len(runs)), "-", "-", "-"), runs[0]
+        if (ms := median_ms(rows, settings)) is not None:
+            assert first.steps_ms and first.rel_l2
+            cold = sum(times[0] for times in first.steps_ms.values()) / 1e3
+            cells = f"{ms:.2f}", cells[1], f"{cold:.2f}", f"{first.compile_seconds:.1f}"
+            cells += (f"{max(first.rel_l2.values()):.1e}",)
+        lines.append((*cells, f"{name_of(settings, baseline)}: {verdict}"))
+    return "\n".join(columns(lines, left=(-1,)))

@@ -120,8 +120,8 @@ def first_blocks(folder: Path, layers: int, place: Path) -> Path:
         (cut / graph["file"]).unlink(missing_ok=True)
         (cut / graph["file"]).symlink_to((folder / graph["file"]).absolute())
     for run, calls in list(content["runs"].items()):
-        kept = [call for call in calls if call[0] != "blocks" or call[1] < layers]
-        if len(kept) != len(calls):
-            content["runs"] |= {run: kept, _CUT: [call for call in calls if call not in kept]}
+        first = [call for call in calls if call[0] != "blocks" or call[1] < layers]
+        if len(first) != len(calls):
+            content["runs"] |= {run: first, _CUT: [call for call in calls if call not in first]}
     write_checked(cut, content)
     return cut

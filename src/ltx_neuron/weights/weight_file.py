@@ -91,10 +91,10 @@ class WeightFile(TensorFile):
     def _listed_formats(self) -> dict[str, dict]:
         try:
             layers = json.loads(self.metadata.get("_quantization_metadata", "{}")).get("layers", {})
-            said = {self.name_of(f"{each}.weight"): {**of} for each, of in layers.items()}
+            formats = {self.name_of(f"{each}.weight"): {**of} for each, of in layers.items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise self._broken(f"its _quantization_metadata is damaged ({error})") from None
-        return {weight: fields for weight, fields in said.items() if weight in self.shapes}
+        return {weight: fields for weight, fields in formats.items() if weight in self.shapes}
 
     def name_of(self, key: str) -> str | None:
         """The name that this class gives a tensor of the file; None for one that it leaves out."""

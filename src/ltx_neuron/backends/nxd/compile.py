@@ -220,18 +220,14 @@ def compile_program(
 def _compile(
     program: Program,
     name: str,
-    tag: str,
+    tag: str,  # NxD's name for the graph
     folder: Path,
     flags: str,
-    cost: dict[str, int],
-    groups: mesh.Groups,
+    cost: dict[str, int],  # of a call, without collectives, which are counted in the graph's HLO
+    groups: mesh.Groups,  # as in `collectives`
 ) -> dict:
     """Trace and compile a graph; returns its entry of the manifest. If it fails, the compiler's
     working files and log stay in the folder.
-
-    tag   NxD's name for the graph
-    cost  of a call, without collectives, which are counted in the graph's HLO
-    groups  as in `collectives`
     """
     graph, path, workdir = program.graphs[name], folder / graph_file(name, "nxd"), "neuronx-cc"
     builder = trace(program, name, tag)
