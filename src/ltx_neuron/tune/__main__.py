@@ -97,9 +97,7 @@ class Tuning:
             "checkpoint": workspace.checkpoint.fingerprint,
             "request": digest({"job": job.spec.line(), "layers": args.layers, "steps": args.steps}),
             "typed": list(profile.settings),
-            "keys": [key for key in search.KEYS if key in args.keys]
-            if self.cores is None
-            else self.cores,
+            "keys": self.cores or [key for key in search.KEYS if key in args.keys],
         }
         # Unless --force is typed, run settings of an earlier tuned size stay fixed.
         others = self.tuned.sizes.keys() - {self.key}
@@ -114,21 +112,20 @@ class Tuning:
     def run(self) -> None:
         """Measure, print the table, and write the chosen settings."""
         workspace, args, journal = self.workspace, self.args, self.journal
-        layers = workspace.transformer.num_layers
         profile = tuned_settings.applied(workspace.profile, journal.fixed)
         baseline = search.baseline_settings(profile)
         keys = tuple(key for key in search.KEYS if key in args.keys and key not in self.held)
 
         def others(key: str, best: Settings) -> list[Settings]:
             changed = search.with_settings(profile, best)
-            sizes = layers, args.layers, self.job.buckets
+            sizes = workspace.transformer.num_layers, args.layers, self.job.buckets
             return [{key: value} for value in search.candidates(key, changed, workspace.tp, *sizes)]
 
-        best, ms = self.search(baseline, keys, others)
+        best, ms = self.fastest(baseline, keys, others)
         self.keep(best, ms, search.median_ms(journal.rows, baseline))
         print(f"chosen: {trials.name_of(best, baseline)} ({self.tuned.path})")
 
-    def search(
+    def fastest(
         self, baseline: Settings, keys: tuple[str, ...], others: search.Others
     ) -> tuple[Settings, float]:
         """Measure the settings and print the table. Returns the best settings and the milliseconds
@@ -159,7 +156,7 @@ class Tuning:
         assert self.cores is not None
         where = workspace.profile, workspace.tp, self.job, self.cores
         baseline, changes = search.layout_candidates(*where)
-        best, ms = self.search(baseline, ("layout",), lambda key, best: changes)
+        best, ms = self.fastest(baseline, ("layout",), lambda key, best: changes)
         if best == baseline:
             print("the fastest: one group")
             return
