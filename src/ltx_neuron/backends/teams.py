@@ -32,10 +32,9 @@ class Team(Ranks):
     on the first living group only: the others could only repeat its work, and a host with few
     processors would share them.
 
-    A group that fails is closed, and the others go on: they repeat its passes from the latents of
-    the last step, which no pass changes, or its runs since the last upload. RankError is raised if
-    the last group fails. A user's mistake and NaN or Inf, which all groups have in common, are
-    raised at once.
+    A group that fails is closed, and the others repeat its passes from the latents of the last
+    step, which no pass changes, or its runs since the last upload. RankError is raised if the last
+    group fails; a user's mistake and NaN or Inf, which all groups have in common, at once.
 
     bytes_sent of all groups together; launches and launch_ms of the group with the most.
     """

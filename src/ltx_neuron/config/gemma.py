@@ -47,8 +47,7 @@ class GemmaConfig(common.ModelConfig):
     rope_factor: float = 8.0
     rope_local_base_freq: float = 1e4
     global_head_dim: int | None = None  # of full layers; None: head_dim
-    # Of full layers that use their keys as values; None: full layers have a v_proj and
-    # num_key_value_heads
+    # Of full layers that use their keys as values; None: they have a v_proj
     num_global_key_value_heads: int | None = None
     partial_rotary_factor: float = 1.0  # share of the RoPE frequencies that full layers use
     norms_add_one: bool = True  # whether norms multiply by 1 + weight, otherwise by weight

@@ -15,8 +15,7 @@ class Release:
     """Settings that are fixed by a checkpoint's release and absent from its config metadata."""
 
     version: str  # the beginning of `model_version` in the checkpoint's metadata
-    # Quality of the H.264 round trip of conditioning images (ltx-pipelines 1.2.0
-    # utils/constants.py)
+    # Quality of the H.264 round trip of conditioning images (ltx-pipelines 1.2.0)
     image_crf: int = 33
     # Whether the distilled recipe uses the ancestral Euler sampler for text and images
     # (ltx-pipelines 1.2.0 utils/samplers.py in stage 1; since 1.4.0 in stage 2 as well)

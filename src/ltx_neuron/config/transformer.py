@@ -157,12 +157,10 @@ class Bucket:
     """The shape for which a DiT step is compiled. Height and width matter only through their number
     of tokens, so portrait and landscape share a bucket."""
 
-    # Tokens of the video latent, appended keyframe tokens included; 0 for sound alone, whose graphs
-    # have no video stream
+    # Tokens of the video latent, appended ones included; 0 for sound alone: no video stream
     video_tokens: int
     audio_tokens: int  # tokens of the audio latent; 0 for a video alone
-    # Distinct timesteps among the video tokens of one step: 1 for text to video, one more per image
-    # strength
+    # Distinct timesteps of the video's tokens in a step: 1, and one more per image strength
     timesteps: int
     # Rows of the schedule's modulation table; a shorter schedule fills the first ones
     max_steps: int

@@ -487,11 +487,11 @@ def step_cost(
     dtype: torch.dtype,
     sequence_parallel: bool = False,
 ) -> tuple[programs.Program, dict[str, int]]:
-    """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima for
-    peak_bytes and the largest collective. moved_bytes: sent by the rank in collectives of its
-    tensor-parallel group. weight_bytes, weight_tensors: its weights. inputs: the most other tensors
-    of a graph. score_bytes: to write and read the scores that attention materializes. Call it
-    inside a process group of the profile's."""
+    """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima
+    for peak_bytes and the largest collective. moved_bytes: sent by the rank in its
+    tensor-parallel group. weight_bytes, weight_tensors: its weights. inputs: the most other
+    tensors of a graph. score_bytes: to write and read attention's scores. Call it in a process
+    group of the profile's."""
     counted = dataclasses.replace(profile, backend="torchdist")  # NxD's graphs are not exported
     comm, context = registry.comm(counted, tp), registry.context(counted, tp)
     how = tp, comm, dtype, 1, profile.attention, sequence_parallel, context

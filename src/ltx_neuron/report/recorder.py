@@ -39,16 +39,14 @@ class Counters:
     """Costs of one denoising step."""
 
     bytes_to_device_per_step: int = 0
-    # "count" of one rank's graphs, and "host_ms" for launching them in the last step (see
-    # backends.ranks.Ranks)
+    # "count" of one rank's graphs, and "host_ms" for launching them in the last step
     launches_per_step: dict[str, float] = field(default_factory=lambda: {"count": 0, "host_ms": 0})
     # "count", and "bytes" that one rank contributes
     collectives_per_step: dict[str, int] = field(default_factory=lambda: {"count": 0, "bytes": 0})
     # Of all ranks: one number, or {stage: number}
     flops_per_step: float | dict[str, float] | None = None
     peak_flops: float | None = None  # FLOP/s of all ranks together; None if the profile has no peak
-    # "count" of replaced weight sets on the ranks, and their "seconds", part of the phase
-    # load_transformer
+    # "count" of replaced weight sets, and their "seconds", part of the phase load_transformer
     weight_swaps: int = 0
     weight_swap_seconds: float = 0.0
 

@@ -202,8 +202,7 @@ def changes(profile: Profile, settings: Settings) -> tuple[str, ...]:
 
 
 def applied(profile: Profile, settings: Settings) -> Profile:
-    """A profile with these settings, which typed ones override; the profile itself, after a
-    warning, if the two conflict."""
+    """A profile with these settings, which typed ones override; without, if they conflict."""
     try:
         return resolve(profile.name, (*changes(profile, settings), *profile.settings))
     except UserError as error:

@@ -110,9 +110,8 @@ def rel_l2(got: Tensor, expected: Tensor) -> float:
 
 
 def first_blocks(folder: Path, layers: int, place: Path) -> Path:
-    """A copy, in `place`, of compiled graphs whose runs call only the first `layers` blocks. All
-    blocks share one graph. The other calls move to an unused run, so that the manifest still
-    lists all weights of the rank files."""
+    """A copy, in `place`, of compiled graphs whose runs call only the first `layers` blocks. The
+    other calls move to an unused run, so that the manifest still lists all weights."""
     content = read_json(folder / MANIFEST)
     cut = place / folder.name
     cut.mkdir(parents=True, exist_ok=True)

@@ -180,8 +180,7 @@ class Source:
         return file.torch_dtype(key)
 
     def split(self, name: str) -> int | str | None:
-        """From the sharding table: the dimension in which a tensor is split over the ranks, None
-        for a copy on each, or sharding.HOST."""
+        """The dimension in which the ranks split a tensor, None for a copy on each, or HOST."""
         kind = rule(self.model, name)
         return COL if kind == KV else kind
 

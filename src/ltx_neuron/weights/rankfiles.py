@@ -119,9 +119,8 @@ def load_rank_file(
 def open_rank_file(
     path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> TensorFile:
-    """An opened rank file. UserError unless its tensors match `wanted` (name -> shape) and `dtype`
-    exactly, listing every difference, and the file matches its manifest. Graphs of sound alone
-    want a part of the DiT's tensors."""
+    """An opened rank file. UserError with every difference of its tensors from `wanted` (name ->
+    shape; of sound alone, a part) and `dtype`, or if the file does not match its manifest."""
     file = TensorFile(path, RESHARD)
     stored = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
     problems = [f"missing: {name}" for name in wanted if name not in stored]

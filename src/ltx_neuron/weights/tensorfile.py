@@ -53,9 +53,8 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14), missing in Python 3.11
 class TensorFile:
     """A safetensors file: names, shapes and dtypes from its header, tensors on request.
 
-    The header is checked on opening: entries have no gaps or overlaps, their lengths match their
-    shapes and dtypes, and the file ends with the last one. Every method raises UserError for a
-    truncated or unreadable file.
+    The header is checked on opening: entries have no gaps or overlaps, their lengths match shapes
+    and dtypes, and the file ends with the last one. UserError for truncated or unreadable files.
 
     path      of the file
     download  the command that fetches or makes the file, for error messages

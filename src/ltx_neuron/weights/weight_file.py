@@ -33,8 +33,7 @@ _PIECE = 2**18  # weights dequantised at once: their indices fit in a core's cac
 
 class WeightFile(TensorFile):
     """A file of a model's weights. Tensors stored as F8_E4M3 or as int8 with scales are read as
-    bfloat16, and their dtype is bfloat16; `shapes` leaves their scales and notes out, and `others`,
-    the tensors of other models.
+    bfloat16; `shapes` leaves out their scales and notes, and `others`, of other models.
 
     UserError, with the tensors' names, for an unknown layout and for a damaged scale.
     """

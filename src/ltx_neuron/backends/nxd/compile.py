@@ -117,8 +117,7 @@ def traceable(graph: Graph, cut: bool = False) -> nn.Module:
         return tuple(functional_call(graph.module, given, (inputs,), strict=True))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    # A new class, because torch_neuronx may copy the module: a bound forward would use the first
-    # module's weights.
+    # A new class: torch_neuronx may copy the module, and a bound forward uses the first's weights.
     forward.__signature__ = inspect.Signature(
         [inspect.Parameter(name, kind) for name in ("self", *graph.inputs._fields, *weights)]
     )

@@ -34,9 +34,8 @@ class RankSettings:
 
 
 class SharedTensor:
-    """A tensor in shared memory that the host creates and ranks open through the host's file
-    descriptor. It is not a file in /dev/shm, which has only 64 MB in many containers, and nothing
-    remains when processes are killed."""
+    """A tensor in shared memory that ranks open through the host's file descriptor. It is no file
+    in /dev/shm, which may have 64 MB, and nothing remains when processes are killed."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, name: str | None = None):
         count = math.prod(shape)
