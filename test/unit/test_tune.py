@@ -327,7 +327,7 @@ def test_rows_of_another_request_or_a_damaged_journal_are_not_taken(tmp_path, ca
 def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path):
     save_file({"s1_video": torch.ones(1)}, tmp_path / "reference.safetensors")
     journal = Journal(tmp_path / "a.journal", ASKED, {})
-    trials = Trials([], "float32", OWN, 0.3, tmp_path, journal, lambda row: None)
+    trials = Trials([], "float32", OWN, 0.3, tmp_path, journal)
     with within(60):
         measured = trials.measure(OWN, 0)
     assert measured.problem == "took longer than --limit 0.3 s"

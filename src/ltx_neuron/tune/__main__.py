@@ -132,12 +132,8 @@ class Tuning:
         of their step. Ends the process if no settings work."""
         workspace, args, journal = self.workspace, self.args, self.journal
 
-        def report(row: search.Row) -> None:
-            print(trials.progress(row, baseline), flush=True)
-
         work = self.base.with_suffix(".work")
-        settings = args.typed, args.dtype, baseline, args.limit, work, journal, report
-        measure = trials.Trials(*settings).measure
+        measure = trials.Trials(args.typed, args.dtype, baseline, args.limit, work, journal).measure
         best = search.search(baseline, keys, others, args.rounds, measure)
         shutil.rmtree(work, ignore_errors=True)
         depth = f", the first {args.layers} blocks" if args.layers else ""

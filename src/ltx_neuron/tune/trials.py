@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,33 +81,30 @@ class Trials:
     limit: float  # time limit of a variant, in seconds
     folder: Path  # for the processes' outputs
     journal: Journal
-    report: Callable[[Row], None]  # called with every new row
 
     def measure(self, settings: Settings, repeat: int) -> Row:
         """A variant's row: from the journal, or measured by a new process."""
         if row := self.journal.find(settings, repeat):
             return row
-        self._reference()
-        row = Row(settings, repeat)
+        path, row = self.folder / _REFERENCE, Row(settings, repeat)
+        if not path.is_file():  # RunError ends the tuning
+            print("computing the reference step in float32 on the host", flush=True)
+            shutil.move(self._run("reference", self.baseline, None) / OUTPUTS, path)
         try:
             folder = self._run("variant", settings, self.limit)
             result, outputs = read_json(folder / RESULT), load_file(folder / OUTPUTS)
         except RunError as error:
             row = replace(row, problem=str(error))
         else:
-            reference = load_file(self.folder / _REFERENCE)
+            reference = load_file(path)
             errors = {name: rel_l2(outputs[name], reference[name]) for name in reference}
             baseline = self.journal.find(self.baseline, 0)
             problem = violation(errors, baseline and baseline.rel_l2, self.dtype)
             row = replace(row, **result, rel_l2=errors, problem=problem)
-        self.report(row)
+        again = f", run {repeat + 1}" if repeat else ""
+        outcome = row.problem or f"{row.step_ms:.2f} ms a step"
+        print(f"{name_of(settings, self.baseline)}{again}: {outcome}", flush=True)
         return self.journal.add(row)
-
-    def _reference(self) -> None:
-        path = self.folder / _REFERENCE
-        if not path.is_file():
-            print("computing the reference step in float32 on the host", flush=True)
-            shutil.move(self._run("reference", self.baseline, None) / OUTPUTS, path)
 
     def _run(self, name: str, settings: Settings, limit: float | None) -> Path:
         folder = self.folder / name
@@ -181,13 +177,6 @@ def name_of(settings: Settings, baseline: Settings) -> str:
     """The settings in which a variant differs from the profile's own."""
     changed = [f"{key}={value}" for key, value in settings.items() if value != baseline[key]]
     return " ".join(changed) or "the profile's own"
-
-
-def progress(row: Row, baseline: Settings) -> str:
-    """A line for a new measurement."""
-    repeat = f", run {row.repeat + 1}" if row.repeat else ""
-    outcome = row.problem or f"{row.step_ms:.2f} ms a step"
-    return f"{name_of(row.settings, baseline)}{repeat}: {outcome}"
 
 
 def table(rows: list[Row], baseline: Settings, best: Settings) -> str:
