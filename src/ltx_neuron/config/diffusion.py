@@ -166,8 +166,7 @@ def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tupl
     length only if a stage has fewer frames than a region."""
 
     def shapes(frames: int) -> list[tuple[int, int]]:
-        sizes = volumes(config, (frames, *clip[1:]))
-        pairs = zip(sizes, config.kernels, strict=True)
+        pairs = zip(volumes(config, (frames, *clip[1:])), config.kernels, strict=True)
         cuts = [cut(volume.frames, config.span, kernel[0]) for volume, kernel in pairs]
         return [(each.size, each.window) for each in cuts]
 

@@ -150,8 +150,7 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
             if holders
             else "type a smaller --tp-degree"
         )
-        enough = free >= needed or profile.device != "neuron"
-        yield finding_if("cores", enough, text, fix)
+        yield finding_if("cores", free >= needed or profile.device != "neuron", text, fix)
     visible = system.environment.get("NEURON_RT_VISIBLE_CORES", "")
     shown = 0
     with suppress(ValueError):

@@ -122,8 +122,7 @@ def _submit_new(line: Line, queue: Queue) -> Entry:
         names[path] = f"file-{number}{path.suffix}"
         shutil.copyfile(path, folder / names[path])
     params = line.job.with_paths(names.__getitem__).spec.line()
-    public_fields = {"line": line.number}
-    new = NewJob(id, OWNER, line.digest, _batch_key(line.job), params, public_fields)
+    new = NewJob(id, OWNER, line.digest, _batch_key(line.job), params, {"line": line.number})
     return queue.submit(new)[0]
 
 

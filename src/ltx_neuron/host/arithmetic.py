@@ -157,8 +157,7 @@ def arithmetic(
 
 def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
     """The speed of bfloat16 convolutions relative to float32 on this CPU: 1, 2 or 8."""
-    speeds = (1, *_SPEEDS.values())
-    return _choice(artifacts_dir, "bfloat16_speed", _measured_speed, speeds)
+    return _choice(artifacts_dir, "bfloat16_speed", _measured_speed, (1, *_SPEEDS.values()))
 
 
 def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:

@@ -105,8 +105,7 @@ def encode(
     elif inputs.retake:
         tensors |= _encode_retake(host, inputs, rank_tiles)
     if inputs.reference_audio:
-        flag = voice_flag(inputs)
-        tensors |= _encode_reference_audio(host, inputs.reference_audio, flag)
+        tensors |= _encode_reference_audio(host, inputs.reference_audio, voice_flag(inputs))
     return tensors
 
 
@@ -442,8 +441,7 @@ def _reference_attention(inputs: Inputs, size: Size, dtype: torch.dtype) -> Tens
     # At stage 1's size in every stage, not at the references'.
     pixels = media.pixels_of(frames, *inputs.size.first.sides).to(dtype)
     shapes = (reference.latent_shape(size) for reference in inputs.references)
-    weights = [token_weights(pixels, shape) for shape in shapes]
-    return torch.cat(weights, dim=1) * mask.strength
+    return torch.cat([token_weights(pixels, shape) for shape in shapes], dim=1) * mask.strength
 
 
 def _mask_frames(inputs: Inputs) -> int:

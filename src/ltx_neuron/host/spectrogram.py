@@ -91,13 +91,11 @@ def log_mel(sound: Tensor, sizes: MelSizes) -> Tensor:
 def mel_filters(sizes: MelSizes) -> Tensor:
     """Triangular filters (window // 2 + 1, bins): equal widths in mels, areas in hertz."""
     frequencies = torch.linspace(0, sizes.rate // 2, sizes.window // 2 + 1)
-    top = _mels(sizes.rate / 2)
-    corners = _hertz(torch.linspace(0, top, sizes.bins + 2))
+    corners = _hertz(torch.linspace(0, _mels(sizes.rate / 2), sizes.bins + 2))
     widths = corners.diff()
     distances = corners - frequencies[:, None]  # (frequencies, bins + 2)
     falling, rising = -distances[:, :-2] / widths[:-1], distances[:, 2:] / widths[1:]
-    triangles = torch.minimum(falling, rising).clamp(min=0)
-    return triangles * (2 / (corners[2:] - corners[:-2]))
+    return torch.minimum(falling, rising).clamp(min=0) * (2 / (corners[2:] - corners[:-2]))
 
 
 def _mels(hertz: float) -> float:

@@ -140,8 +140,7 @@ class TiledDecoder(EagerDecoder):
         self, latent: Tensor, tiling_config: TilingConfig | None = None, *how, **more
     ) -> Iterator[Tensor]:
         """As ltx-core's; blended in float32."""
-        tiles = self._prepare_tiles(latent, tiling_config)
-        self._decoded = self._in_order(latent, tiles)
+        self._decoded = self._in_order(latent, self._prepare_tiles(latent, tiling_config))
         yield from super().tiled_decode(latent.float(), tiling_config, *how, **more)
 
     def forward(self, sample: Tensor, *how) -> Tensor:

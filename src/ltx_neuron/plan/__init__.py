@@ -146,8 +146,7 @@ class CoreMemory:
     def resident(self) -> int:
         """With all models on the device together. Bytes."""
         weights = self.transformer + self.text_encoder + self.video_decoder
-        activations = max(self.activations, self.tile)
-        return weights + activations + ASSUMED["runtime_bytes_per_core"]
+        return weights + max(self.activations, self.tile) + ASSUMED["runtime_bytes_per_core"]
 
     def vae_stays(self, profile: Profile) -> bool:
         """Whether the VAEs stay on the device beside the transformer, after the text encoder."""
@@ -532,8 +531,7 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
     rate, ms = profile.link_bytes_per_second(tp), None
     if rate and profile.chip:
         links = profile.chips_of(tp) * profile.chip.chip_link_bytes_per_second
-        received = step["context_bytes"] / links
-        ms = tp * (step["moved_bytes"] / rate + received) * 1e3
+        ms = tp * (step["moved_bytes"] / rate + step["context_bytes"] / links) * 1e3
     return {
         "collectives_ms": ms,
         "collectives_per_step": {"count": step["collectives"], "bytes": step["collective_bytes"]},

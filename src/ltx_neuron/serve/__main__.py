@@ -205,8 +205,7 @@ def be_worker(args: argparse.Namespace) -> None:
 
             registry = open_sizes(args, engine)
             sets = [stage.loras for job in reference_jobs(registry) for stage in job.stages]
-            able = capability_jobs(registry)
-            Pool(open_queue(args), args, able, args.replicas, sets=sets).run()
+            Pool(open_queue(args), args, capability_jobs(registry), args.replicas, sets=sets).run()
         else:
             queue = open_queue(args)
             queue.release_worker(None, crashed=True)

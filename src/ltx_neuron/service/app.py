@@ -362,8 +362,7 @@ def create_app(
         app.add_api_route(path, function, response_model=None, summary=summary)
     if page:
         add_page(app, tokens, api.authorize)
-    described = openapi.describe(app, jobs.model)
-    app.router.routes += reference.routes(described)
+    app.router.routes += reference.routes(openapi.describe(app, jobs.model))
     own = ApiError, HTTPException, RequestValidationError, ClientDisconnect, StorageError
     for kind in (*own, Exception):
         app.add_exception_handler(kind, handle_error)

@@ -123,8 +123,7 @@ class TunedSettings:
         return {"file": str(self.path), "settings": self.used}
 
     def write(self) -> None:
-        content = {"identity": self.identity, "run": self.run, "sizes": self.sizes}
-        write_json(self.path, content)
+        write_json(self.path, {"identity": self.identity, "run": self.run, "sizes": self.sizes})
 
 
 def load(artifacts: Path, identity: dict) -> TunedSettings | None:
