@@ -144,11 +144,24 @@ def shard_weights(
     with exclusive(folder, "writing"):
         if is_finished(folder, identity):
             return False
-        existed = folder.is_dir()
+        existed, files = folder.is_dir(), _set_files(folder, specs, tp, dtype)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            files = _set_files(folder, specs, tp, dtype)
-            _write_set(source, folder, identity, files, specs, workers or tp)
+            for path in (folder / MANIFEST, *(file.path for file in files)):
+                remove_leftovers(path)
+            replaced = sum(file.path.stat().st_size for file in files if file.path.is_file())
+            check_space(folder, sum(file.size for file in files) - replaced, "the weights need")
+            (folder / MANIFEST).unlink(missing_ok=True)
+            with ExitStack() as stack:
+                for file in files:
+                    file.path.unlink(missing_ok=True)  # damaged, or of another identity
+                    stack.enter_context(file.opened())
+                digests = _write_tensors(source, files, specs, workers or tp)
+            _sync_folder(folder)
+            entries = {file.path.name: file.entry for file in files}
+            provenance = source.provenance(digests)
+            content = {"identity": identity, "files": entries, "source": provenance}
+            write_checked(folder, content)
         finally:
             if not existed and not any(folder.iterdir()):
                 folder.rmdir()
@@ -158,30 +171,6 @@ def shard_weights(
 def set_bytes(specs: list[ShardSpec], tp: int, dtype: torch.dtype) -> int:
     """Bytes of a set's files on disk."""
     return sum(file.size for file in _set_files(Path(), specs, tp, dtype))
-
-
-def _write_set(
-    source: Source,
-    folder: Path,
-    identity: dict,
-    files: list["_File"],
-    specs: list[ShardSpec],
-    workers: int,
-) -> None:
-    (folder / MANIFEST).unlink(missing_ok=True)
-    for file in files:  # of an interrupted run, or of another identity
-        remove_leftovers(file.path)
-        file.path.unlink(missing_ok=True)
-    remove_leftovers(folder / MANIFEST)
-    check_space(folder, sum(file.size for file in files), "the weights need")
-    with ExitStack() as stack:
-        for file in files:
-            stack.enter_context(file.opened())
-        digests = _write_tensors(source, files, specs, workers)
-    _sync_folder(folder)
-    entries = {file.path.name: file.entry for file in files}
-    content = {"identity": identity, "files": entries, "source": source.provenance(digests)}
-    write_checked(folder, content)
 
 
 def _write_tensors(
