@@ -7,7 +7,7 @@ the same number of frames. Frames and latents of a round are those of its clip.
 Sources: ltx-pipelines 1.2.0 dfr_layout.py, dfr_pipeline.py; 1.4 dfr_stages.py, dfr_helpers/.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -182,19 +182,12 @@ class Rendering:
                     found.setdefault(window.start + frame, plane)
         return found
 
-    def start(
-        self,
-        window: TemporalWindow,
-        tensors: dict[str, Tensor],
-        upsample: Callable[[Tensor, str], Tensor],
-    ) -> dict[str, Tensor]:
+    def start(self, window: TemporalWindow, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A window's video and audio (1, 8, Ta, 16), which may be empty, its given_keyframes, and
-        the initial latents of those that it generates, as upsampled_keyframes. The first window of
-        a round adds the round's clip to `tensors`."""
-        if (clip := CLIPS[window.round - 1]) not in tensors:
-            tensors[clip] = upsample(self.clip(tensors, window.round - 1), "temporal")
+        the initial latents of those that it generates, as upsampled_keyframes. tensors: also has
+        the round's upsampled clip."""
         first, planes = window.start // TIME_SCALE, self.planes(tensors, window.round)
-        video = tensors[clip][:, :, first : first + window.latents].clone()
+        video = tensors[CLIPS[window.round - 1]][:, :, first : first + window.latents].clone()
         # Python's rounding: half to even.
         nearest = [round(frame / TIME_SCALE) for frame in window.generated]
         begun, given = video[:, :, nearest], [planes[window.start + x] for x in window.given]
