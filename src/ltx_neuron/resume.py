@@ -26,6 +26,7 @@ SUFFIX = ".resume.safetensors"
 _IDENTITY, _GENERATOR = "job", "generator_state"
 _CONTEXTS = ("video_context", "audio_context")
 _NEGATIVE_CONTEXTS = ("negative_video_context", "negative_audio_context")
+_LATENTS = ("video", "audio", "generated_keyframes")  # of a stage
 
 
 class JobRun:
@@ -104,8 +105,8 @@ def _latent_shapes(job: Job) -> dict[str, tuple[int, ...]]:
             shapes[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *clip)
         if not stage.temporal:
             shapes[f"{stage.key}_audio"] = sound
-        if made := of.generated_keyframes(stage.upsampled):
-            keyframes = (1, latents.VIDEO_CHANNELS, len(made), *clip[1:])
+        if count := len(of.generated_keyframes(stage.upsampled)):
+            keyframes = (1, latents.VIDEO_CHANNELS, count, *clip[1:])
             shapes[f"{stage.key}_generated_keyframes"] = keyframes
     if job.extension:  # its windows need the known latents
         shapes["video_latent"] = (1, latents.VIDEO_CHANNELS, *job.latent_shape)
@@ -169,30 +170,32 @@ def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tu
             f"--resume {path} is not a resume file of {command('generate')}; leave it out to start"
             " over"
         ) from None
-    for key, here, there in (each for each in differences if each[0] in may_differ):
-        print(
-            f"--resume {path} is from a run with {key} {there}, this machine's is {here}:"
-            " its frames may differ in rounding"
-        )
-    if differences := [each for each in differences if each[0] not in may_differ]:
-        listed = "; ".join(f"{key}: got {got}, wanted {want}" for key, want, got in differences)
+    listed = [
+        f"{k}: got {got}, wanted {want}" for k, want, got in differences if k not in may_differ
+    ]
+    for key, here, there in differences:
+        if key in may_differ:
+            print(
+                f"--resume {path} is from a run with {key} {there}, this machine's is {here}:"
+                " its frames may differ in rounding"
+            )
+    if listed:
         raise UserError(
-            f"--resume {path} is from another run: {listed}.\nType that run's flags, or leave"
-            " --resume out"
+            f"--resume {path} is from another run: {'; '.join(listed)}.\nType that run's flags, or"
+            " leave --resume out"
         )
 
 
 def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype) -> None:
     """Raise UserError for missing tensors, and for latents or sound with another shape or dtype."""
-    made = "video", "audio", "generated_keyframes"
-    later = {f"{stage.key}_{name}" for stage in job.stages[1:] for name in made}
+    later = {f"{stage.key}_{kind}" for stage in job.stages[1:] for kind in _LATENTS}
     needed = [name for name in _kept(job) if name not in {*later, "upsampled"}]
     problems = [f"{name}: missing" for name in needed if name not in tensors]
-    wanted = {name: (shape, dtype) for name, shape in _latent_shapes(job).items()}
+    expected = {name: (shape, dtype) for name, shape in _latent_shapes(job).items()}
     if job.sound and "waveform" in tensors:
-        wanted["waveform"] = (2, tensors["waveform"].numel() // 2), torch.float32
-        wanted["waveform_rate"] = (), torch.int64
-    for name, (shape, kind) in wanted.items():
+        expected["waveform"] = (2, tensors["waveform"].numel() // 2), torch.float32
+        expected["waveform_rate"] = (), torch.int64
+    for name, (shape, kind) in expected.items():
         tensor = tensors.get(name)
         if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, kind):
             problems.append(

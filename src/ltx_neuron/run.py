@@ -211,7 +211,7 @@ class Engine:
         isolate  a job's error becomes a Failure and the other jobs continue; a failed rank ends
                  the run
         resume   returns the state from which a job runs, or None for a new one
-        write    called with every Clip while it is decoded; frames are then not kept. If decoding
+        write    called with every Clip while it is decoded; the result has no frames. If decoding
                  overlaps denoising, it runs in another thread. Its errors are the job's
         more     called while the last job is decoded: returns jobs that join the run
         """

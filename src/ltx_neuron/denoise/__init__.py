@@ -293,8 +293,8 @@ class StageRun:
             video, audio = (stream.latent for stream in self.sampler.streams)
         else:
             read = dict(zip(names, self._read(*names), strict=True))
-            given = self.video, self.audio  # without tokens, of a stream that is absent
-            video, audio = map(read.get, LATENTS, given)
+            # An absent stream has no tokens.
+            video, audio = map(read.get, LATENTS, (self.video, self.audio))
         self._tokens = video
         audio = audio[:, : self.audio_frames]  # without a reference's tokens
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)

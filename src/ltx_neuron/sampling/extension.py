@@ -251,11 +251,11 @@ def joined(extension: Extension, tensors: dict[str, Tensor]) -> tuple[Tensor, Te
     for window in extension.windows:
         if f"{window.key}_video" not in tensors:
             continue
-        for clip, start, new, made in (
+        for clip, start, new, latents in (
             (video, window.video, window.new_video, tensors[f"{window.key}_video"]),
             (audio, window.audio, window.new_audio, tensors[f"{window.key}_audio"]),
         ):
-            clip[:, :, start + new[0] : start + new[1]] = made[:, :, slice(*new)]
+            clip[:, :, start + new[0] : start + new[1]] = latents[:, :, slice(*new)]
     return video, audio
 
 
