@@ -218,8 +218,7 @@ class Engine:
         self.check_process()
         resolved = partial(self.workspace.resolved, compat=self.options.compat)
         jobs, failed, compiled = self._check([*map(resolved, jobs)], isolate)
-        with self._session(keep), Background() as thread:
-            decodes = self._decodes(thread, isolate)
+        with self._session(keep), self._decodes(isolate) as decodes:
             while jobs or failed:
                 yield from (Failure(*pair) for pair in failed)
                 runs = [resume(job) or JobRun(job) for job in jobs]
@@ -252,9 +251,9 @@ class Engine:
                         continue
                     if group is groups[-1] and not (keep or self.options.neuron_vae):
                         self.residency.unload_transformer()
-                    yield from decodes.submit(run, stories[run])
+                    yield from decodes.end(run, stories.pop(run))
                 for run in waiting:
-                    yield from decodes.submit(run, stories[run])
+                    yield from decodes.end(run, stories.pop(run))
                 # On the ranks, decoding ends before other jobs join; on the host it overlaps.
                 yield from decodes.outcomes(wait=self.options.neuron_vae)
                 while not (jobs := [*map(resolved, more())]) and decodes.are_running():
@@ -267,11 +266,11 @@ class Engine:
         self.residency.vae_stays = self.preflight.vae_stays
         return checked
 
-    def _decodes(self, thread: Background, isolate: bool) -> "_Decodes":
+    def _decodes(self, isolate: bool) -> "_Decodes":
         if self.options.neuron_vae:  # the decoding thread checks the ranks itself
-            return _Decodes(thread, isolate, waits=True, poll=lambda: None)
+            return _Decodes(isolate, waits=True, poll=lambda: None)
         waits = not self.workspace.profile.overlap_decode
-        return _Decodes(thread, isolate, waits, self.residency.poll)
+        return _Decodes(isolate, waits, self.residency.poll)
 
     @contextmanager
     def _session(self, keep: bool) -> Iterator[None]:
@@ -396,24 +395,23 @@ def stage_groups(
     return groups
 
 
-class _Decodes:
-    """Ends the stories of jobs in a thread, one after another.
+class _Decodes(Background):
+    """Ends the stories of jobs in its thread, one after another.
 
     isolate  see Engine.run
-    waits    `submit` waits for the result
+    waits    `end` waits for the result
     poll     called regularly during a wait; its error ends the waiting
     """
 
-    def __init__(
-        self, thread: Background, isolate: bool, waits: bool, poll: Callable[[], None]
-    ) -> None:
-        self.thread, self.isolate, self.waits, self.poll = thread, isolate, waits, poll
+    def __init__(self, isolate: bool, waits: bool, poll: Callable[[], None]) -> None:
+        super().__init__()
+        self.isolate, self.waits, self.poll = isolate, waits, poll
         self._future: Future | None = None
 
-    def submit(self, run: JobRun, story: Iterator) -> Iterator[Result | Failure]:
+    def end(self, run: JobRun, story: Iterator) -> Iterator[Result | Failure]:
         """End a job's story. Yields the outcomes that are ready, in the order of submission."""
         yield from self.outcomes()
-        self._future = self.thread.submit(_outcome, run, story, self.isolate)
+        self._future = self.submit(_outcome, run, story, self.isolate)
         if self.waits or run.error:
             yield from self.outcomes()
 

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Background:
         with _default_threads:
             torch.get_num_threads()
 
-    def __enter__(self) -> "Background":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
