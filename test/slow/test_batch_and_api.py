@@ -354,4 +354,4 @@ def test_the_readmes_example_runs(tmp_path):
             words, cwd=tmp_path, capture_output=True, text=True, timeout=SCRIPT_SECONDS
         )
         assert process.returncode == 0, process.stderr[-3000:]
-    assert process.stdout.strip().splitlines()[-1] == "(49, 128, 192, 3) (2, 97440) 48000"
+    assert process.stdout.strip().splitlines()[-1] == "(49, 128, 192, 3) (2, 96480) 48000"
