@@ -15,8 +15,8 @@ from ltx_neuron import artifacts, flags, invocation, profiles
 from ltx_neuron.backends import registry
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.generate import make_report, run_identity
 from ltx_neuron.job import Job, Size
+from ltx_neuron.outputs import make_report, run_identity
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, resolve
 from ltx_neuron.report.recorder import Recorder

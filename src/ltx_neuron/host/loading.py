@@ -19,7 +19,6 @@ from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
 from ltx_neuron.config.diffusion import UNREAD, diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.config.release import Release
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.model_files import ModelFiles, check_release
@@ -85,11 +84,7 @@ class ModelSpec(NamedTuple):
         return module
 
     def load(self) -> torch.nn.Module:
-        """The module with its tensors from the file, in inference mode.
-
-        Its forward can be cancelled before any layer (background.check_cancelled), and its outputs
-        are checked.
-        """
+        """The module with its tensors from the file, in inference mode. Outputs are checked."""
         module = self.build_empty()
         file = self._file()
 
@@ -98,8 +93,6 @@ class ModelSpec(NamedTuple):
             return tensor.to(self.dtype or tensor.dtype)
 
         module.load_state_dict({name: read(name) for name in module.state_dict()}, assign=True)
-        for layer in module.modules():
-            layer.register_forward_pre_hook(check_cancelled)
         module.register_forward_hook(self.check_output)
         return module.eval().requires_grad_(False)
 

@@ -11,7 +11,7 @@ from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.sound import SPAN_LATENTS, SPAN_ROWS, audio_decoder_config, vocoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
-from ltx_neuron.host.background import BackgroundTask
+from ltx_neuron.host.background import Background, wait_for
 from ltx_neuron.host.encoding import encode_tiled
 from ltx_neuron.host.loading import (
     ModelSpec,
@@ -190,9 +190,10 @@ class HostModels:
         if rank_sound:
             return self._decode_audio_on(rank_sound, latent.float())
         # At the first call the vocoder is loaded while the decoder runs.
-        with BackgroundTask(lambda: self.vocoder):
+        with Background() as thread:
+            vocoder = thread.submit(lambda: self.vocoder)
             mel = self.audio_decoder(latent.to(self.audio_dtype))
-        return self.vocoder(mel)[0].float()
+            return wait_for(vocoder)(mel)[0].float()
 
     def _decode_audio_on(self, rank_sound, latent: torch.Tensor) -> torch.Tensor:
         from ltx_neuron.host import sound
