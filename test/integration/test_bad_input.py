@@ -450,7 +450,7 @@ COMPILE_GEMMA: --gemma-root {bad}/absent -> not a folder | GEMMA
 --two-stage -> --two-stage | --spatial-upsampler-path | SPATIAL
 --two-stage --spatial-upsampler-path {bad}/absent -> absent | SPATIAL
 --two-stage --spatial-upsampler-path {bad}/folder -> folder | SPATIAL
---two-stage --spatial-upsampler-path {temporal} -> got a temporal one | SPATIAL
+--two-stage --spatial-upsampler-path {temporal} -> got a temporal upsampler | SPATIAL
 --two-stage --spatial-upsampler-path {bad}/truncated.safetensors -> SPATIAL
 --two-stage --spatial-upsampler-path {bad}/empty-upsampler.safetensors -> LatentUpsampler | \
 none of its | SPATIAL
