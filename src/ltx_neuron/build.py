@@ -104,6 +104,7 @@ def check_bytes(workspace: Workspace, needs: Iterable[Need]) -> list[Path]:
         path, specs = workspace.find(need), _specs(workspace, need.source)
         dtype = DTYPES[need.identity["dtype"]]
         check_whole(path, verify(path) or compare(need.source, path, dtype, specs), need.command)
+        print(f"whole, and bit-identical to the source: {path}")
         paths.append(path)
     return paths
 

@@ -11,7 +11,6 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
 from ltx_neuron.flags.resolve import weight_sets
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.workspace import Workspace
 
 # Model -> a line of help, and the description
 _MODELS = {
@@ -58,13 +57,16 @@ def main(argv: list[str]) -> None:
         raise UserError("no weights to shard; type --checkpoint-path FILE")
     if not args.verify:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
-    workspace = _workspace(args, tuned=False)
+    if not args.checkpoint_path:
+        build.check_finished(name, args.artifacts_dir)
+        return
+    workspace = flags.workspace(args, writes=False, tuned=False)
+    needs = workspace.weight_sets(name, ((),) if name == "vae" else _sets(args))
     if args.verify:
-        _verify(name, args, workspace)
-    elif workspace:
-        needs = workspace.weight_sets(name, _sets(args))
-        for path in build.make(workspace, needs, args.num_workers):
-            print(f"weights: {path}")
+        build.check_bytes(workspace, needs)
+        return
+    for path in build.make(workspace, needs, args.num_workers):
+        print(f"weights: {path}")
 
 
 def verify(argv: list[str]) -> None:
@@ -78,24 +80,14 @@ def verify(argv: list[str]) -> None:
             f"no finished weights in {args.artifacts_dir}; choose another place with"
             " --artifacts-dir DIR"
         )
-    workspace = _workspace(args)
+    workspace = flags.workspace(args, writes=False) if args.checkpoint_path else None
     for model in models:
-        checked = workspace and (model != "gemma3" or workspace.gemma_root)
-        _verify(model, args, workspace if checked else None)
-
-
-def _workspace(args: argparse.Namespace, tuned: bool = True) -> Workspace | None:
-    return flags.workspace(args, writes=False, tuned=tuned) if args.checkpoint_path else None
+        if workspace and (model != "gemma3" or workspace.gemma_root):
+            sets = _sets(args) if model == "dit" else ((),)
+            build.check_bytes(workspace, workspace.weight_sets(model, sets))
+        else:
+            build.check_finished(model, args.artifacts_dir)
 
 
 def _sets(args: argparse.Namespace) -> tuple[WeightSet, ...]:
-    return weight_sets(flags.lora_fields(flags.spec(args))) if "lora" in args else ((),)
-
-
-def _verify(model: str, args: argparse.Namespace, workspace: Workspace | None) -> None:
-    """Compare the weight sets of a model with its files; without a checkpoint, with manifests."""
-    if workspace:
-        for path in build.check_bytes(workspace, workspace.weight_sets(model, _sets(args))):
-            print(f"whole, and bit-identical to the source: {path}")
-    else:
-        build.check_finished(model, args.artifacts_dir)
+    return weight_sets(flags.lora_fields(flags.spec(args)))
