@@ -175,15 +175,6 @@ def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_o
     dispatch(["verify", *common])
 
 
-def test_the_loras_of_verify_are_those_of_the_dit_alone(tiny, tmp_path, capsys):
-    words = ["--artifacts-dir", str(tmp_path), "--profile", "cpu", "--tp-degree", "1"]
-    words += ["--dtype", "float32", "--checkpoint-path", str(tiny.checkpoint)]
-    words += ["--gemma-root", str(tiny.gemma_root)]
-    dispatch(["shard", "gemma3", *words])
-    dispatch(["verify", *words, "--lora", str(tiny.lora), "0.5"])
-    assert capsys.readouterr().out.count("bit-identical") == 1
-
-
 # --- how commands are spelled ---------------------------------------------------------------------
 
 
