@@ -33,7 +33,6 @@ from ltx_neuron.progress import (
     save_state,
     state_path,
 )
-from ltx_neuron.sampling.spec import JobSpec
 
 RESULTS = "results.json"
 MAX_LINES = 100_000
@@ -64,7 +63,7 @@ def read_lines(
     path: Path,
     job_of_line: Callable[[dict[str, Any]], Job],
     identity: dict,
-    command: JobSpec | None = None,
+    command: Job | None = None,
     check_files: Callable[[Job], None] = lambda job: None,
     folder: Path | None = None,
 ) -> list[Line]:
@@ -92,8 +91,8 @@ def read_lines(
             if not isinstance(values, dict):
                 kind = type(values).__name__
                 raise UserError(f"got {kind}, wanted a JSON object with flags as keys")
-            spec = (command or JobSpec()).with_line(values)
-            typed = digest([spec.line(), identity])
+            spec = (command or Job()).updated(values)
+            typed = digest([spec.to_json(), identity])
             job = job_of_line(values)
             job.check()
             line = Line(number, job, _digest(job, identity), typed)
@@ -102,7 +101,7 @@ def read_lines(
             lines.append(line)
         except UserError as error:
             if spec and earlier is not None:
-                job = Job(spec.prompt, sound_only=spec.sound_only)
+                job = Job(prompt=spec.prompt, sound_only=spec.sound_only)
                 lines.append(Line(number, job, "", typed, error))
             else:
                 problems.append(f"{name} {number}: {error}")

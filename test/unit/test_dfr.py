@@ -1,12 +1,12 @@
 """DFR: its canvas, keyframes, windows and rates, and what a window is given."""
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from jobs import make_job, replace
 
 from ltx_neuron.config.diffusion import DIFFUSION_VAE
 from ltx_neuron.config.release import RELEASES
@@ -32,7 +32,7 @@ OLD, NEW = (
 
 def job(frames=41, rate=24.0, rounds=1, kind=NEW, **more) -> Job:
     size = Size(64, 64, frames, rate, two_stage=True)
-    made = Job("a fox", size, dfr=True, temporal_upsample_rounds=rounds or None, **kind | more)
+    made = make_job("a fox", size, dfr=True, temporal_upsample_rounds=rounds or None, **kind | more)
     return of_release(made, RELEASES[1])
 
 

@@ -68,7 +68,7 @@ def _make(
     said = {line.number: notes(line.job, workspace) for line in lines}
     left = _submit(lines, queue)
     # As replicas parse them: with absolute paths of LoRAs.
-    jobs = [workspace.resolved(flags.job_of(line.job.spec)) for line in lines]
+    jobs = [workspace.resolved(Job().updated(line.job.to_line())) for line in lines]
     sets = list({stage.loras for job in jobs for stage in job.stages})
     max_replicas = min(args.replicas or len(lines), len(lines))
     pool = Pool(queue, args, _capability_jobs(jobs), max_replicas, _MAX_FAILURES, sets)
@@ -117,7 +117,7 @@ def _submit_new(line: Line, queue: Queue) -> Entry:
     for number, path in enumerate(dict.fromkeys(line.job.files.values())):
         names[path] = f"file-{number}{path.suffix}"
         shutil.copyfile(path, folder / names[path])
-    params = line.job.with_paths(names.__getitem__).spec.line()
+    params = line.job.with_paths(names.__getitem__).to_line()
     public_fields = {"line": line.number}
     new = NewJob(id, OWNER, line.digest, _batch_key(line.job), params, public_fields)
     return queue.submit(new)[0]

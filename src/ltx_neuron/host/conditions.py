@@ -31,7 +31,8 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import can_resample, resample
 from ltx_neuron.host.video import aac_rate
 from ltx_neuron.sampling.conditioning import reference_names
-from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceAudio, ReferenceVideo
+from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio, ReferenceVideo
+from ltx_neuron.sampling.inputs import Inputs
 from ltx_neuron.sampling.latents import (
     AUDIO_LATENTS_PER_SECOND,
     SAMPLE_RATE,
@@ -61,8 +62,8 @@ def check(inputs: Inputs) -> None:
         _check_rate(inputs.sound.path, SOUND, rate, aac_rate(rate))
     if inputs.retake:
         _check_source(inputs)
-    if inputs.reference_audio:
-        voice = inputs.reference_audio
+    if inputs.reference_sound:
+        voice = inputs.reference_sound
         read_reference_audio(voice.path, voice.max_duration, voice_flag(inputs))
     _check_references(inputs)
 
@@ -114,9 +115,9 @@ def encode(
         tensors |= _encode_extension(host, inputs, rank_tiles)
     elif inputs.retake:
         tensors |= _encode_retake(host, inputs, rank_tiles)
-    if inputs.reference_audio:
+    if inputs.reference_sound:
         flag = voice_flag(inputs)
-        tensors |= _encode_reference_audio(host, inputs.reference_audio, flag)
+        tensors |= _encode_reference_audio(host, inputs.reference_sound, flag)
     return tensors
 
 
@@ -278,7 +279,7 @@ def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | N
         longer = inputs.extension
         seconds = longer.source_seconds if longer else inputs.size.seconds
         read[RETAKE] = retake.path, 0.0, seconds
-    if voice := inputs.reference_audio:
+    if voice := inputs.reference_sound:
         read[voice_flag(inputs)] = voice.path, 0.0, voice.max_duration
     return read
 
