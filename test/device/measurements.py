@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 from jobs import make_job, replace
+from tiny.config import released_config
 
 from device.bench import WIDE, Bench, Model, Target, full, request, wide
 from device.probes import CHAIN, torus_groups
@@ -17,7 +18,6 @@ from ltx_neuron.finished import of_release
 from ltx_neuron.format import format_bytes
 from ltx_neuron.plan import Plan, plan
 from ltx_neuron.report import table
-from ltx_neuron.tiny.config import released_config
 from ltx_neuron.weights.model_files import ModelFiles
 from ltx_neuron.weights.tensorfile import DTYPES
 

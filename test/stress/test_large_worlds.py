@@ -13,11 +13,11 @@ from helpers import one_thread, rel  # noqa: F401
 from jobs import make_job
 from recipe_runs import SEA, assert_equals_the_oracle, generate, told
 from steps import EQUAL
+from tiny import TinySizes, make_tiny
 from toy import SOON, alive
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.job import Size
-from ltx_neuron.tiny import TinySizes, make_tiny
 
 MANY, JOB = 64, make_job("a red fox", Size(64, 64, 9), 5)
 

@@ -37,6 +37,8 @@ from helpers import (
 )
 from jobs import make_job, read_voice, replace
 from safetensors.torch import load_file
+from tiny import TinySizes, make_tiny
+from tiny.config import merge, tiny_config
 from torch import Tensor
 
 from ltx_neuron import profiles
@@ -68,8 +70,6 @@ from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, Refere
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.text.encoders import Contexts, RankTextEncoder
 from ltx_neuron.text.inputs import bucket_for, load_tokenizer, tokenize
-from ltx_neuron.tiny import TinySizes, make_tiny
-from ltx_neuron.tiny.config import merge, tiny_config
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import randn
 from jobs import make_job, replace
+from tiny.config import released_config
 
 from ltx_neuron.backends import nki, registry
 from ltx_neuron.backends.manifest import Manifest
@@ -22,7 +23,6 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.models.attention import attention_cte
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.profiles import PROFILES, require_runtime, resolve
-from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tune.tolerance import FACTOR, FLOOR, rel_l2
 
 pytestmark = pytest.mark.timeout(7200)
