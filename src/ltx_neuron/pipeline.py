@@ -218,11 +218,10 @@ class LTXPipeline:
                               width, num_frames, seed=10, two_stage=True, negative_prompt, upscale,
                               nag_scale, sampler="res_2s", reference_audio, tail_frames, ...
         """
-        if unknown := sorted(fields.keys() - JobFields.model_fields.keys()):
-            raise TypeError(
-                f"unexpected argument {unknown[0]!r}; known: those of this method and"
-                f" {', '.join(JobFields.model_fields)}"
-            )
+        known = JobFields.model_fields.keys() - {*_ARGUMENTS, "recipe"}
+        if unknown := sorted(fields.keys() - known):
+            listed = ", ".join(sorted(known))
+            raise TypeError(f"unexpected argument {unknown[0]!r}; further ones: {listed}")
         distilled = self.distilled_loras if fields.get("two_stage") else ()
         job = self._job(
             **fields

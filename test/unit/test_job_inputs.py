@@ -834,6 +834,14 @@ def test_a_side_of_0_is_no_side_left_out():
         LTXPipeline(Jobs(), "distilled")("rain", height=0)
 
 
+@pytest.mark.parametrize("name", ["num_frame", "video_path", "recipe"])
+def test_an_argument_that_a_call_does_not_have_is_refused(name):
+    with pytest.raises(
+        TypeError, match=f"unexpected argument '{name}'; further ones: .*num_frames"
+    ):
+        LTXPipeline(Jobs(), "distilled")("rain", **{name: "x"})
+
+
 TIMES = dict(start_time=0.0, end_time=0.1)
 WRONG_CALLS = {
     "reference_video: got 5, wanted a valid string": dict(reference_video=5),
