@@ -26,10 +26,10 @@ from ltx_neuron.sampling.conditions import (
     ReferenceVideo,
     Retake,
     SoundCondition,
-    check_together,
 )
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
+from ltx_neuron.sampling.spec import LoraFile
 
 # Latents after step 1 and after all, by ltx-core and ltx-pipelines 1.2.0 on the same weights,
 # images and contexts (fp32).
@@ -234,7 +234,6 @@ def test_both_distilled_stages_of_a_release_use_its_sampler():
 
 
 SOUND, CLIP = SoundCondition("sound.wav"), ReferenceVideo("clip.mp4", 1.0, 17)
-IC_LORA = {"{ic_lora}": True, "{reference_video}": False}
 
 
 @pytest.mark.parametrize(
@@ -243,8 +242,8 @@ IC_LORA = {"{ic_lora}": True, "{reference_video}": False}
         {"sound": SOUND},
         {"retake": Retake("film.mp4", 0.0, 0.3), "size": replace(TWO_STAGES, two_stage=False)},
         {"references": (CLIP,)},
-        {"reference_audio": ReferenceAudio("voice.wav", 8)},
-        {"reference_audio": ReferenceAudio("clip.mp4", 8), "dubbing": CLIP},
+        {"reference_sound": ReferenceAudio("voice.wav", 8)},
+        {"reference_sound": ReferenceAudio("clip.mp4", 8), "dubbing": CLIP},
     ],
     ids=["a sound", "a retake", "references", "a voice", "dubbing"],
 )
@@ -351,7 +350,7 @@ def test_keyframes_of_stage_2_begin_as_those_of_stage_1_behind_all_other_tokens(
 def test_keyframes_are_generated_beside_references_and_a_mask_behind_them():
     given = {"references": (CLIP,), "attention_mask": AttentionMask("mask.mp4")}
     job = replace(make_job("", TWO_STAGES, num_generated_keyframes=2), **given)
-    check_together({"{num_generated_keyframes}": True, "{video_conditioning}": True} | IC_LORA)
+    job.replaced(ic_lora=(LoraFile("ic"),)).check_rules()
     tensors = {"reference_latent": randn(1, 128, 3, 2, 3), "reference_attention": torch.ones(1, 18)}
     start = latents.zeros(64, 96, 17, 25.0, torch.float32)
     video, _ = initial_states(job, False, tensors, start, [], COMPAT[None], torch.float32)

@@ -239,7 +239,7 @@ def test_notes_are_of_every_input_by_its_flag(tmp_path):
     clip_to_dub = ReferenceVideo(path, 1.0, 33)
     jobs = {
         "--audio-path": make_job("", Size(64, 96, 25), sound=SoundCondition(path, 0.1)),
-        "--reference-audio": make_job("", Size(64, 96, 25), reference_audio=voice),
+        "--reference-audio": make_job("", Size(64, 96, 25), reference_sound=voice),
         "--reference-video": make_job(
             "", Size(64, 96, 25), reference_sound=voice, dubbing=clip_to_dub
         ),

@@ -178,12 +178,14 @@ REMEDIES = {
     "commands/prepare.py:jobs_of: --num-frames": (
         "prepare --checkpoint-path {split} ~--gemma-root ~--num-frames --auto-duration 1 2"
     ),
-    "flags.py:_require_gemma: --gemma-root": "generate ~--gemma-root",
-    "flags.py:_guidance_settings: --guidance": (
+    "flags/__init__.py:_require_gemma: --gemma-root": "generate ~--gemma-root",
+    "flags/__init__.py:_guidance_settings: --guidance": (
         "generate --recipe dev --guidance video_cfg => --guidance video_cfg=3"
     ),
-    "flags.py:_check_sharding: --checkpoint-path": "shard ~--checkpoint-path",
-    "host/facts.py:read_media: --lora": "generate ~--num-frames --reference-video {film}",
+    "flags/__init__.py:_check_sharding: --checkpoint-path": "shard ~--checkpoint-path",
+    "host/facts.py:read_media: --lora": (
+        "generate ~--num-frames --two-stage --reference-video {film}"
+    ),
     "generate.py:check: --output-path": "generate ~--output-path",
     "generate.py:check_batch: --output-dir": (
         "batch ~--prompt ~--output-path --prompts-file {prompts}"
@@ -223,7 +225,7 @@ REMEDIES = {
     "sampling/rules.py:-: --nag-scale": "generate --negative-prompt blurry",
     "sampling/rules.py:-: --recipe": "generate --video-cfg-guidance-scale 3",
     "weights/model_files.py:text_encoder: --gemma-root": "generate --checkpoint-path {split}",
-    "job.py:_check_strengths: --distilled-lora": (
+    "sampling/inputs.py:check_strengths: --distilled-lora": (
         "generate --recipe dev --two-stage --distilled-lora {lora} 1"
         " --distilled-lora-strength-stage-1 0.5 => --distilled-lora {lora}"
     ),

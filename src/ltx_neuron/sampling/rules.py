@@ -229,8 +229,8 @@ RULES = (
     Rule(
         "reference_audio",
         needs="ic_lora",
-        why="THESE goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as well, or leave out"
-        " THESE",
+        why="{reference_audio} goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as well,"
+        " or leave out {reference_audio}",
         graphs=False,
     ),
 )
