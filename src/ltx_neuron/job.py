@@ -101,7 +101,7 @@ class Job(Inputs):
         full = full._replace(upsampled=True, loras=loras[1])
         third = full._replace(name="stage_3", loras=loras[0], sigmas=DISTILLED_SIGMAS[4:])
         third = third._replace(sampler="ancestral")
-        return half, full, *(third._replace(temporal=each) for each in self.rendering.windows)
+        return half, full, *(third._replace(temporal=window) for window in self.rendering.windows)
 
     @property
     def seen(self) -> str:
@@ -174,7 +174,7 @@ class Job(Inputs):
         """The compiled shape that a stage needs without tiles."""
         of = self.of(stage)
         canvas = _, *sides = video_latent_shape(stage.height, stage.width, of.size.num_frames)
-        shapes = canvas, *(each.shape for each in of.appended(stage.upsampled, *sides))
+        shapes = canvas, *(tokens.shape for tokens in of.appended(stage.upsampled, *sides))
         references, silent = self.appended_references(stage.upsampled), of.temporal
         sounds = 0 if silent and not silent.holds else of.size.audio_frames
         return Bucket(

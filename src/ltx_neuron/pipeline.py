@@ -335,8 +335,8 @@ def _weighted(value: Any, kind: Any) -> tuple:
     if isinstance(value, str | Path):
         return (WeightedFile(str(value), 1.0),)
     return tuple(
-        WeightedFile(str(each.path), each.strength) if isinstance(each, kind) else each
-        for each in _several(value, kind)
+        WeightedFile(str(file.path), file.strength) if isinstance(file, kind) else file
+        for file in _several(value, kind)
     )
 
 

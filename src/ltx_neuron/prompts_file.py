@@ -73,7 +73,7 @@ def _array(text: str) -> Iterator[Row]:
     whole = _json(text)
     if isinstance(whole.values, UserError):
         return iter([whole])
-    return (Row(number, each, "object") for number, each in enumerate(whole.values, 1))
+    return (Row(number, values, "object") for number, values in enumerate(whole.values, 1))
 
 
 def _json(text: str, number: int = 1) -> Row:

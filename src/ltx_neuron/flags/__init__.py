@@ -141,8 +141,8 @@ def price(args: argparse.Namespace) -> Price | None:
 
 def group(parser: argparse.ArgumentParser, title: str) -> argparse._ActionsContainer:
     """The group with a title of _GROUPS; the first call creates it."""
-    made = (each for each in parser._action_groups if each.title == title)
-    return next(made, None) or parser.add_argument_group(title, _GROUPS[title])
+    groups = (group for group in parser._action_groups if group.title == title)
+    return next(groups, None) or parser.add_argument_group(title, _GROUPS[title])
 
 
 MODEL_FILES = {  # flags, and their files' kinds for hub.local_path
@@ -329,17 +329,17 @@ def _guidance_settings(settings: list[str]) -> dict[str, Any]:
 
 def _stage_strengths(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of --distilled-lora PATH STAGE_1 STAGE_2."""
-    given = values.get("distilled_lora", [])
-    pairs = {tuple(strengths) for _, *strengths in given if len(strengths) == 2}
+    loras = values.get("distilled_lora", [])
+    pairs = {tuple(strengths) for _, *strengths in loras if len(strengths) == 2}
     if not pairs:
         return {}
     names = "distilled_lora_strength_stage_1", "distilled_lora_strength_stage_2"
-    if len(pairs) > 1 or any(len(each) != 3 for each in given) or values.keys() & {*names}:
+    if len(pairs) > 1 or any(len(lora) != 3 for lora in loras) or values.keys() & {*names}:
         raise UserError(
             "--distilled-lora with two strengths, of stage 1 and stage 2: type the same two for"
             " each --distilled-lora, and leave --distilled-lora-strength-stage-1 and -2 out"
         )
-    return {"distilled_lora": [path for path, *_ in given], **dict(zip(names, *pairs, strict=True))}
+    return {"distilled_lora": [path for path, *_ in loras], **dict(zip(names, *pairs, strict=True))}
 
 
 @contextmanager

@@ -363,7 +363,7 @@ class Inputs(JobFields):
         detailed = [Appended(half, self.detailing_scale or 1)] * self.details(upsampled)
         return [
             *[keyframe] * guides,
-            *(Appended(each.latent_shape(size), each.space_scale) for each in references),
+            *(Appended(video.latent_shape(size), video.space_scale) for video in references),
             *[keyframe] * len(self.generated_keyframes(upsampled)),
             *detailed,
         ]
@@ -386,7 +386,9 @@ class Inputs(JobFields):
             return 2
         dubbed = self.dubbing is not None
         conditions = self.images if dubbed else (*self.images, *self.appended_references(upsampled))
-        strengths = [each.strength for each in conditions] + [1.0] * self.details(upsampled)
+        strengths = [condition.strength for condition in conditions] + [1.0] * self.details(
+            upsampled
+        )
         if window := self.temporal:
             strengths += [dfr.ANCHOR] * bool(window.given)
             strengths += [1.0] * bool(window.holds and window.shared)
@@ -419,7 +421,7 @@ class Inputs(JobFields):
         if clip := self.dubbing:
             clips += [EncodedClip(clip.pixels(size)) for size in (stage_1, self.size)]
         sizes = (stage_1, self.size) if self.stage_2_ic_lora else (stage_1,)
-        referred = (each.pixels(size) for size in sizes for each in self.references)
+        referred = (video.pixels(size) for size in sizes for video in self.references)
         return clips + [EncodedClip(pixels, whole=True) for pixels in referred]
 
     @property
@@ -438,7 +440,7 @@ class Inputs(JobFields):
         }
         more = ("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr")
         inputs |= {name: getattr(self, name) for name in more}
-        return [name for name, given in inputs.items() if given]
+        return [name for name, value in inputs.items() if value]
 
     def describe(self) -> dict[str, Any]:
         """The settings for the sidecar and the report."""

@@ -91,8 +91,8 @@ def _repeats(value: Any) -> Any:
     if isinstance(value, tuple):  # of another job
         return value
     nested = isinstance(value, list) and value and not isinstance(value[0], str)
-    listed = value if nested else [value]
-    return [[each] if isinstance(each, str) else each for each in listed if each != []]
+    entries = value if nested else [value]
+    return [[entry] if isinstance(entry, str) else entry for entry in entries if entry != []]
 
 
 def _image(value: Any) -> Any:
@@ -135,7 +135,7 @@ _Rate = Annotated[float, Field(ge=FRAME_RATES[0], le=FRAME_RATES[1]), BeforeVali
 def _has_switch(value: Any, depth: int = 2) -> bool:
     """Whether a value is True or False, or a list with one up to `depth` levels deep."""
     if isinstance(value, list) and depth:
-        return any(_has_switch(each, depth - 1) for each in value)
+        return any(_has_switch(item, depth - 1) for item in value)
     return isinstance(value, bool)
 
 
@@ -157,7 +157,7 @@ class Fields(BaseModel):
         assert info.field_name
         value = plain(value)
         field = cls.model_fields[info.field_name]
-        most = next((each.max_length for each in field.metadata if isinstance(each, MaxLen)), None)
+        most = next((x.max_length for x in field.metadata if isinstance(x, MaxLen)), None)
         if most is not None and isinstance(value, list) and len(value) > most:
             raise PydanticCustomError("too_many_values", "wanted at most {most}", {"most": most})
         if _has_switch(value) and field.annotation not in (bool, bool | None):
@@ -493,8 +493,8 @@ class JobFields(
         paths = []
         for name in INPUT_FILES:
             value = getattr(self, name)
-            several = [each.path for each in value] if isinstance(value, tuple) else [value]
-            paths += [(name, path) for path in several if path is not None]
+            files = [file.path for file in value] if isinstance(value, tuple) else [value]
+            paths += [(name, path) for path in files if path is not None]
         return paths
 
     def moved(self, rename: Callable[[Path], str]) -> Self:

@@ -340,9 +340,9 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
             name: [digest(image.data.hex()), image.frame, image.strength, image.crf]
             for name, image in self.held.items()
         }
-        media = [[each.param, each.digest] for each in self.media]
-        said = self.model_dump(exclude={*_IMAGES, *_MEDIA})
-        return digest([said, images, media])
+        media = [[file.param, file.digest] for file in self.media]
+        fields = self.model_dump(exclude={*_IMAGES, *_MEDIA})
+        return digest([fields, images, media])
 
 
 _NAMES = _names_of(VideoRequest)

@@ -78,8 +78,8 @@ class JobSubmitter:
             if job.has_media():
                 conditions.check(job)
             self._check_possible(job)
-            said = preflight.notes(job, self.sizes.workspace)
-            notes = [public(note, folder) for note in said]
+            notes = preflight.notes(job, self.sizes.workspace)
+            notes = [public(note, folder) for note in notes]
             line = job.with_paths(lambda path: path.name).to_line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
@@ -227,7 +227,7 @@ class JobSubmitter:
     def _batch_key(self, job: Job) -> str:
         """A key of the jobs that share loaded graphs and weights."""
         workspace = self.sizes.workspace
-        programs = (each for stage in job.stages for each in workspace.dit_programs_for(job, stage))
+        programs = (x for stage in job.stages for x in workspace.dit_programs_for(job, stage))
         names = dict.fromkeys(bucket.name for bucket, _ in programs)
         loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
         return "+".join([job.recipe, *names, *loras])

@@ -54,9 +54,9 @@ class RequestedSize(VideoFields):
         frames = self.num_frames or base.size.num_frames
         if self.seconds is not None and self.num_frames is None:
             frames = round(self.seconds * (self.frame_rate or base.size.frame_rate)) + 1
-        given = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
-        given["num_frames"] = frames + (self.tail_frames or 0)
-        size = replace(base.size, **given)
+        values = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
+        values["num_frames"] = frames + (self.tail_frames or 0)
+        size = replace(base.size, **values)
         with suppress(UserError):
             size.check()
             return CompiledSize(size, self.recipe or base.recipe)
@@ -126,7 +126,7 @@ class Record(NamedTuple):
         """The sizes that text to video can have with these graphs."""
         size = self.compiled.size
         stages = {size, size.first, replace(size, two_stage=False)}
-        return set().union(*(self.compiled._replace(size=each).orientations for each in stages))
+        return set().union(*(self.compiled._replace(size=stage).orientations for stage in stages))
 
     @property
     def voice(self) -> int:
@@ -219,7 +219,9 @@ class SizeRegistry:
     def voice_seconds(self) -> list[float]:
         """The compiled lengths of reference voices, in seconds."""
         _ = self.compiled  # read again
-        return sorted({_voice_seconds(each.voice) for each in self._records if each.voice > 0})
+        return sorted(
+            {_voice_seconds(record.voice) for record in self._records if record.voice > 0}
+        )
 
     @property
     def dubbing_sets(self) -> list[str]:
