@@ -20,9 +20,9 @@ from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
-from ltx_neuron.generate import Outputs
 from ltx_neuron.host import conditions
 from ltx_neuron.job import Job
+from ltx_neuron.outputs import Outputs
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import MACHINES, resolve
 from ltx_neuron.report.price import Price
