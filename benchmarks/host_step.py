@@ -197,7 +197,7 @@ def main() -> None:
     config = tiny_config(TinySizes()) if args.tiny else released_config()
     image = ImageCondition("a random latent", 0, 1.0)
     cases = {
-        f"{name} {kind}": Job("contexts are given", size, images=images)
+        f"{name} {kind}": Job.of_size(size, prompt="contexts are given", image=images)
         for name, size in (TINY_SIZES if args.tiny else SIZES).items()
         for kind, images in (("text to video", ()), ("image to video", (image,)))
     }

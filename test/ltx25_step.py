@@ -5,6 +5,7 @@ from functools import cache, partial
 
 import torch
 from helpers import made_config, randn
+from jobs import make_job
 from tiny.weights import random_weights
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from ltx_neuron.tune.step import _HostRanks
 CONTENT, CONFIG = made_config(ff_bias=False, use_keyframes_abs_pos_embedding=True)
 SEED, KEYFRAMES, SIZE = 7, 2, Size(64, 96, 17, 25.0)
 IMAGES = ImageCondition("", 0, 0.7, 18), ImageCondition("", 16, 0.4, 18)
-JOB = Job("", SIZE, SEED, images=IMAGES, num_generated_keyframes=KEYFRAMES, ancestral=True)
+JOB = make_job("", SIZE, SEED, images=IMAGES, num_generated_keyframes=KEYFRAMES, ancestral=True)
 (STAGE,) = JOB.stages
 
 

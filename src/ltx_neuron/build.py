@@ -155,7 +155,7 @@ def _parts(workspace: Workspace, source: Source) -> tuple[list[Program], dict, d
     config, tp, dtype = workspace.transformer, workspace.tp, workspace.dtype
     comm, model = TorchDistComm(tp), source.model.name
     if model == "dit":
-        (bucket,) = Job("").buckets
+        (bucket,) = Job().buckets
         return [dit_program(config, bucket, tp, comm, dtype, 1)], host_weights(config), {}
     if model == "gemma3":
         gemma, profile = workspace.gemma, workspace.profile

@@ -10,6 +10,7 @@ import av
 import pytest
 import torch
 from helpers import randn, rel, run_program
+from jobs import make_job
 from ltx25_step import CONFIG, contexts, weights
 from safetensors.torch import load_file, save_file
 from split_runs import Runs
@@ -56,7 +57,9 @@ def release(request):
 def a_job(release: str) -> Job:
     size = Size(64, 64, 73, 24.0, two_stage=True)
     recipe = {"1.4": "distilled", "1.2.0": "dev"}[release]
-    return Job("", size, SEED, images=(IMAGE,), recipe=recipe, dfr=True, temporal_upsample_rounds=1)
+    return make_job(
+        "", size, SEED, images=(IMAGE,), recipe=recipe, dfr=True, temporal_upsample_rounds=1
+    )
 
 
 def rendered(release: str) -> dict[str, torch.Tensor]:

@@ -14,11 +14,12 @@ from importlib import invalidate_caches
 import pytest
 from conftest import ROOT
 from helpers import one_thread  # noqa: F401
+from jobs import make_job
 from tiny import TinySizes, make_tiny
 
 from ltx_neuron import build
 from ltx_neuron.backends.nxd import runtime
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.preflight import Preflight
 from ltx_neuron.profiles import resolve
 from ltx_neuron.workspace import Workspace
@@ -146,7 +147,7 @@ def workspace(library, tmp_path_factory):
     build.make(workspace, workspace.weight_sets("dit"))
     build.make(workspace, workspace.weight_sets("gemma3"))
     build.make(workspace, workspace.text_graphs())
-    build.make(workspace, workspace.dit_graphs(Job("", SIZE).buckets))
+    build.make(workspace, workspace.dit_graphs(make_job("", SIZE).buckets))
     return workspace
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import one_thread, rel  # noqa: F401
+from jobs import make_job
 from steps import EQUAL
 from toy import alive
 
 from ltx_neuron import build
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.config.transformer import STREAMS
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.resume import restore_state, save_state
 
 ONE, TWO = (Size(64, 64, 9, two_stage=both) for both in (False, True))
@@ -38,7 +39,7 @@ def opened(tiny, artifacts):
     def engine(tp: int = 1, settings: str = "", size: Size = ONE):
         workspace = opened_workspace(tiny, artifacts, 1, tp=tp, settings=settings.split())
         build.make(workspace, workspace.weight_sets("dit", [()]))
-        job = Job("a red fox", size, 5)
+        job = make_job("a red fox", size, 5)
         build.make(workspace, workspace.dit_graphs(job.buckets))
         engines.append(opened_engine(workspace, tiny))
         give_contexts(engines[-1], job, lambda prompt: drawn(workspace, 7))
@@ -79,7 +80,7 @@ def test_every_step_of_several_groups_equals_one_ranks(opened, alone, layout):
         alone["steps"] = steps_of(engine, job)
         engine.close()
     got = steps_of(*opened(*layout))
-    assert len(got) == len(alone["steps"]) == sum(stage.steps for stage in Job("", ONE).stages)
+    assert len(got) == len(alone["steps"]) == sum(stage.steps for stage in make_job("", ONE).stages)
     for ours, theirs in zip(got, alone["steps"], strict=True):
         assert all(rel(ours[stream], theirs[stream]) < EQUAL for stream in STREAMS)
 

@@ -9,7 +9,6 @@ from ltx_neuron.command_line import advanced
 from ltx_neuron.commands import choose
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
-from ltx_neuron.flags.resolve import weight_sets
 from ltx_neuron.weights.lora import WeightSet
 
 # Model -> a line of help, and the description
@@ -90,4 +89,4 @@ def verify(argv: list[str]) -> None:
 
 
 def _sets(args: argparse.Namespace) -> tuple[WeightSet, ...]:
-    return weight_sets(flags.lora_fields(flags.spec(args)))
+    return flags.spec(args).weight_sets

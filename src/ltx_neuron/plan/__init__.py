@@ -559,7 +559,7 @@ def _nearest(
     latent_frames = int(room / per_token) // tokens_per_frame
     for count in range(latent_frames, (job.tail_frames or 0) // TIME_SCALE, -1):
         shorter = dataclasses.replace(job.size, num_frames=TIME_SCALE * (count - 1) + 1)
-        if activations(dataclasses.replace(job, size=shorter)) <= room:
+        if activations(job.resized(shorter)) <= room:
             frames = shorter.num_frames - (job.tail_frames or 0)
             return str(dataclasses.replace(shorter, num_frames=frames))
     return None
