@@ -18,6 +18,7 @@ from ltx_neuron import build, flags
 from ltx_neuron.artifacts import finished_weights
 from ltx_neuron.commands import dispatch
 from ltx_neuron.errors import UserError
+from ltx_neuron.flags.resolve import weight_sets as sets_of
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
@@ -352,7 +353,7 @@ def weight_sets(words: str) -> list[list]:
     """The sets that flags name, each LoRA as its file's name and strength."""
     parser = argparse.ArgumentParser()
     flags.add_loras(parser)
-    sets = flags.weight_sets(flags.lora_fields(flags.spec(parser.parse_args(words.split()))))
+    sets = sets_of(flags.lora_fields(flags.spec(parser.parse_args(words.split()))))
     return [[(lora.path.name, lora.strength) for lora in loras] for loras in sets]
 
 
