@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ltx_neuron import build
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.build import RunOptions, needs, sound_on_ranks
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.release import RELEASES, Release
@@ -21,7 +22,6 @@ from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
-from ltx_neuron.needs import RunOptions, needs, sound_on_ranks
 from ltx_neuron.plan import (
     CoreMemory,
     check_fits,

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.build import audio_dtype
 from ltx_neuron.decode import Clip, Decoder, Result
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.denoise.start import starting_states, to_upsample
@@ -27,7 +28,6 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import POLL_SECONDS, Background, wait_for
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.needs import audio_dtype
 from ltx_neuron.preflight import Compiled, Preflight, RunOptions, say_idle_groups
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency

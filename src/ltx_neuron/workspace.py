@@ -1,7 +1,7 @@
 """Workspace: one checkpoint on one profile, and the weights and graphs that it may need.
 
 A Need has all of one artifact in one place: its identity, its maker, and the command for errors.
-needs.py lists those of jobs; build.py makes them.
+build.py lists those of jobs, and makes them.
 """
 
 import dataclasses

@@ -1,9 +1,7 @@
 """ltx-neuron prepare: what a generation needs, what is said of it beforehand, and when it stops.
 What it makes: test/slow/test_prepare.py."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from engines import opened_workspace
@@ -11,7 +9,7 @@ from helpers import picture_frames, tone, write_film, write_sound
 from jobs import make_job
 
 from ltx_neuron import build, errors, files, invocation
-from ltx_neuron.commands import dispatch, prepare
+from ltx_neuron.commands import dispatch
 from ltx_neuron.commands.prepare import Part, Preparation, parts_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_seconds
@@ -261,9 +259,7 @@ def test_one_that_is_stopped_says_how_to_go_on(typed, monkeypatch, capsys):
     assert f"to continue, type: {invocation.command('prepare', *typed)}" in said
 
 
-def test_generate_names_prepare_with_its_own_flags_and_a_script_names_scripts(
-    typed, tmp_path, monkeypatch, capsys
-):
+def test_generate_names_prepare_with_its_own_flags(typed, tmp_path, capsys):
     rest = ["--seed", "4", "--prompt", "rain", "--output-path", str(tmp_path / "a.mp4")]
     assert code_of("generate", *typed, *rest) == 2
     said = capsys.readouterr().err
@@ -274,7 +270,3 @@ def test_generate_names_prepare_with_its_own_flags_and_a_script_names_scripts(
     assert code_of("batch", *typed, str(lines), *output) == 2
     wanted = invocation.command("prepare", "--prompts-file", str(lines), *typed)
     assert f"Make them: {wanted}\n" in capsys.readouterr().err
-    script = Path(prepare.__file__).parents[2] / "generate_ltx23.py"
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    assert code_of("generate", *typed, *rest) == 2
-    assert "compile/compile_transformer.py --checkpoint-path" in capsys.readouterr().err

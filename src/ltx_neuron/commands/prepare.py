@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from ltx_neuron import build, flags, invocation
+from ltx_neuron.build import RunOptions, needs
 from ltx_neuron.commands import generate
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_space, read_json, write_json
 from ltx_neuron.format import columns, format_bytes, format_seconds
 from ltx_neuron.host.arithmetic import choices_file, this_machine
 from ltx_neuron.job import Job
-from ltx_neuron.needs import RunOptions, needs
 from ltx_neuron.preflight import Preflight, check_dfr, check_distilled_loras, check_plans_fit
 from ltx_neuron.workspace import Need, Workspace
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ltx_neuron import flags, hub, profiles
+from ltx_neuron.build import needs
 from ltx_neuron.config.gemma import gemma_config, read_config
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, finding_if, finding_of, from_error
@@ -27,7 +28,6 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.machine import Machine
-from ltx_neuron.needs import needs
 from ltx_neuron.preflight import Preflight, check_plans_fit
 from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
