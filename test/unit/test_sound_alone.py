@@ -136,7 +136,7 @@ def test_its_graphs_use_the_weights_of_the_audio_and_no_field_of_the_video(model
     names = {name for name in joint.weights() if SOUND_ALONE.fullmatch(name)}
     assert alone.weights().keys() == names
     assert names and not any("video" in name for name in names)
-    inputs = {field for graph in alone.graphs.values() for field in graph.inputs._fields}
+    inputs = {field for graph in alone.graphs.values() for field in graph.inputs}
     assert inputs <= alone.fields.keys()
     assert not any("video" in field or "cross" in field for field in alone.fields)
     assert ALONE.name == f"a{AUDIO_TOKENS}-t1-s{STEPS}-guided"
@@ -157,7 +157,8 @@ def test_nothing_is_drawn_for_a_video_and_none_of_it_is_uploaded(model):
         put_numbers=lambda *_: None,
         define=lambda *_: None,
     )
-    compiled = CompiledStep(bucket, SimpleNamespace(fields={}))
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 1)
+    compiled = CompiledStep(bucket, program)
     run = StageRun(ranks, compiled, config, torch.float32, lambda *_: torch.zeros(1), COMPAT[None])
     contexts = [Contexts(*[torch.zeros(1)] * 3, None)] * 2
     shape = stage.height, stage.width, alone.size.num_frames, alone.size.frame_rate

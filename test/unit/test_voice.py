@@ -37,7 +37,7 @@ from ltx_neuron.models import attention
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.models.signatures import PASSES, WITHOUT, GuideInputs, extended
+from ltx_neuron.models.signatures import PASSES, WITHOUT
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import audio_state, initial_states, video_state
 from ltx_neuron.sampling.conditions import ReferenceAudio
@@ -205,8 +205,7 @@ def guided(scale: float, rescale: float = 0.0) -> tuple[dict, dict]:
         "audio_clean_latent": randn(1, 5, 128, seed=77),
         "identity": torch.tensor([scale]),
     }
-    inputs = extended(GuideInputs, "guide", ("guided", "masked", "identity"))
-    return Guide()(inputs(*(values[field] for field in inputs._fields)))._asdict(), values
+    return Guide()(values), values
 
 
 def test_identity_guidance_adds_a_term_to_the_clips_own_sound_alone():

@@ -99,15 +99,14 @@ def fake_process_group(size: int, rank: int = 0, groups: mesh.Groups = MappingPr
 
 
 class _Keywords(nn.Module):
-    """A graph's module with its named inputs as keywords and a plain tuple of outputs: torch.export
-    cannot store a NamedTuple of ours."""
+    """A graph's module with its inputs as keywords and a tuple of outputs."""
 
-    def __init__(self, module: nn.Module, inputs: type):
+    def __init__(self, module: nn.Module):
         super().__init__()
-        self.module, self.inputs = module, inputs
+        self.module = module
 
     def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.module(self.inputs(**tensors)))
+        return tuple(self.module(tensors).values())
 
 
 def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.ExportedProgram:
@@ -117,13 +116,13 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
     RuntimeError for a graph that creates a tensor.
     """
     graph = program.graphs[name]
-    fields = {name: program.fields[name] for name in graph.inputs._fields}
+    fields = {name: program.fields[name] for name in graph.inputs}
     example = {
         name: torch.empty(field.shape, dtype=field.dtype, device="meta")
         for name, field in fields.items()
     }
     # On meta only the dtype changes. Without gradients this is the inference graph.
-    module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
+    module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False))
     # Source lines of operations are dropped afterwards, so torch need not look them up. Releases
     # without this switch do.
     no_traces = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)

@@ -6,7 +6,6 @@ import typing
 import zipfile
 from collections.abc import Collection
 from functools import cache
-from math import prod
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +14,7 @@ import torch
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, changed, check_readable, exclusive, read_json, write_checked
 from ltx_neuron.models.programs import Graph, Program, weight_name
-from ltx_neuron.models.signatures import LATENTS, Field
+from ltx_neuron.models.signatures import Field, upload_bytes
 
 
 def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
@@ -27,8 +26,8 @@ def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
         "file": path.name,
         "sha256": sha256(path),
         "parameters": {name: list(value.shape) for name, value in parameters},
-        "inputs": list(graph.inputs._fields),
-        "outputs": list(graph.outputs._fields),
+        "inputs": list(graph.inputs),
+        "outputs": list(graph.outputs),
         "cost": cost,
     }
 
@@ -111,12 +110,9 @@ class Manifest:
         return sums | {"peak_bytes": max(call["peak_bytes"] for call in calls)}
 
     def upload_bytes(self, only: Collection[str] = ()) -> int:
-        """Bytes uploaded to one rank for a stage: inputs that no graph returns, and the initial
-        latents. only: the inputs to count; none: all of these."""
+        """As in signatures.upload_bytes."""
         inputs = {name for graph in self.graphs.values() for name in graph["inputs"]}
-        uploaded = inputs - (self.outputs - {*LATENTS})
-        fields = [self.fields[name] for name in (uploaded.intersection(only) if only else uploaded)]
-        return sum(prod(field.shape) * field.dtype.itemsize for field in fields)
+        return upload_bytes(self.fields, inputs, self.outputs, only)
 
     def load(self, name: str) -> torch.export.ExportedProgram:
         """Read a graph of torch.export. Raises UserError if its digest is not the manifest's, or if

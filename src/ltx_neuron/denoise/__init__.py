@@ -26,7 +26,7 @@ from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.rope import rope_tables
-from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, AUDIO_MASKS, LATENTS, fields_of
+from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, AUDIO_MASKS, LATENTS
 from ltx_neuron.sampling import ancestral, latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState, initial_states
@@ -114,7 +114,7 @@ class StageRun:
         self._put_tokens(job, video_state, video_choice)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.ancestral:
-            names = fields_of(self.bucket.streams, ANCESTRAL_FIELDS)
+            names = [n for n in ANCESTRAL_FIELDS if n in self.compiled.manifest.fields]
             self.own = (*StageRun.own, *names)
             given = stage.sigmas, [x.latent for x in self.states], [x.frozen for x in self.states]
             seed, eta = stage.noise
@@ -160,8 +160,8 @@ class StageRun:
 
     def _put(self, tensors: dict[str, Tensor]) -> None:
         """Upload tensors of both streams, as far as the graphs have these."""
-        names = fields_of(self.bucket.streams, tensors)
-        self.ranks.put(self.bucket.name, None, **{name: tensors[name] for name in names})
+        fields = self.compiled.manifest.fields
+        self.ranks.put(self.bucket.name, None, **{n: x for n, x in tensors.items() if n in fields})
 
     def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The sigmas (steps, 2, 2) and the modulation tables, (steps, U, 17, D) of each stream."""

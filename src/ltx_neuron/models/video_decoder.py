@@ -12,6 +12,8 @@ Shapes: F frames, C channels, H rows, W columns; features are (F, C, H, W), fram
 2D convolutions. Norms and sums are fp32 in graphs of every dtype.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -93,14 +95,14 @@ class Residual(nn.Module):
         return (features.float() + change).to(features.dtype)
 
 
-class DepthToSpace(nn.Module):
+class Resample(nn.Module):
     """A convolution whose output channels become positions. If it doubles the frames, the first
     frame is dropped."""
 
     def __init__(self, channels: int, upsampling: Resampling):
         super().__init__()
-        time, down, across = self.stride = upsampling.stride
-        self.conv = Convolution(channels, time * down * across * channels // upsampling.multiplier)
+        self.stride, self.channels = upsampling.stride, channels // upsampling.multiplier
+        self.conv = Convolution(channels, math.prod(self.stride) * self.channels)
 
     def forward(self, features: Tensor) -> Tensor:
         time, down, across = self.stride

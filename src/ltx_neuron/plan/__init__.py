@@ -41,8 +41,9 @@ from ltx_neuron.models.programs import (
     gemma3_program,
     group_size,
     may_divide,
+    own_tokens,
 )
-from ltx_neuron.models.signatures import LATENTS, own_tokens
+from ltx_neuron.models.signatures import upload_bytes
 from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, describe_backend
 from ltx_neuron.sampling.conditions import EncodedClip
@@ -209,9 +210,7 @@ def compiled_tile(manifests: Iterable[Manifest]) -> int:
     return max(
         (
             max(manifest.cost(run)["peak_bytes"] for run in manifest.runs)
-            + sum(
-                math.prod(field.shape) * field.dtype.itemsize for field in manifest.fields.values()
-            )
+            + sum(field.nbytes for field in manifest.fields.values())
             for manifest in manifests
         ),
         default=0,
@@ -544,7 +543,7 @@ def step_cost(
         "weight_bytes": sum(weights) * dtype.itemsize,
         "weight_tensors": len(weights),
         "score_bytes": 2 * _score_bytes(config, bucket, profile, tp)[1] * config.num_layers,
-        "inputs": max(len(graph.inputs._fields) for graph in program.graphs.values()),
+        "inputs": max(len(graph.inputs) for graph in program.graphs.values()),
         "moved_bytes": sum(moved[name] for name, _ in next(iter(program.runs.values()))),
         "peak_bytes": max(call["peak_bytes"] for call in calls),
         "largest_collective_bytes": max(map(largest_collective, exported.values())),
@@ -580,13 +579,11 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
 
 
 def _upload_bytes(program: Program, only: Collection[str] = ()) -> int:
-    """Bytes of one rank's uploaded tensors: inputs that no graph returns, and the latents. only: as
-    in Manifest.upload_bytes."""
+    """As in signatures.upload_bytes."""
     graphs = program.graphs.values()
-    inputs = {name for graph in graphs for name in graph.inputs._fields}
-    inputs -= {name for graph in graphs for name in graph.outputs._fields} - {*LATENTS}
-    uploaded = [program.fields[name] for name in (inputs.intersection(only) if only else inputs)]
-    return sum(math.prod(field.shape) * field.dtype.itemsize for field in uploaded)
+    inputs = {name for graph in graphs for name in graph.inputs}
+    outputs = {name for graph in graphs for name in graph.outputs}
+    return upload_bytes(program.fields, inputs, outputs, only)
 
 
 def _nearest(

@@ -90,7 +90,7 @@ class RankTextEncoder:
             torch.cat([padding, scale_embeddings(rows, self.dtype)])[None], counts, self.gemma
         )
         program = gemma3_program_name(bucket)
-        ranks.put(program, **inputs._asdict())
+        ranks.put(program, **inputs)
         ranks.run(program)
         names = ["video_features", "audio_features"]
         if "hidden_states" in ranks.programs[program].outputs:
@@ -105,7 +105,7 @@ class RankTextEncoder:
         self, features: dict[str, Tensor], registers: dict[str, Tensor], ranks
     ) -> Contexts:
         """Contexts of one prompt from its features."""
-        ranks.put("connectors", **connector_inputs(features, registers, self.config)._asdict())
+        ranks.put("connectors", **connector_inputs(features, registers, self.config))
         ranks.run("connectors")
         video, audio = (ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))
         states = features.get("hidden_states")

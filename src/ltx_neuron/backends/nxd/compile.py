@@ -113,17 +113,17 @@ def traceable(graph: Graph, cut: bool = False) -> nn.Module:
     weights = _arguments(graph) if cut else {}
 
     def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs = graph.inputs(*(tensors[name] for name in graph.inputs._fields))
+        inputs = {name: tensors[name] for name in graph.inputs}
         if not cut:
-            return tuple(self.module(inputs))
+            return tuple(self.module(inputs).values())
         given = {parameter: tensors[argument] for argument, parameter in weights.items()}
-        return tuple(functional_call(graph.module, given, (inputs,), strict=True))
+        return tuple(functional_call(graph.module, given, (inputs,), strict=True).values())
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     # A new class, because torch_neuronx may copy the module: a bound forward would use the first
     # module's weights.
     forward.__signature__ = inspect.Signature(
-        [inspect.Parameter(name, kind) for name in ("self", *graph.inputs._fields, *weights)]
+        [inspect.Parameter(name, kind) for name in ("self", *graph.inputs, *weights)]
     )
     module = type("Traceable", (nn.Module,), {"forward": forward})()
     if not cut:
@@ -139,7 +139,7 @@ def _arguments(graph: Graph) -> dict[str, str]:
 def example_inputs(graph: Graph, fields: dict[str, Field], cut: bool = False) -> dict[str, Tensor]:
     """Example inputs for tracing. They are distinct, because NxD merges inputs that are one object,
     and not constant, because constants may be folded into the graph. cut: as in traceable."""
-    wanted = {name: fields[name][:2] for name in graph.inputs._fields}
+    wanted = {name: fields[name][:2] for name in graph.inputs}
     if cut:
         weights = graph.module.named_parameters()
         wanted |= {argument_name(name): (value.shape, value.dtype) for name, value in weights}
