@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.models.signatures import WITHOUT
+from ltx_neuron.models.signatures import NO_VOICE
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import LATER_FIELDS, Inputs, check_together
 from ltx_neuron.sampling.duration import AutoDuration
@@ -226,7 +226,7 @@ class Job(Inputs):
     @property
     def passes(self) -> tuple[str, ...]:
         """The passes of each evaluation of a guided stage."""
-        return self.resolved_guidance.passes() + (WITHOUT,) * (self.identity_scale != 0)
+        return self.resolved_guidance.passes() + (NO_VOICE,) * (self.identity_scale != 0)
 
     @property
     def upsamplers(self) -> dict[str, str]:

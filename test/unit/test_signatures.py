@@ -434,7 +434,7 @@ class Planted(torch.nn.Module):
 
     def forward(self, inputs):
         x = inputs["video_hidden"]
-        made = x + self.make(x.shape[-1], device=x.device)
+        made = x + self.make(x.shape[-1], device=x.device).to(x.dtype)
         return {"video_hidden": made, "audio_hidden": inputs["audio_hidden"] * 1}
 
 

@@ -55,8 +55,8 @@ class TorchDistComm:
         return functional.wait_tensor(gathered).unsqueeze(0)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        own = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, self.group)
-        return functional.wait_tensor(own).unsqueeze(0)
+        part = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, self.group)
+        return functional.wait_tensor(part).unsqueeze(0)
 
 
 _OPERATIONS = torch.ops._c10d_functional
@@ -190,7 +190,7 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
     peak_bytes        as peak_bytes() counts them
     """
     nodes = [node for node in exported.graph.nodes if node.target in _COLLECTIVES]
-    collectives = [(_COLLECTIVES[each.target], _nbytes(each.args[0].meta["val"])) for each in nodes]
+    collectives = [(_COLLECTIVES[n.target], _nbytes(n.args[0].meta["val"])) for n in nodes]
     between = [node for node in nodes if node.args[-1] != mesh.WORLD]
     # Meta tensors: operations are counted without computing.
     arguments = [
@@ -214,8 +214,8 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
 
 def _received(node: fx.Node) -> int:
     """Bytes that a rank receives from others in a collective of a named group."""
-    (given,), result = node.all_input_nodes, _nbytes(node.meta["val"])
-    sent = _nbytes(given.meta["val"])
+    (source,), result = node.all_input_nodes, _nbytes(node.meta["val"])
+    sent = _nbytes(source.meta["val"])
     if node.target is _OPERATIONS.all_reduce.default:
         return received_in_sum(result, c10d._resolve_process_group(node.args[-1]).size())  # pyright: ignore[reportArgumentType]
     return result - sent
@@ -258,7 +258,7 @@ def _elementwise_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if not computes or not isinstance(value, Tensor) or _is_view(node):
         return 0
-    return sum(_nbytes(each.meta["val"]) for each in node.all_input_nodes) + _nbytes(value)
+    return sum(_nbytes(n.meta["val"]) for n in node.all_input_nodes) + _nbytes(value)
 
 
 # The operations that the kernels of models.attention consist of; no other product is a bmm.

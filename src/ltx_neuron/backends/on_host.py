@@ -31,7 +31,7 @@ class HostRanks:
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
         for name, number in numbers.items():
-            self._values[name] = self._values[ranks.at(name, number)]
+            self._values[name] = self._values[ranks.indexed(name, number)]
         for run, reads, writes in self._sequences.get(sequence, [(sequence, {}, {})]):
             for graph, first in self._program.runs[run]:
                 names = self._program.graphs[graph].inputs

@@ -111,9 +111,9 @@ class RankSpans(_OnRanks):
         (F, h, w)."""
         program, (graph, _) = tile_program_name(shortest(self.config, clip)), call
         manifest = self.ranks.programs[program]
-        own = {name for name, field in manifest.fields.items() if field.split is not None}
-        parts = [{name: x for name, x in each.items() if name in own} for each in spans]
-        constants = {name: x for name, x in spans[0].items() if name not in own}
+        divided = {name for name, field in manifest.fields.items() if field.split is not None}
+        parts = [{name: x for name, x in span.items() if name in divided} for span in spans]
+        constants = {name: x for name, x in spans[0].items() if name not in divided}
         output = manifest.graphs[graph]["outputs"][0]
         return self._run(program, output, parts, call_name(*call), **constants)
 

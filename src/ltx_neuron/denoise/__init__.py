@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends.ranks import NotFiniteError, Ranks, at, padded_tokens, padding_bias
+from ltx_neuron.backends.ranks import NotFiniteError, Ranks, indexed, pad_tokens, padding_bias
 from ltx_neuron.config.transformer import STREAMS, TransformerConfig
 from ltx_neuron.denoise.compiled import CompiledStep
 from ltx_neuron.denoise.guided_passes import prepare_passes
@@ -122,7 +122,7 @@ class StageRun:
             for number, added in enumerate(steps):
                 for name, tensor in zip(ANCESTRAL_FIELDS, added, strict=True):
                     if name in names:
-                        self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
+                        self.ranks.put(self.bucket.name, name, **{indexed(name, number): tensor})
         if self.bucket.guided:
             # Repeated by skipped steps; the first step overwrites it.
             zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
@@ -156,7 +156,7 @@ class StageRun:
             tensors["keyframes_mask"] = video.keyframes_mask  # (Tv, 1)
         if field := fields.get("padding_bias"):
             tensors["padding_bias"] = padding_bias(field, compiled.bucket.video_tokens, *ranks)
-        return {n: padded_tokens(fields.get(n), x, *ranks) for n, x in tensors.items()}
+        return {n: pad_tokens(fields.get(n), x, *ranks) for n, x in tensors.items()}
 
     def _put(self, tensors: dict[str, Tensor]) -> None:
         """Upload tensors of both streams, as far as the graphs have these."""

@@ -134,10 +134,10 @@ def expected(rows: Tensor, partition: list[list[int]]) -> dict[str, Tensor]:
     """Every rank's results (world, rows of the result), from every rank's rows (world, size)."""
     whole = {"summed": {}, "gathered": {}}
     for members in partition:
-        own = rows[members]  # (size, size)
+        group = rows[members]  # (size, size)
         for rank in members:
-            whole["summed"][rank] = own.sum(0)
-            whole["gathered"][rank] = own.flatten()
+            whole["summed"][rank] = group.sum(0)
+            whole["gathered"][rank] = group.flatten()
     return {
         output: torch.stack([results[rank] for rank in sorted(results)])
         for output, results in whole.items()

@@ -68,11 +68,11 @@ def join(
     def end(sample: int) -> int:
         return max(0, sample * scale - dropped)
 
-    kept = [
+    pieces = [
         part.narrow(axis, end(span.first) - span.start * scale, end(span.last) - end(span.first))
         for part, span in zip(parts, spans, strict=True)
     ]
-    return torch.cat(kept, dim=axis)
+    return torch.cat(pieces, dim=axis)
 
 
 def spectrogram(latent: Tensor, spans: list[Span], decode: Decode) -> Tensor:

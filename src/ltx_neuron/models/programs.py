@@ -419,24 +419,24 @@ def diffusion_program(
     """The diffusion decoder for a clip of latents (F, h, w), a span of frames on each rank. Every
     call is a run of its own, because the host divides frames into spans anew for each. attention
     is a key of KERNELS; only `matmul` compiles with a mask."""
-    attend, last, made = KERNELS[attention], len(config.channels) - 1, diffusion_decoder
+    attend, last, parts = KERNELS[attention], len(config.channels) - 1, diffusion_decoder
     near = [[f"{name}_{stage}" for name in Neighbourhood._fields] for stage in range(last + 1)]
     region, span = f"region_{last}", f"span_{last}"
     calls: dict[str, Iterable[int]] = {}
     with torch.device("meta"):
-        modules = {"latents_in": (made.LatentsIn(config), ["latent_frames"], ["span_0"])}
+        modules = {"latents_in": (parts.LatentsIn(config), ["latent_frames"], ["span_0"])}
         for stage, upsampling in enumerate(config.upsamplings):
             block, inputs = f"stage_{stage}", [f"region_{stage}", *near[stage]]
-            modules[block] = made.Stage(config, stage, attend), inputs, [f"span_{stage}"]
+            modules[block] = parts.Stage(config, stage, attend), inputs, [f"span_{stage}"]
             calls[block] = range(config.depths[stage])
-            module = made.PixelShuffle(config.channels[stage], stage, upsampling)
+            module = parts.PixelShuffle(config.channels[stage], stage, upsampling)
             fields = [f"features_{stage}"], [f"upsampled_{stage}"]
             modules[f"upsample_{stage}"] = module, *fields
-        modules["noise_in"] = made.NoiseIn(config), ["noise", "context"], [span]
+        modules["noise_in"] = parts.NoiseIn(config), ["noise", "context"], [span]
         inputs = [region, "timestep", "context", *near[last]]
-        modules["denoise"] = made.Denoise(config, attend), inputs, [span]
+        modules["denoise"] = parts.Denoise(config, attend), inputs, [span]
         inputs = [region, "timestep", *near[last]]
-        modules["pixels_out"] = made.PixelsOut(config, attend), inputs, ["patches", FINITE]
+        modules["pixels_out"] = parts.PixelsOut(config, attend), inputs, ["patches", FINITE]
     final = config.depths[last] - 1
     calls |= {"denoise": range(final), "pixels_out": [final]}
     graphs = {name: Part("decoder", *part) for name, part in modules.items()}

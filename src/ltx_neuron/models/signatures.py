@@ -147,7 +147,7 @@ RESULTS = (*LATENTS, "tile_pixels", "patches", "span_mel", "span_waveform")
 # blocks, and without attention between video and audio.
 PASSES = ("cond", "uncond", "perturbed", "isolated")
 # Of identity guidance: with the prompt, without the tokens of the reference's sound.
-WITHOUT = "without"
+NO_VOICE = "without"
 
 
 class Field(NamedTuple):

@@ -125,7 +125,7 @@ class Statistics(nn.Module):
 
     def viewed(self, *shape: int) -> tuple[Tensor, ...]:
         """The deviation and the mean, in a shape that broadcasts over latents."""
-        return tuple(each.view(shape) for each in self.parameters())
+        return tuple(parameter.view(shape) for parameter in self.parameters())
 
 
 class ConvIn(nn.Module):

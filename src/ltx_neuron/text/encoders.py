@@ -72,8 +72,8 @@ class RankTextEncoder:
         registers = {
             m: self.host_file.read(f"{m}_connector.learnable_registers") for m in ("video", "audio")
         }
-        each = [prompt for pack in features for prompt in pack]
-        return self.ranks.share([partial(self._connect, prompt, registers) for prompt in each])
+        of_prompts = [prompt for pack in features for prompt in pack]
+        return self.ranks.share([partial(self._connect, x, registers) for x in of_prompts])
 
     def _features(self, prompts: list[list[int]], ranks) -> list[dict[str, Tensor]]:
         """Features (1, n, D) of each of the prompts of a pass, and hidden_states (1, n, H, L + 1)

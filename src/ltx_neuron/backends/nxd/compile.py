@@ -116,8 +116,8 @@ def traceable(graph: Graph, cut: bool = False) -> nn.Module:
         inputs = {name: tensors[name] for name in graph.inputs}
         if not cut:
             return tuple(self.module(inputs).values())
-        given = {parameter: tensors[argument] for argument, parameter in weights.items()}
-        return tuple(functional_call(graph.module, given, (inputs,), strict=True).values())
+        parameters = {name: tensors[argument] for argument, name in weights.items()}
+        return tuple(functional_call(graph.module, parameters, (inputs,), strict=True).values())
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     # A new class, because torch_neuronx may copy the module: a bound forward would use the first
@@ -245,7 +245,7 @@ def _compile(
     compiled = builder.compile(compiler_workdir=str(folder / workdir), compiler_args=flags)
     # NxD saves its example inputs, which may be as large as weights. Only their shapes matter.
     compiled.reserved_example_inputs = {
-        tag: [torch.zeros((), dtype=each.dtype).expand(each.shape) for each in examples]
+        tag: [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in examples]
         for tag, examples in compiled.reserved_example_inputs.items()
     }
     with whole_file(path) as partial:
