@@ -102,7 +102,7 @@ class DiffusionDecoder:
         decoded = itertools.islice(self._patches(iter(latents), noise), 8 * frames - 7)
         top, side = above * SPACE_FACTOR, left * SPACE_FACTOR
         while chunk := [*itertools.islice(decoded, _FRAMES)]:
-            video = torch.stack([unpatched(frame, config.patch_size) for frame in chunk], 1)[None]
+            video = torch.stack([unpatched(each, config.patch_size) for each in chunk], 1)[None]
             del chunk
             video = video[:, :, :, top : top + height * SPACE_FACTOR]
             yield video[..., side : side + width * SPACE_FACTOR].float()
@@ -114,10 +114,10 @@ class DiffusionDecoder:
         for stage, upsampling in enumerate(config.upsamplings):
             times, near = self._attention_spans(stage)
             for block in range(config.depths[stage]):
-                frames = {f"region_{stage}": features}
-                features = self._stream((f"stage_{stage}", block), times, frames, near)
-            frames = {f"features_{stage}": features}
-            features = self._stream((f"upsample_{stage}", 0), self._spans(stage), frames)
+                given = {f"region_{stage}": features}
+                features = self._stream((f"stage_{stage}", block), times, given, near)
+            given = {f"features_{stage}": features}
+            features = self._stream((f"upsample_{stage}", 0), self._spans(stage), given)
             # Upsampling in time doubles the first frame too: skip its copy.
             features = itertools.islice(features, upsampling.stride[0] - 1, None)
         blocks = config.depths[last]
@@ -127,12 +127,12 @@ class DiffusionDecoder:
         features = self._stream(("noise_in", 0), whole, {"noise": noise, "context": contexts[0]})
         times, near = self._attention_spans(last)
         timestep = timestep_features(config.timestep_scale).to(self.decoder.dtype)
-        near = [{**tensors, "timestep": timestep} for tensors in near]
+        near = [{**each, "timestep": timestep} for each in near]
         for block, context in enumerate(contexts[1:]):
-            frames = {f"region_{last}": features, "context": context}
-            features = self._stream(("denoise", block), times, frames, near)
-        frames = {f"region_{last}": features}
-        yield from self._stream(("pixels_out", blocks - 1), times, frames, near)
+            given = {f"region_{last}": features, "context": context}
+            features = self._stream(("denoise", block), times, given, near)
+        given = {f"region_{last}": features}
+        yield from self._stream(("pixels_out", blocks - 1), times, given, near)
 
     def _spans(self, stage: int) -> Cut:
         """The spans of a stage's frames for calls without attention."""
@@ -143,8 +143,8 @@ class DiffusionDecoder:
         (frames, *sides), kernel = self.volumes[stage], self.config.kernels[stage]
         times = cut(frames, self.config.span, kernel[0])
         near = neighbourhoods(self.config, stage, times, *sides)
-        spans = [span._asdict().items() for span in near]
-        return times, [{f"{name}_{stage}": tensor for name, tensor in span} for span in spans]
+        fields = [each._asdict().items() for each in near]
+        return times, [{f"{name}_{stage}": tensor for name, tensor in each} for each in fields]
 
     def _stream(
         self,
@@ -155,17 +155,17 @@ class DiffusionDecoder:
     ) -> Iterator[Tensor]:
         """The frames that a call computes, one by one. frames: its inputs, by field; of_spans:
         further inputs of each span."""
-        readers = {name: _Frames(stream) for name, stream in frames.items()}
+        readers = {name: _Frames(each) for name, each in frames.items()}
         parts = range(len(times.starts))
 
         def inputs(part: int) -> Inputs:
-            tensors = {**of_spans[part]} if of_spans else {}
+            given = {**of_spans[part]} if of_spans else {}
             for name, reader in readers.items():
                 if name.startswith("region"):
-                    tensors[name] = reader.take(times.windows[part], times.window)
+                    given[name] = reader.take(times.windows[part], times.window)
                 else:
-                    tensors[name] = reader.take(times.starts[part], times.size)
-            return tensors
+                    given[name] = reader.take(times.starts[part], times.size)
+            return given
 
         for first in range(0, len(parts), self.decoder.at_once):
             check_cancelled()
@@ -188,7 +188,7 @@ def noise_frames(shape: tuple[int, int, int, int], seed: int) -> Iterator[Tensor
             torch.randn(height, width, generator=following)
         generators.append(following)
     for _ in range(frames):
-        yield torch.stack([torch.randn(height, width, generator=g) for g in generators])
+        yield torch.stack([torch.randn(height, width, generator=each) for each in generators])
 
 
 def patches(frame: Tensor, size: int) -> Tensor:
@@ -215,7 +215,7 @@ def neighbourhoods(
 ) -> list[Neighbourhood]:
     """The Neighbourhood of every span of a stage. times: the cut of its frames."""
     lengths, kernel = (times.window, rows, columns), config.kernels[stage]
-    ropes = [rope_table(*axis) for axis in zip(lengths, config.rope_split, strict=True)]
+    ropes = [rope_table(n, each) for n, each in zip(lengths, config.rope_split, strict=True)]
     pairs = zip((rows, columns), kernel[1:], strict=True)
     sides = [bias(cut(length, config.tile, neighbours)) for length, neighbours in pairs]
     frames = torch.eye(times.window)
@@ -227,13 +227,13 @@ def neighbourhoods(
 
 def bias(parts: Cut) -> Tensor:
     """(parts, size, window): 0 where a query attends to a key, otherwise _MASKED."""
-    masks = torch.full((len(parts.starts), parts.size, parts.window), _MASKED)
+    made = torch.full((len(parts.starts), parts.size, parts.window), _MASKED)
     for part, (start, first) in enumerate(zip(parts.starts, parts.windows, strict=True)):
         for query in range(parts.size):
             key = start + query - parts.kernel // 2
             key = clamped(key, parts.length - parts.kernel) - first
-            masks[part, query, key : key + parts.kernel] = 0
-    return masks
+            made[part, query, key : key + parts.kernel] = 0
+    return made
 
 
 def rope_table(positions: int, channels: int) -> Tensor:
