@@ -120,7 +120,7 @@ class Program:
         self, graph: str, first: int, weight: Callable[[str], Tensor], values: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """What a graph returns for the blocks from `first` on, computed here. weight: returns a
-        weight by its name in the rank files; values: the inputs, and perhaps others."""
+        weight by its name in the rank files; values: the fields that the graph takes."""
         module = self.modules[graph]
         weights = {name: weight(weight_name(name, first)) for name, _ in module.named_parameters()}
         return functional_call(module, weights, (values,), strict=True)
@@ -283,7 +283,7 @@ def gemma3_program(
         "G": gemma.attention(full=True).head_dim // 2,
         "O": Dim(0, split=True),
     }
-    fields = signatures.fields(signatures.GEMMA, sizes, dtype)
+    fields = signatures.fields(signatures.GEMMA, sizes, dtype, {})
     return Program({"gemma3": encoder}, {"main": (("gemma3", 0),)}, *fields, dtype)
 
 
@@ -295,7 +295,7 @@ def connector_program(
         connectors = Connectors(config, tp, comm, KERNELS[attention])
     sizes = _attention_sizes("v", config.video_connector, tp)
     sizes |= _attention_sizes("a", config.audio_connector, tp) | {"S": TEXT_TOKENS}
-    fields = signatures.fields(signatures.CONNECTORS, sizes, dtype)
+    fields = signatures.fields(signatures.CONNECTORS, sizes, dtype, {})
     return Program({"connectors": connectors}, {"main": (("connectors", 0),)}, *fields, dtype)
 
 
@@ -347,12 +347,13 @@ def _by_stages(
     change of resolution and the last graph's tile."""
     (model, path, resample, tile), features = names, "features_0"
     parts = video_decoder if model == "decoder" else video_encoder
+    resampling = parts.DepthToSpace if model == "decoder" else parts.SpaceToDepth
     calls, changes = [("conv_in", 0)], itertools.count(1)
     with torch.device("meta"):
         modules = {"conv_in": (model, parts.ConvIn(config), features)}
         for number, block in enumerate(blocks):
             if isinstance(block, Resampling):
-                name, module = f"{resample}_{number}", parts.Resample(channels, block)
+                name, module = f"{resample}_{number}", resampling(channels, block)
                 channels, features = module.channels, f"features_{next(changes)}"
                 calls.append((name, 0))
             else:

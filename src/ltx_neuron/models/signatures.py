@@ -16,10 +16,9 @@ its own span of time. A number after a name is the stage's:
 
   tile_latent               (1, C, f, h, w), a tile's latents
   tile_pixels               (1, 3, 8f - 7, 32h, 32w), about -1 to 1
-  features_*                the features between the graphs: (F, C, H, W) of video, (1, C, T, bins)
-                            and (1, C, 1, T) of sound; of the diffusion decoder (T, H, W, C), and
-                            after its upsampling
-  upsampled_*
+  features_*                features between graphs: (F, C, H, W) of video, (1, C, T, bins) and
+                            (1, C, 1, T) of sound; (T, H, W, C) of the diffusion decoder, before
+  upsampled_*               and after an upsampling
   finite                    (1,), a number that is finite if all results are
   latent_frames             (T, h, w, C), latents of a span of the diffusion decoder
   region_*, span_*          (R, H, W, C) and (T, H, W, C): the features that a span reads, and its
@@ -39,7 +38,6 @@ its own span of time. A number after a name is the stage's:
 import math
 import re
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -198,10 +196,7 @@ _ROW = re.compile(r"(\S.*?) {2,}(\S.*?) {2,}(\w+)")
 
 
 def fields(
-    table: str,
-    sizes: Mapping[str, int | Dim],
-    dtype: torch.dtype,
-    kinds: Mapping[str, bool] = MappingProxyType({}),
+    table: str, sizes: Mapping[str, int | Dim], dtype: torch.dtype, kinds: Mapping[str, bool]
 ) -> tuple[dict[str, Field], dict[str, Field]]:
     """The rows of a table: inputs, and fields that graphs return, whose shape is not known yet.
     sizes: of the shapes' letters; kinds: whether the graphs are of a kind."""

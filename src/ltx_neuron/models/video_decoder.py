@@ -95,7 +95,7 @@ class Residual(nn.Module):
         return (features.float() + change).to(features.dtype)
 
 
-class Resample(nn.Module):
+class DepthToSpace(nn.Module):
     """A convolution whose output channels become positions. If it doubles the frames, the first
     frame is dropped."""
 

@@ -42,7 +42,7 @@ class Stage(_Stage):
         super().__init__(channels, causal=True)
 
 
-class Resample(nn.Module):
+class SpaceToDepth(nn.Module):
     """The sum of a convolution whose positions become channels, and of the features, whose
     positions become channels averaged in groups. If it halves the frames, the first frame counts
     twice."""
