@@ -45,9 +45,6 @@ def write_manifest(
         name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")}
         for name, field in program.fields.items()
     }
-    for described in fields.values():
-        if described["context_split"] is None:  # as in manifests before context parallelism
-            del described["context_split"]
     content = {"identity": identity, "graphs": graphs, "runs": program.runs, "fields": fields}
     write_checked(folder, content | compiler)
 

@@ -12,7 +12,7 @@ not change the bits.
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,8 @@ class _OnHost(nn.Module):
     ):
         """axis: the time axis of the graphs' outputs."""
         super().__init__()
-        self.graphs, self.axis, self.constants = [*program.modules.values()], axis, constants
+        self.graphs: list[Any] = [*program.modules.values()]  # Parts
+        self.axis, self.constants = axis, constants
         for graph in self.graphs:
             named = {name: weights[name] for name, _ in graph.named_parameters()}
             graph.load_state_dict(named, assign=True)

@@ -346,7 +346,7 @@ def _by_stages(
     """A video VAE's program. channels: of the first stage; names: of the model, its blocks, a
     change of resolution and the last graph's tile."""
     (model, path, resample, tile), features = names, "features_0"
-    parts = video_decoder if model == "decoder" else video_encoder
+    parts: Any = video_decoder if model == "decoder" else video_encoder
     resampling = parts.DepthToSpace if model == "decoder" else parts.SpaceToDepth
     calls, changes = [("conv_in", 0)], itertools.count(1)
     with torch.device("meta"):
@@ -519,5 +519,6 @@ def waveform_program(config: VocoderConfig, rows: int) -> Program:
         "resampling": Field(config.resampling, torch.float32),
     }
     program = _chained(modules, inputs)
-    program.modules["bwe_generator_out"].inputs += ["low_waveform", "resampling"]
+    last: Any = program.modules["bwe_generator_out"]
+    last.inputs += ["low_waveform", "resampling"]
     return program
