@@ -106,8 +106,8 @@ class DecodeQueue:
 
     A context manager: leaving it cancels a running decode.
 
-    decode_video  latents (1, 128, F, h, w) and the job's seed to chunks of frames, uint8
-                  (N, H, W, 3)
+    decode_video  latents (1, 128, F, h, w), the job's seed and its keyframes to chunks of frames,
+                  uint8 (N, H, W, 3)
     decode_audio  latents (1, 8, Ta, 16) to a waveform (2, samples)
     overlap    decode in the background: `submit` returns at once
     on_ranks   if the ranks decode: "each" (`submit` waits) or "last" (`drain` decodes all); "" for
@@ -199,7 +199,8 @@ class DecodeQueue:
         else:
             sound, rate = partial(self._sound, job, tensors[heard]), self.host.sample_rate
         if self.decode:
-            with self._decoding(job, video, sound, rate) as clip:
+            chunks = self._pictures(video, job.seed, job.decoded_keyframes(tensors))
+            with self._decoding(job, chunks, sound, rate) as clip:
                 if self.write:
                     self.write(clip)
                 elif not job.sound_only:
@@ -214,10 +215,10 @@ class DecodeQueue:
 
     @contextmanager
     def _decoding(
-        self, job: Job, video: Tensor | None, sound: Callable[[], Tensor], rate: int
+        self, job: Job, chunks: Generator[Tensor], sound: Callable[[], Tensor], rate: int
     ) -> Iterator[Clip]:
         """A job's clip. If cores are free, pictures are decoded ahead, and sound in parallel."""
-        chunks, sound, task = self._pictures(video, job.seed), cache(sound), None
+        sound, task = cache(sound), None
         if job.extension:
             chunks = with_source(job, chunks)
         elif job.tail_frames or job.dfr:
@@ -236,10 +237,12 @@ class DecodeQueue:
 
             yield Clip(job, self._awaited(chunks), waveform, rate, lambda: bool(task) and task.done)
 
-    def _pictures(self, video: Tensor | None, seed: int) -> Generator[Tensor, None, None]:
+    def _pictures(
+        self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor]
+    ) -> Generator[Tensor, None, None]:
         if video is None:
             return
-        chunks = self.decode_video(video, seed=seed)
+        chunks = self.decode_video(video, seed=seed, keyframes=keyframes)
         with self.recorder.phase("decode_video"):
             for chunk in chunks:
                 with self.recorder.paused():

@@ -228,6 +228,7 @@ class LTXPipeline:
         sound_only: bool = False,
         tail_frames: int | None = None,
         num_generated_keyframes: int | None = None,
+        decode_with_keyframes: bool = False,
         sampler: str = Job.sampler,
         ic_loras: Sequence[tuple] = (),
         output_type: str = "np",
@@ -259,7 +260,8 @@ class LTXPipeline:
         images_as_guides      append an image at frame 0 like the others
         sound_only            generate no video (dev recipe); its file is a "wav"
         tail_frames           generate this many more frames, a multiple of 8, and cut them off
-        num_generated_keyframes  LTX-2.5: generate this many keyframes beside the clip in stage 1
+        num_generated_keyframes  LTX-2.5: generate this many keyframes beside the clip in stage 1;
+                              decode_with_keyframes: the diffusion decoder reads them
         output_type           "np": frames and waveform, "latent": latents, "mp4": file output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
@@ -296,6 +298,7 @@ class LTXPipeline:
             skip_stage_2=skip_stage_2,
             tail_frames=_plain(tail_frames),
             num_generated_keyframes=_plain(num_generated_keyframes),
+            decode_with_keyframes=decode_with_keyframes,
             sampler=sampler,
             **self._sized(video, size | part | heard, recipe["loras"]),
             **recipe,

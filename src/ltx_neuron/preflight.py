@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.common import TEXT_TOKENS
-from ltx_neuron.config.diffusion import is_diffusion_vae
+from ltx_neuron.config.diffusion import EMBEDDING, is_diffusion_vae
 from ltx_neuron.config.release import RELEASES, Release
 from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
@@ -244,6 +244,13 @@ class Preflight:
             print(f"video decoder: {workspace.files.describe_decoder()}")
         self._check_host(models)
         if self.options.neuron_vae:
+            if is_diffusion_vae(workspace.config) and any(
+                job.decode_with_keyframes for job in jobs
+            ):
+                raise UserError(
+                    "--decode-with-keyframes cannot be combined with --neuron-vae: the host's"
+                    " diffusion decoder reads the keyframes; leave one of them out"
+                )
             _ = workspace.video_decoder, workspace.source("vae")
             if self.sound_on_ranks:
                 _ = workspace.audio_decoder, workspace.vocoder, workspace.source("sound")
@@ -367,11 +374,29 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
                 f"{flag} has {count:,} tokens and is cut to {TEXT_TOKENS:,}: the model does not"
                 f" read what begins with {begins!r}"
             )
-    if job.dfr and job.rendering.holds and is_diffusion_vae(workspace.config):
-        said.append("--dfr: the diffusion decoder does not read the keyframes, as upstream's does")
+    said += _notes_on_keyframes(job, workspace)
     if job.seed == -1:
         said.append("--seed -1 is a seed like any other, not a random one")
     return said
+
+
+def _notes_on_keyframes(job: Job, workspace: Workspace) -> Iterator[str]:
+    if not job.reads_keyframes:
+        return
+    if is_diffusion_vae(workspace.config):
+        if job.dfr:
+            yield (
+                "--dfr: the diffusion decoder reads the keyframes on the host, as upstream's does,"
+                " and not with --neuron-vae"
+            )
+        file = workspace.files.of("vae")
+        if EMBEDDING not in file.shapes:
+            yield f"{file.path} has no {EMBEDDING}: zeros take the place of this embedding"
+    elif job.decode_with_keyframes:
+        yield (
+            "--decode-with-keyframes: the convolutional decoder does not read keyframes;"
+            " --video-vae-path takes the file of the diffusion decoder"
+        )
 
 
 def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ltx_neuron.config.diffusion import DIFFUSION_VAE
+from ltx_neuron.config.diffusion import DIFFUSION_VAE, EMBEDDING
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.finished import of_release
@@ -124,9 +124,10 @@ def test_a_window_holds_the_result_of_the_one_before_it_after_a_keyframe():
 
 
 @pytest.mark.parametrize(("kind", "told"), [(NEW, True), (OLD, False)])
-def test_a_render_says_that_the_diffusion_decoder_reads_no_keyframes(kind, told):
-    source = SimpleNamespace(notes=[])
+def test_a_render_says_where_the_diffusion_decoder_reads_the_keyframes(kind, told):
+    source, file = SimpleNamespace(notes=[]), SimpleNamespace(shapes=[EMBEDDING])
     files = SimpleNamespace(config={"vae": {}}, source=lambda *_: source)
+    files.files = SimpleNamespace(of=lambda section: file)
     assert notes(job(kind=kind), files) == []
     files.config["vae"]["_class_name"] = DIFFUSION_VAE
     assert ["keyframes" in note for note in notes(job(kind=kind), files)] == [True] * told

@@ -128,7 +128,11 @@ class HostModels:
 
     # Without torch.no_grad, which would keep a generator's last item; no weight has gradients.
     def decode_video(
-        self, latent: torch.Tensor, rank_tiles: Any = None, seed: int = 0
+        self,
+        latent: torch.Tensor,
+        rank_tiles: Any = None,
+        seed: int = 0,
+        keyframes: Mapping[int, torch.Tensor] | None = None,
     ) -> Iterator[torch.Tensor]:
         """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames, lazily, in chunks in order of
         time, each uint8 (N, 32h, 32w, 3).
@@ -142,6 +146,7 @@ class HostModels:
         rank_tiles  decodes on the ranks: backends.tiles.RankTiles, or RankSpans for the diffusion
                     decoder
         seed        of the diffusion decoder's noise
+        keyframes   latents (1, 128, 1, h, w) by frame; the diffusion decoder reads them on the host
         """
         frames, height, width = latent.shape[2:]
         clip, spec = (frames, height, width), self._spec("video_decoder")
@@ -149,7 +154,7 @@ class HostModels:
             from ltx_neuron.host.diffusion import DiffusionDecoder
 
             spans: Any = rank_tiles or self.video_decoder
-            chunks = DiffusionDecoder(spans.config, clip, spans).pixels(latent, seed)
+            chunks = DiffusionDecoder(spans.config, clip, spans).pixels(latent, seed, keyframes)
         else:
             decoder, tiling = self._tiled_decoder(clip, rank_tiles)
             from ltx_neuron.host.vae import FastVideoDecoder

@@ -53,6 +53,7 @@ def decode_bytes(
     threads: int,
     arithmetic: Arithmetic = FLOAT32,
     tiling: TilingConfig | None = None,
+    keyframes: bool = False,
 ) -> int:
     """Peak bytes, with weights, of decoding a latent (F, h, w) to uint8 frames that are written at
     once. Only the latent's bytes depend on the clip's length.
@@ -61,9 +62,11 @@ def decode_bytes(
     threads     cores that compute at the same time, each with scratch memory
     arithmetic  of the decoder
     tiling      of the latent; by default every profile's; unused for the diffusion decoder
+    keyframes   whether the diffusion decoder reads them
     """
     if is_diffusion_vae(config):
-        return diffusion.decode_bytes(diffusion_decoder_config(config), latent, arithmetic.dtype)
+        decoder = diffusion_decoder_config(config)
+        return diffusion.decode_bytes(decoder, latent, arithmetic.dtype, keyframes)
     with torch.device("meta"):
         decoder = VideoDecoderConfigurator.from_config(config)
     cuts = tiles.cut(latent, tiling or tiles.tiling())

@@ -47,7 +47,7 @@ _FILES = {
 LATER_FIELDS = ("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora")
 LATER_FIELDS += ("tile", "tile_height", "tile_width")
 LATER_FIELDS += ("dfr", "temporal_upsample_rounds", "temporal")
-LATER_FIELDS += ("detailing_loras", "detailing_scale")
+LATER_FIELDS += ("detailing_loras", "detailing_scale", "decode_with_keyframes")
 # Field -> required fields.
 _NEEDS = {
     "{ic_lora}": ("{video_conditioning}",),
@@ -64,6 +64,7 @@ _NEEDS = {
     "{dfr}": ("{two_stage}",),
     "{dfr} {recipe} distilled": ("{detailing_lora}",),
     "{detailing_lora}": ("{dfr}",),
+    "{decode_with_keyframes}": ("{num_generated_keyframes}",),
     "{temporal_upsample_rounds}": ("{dfr}",),
     "{nag_alpha}": ("{nag_scale}",),
     "{nag_tau}": ("{nag_scale}",),
@@ -141,6 +142,7 @@ _EXCLUDES = {
         "{negative_prompt}",
     ),
     "{num_generated_keyframes}": ("{video_path}", "{sound_only}"),
+    "{decode_with_keyframes}": ("{upscale}", "{dfr}"),  # DFR's are always read
 }
 
 FrameIndex = Annotated[int, Field(ge=-1)]
@@ -350,6 +352,7 @@ class Inputs(ABC):
     tail_frames       last frames of `size` that are generated and not in the file
     num_generated_keyframes  number of keyframes that are generated beside the clip, between its
                       first and last frame; needs a model with a keyframe embedding
+    decode_with_keyframes  the diffusion decoder reads them
     dfr               diffusion fidelity rendering (sampling/dfr.py)
     temporal_upsample_rounds  of dfr
     detailing_scale   of dfr: the ratio of stage 2's sides to stage 1's video as a reference; None:
@@ -374,6 +377,7 @@ class Inputs(ABC):
     sound_only: bool = False
     tail_frames: int | None = None
     num_generated_keyframes: int | None = None
+    decode_with_keyframes: bool = False
     compat: str | None = None
     motion_speed: float = 1.0
     stage_2_ic_lora: bool = False
@@ -473,6 +477,23 @@ class Inputs(ABC):
         without = upsampled and COMPAT[self.compat].plain_stage_2
         count = 0 if without else self.num_generated_keyframes or 0
         return between_keyframes(count, self.size.num_frames)
+
+    @property
+    def reads_keyframes(self) -> bool:
+        """Whether the host's diffusion decoder reads the generated keyframes."""
+        return self.decode_with_keyframes or (self.dfr and self.rendering.holds)
+
+    def decoded_keyframes(self, tensors: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The keyframes (1, 128, 1, h, w) that it reads, by their frames. tensors: of the run."""
+        if not self.reads_keyframes:
+            return {}
+        if self.dfr:  # without those that fill the last segment
+            render = self.rendering
+            planes = render.planes(tensors, render.rounds)
+            return {frame: planes[frame] for frame in sorted(planes) if frame < render.frames}
+        upsampled = self.size.two_stage and not self.skip_stage_2
+        planes = tensors[f"s{1 + upsampled}_generated_keyframes"].split(1, dim=2)
+        return dict(zip(self.generated_keyframes(upsampled), planes, strict=True))
 
     def appended_audio(self, upsampled: bool) -> int:
         """Audio tokens appended to the clip's in a stage: in stage 1 those of the reference's
@@ -622,6 +643,7 @@ class Inputs(ABC):
             "{sound_only}": self.sound_only,
             "{tail_frames}": bool(self.tail_frames),
             "{num_generated_keyframes}": bool(self.num_generated_keyframes),
+            "{decode_with_keyframes}": self.decode_with_keyframes,
             "{dfr}": self.dfr,
             "{temporal_upsample_rounds}": bool(self.temporal_upsample_rounds),
             f"{{sampler}} {self.sampler}": True,
@@ -686,6 +708,11 @@ class Inputs(ABC):
             raise FieldError(
                 f"{{num_generated_keyframes}} {count}: wanted at most {most}, one for each frame"
                 f" between the first and the last of {frames}"
+            )
+        if self.decode_with_keyframes and COMPAT[self.compat].plain_stage_2:
+            raise FieldError(
+                f"{{decode_with_keyframes}}: {self.compat} decodes without keyframes; leave out one"
+                " of {decode_with_keyframes} {compat}"
             )
         for reference in self.references:
             reference.check(self.size)
