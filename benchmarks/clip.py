@@ -18,10 +18,10 @@ from lib.harness import finish, print_ratios, take_turns
 from lib.harness import parser as harness_parser
 from lib.scripts import ROOT, Scripts, size_flags, tiny_scripts
 from lib.sizes import parse_size
+from tiny.config import TinySizes, released_config
 
 from ltx_neuron.errors import run
 from ltx_neuron.job import Size
-from ltx_neuron.tiny.config import TinySizes, released_config
 
 WORKER = ROOT / "benchmarks/lib/clip_worker.py"
 WIDE = TinySizes(layers=1, heads=32, head_dim=128, audio_head_dim=64, connector_layers=1)

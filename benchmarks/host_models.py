@@ -26,6 +26,9 @@ import torch
 from lib.harness import finish, print_conditions, print_ratios, take_turns
 from lib.harness import parser as harness_parser
 from lib.random_sources import UPSAMPLER
+from tiny import SPATIAL_UPSAMPLER, TinySizes
+from tiny.config import released_config, tiny_config
+from tiny.weights import checkpoint_weights, save, upsampler_weights
 from torch import Tensor, nn
 
 from ltx_neuron.host.arithmetic import arithmetic, fastest_libraries
@@ -37,9 +40,6 @@ from ltx_neuron.sampling.latents import (
     audio_latent_frames,
     video_latent_shape,
 )
-from ltx_neuron.tiny import SPATIAL_UPSAMPLER, TinySizes
-from ltx_neuron.tiny.config import released_config, tiny_config
-from ltx_neuron.tiny.weights import checkpoint_weights, save, upsampler_weights
 from ltx_neuron.tune.tolerance import rel_l2
 from ltx_neuron.weights.tensorfile import TensorFile
 

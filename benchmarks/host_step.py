@@ -23,6 +23,9 @@ from typing import NamedTuple
 import torch
 from lib.harness import finish, print_conditions
 from lib.harness import parser as harness_parser
+from tiny import TinySizes
+from tiny.config import released_config, tiny_config
+from tiny.weights import DIFFUSION, random_weight, save
 from torch import Tensor
 
 from ltx_neuron.backends import registry
@@ -42,9 +45,6 @@ from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import released_config, tiny_config
-from ltx_neuron.tiny.weights import DIFFUSION, random_weight, save
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.weights.sharder import shard_specs, shard_weights

@@ -17,11 +17,11 @@ from lib.harness import parser as harness_parser
 from lib.scripts import ROOT, size_flags, tiny_scripts
 from lib.sizes import parse_size
 from lib.watch import Watched, run_watched
+from tiny.config import released_config
 
 from ltx_neuron.errors import run
 from ltx_neuron.job import Size
 from ltx_neuron.report.table import load
-from ltx_neuron.tiny.config import released_config
 
 SIZES = ["512x768x121", "512x768x1001"]
 PROMPT = "a golden retriever puppy runs across a sunny green meadow"

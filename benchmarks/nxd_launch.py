@@ -20,13 +20,13 @@ import nxd_stubs
 import torch
 from lib.harness import finish, print_conditions
 from lib.harness import parser as harness_parser
+from tiny.config import released_config
 
 from ltx_neuron.backends.nxd.compile import XlaComm, argument_name
 from ltx_neuron.backends.nxd.inputs import Inputs
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.tiny.config import released_config
 
 CASES = ((4, 4), (16, 16), (24, 32), (8, 32), (48, 64))  # blocks of a graph, ranks
 CHANGED = ("video_hidden", "audio_hidden", "video_rows", "audio_rows")

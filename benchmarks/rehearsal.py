@@ -36,10 +36,10 @@ from lib.harness import parser as harness_parser
 from lib.random_sources import write_checkpoint, write_gemma, write_split, write_upsampler
 from lib.scripts import ROOT, Scripts
 from lib.watch import Watched, run_watched
+from tiny import make_tiny
+from tiny.split import make_split, split_assets_in
 
 from ltx_neuron.errors import UserError, run
-from ltx_neuron.tiny import make_tiny
-from ltx_neuron.tiny.split import make_split, split_assets_in
 
 RUN = ["--profile", "cpu", "--tp-degree", 4]
 SIZE = ["--height", 64, "--width", 64, "--num-frames", 9]

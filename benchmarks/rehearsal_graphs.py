@@ -22,7 +22,12 @@ import psutil
 import torch
 from lib.harness import finish
 from lib.harness import parser as harness_parser
+from lint import fx, lower
+from lint.rules import Finding
 from rehearsal import COLUMNS, Rehearsal
+from tiny import picture
+from tiny.split import labels, split_assets_in
+from tiny.weights import lora_weights, save
 
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
@@ -30,14 +35,9 @@ from ltx_neuron.config.transformer import TransformerConfig, transformer_config
 from ltx_neuron.errors import run
 from ltx_neuron.flags.resolve import job_of
 from ltx_neuron.job import Job
-from ltx_neuron.lint import fx, lower
-from ltx_neuron.lint.rules import Finding
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.spec import JobSpec
-from ltx_neuron.tiny import picture
-from ltx_neuron.tiny.split import labels, split_assets_in
-from ltx_neuron.tiny.weights import lora_weights, save
 from ltx_neuron.weights.model_files import ModelFiles
 
 TP = 4

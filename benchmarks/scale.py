@@ -29,6 +29,7 @@ from lib.full_size import write_sparse_checkpoint
 from lib.harness import finish, print_conditions
 from lib.harness import parser as harness_parser
 from lib.sizes import parse_size, video_tokens
+from tiny import make_tiny
 
 from ltx_neuron import errors
 from ltx_neuron.backends import registry
@@ -37,7 +38,6 @@ from ltx_neuron.format import columns
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan import plan
 from ltx_neuron.profiles import PROFILES, resolve
-from ltx_neuron.tiny import make_tiny
 from ltx_neuron.tune.step import prepared
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.workspace import Workspace

@@ -18,13 +18,13 @@ import torch
 from lib.harness import finish, print_conditions, print_ratios, take_turns
 from lib.harness import parser as harness_parser
 from lib.sizes import parse_size
+from tiny import TinySizes, make_tiny
 
 from ltx_neuron.backends import registry
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.tune.step import prepared
 from ltx_neuron.workspace import Workspace
 

@@ -38,7 +38,7 @@ def main() -> None:
     folder = args.folder.absolute()
     if not (folder / "artifacts").exists():
         folder.mkdir(exist_ok=True)
-        python(folder, sources["now"], "-m", "ltx_neuron.tiny", ".")
+        python(folder, sources["now"], "-m", "tiny", ".")
         python(folder, sources["now"], "-m", "ltx_neuron", "prepare", *FLAGS)
     print_conditions("seconds to the end of the first step, and CPU seconds")
     taken = {name: [] for name in sources}

@@ -13,14 +13,14 @@ import time
 import torch
 from lib.harness import finish
 from lib.harness import parser as harness_parser
+from lint import lower
+from tiny.config import released_config
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.job import Job, Size
-from ltx_neuron.lint import lower
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.profiles import resolve
-from ltx_neuron.tiny.config import released_config
 
 DTYPE = torch.bfloat16
 COST = (

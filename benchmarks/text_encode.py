@@ -27,6 +27,11 @@ from lib.harness import finish, print_conditions, print_ratios, take_turns
 from lib.harness import parser as harness_parser
 from lib.random_sources import GEMMA_SIZES
 from safetensors.torch import save_file
+from tiny import TinySizes
+from tiny.config import merge, released_config, tiny_config
+from tiny.gemma import gemma_config as tiny_gemma_config
+from tiny.gemma import gemma_weights
+from tiny.weights import DIFFUSION, random_weights
 
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import gemma_config
@@ -35,11 +40,6 @@ from ltx_neuron.host.arithmetic import fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.text.host_encoder import HostTextEncoder
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import merge, released_config, tiny_config
-from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
-from ltx_neuron.tiny.gemma import gemma_weights
-from ltx_neuron.tiny.weights import DIFFUSION, random_weights
 from ltx_neuron.tune.tolerance import rel_l2
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.sharding import MODELS

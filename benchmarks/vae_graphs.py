@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 from lib.harness import finish
 from lib.harness import parser as harness_parser
+from tiny.config import released_config
 
 from ltx_neuron.backends.export import cost, trace
 from ltx_neuron.config.sound import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
@@ -18,7 +19,6 @@ from ltx_neuron.host.tiles import cut, tile_shape, tiling_for_ranks
 from ltx_neuron.models.programs import Program, spectrogram_program, tile_program, waveform_program
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.latents import audio_latent_frames, video_latent_shape
-from ltx_neuron.tiny.config import released_config
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ import warm_python
 pytest_plugins = ["tiers"]
 
 ROOT = Path(__file__).resolve().parents[1]
-# Scripts that tests start import this checkout, whatever is installed.
+# Scripts that tests start import this checkout, whatever is installed, and its tools.
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [str(ROOT / "src"), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 # ATEN_CPU_CAPABILITY stands for an older CPU. oneDNN must see the same one: PyTorch's attention in
 # bf16 otherwise finds AMX there, and then has no AVX-512 to pack its operands with.
@@ -75,7 +75,7 @@ def shared(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(shared):
     """Paths of one set of tiny assets, made once; tests must not change the files."""
-    from ltx_neuron.tiny import make_tiny
+    from tiny import make_tiny
 
     return once(shared / "tiny", make_tiny)
 
@@ -83,7 +83,7 @@ def tiny(shared):
 @pytest.fixture(scope="session")
 def split(shared):
     """Paths of one set of tiny assets of LTX-2.5; tests must not change the files."""
-    from ltx_neuron.tiny.split import make_split
+    from tiny.split import make_split
 
     return once(shared / "split", make_split)
 

@@ -27,6 +27,9 @@ from blake3 import blake3
 from conftest import SCRIPT_SECONDS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny import SPATIAL_UPSAMPLER, TinySizes
+from tiny.config import merge, tiny_config
+from tiny.weights import random_weights, upsampler_weights
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,9 +45,6 @@ from ltx_neuron.models.rope import split_rope
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import sigma_pairs
-from ltx_neuron.tiny import SPATIAL_UPSAMPLER, TinySizes
-from ltx_neuron.tiny.config import merge, tiny_config
-from ltx_neuron.tiny.weights import random_weights, upsampler_weights
 from ltx_neuron.weights.rankfiles import file_names
 
 import_ltx_core()  # before any test imports the parts of ltx-core that want torchaudio

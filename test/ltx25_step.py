@@ -5,6 +5,7 @@ from functools import cache, partial
 
 import torch
 from helpers import made_config, randn
+from tiny.weights import random_weights
 from torch import Tensor
 
 from ltx_neuron.denoise import CompiledStep, StageRun
@@ -16,7 +17,6 @@ from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.tiny.weights import random_weights
 from ltx_neuron.tune.step import _HostRanks
 
 CONTENT, CONFIG = made_config(ff_bias=False, use_keyframes_abs_pos_embedding=True)

@@ -50,7 +50,7 @@ class Job:
 def generate(
     assets, job: Job, dtype: torch.dtype = torch.float32, as_published: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors of generate_ltx23.py --save-tensors, for assets as ltx_neuron.tiny.TinyAssets."""
+    """The tensors of generate_ltx23.py --save-tensors, for assets as tiny.TinyAssets."""
     with nullcontext() if as_published else later_semantics(), one_thread():
         tensors = encode(assets, job.prompt, dtype)
         tensors |= Denoising(

@@ -11,12 +11,12 @@ from conftest import once
 from engines import opened_engine, opened_workspace
 from helpers import rel
 from recipes_oracle import STREAMS
+from tiny import TinySizes, make_tiny
 
 from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.weights.lora import Lora
 
 FP32 = 1e-5  # sums in another order, over ranks and over many steps; measured 3e-6

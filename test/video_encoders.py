@@ -2,10 +2,9 @@
 
 import torch
 from helpers import randn, randomised
+from tiny import TinySizes
+from tiny.config import merge, tiny_config
 from torch import nn
-
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import merge, tiny_config
 
 # Not the released order, nor its factors: groups of 1, 2, 4 and 8 positions are averaged.
 OTHER_ORDER = [

@@ -12,7 +12,8 @@ import struct
 from math import prod
 from pathlib import Path
 
-from ltx_neuron.tiny.config import merge, released_config
+from tiny.config import merge, released_config
+
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES
 
 HEADER = Path(__file__).with_name("ltx23_header.json.gz")

@@ -15,13 +15,9 @@ from math import prod
 from pathlib import Path
 
 import torch
-from torch import Generator, Tensor
-
-from lib.full_size import Shapes, checkpoint_metadata, released_shapes, write_sparse
-from ltx_neuron.host.models import import_ltx_core
-from ltx_neuron.tiny import SPATIAL_UPSAMPLER
-from ltx_neuron.tiny.config import TinySizes, released_config
-from ltx_neuron.tiny.gemma import (
+from tiny import SPATIAL_UPSAMPLER
+from tiny.config import TinySizes, released_config
+from tiny.gemma import (
     gemma_4_config,
     gemma_4_shapes,
     gemma_4_tokenizer,
@@ -30,16 +26,12 @@ from ltx_neuron.tiny.gemma import (
     random_gemma_weight,
     write_gemma_settings,
 )
-from ltx_neuron.tiny.split import (
-    ABSENT,
-    SOURCE,
-    TRANSFORMER,
-    SplitAssets,
-    labels,
-    sections,
-    split_assets_in,
-)
-from ltx_neuron.tiny.weights import DIFFUSION, random_weight, upsampler_shapes, vocoder_weights
+from tiny.split import ABSENT, SOURCE, TRANSFORMER, SplitAssets, labels, sections, split_assets_in
+from tiny.weights import DIFFUSION, random_weight, upsampler_shapes, vocoder_weights
+from torch import Generator, Tensor
+
+from lib.full_size import Shapes, checkpoint_metadata, released_shapes, write_sparse
+from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES
 
 DENSE_BYTES, ROW_STEP = 2**20, 128

@@ -6,9 +6,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiny import make_tiny
+from tiny.config import TinySizes
+
 from ltx_neuron.job import Size
-from ltx_neuron.tiny import make_tiny
-from ltx_neuron.tiny.config import TinySizes
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each script, and what of a model it takes besides the flags of all.

@@ -18,6 +18,8 @@ import psutil
 import pytest
 from lib.scripts import ROOT, Scripts, size_flags
 from safetensors.torch import load_file
+from tiny import TinySizes, assets_in
+from tiny.split import split_assets_in
 from torch import Tensor
 
 from device.core_memory import counted_memory
@@ -29,8 +31,6 @@ from ltx_neuron.files import write_json
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import Profile
 from ltx_neuron.report import table
-from ltx_neuron.tiny import TinySizes, assets_in
-from ltx_neuron.tiny.split import split_assets_in
 
 PROMPT = "waves crash on the shore"
 TINY_SIZE = Size(height=64, width=64, num_frames=9, two_stage=True)

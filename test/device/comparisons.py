@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny import make_tiny
+from tiny.split import make_split
 from torch import Tensor
 
 from device.bench import BF16, FP32, WIDE, Bench, Model, full, ltx25, request, tiny, wide
@@ -19,8 +21,6 @@ from ltx_neuron.doctor.finding import Finding, verdict
 from ltx_neuron.files import read_json
 from ltx_neuron.format import format_bytes
 from ltx_neuron.profiles import resolve
-from ltx_neuron.tiny import make_tiny
-from ltx_neuron.tiny.split import make_split
 from ltx_neuron.tune.tolerance import FACTOR, FLOOR
 from ltx_neuron.tune.tolerance import rel_l2 as rel
 from ltx_neuron.workspace import Workspace
@@ -85,7 +85,7 @@ def wide_compiles(bench: Bench) -> Iterator[str]:
     # In a process of its own, which can be ended and gives its 10 GB of memory back.
     sizes = dataclasses.asdict(WIDE).items()
     words = [word for name, size in sizes for word in (f"--{name.replace('_', '-')}", size)]
-    bench.run("wide-make", "-m", "ltx_neuron.tiny", bench.folder / "wide", *words)
+    bench.run("wide-make", "-m", "tiny", bench.folder / "wide", *words)
     yield (
         f"Checkpoint of {WIDE.layers} blocks, {WIDE.video_inner} and {WIDE.audio_inner} channels: "
         f"{format_bytes(wide(bench).checkpoint.stat().st_size)}."

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Generator, Iterator, Sequence
 
 import pytest
+from tiny.config import released_config
 
 from device.bench import WIDE, Bench, Model, Target, full, request, wide
 from device.probes import CHAIN, torus_groups
@@ -18,7 +19,6 @@ from ltx_neuron.format import format_bytes
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, plan
 from ltx_neuron.report import table
-from ltx_neuron.tiny.config import released_config
 from ltx_neuron.weights.model_files import ModelFiles
 from ltx_neuron.weights.tensorfile import DTYPES
 

@@ -24,12 +24,12 @@ import pytest
 import torch
 from helpers import made_film, picture_frames, tone, write_film, write_sound
 from printed import runs
+from tiny.config import merge
+from tiny.weights import save
 from typed import run
 
 from ltx_neuron import artifacts as places
 from ltx_neuron.files import MANIFEST
-from ltx_neuron.tiny.config import merge
-from ltx_neuron.tiny.weights import save
 from ltx_neuron.weights.tensorfile import TensorFile
 
 ROOT = Path(__file__).resolve().parents[2]

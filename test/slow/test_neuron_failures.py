@@ -14,11 +14,11 @@ from importlib import invalidate_caches
 import pytest
 from conftest import ROOT
 from helpers import one_thread  # noqa: F401
+from tiny import TinySizes, make_tiny
 
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
-from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace
 
 SIZE = Size(height=64, width=64, num_frames=9)

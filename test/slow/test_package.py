@@ -192,11 +192,6 @@ def test_a_wheel_serves(clip, installed):
     assert process.wait(SCRIPT_SECONDS) in (0, 143)
 
 
-def test_a_wheel_makes_tiny_assets(installed, tmp_path):
-    run([installed.with_name("python"), "-m", "ltx_neuron.tiny", "tiny"], tmp_path)
-    assert any(tmp_path.glob("tiny/*.safetensors"))
-
-
 def test_the_demos_files_are_not_in_a_wheel_which_says_where_they_are(installed, tmp_path):
     options = {"capture_output": True, "text": True, "env": without_checkout()}
     process = subprocess.run([installed, "demo"], cwd=tmp_path, **options)

@@ -7,10 +7,10 @@ import pytest
 import torch
 import warm_python
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
+from tiny.config import merge, released_config
 
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, bfloat16_speed
 from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
-from ltx_neuron.tiny.config import merge, released_config
 
 # the allocator's and oneDNN's own, beside tensors; measured 1 to 10 % at these sizes and the
 # released ones
@@ -40,7 +40,7 @@ from collections import deque
 from pathlib import Path
 import torch
 from ltx_core.model.video_vae import VideoDecoderConfigurator
-from ltx_neuron.tiny.config import merge, released_config
+from tiny.config import merge, released_config
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.vae import FastVideoDecoder
@@ -82,7 +82,7 @@ import torch
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.media import pixels_of
 from ltx_core.model.video_vae import VideoEncoderConfigurator
-from ltx_neuron.tiny.config import merge, released_config
+from tiny.config import merge, released_config
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.vae import FastVideoEncoder
 {STATUS}

@@ -12,11 +12,11 @@ from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import one_thread, rel  # noqa: F401
 from recipe_runs import SEA, assert_equals_the_oracle, generate, told
 from steps import EQUAL
+from tiny import TinySizes, make_tiny
 from toy import SOON, alive
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.job import Job, Size
-from ltx_neuron.tiny import TinySizes, make_tiny
 
 MANY, JOB = 64, Job("a red fox", Size(64, 64, 9), 5)
 

@@ -21,6 +21,7 @@ from helpers import (  # noqa: F401
     step_inputs,
     step_number,
 )
+from tiny.config import released_config
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, peak_bytes, trace
 from ltx_neuron.config.gemma import GEMMA_3_12B
@@ -29,7 +30,6 @@ from ltx_neuron.models.attention import KERNELS, attention_cte, matmul, part_of_
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, gemma3_program
 from ltx_neuron.sampling.latents import video_positions
-from ltx_neuron.tiny.config import released_config
 
 # The largest deviation of the scores of `three`: an error of a score, as large as a sum of `size`
 # summands of this deviation makes it, is a relative error of its weight.

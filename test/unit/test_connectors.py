@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from helpers import STREAMS, block_summands, fp32_bound, made_config, randn, randomised, rel
+from tiny import TinySizes
 from torch.func import functional_call
 
 from ltx_neuron.config.common import TEXT_TOKENS
@@ -14,7 +15,6 @@ from ltx_neuron.models.attention import sdpa
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.text.inputs import connector_inputs
-from ltx_neuron.tiny import TinySizes
 
 # Up to three blocks of a width of up to 80, each attending to 1024 positions
 EQUAL = fp32_bound(*block_summands(80, TEXT_TOKENS, attentions=1) * 3)

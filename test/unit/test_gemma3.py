@@ -9,6 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import made_config, one_thread, randn, randomised, rel  # noqa: F401
+from tiny import TinySizes
+from tiny.gemma import gemma_4_config
+from tiny.gemma import gemma_config as tiny_gemma_config
 from torch import nn
 from torch.func import functional_call
 
@@ -19,9 +22,6 @@ from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.rope import half_rope
 from ltx_neuron.text.inputs import embedded_ids, encoder_inputs, prompt_slices, scale_embeddings
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.gemma import gemma_4_config
-from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 
 # Every second layer attends to all with the global RoPE; every third, in a model of other widths
 # throughout. Full layers of Gemma 4 have larger heads, one of them for keys that are the values.

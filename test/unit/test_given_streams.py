@@ -18,6 +18,7 @@ from helpers import (
 )
 from oracle import later_semantics
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, ltx_state
+from tiny.config import TinySizes
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models import attention
@@ -27,7 +28,6 @@ from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling.conditioning import attention_bias, audio_state, video_state
 from ltx_neuron.sampling.latents import audio_positions, audio_seconds, unpatchify_audio
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS, sigma_pairs, stream_sigmas
-from ltx_neuron.tiny.config import TinySizes
 
 STEPS = len(STAGE_2_SIGMAS) - 1
 

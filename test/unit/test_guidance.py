@@ -23,6 +23,7 @@ from helpers import (
 )
 from oracle import later_semantics
 from recipes_oracle import OFF
+from tiny import TinySizes
 from typed import said
 
 from ltx_neuron.config.transformer import Bucket
@@ -46,7 +47,6 @@ from ltx_neuron.sampling.guidance import (
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS, ltx2_schedule, sigma_pairs
 from ltx_neuron.sampling.spec import GuidanceFields, flag_of
-from ltx_neuron.tiny import TinySizes
 
 # Three blocks of a width of 32
 EQUAL = fp32_bound(*block_summands(32) * 3)

@@ -19,6 +19,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from graph_faults import FAULTS, program
 from helpers import made_config, one_thread  # noqa: F401
+from lint import Recorder, cases, check_fx, check_hlo, compare_ranks, fx, hlo
+from lint.__main__ import main, table
+from lint.rules import Finding, Kind
+from tiny import TinySizes
 
 from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.export import TorchDistComm, fake_process_group, trace
@@ -27,12 +31,8 @@ from ltx_neuron.backends.torchdist.compiled import OPTIONS, Compiled
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.lint import Recorder, cases, check_fx, check_hlo, compare_ranks, fx, hlo
-from ltx_neuron.lint.__main__ import main, table
-from ltx_neuron.lint.rules import Finding, Kind
 from ltx_neuron.models.programs import dit_program, gemma3_program, tile_program
 from ltx_neuron.profiles import Profile, resolve
-from ltx_neuron.tiny import TinySizes
 
 TP = 4
 RANKS = {"tp": [[*range(TP)]]}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from plans import counted_once  # noqa: F401
+from tiny.config import released_config
 
 from ltx_neuron import plan
 from ltx_neuron.backends import mesh
@@ -41,7 +42,6 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.sampling.latents import video_latent_shape
-from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.lora import Lora

@@ -11,10 +11,10 @@ import rehearsal
 import torch
 from lib.random_sources import ROW_STEP, random_rows, write_random
 from lib.watch import Sample, Watched, run_watched
+from tiny.weights import random_weight
 from torch import Generator
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.tiny.weights import random_weight
 from ltx_neuron.weights.tensorfile import TensorFile
 
 

@@ -6,14 +6,14 @@ from functools import partial
 import pytest
 import torch
 from helpers import FP32_ROUNDING, SIZES, furthest, randn
+from tiny import TinySizes
+from tiny.gemma import gemma_config as tiny_gemma_config
 
 from ltx_neuron.config.gemma import gemma_config
 from ltx_neuron.models.rope import half_rope, rotate, split_rope
 from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latents import audio_positions, video_positions
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 
 THETA = 10000.0
 VIDEO_MAX, AUDIO_MAX, CONNECTOR_MAX = (20, 2048, 2048), (20,), (4096,)

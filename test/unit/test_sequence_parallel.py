@@ -22,6 +22,8 @@ from helpers import (
     step_inputs,
     step_number,
 )
+from tiny import TinySizes
+from tiny.config import released_config
 
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
@@ -35,8 +37,6 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.ancestral import coefficients
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import released_config
 from ltx_neuron.weights.sharding import ALL, MODELS, rule
 from ltx_neuron.workspace import Workspace
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 from helpers import made_config
 from safetensors.torch import load_file, save_file
+from tiny import TinySizes
+from tiny.config import released_config
+from tiny.gemma import gemma_config as tiny_gemma_config
 
 from ltx_neuron.config.gemma import gemma_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
@@ -16,9 +19,6 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import connector_program, dit_program, gemma3_program
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import released_config
-from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharder import Layout, shard_specs, shard_weights

@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers import Together, block_summands, fp32_bound, one_thread, randn, rel  # noqa: F401
 from safetensors.torch import load_file
+from tiny import TinySizes, make_tiny
+from tiny.gemma import write_gemma4_file
 from torch.func import functional_call
 
 from ltx_neuron.backends.export import fake_process_group
@@ -17,8 +19,6 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.plan import text_weights
 from ltx_neuron.text.inputs import encoder_inputs
-from ltx_neuron.tiny import TinySizes, make_tiny
-from ltx_neuron.tiny.gemma import write_gemma4_file
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.model_files import TextEncoderFile
 from ltx_neuron.weights.rankfiles import rank_file

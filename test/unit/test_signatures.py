@@ -22,6 +22,9 @@ from helpers import (
     step_inputs,
     step_number,
 )
+from lint import compare_ranks, fx
+from tiny import TinySizes
+from tiny.config import released_config, tiny_config
 
 from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group, trace
@@ -33,7 +36,6 @@ from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
-from ltx_neuron.lint import compare_ranks, fx
 from ltx_neuron.models import signatures
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import (
@@ -53,8 +55,6 @@ from ltx_neuron.models.signatures import BlockInputs, BlockOutputs, dit_fields
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import released_config, tiny_config
 
 TP, DTYPE = 4, torch.bfloat16
 SOUND = "mel decoder", "vocoder"  # in float32 whatever the dtype
@@ -72,7 +72,7 @@ CONNECTOR_SUMS, GEMMA_SUMS = 5, 2  # of a layer
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
+    from tiny.gemma import gemma_config as tiny_gemma_config
 
     folder = tmp_path_factory.mktemp("gemma")
     (folder / "config.json").write_text(json.dumps(tiny_gemma_config(TinySizes())))

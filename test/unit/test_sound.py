@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 import torch
 from helpers import one_thread, randn, randomised, rel, run_program  # noqa: F401
+from tiny.config import TinySizes, merge, released_config, tiny_config
+from tiny.weights import vocoder_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.config.sound import audio_decoder_config, vocoder_config
@@ -18,8 +20,6 @@ from ltx_neuron.host.background import BackgroundTask, Cancelled
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.models.programs import spectrogram_program, waveform_program
 from ltx_neuron.models.vocoder import MelSpectrogram, Snake, arrangement, resampling_filters
-from ltx_neuron.tiny.config import TinySizes, merge, released_config, tiny_config
-from ltx_neuron.tiny.weights import vocoder_weights
 from ltx_neuron.weights.tensorfile import TensorFile
 
 # Of tests that take seconds: the tiny config has the same layers.

@@ -20,6 +20,7 @@ from helpers import (
 )
 from oracle import later_semantics
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, ltx_state
+from tiny.config import TinySizes
 
 from ltx_neuron.backends.torchdist.rank import Rank
 from ltx_neuron.batch import Line
@@ -44,7 +45,6 @@ from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.sizes import _records
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.tiny.config import TinySizes
 from ltx_neuron.weights.rankfiles import load_rank_file, rank_file
 from ltx_neuron.weights.sharding import SOUND_ALONE
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from lib.random_sources import GEMMA_4_SIZES
 from safetensors.torch import load_file
+from tiny import TinySizes
+from tiny.gemma import gemma_4_config, write_gemma4_file
+from tiny.weights import save
 
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, read_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer, tokenize
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.gemma import gemma_4_config, write_gemma4_file
-from ltx_neuron.tiny.weights import save
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.model_files import TextEncoderFile
 from ltx_neuron.weights.sharding import MODELS

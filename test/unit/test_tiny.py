@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny import TinySizes, assets_in, make_tiny
+from tiny.__main__ import main
+from tiny.config import merge, released_config
+from tiny.weights import DIFFUSION
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.models import import_ltx_core
-from ltx_neuron.tiny import TinySizes, assets_in, make_tiny
-from ltx_neuron.tiny.__main__ import main
-from ltx_neuron.tiny.config import merge, released_config
-from ltx_neuron.tiny.weights import DIFFUSION
 
 OTHER_SIZES = TinySizes(
     layers=3,
@@ -290,7 +290,7 @@ def test_an_interrupted_run_leaves_no_file_under_its_final_name(tmp_path, monkey
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ltx_neuron.tiny.picture", interrupt)
+    monkeypatch.setattr("tiny.picture", interrupt)
     with pytest.raises(KeyboardInterrupt):
         make_tiny(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -330,5 +330,5 @@ def test_the_command_prints_paths_and_sizes(tmp_path, monkeypatch, capsys):
 
 
 def test_importing_the_module_imports_nothing_heavy():
-    check = "import sys, ltx_neuron.tiny; assert not {'transformers', 'ltx_core'} & {*sys.modules}"
+    check = "import sys, tiny; assert not {'transformers', 'ltx_core'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import fp32_bound, generator, one_thread, randn, randomised, rel  # noqa: F401
+from tiny import TinySizes
+from tiny.config import merge, released_config, tiny_config
 from torch import nn
 
 from ltx_neuron.host import vae, winograd
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, arithmetic, bfloat16_speed
 from ltx_neuron.host.vae import FastVideoDecoder
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import merge, released_config, tiny_config
 
 # What tiles multiply roundings by: see test_vae_winograd. A frame, pixel or channel in the wrong
 # place leaves 0.1.

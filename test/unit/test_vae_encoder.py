@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import one_thread, randn, rel  # noqa: F401
+from tiny.config import released_config
 from torch import nn
 from video_encoders import CHANNELS, OTHER_ORDER, ltx_encoder, pixels
 
@@ -12,7 +13,6 @@ from ltx_neuron.host import winograd
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.encoding import encode_tiled
 from ltx_neuron.host.vae import FastVideoEncoder
-from ltx_neuron.tiny.config import released_config
 
 BOUND = 1e-5  # from ltx-core in float32; a frame, pixel or channel in the wrong place leaves 0.1
 BFLOAT16 = Arithmetic(torch.bfloat16, 8)

@@ -5,12 +5,12 @@ import dataclasses
 
 import pytest
 import torch
+from tiny.config import released_config
 
 from ltx_neuron.host import tiles
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 from ltx_neuron.profiles import PROFILES
-from ltx_neuron.tiny.config import released_config
 
 THREADS = 2
 

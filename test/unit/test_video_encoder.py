@@ -10,6 +10,8 @@ from helpers import (
     rel,
     run_program,
 )
+from tiny import TinySizes
+from tiny.config import merge, released_config, tiny_config
 from torch import Tensor
 from video_encoders import CHANNELS, OTHER_ORDER, ltx_encoder, pixels
 
@@ -17,8 +19,6 @@ from ltx_neuron.backends.tiles import RankEncoder
 from ltx_neuron.config.video import video_encoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, encoder_program, with_convolution
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import merge, released_config, tiny_config
 
 TILES = [(1, 1, 1), (2, 3, 1), (3, 2, 5)]  # latents
 

@@ -37,6 +37,8 @@ from helpers import (
     write_sound,
 )
 from safetensors.torch import load_file
+from tiny import TinySizes, make_tiny
+from tiny.config import merge, tiny_config
 from torch import Tensor
 
 from ltx_neuron import profiles
@@ -70,8 +72,6 @@ from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.text.encoders import Contexts, RankTextEncoder
 from ltx_neuron.text.inputs import bucket_for, load_tokenizer, tokenize
-from ltx_neuron.tiny import TinySizes, make_tiny
-from ltx_neuron.tiny.config import merge, tiny_config
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace

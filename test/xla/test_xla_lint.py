@@ -10,11 +10,11 @@ import re
 import pytest
 import torch
 from graph_faults import FAULTS, program
+from lint import compare_ranks, hlo, lower
+from lint.cases import Case, dtype_of, programs
 
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
-from ltx_neuron.lint import compare_ranks, hlo, lower
-from ltx_neuron.lint.cases import Case, dtype_of, programs
 from ltx_neuron.profiles import PROFILES
 
 pytest.importorskip(

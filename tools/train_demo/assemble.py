@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from config import GEMMA, LIMIT, UPSAMPLER, demo_config
 from safetensors.torch import load_file
+from tiny.gemma import write_gemma_root
+from tiny.weights import checkpoint_weights, save, upsampler_weights
 from torch import Tensor
 
 from ltx_neuron.demo import ASSETS, assets_in
-from ltx_neuron.tiny.gemma import write_gemma_root
-from ltx_neuron.tiny.weights import checkpoint_weights, save, upsampler_weights
 
 DIT = "model.diffusion_model."
 # Which weights each part's file has; the first prefix that fits counts.

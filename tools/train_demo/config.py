@@ -3,7 +3,7 @@
 python tools/train_demo/config.py   prints the parameters of every part
 """
 
-from ltx_neuron.tiny.config import TinySizes, merge, released_config
+from tiny.config import TinySizes, merge, released_config
 
 LAYERS, HEADS, HEAD_DIM, AUDIO_HEAD_DIM = 6, 4, 40, 20
 INNER, AUDIO_INNER = HEADS * HEAD_DIM, HEADS * AUDIO_HEAD_DIM
@@ -14,7 +14,7 @@ HEIGHT, WIDTH, NUM_FRAMES, FRAME_RATE = 128, 192, 49, 24.0
 SECONDS = NUM_FRAMES / FRAME_RATE
 MEL_RATE, SAMPLE_RATE = 16000, 48000  # Hz: of the mel spectrogram, and of the sound that one hears
 
-# Gemma3 (ltx_neuron.tiny.gemma takes such sizes); the number of layers counts the decoder's.
+# Gemma3 (tiny.gemma takes such sizes); the number of layers counts the decoder's.
 GEMMA = TinySizes(
     layers=LAYERS,
     heads=HEADS,
@@ -124,8 +124,8 @@ PARTS = (
 
 def sizes_of_parts() -> dict[str, int]:
     """Bytes by the published prefix of each part."""
-    from ltx_neuron.tiny.gemma import gemma_config, gemma_weights
-    from ltx_neuron.tiny.weights import checkpoint_weights, upsampler_weights
+    from tiny.gemma import gemma_config, gemma_weights
+    from tiny.weights import checkpoint_weights, upsampler_weights
 
     sizes = dict.fromkeys(PARTS, 0)
     for name, weight in checkpoint_weights(demo_config(), GEMMA).items():

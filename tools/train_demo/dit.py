@@ -23,10 +23,9 @@ from ltx_core.tools import AudioLatentTools, VideoLatentTools
 from ltx_core.types import AudioLatentShape, VideoLatentShape, VideoPixelShape
 from muon import Muon
 from safetensors.torch import load_file
+from tiny.weights import DIFFUSION
 from torch import Generator, Tensor
 from training import THREADS, LossLog, fast, load_part, save_weights
-
-from ltx_neuron.tiny.weights import DIFFUSION
 
 SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0)  # as released
 STAGE_2_SIGMAS = (0.909375, 0.725, 0.421875, 0.0)

@@ -19,12 +19,11 @@ from dit import SIGMAS, STAGE_2_SIGMAS, Layouts, new_model, sample
 from ltx_core.model.audio_vae import VocoderConfigurator, decode_audio
 from ltx_core.model.upsampler import LatentUpsamplerConfigurator, upsample_video
 from PIL import Image
+from tiny.weights import DIFFUSION
 from torch import Generator, Tensor
 from training import THREADS, fast, load_part
 from video_vae import frozen as frozen_video_vae
 from world import PROMPT_SEED, Scene, draw
-
-from ltx_neuron.tiny.weights import DIFFUSION
 
 
 class Clip(NamedTuple):

@@ -24,9 +24,7 @@ import torch
 import torch.nn.functional as F
 import training
 import world
-from torch import Tensor, nn
-
-from ltx_neuron.tiny.gemma import (
+from tiny.gemma import (
     BYTE_TOKENS,
     CORPUS,
     SPECIAL_TOKENS,
@@ -34,7 +32,8 @@ from ltx_neuron.tiny.gemma import (
     published_gemma_name,
     write_gemma_settings,
 )
-from ltx_neuron.tiny.weights import DIFFUSION
+from tiny.weights import DIFFUSION
+from torch import Tensor, nn
 
 TOKENS, REGISTERS = 1024, 128  # vectors of a context; those that pad it are these, over and over
 PROMPT_TOKENS = 48  # of the grammar's longest sentence, at most

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from muon import Muon
 from safetensors.torch import load_file
+from tiny.weights import save
 from torch import Tensor, nn
-
-from ltx_neuron.tiny.weights import save
 
 SAVE_SECONDS = 120.0
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))

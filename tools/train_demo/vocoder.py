@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 import training
 import world
+from tiny.weights import mel_stft
 from torch import Tensor, nn
 
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.spectrogram import log_mel, mel_filters
-from ltx_neuron.tiny.weights import mel_stft
 
 SOUNDS, FRAMES = 160, 64  # stretches that are fitted to, half of them by way of the audio VAE
 FREQUENCIES = tuple(sorted({order * p for p in world.PITCHES.values() for order in (1, 2, 3)}))

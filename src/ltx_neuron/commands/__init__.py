@@ -24,7 +24,6 @@ VERBS = {
     "tune": ("tune.__main__:main", "find the fastest settings for a video size"),
     "report": ("report.__main__:main", "print, compare and draw latency reports"),
     "artifacts": ("artifacts.__main__:main", "copy weights and graphs to and from other machines"),
-    "lint": ("lint.__main__:main", "check the graphs against the rules of neuronx-cc"),
     "demo": ("commands.demo:main", "print the demo's files and the commands for a clip"),
 }
 

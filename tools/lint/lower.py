@@ -16,11 +16,11 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lint.hlo import operations, target
+from lint.rules import Finding, Operation, Reading, check
 from ltx_neuron.backends.mesh import TENSOR, Groups
 from ltx_neuron.backends.nxd.compile import XlaComm
 from ltx_neuron.errors import UserError
-from ltx_neuron.lint.hlo import operations, target
-from ltx_neuron.lint.rules import Finding, Operation, Reading, check
 from ltx_neuron.models.programs import Program
 
 TITLE = "HLO (ModelBuilder)"
@@ -28,7 +28,7 @@ BACKEND = "nxd"
 INSTALL = """torch_xla {problem}.
 It needs torch of the same version, so make a separate venv:
   test/xla/make_xla_venv.sh /path/to/venv-xla
-  PYTHONPATH=src /path/to/venv-xla/bin/python -m ltx_neuron.lint
+  cd tools && PYTHONPATH=../src /path/to/venv-xla/bin/python -m lint
 (torch==2.9.* and torch_xla==2.9.* from PyPI)"""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Generator, Tensor
 
-from ltx_neuron.tiny.config import TinySizes
+from tiny.config import TinySizes
 
 DIFFUSION = "model.diffusion_model."
 LORA_RANK = 4

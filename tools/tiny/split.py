@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ltx_neuron.config.diffusion import diffusion_decoder_config
 from ltx_neuron.hub import RELEASED
-from ltx_neuron.tiny.config import TinySizes, check, tiny_config
-from ltx_neuron.tiny.gemma import GEMMA_4_VERSION, write_gemma4_file
-from ltx_neuron.tiny.weights import (
+from tiny.config import TinySizes, check, tiny_config
+from tiny.gemma import GEMMA_4_VERSION, write_gemma4_file
+from tiny.weights import (
     DIFFUSION,
     LORA_RANK,
     checkpoint_weights,
@@ -95,7 +95,7 @@ def split_assets_in(directory: Path) -> SplitAssets:
 def make_split(directory: Path, sizes: TinySizes = TinySizes()) -> SplitAssets:  # noqa: B008
     """Write one set of tiny assets of LTX-2.5, replacing the files of an earlier one. Raises
     UserError for invalid sizes."""
-    from ltx_neuron.tiny import SPATIAL_UPSAMPLER, TEMPORAL_UPSAMPLER, picture
+    from tiny import SPATIAL_UPSAMPLER, TEMPORAL_UPSAMPLER, picture
 
     check(sizes)
     assets, config = split_assets_in(directory), tiny_config(sizes)

@@ -154,7 +154,7 @@ REFUSED_OPERATIONS = {
     ),
     "": (
         "NCC_EVRF001, NCC_EUOC002: not an operation of the checked graphs",
-        "write it with those in ltx_neuron/lint, or make sure `neuronx-cc list-operators"
+        "write it with those in tools/lint, or make sure `neuronx-cc list-operators"
         " --framework XLA` has it and add it",
     ),
 }

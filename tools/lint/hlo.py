@@ -3,8 +3,8 @@ neuronx-cc."""
 
 import re
 
+from lint.rules import Collective, Finding, Group, Kind, Operation, Target, check
 from ltx_neuron.backends.mesh import Groups
-from ltx_neuron.lint.rules import Collective, Finding, Group, Kind, Operation, Target, check
 
 # The operations of the lowered graphs. The compiler's published list of XLA operators has all but
 # logistic, which every SiLU uses (Neuron docs, neuron-cc-ops-xla).

@@ -9,6 +9,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from tiny import TinySizes
+from tiny.config import merge, released_config, tiny_config
+from tiny.split import DECODER, TINY_DECODER, TRANSFORMER
 
 from ltx_neuron.backends import mesh, registry
 from ltx_neuron.config.diffusion import diffusion_decoder_config
@@ -30,9 +33,6 @@ from ltx_neuron.models.programs import (
     with_convolution,
 )
 from ltx_neuron.profiles import Profile
-from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import merge, released_config, tiny_config
-from ltx_neuron.tiny.split import DECODER, TINY_DECODER, TRANSFORMER
 
 FLOAT32 = "float32"  # suffix of programs that are float32 in every run
 LTX_25 = "LTX-2.5"  # begins the names of its kinds of buckets; the others are LTX-2.3's

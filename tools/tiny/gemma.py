@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Generator, Tensor
 
-from ltx_neuron.tiny.config import TinySizes
-from ltx_neuron.tiny.weights import save
+from tiny.config import TinySizes
+from tiny.weights import save
 
 SPECIAL_TOKENS = [
     "<pad>",

@@ -6,18 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lint.rules import Collective, Finding, Group, Kind, Operation, Reading, Target, check
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import TorchDistComm, trace
-from ltx_neuron.lint.rules import (
-    Collective,
-    Finding,
-    Group,
-    Kind,
-    Operation,
-    Reading,
-    Target,
-    check,
-)
 from ltx_neuron.models.programs import Program
 
 TITLE = "exported graphs (TorchNeuron)"

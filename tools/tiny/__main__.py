@@ -1,20 +1,20 @@
-"""The command line of ltx_neuron.tiny."""
+"""The command line of tiny."""
 
 import argparse
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from ltx_neuron import tiny
+import tiny
 from ltx_neuron.command_line import Parser
 from ltx_neuron.errors import run
-from ltx_neuron.tiny.split import make_split
+from tiny.split import make_split
 
 _MAKERS = {"2.3": tiny.make_tiny, "2.5": make_split}
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the directory, the release, and one flag per field of TinySizes."""
-    parser = Parser(prog="python -m ltx_neuron.tiny", description=tiny.__doc__)
+    parser = Parser(prog="python -m tiny", description=tiny.__doc__)
     parser.add_argument(
         "directory",
         type=Path,

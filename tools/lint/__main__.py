@@ -12,14 +12,13 @@ from types import ModuleType
 
 import torch
 
+from lint import fx, lower
+from lint.cases import Case, dtype_of, programs
+from lint.rules import Finding, Group, Operation, Reading, compare_ranks
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.command_line import Parser
 from ltx_neuron.errors import UserError, run
-from ltx_neuron.invocation import command
-from ltx_neuron.lint import fx, lower
-from ltx_neuron.lint.cases import Case, dtype_of, programs
-from ltx_neuron.lint.rules import Finding, Group, Operation, Reading, compare_ranks
 from ltx_neuron.profiles import PROFILES, Profile, resolve
 
 # The front ends. Each has a TITLE, its BACKEND and functions: `comm` returns the Comm of
@@ -129,7 +128,7 @@ def table(findings: list[Finding]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(prog=command("lint"), description=__doc__)
+    parser = Parser(prog="python -m lint", description=__doc__)
     add = parser.add_argument
     neuron = [name for name, profile in PROFILES.items() if profile.device == "neuron"]
     help = f"hardware to check for, one of {', '.join(neuron)} (default: %(default)s)"

@@ -1,4 +1,4 @@
-"""Tiny random assets in the released LTX-2.3 file format: python -m ltx_neuron.tiny DIR
+"""Tiny random assets in the released LTX-2.3 file format: python -m tiny DIR
 
 All files of the pipeline, with the released names, layout and metadata, and small enough to run on
 a laptop in seconds. Weights are random, scaled so that activations stay finite and depend on their
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.tiny.config import TinySizes, check, merge, tiny_config
-from ltx_neuron.tiny.gemma import write_gemma_root
-from ltx_neuron.tiny.weights import checkpoint_weights, lora_weights, save, upsampler_weights
+from tiny.config import TinySizes, check, merge, tiny_config
+from tiny.gemma import write_gemma_root
+from tiny.weights import checkpoint_weights, lora_weights, save, upsampler_weights
 
 IMAGE_SIZE = (260, 150)  # width, height; no video has this size
 
