@@ -27,6 +27,7 @@ from tiny import TinySizes
 from tiny.config import released_config, tiny_config
 from tiny.weights import DIFFUSION, random_weight, save
 from torch import Tensor
+from tqdm import tqdm
 
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
@@ -34,13 +35,14 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.denoise import CompiledStep, StageRun
-from ltx_neuron.engine import Engine
+from ltx_neuron.denoise.start import starting_states
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.programs import Program, dit_program
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine, measured_step
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -139,11 +141,8 @@ class Ours:
     def prepare(self, case: str) -> None:
         """What a stage uploads before its steps."""
         job, config = self.cases[case], self.workspace.transformer
-        size = job.size
-        video, audio = latents.zeros(
-            size.height, size.width, size.num_frames, size.frame_rate, DTYPE
-        )
-        held = 1, latents.VIDEO_CHANNELS, 1, *video.shape[3:]
+        rows, columns = latents.video_latent_shape(job.size.height, job.size.width, 1)[1:]
+        held = 1, latents.VIDEO_CHANNELS, 1, rows, columns
         images = [(image, randn(*held)) for image in job.images]
         widths = config.video.inner, config.audio.inner
         contexts = Contexts(
@@ -157,20 +156,21 @@ class Ours:
             self.modulation,
             COMPAT[None],
         )
-        self.run.prepare(
-            job, job.stages[0], [contexts], video, audio, torch.Generator().manual_seed(0), images
-        )
+        states = starting_states(job, job.stages[0], {}, images, DTYPE)
+        self.run.prepare(job, job.stages[0], [contexts], states, torch.Generator().manual_seed(0))
 
     def steps(self) -> Steps:
         """A schedule's warm steps, each from the end of the one before it to its own end."""
         ends = []  # of every step: the time, and the bytes so far, which are all of commands
         self.run.device_ms = []
         ranks = self.ranks
-        self.engine.on_step_end = lambda *_: ends.append(
-            (time.perf_counter(), ranks.bytes_sent + ranks.command_bytes)
-        )
-        with contextlib.redirect_stderr(io.StringIO()):  # the progress bar is drawn all the same
-            self.engine._steps(self.run)
+        self.run.start()
+        # The progress bar is drawn all the same.
+        quiet = contextlib.redirect_stderr(io.StringIO())
+        with quiet, self.engine.recorder.phase("denoise_stage_1"):
+            for number in tqdm(range(self.run.stage.steps)):
+                measured_step(self.run, number, self.engine.recorder)
+                ends.append((time.perf_counter(), ranks.bytes_sent + ranks.command_bytes))
         times, sent = zip(*ends, strict=True)
         walls = [(after - before) * 1e3 for before, after in pairwise(times)]
         host = [wall - device for wall, device in zip(walls, self.run.device_ms[1:], strict=True)]

@@ -65,7 +65,7 @@ def python(folder: Path, source: Path, *words: str) -> str:
 def generate(words: list[str]) -> None:
     """Run ltx-neuron generate to the end of its first step, and print the seconds."""
     from ltx_neuron.commands.generate import main
-    from ltx_neuron.engine import Engine
+    from ltx_neuron.run import Engine
 
     step = Engine._step
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from world import Scene
 
 from ltx_neuron.demo import ASSETS
-from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 

@@ -10,11 +10,11 @@ from helpers import randn
 from torch import Tensor
 
 from ltx_neuron.config.common import TEXT_TOKENS
-from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.workspace import Workspace
 

@@ -15,9 +15,9 @@ from given_oracle import Given
 from helpers import STREAMS, picture_frames, rel, tone, write_film, write_sound
 from PIL import Image
 
-from ltx_neuron.engine import Engine
 from ltx_neuron.flags.resolve import dubbing_of, voice_of
 from ltx_neuron.job import Job, Size
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling import extension
 from ltx_neuron.sampling.conditions import (
     AttentionMask,

@@ -9,10 +9,10 @@ import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import randn, tone
 
-from ltx_neuron.engine import Engine
 from ltx_neuron.host.media import first_frames
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.workspace import Workspace
 

@@ -15,6 +15,7 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditioning import initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.tune.step import _HostRanks
@@ -60,6 +61,7 @@ def stage_run(blocks_per_graph: int = 1, config=CONFIG, job: Job = JOB) -> Stage
     size = stage.height, stage.width, job.size.num_frames, job.size.frame_rate
     start, mask = latents.zeros(*size, torch.float32), torch.ones(1, 1024)
     generator, given = torch.Generator().manual_seed(SEED), [Contexts(*contexts(), mask, None)]
-    run.prepare(job, stage, given, *start, generator, images(job))
+    states = initial_states(job, False, {}, start, images(job), COMPAT[None], torch.float32)
+    run.prepare(job, stage, given, states, generator)
     run.start()
     return run

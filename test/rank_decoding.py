@@ -12,15 +12,16 @@ from helpers import randn, rel
 
 from ltx_neuron.backends.tiles import RankTiles
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.generate import Outputs, generate
+from ltx_neuron.commands.generate import generate
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import cut, tiling
 from ltx_neuron.job import Job, Size
+from ltx_neuron.outputs import Outputs
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
-from ltx_neuron.progress import SUFFIX
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
+from ltx_neuron.resume import SUFFIX
 from ltx_neuron.workspace import Workspace
 
 # Tiles of 2 x 2 latents, the smallest that ltx-core takes, of 3 frames; they overlap by one.

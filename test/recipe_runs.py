@@ -13,8 +13,8 @@ from helpers import rel
 from recipes_oracle import STREAMS
 from tiny import TinySizes, make_tiny
 
-from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.weights.lora import Lora

@@ -16,11 +16,11 @@ import torch
 from conftest import ROOT, SCRIPT_SECONDS, once, succeeded
 from helpers import tone, wait_for, write_sound
 
-from ltx_neuron.engine import Engine
 from ltx_neuron.job import Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import JobSubmitter
 from ltx_neuron.service.queue import Queue

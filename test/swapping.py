@@ -10,9 +10,9 @@ from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import made_film
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo
 from ltx_neuron.weights.lora import Lora
 

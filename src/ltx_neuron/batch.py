@@ -9,31 +9,39 @@ if a line is wrong. Once it has, a line whose files cannot be used fails alone.
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ltx_neuron import files, prompts_file
 from ltx_neuron.config.common import digest
-from ltx_neuron.decode_queue import Clip, Failure, Result
-from ltx_neuron.engine import Engine
+from ltx_neuron.decode import Clip
+from ltx_neuron.durations import with_durations
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_readable, read_json, write_json
+from ltx_neuron.files import check_readable, write_json
 from ltx_neuron.format import few
 from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
-from ltx_neuron.progress import (
-    JobRun,
+from ltx_neuron.outputs import (
+    Outputs,
     beside,
     check_replaceable,
     is_log,
     log_path,
+    logging_failure,
+    make_report,
     not_ours,
-    restore_state,
-    save_state,
-    state_path,
+    run_identity,
+    show,
+    write_sidecar,
 )
+from ltx_neuron.preflight import RunOptions
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import JobRun, restore_state, save_state, state_path
+from ltx_neuron.run import Engine, Failure
 from ltx_neuron.sampling.spec import JobSpec
+from ltx_neuron.workspace import Workspace
 
 RESULTS = "results.json"
 MAX_LINES = 100_000
@@ -114,14 +122,41 @@ def read_lines(
     return lines
 
 
-def with_lengths(
-    lines: list[Line], engine: Engine, predict: Callable[[list[Job]], list[Job]]
-) -> list[Line]:
+def generate(
+    lines: list[Line],
+    prompts_file: Path,
+    workspace: Workspace,
+    options: RunOptions,
+    outputs: Outputs,
+) -> None:
+    """Make the videos of a prompts file's lines. Exits with 1 if one failed."""
+    recorder = Recorder(outputs.price)
+
+    def save(clip: Clip, path: Path) -> None:
+        clip.write(path, recorder)
+        write_sidecar(path, clip.job, engine)
+
+    assert outputs.folder
+    log = log_path(outputs.folder / RESULTS)
+    with logging_failure(log), Engine(workspace, recorder, options) as engine:
+        lines = with_lengths(lines, engine)
+        read = engine.preflight.files_read([line.job for line in lines])
+        read["--prompts-file"] = prompts_file
+        check_outputs(lines, outputs.folder, outputs.report, read)
+        entries = run(
+            lines, engine, outputs.folder, save, lambda job: run_identity(job, workspace, options)
+        )
+    described = {"prompts_file": str(prompts_file), "lines": len(lines)}
+    show(make_report(recorder, workspace, described), outputs)
+    end(outputs.folder, entries)
+
+
+def with_lengths(lines: list[Line], engine: Engine) -> list[Line]:
     """The lines with their jobs after the lengths are predicted, which the engine names by their
     numbers."""
     engine.preflight.title_of = titles(lines)
     usable = [line for line in lines if not line.error]
-    jobs = predict([line.job for line in usable])
+    jobs = with_durations(engine, [line.job for line in usable])
     known = {
         line.number: replace(line, job=job, digest=_digest(job, engine.workspace.identity))
         for line, job in zip(usable, jobs, strict=True)
@@ -176,21 +211,17 @@ def run(
         print(f"resumed: line {number}; {run.left}")
         return run
 
-    # Jobs end one after another in any thread, so these never run concurrently.
-    def hand_over(result: Result) -> None:
-        results.done(line_of(result.job))
-        state_of(result.job).unlink(missing_ok=True)
+    # Jobs end one after another in any thread, so this never runs concurrently.
+    def finish(clip: Clip) -> None:
+        line = line_of(clip.job)
+        write(clip, folder / line.file)
+        results.done(line)
+        state_of(clip.job).unlink(missing_ok=True)
 
     engine.on_stage_end = lambda run: save_state(state_of(run.job), run, identity_of(run.job))
     jobs = [line.job for line in pending.values()]
     if jobs:
-        for outcome in engine.run(
-            jobs,
-            isolate=True,
-            resume=resume,
-            write=lambda clip: write(clip, folder / line_of(clip.job).file),
-            hand_over=hand_over,
-        ):
+        for outcome in engine.run(jobs, isolate=True, resume=resume, write=finish):
             if isinstance(outcome, Failure):
                 results.failed(line_of(outcome.job), outcome.error)
     return [results.entries[line.number] for line in lines]
@@ -233,12 +264,10 @@ def check_outputs(
 
 def _recorded_files(folder: Path) -> set[str]:
     """The videos in a folder's results.json; empty if it cannot be read."""
-    path = folder / RESULTS
-    try:
-        entries = read_json(path)["lines"] if path.is_file() else []
+    with suppress(UserError):
+        entries = (_entries(folder) or {}).values()
         return {entry["output"] for entry in entries if "output" in entry}
-    except (UserError, KeyError, TypeError):
-        return set()
+    return set()
 
 
 class Results:

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron import progress
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import require
 from ltx_neuron.files import check_outputs, check_writable
 from ltx_neuron.host.duration import DOWNLOAD, FLAG, duration_head_spec
 from ltx_neuron.job import Job
-from ltx_neuron.progress import JobRun
+from ltx_neuron.resume import JobRun, write_run_tensors
+from ltx_neuron.run import Engine
 
 
 def with_durations(engine: Engine, jobs: list[Job]) -> list[Job]:
@@ -70,4 +69,4 @@ def predict_only(engine: Engine, job: Job, tensors: Path | None) -> None:
         frames = lasting(run.job, seconds).size.num_frames
         length = {"seconds": torch.tensor([seconds]), "num_frames": torch.tensor([frames])}
         identity = job.identity | {"checkpoint": engine.workspace.checkpoint.fingerprint}
-        progress.write_run_tensors(tensors, run.tensors | length, identity)
+        write_run_tensors(tensors, run.tensors | length, identity)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ltx_neuron import hub
-from ltx_neuron.decode_queue import UPSCALED, Clip, Result
+from ltx_neuron.decode import UPSCALED, Result
 from ltx_neuron.durations import with_durations
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
 from ltx_neuron.flags.resolve import (
@@ -30,6 +30,8 @@ from ltx_neuron.job import Job, Stage
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import JobRun
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -319,6 +321,8 @@ class LTXPipeline:
         check_type("output_path", output_path, str | Path | None)
         check_type("callback_on_step_end", callback_on_step_end, Callable | None)
         _check_generator(generator)
+        options: dict[str, Any] = {"keep": True, "decode": output_type != "latent"}
+        options["resume"] = partial(JobRun, generator=generator)
         if output_type == file:
             example = f"Give output_path='out.{file}'"
             require(output_path, "output_path", f'output_type="{file}"', example)
@@ -327,20 +331,13 @@ class LTXPipeline:
             job = job.scaled(self.engine.workspace.spatial_scale)
             job.check()  # before its files are read
             inputs = self.engine.preflight.files_read([job])
-            check_outputs({"output_path": Path(output_path)}, inputs)
-        options = {"keep": True, "decode": output_type != "latent", "generator": generator}
-
-        def write(clip: Clip) -> None:
-            assert output_path
-            with self.engine.recorder.phase(clip.phase):
-                clip.write(Path(output_path))
+            check_outputs({"output_path": (path := Path(output_path))}, inputs)
+            options["write"] = lambda clip: clip.write(path, self.engine.recorder)
 
         def on_step_end(stage: Stage, step: int) -> None:
             assert callback_on_step_end
             callback_on_step_end(self, step, stage.sigmas[step], {"stage": stage.name})
 
-        if output_type == file:
-            options["write"] = write
         with self._exclusively("call"):
             self.engine.on_step_end = callback_on_step_end and on_step_end
             (result,) = self.engine.run(with_durations(self.engine, [job]), **options)
@@ -468,7 +465,7 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
     else:
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
         video = result.tensors.get(upscaled[-1] if upscaled else result.job.seen)
-        audio = result.tensors[result.heard]
+        audio = result.tensors[result.job.heard]
         if video is not None and result.job.tail_frames:
             video = video[:, :, : (result.job.output_frames - 1) // TIME_SCALE + 1]
             audio = audio[:, :, : result.job.output_size.audio_frames]

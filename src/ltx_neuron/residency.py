@@ -169,7 +169,7 @@ class Residency:
     def _load_vae(self, vae: VaePrograms) -> Ranks:
         # Loading is a separate phase, also when the thread that decodes sound starts it.
         with self.recorder.paused(), self._decoding:
-            programs = frozenset(name for several in vae.values() for name in several)
+            programs = frozenset(name for model in vae.values() for name in model)
             ranks = self.start()
             if programs <= self._vae_programs:
                 return ranks
@@ -178,11 +178,11 @@ class Residency:
                 with self.recorder.phase("unload_transformer"):
                     self._unload()
             with self.recorder.phase("load_vae"):
-                for model, several in vae.items():
+                for model, model_programs in vae.items():
                     dtype = torch.float32 if model == "sound" else workspace.dtype
-                    if several:
+                    if model_programs:
                         with _remedy(weights := workspace.weights(model)):
-                            ranks.load(weights, several, dtype)
+                            ranks.load(weights, model_programs, dtype)
             self._vae_programs = programs
         return ranks
 

@@ -11,11 +11,11 @@ import torch
 from batches import TP, prepared
 
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.tensorfile import TensorFile

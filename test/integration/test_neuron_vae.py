@@ -20,11 +20,11 @@ from rank_decoding import (
 )
 
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.plan import CoreMemory
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.workspace import Workspace
 

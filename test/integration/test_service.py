@@ -24,10 +24,10 @@ pytest.importorskip(
 import serving
 from serving import ASKED, TP, ask, stop_after, worker
 
-from ltx_neuron.engine import Engine
 from ltx_neuron.host.arithmetic import choices_file
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.service import database
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import Queue

@@ -8,11 +8,11 @@ import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import generator, one_thread  # noqa: F401
 
-from ltx_neuron.generate import run_identity
 from ltx_neuron.job import Job, Size
+from ltx_neuron.outputs import run_identity
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.progress import restore_state, save_state
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import JobRun, restore_state, save_state
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 
 SOUND = StreamGuidance(cfg_scale=7.0, stg_scale=1.0, stg_blocks=(0,), rescale_scale=0.7)
@@ -63,7 +63,9 @@ def test_a_line_of_it_beside_a_video_is_its_single_run_bit_for_bit(engine_of, al
 
 def test_it_draws_the_noise_of_its_sound_alone(engine_of, alone):
     drawing, own = generator(3), generator(3)
-    (result,) = engine_of().run([ALONE], decode=False, generator=drawing)
+    (result,) = engine_of().run(
+        [ALONE], decode=False, resume=lambda job: JobRun(job, generator=drawing)
+    )
     assert torch.equal(result.tensors["s1_audio"], alone.tensors["s1_audio"])
     torch.randn(1, ALONE.size.audio_frames, 128, generator=own)
     assert torch.equal(drawing.get_state(), own.get_state())

@@ -31,20 +31,24 @@ class Fault(NamedTuple):
     """A mistake that a colleague could make, as faults.toml describes it."""
 
     name: str
-    file: str
+    file: str  # from src/ltx_neuron, or from the root if it is in tools/
     before: str
     after: str
     first: tuple[str, ...] = ()
     slow: tuple[str, ...] = ()
 
     @property
+    def path(self) -> str:
+        return self.file if self.file.startswith("tools/") else f"{PACKAGE}/{self.file}"
+
+    @property
     def place(self) -> str:
         """File and line. SystemExit unless it can be planted in just one place."""
-        text = (ROOT / PACKAGE / self.file).read_text()
+        text = (ROOT / self.path).read_text()
         if (count := text.count(self.before)) != 1:
             raise SystemExit(f"{self.name}: {self.before!r} is {count} times in {self.file}")
         line = text[: text.index(self.before)].count("\n") + 1
-        return f"{PACKAGE}/{self.file}:{line}"
+        return f"{self.path}:{line}"
 
     @property
     def tests(self) -> list[str]:
@@ -84,7 +88,7 @@ def run_tests(tree: Path, tests: list[str]) -> str:
     # It compares the list with the tree, where a fault stands now.
     command.append("--ignore-glob=*/test_planted.py")
     # No bytecode is kept: a file with a fault may have the size and the time of the one without.
-    own = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    own = os.environ | {"PYTHONPATH": f"{tree}/src:{tree}/tools", "PYTHONDONTWRITEBYTECODE": "1"}
     run = subprocess.run(command, cwd=tree, env=own, capture_output=True, text=True)
     if run.returncode > 2:  # neither that a test failed nor that one could not be imported
         raise SystemExit(f"tests could not be run\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
@@ -94,7 +98,7 @@ def run_tests(tree: Path, tests: list[str]) -> str:
 
 def is_found(fault: Fault, tree: Path, tests: list[str]) -> bool:
     """Plant a fault in the tree, run tests, and take it out again."""
-    file = tree / PACKAGE / fault.file
+    file = tree / fault.path
     original = file.read_text()
     file.write_text(original.replace(fault.before, fault.after))
     began = time.monotonic()

@@ -21,14 +21,15 @@ from ltx_neuron.artifacts.__main__ import main as artifacts_main
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
-from ltx_neuron.decode_queue import Failure
-from ltx_neuron.generate import Outputs, generate
+from ltx_neuron.commands.generate import generate
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
+from ltx_neuron.outputs import Outputs
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
-from ltx_neuron.progress import SUFFIX, save_state
+from ltx_neuron.resume import SUFFIX, save_state
+from ltx_neuron.run import Failure
 from ltx_neuron.workspace import Workspace
 
 ORPHAN_SECONDS = 15  # a rank notices at once that the host is gone; a busy machine is given time
@@ -353,4 +354,4 @@ def test_the_readmes_example_runs(tmp_path):
             words, cwd=tmp_path, capture_output=True, text=True, timeout=SCRIPT_SECONDS
         )
         assert process.returncode == 0, process.stderr[-3000:]
-    assert process.stdout.strip().splitlines()[-1] == "(49, 128, 192, 3) (2, 97440) 48000"
+    assert process.stdout.strip().splitlines()[-1] == "(49, 128, 192, 3) (2, 96480) 48000"

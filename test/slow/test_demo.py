@@ -29,8 +29,8 @@ from world import BLUEPRINT
 
 from ltx_neuron import denoise
 from ltx_neuron.demo import ASSETS
-from ltx_neuron.engine import Engine
 from ltx_neuron.residency import ModulationTables
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.conditioning import LatentState
 from ltx_neuron.sampling.conditions import ImageCondition

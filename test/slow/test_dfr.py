@@ -17,6 +17,7 @@ from split_runs import Runs
 from ltx_neuron.commands import dispatch
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.denoise.start import starting_states
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.parallel import SingleRank
@@ -68,11 +69,10 @@ def rendered(release: str) -> dict[str, torch.Tensor]:
         shared = CONFIG, torch.float32, partial(modulation_table, weights(), CONFIG), COMPAT[None]
         ranks = _HostRanks(bucket.name, program, weights().__getitem__, None)
         run = StageRun(ranks, CompiledStep(bucket, program), *shared)
-        given = job.rendering.start(stage.temporal, tensors, lambda *given: 1 / 0)
         texts = [Contexts(*contexts(), torch.ones(1, 1024), None)]
         images = [(image, PICTURE) for image in of.images]
-        start = given["video"], given["audio"]
-        run.prepare(of, stage, texts, *start, generator, images, tensors | given)
+        states = starting_states(job, stage, tensors, images, torch.float32)
+        run.prepare(of, stage, texts, states, generator)
         run.start()
         for number in range(stage.steps):
             run.step(number)

@@ -23,9 +23,9 @@ from longer_film import FRAMES, WINDOW, longer, made, source
 from safetensors.torch import load_file
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.generate import run_identity
 from ltx_neuron.job import Job
-from ltx_neuron.progress import SUFFIX, restore_state, save_state
+from ltx_neuron.outputs import run_identity
+from ltx_neuron.resume import SUFFIX, restore_state, save_state
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.workspace import Workspace
 

@@ -27,7 +27,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
-from ltx_neuron.progress import state_path
+from ltx_neuron.resume import state_path
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import NewJob, Queue
 

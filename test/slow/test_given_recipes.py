@@ -39,8 +39,8 @@ from given_runs import (
 from helpers import one_thread, rel  # noqa: F401
 from nag_oracle import Nag, guided
 
-from ltx_neuron import progress
 from ltx_neuron.models.programs import may_divide
+from ltx_neuron.resume import restore_state, save_state
 
 files, workspace, opened = given_runs.files, given_runs.workspace, given_runs.opened  # fixtures
 contexts, wanted, generate = given_runs.contexts, given_runs.wanted, given_runs.generate
@@ -195,12 +195,12 @@ def test_a_dubbed_clip_resumed_after_stage_1_ends_with_the_same_bits(
     given = dubbed(files, tiny)
     want, engine, job = generate(given), opened(), told(given)
     state = tmp_path / "state.safetensors"
-    engine.on_stage_end = lambda run: state.exists() or progress.save_state(state, run, {})
+    engine.on_stage_end = lambda run: state.exists() or save_state(state, run, {})
     give_contexts(engine, job, contexts)
     [*engine.run([job], keep=True, decode=False)]
 
     def resume(job):
-        run = progress.restore_state(state, job, {}, torch.float32)
+        run = restore_state(state, job, {}, torch.float32)
         assert [stage.name for stage in run.stages_left] == ["stage_2"]
         return run
 

@@ -26,11 +26,11 @@ from helpers import rel
 from tiny import TinySizes, make_tiny
 
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.workspace import Workspace
 
 text_to_video = generations.text_to_video  # a fixture

@@ -27,7 +27,7 @@ from recipe_runs import (
     told_hq,
 )
 
-from ltx_neuron import progress
+from ltx_neuron.resume import restore_state, save_state
 
 assets, opened, wanted = recipe_runs.assets, recipe_runs.opened, recipe_runs.wanted  # fixtures
 
@@ -90,12 +90,12 @@ def test_a_negative_prompt_on_several_ranks_equals_the_papers_equations(opened, 
 def test_hq_goes_on_after_stage_1_and_after_a_warm_up_to_the_same_bits(opened, assets, tmp_path):
     engine, job = opened(), told_hq(assets)
     states = iter(tmp_path / name for name in ("first", "second"))
-    engine.on_stage_end = lambda run: progress.save_state(next(states), run, {})
+    engine.on_stage_end = lambda run: save_state(next(states), run, {})
     whole = generate(engine, job)
     engine.on_stage_end = None
 
     def resume(job):
-        return progress.restore_state(tmp_path / "first", job, {}, torch.float32)
+        return restore_state(tmp_path / "first", job, {}, torch.float32)
 
     assert [stage.name for stage in resume(job).stages_left] == ["stage_2"]
     warm = sharing(engine, warmup=True)

@@ -11,10 +11,10 @@ from helpers import one_thread, rel  # noqa: F401
 from steps import EQUAL
 from toy import alive
 
-from ltx_neuron import progress
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.job import Job, Size
+from ltx_neuron.resume import restore_state, save_state
 
 ONE, TWO = (Size(64, 64, 9, two_stage=both) for both in (False, True))
 # tp, then the profile's settings.
@@ -88,12 +88,12 @@ def test_a_killed_rank_of_each_group_is_named_and_the_clip_goes_on_to_the_same_b
 ):
     engine, job = opened(*LAYOUTS["2 groups of 2 ranks"], size=TWO)
     state = tmp_path / "state"
-    engine.on_stage_end = lambda run: run.stages_left and progress.save_state(state, run, {})
+    engine.on_stage_end = lambda run: run.stages_left and save_state(state, run, {})
     (whole,) = engine.run([job], keep=True, decode=False)
     engine.on_stage_end = None
 
     def resume(job):
-        return progress.restore_state(state, job, {}, torch.float32)
+        return restore_state(state, job, {}, torch.float32)
 
     for rank in (0, 3):
         pids = []

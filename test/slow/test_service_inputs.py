@@ -15,8 +15,8 @@ pytest.importorskip("fastapi", reason="the extra is not installed: pip install -
 from serving import stop_after
 from starlette.datastructures import UploadFile
 
-from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job
+from ltx_neuron.run import Engine
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import VIDEO, JobSubmitter
 from ltx_neuron.service.queue import Queue

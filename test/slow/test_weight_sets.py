@@ -13,9 +13,9 @@ from swapping import ONE, TWO, assert_same, each_alone, jobs_of_three_sets, late
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.flags.resolve import dubbing_of, voice_of
-from ltx_neuron.generate import run_identity
 from ltx_neuron.job import Job, Size
-from ltx_neuron.progress import restore_state, save_state
+from ltx_neuron.outputs import run_identity
+from ltx_neuron.resume import restore_state, save_state
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.spec import JobSpec

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from ltx_neuron import batch, flags, prompts_file
 from ltx_neuron.batch import RESULTS, read_lines
-from ltx_neuron.decode_queue import Failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags import job_of_line
 from ltx_neuron.job import Job
+from ltx_neuron.run import Failure
 from ltx_neuron.sampling.conditions import ImageCondition
 
 
@@ -415,7 +415,7 @@ class FakePipeline:
     def __init__(self, fails=(), killed_before=None, last=()):
         self.ran, self.fails, self.killed_before, self.last = [], fails, killed_before, last
 
-    def run(self, jobs, isolate, resume, write, hand_over):
+    def run(self, jobs, isolate, resume, write):
         assert isolate and not any(map(resume, jobs))
         for job in sorted(
             jobs, key=lambda job: job.prompt in self.last
@@ -428,8 +428,7 @@ class FakePipeline:
                 if job.prompt in self.fails:
                     raise ValueError("it broke")
                 write(outcome)
-                hand_over(outcome)
-            except Exception as error:  # an error of either is the job's
+            except Exception as error:  # an error of it is the job's
                 outcome = Failure(job, error)
             yield outcome
 

@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-from ltx_neuron import progress
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.host import arithmetic as arithmetic_module
@@ -21,6 +20,7 @@ from ltx_neuron.host.arithmetic import (
 )
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import PROFILES
+from ltx_neuron.resume import restore_state, write_run_tensors
 from ltx_neuron.workspace import Workspace
 
 
@@ -186,7 +186,7 @@ def timed(monkeypatch, *turns):
     def in_turns(functions, count):
         return [left.pop(0) for _ in range(count)]
 
-    monkeypatch.setattr(arithmetic_module, "_in_turns", in_turns)
+    monkeypatch.setattr(arithmetic_module, "_alternate", in_turns)
     return left
 
 
@@ -234,13 +234,13 @@ def test_a_run_begun_with_another_choice_is_resumed_and_the_difference_is_said(t
         "s1_video": torch.zeros(1, 128, 2, 2, 2),
         "s1_audio": torch.zeros(1, 8, 9, 16),
     }
-    progress.write_run_tensors(path, tensors, identity)
+    write_run_tensors(path, tensors, identity)
     here = identity | {"host_dtype": "float32", "host_dtype_speed": 1}
-    run = progress.restore_state(path, job, here, torch.float32)
+    run = restore_state(path, job, here, torch.float32)
     assert run.stages_left == []
     assert "host_dtype bfloat16, this machine's is float32" in capsys.readouterr().out
     with pytest.raises(UserError, match="is from another run: seed: got 10, wanted 11"):
-        progress.restore_state(path, job, here | {"seed": 11}, torch.float32)
+        restore_state(path, job, here | {"seed": 11}, torch.float32)
     # A worker's next attempt may be on another machine: it begins anew rather than mix the two.
     with pytest.raises(UserError, match="host_dtype: got bfloat16, wanted float32"):
-        progress.restore_state(path, job, here, torch.float32, exact=True)
+        restore_state(path, job, here, torch.float32, exact=True)

@@ -16,15 +16,15 @@ from safetensors import safe_open
 
 from ltx_neuron import flags
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
-from ltx_neuron.decode_queue import DecodeQueue
-from ltx_neuron.engine import Engine
+from ltx_neuron.decode import Decoder
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
 from ltx_neuron.job import Job
 from ltx_neuron.profiles import PROFILES
-from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import JobRun
+from ltx_neuron.run import Engine
 from ltx_neuron.text.encoders import Contexts
 
 # Long enough (11 latent frames are 81) that the reference's default tiling cuts it into two
@@ -277,8 +277,7 @@ def decoding(tiny, request):
         run = JobRun(Job("rain"), [Contexts(*4 * [None])])
         run.finish(run.job.stages[-1], video, latent(AUDIO_SHAPE))
         decode.recorder = recorder = Recorder()
-        with DecodeQueue(host, recorder, overlap=request.param, write=write) as queue:
-            return (*queue.submit(run), *queue.drain())
+        return Decoder(host, recorder, request.param).result(run, write)
 
     decode.calls, decode.ahead = calls, request.param
     yield decode
@@ -293,12 +292,12 @@ def test_a_clip_is_written_as_it_is_decoded_and_has_the_bytes_of_the_whole_one(d
         clip.chunks = (seen.append((len(c), len(decoding.calls))) or c for c in chunks)
         clip.write(tmp_path / "streamed.mp4")
 
-    (result,) = decoding(latent(LONG_SHAPE), write)
+    result = decoding(latent(LONG_SHAPE), write)
     assert result.frames is None and result.waveform.shape[0] == 2
     assert [length for length, _ in seen] == CHUNKS
     if not decoding.ahead:  # a chunk is there before the tiles after it, which do not change it
         assert [tiles for _, tiles in seen] == [1, 2, 3, 4, 5]
-    (whole,) = decoding(latent(LONG_SHAPE), None)
+    whole = decoding(latent(LONG_SHAPE), None)
     assert len(whole.frames) == sum(CHUNKS) and torch.equal(whole.waveform, result.waveform)
     whole.clip().write(tmp_path / "whole.mp4")
     assert (tmp_path / "whole.mp4").read_bytes() == (tmp_path / "streamed.mp4").read_bytes()

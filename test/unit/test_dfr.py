@@ -10,6 +10,7 @@ import torch
 
 from ltx_neuron.config.diffusion import DIFFUSION_VAE, EMBEDDING
 from ltx_neuron.config.release import RELEASES
+from ltx_neuron.denoise.start import to_upsample
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.finished import of_release
 from ltx_neuron.job import Job, Size
@@ -105,13 +106,7 @@ def filled(rendering: dfr.Rendering) -> dict[str, torch.Tensor]:
 def test_a_window_holds_the_result_of_the_one_before_it_after_a_keyframe():
     rendering = job(frames=65, rounds=1).rendering  # two segments of 32
     tensors, (_, second) = filled(rendering), rendering.windows
-    tensors.pop("temporal_video")
-
-    def upsample(video: torch.Tensor, kind: str) -> torch.Tensor:
-        assert video is tensors["s2_video"] and kind == "temporal"
-        return torch.arange(17.0).view(1, 1, -1, 1, 1)
-
-    made = rendering.start(second, tensors, upsample)
+    made = rendering.start(second, tensors)
     given = {name: x.flatten().tolist() for name, x in made.items()}
     assert (second.start, second.shared, second.latents) == (32, 5, 13)
     assert given["video"] == [-32, 105, 106, 107, 108, *range(9, 17)]
@@ -121,6 +116,32 @@ def test_a_window_holds_the_result_of_the_one_before_it_after_a_keyframe():
     sound = made["audio"][0, 0, :, 0]
     wanted = (32 + 97 * torch.arange(40) / 40) / 48 * 24 / 65 * 68
     torch.testing.assert_close(sound, wanted.clamp(max=67))
+
+
+def test_the_clip_of_a_round_is_upsampled_once_from_the_round_before_it():
+    made = job(frames=65, rounds=2)
+    tensors = filled(made.rendering)
+    _, _, first, *_, last = made.stages
+    assert to_upsample(made, first, tensors) == {}
+    clip = made.rendering.clip(tensors, 1)
+    ((name, (latent, kind)),) = to_upsample(made, last, tensors).items()
+    assert (name, kind) == ("temporal_video_1", "temporal") and torch.equal(latent, clip)
+    del tensors["temporal_video"]
+    ((name, (latent, kind)),) = to_upsample(made, first, tensors).items()
+    assert (name, kind) == ("temporal_video", "temporal") and latent is tensors["s2_video"]
+
+
+def test_stage_2_upsamples_the_video_of_stage_1_and_its_keyframes():
+    made = job(frames=65, rounds=1)
+    tensors = {"s1_video": torch.zeros(1), "s1_generated_keyframes": torch.ones(1)}
+    first, second, *_ = made.stages
+    assert to_upsample(made, first, tensors) == {}
+    assert to_upsample(made, second, tensors) == {
+        "upsampled": (tensors["s1_video"], "spatial"),
+        "upsampled_keyframes": (tensors["s1_generated_keyframes"], "spatial"),
+    }
+    plain = Job("rain", Size(64, 64, 9, two_stage=True))
+    assert [*to_upsample(plain, plain.stages[1], tensors)] == ["upsampled"]
 
 
 @pytest.mark.parametrize(("kind", "told"), [(NEW, True), (OLD, False)])
@@ -135,11 +156,9 @@ def test_a_render_says_where_the_diffusion_decoder_reads_the_keyframes(kind, tol
 
 def test_the_second_round_is_given_the_keyframes_of_the_first_and_begins_on_its_own():
     rendering = job(frames=65, rounds=2).rendering
-    tensors = filled(rendering)
+    tensors, clip = filled(rendering), torch.arange(33.0).view(1, 1, -1, 1, 1)
     for w in rendering.windows[2:]:
-        made = rendering.start(
-            w, tensors, lambda video, kind: torch.arange(33.0).view(1, 1, -1, 1, 1)
-        )
+        made = rendering.start(w, tensors | {"temporal_video_1": clip})
         given = made["given_keyframes"].flatten().tolist()
         assert given == [-(w.start + frame) / 2 for frame in w.given]  # as numbered in round 1
         assert made["video"].flatten()[0] == (-w.start if w.number else 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.config.diffusion import cut, diffusion_decoder_config
-from ltx_neuron.decode_queue import DecodeQueue
+from ltx_neuron.decode import Decoder
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import diffusion
 from ltx_neuron.host.arithmetic import Arithmetic
@@ -24,9 +24,8 @@ from ltx_neuron.models import diffusion_decoder
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.diffusion_decoder import neighbourhood_attention, rotate
 from ltx_neuron.models.programs import diffusion_program
-from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.resume import JobRun
 
 FP32 = 2e-6  # relative, after all layers
 SHAPE = (3, 4, 5)
@@ -222,13 +221,11 @@ def test_a_job_is_decoded_with_the_noise_of_its_seed():
         yield torch.zeros(1, 32, 32, 3, dtype=torch.uint8)
 
     host = SimpleNamespace(sample_rate=48000)
-    how = {"overlap": False, "decode_video": decode_video}
-    with DecodeQueue(host, Recorder(), decode_audio=lambda _: torch.zeros(2, 9), **how) as queue:
-        for seed in (5, 6):
-            job = Job("rain", Size(32, 32, 1), seed=seed)
-            run = JobRun(job, [Contexts(*[torch.zeros(1)] * 3, None)])
-            run.tensors |= {"s1_video": torch.zeros(1), "s1_audio": torch.zeros(1)}
-            assert [*queue.submit(run)]
+    decoder = Decoder(host, Recorder(), False, decode_video, lambda _: torch.zeros(2, 9))
+    for seed in (5, 6):
+        run = JobRun(Job("rain", Size(32, 32, 1), seed=seed))
+        run.tensors |= {"s1_video": torch.zeros(1), "s1_audio": torch.zeros(1)}
+        assert decoder.result(run)
     assert seeds == [5, 6]
 
 

@@ -15,18 +15,17 @@ from torch import Tensor
 
 from ltx_neuron.config.diffusion import DIFFUSION_VAE
 from ltx_neuron.config.diffusion import EMBEDDING as EMBEDDING_NAME
-from ltx_neuron.decode_queue import DecodeQueue
+from ltx_neuron.decode import Decoder
 from ltx_neuron.errors import FieldError
 from ltx_neuron.flags.resolve import job_of
 from ltx_neuron.host.diffusion import DiffusionDecoder, decode_bytes
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import notes
-from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import JobRun
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service.fields import VideoRequest
-from ltx_neuron.text.encoders import Contexts
 
 FP32 = 2e-6  # relative, after all layers
 SHAPE = 3, 3, 3
@@ -244,21 +243,14 @@ def test_the_decoder_gets_the_last_stage_s_keyframes_by_frame():
         yield torch.zeros(1, 32, 32, 3, dtype=torch.uint8)
 
     host = SimpleNamespace(sample_rate=48000)
-    how = {"overlap": False, "decode_video": decode_video}
-    with DecodeQueue(host, Recorder(), decode_audio=lambda _: torch.zeros(2, 9), **how) as queue:
-        for job in (READING, replace(READING, decode_with_keyframes=False)):
-            run = JobRun(job, [Contexts(*[torch.zeros(1)] * 3, None)])
-            planes = randn(1, 128, 2, 8, 8)
-            run.tensors |= {
-                f"{key}_{kind}": torch.zeros(1)
-                for key in ("s1", "s2")
-                for kind in ("video", "audio")
-            }
-            run.tensors |= {
-                "s1_generated_keyframes": torch.zeros(1),
-                "s2_generated_keyframes": planes,
-            }
-            assert [*queue.submit(run)]
+    decoder = Decoder(host, Recorder(), False, decode_video, lambda _: torch.zeros(2, 9))
+    planes = randn(1, 128, 2, 8, 8)
+    for job in (READING, replace(READING, decode_with_keyframes=False)):
+        run = JobRun(job)
+        for key in ("s1", "s2"):
+            run.tensors |= {f"{key}_{kind}": torch.zeros(1) for kind in ("video", "audio")}
+        run.tensors |= {"s1_generated_keyframes": torch.zeros(1), "s2_generated_keyframes": planes}
+        assert decoder.result(run)
     first, second = decoded
     assert list(first) == [5, 11] and second == {}
     assert torch.equal(torch.cat([*first.values()], 2), planes)

@@ -11,14 +11,14 @@ from helpers import randn, tone
 from typed import parsed, said
 
 from ltx_neuron import flags
-from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.plan import weight_sets
 from ltx_neuron.profiles import resolve
-from ltx_neuron.progress import JobRun
+from ltx_neuron.resume import JobRun
+from ltx_neuron.run import RunOptions
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import audio_state, initial_states, video_state

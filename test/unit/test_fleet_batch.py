@@ -80,7 +80,7 @@ def test_a_predicted_length_is_refused_before_a_cluster_is_asked(split, tmp_path
     words = ["--checkpoint-path", split.folder, "--output-dir", tmp_path, "--profile", "cpu"]
     words += ["--recipe", "distilled", "--auto-duration", "--ray", "local", lines]
     with pytest.raises(UserError, match="Type --num-frames N, and leave out --duration-head-path"):
-        generate.batch([*map(str, words)])
+        generate.batch_main([*map(str, words)])
 
 
 def test_finished_videos_get_their_names_and_their_jobs_go(tmp_path, monkeypatch):

@@ -17,9 +17,8 @@ from helpers import (
 from PIL import Image
 from safetensors import safe_open
 
-from ltx_neuron import flags, preflight, progress
-from ltx_neuron.decode_queue import DecodeQueue
-from ltx_neuron.engine import Engine
+from ltx_neuron import flags, preflight
+from ltx_neuron.decode import Decoder
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags.resolve import dubbing_of, references_of
 from ltx_neuron.host.arithmetic import FLOAT32
@@ -30,8 +29,9 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
-from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import JobRun, restore_state, save_state
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ReferenceAudio,
@@ -502,9 +502,8 @@ def test_the_given_sound_is_what_is_heard_and_nothing_of_it_is_decoded(files, ti
     run = run_of(job, **given_sound(files, host))
     run.finish(job.stages[1], randn(1, 128, 4, 2, 3), randn(1, 8, 26, 16))
     path, clips = tmp_path / "a.mp4", []
-    settings = {"overlap": False, "write": lambda clip: clips.append(clip.write(path))}
-    with DecodeQueue(decoder, Recorder(), **settings) as queue:
-        result, *_ = [*queue.submit(run), *queue.drain()]
+    write = lambda clip: clips.append(clip.write(path))  # noqa: E731
+    result = Decoder(decoder, Recorder(), ahead=False).result(run, write)
     assert clips and not {"audio_decoder", "vocoder"} & vars(decoder).keys()
     assert result.sample_rate == 44100
     assert torch.equal(result.waveform, tone_of(files)) and "waveform_rate" in result.tensors
@@ -553,13 +552,13 @@ def saved_state(files, host, folder, drop=(), **changed):
     run.finish(job.stages[0], randn(1, 128, 4, 1, 1), run.tensors["audio_latent"].clone())
     run.tensors |= changed
     run.tensors = {name: value for name, value in run.tensors.items() if name not in drop}
-    progress.save_state(path, run, {"seed": 10})
+    save_state(path, run, {"seed": 10})
     return path, job, run
 
 
 def test_a_run_that_was_given_its_sound_goes_on_without_the_file(files, host, tmp_path):
     path, job, run = saved_state(files, host, tmp_path)
-    resumed = progress.restore_state(path, job, {"seed": 10}, torch.float32)
+    resumed = restore_state(path, job, {"seed": 10}, torch.float32)
     for name in ("audio_latent", "waveform", "waveform_rate"):
         assert torch.equal(resumed.tensors[name], run.tensors[name])
 
@@ -568,11 +567,11 @@ def test_a_state_with_another_sound_than_the_jobs_is_refused(files, host, tmp_pa
     other = torch.zeros(1, 8, 25, 16)
     path, job, _ = saved_state(files, host, tmp_path, audio_latent=other)
     with pytest.raises(UserError, match="audio_latent: .*wanted"):
-        progress.restore_state(path, job, {"seed": 10}, torch.float32)
+        restore_state(path, job, {"seed": 10}, torch.float32)
     for name in ("audio_latent", "waveform", "waveform_rate"):
         path, job, _ = saved_state(files, host, tmp_path, drop=(name,))
         with pytest.raises(UserError, match=f"{name}: missing"):
-            progress.restore_state(path, job, {"seed": 10}, torch.float32)
+            restore_state(path, job, {"seed": 10}, torch.float32)
     for name, wrong in (
         ("waveform", torch.zeros(1, 8)),
         ("waveform", torch.zeros(2, 8).double()),
@@ -581,4 +580,4 @@ def test_a_state_with_another_sound_than_the_jobs_is_refused(files, host, tmp_pa
     ):
         path, job, _ = saved_state(files, host, tmp_path, **{name: wrong})
         with pytest.raises(UserError, match=f"{name}: .*wanted"):
-            progress.restore_state(path, job, {"seed": 10}, torch.float32)
+            restore_state(path, job, {"seed": 10}, torch.float32)

@@ -17,18 +17,18 @@ from typed import parsed, run, said
 from ltx_neuron import flags
 from ltx_neuron.batch import read_lines
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.generate import run_identity
 from ltx_neuron.host import conditions
 from ltx_neuron.host.media import read_sound
 from ltx_neuron.host.video import write_video
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
+from ltx_neuron.outputs import run_identity
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     AttentionMask,

@@ -11,13 +11,13 @@ import torch
 from helpers import one_thread, randn  # noqa: F401
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.hub import RELEASED
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.weights import model_files
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, _fingerprint, identity_of

@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.loading import upsampler_spec
 from ltx_neuron.host.models import HostModels
@@ -20,6 +19,7 @@ from ltx_neuron.job import Job
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located

@@ -12,20 +12,20 @@ import pytest
 import torch
 from fuzz import on_random
 
-from ltx_neuron import batch, progress
+from ltx_neuron import batch
 from ltx_neuron.batch import RESULTS, Line, Results
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, whole_file, write_json, write_tensors
-from ltx_neuron.generate import Outputs, sidecar
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job
+from ltx_neuron.outputs import Outputs, beside, is_sidecar, sidecar
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
-from ltx_neuron.progress import beside
 from ltx_neuron.report.__main__ import main as print_report
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import SUFFIX, state_path, write_run_tensors
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
@@ -54,7 +54,7 @@ def refused_batch(lines: list[Line], folder: Path, **inputs) -> str:
 
 def write_state(path: Path) -> None:
     generator = torch.Generator().get_state()
-    progress.write_run_tensors(path, {"s1_video": torch.zeros(1), "generator_state": generator}, {})
+    write_run_tensors(path, {"s1_video": torch.zeros(1), "generator_state": generator}, {})
 
 
 # --- an output is an input ------------------------------------------------------------------------
@@ -177,9 +177,7 @@ def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
     report = recorder.report(job.describe(), "cpu", 1, {}, {"code": ""})
     write_json(tmp_path / "out.json", sidecar(job, report))
     write_json(tmp_path / "report.json", report)
-    assert progress.is_sidecar(tmp_path / "out.json") and not progress.is_sidecar(
-        tmp_path / "report.json"
-    )
+    assert is_sidecar(tmp_path / "out.json") and not is_sidecar(tmp_path / "report.json")
 
 
 def test_a_state_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
@@ -188,7 +186,7 @@ def test_a_state_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
     assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
     write_tensors(path, {"a": torch.zeros(1)}, {})
     assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
-    progress.write_run_tensors(path, {"a": torch.zeros(1)}, {})  # as --save-tensors does
+    write_run_tensors(path, {"a": torch.zeros(1)}, {})  # as --save-tensors does
     assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
     write_state(path)
     Outputs(tmp_path / "out.mp4").check({})
@@ -358,7 +356,7 @@ def write_one(path: Path) -> None:
         return  # Results has written it
     if path.suffix == ".json":
         write_json(path, SIDECAR)
-    elif path.name.endswith(progress.SUFFIX):
+    elif path.name.endswith(SUFFIX):
         write_state(path)
     else:
         with whole_file(path) as partial:
@@ -443,7 +441,7 @@ def run_of(outputs: Outputs, read: dict[str, Path]) -> None:
     if outputs.frames:
         list(write_frames(outputs.frames, [TWO_FRAMES]))
     for video in videos:
-        progress.state_path(video).unlink()
+        state_path(video).unlink()
 
 
 def test_runs_with_names_drawn_at_random_change_nothing_that_they_read_or_did_not_name(

@@ -16,7 +16,6 @@ from ltx_neuron import plan
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.transformer import transformer_config
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host import vae_memory
@@ -33,6 +32,7 @@ from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, PROFILES, Chip, resolve
 from ltx_neuron.report.price import Price
 from ltx_neuron.report.recorder import PHASES, Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,

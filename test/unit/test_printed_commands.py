@@ -97,7 +97,7 @@ NOT_RUN = {
     ],
     "takes a command out of a message": ["doctor/checks.py:examine: ltx-neuron doctor"],
     "names what writes such a file": [
-        "progress.py:_check_identity: ltx-neuron generate",
+        "resume.py:_check_identity: ltx-neuron generate",
         "report/table.py:validate: ltx-neuron generate",
     ],
     "sends the examples that test_service_openapi.py sends": [
@@ -184,8 +184,8 @@ REMEDIES = {
     ),
     "flags/__init__.py:_check_sharding: --checkpoint-path": "shard ~--checkpoint-path",
     "flags/resolve.py:dubbing_of: --lora": "generate ~--num-frames --reference-video {film}",
-    "generate.py:check: --output-path": "generate ~--output-path",
-    "generate.py:check_batch: --output-dir": (
+    "outputs.py:check: --output-path": "generate ~--output-path",
+    "outputs.py:check_batch: --output-dir": (
         "batch ~--prompt ~--output-path --prompts-file {prompts}"
     ),
     "host/conditions.py:_too_short: --audio-start-time": (

@@ -3,7 +3,6 @@
 import json
 import math
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from ltx_neuron.config.sound import audio_decoder_config, vocoder_config
 from ltx_neuron.demo import ASSETS
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import sound
-from ltx_neuron.host.background import BackgroundTask, Cancelled
+from ltx_neuron.host.background import Background, Cancelled
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.models.programs import spectrogram_program, waveform_program
 from ltx_neuron.models.vocoder import MelSpectrogram, Snake, arrangement, resampling_filters
@@ -256,14 +255,14 @@ def test_what_is_not_finite_stays_visible_in_a_mel_spectrogram(decoders, broken)
 
 
 def test_a_decode_of_minutes_of_sound_is_cancelled_within_a_graph(vocoders):
-    task = BackgroundTask(partial(vocoders[1], mel(20_000)))
-    time.sleep(0.5)
-    assert not task.done
-    start = time.perf_counter()
-    task.cancel()
+    with Background() as thread:
+        future = thread.submit(vocoders[1], mel(20_000))
+        time.sleep(0.5)
+        assert not future.done()
+        start = time.perf_counter()
     assert time.perf_counter() - start < 5
     with pytest.raises(Cancelled):
-        task.result()
+        future.result()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from ltx_neuron.backends.torchdist.rank import Rank
 from ltx_neuron.batch import Line
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.denoise.start import starting_states
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags.resolve import job_of
 from ltx_neuron.host.video import check_output_path, write_wav
@@ -34,7 +35,6 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.report.table import table
-from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
@@ -157,12 +157,13 @@ def test_nothing_is_drawn_for_a_video_and_none_of_it_is_uploaded(model):
         put_numbers=lambda *_: None,
         define=lambda *_: None,
     )
-    compiled = CompiledStep(bucket, SimpleNamespace(fields={}))
+    compiled = CompiledStep(bucket, program_of(model, bucket))
     run = StageRun(ranks, compiled, config, torch.float32, lambda *_: torch.zeros(1), COMPAT[None])
     contexts = [Contexts(*[torch.zeros(1)] * 3, None)] * 2
-    shape = stage.height, stage.width, alone.size.num_frames, alone.size.frame_rate
     drawing = generator(5)
-    run.prepare(alone, stage, contexts, *latents.zeros(*shape, torch.float32), drawing, [])
+    run.prepare(
+        alone, stage, contexts, starting_states(alone, stage, {}, [], torch.float32), drawing
+    )
     run.start()
     own = generator(5)
     noise = torch.randn(1, 18, 128, generator=own)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ltx_neuron.progress import stage_groups
+from ltx_neuron.run import stage_groups
 
 
 def order(jobs: list[str], loaded: str | None = None) -> list[str]:
@@ -17,7 +17,7 @@ def order(jobs: list[str], loaded: str | None = None) -> list[str]:
         runs.append(SimpleNamespace(stages_left=stages, number=number))
     holders = [Holder(run) for run in runs]
     groups = stage_groups(holders, Path, loaded and Path(loaded))
-    return [stage.title for group in groups for stage in group.stages]
+    return [stage.title for _, stages in groups for stage in stages]
 
 
 class Holder:
@@ -49,4 +49,4 @@ def test_a_job_without_stages_left_comes_first():
         Holder(SimpleNamespace(stages_left=[])),
         Holder(SimpleNamespace(stages_left=[SimpleNamespace(loras="a")])),
     )
-    assert [group.run for group in stage_groups([other, done], Path, None)] == [done, other]
+    assert [run for run, _ in stage_groups([other, done], Path, None)] == [done, other]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from typed import parsed, said
 
 from ltx_neuron import flags
-from ltx_neuron.decode_queue import DecodeQueue
+from ltx_neuron.decode import Decoder
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.finished import _shape_flags
 from ltx_neuron.flags.resolve import job_of
@@ -23,8 +23,8 @@ from ltx_neuron.host.spectrogram import resample
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import _output
-from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import JobRun
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 from ltx_neuron.sampling.latents import SAMPLE_RATE
 from ltx_neuron.sampling.spec import validated
@@ -91,15 +91,11 @@ def decoded(job: Job, video, audio, rate: int = 48000, **more):
 
     closed = []
     host = SimpleNamespace(sample_rate=rate, upsample=lambda latent, kind: latent)
-    with DecodeQueue(
-        host,
-        Recorder(),
-        overlap=False,
-        decode_video=frames,
-        decode_audio=lambda latent: randn(2, round(latent.shape[2] / 25 * rate) + 500, seed=1),
-    ) as queue:
-        (result,) = queue.submit(run)
-    return result, closed
+
+    def sound(latent):
+        return randn(2, round(latent.shape[2] / 25 * rate) + 500, seed=1)
+
+    return Decoder(host, Recorder(), False, frames, sound).result(run), closed
 
 
 @pytest.mark.parametrize("frame_rate", [23.976, 24.0, 25.0, 24000 / 1001])

@@ -54,7 +54,6 @@ from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.backends.tiles import RankEncoder, RankSound, RankSpans, RankTiles
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.doctor.groups import probe
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags.resolve import voice_of
 from ltx_neuron.host import encoding
@@ -67,6 +66,7 @@ from ltx_neuron.models.vocoder import resampling_filters
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceVideo, Retake
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.spec import JobSpec

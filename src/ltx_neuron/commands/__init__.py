@@ -14,7 +14,7 @@ from ltx_neuron import __version__, errors, invocation
 VERBS = {
     "prepare": ("commands.prepare:main", "shard and compile everything that a generation needs"),
     "generate": ("commands.generate:main", "generate a video with sound from a prompt"),
-    "batch": ("commands.generate:batch", "generate the videos of a prompts file"),
+    "batch": ("commands.generate:batch_main", "generate the videos of a prompts file"),
     "serve": ("serve.__main__:main", "serve OpenAI's video API, /v1/videos"),
     "shard": ("commands.shard:main", "shard the weights of one model"),
     "compile": ("commands.compile:main", "compile the graphs of one model"),

@@ -2,14 +2,22 @@
 
 import argparse
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
-from ltx_neuron import flags, invocation
+import torch
+
+from ltx_neuron import batch, flags, invocation
 from ltx_neuron.command_line import Parser, advanced
-from ltx_neuron.durations import predict_only
-from ltx_neuron.engine import Engine
-from ltx_neuron.generate import generate, generate_batch
+from ltx_neuron.decode import Clip, Result
+from ltx_neuron.durations import predict_only, with_durations
+from ltx_neuron.host.video import write_frames
+from ltx_neuron.job import Job
+from ltx_neuron.outputs import Outputs, log_path, logging_failure, run_identity, show, write_sidecar
+from ltx_neuron.preflight import RunOptions
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import JobRun, restore_state, save_state, state_path, write_run_tensors
+from ltx_neuron.run import Engine
 from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
 from ltx_neuron.workspace import Workspace
 
@@ -89,8 +97,62 @@ def main(argv: list[str]) -> None:
     run(arguments(argv))
 
 
-def batch(argv: list[str]) -> None:
+def batch_main(argv: list[str]) -> None:
     run(arguments(argv, "batch"))
+
+
+def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outputs) -> None:
+    """Make one video. User's mistakes raise UserError before a model loads."""
+    job, recorder = workspace.resolved(job), Recorder(outputs.price)
+    engine = Engine(workspace, recorder, options)
+    outputs.check(engine.preflight.files_read([job]), job.sound_only)
+    assert outputs.video
+    state = state_path(outputs.video)
+    with logging_failure(log_path(outputs.video), state), engine:
+        (job,) = with_durations(engine, [job])
+        # Called first after `run` has checked the job, so its files exist.
+        identity = cache(partial(run_identity, job, workspace, options))
+        engine.on_stage_end = lambda run: save_state(state, run, identity())
+
+        def resume(job: Job) -> JobRun | None:
+            return interrupted_run(job, outputs, identity(), workspace.dtype)
+
+        def write(clip: Clip) -> None:
+            assert outputs.video
+            # Each file appears under its name only when whole.
+            if outputs.frames:
+                clip.chunks = write_frames(outputs.frames, clip.chunks)
+            clip.write(outputs.video, recorder)
+
+        # Tensors include all frames and are written before the video.
+        (result,) = engine.run([job], resume=resume, write=None if outputs.tensors else write)
+        assert isinstance(result, Result)
+        if outputs.tensors:
+            write_run_tensors(outputs.tensors, result.tensors, identity())
+            write(result.clip())
+        show(write_sidecar(outputs.video, job, engine), outputs)  # before the state is removed
+    print(f"{'sound' if job.sound_only else 'video'}: {outputs.video}")
+
+
+def interrupted_run(
+    job: Job, outputs: Outputs, identity: dict, dtype: torch.dtype
+) -> JobRun | None:
+    """The run that --resume selects; None for a new one."""
+    assert outputs.video
+    state = state_path(outputs.video)
+    if outputs.resume is None:
+        if state.is_file():
+            print(
+                f"starting over; {state} is from an interrupted run, which --resume would continue"
+            )
+        return None
+    path = Path(outputs.resume) if isinstance(outputs.resume, str) else state
+    if outputs.resume is True and not path.is_file():
+        print(f"nothing to resume: no such file {path}; starting over")
+        return None
+    run = restore_state(path, job, identity, dtype)
+    print(f"resuming from {path}: {run.left}")
+    return run
 
 
 def run(args: argparse.Namespace) -> None:
@@ -102,11 +164,11 @@ def run(args: argparse.Namespace) -> None:
         workspace = _workspace(args)
         lines = flags.lines(args, workspace, outputs.folder)
         if args.ray:
-            from ltx_neuron.fleet import batch  # Ray is an extra
+            from ltx_neuron.fleet.batch import generate_batch  # Ray is an extra
 
-            batch.generate_batch(lines, args, workspace)
+            generate_batch(lines, args, workspace)
         else:
-            generate_batch(lines, args.prompts_file, workspace, options, outputs)
+            batch.generate(lines, args.prompts_file, workspace, options, outputs)
     else:
         job = flags.job(args)
         job.check()
@@ -118,6 +180,5 @@ def run(args: argparse.Namespace) -> None:
 
 def _workspace(args: argparse.Namespace) -> Workspace:
     workspace = flags.workspace(args, writes=False)
-    if not invocation.by_script():
-        workspace.prepare_command = invocation.command("prepare", *args.deciding)
+    workspace.prepare_command = invocation.command("prepare", *args.deciding)
     return workspace

@@ -12,29 +12,60 @@ For one stream alone the other has no tokens, draws no noise and is not uploaded
 """
 
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import NotFiniteError, Ranks, at, padded_tokens, padding_bias
-from ltx_neuron.config.transformer import STREAMS, TransformerConfig
-from ltx_neuron.denoise.compiled import CompiledStep
+from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.rope import rope_tables
-from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, AUDIO_MASKS, LATENTS, fields_of
+from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, LATENTS, fields_of
+from ltx_neuron.profiles import Profile
+from ltx_neuron.report.recorder import Counters
 from ltx_neuron.sampling import ancestral, latents
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditioning import LatentState, initial_states
-from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.conditioning import LatentState
 from ltx_neuron.sampling.gradient_estimation import Euler, GradientEstimation
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.text.encoders import Contexts
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A compiled DiT step and its bucket. tiles: of a tiled stage, the step of each tile."""
+
+    bucket: Bucket
+    manifest: Manifest
+    tiles: tuple["CompiledStep", ...] = ()
+
+    @property
+    def programs(self) -> list["CompiledStep"]:
+        """The steps that run, one for each tile."""
+        return list(self.tiles) or [self]
+
+    def count(self, job: Job, stage: Stage, profile: Profile, tp: int, counters: Counters) -> None:
+        """Record the costs of a stage's step, counted when its graphs were compiled."""
+        guided, groups = self.bucket.guided, profile.guidance_parallel
+        passes = len(job.passes) if guided else 1
+        passes *= len(stage.evaluations) // stage.steps
+        rounds = math.ceil(passes / groups) if guided else passes
+        costs = [step.manifest.cost("pass" if guided else "main") for step in self.programs]
+        group_costs = costs[::groups]  # of a rank of the first group, which has the most tiles
+        counters.collectives_per_step = {
+            "count": sum(cost["collectives"] for cost in group_costs) * rounds,
+            "bytes": sum(cost["collective_bytes"] for cost in group_costs) * rounds,
+        }
+        flops = sum(cost["flops"] for cost in costs)
+        counters.flops_per_step = flops * passes * profile.world_size(tp)
+        counters.peak_flops = profile.flops(profile.cores_needed(tp))
 
 
 class StageRun:
@@ -42,12 +73,12 @@ class StageRun:
 
     modulation  returns a stream's modulation table of the weight set
     samplers    those on the host; sampler: the stage's, or None
-    own         names of inputs that have a tensor for each step
+    step_inputs  names of inputs that have a tensor for each step
     """
 
     samplers: ClassVar[dict] = {"res_2s": Res2s, "gradient_estimation": GradientEstimation}
     sampler: Res2s | Euler | None = None
-    own: tuple[str, ...] = ("step",)
+    step_inputs: tuple[str, ...] = ("step",)
 
     def __init__(
         self,
@@ -67,101 +98,102 @@ class StageRun:
         job: Job,
         stage: Stage,
         contexts: list[Contexts],
-        video: Tensor,
-        audio: Tensor,
+        states: tuple[LatentState, LatentState],
         generator: torch.Generator,
-        images: list[tuple[ImageCondition, Tensor]],
-        encoded: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Add noise to the streams and upload the inputs that all steps share.
 
-        video, audio  (1, 128, F, h, w) and (1, 8, Ta, 16): the initial latents; h = w = 0 for
-                      sound alone
-        images        each with its latent (1, 128, 1, h, w) at this stage's size
-        encoded       the job's sound and videos, by their names in --save-tensors
+        job     as its stage sees it: Job.of
+        states  initial ones, of video and audio: denoise.start.starting_states
         """
-        self.stage, self.latent_shape, self.audio_frames = stage, video.shape[2:], audio.shape[2]
+        self.stage, self.states = stage, states
+        video_state, audio_state = states
+        frames = job.size.num_frames
+        self.latent_shape = latents.video_latent_shape(stage.height, stage.width, frames)
+        appended = job.appended_audio(stage.upsampled)
+        self.audio_frames = audio_state.latent.shape[1] - appended
         if job.sound:  # an input sound attends to the prompt in the negative pass as well
-            contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
+            contexts = [context._replace(audio=contexts[0].audio) for context in contexts]
         self._generated = job.generated_keyframes(stage.upsampled)
         # The sequence of each step; guidance replaces them.
         self.sequence = ["main"] * self.bucket.max_steps
-        given = encoded, (video, audio), images, self.compat, self.dtype
-        self.states = initial_states(job, stage.upsampled, *given, stage.window)
-        marked, own = self.states[0].keyframes_mask, math.prod(self.latent_shape)
-        self._marked = None if marked is None else marked[own:, 0] > 0
+        marked, count = video_state.keyframes_mask, math.prod(self.latent_shape)
+        self._marked = None if marked is None else marked[count:, 0] > 0
         # The noise of video is drawn first.
         noise = generator, stage.sigmas[0], self.compat.conditioning
-        self.video, self.audio = (state.noised(*noise) for state in self.states)
-        video_state, audio_state = self.states
-        masks, video_choice = video_state.timestep_choice(self.bucket.timesteps, self.dtype)
-        audio_timesteps = self.bucket.audio_timesteps
-        audio_masks, audio_choice = audio_state.timestep_choice(audio_timesteps, self.dtype)
-        shared = {
-            **self._schedule(stage, (masks, audio_masks)),
+        self.video, self.audio = (state.noised(*noise) for state in states)
+        rows, choice = video_state.timestep_choice(self.bucket.timesteps, self.dtype)
+        audio_rows, audio_choice = audio_state.timestep_choice(
+            self.bucket.audio_timesteps, self.dtype
+        )
+        fields = self.compiled.manifest.fields
+        inputs = {
+            **self._schedule(stage, (rows, audio_rows)),
             "video_context": contexts[0].video,  # (1, 1024, Dv)
             "audio_context": contexts[0].audio,  # (1, 1024, Da)
+            "negative_video_context": contexts[-1].video,  # with NAG
+            "negative_audio_context": contexts[-1].audio,
+            "nag": job.nag,
+            "audio_timestep_mask": audio_choice,
+            "audio_denoise_mask": audio_state.denoise_mask,
+            "audio_clean_latent": audio_state.clean_latent,
         }
-        if audio_timesteps > 1:
-            masked = audio_choice, audio_state.denoise_mask, audio_state.clean_latent
-            shared |= dict(zip(AUDIO_MASKS, masked, strict=True))
-        if (nag := job.nag) is not None:
-            named = {f"negative_{s}_context": getattr(contexts[1], s) for s in STREAMS}
-            shared |= named | {"nag": nag}
-        if one_hot := self.compiled.manifest.fields.get("rank_one_hot"):
-            shared["rank_one_hot"] = torch.eye(one_hot.shape[1])
-        self._put(shared)
-        self._put_tokens(job, video_state, video_choice)
+        if field := fields.get("rank_one_hot"):
+            inputs["rank_one_hot"] = torch.eye(field.shape[1])
+        self.ranks.put(self.bucket.name, None, **{n: inputs[n] for n in inputs if n in fields})
+        self._put_tokens(job, video_state, choice)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.ancestral:
-            names = fields_of(self.bucket.streams, ANCESTRAL_FIELDS)
-            self.own = (*StageRun.own, *names)
-            given = stage.sigmas, [x.latent for x in self.states], [x.frozen for x in self.states]
-            seed, eta = stage.noise
-            steps = ancestral.steps_of(*given, generator.initial_seed() + seed, eta)
-            for number, added in enumerate(steps):
-                for name, tensor in zip(ANCESTRAL_FIELDS, added, strict=True):
-                    if name in names:
-                        self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
+            self._put_noise(generator)
         if self.bucket.guided:
             # Repeated by skipped steps; the first step overwrites it.
-            zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
-            self._put({"guided_video": zeros[0], "guided_audio": zeros[1]})
-            given = job.resolved_guidance, stage.evaluations, contexts
+            self._put_streams(
+                "guided_{}", torch.zeros_like(self.video), torch.zeros_like(self.audio)
+            )
+            evaluations = job.resolved_guidance, stage.evaluations, contexts
             model = self.config.num_layers, self.dtype, self.compat.conditioning
             self.sequence = prepare_passes(
-                self.ranks, self.bucket, *given, *model, job.identity_scale, audio_state
+                self.ranks, self.bucket, *evaluations, *model, job.identity_scale, audio_state
             )
 
     def _put_tokens(self, job: Job, video: LatentState, choice: Tensor) -> None:
         """Upload the inputs of the video's tokens. choice: (Tv, U), their timesteps."""
-        self._put(self._of_tokens(self.compiled, video, choice))
+        inputs = self._of_tokens(self.compiled, video, choice)
+        self.ranks.put(self.bucket.name, None, **inputs)
 
     def _of_tokens(
         self, compiled: CompiledStep, video: LatentState, choice: Tensor
     ) -> dict[str, Tensor]:
         """The inputs of the tokens that a program sees."""
         fields, ranks = compiled.manifest.fields, (self.ranks.tp, self.ranks.cp)
-        tensors = {
+        inputs: dict[str, Any] = {
             **rope_tables(self.config, video.positions, self.states[1].positions),
             "timestep_mask": choice,  # one-hot
             "denoise_mask": video.denoise_mask,  # (Tv, 1)
             "clean_latent": video.clean_latent,  # (1, Tv, 128)
+            "video_bias": video.bias,  # of references with a mask
+            "keyframes_mask": video.keyframes_mask,  # (Tv, 1)
         }
-        if compiled.bucket.biased:
-            assert video.bias is not None  # only references with a mask have a biased bucket
-            tensors["video_bias"] = video.bias
-        if "keyframes_mask" in fields:
-            assert video.keyframes_mask is not None  # only audio has none
-            tensors["keyframes_mask"] = video.keyframes_mask  # (Tv, 1)
         if field := fields.get("padding_bias"):
-            tensors["padding_bias"] = padding_bias(field, compiled.bucket.video_tokens, *ranks)
-        return {n: padded_tokens(fields.get(n), x, *ranks) for n, x in tensors.items()}
+            inputs["padding_bias"] = padding_bias(field, compiled.bucket.video_tokens, *ranks)
+        return {n: padded_tokens(fields[n], x, *ranks) for n, x in inputs.items() if n in fields}
 
-    def _put(self, tensors: dict[str, Tensor]) -> None:
-        """Upload tensors of both streams, as far as the graphs have these."""
-        names = fields_of(self.bucket.streams, tensors)
-        self.ranks.put(self.bucket.name, None, **{name: tensors[name] for name in names})
+    def _put_noise(self, generator: torch.Generator) -> None:
+        """Upload the noise and the coefficients of every step of the ancestral sampler."""
+        names = fields_of(self.bucket.streams, ANCESTRAL_FIELDS)
+        self.step_inputs = ("step", *names)
+        streams, frozen = zip(*((state.latent, state.frozen) for state in self.states), strict=True)
+        inputs, (seed, eta) = (self.stage.sigmas, streams, frozen), self.stage.noise
+        steps = ancestral.steps_of(*inputs, generator.initial_seed() + seed, eta)
+        for number, tensors in enumerate(steps):
+            for name, tensor in zip(ANCESTRAL_FIELDS, tensors, strict=True):
+                if name in names:
+                    self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
+
+    def _put_streams(self, name: str, *tensors: Tensor) -> None:
+        """Upload a tensor of each stream that the graphs have. name: with {} for the stream."""
+        named = {s: x for s, x in zip(STREAMS, tensors, strict=True) if s in self.bucket.streams}
+        self.ranks.put(self.bucket.name, None, **{name.format(s): x for s, x in named.items()})
 
     def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The sigmas (steps, 2, 2) and the modulation tables, (steps, U, 17, D) of each stream."""
@@ -169,10 +201,10 @@ class StageRun:
         frozen = tuple(state.frozen and not state.frozen_noise for state in states)
         pairs = stream_sigmas(self._pairs(stage.sigmas, max_steps), frozen)
         # A frozen stream has sigma 0, in its own layers and in those of the other stream.
-        own = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
+        sigmas = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
         tables = {"sigmas": pairs, "step_numbers": torch.arange(max_steps, dtype=torch.int32)}
         for i, stream in enumerate(STREAMS):
-            rows = own[i], masks[i], self.compat.cross_sigma, own[1 - i]
+            rows = sigmas[i], masks[i], self.compat.cross_sigma, sigmas[1 - i]
             tables[f"{stream}_modulation"] = self.modulation(stream, *rows)
         return tables
 
@@ -190,7 +222,7 @@ class StageRun:
             self.sampler = sampler(self.stage.sigmas, *streams)
 
     def _upload(self, video: Tensor, audio: Tensor) -> None:
-        self._put({"video_latent": video, "audio_latent": audio})
+        self._put_streams("{}_latent", video, audio)
 
     def step(self, number: int) -> float:
         """Run one step, from latents to the next latents. Returns the device's milliseconds."""
@@ -207,7 +239,7 @@ class StageRun:
             ) from None
 
     def _run(self, number: int) -> float:
-        numbers = dict.fromkeys(self.own, number)
+        numbers = dict.fromkeys(self.step_inputs, number)
         return self.ranks.run(self.bucket.name, self.sequence[number], **numbers)
 
     def _host_step(self, number: int) -> float:
@@ -261,8 +293,8 @@ class StageRun:
             video, audio = (stream.latent for stream in self.sampler.streams)
         else:
             read = dict(zip(names, self._read(*names), strict=True))
-            given = self.video, self.audio  # without tokens, of a stream that is absent
-            video, audio = map(read.get, LATENTS, given)
+            # An absent stream has no tokens.
+            video, audio = map(read.get, LATENTS, (self.video, self.audio))
         self._tokens = video
         audio = audio[:, : self.audio_frames]  # without a reference's tokens
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)

@@ -57,9 +57,9 @@ def prepare_passes(
         passes.append(("pass", reads, writes))
     if bucket.identity:
         assert audio
-        kept = torch.zeros(1, bucket.audio_tokens)
-        bias = kept.masked_fill(audio.denoise_mask.T == 0, torch.finfo(dtype).min)
-        ranks.put(name, audio_bias=kept, identity=torch.tensor([identity_scale]))
+        zeros = torch.zeros(1, bucket.audio_tokens)
+        bias = zeros.masked_fill(audio.denoise_mask.T == 0, torch.finfo(dtype).min)
+        ranks.put(name, audio_bias=zeros, identity=torch.tensor([identity_scale]))
         ranks.put(name, "audio_bias", without_bias=bias)
         reads = {"keep": "keep_cond", "audio_bias": "without_bias"}
         writes = {f"{stream}_x0": f"{WITHOUT}_{stream}" for stream in bucket.streams}

@@ -28,9 +28,9 @@ from ltx_neuron.flags.resolve import (
     weight_sets,
     with_auto_duration,
 )
-from ltx_neuron.generate import Outputs
 from ltx_neuron.host import conditions
 from ltx_neuron.job import Job, Size
+from ltx_neuron.outputs import Outputs
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import MACHINES, resolve
 from ltx_neuron.report.price import Price

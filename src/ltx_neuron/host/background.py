@@ -1,21 +1,19 @@
-"""Threads: BackgroundTask runs a function that can be cancelled (decoding, while the ranks denoise
-the next video), and Workers compute pieces of a result, each on one core."""
+"""Threads: Background runs functions that can be cancelled (decoding, while the ranks denoise the
+next video), and Workers compute pieces of a result, each on one core."""
 
-import itertools
 import math
-import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-POLL_SECONDS = 0.1  # how often `BackgroundTask.result` calls `poll`
+POLL_SECONDS = 0.1  # how often `wait_for` calls `poll`
 Item = TypeVar("Item")
-_current = threading.local()  # .task: the BackgroundTask whose function runs in this thread
+_thread = threading.local()  # .cancelled: the event of the Background that this thread is of
 # A thread reads the default number of threads at its first operation, and Workers change that
 # default for a moment. With another number, sums have other bits. The lock is held during both.
 _default_threads = threading.Lock()
@@ -26,136 +24,63 @@ class Cancelled(BaseException):
     it."""
 
 
-def check_cancelled(*_) -> None:
-    """Raise Cancelled if this thread runs a BackgroundTask that was cancelled.
-
-    Long computations call it often: per layer, per convolution piece, per frame. It ignores its
-    arguments, so that it can be a hook of a module.
-    """
-    task = getattr(_current, "task", None)
-    if task and task._cancelled:
+def check_cancelled() -> None:
+    """Raise Cancelled in a thread of a Background that was cancelled. Long computations call it
+    between their pieces: tiles, frames, pieces of Workers."""
+    if (cancelled := getattr(_thread, "cancelled", None)) and cancelled.is_set():
         raise Cancelled
 
 
-class BackgroundTask:
-    """A function without arguments that runs in a new thread.
+class Background:
+    """A thread that runs functions one after another. Leaving the block ends the running one at its
+    next `check_cancelled`, drops the others, and waits until the thread has ended."""
 
-    `result` waits for its return value or error; `cancel` ends it at its next `check_cancelled`.
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+        self._executor = ThreadPoolExecutor(1, "background", self._begin)
+        self.submit = self._executor.submit
 
-    As a context manager: leaving the block waits for the function and raises its error; leaving it
-    by an exception cancels the function. In both cases the thread has ended afterwards.
-    """
-
-    def __init__(self, function: Callable):
-        self._function, self._error = function, None
-        self._result: Any = None
-        self._cancelled = False
-        ready, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name="background")
-        try:
-            self._thread.start()
-            ready.wait()
-        except BaseException:  # Ctrl-C in between
-            self.cancel()
-            raise
-
-    def _run(self, ready: threading.Event) -> None:
-        _current.task = self
+    def _begin(self) -> None:
+        _thread.cancelled = self.cancelled
         with _default_threads:
             torch.get_num_threads()
-        ready.set()
-        try:
-            self._result = self._function()
-        except BaseException as error:  # noqa: BLE001 - `result` raises it in the caller's thread
-            self._error = error
-        finally:
-            self._ended.set()
 
-    @property
-    def done(self) -> bool:
-        """Whether the function has returned or raised."""
-        return self._ended.is_set()
-
-    def wait(self) -> bool:
-        """Wait for POLL_SECONDS at most; whether the function has ended."""
-        check_cancelled()  # the waiting thread may itself belong to a cancelled task
-        return self._ended.wait(POLL_SECONDS)
-
-    def result(self, poll: Callable[[], None] = lambda: None):
-        """Wait for the function, and return its value or raise its error.
-
-        `poll` is called every POLL_SECONDS meanwhile. Its error ends the waiting, not the
-        function.
-        """
-        # Event.wait, because after Ctrl-C in Thread.join Python regards the thread as ended.
-        while not self.wait():
-            poll()
-        self._thread.join()
-        if self._error:
-            raise self._error
-        return self._result
-
-    def cancel(self) -> None:
-        """End the function at its next `check_cancelled` and wait until the thread has ended.
-
-        The function's result or error is dropped.
-        """
-        self._cancelled = True
-        if self._thread.ident:  # None if the thread could not be started
-            self._ended.wait()
-            self._thread.join()
-
-    def __enter__(self) -> "BackgroundTask":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, error_type, *_) -> None:
-        try:
-            if not error_type:
-                self.result()
-        finally:
-            self.cancel()
+    def __exit__(self, *_) -> None:
+        self.cancelled.set()
+        self._executor.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def ahead(items: Generator[Item, None, None]) -> Iterator[Iterator[Item]]:
-    """The items of a generator that runs in a separate thread, one item ahead.
+def wait_for(future: Future, poll: Callable[[], None] = lambda: None) -> Any:
+    """The result of a Background's function, or its error.
 
-    The generator's error is raised in place of its item. Leaving the block cancels it at its next
-    `check_cancelled`, and closes it.
+    `poll` is called every POLL_SECONDS meanwhile; its error ends the waiting. So does the
+    cancellation of the waiting thread.
     """
-    made, end = queue.Queue(maxsize=1), object()
+    while not wait([future], POLL_SECONDS).done:
+        check_cancelled()
+        poll()
+    return future.result()
 
-    def make() -> None:
-        with closing(items):
-            for item in itertools.chain(items, [end]):
-                put = False
-                while not put:
-                    check_cancelled()
-                    with suppress(queue.Full):
-                        made.put(item, timeout=POLL_SECONDS)
-                        put = True
+
+def ahead(items: Generator[Item, None, None]) -> Generator[Item, None, None]:
+    """The items of a generator that runs in a separate thread, so that one item waits while the
+    next one is made. Closing this generator cancels that one, and closes it in its thread."""
+    end: Any = object()
+    with Background() as thread:
+        following = deque(thread.submit(next, items, end) for _ in range(2))
+        try:
+            while (item := wait_for(following.popleft())) is not end:
+                following.append(thread.submit(next, items, end))
+                yield item
                 del item  # not kept while the next one is made
-
-    def taken() -> Iterator[Item]:
-        while True:
-            check_cancelled()
-            over = task.done  # read first, because its last item is then in the queue
-            try:
-                item = made.get(timeout=0 if over else POLL_SECONDS)
-            except queue.Empty:
-                if over:
-                    task.result()  # raises its error
-                continue
-            if item is end:
-                return
-            yield item
-            del item
-
-    task = BackgroundTask(make)
-    try:
-        yield taken()
-    finally:
-        task.cancel()
+        finally:
+            thread.cancelled.set()
+            for future in following:
+                future.cancel()
+            wait([thread.submit(items.close)])
 
 
 class Workers:

@@ -1,5 +1,4 @@
-"""The host models: video VAE, latent upsamplers, audio decoder and vocoder, run on the CPU with the
-ranks' graphs or ltx-core's modules."""
+"""The host models: video VAE, latent upsamplers, audio decoder and vocoder, on the CPU."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
@@ -13,7 +12,7 @@ from ltx_neuron.config.sound import SPAN_LATENTS, SPAN_ROWS, audio_decoder_confi
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
-from ltx_neuron.host.background import BackgroundTask
+from ltx_neuron.host.background import Background, wait_for
 from ltx_neuron.host.encoding import encode_tiled
 from ltx_neuron.host.loading import (
     ModelSpec,
@@ -38,8 +37,7 @@ def lay_channels_last(module: torch.nn.Module) -> None:
 
 
 class HostModels:
-    """The models around the transformer. Each is built from its file at first use and kept until
-    `release`.
+    """The models around the transformer: each is built at first use and kept until `release`.
 
     Latents are the transformer's, normalised by the VAE's per-channel statistics:
     video (1, 128, F, h, w) with F = (frames - 1) / 8 + 1, h = height / 32 and w = width / 32; audio
@@ -87,8 +85,7 @@ class HostModels:
 
     @torch.no_grad()
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32) in
-        `self.dtype`."""
+        """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32)."""
         return self.video_encoder(pixels.to(self.latent_dtype)).to(self.dtype)
 
     @torch.no_grad()
@@ -201,9 +198,10 @@ class HostModels:
         if rank_sound:
             return self._decode_audio_on(rank_sound, latent.float())
         # At the first call the vocoder is loaded while the decoder runs.
-        with BackgroundTask(lambda: self.vocoder):
+        with Background() as thread:
+            vocoder = thread.submit(lambda: self.vocoder)
             mel = self.audio_decoder(latent.to(self.audio_dtype))
-        return self.vocoder(mel)[0].float()
+            return wait_for(vocoder)(mel)[0].float()
 
     def _decode_audio_on(self, rank_sound, latent: torch.Tensor) -> torch.Tensor:
         from ltx_neuron.host import sound
@@ -272,13 +270,11 @@ class HostModels:
 
     @cached_property
     def audio_decoder(self) -> torch.nn.Module:
-        """The ranks' model on the host if the checkpoint's has the released structure and runs in
-        float32, otherwise ltx-core's."""
+        """The ranks' model, or ltx-core's without float32 or the released structure."""
         return self._sound_model("audio_decoder", audio_decoder_config)
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:
-        """As audio_decoder."""
         return self._sound_model("vocoder", vocoder_config)
 
     def _released(self, config_of: Callable[[Any], Config]) -> Config | None:
@@ -315,7 +311,6 @@ class HostModels:
         return module
 
     def _spec(self, name: str) -> ModelSpec:
-        """The source of a model by its property's name, such as "audio_decoder"."""
         kind, _, model = name.rpartition("_")
         if model == "upsampler":
             release = self.files and self.files.release

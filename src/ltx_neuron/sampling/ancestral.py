@@ -28,11 +28,11 @@ def steps_of(
              video's first in every step, and none in the last one, to sigma 0
     """
     generator = torch.Generator().manual_seed(seed % 2**64)
-    for end, own in zip(sigmas[1:], coefficients(sigmas, frozen, eta), strict=True):
+    for end, factors in zip(sigmas[1:], coefficients(sigmas, frozen, eta), strict=True):
         noises = map(torch.zeros_like, streams)
         if end:
             noises = (torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in streams)
-        yield *noises, own
+        yield *noises, factors
 
 
 def coefficients(sigmas: tuple[float, ...], frozen: Iterable[bool], eta: float = 1.0) -> Tensor:

@@ -8,8 +8,7 @@ Shapes (the batch is always 1): C latent channels (128), F latent frames, h, w l
 columns, T video tokens: F h w of the clip, then h w for each keyframe; U distinct denoise masks.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceVideo, held_mask
+from ltx_neuron.sampling.conditions import ImageCondition, Inputs, held_mask
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.latents import (
     SPACE_SCALE,
@@ -181,38 +180,55 @@ def initial_states(
     images   each with its latent (1, 128, 1, h, w) at this stage's size
     window   of an extended video
     """
-    frame_rate, frames = inputs.size.frame_rate / inputs.motion_speed, start[0].shape[2]
+    frame_rate, shape = inputs.size.frame_rate / inputs.motion_speed, start[0].shape[2:]
+    frames, rows, columns = shape
     # fp32 positions since ltx-core 1.1.3: bf16 ones shift sound by up to 28 ms.
     positions_dtype = dtype if compat.positions else torch.float32
     video = video_state(
         start[0], frame_rate, images, compat.conditioning, positions_dtype, inputs.images_as_guides
     )
-    rows, columns = start[0].shape[3:]
     audio = audio_state(start[1])
+    keyframes = inputs.generated_keyframes(upsampled)
     if references := inputs.appended_references(upsampled):
+        counts, images_end = [], len(video.denoise_mask)
         names = reference_names(len(references), upsampled)
-        generated = len(inputs.generated_keyframes(upsampled)) * rows * columns
-        latents = [tensors[name] for name in names]
-        own_tokens = start[0].shape[2:].numel()
-        video = _with_references(
-            video, frame_rate, own_tokens, generated, references, latents, tensors, compat
-        )
+        for reference, latent in zip(references, map(tensors.__getitem__, names), strict=True):
+            scales, tokens = (reference.space_scale, reference.time_scale), patchify_video(latent)
+            positions = reference_positions(latent.shape[2:], frame_rate, *scales)
+            first = tokens if compat.conditioning else None
+            video = video.append(tokens, positions, held_mask(reference.strength), first)
+            counts.append(tokens.shape[1])
+        if (weights := tensors.get("reference_attention")) is not None:
+            masked = zip(counts, weights[0].split(counts), strict=True)
+            generated = len(keyframes) * rows * columns
+            groups = (images_end - shape.numel(), None), *masked, (generated, None)
+            bias = attention_bias(shape.numel(), groups, video.latent.dtype)
+            video = replace(video, bias=bias)
     if temporal := inputs.temporal:
-        given = tensors["given_keyframes"].split(1, dim=2)
-        for frame, plane in zip(temporal.given, given, strict=True):
-            at = keyframe_positions(rows, columns, frame, frame_rate)
-            video = video.append(patchify_video(plane), at, held_mask(dfr.ANCHOR))
-    if keyframes := inputs.generated_keyframes(upsampled):
-        planes = tensors["upsampled_keyframes"] if upsampled else None  # (1, C, K, h, w)
-        video = _with_generated(video, keyframes, planes, (rows, columns), frame_rate)
+        planes = tensors["given_keyframes"].split(1, dim=2)
+        for frame, plane in zip(temporal.given, planes, strict=True):
+            positions = keyframe_positions(rows, columns, frame, frame_rate)
+            video = video.append(patchify_video(plane), positions, held_mask(dfr.ANCHOR))
+    # They begin as noise or, in stage 2, as stage 1's planes (1, C, K, h, w).
+    for number, frame in enumerate(keyframes):
+        tokens, first = torch.zeros_like(video.latent[:, : rows * columns]), None
+        if upsampled:
+            first = patchify_video(tensors["upsampled_keyframes"][:, :, number : number + 1])
+        positions = keyframe_positions(rows, columns, frame, frame_rate)
+        video = video.append(tokens, positions, 1.0, first, generated=True)
     if inputs.details(upsampled):
         half, scale = tensors["s2_reference_latent"], inputs.detailing_scale or 1
-        at = reference_positions(half.shape[2:], frame_rate, scale)
-        video = video.append(patchify_video(half), at, 0.0)
+        positions = reference_positions(half.shape[2:], frame_rate, scale)
+        video = video.append(patchify_video(half), positions, 0.0)
     if temporal and temporal.holds:
         video.denoise_mask[: temporal.shared * rows * columns] = 0
-    if window:
-        return _of_window(window, video, audio, frames, frame_rate, positions_dtype)
+    if window:  # its latents are at the clip's times, all held except the new ones
+        bounds = video_seconds(window.video + frames, frame_rate)
+        origin = bounds[window.video].item()
+        sound = audio_seconds(window.audio + len(audio.denoise_mask)) - window.sound_offset
+        seen = (bounds[window.video :] - origin).to(positions_dtype)
+        video = video.at_times(seen, window.new_video)
+        return video, audio.at_times(sound[window.audio :] - origin, window.new_audio)
     if retake := inputs.retake:
         times, noise = (retake.start_time, retake.end_time), float(compat.retake_noise)
         video = video.retake(video_seconds(frames, frame_rate), *times)
@@ -282,73 +298,8 @@ def video_state(
     return state
 
 
-def _with_references(
-    video: LatentState,
-    frame_rate: float,
-    own_tokens: int,
-    generated: int,
-    references: tuple[ReferenceVideo, ...],
-    latents: list[Tensor],
-    tensors: Mapping[str, Tensor],
-    compat: Compat,
-) -> LatentState:
-    """Append the references, with their mask as a bias. own_tokens: of the clip; generated: of the
-    keyframes that follow."""
-    groups: list[tuple[int, Tensor | None]] = [(len(video.denoise_mask) - own_tokens, None)]
-    weights = tensors.get("reference_attention")
-    for reference, latent in zip(references, latents, strict=True):
-        scales = reference.space_scale, reference.time_scale
-        positions = reference_positions(tuple(latent.shape[2:]), frame_rate, *scales)
-        tokens = patchify_video(latent)
-        start = tokens if compat.conditioning else None
-        video = video.append(tokens, positions, held_mask(reference.strength), start)
-        if weights is not None:
-            count = tokens.shape[1]
-            groups.append((count, weights[0, :count]))
-            weights = weights[:, count:]
-    if weights is None:
-        return video
-    groups.append((generated, None))
-    return replace(video, bias=attention_bias(own_tokens, groups, video.latent.dtype))
-
-
-def _with_generated(
-    video: LatentState,
-    keyframes: tuple[int, ...],
-    planes: Tensor | None,
-    sides: tuple[int, int],
-    frame_rate: float,
-) -> LatentState:
-    """Append the generated keyframes, which begin as noise or, in stage 2, as stage 1's planes."""
-    for number, frame in enumerate(keyframes):
-        tokens = torch.zeros_like(video.latent[:, : math.prod(sides)])
-        start = None if planes is None else patchify_video(planes[:, :, number : number + 1])
-        positions = keyframe_positions(*sides, frame, frame_rate)
-        video = video.append(tokens, positions, 1.0, start, generated=True)
-    return video
-
-
-def _of_window(
-    window: Window,
-    video: LatentState,
-    audio: LatentState,
-    frames: int,
-    frame_rate: float,
-    positions_dtype: torch.dtype,
-) -> tuple[LatentState, LatentState]:
-    """A window's `frames` latents at the clip's times, all held except the new ones."""
-    bounds = video_seconds(window.video + frames, frame_rate)
-    origin = bounds[window.video].item()
-    seen = (bounds[window.video :] - origin).to(positions_dtype)
-    sound = audio_seconds(window.audio + len(audio.denoise_mask)) - window.sound_offset
-    return (
-        video.at_times(seen, window.new_video),
-        audio.at_times(sound[window.audio :] - origin, window.new_audio),
-    )
-
-
 def attention_bias(
-    target_tokens: int, groups: list[tuple[int, Tensor | None]], dtype: torch.dtype
+    target_tokens: int, groups: Sequence[tuple[int, Tensor | None]], dtype: torch.dtype
 ) -> Tensor:
     """The bias (T, T) of the video's self-attention, the same for all heads: the logarithm of the
     attention weight between two tokens, or the dtype's lowest number for weight 0.

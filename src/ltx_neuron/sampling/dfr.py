@@ -7,7 +7,7 @@ the same number of frames. Frames and latents of a round are those of its clip.
 Sources: ltx-pipelines 1.2.0 dfr_layout.py, dfr_pipeline.py; 1.4 dfr_stages.py, dfr_helpers/.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ def model_rate(rate: float, holds: bool = True) -> float:
 def windows(num_frames: int, rounds: int, holds: bool) -> tuple[TemporalWindow, ...]:
     """The windows of all rounds, in their order. Each has some of the round's segments, which are
     dealt out evenly, and frames before them: to the last keyframe, or a segment (1.2.0)."""
-    made: list[TemporalWindow] = []
+    windows: list[TemporalWindow] = []
     half = segment(num_frames)  # of a segment of any round, whose middle is a keyframe
     length = 2 * half
     for number in range(1, rounds + 1):
@@ -109,7 +109,7 @@ def windows(num_frames: int, rounds: int, holds: bool) -> tuple[TemporalWindow, 
                 number,
                 index,
                 count,
-                len(made),
+                len(windows),
                 start,
                 (end - start) // TIME_SCALE + 1,
                 tuple(range(max(length, first + length * holds) - start, end - start + 1, length)),
@@ -117,9 +117,9 @@ def windows(num_frames: int, rounds: int, holds: bool) -> tuple[TemporalWindow, 
                 (seam - start) // TIME_SCALE + 1 if index else 0,
                 holds,
             )
-            made.append(window)
+            windows.append(window)
             seam = end
-    return tuple(made)
+    return tuple(windows)
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,15 @@ class Rendering:
             speed = rate / model_rate(rate) if self.holds else 1.0
             size = replace(size, num_frames=canvas(size.num_frames))
             return {"size": size, "images": tuple(images), "motion_speed": speed}
-        kept, times = [], 2**window.round if self.holds else 1  # 1.2.0 leaves them where they were
+        seen, times = [], 2**window.round if self.holds else 1  # 1.2.0 leaves them where they were
         for image in images:
             frame = image.frame_index * times - window.start
             first = 1 if self.holds and window.shared else 0  # what it has already
             if first <= frame < window.frames or not (self.holds or window.start):
-                kept.append(replace(image, frame_index=frame))
+                seen.append(replace(image, frame_index=frame))
         rate = model_rate(rate * 2**window.round, self.holds)
         size = replace(size, num_frames=window.frames, frame_rate=rate)
-        return {"size": size, "images": tuple(kept), "temporal": window}
+        return {"size": size, "images": tuple(seen), "temporal": window}
 
     def clip(self, tensors: dict[str, Tensor], number: int) -> Tensor:
         """The latents (1, 128, F, h, w) after a round; after 0, stage 2's. tensors: of the job, by
@@ -172,43 +172,37 @@ class Rendering:
         """The keyframes (1, 128, 1, h, w) by their frames of a round's clip: the earlier ones, and
         those of the round's finished windows. Of one made twice, the first."""
         if not number:
-            made = tensors["s2_generated_keyframes"].split(1, dim=2)
-            return dict(zip(keyframes(self.size.num_frames), made, strict=True))
-        found = {2 * at: plane for at, plane in self.planes(tensors, number - 1).items()}
+            latents = tensors["s2_generated_keyframes"].split(1, dim=2)
+            return dict(zip(keyframes(self.size.num_frames), latents, strict=True))
+        planes = {2 * at: plane for at, plane in self.planes(tensors, number - 1).items()}
         for window in self.windows:
-            made = tensors.get(f"{window.key}_generated_keyframes")
-            if window.round == number and made is not None:
-                for frame, plane in zip(window.generated, made.split(1, dim=2), strict=True):
-                    found.setdefault(window.start + frame, plane)
-        return found
+            latents = tensors.get(f"{window.key}_generated_keyframes")
+            if window.round == number and latents is not None:
+                for frame, plane in zip(window.generated, latents.split(1, dim=2), strict=True):
+                    planes.setdefault(window.start + frame, plane)
+        return planes
 
-    def start(
-        self,
-        window: TemporalWindow,
-        tensors: dict[str, Tensor],
-        upsample: Callable[[Tensor, str], Tensor],
-    ) -> dict[str, Tensor]:
+    def start(self, window: TemporalWindow, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A window's video and audio (1, 8, Ta, 16), which may be empty, its given_keyframes, and
-        the initial latents of those that it generates, as upsampled_keyframes. The first window of
-        a round adds the round's clip to `tensors`."""
-        if (clip := CLIPS[window.round - 1]) not in tensors:
-            tensors[clip] = upsample(self.clip(tensors, window.round - 1), "temporal")
+        the initial latents of those that it generates, as upsampled_keyframes. tensors: also has
+        the round's upsampled clip."""
         first, planes = window.start // TIME_SCALE, self.planes(tensors, window.round)
-        video = tensors[clip][:, :, first : first + window.latents].clone()
+        video = tensors[CLIPS[window.round - 1]][:, :, first : first + window.latents].clone()
         # Python's rounding: half to even.
         nearest = [round(frame / TIME_SCALE) for frame in window.generated]
-        begun, given = video[:, :, nearest], [planes[window.start + x] for x in window.given]
+        first_latents = video[:, :, nearest]
+        anchors = [planes[window.start + frame] for frame in window.given]
         if window.holds and window.shared:
             before = self.windows[window.order - 1]
             taken = first + 1 - before.start // TIME_SCALE
             video[:, :, :1] = planes[window.start]
-            kept = tensors[f"{before.key}_video"][:, :, taken : taken + window.shared - 1]
-            video[:, :, 1 : window.shared] = kept
+            shared = tensors[f"{before.key}_video"][:, :, taken : taken + window.shared - 1]
+            video[:, :, 1 : window.shared] = shared
         return {
             "video": video.contiguous(),
             "audio": self._sound(window, tensors["s1_audio"]),
-            "given_keyframes": torch.cat(given, dim=2) if given else video[:, :, :0],
-            "upsampled_keyframes": begun,
+            "given_keyframes": torch.cat(anchors, dim=2) if anchors else video[:, :, :0],
+            "upsampled_keyframes": first_latents,
         }
 
     def _sound(self, window: TemporalWindow, audio: Tensor) -> Tensor:

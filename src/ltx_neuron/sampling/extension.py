@@ -169,46 +169,39 @@ class Extension:
     @property
     def windows(self) -> tuple[Window, ...]:
         """The windows in their order: from the known part outwards. Raises FieldError for a window
-        that is not longer than its overlap and would never reach the end."""
-        self.check()
-        length, total = self.window_latents, self.video_latents
-        starts = [0]  # counted from the known part
-        while starts[-1] + length < total:
-            starts.append(min(starts[-1] + length - OVERLAP, total - length))
-        if self.before:
-            starts = [total - length - start for start in starts]
-        sound_length = audio_latent_frames(self.window_frames, self.frame_rate)
-        known_audio = self.known_audio
-        video_end = self.new_latents if self.before else self.known_latents
-        audio_end = known_audio.start if self.before else known_audio.stop
-        windows = []
-        for number, start in enumerate(starts, 1):
-            sound = self._sound_start(start, sound_length, audio_end)
-            if self.before:
-                new_video, new_audio = (0, video_end - start), (0, audio_end - sound)
-                video_end, audio_end = start, sound
-            else:
-                new_video, new_audio = (
-                    (video_end - start, length),
-                    (audio_end - sound, sound_length),
-                )
-                video_end, audio_end = start + length, sound + sound_length
-            seconds = self._unseen / self.frame_rate
-            windows.append(Window(number, len(starts), start, sound, new_video, new_audio, seconds))
-        return tuple(windows)
-
-    def _sound_start(self, video: int, length: int, made_to: int) -> int:
-        """A window's first audio latent, from its first video one.
+        that is not longer than its overlap and would never reach the end.
 
         Only the clip's first latent has one frame, so later windows have 7 frames more than their
         sound. Frames without sound are held ones; at the new end both end together.
         """
-        border = video if self.before else video + self.window_latents
-        frames = max(0, TIME_SCALE * (border - 1) + 1) + self._unseen
-        near, most = audio_latent_frames(frames, self.frame_rate), self.audio_latents - length
-        if self.before:
-            return min(max(near, made_to - length), most)
-        return min(max(near - length, 0), made_to, most)
+        self.check()
+        length, total = self.window_latents, self.video_latents
+        sound_length = audio_latent_frames(self.window_frames, self.frame_rate)
+        most = self.audio_latents - sound_length
+        # These are counted from the known part.
+        starts, video_end = [0], self.known_latents
+        audio_end = len(range(self.audio_latents)[self.known_audio])
+        while starts[-1] + length < total:
+            starts.append(min(starts[-1] + length - OVERLAP, total - length))
+        windows = []
+        for number, start in enumerate(starts, 1):
+            video = total - length - start if self.before else start
+            border = video if self.before else video + length
+            frames = max(0, TIME_SCALE * (border - 1) + 1) + self._unseen
+            near = audio_latent_frames(frames, self.frame_rate)
+            near = most - near if self.before else near - sound_length
+            sound_start = min(max(near, 0), audio_end, most)
+            audio = most - sound_start if self.before else sound_start
+            new_video = self._new(length, start + length - video_end)
+            new_audio = self._new(sound_length, sound_start + sound_length - audio_end)
+            video_end, audio_end = start + length, sound_start + sound_length
+            seconds = self._unseen / self.frame_rate
+            windows.append(Window(number, len(starts), video, audio, new_video, new_audio, seconds))
+        return tuple(windows)
+
+    def _new(self, length: int, count: int) -> tuple[int, int]:
+        """The range of a window's `count` new latents."""
+        return (0, count) if self.before else (length - count, length)
 
     @property
     def window_range(self) -> tuple[int, int]:
@@ -216,20 +209,17 @@ class Extension:
         most = TIME_SCALE * (self._available + self.new_latents - 1) + 1
         return min(most, TIME_SCALE * OVERLAP + 1), most
 
-    def check_source(self) -> None:
-        """Raise FieldError for an unsuitable file or number of seconds."""
+    def check(self, window: bool = True) -> None:
+        """Raise FieldError for an unsuitable file or number of seconds and, if `window`, for an
+        impossible window."""
         if not 0 < abs(self.seconds) <= _MOST_SECONDS or self.new_frames < 1:
             raise FieldError(
                 f"{{extend}} {self.seconds:g}: wanted seconds of a frame or more and at most"
                 f" {_MOST_SECONDS:g}, as in {{extend}} 2, or {{extend}} -2 before the beginning"
             )
         check_source(self.source_frames)
-
-    def check(self) -> None:
-        """Raise FieldError for an impossible extension."""
-        self.check_source()
         least, most = self.window_range
-        if not least <= self.window_frames <= most:
+        if window and not least <= self.window_frames <= most:
             raise FieldError(
                 f"{{num_frames}} {self.window_frames}: with {{extend}} it is a window's length,"
                 f" {least} to {most} frames here: {OVERLAP} latents overlap, and the video has"
@@ -250,7 +240,7 @@ def check_source(frames: int) -> None:
 def default_window(seconds: float, source_frames: int, frame_rate: float) -> int:
     """A window's frames without --num-frames: WINDOW_FRAMES, or fewer for a short result."""
     extension = Extension(seconds, source_frames, WINDOW_FRAMES, frame_rate)
-    extension.check_source()
+    extension.check(window=False)
     return min(WINDOW_FRAMES, extension.window_range[1])
 
 
@@ -261,11 +251,11 @@ def joined(extension: Extension, tensors: dict[str, Tensor]) -> tuple[Tensor, Te
     for window in extension.windows:
         if f"{window.key}_video" not in tensors:
             continue
-        for clip, start, new, made in (
+        for clip, start, new, latents in (
             (video, window.video, window.new_video, tensors[f"{window.key}_video"]),
             (audio, window.audio, window.new_audio, tensors[f"{window.key}_audio"]),
         ):
-            clip[:, :, start + new[0] : start + new[1]] = made[:, :, slice(*new)]
+            clip[:, :, start + new[0] : start + new[1]] = latents[:, :, slice(*new)]
     return video, audio
 
 

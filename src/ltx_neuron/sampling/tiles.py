@@ -66,10 +66,10 @@ class Tile(NamedTuple):
     def tokens(self, canvas: Sequence[int], appended: Iterable[Appended]) -> Tensor:
         """Indices of the tokens that the tile sees: its own of the canvas (F, h, w), in their
         order, then the appended ones that overlap it."""
-        kept = [self._kept(canvas, 1), *(self._kept(*each) for each in appended)]
-        return torch.cat(kept).nonzero().flatten()
+        seen = [self._seen(canvas, 1), *(self._seen(*tokens) for tokens in appended)]
+        return torch.cat(seen).nonzero().flatten()
 
-    def _kept(self, shape: Sequence[int], scale: int) -> Tensor:
+    def _seen(self, shape: Sequence[int], scale: int) -> Tensor:
         frames, rows, columns = shape
         seen = self.rows.overlaps(rows, scale)[:, None] & self.columns.overlaps(columns, scale)
         return seen.expand(frames, -1, -1).flatten()
@@ -83,8 +83,8 @@ def tiles(rows: int, columns: int, height: int, width: int) -> list[Tile]:
     """The tiles of at most height x width pixels of a canvas, row by row; none if it is one
     tile."""
     sides = [cut(count, side // 32) for count, side in ((rows, height), (columns, width))]
-    made = [Tile(row, column) for row in sides[0] for column in sides[1]]
-    return made if len(made) > 1 else []
+    grid = [Tile(row, column) for row in sides[0] for column in sides[1]]
+    return grid if len(grid) > 1 else []
 
 
 def blend_weights(
@@ -93,10 +93,10 @@ def blend_weights(
     """For each tile its tokens' indices, and their weights in the prediction of all tokens: those
     of an appended token are equal."""
     seen = [tile.tokens(canvas, appended) for tile in tiles]
-    own, counts = math.prod(canvas), torch.cat(seen).bincount()
+    count, counts = math.prod(canvas), torch.cat(seen).bincount()
     weighted = []
     for tile, tokens in zip(tiles, seen, strict=True):
         weights = tile.weights().expand(canvas[0], -1, -1).flatten()
-        shares = 1 / counts[tokens[tokens >= own]]
+        shares = 1 / counts[tokens[tokens >= count]]
         weighted.append((tokens, torch.cat([weights, shares])))
     return weighted

@@ -16,16 +16,15 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
-from ltx_neuron import progress
-from ltx_neuron.decode_queue import Clip, Failure, Result
-from ltx_neuron.engine import Engine
+from ltx_neuron.decode import Clip
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file
-from ltx_neuron.generate import code_identity, make_report, run_identity, write_sidecar
 from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.progress import JobRun
+from ltx_neuron.outputs import code_identity, make_report, run_identity, write_sidecar
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import JobRun, restore_state, save_state, state_path
+from ltx_neuron.run import Engine, Failure
 from ltx_neuron.service.api_error import field_of
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of, public
@@ -96,13 +95,7 @@ class Worker:
         if not (jobs := self._take()):
             return
         outcomes = self.engine.run(
-            jobs,
-            keep=True,
-            isolate=True,
-            resume=self._resume,
-            write=self._write,
-            hand_over=self._hand_over,
-            more=self._take,
+            jobs, keep=True, isolate=True, resume=self._resume, write=self._write, more=self._take
         )
         try:
             for outcome in outcomes:
@@ -160,7 +153,7 @@ class Worker:
         return self._taken[id(job)][1]
 
     def _state_path(self, job: Job) -> Path:
-        return progress.state_path(self._folder(self._entry(job)) / VIDEO)
+        return state_path(self._folder(self._entry(job)) / VIDEO)
 
     def _identity(self, job: Job) -> dict:
         return run_identity(job, self.engine.workspace, self.engine.options)
@@ -171,7 +164,7 @@ class Worker:
         if not path.is_file():
             return None
         try:
-            run = progress.restore_state(
+            run = restore_state(
                 path, job, self._identity(job), self.engine.workspace.dtype, exact=True
             )
         except UserError:  # saved by another version, or with other arithmetic
@@ -210,7 +203,7 @@ class Worker:
         """Save a finished stage's latents, from which another worker could resume."""
         entry = self._entry(run.job)
         with suppress(OSError):  # the disk is full: nobody can resume
-            progress.save_state(path := self._state_path(run.job), run, self._identity(run.job))
+            save_state(path := self._state_path(run.job), run, self._identity(run.job))
             self.queue.keep(entry, path.name)
         left = run.stages_left
         percent = _percent(run.job, left[0], 0) if left else DENOISED
@@ -222,9 +215,9 @@ class Worker:
         entry, recorder = self._entry(clip.job), self.engine.recorder
         folder, chunks = self._folder(entry), self._while_owned(entry, clip.chunks)
         clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
-        with recorder.phase(clip.phase):
-            clip.write(folder / VIDEO)
+        clip.write(folder / VIDEO, recorder)
         write_sidecar(folder / VIDEO, clip.job, self.engine)
+        self._complete(clip.job)
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
         """A clip's chunks. Raises Gone once this worker no longer owns the job."""
@@ -234,12 +227,12 @@ class Worker:
             yield chunk
             del chunk
 
-    def _hand_over(self, result: Result) -> None:
+    def _complete(self, job: Job) -> None:
         """Complete a job whose files are written."""
-        entry = self._entry(result.job)
-        folder, state = self._folder(entry), self._state_path(result.job)
+        entry = self._entry(job)
+        folder, state = self._folder(entry), self._state_path(job)
         kept = state.stat().st_size if state.is_file() else 0
-        detail = {TIMES: self._seen[id(result.job)][TIMES]}
+        detail = {TIMES: self._seen[id(job)][TIMES]}
         if not self.queue.complete(entry, folder_bytes(folder) - kept, detail):
             raise Gone(entry.id)
         state.unlink(missing_ok=True)
@@ -290,12 +283,10 @@ class Worker:
         self.engine.recorder = self.engine.residency.recorder = recorder
 
     def _beat(self) -> None:
-        """Renew the leases of this worker's jobs."""
         self.queue.renew(self.name, dict(self._state))
 
 
 def _percent(job: Job, stage: Stage, done: int) -> int:
-    """A job's progress in percent, after `done` steps of a stage."""
     keys = [each.key for each in job.stages]  # windows share their name
     steps = [each.steps for each in job.stages]
     before = sum(steps[: keys.index(stage.key)])

@@ -19,6 +19,7 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import Program, dit_program, weight_name
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditioning import initial_states
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
@@ -60,7 +61,9 @@ def prepared(
     modulation = partial(modulation_table, weights, config)
     kind = TiledStageRun if compiled.tiles else StageRun
     run = kind(on, compiled, config, dtype, modulation, COMPAT[None])
-    run.prepare(job, stage, contexts, *empty, generator, images)
+    inputs = {}, empty, images, COMPAT[None], dtype
+    states = initial_states(job, stage.upsampled, *inputs, stage.window)
+    run.prepare(job, stage, contexts, states, generator)
     run.video, run.audio = video, audio
     return run
 

@@ -1,38 +1,47 @@
-"""Runs a job or a batch on an engine for ltx-neuron generate, writes the output files, and prints
-the latency table."""
+"""The files that a run writes: their checks, the sidecar, the latency report and the failure log.
 
+Of a file that exists a run replaces only one that another run wrote.
+"""
+
+import os
 import platform
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 
 import torch
 
-from ltx_neuron import batch, progress
+from ltx_neuron import machine
 from ltx_neuron.artifacts import code_digest
-from ltx_neuron.batch import Line
-from ltx_neuron.decode_queue import Clip, Result
-from ltx_neuron.durations import with_durations
-from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError, require
-from ltx_neuron.files import check_folder, check_outputs, check_writable, write_json
-from ltx_neuron.host.images import content_digest
-from ltx_neuron.host.video import (
-    FRAME_NAME,
-    check_frames,
-    check_output_path,
-    frames_in,
-    write_frames,
+from ltx_neuron.files import (
+    MARK,
+    check_folder,
+    check_outputs,
+    check_writable,
+    first_bytes,
+    has_keys,
+    whole_file,
+    write_json,
 )
+from ltx_neuron.host.images import content_digest
+from ltx_neuron.host.video import FRAME_NAME, check_frames, check_output_path, frames_in
 from ltx_neuron.job import Job
-from ltx_neuron.machine import package_version
 from ltx_neuron.preflight import RunOptions
-from ltx_neuron.progress import JobRun
 from ltx_neuron.report import table
 from ltx_neuron.report.price import Price
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import is_state, state_path
+from ltx_neuron.run import Engine
 from ltx_neuron.workspace import Workspace
 
+LOG_SUFFIX = ".failure.log"
+_SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # they identify a sidecar
 # Packages that affect outputs.
 _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
 
@@ -69,10 +78,10 @@ class Outputs:
         check_output_path(self.video, sound_only)
         if sound_only and self.frames:
             raise UserError("--sound-only makes no picture: leave out --save-frames")
-        beside = progress.beside(self.video).items()
+        siblings = beside(self.video).items()
         named = {
             "--output-path": self.video,
-            **{f"the {kind} of --output-path": path for kind, path in beside},
+            **{f"the {kind} of --output-path": path for kind, path in siblings},
             "--save-tensors": self.tensors,
             "--perf-dump-path": self.report,
         }
@@ -88,10 +97,10 @@ class Outputs:
                 outputs[f"{name} of --save-frames"] = self.frames / name
         # --resume may name the run's own state.
         resumed = Path(self.resume) if isinstance(self.resume, str) else None
-        if resumed and resumed != progress.state_path(self.video):
+        if resumed and resumed != state_path(self.video):
             inputs = inputs | {"--resume": resumed}
         check_outputs(outputs, inputs)
-        progress.check_replaceable(self.video, "--output-path")
+        check_replaceable(self.video, "--output-path")
         if self.frames:
             check_frames(self.frames)
 
@@ -114,68 +123,88 @@ class Outputs:
             check_writable(self.report, "--perf-dump-path FILE")
 
 
-def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outputs) -> None:
-    """Make one video. User's mistakes raise UserError before a model loads."""
-    job, recorder = workspace.resolved(job), Recorder(outputs.price)
-    engine = Engine(workspace, recorder, options)
-    outputs.check(engine.preflight.files_read([job]), job.sound_only)
-    assert outputs.video
-    state = progress.state_path(outputs.video)
-    with progress.logging_failure(progress.log_path(outputs.video), state), engine:
-        (job,) = with_durations(engine, [job])
-        # Called first after `run` has checked the job, so its files exist.
-        identity = cache(partial(run_identity, job, workspace, options))
-        engine.on_stage_end = lambda run: progress.save_state(state, run, identity())
-
-        def resume(job: Job) -> JobRun | None:
-            return interrupted_run(job, outputs, identity(), workspace.dtype)
-
-        def write(clip: Clip) -> None:
-            assert outputs.video
-            with recorder.phase(clip.phase):
-                # Each file appears under its name only when whole.
-                if outputs.frames:
-                    clip.chunks = write_frames(outputs.frames, clip.chunks)
-                clip.write(outputs.video)
-
-        # Tensors include all frames and are written before the video.
-        (result,) = engine.run([job], resume=resume, write=None if outputs.tensors else write)
-        assert isinstance(result, Result)
-        if outputs.tensors:
-            progress.write_run_tensors(outputs.tensors, result.tensors, identity())
-            write(result.clip())
-        show(write_sidecar(outputs.video, job, engine), outputs)  # before the state is removed
-    print(f"{'sound' if job.sound_only else 'video'}: {outputs.video}")
+# --- files beside the video ----------------------------------------------------------------------
 
 
-def generate_batch(
-    lines: list[Line],
-    prompts_file: Path,
-    workspace: Workspace,
-    options: RunOptions,
-    outputs: Outputs,
-) -> None:
-    """Make the videos of a prompts file's lines. Exits with 1 if one failed."""
-    recorder = Recorder(outputs.price)
+def log_path(video: Path) -> Path:
+    """The failure log of a video's run."""
+    return video.with_suffix(LOG_SUFFIX)
 
-    def save(clip: Clip, path: Path) -> None:
-        with recorder.phase(clip.phase):
-            clip.write(path)
-        write_sidecar(path, clip.job, engine)
 
-    assert outputs.folder
-    log = progress.log_path(outputs.folder / batch.RESULTS)
-    with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
-        lines = batch.with_lengths(lines, engine, partial(with_durations, engine))
-        read = engine.preflight.files_read([line.job for line in lines])
-        read["--prompts-file"] = prompts_file
-        batch.check_outputs(lines, outputs.folder, outputs.report, read)
-        entries = batch.run(
-            lines, engine, outputs.folder, save, lambda job: run_identity(job, workspace, options)
-        )
-    described = {"prompts_file": str(prompts_file), "lines": len(lines)}
-    show(make_report(recorder, workspace, described), outputs)
-    batch.end(outputs.folder, entries)
+def beside(video: Path) -> dict[str, Path]:
+    """The files that a run always writes beside its video, by kind."""
+    return {"JSON": video.with_suffix(".json"), "state": state_path(video), "log": log_path(video)}
+
+
+def check_replaceable(video: Path, flag: str) -> None:
+    """Raise UserError if a run would replace a file beside the video that no run wrote."""
+    for kind, path in beside(video).items():
+        if os.path.lexists(path) and not (path.is_file() and _IS_OURS[kind](path)):
+            raise not_ours(path, flag)
+
+
+def is_sidecar(path: Path) -> bool:
+    """Whether a file is a run's sidecar JSON, not for example a latency report."""
+    return has_keys(path, _SIDECAR_KEYS)
+
+
+def is_log(path: Path) -> bool:
+    """Whether a file is a run's failure log."""
+    return first_bytes(path, 100).partition(b"\n")[0].rstrip() == MARK.encode()
+
+
+_IS_OURS = {"JSON": is_sidecar, "state": is_state, "log": is_log}
+
+
+def not_ours(path: Path, flag: str) -> UserError:
+    return UserError(
+        f"{path} exists and this toolkit did not write it; move it or choose another {flag}"
+    )
+
+
+# --- the failure log ------------------------------------------------------------------------------
+
+
+@contextmanager
+def logging_failure(log: Path, state: Path | None = None) -> Iterator[None]:
+    """Write `log`, with the error and the machine's load, if the block fails other than by a user's
+    mistake. Print how to resume if the block wrote `state`. After a success delete both files."""
+
+    def written() -> int | None:
+        return state.stat().st_mtime_ns if state and state.is_file() else None
+
+    before = written()
+    try:
+        yield
+    except BaseException as error:
+        if written() not in (None, before):
+            message = f"kept: {state}; type the same command with --resume to continue"
+            print(message, file=sys.stderr)
+        # The user must fix a full disk as well.
+        if isinstance(error, Exception) and not isinstance(error, UserError | OSError):
+            with suppress(OSError):  # the error itself is still raised
+                _write_log(log, error)
+                print(f"log: {log}", file=sys.stderr)
+        raise
+    for path in filter(None, (log, state)):
+        path.unlink(missing_ok=True)
+
+
+def _write_log(path: Path, error: Exception) -> None:
+    lines = [
+        MARK,
+        time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        f"command: {shlex.join(sys.argv)}",
+        f"error: {type(error).__name__}: {error}",
+        *filter(None, [getattr(error, "details", "")]),
+        *machine.load(),
+        "".join(traceback.format_exception(error)),
+    ]
+    with whole_file(path) as partial:
+        partial.write_text("\n".join(lines))
+
+
+# --- the sidecar and the report -------------------------------------------------------------------
 
 
 def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
@@ -192,30 +221,9 @@ def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
     }
 
 
-def interrupted_run(
-    job: Job, outputs: Outputs, identity: dict, dtype: torch.dtype
-) -> JobRun | None:
-    """The run that --resume selects; None for a new one."""
-    assert outputs.video
-    state = progress.state_path(outputs.video)
-    if outputs.resume is None:
-        if state.is_file():
-            print(
-                f"starting over; {state} is from an interrupted run, which --resume would continue"
-            )
-        return None
-    path = Path(outputs.resume) if isinstance(outputs.resume, str) else state
-    if outputs.resume is True and not path.is_file():
-        print(f"nothing to resume: no such file {path}; starting over")
-        return None
-    run = progress.restore_state(path, job, identity, dtype)
-    print(f"resuming from {path}: {run.left}")
-    return run
-
-
 def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
     """The latency report of all recorded phases so far."""
-    packages = {package: package_version(package) or "absent" for package in _PACKAGES}
+    packages = {package: machine.package_version(package) or "absent" for package in _PACKAGES}
     versions = {"python": platform.python_version(), **packages}
     identity = code_identity(workspace)
     identity["video_decoder"] = workspace.files.decoder

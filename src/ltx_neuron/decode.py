@@ -1,0 +1,186 @@
+"""The end of a job: its latents are upscaled and decoded, and written while they are decoded."""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ltx_neuron.host.background import Background, ahead, wait_for
+from ltx_neuron.host.conditions import with_source
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.host.video import cut_frames, cut_sound, write_video, write_wav
+from ltx_neuron.job import Job
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.resume import JobRun
+from ltx_neuron.sampling.extension import joined
+from ltx_neuron.sampling.upscaling import UPSCALES
+
+# Latent upsampler -> the name of its output in --save-tensors.
+UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}
+
+
+@dataclass
+class Clip:
+    """One job's video or sound, which is decoded as its chunks are read.
+
+    chunks    frames in order of time, each uint8 (N, H, W, 3)
+    waveform  waits for the sound and returns it: float32 (2, samples)
+    sound_is_ready  whether `waveform` returns at once
+    """
+
+    job: Job
+    chunks: Iterator[Tensor]
+    waveform: Callable[[], Tensor]
+    sample_rate: int
+    sound_is_ready: Callable[[], bool] = lambda: True
+
+    def write(self, path: Path, recorder: Recorder | None = None) -> None:
+        """Write the MP4 chunk by chunk, or the WAV of sound alone; as a phase of the recorder."""
+        alone, rate, ready = self.job.sound_only, self.job.output_frame_rate, self.sound_is_ready
+        with recorder.phase("write_wav" if alone else "encode_mp4") if recorder else nullcontext():
+            if alone:
+                write_wav(path, self.waveform(), self.sample_rate)
+            else:
+                write_video(path, self.chunks, rate, self.waveform, self.sample_rate, ready)
+
+
+@dataclass
+class Result:
+    """One job's video. `tensors` holds every named intermediate, as --save-tensors writes them."""
+
+    job: Job
+    tensors: dict[str, Tensor]
+    sample_rate: int
+
+    @property
+    def frames(self) -> Tensor | None:
+        """uint8 (N, H, W, 3); None for latents only, sound alone, or if `write` received them."""
+        return self.tensors.get("frames")
+
+    @property
+    def waveform(self) -> Tensor | None:
+        """float32 (2, samples); None for latents only."""
+        return self.tensors.get("waveform")
+
+    def clip(self) -> Clip:
+        """The video as a Clip, if its frames were kept."""
+        frames, waveform = self.frames, self.waveform
+        assert waveform is not None and (frames is not None or self.job.sound_only)
+        chunks = iter(() if frames is None else (frames,))
+        return Clip(self.job, chunks, lambda: waveform, self.sample_rate)
+
+
+class Decoder:
+    """Decodes finished jobs.
+
+    ahead         while a chunk is written, the next one is decoded, and the sound in parallel
+    decode_video  latents (1, 128, F, h, w), the job's seed and keyframes to chunks of frames, uint8
+                  (N, H, W, 3); decode_audio: latents (1, 8, Ta, 16) to a waveform (2, samples).
+                  Without them the host's
+    """
+
+    def __init__(
+        self,
+        host: HostModels,
+        recorder: Recorder,
+        ahead: bool,
+        decode_video: Callable[..., Iterator[Tensor]] | None = None,
+        decode_audio: Callable[[Tensor], Tensor] | None = None,
+    ):
+        self.host, self.recorder, self.ahead = host, recorder, ahead
+        self.decode_video = decode_video or host.decode_video
+        self.decode_audio = decode_audio or host.decode_audio
+
+    def result(
+        self, run: JobRun, write: Callable[[Clip], None] | None = None, decode: bool = True
+    ) -> Result:
+        """The result of a run with all latents.
+
+        write   called with the Clip while it is decoded; frames are then not kept
+        decode  False: latents only
+        """
+        job, tensors = run.job, run.tensors
+        run.tensors = {}  # frees the memory of finished jobs in a long batch
+        if job.extension:
+            tensors["s1_video"], tensors["s1_audio"] = joined(job.extension, tensors)
+        if job.dfr:
+            tensors[job.seen] = job.rendering.final(tensors)
+        video = tensors.get(job.seen)
+        if job.upscale:
+            assert video is not None  # sound alone is not upscaled
+            with self.recorder.phase("upsample"):
+                for kind in UPSCALES[job.upscale]:
+                    video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
+        if job.heard != f"{job.stages[-1].key}_audio" and not (job.extension or job.sound):
+            tensors["final_audio"] = tensors[job.heard].clone()
+        # An input sound is muxed unchanged.
+        rate = int(tensors["waveform_rate"]) if job.sound else self.host.sample_rate
+        if decode:
+            with self._clip(job, video, tensors, rate) as clip:
+                if write:
+                    write(clip)
+                elif not job.sound_only:
+                    tensors["frames"] = torch.cat(list(clip.chunks))
+                tensors["waveform"] = clip.waveform()
+            self.recorder.finished(job.output_frames / job.output_frame_rate)
+        return Result(job, tensors, rate)
+
+    @contextmanager
+    def _clip(
+        self, job: Job, video: Tensor | None, tensors: dict[str, Tensor], rate: int
+    ) -> Iterator[Clip]:
+        """A job's clip. If cores are free, pictures are decoded ahead, and sound in parallel."""
+        chunks = self._pictures(video, job.seed, job.decoded_keyframes(tensors))
+        sound = cache(partial(self._sound, job, tensors))
+        if job.extension:
+            chunks = with_source(job, chunks)
+        elif job.tail_frames or job.dfr:
+            frames = job.output_frames
+            chunks = cut_frames(chunks, frames)
+            sound = partial(cut_sound, sound, frames, job.output_frame_rate, rate)
+        with ExitStack() as stack:
+            future = None
+            if self.ahead:
+                future = stack.enter_context(Background()).submit(sound)
+                chunks = ahead(chunks)
+            stack.enter_context(closing(chunks))
+
+            def waveform() -> Tensor:
+                with self.recorder.paused():
+                    return wait_for(future) if future else sound()
+
+            ready = future.done if future else lambda: False
+            yield Clip(job, self._awaited(chunks), waveform, rate, ready)
+
+    def _pictures(
+        self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor]
+    ) -> Generator[Tensor, None, None]:
+        if video is None:
+            return
+        chunks = self.decode_video(video, seed=seed, keyframes=keyframes)
+        with self.recorder.phase("decode_video"):
+            for chunk in chunks:
+                with self.recorder.paused():
+                    yield chunk
+                del chunk  # freed while the next one is decoded
+
+    def _awaited(self, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+        """The chunks. Waiting for one does not count towards the caller's phase."""
+        while True:
+            with self.recorder.paused():
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+            del chunk
+
+    def _sound(self, job: Job, tensors: dict[str, Tensor]) -> Tensor:
+        if job.sound:
+            return tensors["waveform"]
+        with self.recorder.phase("decode_audio"):
+            waveform = self.decode_audio(tensors[job.heard])
+        return job.extension.heard(waveform, self.host.sample_rate) if job.extension else waveform

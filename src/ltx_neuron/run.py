@@ -1,0 +1,468 @@
+"""Runs jobs. `Engine.story` is one job, from its prompts to its video; `Engine.run` tells the
+stories of many jobs on the same loaded models."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ltx_neuron.backends.neuron_errors import DeviceFailure
+from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.decode import Clip, Decoder, Result
+from ltx_neuron.denoise import StageRun
+from ltx_neuron.denoise.start import starting_states, to_upsample
+from ltx_neuron.denoise.tiled import TiledStageRun
+from ltx_neuron.errors import UserError
+from ltx_neuron.host import conditions
+from ltx_neuron.host.arithmetic import store_choices
+from ltx_neuron.host.background import POLL_SECONDS, Background, wait_for
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.job import Job, Stage
+from ltx_neuron.preflight import Compiled, Preflight, RunOptions, say_idle_groups
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.residency import Residency
+from ltx_neuron.resume import JobRun
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.text import inputs
+from ltx_neuron.text.cache import PromptCache
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.weights.lora import WeightSet
+from ltx_neuron.workspace import Workspace
+
+_REMEMBERED_PROMPTS = 32  # contexts have 13 MB per prompt
+
+
+@dataclass
+class Failure:
+    """The error of one job of a batch."""
+
+    job: Job
+    error: Exception
+
+
+class Engine:
+    """Runs jobs on one workspace, whose models stay loaded until it is closed. A context manager:
+    leaving it ends the ranks and frees memory.
+
+    on_step_end   called with (stage, step number) after every step
+    on_stage_end  called with the JobRun after every stage
+    """
+
+    def __init__(self, workspace: Workspace, recorder: Recorder, options: RunOptions | None = None):
+        options = options or RunOptions()
+        self.workspace, self.recorder, self.options = workspace, recorder, options
+        self.compat = COMPAT[options.compat]
+        self.host = HostModels(
+            workspace.checkpoint_path,
+            workspace.config,
+            workspace.dtype,
+            options.spatial_upsampler_path or workspace.files.beside("spatial"),
+            options.temporal_upsampler_path or workspace.files.beside("temporal"),
+            audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
+            profile=workspace.profile,
+            arithmetic=workspace.arithmetic,
+            tiles_1_0_0=self.compat.tiles,
+            files=workspace.files,
+        )
+        self.preflight = Preflight(workspace, self.host, options)
+        self.residency = Residency(workspace, recorder)
+        self.on_step_end: Callable[[Stage, int], None] | None = None
+        self.on_stage_end: Callable[[JobRun], None] | None = None
+        self.job: Job | None = None  # the job whose steps run
+        self.stage_run: StageRun | None = None  # its stage, for on_step_end
+        self.progress = True
+        self._contexts: dict[tuple[WeightSet, tuple[str, ...]], list[Contexts]] = {}
+        self._caches: dict[WeightSet, PromptCache] = {}
+        self._process = os.getpid()
+
+    # --- one job ----------------------------------------------------------------------------------
+
+    def story(
+        self,
+        run: JobRun,
+        compiled: Compiled,
+        write: Callable[[Clip], None] | None = None,
+        decode: bool = True,
+    ) -> Iterator[Stage | Result]:
+        """One job, whose prompts are encoded, up to its video. Yields every stage when it has
+        ended, and then the result. In between, stages of other jobs may run on the loaded weights.
+        What follows the last stage needs no rank, or only the VAEs, and may run in another thread.
+
+        Shapes: video (1, 128, F, h, w), audio (1, 8, Ta, 16).
+        """
+        models, host, recorder, tensors = self.residency, self.host, self.recorder, run.tensors
+        for stage in run.stages_left:
+            # The weights, the input sounds and videos, and the latents of the stage before.
+            job, phase = run.job.of(stage), f"denoise_{stage.name}"
+            say_idle_groups(job, stage, self.workspace.profile.guidance_parallel)
+            modulation = models.use_weights(stage.loras)
+            if job.has_media(stage.upsampled) and "video_latent" not in tensors:
+                with recorder.phase("encode_inputs"):
+                    tiles = self._encoder_tiles(job)
+                    tensors |= conditions.encode(host, job, stage.upsampled, tiles)
+            for name, latent in to_upsample(run.job, stage, tensors).items():
+                tensors[name] = self._upsampled(*latent)
+            if job.details(stage.upsampled):
+                tensors["s2_reference_latent"] = tensors["s1_video"].clone()
+
+            # The initial latents. The inputs that all steps share go to the ranks.
+            with recorder.phase(phase):
+                images = conditions.encode_images(host, job, stage.height, stage.width)
+                states = starting_states(run.job, stage, tensors, images, self.workspace.dtype)
+                steps = self._stage_run(compiled[id(run.job), stage], modulation, job)
+                steps.prepare(job, stage, run.contexts, states, run.generator)
+            self.job, self.stage_run = run.job, steps
+            if self.options.warmup:
+                with recorder.phase("warmup"):
+                    steps.start()
+                    steps.step(0)
+
+            # The steps, from noise to latents.
+            with recorder.phase(phase):
+                steps.start()
+                numbers = range(stage.steps)
+                for number in tqdm(numbers, stage.title, unit="step", disable=not self.progress):
+                    measured_step(steps, number, recorder)
+                    if self.on_step_end:
+                        self.on_step_end(stage, number)
+                latents = steps.result()
+            run.finish(stage, *latents, steps.generated_keyframes())
+            steps.compiled.count(
+                run.job, stage, self.workspace.profile, self.workspace.tp, recorder.counters
+            )
+            steps.ranks.moment = f"after {stage.title}"
+            self.stage_run = None
+            if self.on_stage_end:
+                self.on_stage_end(run)
+            del steps, states, images, latents  # not kept while stages of other jobs run
+            yield stage
+
+        # Frames and waveform, and the file.
+        ahead = self.workspace.profile.overlap_decode
+        decoder = Decoder(host, recorder, ahead, self._decode_video, self._decode_audio)
+        yield decoder.result(run, write, decode)
+
+    # --- its models, on the ranks or on the host --------------------------------------------------
+
+    def _stage_run(self, compiled, modulation, job: Job) -> StageRun:
+        ranks, workspace = self.residency.ranks, self.workspace
+        assert ranks
+        kind = TiledStageRun if compiled.tiles else StageRun
+        shared = workspace.transformer, workspace.dtype, modulation, COMPAT[job.compat]
+        return kind(ranks, compiled, *shared)
+
+    def _encoder_tiles(self, job: Job):
+        """What encodes a job's videos in tiles on the ranks; None: the host does."""
+        on_ranks = self.preflight.encodes_on_ranks(job)
+        return self.residency.video_encoder(self.preflight.vae) if on_ranks else None
+
+    def _upsampled(self, latent: Tensor, kind: str) -> Tensor:
+        """A latent (1, 128, F, h, w) after an upsampler, while the ranks are watched."""
+        with self.recorder.phase("upsample"), Background() as thread:
+            upsampled = thread.submit(self.host.upsample, latent, kind)
+            return wait_for(upsampled, self.residency.poll)
+
+    def _decode_video(self, latent: Tensor, seed: int, keyframes: dict) -> Iterator[Tensor]:
+        """A latent (1, 128, F, h, w) to chunks of frames: on the host, or on the ranks in tiles or
+        spans. seed, keyframes: the job's."""
+        tiles = None
+        if self.options.neuron_vae:
+            tiles = self.residency.video_decoder(self.preflight.vae)
+        return self.host.decode_video(latent, tiles, seed, {} if tiles else keyframes)
+
+    def _decode_audio(self, latent: Tensor) -> Tensor:
+        """A latent (1, 8, Ta, 16) to a waveform: on the host, or on the ranks in spans."""
+        spans = None
+        if self.preflight.decodes_on_ranks(latent.shape[2]):
+            spans = self.residency.sound_decoder(self.preflight.vae)
+        return self.host.decode_audio(latent, spans)
+
+    # --- many jobs --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(
+        self,
+        jobs: list[Job],
+        *,
+        keep: bool = False,
+        decode: bool = True,
+        isolate: bool = False,
+        resume: Callable[[Job], JobRun | None] = lambda job: None,
+        write: Callable[[Clip], None] | None = None,
+        more: Callable[[], list[Job]] = list,
+    ) -> Iterator[Result | Failure]:
+        """Generate every job. Jobs finish in order, except that stages of one weight set run
+        together, so that weights are swapped least often.
+
+        An error that concerns all jobs, such as a failed rank's, ends the run at once and cancels
+        a running decode. `on_stage_end` has received that job's latents.
+
+        keep     keep the transformer on the ranks; otherwise unload it before the last decode
+        decode   False: latents only
+        isolate  a job's error becomes a Failure and the other jobs continue; a failed rank ends
+                 the run
+        resume   returns the state from which a job runs, or None for a new one
+        write    called with every Clip while it is decoded; the result has no frames. If decoding
+                 overlaps denoising, it runs in another thread. Its errors are the job's
+        more     called while the last job is decoded: returns jobs that join the run
+        """
+        self.check_process()
+        resolved = partial(self.workspace.resolved, compat=self.options.compat)
+        jobs, failed, compiled = self._check([*map(resolved, jobs)], isolate)
+        with self._session(keep), self._decodes(isolate) as decodes:
+            while jobs or failed:
+                yield from (Failure(*pair) for pair in failed)
+                runs = [resume(job) or JobRun(job) for job in jobs]
+                self._encode_prompts([run for run in runs if not run.contexts])
+                stories = {run: self.story(run, compiled, write, decode) for run in runs}
+                groups = stage_groups(runs, self.workspace.dit_weights, self.residency.weights)
+                # Unless every run already has its latents.
+                if first := next((stages[0] for _, stages in groups if stages), None):
+                    steps = chain.from_iterable(step.programs for step in compiled.values())
+                    programs = {step.bucket.name: step.manifest for step in steps}
+                    self.residency.load_transformer(programs, first.loras)
+                # Not earlier, so that a refused run does not change the folder.
+                store_choices(self.workspace.artifacts)
+                waiting = []  # jobs whose decoding needs the place of the transformer
+                for group in groups:
+                    run, stages = group
+                    if run.error:
+                        continue  # an earlier stage failed
+                    try:
+                        with isolated(run, isolate):
+                            for _ in stages:
+                                next(stories[run])
+                    except Exception:  # all jobs end: finished ones are returned first
+                        yield from decodes.outcomes(wait=False)
+                        raise
+                    if run.stages_left and not run.error:
+                        continue
+                    if self.options.neuron_vae and not self.residency.vae_stays:
+                        waiting.append(run)
+                        continue
+                    if group is groups[-1] and not (keep or self.options.neuron_vae):
+                        self.residency.unload_transformer()
+                    yield from decodes.end(run, stories.pop(run))
+                for run in waiting:
+                    yield from decodes.end(run, stories.pop(run))
+                # On the ranks, decoding ends before other jobs join; on the host it overlaps.
+                yield from decodes.outcomes(wait=self.options.neuron_vae)
+                while not (jobs := [*map(resolved, more())]) and decodes.are_running():
+                    pass
+                jobs, failed, compiled = self._check(jobs, isolate)
+            yield from decodes.outcomes()
+
+    def _check(self, jobs: list[Job], isolate: bool) -> tuple[list[Job], list, Compiled]:
+        checked = self.preflight.check_apart(jobs, isolate)
+        self.residency.vae_stays = self.preflight.vae_stays
+        return checked
+
+    def _decodes(self, isolate: bool) -> "_Decodes":
+        if self.options.neuron_vae:  # the decoding thread checks the ranks itself
+            return _Decodes(isolate, waits=True, poll=lambda: None)
+        waits = not self.workspace.profile.overlap_decode
+        return _Decodes(isolate, waits, self.residency.poll)
+
+    @contextmanager
+    def _session(self, keep: bool) -> Iterator[None]:
+        """Close the engine at the end, unless `keep`, and on an error."""
+        # The number of threads changes bits. The first call in a thread sets its default, which
+        # would undo the next line later.
+        torch.get_num_threads()
+        torch.set_num_threads(self.workspace.profile.host_threads)
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+        if not keep:
+            self.close()
+
+    # --- the prompts ------------------------------------------------------------------------------
+
+    def encode(self, jobs: list[Job]) -> list[JobRun]:
+        """Encode the jobs' prompts. Returns new runs with their contexts, which the engine keeps.
+        Checks the text encoder's files before they load."""
+        self.check_process()
+        self.preflight.check_text(jobs)
+        runs = [JobRun(job) for job in jobs]
+        with self._session(keep=True):
+            self._encode_prompts(runs)
+        return runs
+
+    def _encode_prompts(self, runs: list[JobRun]) -> None:
+        """Give new runs their contexts. The text encoder is unloaded afterwards."""
+        unknown: dict[WeightSet, dict[tuple[str, ...], list]] = {}
+        if len(self._contexts) > _REMEMBERED_PROMPTS:
+            self._contexts.clear()
+        keys = [(self.workspace.text_loras(run.job), run.job.prompts) for run in runs]
+        for loras, texts in [k for k in dict.fromkeys(keys) if k not in self._contexts]:
+            tokens = [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
+            if contexts := (cache := self._prompt_cache(loras)) and cache.read(tokens):
+                self._contexts[loras, texts] = contexts
+            else:
+                unknown.setdefault(loras, {})[texts] = tokens
+        for loras, prompts in unknown.items():
+            encoding = self._text_encoder([*prompts.values()], loras)
+            with encoding as encoder, self.recorder.phase("encode_text"):
+                for texts, tokens in prompts.items():
+                    self._contexts[loras, texts] = encoder.encode(tokens)
+                    if cache := self._prompt_cache(loras):
+                        cache.write(tokens, self._contexts[loras, texts])
+        for run, key in zip(runs, keys, strict=True):
+            run.take_contexts(self._contexts[key])
+
+    def _prompt_cache(self, loras: WeightSet) -> PromptCache | None:
+        if self.options.cache_prompts and loras not in self._caches:
+            self._caches[loras] = self.workspace.prompt_cache(self.options.neuron_gemma, loras)
+        return self._caches.get(loras)
+
+    @contextmanager
+    def _text_encoder(self, prompts: list[list[list[int]]], loras: WeightSet) -> Iterator:
+        """The text encoder, on the ranks or on the host, while the block runs."""
+        if self.options.neuron_gemma:
+            with self.residency.text_encoder(prompts, loras) as encoder:
+                yield encoder
+            return
+        with self.recorder.phase("load_gemma3"):
+            encoder = self.workspace.host_text_encoder(loras)
+        yield encoder
+        with self.recorder.phase("unload_gemma3"):
+            del encoder  # frees gigabytes of mapped pages
+
+    # --- its process ------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the ranks and free the host's models. Does nothing in a forked process, whose parent
+        owns them."""
+        if not self.forked:
+            self.residency.close()
+            self.host.release()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that made the engine."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Raise UserError in a forked process, where a run would hang: threads are not forked, and
+        ranks answer only one process."""
+        if self.forked:
+            raise UserError(
+                f"process {os.getpid()} was forked from process {self._process}, which opened this"
+                " pipeline and whose ranks answer only it. Start processes with"
+                ' multiprocessing.get_context("spawn"), and open a pipeline in each'
+            )
+
+
+def stage_groups(
+    runs: list[JobRun], weights_of: Callable[[WeightSet], Path], loaded: Path | None
+) -> list[tuple[JobRun, list[Stage]]]:
+    """The order of stages, as each job's next stages on one weight set; none if the job already has
+    its latents. All that run on one weight set run together, first those on the loaded one, else
+    those on a set that no other job needs later, else those of the next job.
+
+    weights_of  the folder of a weight set
+    loaded      the loaded weight set's folder
+    """
+    left = {run: run.stages_left for run in runs}
+    groups: list[tuple[JobRun, list[Stage]]] = [(run, []) for run in runs if not left[run]]
+    while needed := [[weights_of(x.loras) for x in stages] for stages in left.values() if stages]:
+        next_ones = [sets[0] for sets in needed]
+        later = {other for sets in needed for other in sets if other != sets[0]}
+        free = [weights for weights in next_ones if weights not in later]
+        weights = loaded if loaded in next_ones else (free or next_ones)[0]
+        for run, stages in left.items():
+            group = []
+            while stages and weights_of(stages[0].loras) == weights:
+                group.append(stages.pop(0))
+            groups += [(run, group)] if group else []
+    return groups
+
+
+class _Decodes(Background):
+    """Ends the stories of jobs in its thread, one after another.
+
+    isolate  see Engine.run
+    waits    `end` waits for the result
+    poll     called regularly during a wait; its error ends the waiting
+    """
+
+    def __init__(self, isolate: bool, waits: bool, poll: Callable[[], None]) -> None:
+        super().__init__()
+        self.isolate, self.waits, self.poll = isolate, waits, poll
+        self._future: Future | None = None
+
+    def end(self, run: JobRun, story: Iterator) -> Iterator[Result | Failure]:
+        """End a job's story. Yields the outcomes that are ready, in the order of submission."""
+        yield from self.outcomes()
+        self._future = self.submit(_outcome, run, story, self.isolate)
+        if self.waits or run.error:
+            yield from self.outcomes()
+
+    def outcomes(self, wait: bool = True) -> Iterator[Result | Failure]:
+        """The last job's outcome; without `wait`, only if it is ready."""
+        if self._future and (wait or self._future.done()):
+            future, self._future = self._future, None
+            yield wait_for(future, self.poll)
+
+    def are_running(self) -> bool:
+        """Wait briefly for the running decode. Returns whether it still runs."""
+        self.poll()
+        return bool(self._future) and bool(wait([self._future], POLL_SECONDS).not_done)
+
+
+def _outcome(run: JobRun, story: Iterator, isolate: bool) -> Result | Failure:
+    if not run.error:
+        with isolated(run, isolate):
+            return next(story)
+    assert run.error
+    return Failure(run.job, run.error)
+
+
+@contextmanager
+def isolated(run: JobRun, isolate: bool) -> Iterator[None]:
+    """Store an error of this job in `run.error`, so that the other jobs can continue.
+
+    Errors of a rank or device, and user's mistakes outside of the job's own files, concern all jobs
+    and are raised. Without `isolate` every error is raised.
+    """
+    try:
+        yield
+    except (RankError, DeviceFailure):
+        raise
+    except Exception as error:
+        if not isolate or isinstance(error, UserError) and not error.of_one_job:
+            raise
+        run.error = error
+
+
+def measured_step(steps: StageRun, number: int, recorder: Recorder) -> None:
+    """Run one step and record its times."""
+    ranks, stage, counters = steps.ranks, steps.stage, recorder.counters
+    ranks.moment, ranks.pass_ms = f"at step {number + 1} of {stage.title}", []
+    sent, launches, launch_ms = ranks.bytes_sent, ranks.launches, ranks.launch_ms
+    start = time.perf_counter()
+    device_ms = steps.step(number)
+    total_ms = (time.perf_counter() - start) * 1e3
+    recorder.step(stage.name, total_ms, min(device_ms, total_ms), ranks.pass_ms)
+    counters.bytes_to_device_per_step = ranks.bytes_sent - sent
+    counters.launches_per_step = {
+        "count": ranks.launches - launches,
+        "host_ms": ranks.launch_ms - launch_ms,
+    }
