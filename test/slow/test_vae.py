@@ -26,6 +26,6 @@ def test_without_bfloat16_units_float32_is_chosen_and_bfloat16_is_still_right():
     env = os.environ | {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "ATEN_CPU_CAPABILITY": "default",
-        "PYTHONPATH": ":".join(str(ROOT / part) for part in ("src", "test", "test/unit")),
+        "PYTHONPATH": ":".join(str(ROOT / part) for part in ("src", "tools", "test", "test/unit")),
     }
     subprocess.run([sys.executable, "-c", DECODE_WITHOUT_UNITS], check=True, env=env)
