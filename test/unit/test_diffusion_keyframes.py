@@ -2,7 +2,6 @@
 tokens of the clip and of the keyframes' planes that it sees."""
 
 import math
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,20 +10,19 @@ import torch
 import torch.nn.functional as F
 from diffusion_vae import SEED, VAE, config_of, latent, spans, weights, write
 from helpers import generator, one_thread, randn, rel  # noqa: F401
+from jobs import make_job, replace
 from torch import Tensor
 
 from ltx_neuron.config.diffusion import DIFFUSION_VAE
 from ltx_neuron.config.diffusion import EMBEDDING as EMBEDDING_NAME
 from ltx_neuron.decode import Decoder
 from ltx_neuron.errors import FieldError
-from ltx_neuron.flags.resolve import job_of
 from ltx_neuron.host.diffusion import DiffusionDecoder, decode_bytes
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import notes
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.resume import JobRun
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service.fields import VideoRequest
 
 FP32 = 2e-6  # relative, after all layers
@@ -232,7 +230,7 @@ def test_memory_grows_with_the_length_and_is_larger_than_without_keyframes():
 # --- jobs -----------------------------------------------------------------------------------------
 
 TWO_STAGES = Size(256, 256, 17, two_stage=True)
-READING = Job("rain", TWO_STAGES, num_generated_keyframes=2, decode_with_keyframes=True)
+READING = make_job("rain", TWO_STAGES, num_generated_keyframes=2, decode_with_keyframes=True)
 
 
 def test_the_decoder_gets_the_last_stage_s_keyframes_by_frame():
@@ -257,7 +255,7 @@ def test_the_decoder_gets_the_last_stage_s_keyframes_by_frame():
 
 
 def test_dfr_s_keyframes_inside_the_clip_are_decoded_in_their_order():
-    job = Job("rain", replace(TWO_STAGES, num_frames=41), dfr=True, temporal_upsample_rounds=1)
+    job = make_job("rain", replace(TWO_STAGES, num_frames=41), dfr=True, temporal_upsample_rounds=1)
     tensors = {"s2_generated_keyframes": torch.arange(2.0).view(1, 1, 2, 1, 1)}
     for window in job.rendering.windows:
         made = torch.full((1, 1, len(window.generated), 1, 1), 10.0 + window.order)
@@ -284,16 +282,14 @@ def test_what_does_not_fit_is_refused(told):
     assert told in str(error.value)
 
 
-def test_the_flag_the_line_and_the_request_mean_the_same():
+def test_the_line_and_the_request_mean_the_same():
     fields = {"num_generated_keyframes": 2, "decode_with_keyframes": True}
-    assert job_of(JobSpec(prompt="rain", **fields)).decode_with_keyframes
+    assert Job.model_validate({"prompt": "rain"} | fields).reads_keyframes
     request = VideoRequest(prompt="rain", **{name: str(value) for name, value in fields.items()})
-    assert (
-        request.spec.decode_with_keyframes
-        and not VideoRequest(prompt="rain").spec.decode_with_keyframes
-    )
+    assert request.job.decode_with_keyframes
+    assert not VideoRequest(prompt="rain").job.decode_with_keyframes
     assert "decode_with_keyframes" not in replace(READING, decode_with_keyframes=False).describe()
-    assert READING.describe()["decode_with_keyframes"] and READING.spec.decode_with_keyframes
+    assert READING.describe()["decode_with_keyframes"]
 
 
 @pytest.mark.parametrize(

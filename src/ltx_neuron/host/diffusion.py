@@ -13,7 +13,6 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ltx_neuron.config.diffusion import (
     TIME_FACTOR,
@@ -25,7 +24,7 @@ from ltx_neuron.config.diffusion import (
 )
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.models.diffusion_decoder import MLP_RATIO, TIMESTEP_FEATURES, Neighbourhood
-from ltx_neuron.models.programs import diffusion_program, weight_name
+from ltx_neuron.models.programs import diffusion_program
 
 SPACE_FACTOR = 32  # pixels per row and column of latents
 _FRAMES = 8  # of a chunk of pixels
@@ -46,10 +45,9 @@ class HostSpans(nn.Module):
         super().__init__()
         self.config = config
         # The modules do not depend on the clip's size.
-        program = diffusion_program(config, config.smallest, torch.float32, "sdpa")
-        self.graphs = program.graphs
+        self.program = diffusion_program(config, config.smallest, torch.float32, "sdpa")
         more = {"type_emb": (config.latent_channels,)} if embeds_keyframes else {}
-        for name, shape in (program.weights() | more).items():
+        for name, shape in (self.program.weights() | more).items():
             *path, last = name.split(".")
             module: nn.Module = self
             for part in path:
@@ -65,14 +63,8 @@ class HostSpans(nn.Module):
     @torch.no_grad()
     def run(self, clip: tuple[int, int, int], call: Call, spans: Sequence[Inputs]) -> list[Tensor]:
         """The output of a call for each span. The clip may have any size."""
-        name, first = call
-        graph = self.graphs[name]
-        weights: dict[str, Tensor] = {
-            parameter: self.get_parameter(weight_name(parameter, first))
-            for parameter, _ in graph.module.named_parameters()
-        }
-        inputs = [graph.inputs(**given) for given in spans]
-        return [functional_call(graph.module, weights, (each,))[0] for each in inputs]
+        outputs = [self.program.call(*call, self.get_parameter, inputs) for inputs in spans]
+        return [next(iter(tensors.values())) for tensors in outputs]
 
 
 class _Frames:

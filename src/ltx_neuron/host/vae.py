@@ -13,12 +13,11 @@ import ctypes
 import itertools
 from collections.abc import Mapping
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ltx_neuron.config.video import VideoDecoderConfig, VideoEncoderConfig
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
@@ -31,7 +30,7 @@ from ltx_neuron.host.winograd import (
     convolve,
 )
 from ltx_neuron.models import video_decoder, video_encoder
-from ltx_neuron.models.programs import Program, encoder_program, tile_program, weight_name
+from ltx_neuron.models.programs import Program, encoder_program, tile_program
 from ltx_neuron.models.video_decoder import EPS, Convolution, DepthToSpace, Residual
 from ltx_neuron.models.video_encoder import SpaceToDepth
 
@@ -43,9 +42,9 @@ class HostVideoModel(nn.Module):
     def __init__(self, program: Program, weights: Mapping[str, Tensor], arithmetic: Arithmetic):
         """weights: under the names in rank files."""
         super().__init__()
-        self.graphs, self.calls, self.arithmetic = program.graphs, program.runs["main"], arithmetic
+        self.program, self.arithmetic = program, arithmetic
         self.weights = {name: self._laid_out(weights[name]) for name in program.weights()}
-        for module in [part for each in self.graphs.values() for part in each.module.modules()]:
+        for module in [part for graph in program.modules.values() for part in graph.modules()]:
             if isinstance(module, video_decoder.ConvIn | video_encoder.ConvIn):
                 module.conv_in.forward = partial(self._first, module.conv_in)
             elif isinstance(module, video_decoder.ConvOut | video_encoder.ConvOut):
@@ -66,11 +65,11 @@ class HostVideoModel(nn.Module):
         or such frames to latents; float32."""
         _give_back()
         with Workers() as self.workers:
-            for name, first in self.calls:
-                graph = self.graphs[name].module
-                names = [name for name, _ in graph.named_parameters()]
-                weights = {name: self.weights[weight_name(name, first)] for name in names}
-                made = functional_call(graph, weights, ((x,),))[0]
+            for call in self.program.runs["main"]:
+                graph: Any = self.program.modules[call[0]]
+                values = {graph.inputs[0]: x}
+                made = self.program.call(*call, self.weights.__getitem__, values)[graph.outputs[0]]
+                del values
                 if made is not x:  # another stage: this one's features are freed
                     x = made
                     _give_back()
