@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain
@@ -12,7 +12,7 @@ from ltx_neuron import build
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.build import RunOptions, needs, sound_on_ranks
 from ltx_neuron.config.common import TEXT_TOKENS
-from ltx_neuron.config.diffusion import is_diffusion_vae
+from ltx_neuron.config.diffusion import EMBEDDING, is_diffusion_vae
 from ltx_neuron.config.release import RELEASES, Release
 from ltx_neuron.config.sound import span_sizes
 from ltx_neuron.denoise import CompiledStep
@@ -237,6 +237,13 @@ class Preflight:
             print(f"video decoder: {workspace.files.describe_decoder()}")
         self._check_host(models)
         if self.options.neuron_vae:
+            if is_diffusion_vae(workspace.config) and any(
+                job.decode_with_keyframes for job in jobs
+            ):
+                raise UserError(
+                    "--decode-with-keyframes cannot be combined with --neuron-vae: the host's"
+                    " diffusion decoder reads the keyframes; leave one of them out"
+                )
             _ = workspace.video_decoder, workspace.source("vae")
             if sound_on_ranks(workspace, self.options):
                 _ = workspace.audio_decoder, workspace.vocoder, workspace.source("sound")
@@ -334,11 +341,29 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
                 f"{flag} has {count:,} tokens and is cut to {TEXT_TOKENS:,}: the model does not"
                 f" read what begins with {begins!r}"
             )
-    if job.dfr and job.rendering.holds and is_diffusion_vae(workspace.config):
-        lines.append("--dfr: the diffusion decoder does not read the keyframes, as upstream's does")
+    lines += _notes_on_keyframes(job, workspace)
     if job.seed == -1:
         lines.append("--seed -1 is a seed like any other, not a random one")
     return lines
+
+
+def _notes_on_keyframes(job: Job, workspace: Workspace) -> Iterator[str]:
+    if not job.reads_keyframes:
+        return
+    if is_diffusion_vae(workspace.config):
+        if job.dfr:
+            yield (
+                "--dfr: the diffusion decoder reads the keyframes on the host, as upstream's does,"
+                " and not with --neuron-vae"
+            )
+        file = workspace.files.of("vae")
+        if EMBEDDING not in file.shapes:
+            yield f"{file.path} has no {EMBEDDING}: zeros take the place of this embedding"
+    elif job.decode_with_keyframes:
+        yield (
+            "--decode-with-keyframes: the convolutional decoder does not read keyframes;"
+            " --video-vae-path takes the file of the diffusion decoder"
+        )
 
 
 def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> None:

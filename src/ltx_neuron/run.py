@@ -172,13 +172,13 @@ class Engine:
             upsampled = thread.submit(self.host.upsample, latent, kind)
             return wait_for(upsampled, self.residency.poll)
 
-    def _decode_video(self, latent: Tensor, seed: int) -> Iterator[Tensor]:
+    def _decode_video(self, latent: Tensor, seed: int, keyframes: dict) -> Iterator[Tensor]:
         """A latent (1, 128, F, h, w) to chunks of frames: on the host, or on the ranks in tiles or
-        spans. seed: the job's."""
+        spans. seed, keyframes: the job's."""
         tiles = None
         if self.options.neuron_vae:
             tiles = self.residency.video_decoder(self.preflight.vae)
-        return self.host.decode_video(latent, tiles, seed)
+        return self.host.decode_video(latent, tiles, seed, {} if tiles else keyframes)
 
     def _decode_audio(self, latent: Tensor) -> Tensor:
         """A latent (1, 8, Ta, 16) to a waveform: on the host, or on the ranks in spans."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from jobs import make_job, replace
 
-from ltx_neuron.config.diffusion import DIFFUSION_VAE
+from ltx_neuron.config.diffusion import DIFFUSION_VAE, EMBEDDING
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.denoise.start import to_upsample
 from ltx_neuron.errors import FieldError, UserError
@@ -145,9 +145,10 @@ def test_stage_2_upsamples_the_video_of_stage_1_and_its_keyframes():
 
 
 @pytest.mark.parametrize(("kind", "told"), [(NEW, True), (OLD, False)])
-def test_a_render_says_that_the_diffusion_decoder_reads_no_keyframes(kind, told):
-    source = SimpleNamespace(notes=[])
+def test_a_render_says_where_the_diffusion_decoder_reads_the_keyframes(kind, told):
+    source, file = SimpleNamespace(notes=[]), SimpleNamespace(shapes=[EMBEDDING])
     files = SimpleNamespace(config={"vae": {}}, source=lambda *_: source)
+    files.files = SimpleNamespace(of=lambda section: file)
     assert notes(job(kind=kind), files) == []
     files.config["vae"]["_class_name"] = DIFFUSION_VAE
     assert ["keyframes" in note for note in notes(job(kind=kind), files)] == [True] * told

@@ -216,7 +216,7 @@ def test_a_job_is_decoded_with_the_noise_of_its_seed():
     """Also in a batch: each job has its own seed."""
     seeds = []
 
-    def decode_video(video, seed):
+    def decode_video(video, seed, keyframes):
         seeds.append(seed)
         yield torch.zeros(1, 32, 32, 3, dtype=torch.uint8)
 

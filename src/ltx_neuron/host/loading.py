@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
-from ltx_neuron.config.diffusion import UNREAD, diffusion_decoder_config, is_diffusion_vae
+from ltx_neuron.config.diffusion import (
+    EMBEDDING,
+    UNREAD,
+    diffusion_decoder_config,
+    is_diffusion_vae,
+)
 from ltx_neuron.config.release import Release
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.hub import download_released
@@ -178,8 +183,9 @@ def checkpoint_spec(
     if name == "video_decoder" and is_diffusion_vae(config):
         from ltx_neuron.host.diffusion import HostSpans
 
-        decoder = diffusion_decoder_config(config, spec._file().shapes)
-        return spec._replace(build=partial(HostSpans, decoder), unread=prefix + UNREAD)
+        names = spec._file().shapes
+        build = partial(HostSpans, diffusion_decoder_config(config, names), EMBEDDING in names)
+        return spec._replace(build=build, unread=prefix + UNREAD)
     return spec
 
 

@@ -60,7 +60,7 @@ _DESCRIBED = {
 _LATER_FIELDS = (
     *("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora", "tile"),
     *("tile_height", "tile_width", "dfr", "temporal_upsample_rounds", "temporal"),
-    *("auto_duration", "spatial_scale", "ancestral"),
+    *("auto_duration", "spatial_scale", "ancestral", "decode_with_keyframes"),
 )
 
 
@@ -334,6 +334,23 @@ class Inputs(JobFields):
         count = 0 if without else self.num_generated_keyframes or 0
         return between_keyframes(count, self.size.num_frames)
 
+    @property
+    def reads_keyframes(self) -> bool:
+        """Whether the host's diffusion decoder reads the generated keyframes."""
+        return self.decode_with_keyframes or (bool(self.dfr) and self.rendering.holds)
+
+    def decoded_keyframes(self, tensors: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The keyframes (1, 128, 1, h, w) that it reads, by their frames. tensors: of the run."""
+        if not self.reads_keyframes:
+            return {}
+        if self.dfr:  # without those that fill the last segment
+            render = self.rendering
+            planes = render.planes(tensors, render.rounds)
+            return {frame: planes[frame] for frame in sorted(planes) if frame < render.frames}
+        upsampled = self.size.two_stage and not self.skip_stage_2
+        planes = tensors[f"s{1 + upsampled}_generated_keyframes"].split(1, dim=2)
+        return dict(zip(self.generated_keyframes(upsampled), planes, strict=True))
+
     def appended_audio(self, upsampled: bool) -> int:
         """Audio tokens appended to the clip's in a stage: in stage 1 those of the reference's
         sound, and in stage 2 of dubbing those of stage 1's sound."""
@@ -519,6 +536,11 @@ class Inputs(JobFields):
             raise FieldError(
                 f"{{num_generated_keyframes}} {count}: wanted at most {most}, one for each frame"
                 f" between the first and the last of {frames}"
+            )
+        if self.decode_with_keyframes and COMPAT[self.compat].plain_stage_2:
+            raise FieldError(
+                f"{{decode_with_keyframes}}: {self.compat} decodes without keyframes; leave out one"
+                " of {decode_with_keyframes} {compat}"
             )
         for reference in self.references:
             reference.check(self.size)

@@ -378,6 +378,10 @@ class DetailFields(Fields):
         ge=0.025,
         le=1,
     )
+    decode_with_keyframes: StrictBool = _option(
+        "of --num-generated-keyframes: the diffusion decoder reads the keyframes, on the host",
+        default=False,
+    )
     reference_strength: float | None = _option(
         "strength of --reference-video, 1: its pictures, 0: noise (default: 1)",
         "STRENGTH",
