@@ -56,6 +56,12 @@ _DESCRIBED = {
     "guidance": " ".join(rules.VIDEO_GUIDANCE + rules.AUDIO_GUIDANCE),
     "detailing_scale": " ".join(LoraFields.model_fields),
 }
+# Fields that need graphs of their own.
+_OWN_GRAPHS = (
+    *("image", "video_path", "video_conditioning", "conditioning_attention_mask"),
+    *("reference_video", "reference_audio", "nag_scale", "num_generated_keyframes"),
+    *("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr"),
+)
 # Fields that a description leaves out at their defaults.
 _LATER_FIELDS = (
     *("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora", "tile"),
@@ -426,21 +432,13 @@ class Inputs(JobFields):
 
     @property
     def own_graphs(self) -> list[str]:
-        """The JobSpec fields of the inputs that need graphs of their own. Those of text to video
+        """The fields of the inputs that need graphs of their own. Those of text to video
         also serve a sound and an image at frame 0."""
-        inputs = {
-            "image": any(image.frame_index for image in self.images),
-            "video_path": self.retake,
-            "video_conditioning": self.references,
-            "conditioning_attention_mask": self.attention_mask,
-            "reference_video": self.dubbing,
-            "reference_audio": self.voice,
-            "nag_scale": self.nag is not None,
-            "num_generated_keyframes": self.num_generated_keyframes,
+        without = {
+            "image": not any(image.frame_index for image in self.images),
+            "nag_scale": self.nag is None,
         }
-        more = ("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr")
-        inputs |= {name: getattr(self, name) for name in more}
-        return [name for name, value in inputs.items() if value]
+        return [name for name in _OWN_GRAPHS if self.holds(name) and not without.get(name)]
 
     def describe(self) -> dict[str, Any]:
         """The settings for the sidecar and the report."""
