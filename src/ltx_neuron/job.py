@@ -14,7 +14,7 @@ from ltx_neuron import hub
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError
 from ltx_neuron.host.facts import read_media
-from ltx_neuron.models.signatures import WITHOUT
+from ltx_neuron.models.signatures import NO_VOICE
 from ltx_neuron.sampling import rules
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.guidance import (
@@ -248,7 +248,7 @@ class Job(Inputs):
     @property
     def passes(self) -> tuple[str, ...]:
         """The passes of each evaluation of a guided stage."""
-        return self.resolved_guidance.passes() + (WITHOUT,) * (self.identity_scale != 0)
+        return self.resolved_guidance.passes() + (NO_VOICE,) * (self.identity_scale != 0)
 
     @property
     def upsamplers(self) -> dict[str, str]:

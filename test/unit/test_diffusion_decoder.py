@@ -271,7 +271,7 @@ def test_flops_are_counted_as_torch_counts_them():
     from torch.utils.flop_counter import FlopCounterMode
 
     decoder = spans()
-    decoder.graphs = diffusion_program(decoder.config, SHAPE, torch.float32).graphs
+    decoder.program = diffusion_program(decoder.config, SHAPE, torch.float32)
     with FlopCounterMode(display=False) as counter:
         pixels(decoder, SHAPE)
     counted = diffusion.decode_flops(decoder.config, SHAPE)

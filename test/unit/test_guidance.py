@@ -33,7 +33,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.models.signatures import PASSES, GuideInputs
+from ltx_neuron.models.signatures import PASSES
 from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import (
@@ -133,7 +133,7 @@ def guide(video, audio, enabled=(1.0, 1.0), **changed) -> dict[str, torch.Tensor
             "clean_latent": state()[0].clean_latent,
         }
     )
-    return Guide()(GuideInputs(*(values[field] for field in GuideInputs._fields)))._asdict()
+    return Guide()(values)
 
 
 @pytest.mark.parametrize("stream", STREAMS)

@@ -291,7 +291,7 @@ def test_graphs_take_the_keyframes_mask_if_the_model_has_one_and_noise_if_ancest
 
     def inputs(config, bucket):
         program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 1)
-        return {name: {*graph.inputs._fields} for name, graph in program.graphs.items()}
+        return {name: {*graph.inputs} for name, graph in program.graphs.items()}
 
     plain = Bucket(12, 8, 1, 8)
     marked, noisy = inputs(CONFIG, plain), inputs(CONFIG, replace(plain, ancestral=True))

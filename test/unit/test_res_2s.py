@@ -139,9 +139,10 @@ def test_rounding_a_substeps_sigma_to_fp32_is_seen_in_the_last_digits_alone():
 
 def euler_to_zero(latents, x0, sigma):
     """What a plain graph leaves of a prediction: its Euler step to 0."""
-    inputs = SimpleNamespace(video_latent=latents[0], audio_latent=latents[1])
+    inputs = {"video_latent": latents[0], "audio_latent": latents[1]}
     denoised = dict(zip(STREAMS, x0, strict=True))
-    return next_latents(inputs, denoised, torch.tensor([[sigma, 0.0]] * 2))[:2]
+    latents = next_latents(inputs, denoised, torch.tensor([[sigma, 0.0]] * 2))
+    return [latents[f"{stream}_latent"] for stream in STREAMS]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,8 @@ def stage_run(stage, masks, dtype=torch.float32) -> StageRun:
     """A prepared stage on those ranks."""
     bucket = Bucket(12, 7, 4, stage.max_steps, stage.guided)
     ranks = Ranks(stage, masks, dtype)
-    run = StageRun(ranks, CompiledStep(bucket, None), None, dtype, None, None)
+    manifest = SimpleNamespace(fields={"video_latent", "audio_latent"})
+    run = StageRun(ranks, CompiledStep(bucket, manifest), None, dtype, None, None)
     run.stage, run.sequence = stage, ["guided" if stage.guided else "main"] * 64
     (run.video, *_), (run.audio, *_) = starts(dtype).values()
     run.states = [

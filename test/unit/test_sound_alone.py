@@ -134,7 +134,7 @@ def test_its_graphs_use_the_weights_of_the_audio_and_no_field_of_the_video(model
     names = {name for name in joint.weights() if SOUND_ALONE.fullmatch(name)}
     assert alone.weights().keys() == names
     assert names and not any("video" in name for name in names)
-    inputs = {field for graph in alone.graphs.values() for field in graph.inputs._fields}
+    inputs = {field for graph in alone.graphs.values() for field in graph.inputs}
     assert inputs <= alone.fields.keys()
     assert not any("video" in field or "cross" in field for field in alone.fields)
     assert ALONE.name == f"a{AUDIO_TOKENS}-t1-s{STEPS}-guided"

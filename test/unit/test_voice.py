@@ -36,7 +36,7 @@ from ltx_neuron.models import attention
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.models.signatures import PASSES, WITHOUT, GuideInputs, extended
+from ltx_neuron.models.signatures import NO_VOICE, PASSES
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import audio_state, initial_states, video_state
 from ltx_neuron.sampling.conditions import ReferenceAudio
@@ -88,7 +88,7 @@ def test_stage_1_alone_has_the_voices_tokens_and_only_the_guided_one_the_bias():
 def test_at_scale_0_there_are_no_pass_and_no_bias():
     off = job(reference_sound=ReferenceAudio(__file__, TREF, identity_scale=0.0))
     assert off.buckets == [Bucket(72, AUDIO + TREF, 1, 64, True, 2)]
-    assert off.passes == PASSES and job().passes == (*PASSES, WITHOUT)
+    assert off.passes == PASSES and job().passes == (*PASSES, NO_VOICE)
     assert (off.identity_scale, job().identity_scale) == (0.0, 3.0)
 
 
@@ -186,7 +186,7 @@ def guided(scale: float, rescale: float = 0.0) -> tuple[dict, dict]:
     tokens = {"video": 6, "audio": 5}  # of these 3 own ones
     values = {
         f"{name}_{stream}": randn(1, count, 128, seed=10 * i + len(stream))
-        for i, name in enumerate((*PASSES, "guided", WITHOUT))
+        for i, name in enumerate((*PASSES, "guided", NO_VOICE))
         for stream, count in tokens.items()
     }
     own = torch.tensor([1.0, 1, 1, 0, 0])[:, None]
@@ -203,8 +203,7 @@ def guided(scale: float, rescale: float = 0.0) -> tuple[dict, dict]:
         "audio_clean_latent": randn(1, 5, 128, seed=77),
         "identity": torch.tensor([scale]),
     }
-    inputs = extended(GuideInputs, "guide", ("guided", "masked", "identity"))
-    return Guide()(inputs(*(values[field] for field in inputs._fields)))._asdict(), values
+    return Guide()(values), values
 
 
 def test_identity_guidance_adds_a_term_to_the_clips_own_sound_alone():
