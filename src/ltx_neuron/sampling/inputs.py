@@ -116,12 +116,12 @@ class Inputs(JobFields):
 
     def with_media(self, media: Media) -> Self:
         """This job, of whose files these facts are known."""
-        self.__dict__["media"] = media
+        vars(self)["media"] = media
         return self
 
     def replaced(self, **values: Any) -> Self:
         copy = super().replaced(**values)
-        known = "media" in self.__dict__ and not values.keys() & _OF_FILES
+        known = "media" in vars(self) and not values.keys() & _OF_FILES
         return copy.with_media(self.media) if known else copy
 
     def with_paths(self, rename: Callable[[Path], str]) -> Self:
