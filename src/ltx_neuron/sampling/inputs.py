@@ -492,13 +492,13 @@ class Inputs(JobFields):
 
     def check_strengths(self) -> None:
         """Raise FieldError for two strengths of the distilled LoRA."""
-        field = "distilled_lora_strength_stage_1"
+        field = "{distilled_lora_strength_stage_1}"
         if self.distilled_strengths[0] is None:
-            field = "distilled_lora_strength_stage_2"
+            field = "{distilled_lora_strength_stage_2}"
         typed = any(lora.strength is not None for lora in self.distilled_lora)
         if typed and self.distilled_strengths != (None, None):
             raise FieldError(
-                f"{{{field}}} replaces the strength of {{distilled_lora}}: type {{distilled_lora}}"
+                f"{field} replaces the strength of {{distilled_lora}}: type {{distilled_lora}}"
                 " PATH without a strength"
             )
 
