@@ -25,18 +25,13 @@ UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}
 
 @dataclass
 class Clip:
-    """One job's video or sound, which is decoded as its chunks are read.
-
-    chunks    frames in order of time, each uint8 (N, H, W, 3)
-    waveform  waits for the sound and returns it: float32 (2, samples)
-    sound_is_ready  whether `waveform` returns at once
-    """
+    """One job's video or sound, which is decoded as its chunks are read."""
 
     job: Job
-    chunks: Iterator[Tensor]
-    waveform: Callable[[], Tensor]
+    chunks: Iterator[Tensor]  # frames in order of time, each uint8 (N, H, W, 3)
+    waveform: Callable[[], Tensor]  # waits for the sound and returns it: float32 (2, samples)
     sample_rate: int
-    sound_is_ready: Callable[[], bool] = lambda: True
+    sound_is_ready: Callable[[], bool] = lambda: True  # whether `waveform` returns at once
 
     def write(self, path: Path, recorder: Recorder | None = None) -> None:
         """Write the MP4 chunk by chunk, or the WAV of sound alone; as a phase of the recorder."""

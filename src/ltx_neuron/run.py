@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.build import audio_dtype
 from ltx_neuron.decode import Clip, Decoder, Result
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.denoise.start import starting_states, to_upsample
@@ -67,7 +68,7 @@ class Engine:
             workspace.dtype,
             options.spatial_upsampler_path or workspace.files.beside("spatial"),
             options.temporal_upsampler_path or workspace.files.beside("temporal"),
-            audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
+            audio_dtype=audio_dtype(workspace, options),
             profile=workspace.profile,
             arithmetic=workspace.arithmetic,
             tiles_1_0_0=self.compat.tiles,
