@@ -40,7 +40,7 @@ from ltx_neuron.sampling.latents import (
     audio_latent_frames,
     video_latent_shape,
 )
-from ltx_neuron.tune.tolerance import rel_l2
+from ltx_neuron.tune.variant import rel_l2
 from ltx_neuron.weights.tensorfile import TensorFile
 
 REFERENCE = "ltx-core float32"

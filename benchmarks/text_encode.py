@@ -40,7 +40,7 @@ from ltx_neuron.host.arithmetic import fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.text.host_encoder import HostTextEncoder
-from ltx_neuron.tune.tolerance import rel_l2
+from ltx_neuron.tune.variant import rel_l2
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES

@@ -34,15 +34,10 @@ def advanced(action: argparse.Action) -> argparse.Action:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, so that a typo is an error. For an unknown flag, the error
-    names the nearest one.
+    """A parser without abbreviations: a typo is an error, which names the nearest flag."""
 
-    typical  the most used optional flags, for the end of the usage line
-    words    the parsed words, with the flags' present names
-    """
-
-    typical = ""
-    words: list[str]
+    typical = ""  # the most used optional flags, for the end of the usage line
+    words: list[str]  # the parsed words, with the flags' present names
 
     def __init__(self, **options):
         super().__init__(**options, add_help=False, allow_abbrev=False)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from string import Formatter
 from typing import NoReturn, TextIO
 
@@ -35,8 +36,7 @@ _MAX_SHOWN = 200  # characters of a path
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. Commands print it without a traceback and exit with
-    2."""
+    """A mistake that the user can correct: printed without a traceback, exit code 2."""
 
     fields: Sequence[str] = ()  # a job's fields in the message, in order
     of_one_job = False  # it concerns one job's own files, and no other job of a run
@@ -101,8 +101,8 @@ class Terminated(KeyboardInterrupt):
 
 def reason(error: Exception) -> str:
     """The system's reason for refusing a path, as text; for other errors their own text."""
-    own = getattr(error, "strerror", None) or str(error)
-    return _SYSTEM_ERRORS.get(getattr(error, "errno", None) or 0, (own, ""))[0]
+    text = getattr(error, "strerror", None) or str(error)
+    return _SYSTEM_ERRORS.get(getattr(error, "errno", None) or 0, (text, ""))[0]
 
 
 def refusal(error: OSError, flag: str = "", advice: str = "") -> UserError:
@@ -186,14 +186,13 @@ def _terminate(*_) -> NoReturn:
 
 @contextmanager
 def _forgiving_streams() -> Iterator[None]:
-    """Ignore failures of stdout and stderr inside the block."""
     before = sys.stdout, sys.stderr
-    forgiving = [_ForgivingStream(stream or open(os.devnull, "w")) for stream in before]
-    sys.stdout, sys.stderr = forgiving
+    streams = [_ForgivingStream(stream or open(os.devnull, "w")) for stream in before]
+    sys.stdout, sys.stderr = streams
     try:
         yield
     finally:
-        for stream in forgiving:  # otherwise the interpreter does it at exit, with code 120
+        for stream in streams:  # otherwise the interpreter does it at exit, with code 120
             stream.flush()
         sys.stdout, sys.stderr = before
 
@@ -206,21 +205,16 @@ class _ForgivingStream:
         self._stream = stream
 
     def __getattr__(self, name: str):
-        return getattr(self._stream, name)
+        attribute = getattr(self._stream, name)
+        return partial(self._attempt, attribute) if name in ("write", "flush") else attribute
 
-    def write(self, text: str) -> int:
-        self._attempt(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt(self._stream.flush)
-
-    def _attempt(self, action: Callable, *arguments) -> None:
+    def _attempt(self, action: Callable, *text: str) -> int:
         try:
-            action(*arguments)
+            action(*text)
         except OSError:
             with suppress(OSError), open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), self._stream.fileno())
+        return sum(map(len, text))
 
 
 def require(value, flag: str, why: str, example: str):

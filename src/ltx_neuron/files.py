@@ -34,8 +34,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     """The path of a temporary file beside `path`. On leaving the context it is synced to the disk
     and renamed to `path`, replacing an older file; on an error it is removed.
 
-    All finished files of this package are written so. (A later run of the sharder continues rank
-    files, so these keep one .partial name until they are finished.)
+    All finished files of this package are written so.
 
     The temporary name is unique, so concurrent writers write separate files and the last one
     finished is kept. A killed process leaves its temporary file, which the next writer removes.
@@ -60,8 +59,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove temporary files of killed writers of `path`: those that nobody has locked. The system
-    releases the lock of a killed process."""
+    """Remove temporary files of killed writers of `path`: those that nobody has locked."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}*"):
         with suppress(OSError), open(leftover, "rb+") as file:  # a writer's, or without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,43 +76,33 @@ def exclusive(folder: Path, doing: str) -> Iterator[None]:
 
     doing  the work on the folder, for the message of a waiting process: "compiling"
     """
-    path = folder.with_name(f".{folder.name}.lock")
+    path, waited = folder.with_name(f".{folder.name}.lock"), False
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _locked(path, f"{doing} {folder}")
-    try:
-        yield
-    finally:
-        # Removed first, so that a waiting process detects that this file is no longer the lock.
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked(path: Path, doing: str) -> int:
-    """The descriptor of the file at `path`, locked, with this process's number in it."""
-    said = False
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            if not _lock_at_once(descriptor, path):
-                if not said:
-                    holder = os.read(descriptor, 20).decode(errors="replace") or "just begun"
-                    print(f"another process ({holder}) is {doing}; waiting for it", flush=True)
-                said = True
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # Ctrl-C ends it
-            if _is_at(path, descriptor):
-                with suppress(OSError):  # a full disk: the number is for messages alone
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+        with open(path, "ab+", buffering=0) as file:
+            if not _lock_at_once(file.fileno(), path):
+                if not waited:
+                    file.seek(0)
+                    holder = file.read(20).decode(errors="replace") or "just begun"
+                    text = f"another process ({holder}) is {doing} {folder}; waiting for it"
+                    print(text, flush=True)
+                waited = True
+                fcntl.flock(file, fcntl.LOCK_EX)  # Ctrl-C ends it
+            if not _is_at(path, file.fileno()):
+                continue
+            with suppress(OSError):  # a full disk: the number is for messages alone
+                file.truncate(0)
+                file.write(str(os.getpid()).encode())
+            try:
+                yield
+            finally:
+                # Removed first, so that a waiting process detects that this is no longer the lock.
+                path.unlink(missing_ok=True)
+            return
 
 
 def _lock_at_once(descriptor: int, path: Path) -> bool:
-    """Whether the file could be locked without waiting. On file systems without locks, print a
-    warning and return True."""
+    """Lock a file without waiting; returns whether. Without locks: a warning, and True."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -167,8 +155,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object of a file. Raises UserError if the file is missing, larger than
-    MAX_JSON_BYTES, or not a JSON object."""
+    """The JSON object of a file of at most MAX_JSON_BYTES. UserError if it is none."""
     try:
         check_regular(path)
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
@@ -233,14 +220,13 @@ _KINDS = {
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise OSError unless `path` is a readable regular file. Opens nothing, because named pipes
-    block and devices may be endless."""
+    """Raise OSError unless `path` is a readable regular file. Opens nothing: a pipe blocks."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         if re.match(r"\w{2,}:/", str(path)):  # Path makes one slash of two
-            said = "that is an address (URL), wanted a file of this machine: download it first"
-            raise OSError(errno.EINVAL, said, str(path)) from None
+            text = "that is an address (URL), wanted a file of this machine: download it first"
+            raise OSError(errno.EINVAL, text, str(path)) from None
         raise
     except ValueError:  # an invalid character in a path
         raise _refused(FileNotFoundError, errno.ENOENT, path) from None
@@ -270,8 +256,7 @@ def check_readable(path: str | Path, flag: str = "", advice: str = "") -> None:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Raise UserError if a file cannot be written to `path`, before a long run begins. Creates
-    nothing.
+    """Raise UserError if a file cannot be written to `path`. Creates nothing.
 
     flag  the flag that chooses another path, with its value: "--output FILE"
     """
@@ -286,17 +271,12 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
-    """Raise UserError if files cannot be written to `folder`, which may be missing if it can be
-    created. Creates nothing.
+    """Raise UserError if files cannot be written to `folder`, or it cannot be created.
 
     flag  the flag that chooses another path, with its value
     path  the user's path for the message, if it is not the folder
     """
-    nearest = next(
-        parent
-        for parent in (folder.absolute(), *folder.absolute().parents)
-        if os.path.lexists(parent)
-    )
+    nearest = _nearest(folder)
     if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(
             f"{path or folder} cannot be written: {nearest} is not a folder you may write to; pass"
@@ -304,11 +284,19 @@ def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
         )
 
 
+def _nearest(path: Path) -> Path:
+    """The path, or the lowest folder above it that exists."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of a path's disk. The path may be missing."""
+    return shutil.disk_usage(_nearest(Path(path))).free
+
+
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raise UserError if the disk of a folder has less than `needed` free bytes. what: beginning of
-    the message, as in "the weights need"."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    """Raise UserError unless a folder's disk has `needed` free bytes. what: "the weights need"."""
+    if needed > (free := free_bytes(folder)):
         raise UserError(
             f"{what} {format_bytes(needed)} more in {folder}, its disk has {format_bytes(free)}"
             " free.\nFree some, or choose another place with --artifacts-dir DIR"

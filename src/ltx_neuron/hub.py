@@ -8,7 +8,6 @@ import errno
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -16,12 +15,12 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ltx_neuron.errors import UserError, refusal
+from ltx_neuron.files import free_bytes
 from ltx_neuron.format import format_bytes
 
 RELEASE = "Lightricks/LTX-2.3"
 _UPSCALERS = "latent_upscale_models"
-# The files of OWNER/REPO without FILE, from Lightricks' MODELS-LTX-2.3.md and README (LTX-2 1.2.0);
-# also those in fp8.
+# The files of OWNER/REPO without FILE, from Lightricks' MODELS-LTX-2.3.md and README, also fp8.
 RELEASED: dict[str, dict[str, str]] = {
     RELEASE: {
         "distilled": "ltx-2.3-22b-distilled-1.1.safetensors",
@@ -154,24 +153,22 @@ def nearest(path: str | Path) -> str:
 
 
 def _cached(repo: str, revision: str, file: str, kind: str) -> Path | None:
-    """The file or Gemma's folder, if the cache has all of it."""
     from huggingface_hub import try_to_load_from_cache
 
     if not file and kind != "gemma":
         return None
-    found = try_to_load_from_cache(repo, file or _GEMMA[0], revision=revision)
-    if not isinstance(found, str):  # None, or a mark of a file that the repository lacks
+    path = try_to_load_from_cache(repo, file or _GEMMA[0], revision=revision)
+    if not isinstance(path, str):  # None, or a mark of a file that the repository lacks
         return None
     if file:
-        return Path(found)
-    folder = Path(found).parent
+        return Path(path)
+    folder = Path(path).parent
     shards = [shard for each in os.listdir(folder) if (shard := _SHARD.fullmatch(each))]
     whole = shards and len(shards) == int(shards[0][1] or 1)
     return folder if whole and all((folder / each).is_file() for each in _GEMMA) else None
 
 
 def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
-    """Download a name's files. Returns the file's name in the repository, "" for Gemma's folder."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
     if not _may_download.get():
@@ -188,8 +185,7 @@ def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
     if absent:
         size = sum(listed[each].size or 0 for each in absent)
         what = f"{repo}/{absent[0]}" if len(absent) == 1 else f"{repo}, {len(absent)} files"
-        disk = next(each for each in (cache, *cache.parents) if each.exists())
-        if size > (free := shutil.disk_usage(disk).free):
+        if size > (free := free_bytes(cache)):
             raise UserError(
                 f"{what}: {format_bytes(size)} do not fit {cache}: {format_bytes(free)} free\n"
                 "Free some space, or choose a larger disk with HF_HOME=DIR"
@@ -201,7 +197,6 @@ def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
 
 
 def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
-    """The files of a repository to download."""
     if kind == "gemma":
         if absent := {*_GEMMA} - {*listed}:
             raise UserError(
@@ -226,7 +221,6 @@ def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
 
 @contextmanager
 def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
-    """Convert huggingface_hub's exceptions in the block to UserError."""
     from huggingface_hub import constants
     from huggingface_hub import errors as of
 
@@ -255,8 +249,8 @@ def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
             fix = "Free some space, or choose a larger disk with HF_HOME=DIR"
         else:
             cause = error.__cause__ or error
-            said = f"{type(cause).__name__}: {cause}".partition("\n")[0][:150]
-            text = f"{name}: no such file here{nearest(name)}, and no download from {url} ({said})"
+            why = f"{type(cause).__name__}: {cause}".partition("\n")[0][:150]
+            text = f"{name}: no such file here{nearest(name)}, and no download from {url} ({why})"
             fix = "Check the network and the token (hf auth whoami), then type the command again"
     else:
         return

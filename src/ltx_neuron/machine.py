@@ -17,21 +17,15 @@ _MULTIPLYING = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about a machine.
+    """Facts about a machine."""
 
-    instance        the EC2 instance type, "" outside of EC2
-    neuron_devices  accelerator chips of the Neuron driver
-    cuda_devices    GPUs that PyTorch can use
-    """
-
-    instance: str = ""
-    neuron_devices: int = 0
-    cuda_devices: int = 0
+    instance: str = ""  # the EC2 instance type, "" outside of EC2
+    neuron_devices: int = 0  # accelerator chips of the Neuron driver
+    cuda_devices: int = 0  # GPUs that PyTorch can use
 
 
 def probe(root: Path = Path("/")) -> Machine:
-    """This machine. The firmware of an EC2 instance has its type, and the driver has one device
-    file per chip."""
+    """This machine. EC2's firmware has the instance type, the driver a device file per chip."""
     product = root / "sys/devices/virtual/dmi/id/product_name"
     try:
         name = product.read_text().strip()

@@ -33,83 +33,58 @@ class Chip:
 
 @dataclass(frozen=True)
 class Profile:
-    """How models run on a kind of machine. `chip` is None if its limits are unknown.
-
-    backend         "torchdist": one process per rank; "nxd": one process drives all ranks; "auto",
-                    in PROFILES alone: `resolve` replaces it by that of the installed Neuron stack
-    tp              ranks that share one model
-    device          of a rank
-    compile_backend how a rank runs its exported graphs: "export" op by op, others through
-                    torch.compile ("aot_eager": TorchNeuron's path without its compiler)
-    threads         CPU threads of one rank; 0: its share of the machine's
-    drain_every     of torchdist: wait for the device after this number of launches; 0: after each
-                    step
-    first_run_seconds  of torchdist: how long a rank, or the host, waits for a rank while others do
-                    not: it may load, or compile a graph at its first run. Also of a whole compile
-                    step
-    blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the
-                      whole step
-    attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma's is always
-                    matmul and softmax
-    sequence_parallel  split the video's tokens over the ranks between layers, in buckets with a
-                    divisible number of tokens
-    context_parallel  ranks' groups of `tp` that divide the video's tokens of a clip, one per chip
-    guidance_parallel  groups of ranks, each with the whole model, that share the passes of a guided
-                    step or the tiles of a tiled one
-    host_dtype      of the host's video models; "auto": bfloat16 for a bfloat16 run if this
-                    machine's CPU measures faster with it, else float32
-    vae_tile        longer side of a decoder's tile in pixels, and vae_overlap, the pixels that two
-                    tiles share; vae_tile_frames and vae_overlap_frames: the same in time. The
-                    defaults are those of ltx-core since 1.1.3
-    vae_tile_latents  of --neuron-vae: maximum latents (frames x rows x columns) in a tile, with the
-                      overlaps above; 0: tiles as on the host
-    vae_convolution  of --neuron-vae: the form of the video VAE's 3x3x3 convolutions, three 2D ones
-                     ("conv2d") or one 3D one
-    sound_on_ranks  with --neuron-vae the ranks decode sound as well; otherwise the host does, while
-                    the ranks decode pictures
-    overlap_decode  the ranks denoise a batch's next clip while the host decodes one; the host
-                    decodes sound in parallel with pictures
-    resident        keep all models on the device; otherwise one at a time
-    environment     of the processes that drive the device, set before torch is imported
-    compiler_flags  of neuronx-cc by model, without --lnc
-    tuned           use the saved settings of ltx-neuron tune for this machine, if there are any
-    note            a warning about the whole profile, for users
-    settings        the user's --profile-set, without `tuned`, which affects no result by itself
-    """
+    """How models run on a kind of machine."""
 
     name: str
     source: str
+    # "torchdist": one process per rank; "nxd": one process drives all ranks; "auto", in PROFILES
+    # alone: `resolve` replaces it by that of the installed Neuron stack
     backend: Literal["auto", "torchdist", "nxd"]
-    tp: int
-    device: Literal["cpu", "cuda", "neuron"]
+    tp: int  # ranks that share one model
+    device: Literal["cpu", "cuda", "neuron"]  # of a rank
+    # How a rank runs its exported graphs: "export" op by op, others through torch.compile
+    # ("aot_eager": TorchNeuron's path without its compiler)
     compile_backend: Literal["export", "aot_eager", "inductor", "neuron"]
+    # Of the DiT and the connectors (attention.KERNELS); Gemma's is always matmul and softmax
     attention: Literal["sdpa", "matmul", "nki"]
+    # Transformer blocks in one graph, called num_layers / this many times; 0: the whole step
     blocks_per_graph: int = 4
+    # Split the video's tokens over the ranks between layers, in buckets where that is possible
     sequence_parallel: bool = False
-    context_parallel: int = 1
+    context_parallel: int = 1  # groups of `tp` ranks that divide a clip's tokens, one per chip
+    # Groups of ranks, each with the whole model, that share the passes or tiles of a step
     guidance_parallel: int = 1
-    threads: int = 0
-    drain_every: int = 0
+    threads: int = 0  # CPU threads of one rank; 0: its share of the machine's
+    drain_every: int = 0  # of torchdist: wait for the device after so many launches; 0: a step's
+    # Of torchdist: how long a rank, or the host, waits for a rank while others do not: it may load,
+    # or compile a graph at its first run. Also of a whole compile step
     first_run_seconds: int = 1800
     chips: int = 1
     lnc: int = 1
-    chip: Chip | None = None
+    chip: Chip | None = None  # None: its limits are unknown
     host_memory_bytes: int | None = None
+    # Of the host's video models; "auto": bfloat16 for a bfloat16 run if the CPU is faster with it
     host_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # Longer side of a decoder's tile in pixels, the pixels that two tiles share, and the same in
+    # time. The defaults are those of ltx-core since 1.1.3
     vae_tile: int = 768
     vae_overlap: int = 64
     vae_tile_frames: int = 80
     vae_overlap_frames: int = 24
+    # Of --neuron-vae: latents (frames x rows x columns) in a tile at most; 0: tiles as on the host
     vae_tile_latents: int = 0
+    # Of --neuron-vae: the video VAE's 3x3x3 convolutions, three 2D ones or one 3D one
     vae_convolution: Literal["conv2d", "conv3d"] = "conv2d"
-    sound_on_ranks: bool = False
+    sound_on_ranks: bool = False  # with --neuron-vae the ranks decode sound, too, not the host
+    # The ranks denoise a batch's next clip while the host decodes one; sound beside pictures
     overlap_decode: bool = True
-    resident: bool = False
+    resident: bool = False  # keep all models on the device; otherwise one at a time
     text_buckets: tuple[int, ...] = (128, 256, 512, 1024)
-    environment: tuple[tuple[str, str], ...] = ()
-    compiler_flags: tuple[tuple[str, str], ...] = ()
-    tuned: bool = True
-    note: str = ""
+    environment: tuple[tuple[str, str], ...] = ()  # of driving processes, set before torch's import
+    compiler_flags: tuple[tuple[str, str], ...] = ()  # of neuronx-cc by model, without --lnc
+    tuned: bool = True  # use the settings of ltx-neuron tune for this machine, if there are any
+    note: str = ""  # a warning about the whole profile, for users
+    # The user's --profile-set, without `tuned`, which affects no result by itself
     settings: tuple[str, ...] = ()
 
     @property
@@ -124,8 +99,7 @@ class Profile:
 
     @property
     def maps_weights(self) -> bool:
-        """Whether ranks compute with the mapped pages of their weight files, as on a CPU. Other
-        devices have copies."""
+        """Whether ranks compute with mapped pages of their weight files; devices have copies."""
         return self.device == "cpu"
 
     @property
@@ -145,28 +119,28 @@ class Profile:
 
     @property
     def may_keep_vae(self) -> bool:
-        """Whether the video VAE may stay on the device beside the transformer, if it fits."""
         return self.resident or self.memory_bytes_per_core is not None
 
     def flops(self, tp: int) -> float | None:
         """FLOP/s of `tp` ranks together."""
-        return self.chip and self.chip.flops * self._chips_of(tp)
+        return self.chip and self.chip.flops * self.chips_of(tp)
 
     def memory_bytes_per_second(self, tp: int) -> float | None:
         """Memory bandwidth of `tp` ranks together."""
-        return self.chip and self.chip.memory_bytes_per_second * self._chips_of(tp)
+        return self.chip and self.chip.memory_bytes_per_second * self.chips_of(tp)
 
     def link_bytes_per_second(self, tp: int) -> float | None:
         """Bandwidth between `tp` ranks, all together; across chips, that of the slower link."""
         if self.chip is None:
             return None
-        chip, chips = self.chip, self._chips_of(tp)
+        chip, chips = self.chip, self.chips_of(tp)
         link = chip.link_bytes_per_second if chips <= 1 else chip.chip_link_bytes_per_second
         return chips * link
 
-    def _chips_of(self, tp: int) -> float:
+    def chips_of(self, ranks: int) -> float:
+        """The chips, or the share of one, of so many ranks."""
         assert self.chip
-        return tp * self.lnc / self.chip.cores
+        return ranks * self.lnc / self.chip.cores
 
     def flags(self, model: str) -> str:
         """neuronx-cc's flags for the graphs of a model, one of MODELS."""
@@ -182,7 +156,6 @@ class Profile:
 
     @property
     def cores_per_chip(self) -> int:
-        """Logical cores of a chip."""
         return self.chip.cores // self.lnc if self.chip else 1
 
     @property
@@ -204,7 +177,6 @@ class Profile:
 
     @property
     def host_threads(self) -> int:
-        """CPU threads of the host's own stages."""
         return os.cpu_count() or 1
 
     def degree(self, tp_degree: int | None) -> int:
@@ -276,8 +248,7 @@ TRAINIUM3 = Chip(
     ),
 )
 
-# The runtime's buffer for one collective, in bytes. The runtime reads it once, at its start, before
-# the size is known.
+# The runtime's buffer for one collective, in bytes: read at its start, before sizes are known.
 COLLECTIVES_BUFFER = "NEURON_RT_DBG_INTRA_RDH_CHANNEL_BUFFER_SIZE"
 PLATFORM_TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _TRANSFORMER = "--model-type=transformer -O1 --auto-cast=none"
@@ -314,8 +285,7 @@ _TRN2: dict[str, Any] = dict(
         ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0"),
         # A build machine without a device compiles for trn2 as well.
         (PLATFORM_TARGET, "trn2"),
-        # TorchNeuron. A step's 14 launches do not fit the default queue; published LTX runs use the
-        # largest (63).
+        # TorchNeuron. A step has 14 launches; published LTX runs use the largest queue (63).
         ("NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS", "63"),
         # Reuse DMA rings: one set of addresses per call of a step, at most 51 at the release's
         # depth (one block per graph, guided). Rings beyond the cache are rebuilt at each launch.
@@ -323,8 +293,7 @@ _TRN2: dict[str, Any] = dict(
         # Both backends. Larger sums take a slower algorithm; the default is 40 MB, and the largest
         # sum of 512x768, 121 frames has 48 MiB. AWS's Wan 2.2 runs with this value.
         (COLLECTIVES_BUFFER, "167772160"),
-        # The compiling rank holds the cache's lock; other ranks break it after 1200 s by default
-        # (FileLock.h).
+        # The compiling rank locks the cache; others break the lock after 1200 s (FileLock.h).
         ("TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT", "7200"),
         # Raise for a graph that does not lower, instead of running it op by op.
         ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1"),
@@ -334,8 +303,7 @@ _TRN2: dict[str, Any] = dict(
         ("OMP_NUM_THREADS", "1"),  # rank_threads sets the number
     ),
     compiler_flags=(
-        # Published LTX-2.3 port at TP=4 on trn2.3xlarge (SDK 2.28); ours casts nothing
-        # (--auto-cast=none).
+        # Published LTX-2.3 port, TP=4, trn2.3xlarge (SDK 2.28); ours casts nothing.
         ("dit", DIT_FLAGS[0]),
         (
             "gemma3",
@@ -415,7 +383,6 @@ def blocks_per_graph(context_parallel: int, blocks: int = Profile.blocks_per_gra
 
 
 def _layout(end: str, **fields: Any) -> Profile:
-    """A profile for one clip on several chips of a trn2.48xlarge (docs/scale-out.md)."""
     blocks = blocks_per_graph(fields.get("context_parallel", 1))
     name = f"trn2.48xlarge-{end}"
     machine = PROFILES["trn2.48xlarge"]
@@ -451,8 +418,8 @@ def resolve(
         backend: Any = (profile.device == "neuron" and installed_backend()) or "torchdist"
         profile = dataclasses.replace(profile, backend=backend)
     _check(profile)
-    kept = tuple(setting for setting in settings if setting.partition("=")[0] != "tuned")
-    return dataclasses.replace(profile, settings=kept)
+    typed = tuple(setting for setting in settings if setting.partition("=")[0] != "tuned")
+    return dataclasses.replace(profile, settings=typed)
 
 
 # Device -> the possible values of compile_backend.
@@ -464,7 +431,6 @@ COMPILE_BACKENDS = {
 
 
 def _check(profile: Profile) -> None:
-    """Raise UserError for values that conflict."""
     known, on_neuron = COMPILE_BACKENDS[profile.device], profile.device == "neuron"
     right = {
         f"device={profile.device} needs compile_backend={' or '.join(known)}, got"
@@ -509,7 +475,6 @@ def _or(numbers: tuple[int, ...]) -> str:
 
 
 def _routes(profile: Profile) -> dict[str, bool]:
-    """Rules for the groups of a Trainium machine, each with whether a profile follows it."""
     cp = profile.context_parallel
     more = "--profile trn2.48xlarge" if profile.torus_row else "--profile-set chips=N"
     return {
@@ -546,8 +511,7 @@ def detect(machine: Machine) -> str:
 
 
 def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -> None:
-    """Raise UserError, with the command that installs it, if the runtime of the profile's backend
-    is missing."""
+    """Raise UserError, with the command that installs it, if the backend's runtime is missing."""
     profile.check_degree(tp)
     if profile.device == "neuron":
         stack, here = STACKS[profile.backend], installed_backend()
@@ -555,12 +519,14 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
             free = profile.guidance_parallel == 1  # groups need TorchNeuron
             wanted = [*STACKS.values()] if free and not here else [stack]
             packages = [each.package for each in STACKS.values()]
-            found = [f"{name} {version}" for name in packages if (version := package_version(name))]
+            present = [
+                f"{name} {version}" for name in packages if (version := package_version(name))
+            ]
             commands = "; or ".join(f"{each.name}: {each.install}" for each in wanted)
             other = f"--profile-set backend={here}" if free and here else "--profile cpu"
             raise UserError(
                 f"profile {profile.name!r} needs {' or '.join(map(str, wanted))}, found"
-                f" {', '.join(found) or 'neither'}.\nInstall {commands}; or type {other}"
+                f" {', '.join(present) or 'neither'}.\nInstall {commands}; or type {other}"
             )
     elif profile.device == "cuda":
         count = (machine or probe()).cuda_devices
@@ -583,7 +549,6 @@ class Stack(NamedTuple):
 
     @property
     def version(self) -> str | None:
-        """The package's version; None if the stack is not installed."""
         version = package_version(self.package)
         return version if version_numbers(version) >= version_numbers(self.first) else None
 
@@ -631,7 +596,6 @@ _MAY_BE_ZERO = (
 
 
 def _changed(profile: Profile, setting: str) -> Profile:
-    """A profile with one key=value of --profile-set."""
     key, equals, text = setting.partition("=")
     if not equals:
         raise UserError(
@@ -658,7 +622,6 @@ def _changed(profile: Profile, setting: str) -> Profile:
 
 
 def _parsed(kind: Any, text: str, least: int) -> Any:
-    """Parse a value of a type. Raises ValueError with the wanted form."""
     if kind is bool:
         if text not in ("yes", "no", "true", "false"):
             raise ValueError("yes or no")

@@ -23,7 +23,7 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
 from ltx_neuron.sampling.conditions import Retake
-from ltx_neuron.tune.tolerance import rel_l2
+from ltx_neuron.tune.variant import rel_l2
 from ltx_neuron.workspace import Workspace
 
 

@@ -29,6 +29,7 @@ from tiny.weights import save
 from typed import run
 
 from ltx_neuron import artifacts as places
+from ltx_neuron.commands import dispatch
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -108,12 +109,10 @@ def finished(world):
     """The world with weights and graphs for SIZE, and with damaged copies of them. They are made as
     a newcomer makes them: by pasting what the error says."""
     with world.changed():
-        for script in (COMPILE_DIT, SHARD_DIT):
-            with mock.patch.object(sys, "stderr", StringIO()) as said:
-                assert run(GENERATE, world.words(GENERATE)) == 2
-            pasted = shlex.split(re.search(r"Make them: (.*)", said.getvalue())[1])
-            assert pasted[1].endswith(script), said.getvalue()
-            assert run(script, pasted[2:]) == 0
+        with mock.patch.object(sys, "stderr", StringIO()) as said:
+            assert run(GENERATE, world.words(GENERATE)) == 2
+        pasted = shlex.split(re.search(r"Make them: (.*)", said.getvalue())[1])
+        dispatch(pasted[pasted.index("prepare") :])
         _damage_artifacts(world)
     return world
 
@@ -298,6 +297,10 @@ NAMES = {
     "GEMMA": "hf download google/gemma-3-12b-it-qat-q4_0-unquantized",
     "SPATIAL": "hf download Lightricks/LTX-2.3 ltx-2.3-spatial-upscaler-x2-1.1.safetensors",
     "TEMPORAL": "hf download Lightricks/LTX-2.3 ltx-2.3-temporal-upscaler-x2-1.0.safetensors",
+    "PREPARE": " prepare --checkpoint-path ",
+    "SHARD": " shard transformer ",
+}
+SCRIPTS = {
     "SHARD_DIT": SHARD_DIT,
     "SHARD_GEMMA": SHARD_GEMMA,
     "COMPILE_DIT": COMPILE_DIT,
@@ -313,7 +316,7 @@ def table(text: str) -> list:
         script, _, flags = command.rpartition(": ")
         words = [NAMES.get(word, word) for word in words.split(" | ")]
         id = ascii(command)[1:-1]
-        cases.append(pytest.param(NAMES.get(script, GENERATE), flags, words, id=id))
+        cases.append(pytest.param(SCRIPTS.get(script, GENERATE), flags, words, id=id))
     return cases
 
 
@@ -457,28 +460,28 @@ none of its | SPATIAL
 """)
 # Artifacts that do not fit.
 ARTIFACTS = table("""
---artifacts-dir {root}/none -> no dit graphs | Make them: | COMPILE_DIT | --tp-degree 1
---neuron-gemma -> no gemma3 weights | Make them: | SHARD_GEMMA | --gemma-root
---height 96 -> bucket | got v8-a9-t1-s8, wanted v12-a9-t1-s8 | COMPILE_DIT | --height 96
---tp-degree 2 -> tp: got 1, wanted 2 | COMPILE_DIT | --tp-degree 2
---dtype bfloat16 -> dtype: got float32, wanted bfloat16 | COMPILE_DIT | --dtype bfloat16
---profile-set blocks_per_graph=1 -> blocks_per_graph: got 0, wanted 1 | COMPILE_DIT
+--artifacts-dir {root}/none -> no dit graphs | Make them: | PREPARE | --tp-degree 1
+--neuron-gemma -> no gemma3 weights | Make them: | PREPARE | --gemma-root
+--height 96 -> bucket | got v8-a9-t1-s8, wanted v12-a9-t1-s8 | PREPARE | --height 96
+--tp-degree 2 -> tp: got 1, wanted 2 | PREPARE | --tp-degree 2
+--dtype bfloat16 -> dtype: got float32, wanted bfloat16 | PREPARE | --dtype bfloat16
+--profile-set blocks_per_graph=1 -> blocks_per_graph: got 0, wanted 1 | PREPARE
 --checkpoint-path '{bad}/other content.safetensors' -> source (the checkpoint's content): got | \
-SHARD_DIT | other content.safetensors'
---artifacts-dir {bad}/other-code -> code (this toolkit's code): got 0123456789ab | COMPILE_DIT
---artifacts-dir {bad}/other-torch -> torch (the version of PyTorch): got 1.0.0 | COMPILE_DIT
---artifacts-dir {bad}/other-config -> config (the model's sizes): got | COMPILE_DIT
---artifacts-dir {bad}/edited-torch -> torch | got 1.0.0 | rm -r | COMPILE_DIT
---artifacts-dir {bad}/other-source -> source | got 0123456789ab | SHARD_DIT
---artifacts-dir {bad}/other-layout -> layout: got 0, wanted | SHARD_DIT
---artifacts-dir {bad}/unfinished -> not finished | Make them again: | SHARD_DIT
+PREPARE | other content.safetensors'
+--artifacts-dir {bad}/other-code -> code (this toolkit's code): got 0123456789ab | PREPARE
+--artifacts-dir {bad}/other-torch -> torch (the version of PyTorch): got 1.0.0 | PREPARE
+--artifacts-dir {bad}/other-config -> config (the model's sizes): got | PREPARE
+--artifacts-dir {bad}/edited-torch -> torch | got 1.0.0 | rm -r | PREPARE
+--artifacts-dir {bad}/other-source -> source | got 0123456789ab | PREPARE
+--artifacts-dir {bad}/other-layout -> layout: got 0, wanted | PREPARE
+--artifacts-dir {bad}/unfinished -> not finished | Make them again: | PREPARE
 SHARD_DIT: --artifacts-dir {bad}/unfinished --verify -> not finished
---artifacts-dir {bad}/broken-manifest -> manifest.json cannot be read | rm -r | SHARD_DIT
---artifacts-dir {bad}/missing-rank -> rank0.safetensors: missing | rm -r | SHARD_DIT
+--artifacts-dir {bad}/broken-manifest -> manifest.json cannot be read | rm -r | PREPARE
+--artifacts-dir {bad}/missing-rank -> rank0.safetensors: missing | rm -r | PREPARE
 --artifacts-dir {bad}/truncated-rank -> rank0.safetensors: | bytes, wanted | rm -r
---artifacts-dir {bad}/missing-graph -> step.pt2: missing | rm -r | COMPILE_DIT
---artifacts-dir {bad}/flipped-graph -> step.pt2: content differs | rm -r | COMPILE_DIT
-SHARD_DIT: --artifacts-dir {root}/none --verify -> no dit weights | SHARD_DIT
+--artifacts-dir {bad}/missing-graph -> step.pt2: missing | rm -r | PREPARE
+--artifacts-dir {bad}/flipped-graph -> step.pt2: content differs | rm -r | PREPARE
+SHARD_DIT: --artifacts-dir {root}/none --verify -> no dit weights | SHARD
 SHARD_DIT: --artifacts-dir {bad}/flipped-rank --verify -> rank0.safetensors: content differs from \
 its blake3 | rm -r
 SHARD_DIT: --artifacts-dir {bad}/truncated-rank --verify -> bytes, wanted | rm -r
@@ -603,5 +606,5 @@ def test_the_command_for_damaged_weights_works_when_pasted(finished, tmp_path, c
     command = re.search(r"Make it again: (.*)", capsys.readouterr().err)[1]
     remove, make = command.split(" && ")
     subprocess.run(remove, shell=True, check=True, timeout=100)
-    assert run(SHARD_DIT, shlex.split(make)[2:]) == 0
+    assert run(SHARD_DIT, shlex.split(make.partition(" shard transformer ")[2])) == 0
     assert run(SHARD_DIT, words) == 0

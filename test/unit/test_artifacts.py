@@ -357,11 +357,10 @@ def test_a_killed_push_is_nothing_to_pull_and_goes_on_with_the_file(
 
 
 def test_what_interrupted_runs_left_is_removed_when_the_folder_is_finished(made, tmp_path):
-    """A sharding, which leaves a journal and files without a dot, and pulls."""
     store, weights = Store(tmp_path / "store"), folder(tmp_path / "here", WEIGHTS)
     push(store, made, ["weights"])
     weights.mkdir(parents=True)
-    names = "rank0.safetensors.partial", "journal.json", ".rank1.safetensors.1-01234567.partial"
+    names = f".{MANIFEST}.1-01234567.partial", ".rank1.safetensors.1-01234567.partial"
     for name in (*names, "notes of a person"):
         (weights / name).write_text("left")
     pull(store, tmp_path / "here", [])

@@ -186,7 +186,7 @@ def timed(monkeypatch, *turns):
     def in_turns(functions, count):
         return [left.pop(0) for _ in range(count)]
 
-    monkeypatch.setattr(arithmetic_module, "_in_turns", in_turns)
+    monkeypatch.setattr(arithmetic_module, "_alternate", in_turns)
     return left
 
 

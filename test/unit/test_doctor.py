@@ -17,7 +17,7 @@ from plans import counted_once  # noqa: F401
 from ltx_neuron import artifacts, commands, invocation, plan
 from ltx_neuron.doctor import checks, groups
 from ltx_neuron.doctor.__main__ import main
-from ltx_neuron.doctor.finding import Finding, attempt
+from ltx_neuron.doctor.finding import Finding, finding_of
 from ltx_neuron.doctor.sdk import DECOYS, SDKS, nxd_support, release_of
 from ltx_neuron.doctor.system import System, output_of
 from ltx_neuron.errors import UserError
@@ -662,7 +662,7 @@ def test_artifacts_that_are_damaged_block_and_those_that_are_missing_do_not(tmp_
     identity = {"kind": "graphs", "model": "dit", "tp": 4, "dtype": "float32"}
 
     def found() -> Finding:
-        return attempt("DiT graphs", partial(artifacts.find, tmp_path, identity, "make"), "todo")
+        return finding_of("DiT graphs", partial(artifacts.find, tmp_path, identity, "make"), "todo")
 
     assert found().state == "todo"
     artifacts.folder(tmp_path, identity).mkdir(parents=True)

@@ -162,7 +162,7 @@ def test_a_script_finds_the_installed_package(monkeypatch):
 
 # What one module does for all others, and what shows that another does it by itself.
 ONE_PLACE = {
-    "files are written whole": (r"os\.replace|\"\.partial", {"files", "weights.sharder"}),
+    "files are written whole": (r"os\.replace|\"\.partial", {"files"}),
     "folders are locked": (r"flock", {"files"}),
     "versions are looked up": (r"importlib\.metadata|import metadata", {"machine"}),
     "the system's errors are put in words": (r"error\.strerror", {"errors"}),

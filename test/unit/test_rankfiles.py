@@ -1,5 +1,5 @@
-"""Weight sets that can be trusted: written in one pass, resumed after any kill, verified,
-and loaded strictly."""
+"""Weight sets that can be trusted: written in one pass, written again after any kill,
+verified, and loaded strictly."""
 
 import errno
 import json
@@ -57,14 +57,7 @@ from ltx_neuron.weights.rankfiles import (
     rank_path,
     verify,
 )
-from ltx_neuron.weights.sharder import (
-    JOURNAL,
-    PARTIAL,
-    check_specs,
-    compare,
-    shard_specs,
-    shard_weights,
-)
+from ltx_neuron.weights.sharder import check_specs, compare, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import HOST, MODELS
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES, TensorFile
 from ltx_neuron.workspace import Workspace
@@ -104,9 +97,8 @@ def copy(whole, tmp_path):
 
 
 @pytest.fixture
-def often(monkeypatch):
-    """A journal entry every few tensors, and pieces smaller than most tensors."""
-    monkeypatch.setattr(sharder, "_SYNC_BYTES", 20_000)
+def small_pieces(monkeypatch):
+    """Pieces smaller than most tensors."""
     monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)
 
 
@@ -137,7 +129,7 @@ def test_the_files_names_are_on_the_disk_before_the_manifest_is_written(
     def noted(descriptor: int) -> None:
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
         if synced[-1] == folder:
-            assert content(folder).keys() == {JOURNAL, *file_names(TP)}
+            assert content(folder).keys() == {*file_names(TP)}
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
@@ -146,7 +138,7 @@ def test_the_files_names_are_on_the_disk_before_the_manifest_is_written(
 
 
 def test_the_source_is_read_once_in_pieces_of_bounded_size(
-    source, whole, tmp_path, often, monkeypatch
+    source, whole, tmp_path, small_pieces, monkeypatch
 ):
     sizes, read = [], TensorFile.read
 
@@ -261,7 +253,7 @@ def test_a_checkpoint_without_a_tensor_of_its_model_is_refused_by_the_workspace(
     assert not (tmp_path / "artifacts").exists()
 
 
-# stopped and resumed
+# stopped and written again
 
 
 class Stop(Exception):
@@ -283,37 +275,15 @@ def stop_at(monkeypatch, name: str) -> None:
 LATE = "transformer_blocks.1.scale_shift_table"
 
 
-def test_a_stopped_run_leaves_nothing_under_a_final_name_and_is_continued(
-    source, whole, tmp_path, often, capsys
-):
+def test_a_stopped_run_leaves_nothing_and_the_next_one_writes_the_set(source, whole, tmp_path):
     folder = tmp_path / "weights"
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, LATE)
-        # The journal waits for the disk, and lags behind where that is slow.
-        patch.setattr(os, "fsync", lambda file: None)
         with pytest.raises(Stop):
             write(source, folder)
-    assert content(folder).keys() == {JOURNAL, *(name + PARTIAL for name in file_names(TP))}
-    read = count_reads(source, folder)
-    assert "continuing an interrupted run" in capsys.readouterr().out
+    assert not folder.exists()
+    write(source, folder)
     assert content(folder) == content(whole)
-    whole_source = sum(source.nbytes(name) for name in source.names)
-    assert read < 0.2 * whole_source  # only what had not been done
-
-
-def count_reads(source, folder) -> int:
-    """Write, and return how many bytes of the source were read."""
-    pieces, total = Source.pieces, 0
-
-    def counted(self, name, bounds):
-        nonlocal total
-        total += self.nbytes(name)
-        return pieces(self, name, bounds)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Source, "pieces", counted)
-        write(source, folder)
-    return total
 
 
 def test_a_run_stopped_over_a_finished_set_does_not_count_as_finished(source, copy, monkeypatch):
@@ -328,37 +298,12 @@ def test_a_run_stopped_over_a_finished_set_does_not_count_as_finished(source, co
                 torch.float32,
                 shard_specs(source, TP, {}),
             )
-    assert content(copy).keys() == {name + PARTIAL for name in file_names(TP)}
+    assert not is_finished(copy, IDENTITY) and names(copy) == []
 
 
-@pytest.mark.parametrize(
-    "damage", ["another job's journal", "a journal that is none", "a changed byte", "a lost file"]
-)
-def test_what_cannot_be_continued_is_begun_again(source, whole, tmp_path, often, damage):
-    folder = tmp_path / "weights"
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, LATE)
-        with pytest.raises(Stop):
-            write(source, folder)
-    partial = folder / (rank_file(1) + PARTIAL)
-    if damage == "another job's journal":
-        journal = read_json(folder / JOURNAL)
-        write_json(folder / JOURNAL, journal | {"identity": dict.fromkeys(IDENTITY, "other")})
-    elif damage == "a journal that is none":
-        (folder / JOURNAL).write_text("{")
-    elif damage == "a changed byte":
-        changed = bytearray(partial.read_bytes())
-        changed[8 + int.from_bytes(changed[:8], "little")] ^= (
-            1  # the first tensor's: in the journal
-        )
-        partial.write_bytes(changed)
-    else:
-        partial.unlink()
-    assert count_reads(source, folder) == sum(source.nbytes(name) for name in source.names)
-    assert content(folder) == content(whole)
-
-
-def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, tmp_path, often):
+def test_after_a_kill_at_any_moment_the_next_run_writes_the_same_bytes(
+    source, whole, tmp_path, small_pieces
+):
     """kill -9, in a process of its own; moments are spread over the time that an undisturbed run
     takes, which is corrected while a busy machine makes it shorter than it was measured."""
     choose, wanted, unfinished = random.Random(1), content(whole), 0
@@ -383,8 +328,7 @@ def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, 
         else:
             unfinished += 1
         assert all(
-            (folder / MANIFEST).is_file() or not name.endswith(".json") or name == JOURNAL
-            for name in names(folder)
+            (folder / MANIFEST).is_file() or not name.endswith(".json") for name in names(folder)
         )
         write(source, folder)
         assert content(folder) == wanted, number
@@ -392,11 +336,14 @@ def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, 
     assert unfinished > kills / 4  # most kills met a run at work
 
 
-def test_a_journal_that_a_killed_run_was_writing_is_removed(source, whole, tmp_path):
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / f".{JOURNAL}.123-0123abcd.partial").write_text("{")
-    write(source, tmp_path / "weights")
-    assert content(tmp_path / "weights") == content(whole)
+def test_files_of_killed_runs_and_of_another_identity_are_replaced(source, whole, tmp_path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    for name in (f".{rank_file(1)}.123-0123abcd.partial", f".{MANIFEST}.123-0123abcd.partial"):
+        (folder / name).write_text("{")
+    (folder / rank_file(0)).write_text("of another identity")
+    write(source, folder)
+    assert content(folder) == content(whole)
 
 
 def names(folder: Path) -> list[str]:
@@ -460,15 +407,15 @@ def fill_meanwhile(patch, disk: Path, left: int) -> None:
 
 
 def test_the_room_for_rank_files_is_taken_before_the_first_byte(
-    source, whole, small_disk, often, monkeypatch
+    source, whole, small_disk, small_pieces, monkeypatch
 ):
-    fill_meanwhile(monkeypatch, small_disk, left=128 * 1024)  # as much as journal and manifest take
+    fill_meanwhile(monkeypatch, small_disk, left=128 * 1024)  # as much as the manifest takes
     write(source, small_disk / "weights")
     assert content(small_disk / "weights") == content(whole)
 
 
-def test_a_disk_that_fills_up_leaves_nothing_under_a_final_name_and_the_run_is_resumed(
-    source, whole, small_disk, often
+def test_a_disk_that_fills_up_leaves_nothing_and_the_next_run_writes_the_set(
+    source, whole, small_disk, small_pieces
 ):
     folder = small_disk / "weights"
 
@@ -481,7 +428,7 @@ def test_a_disk_that_fills_up_leaves_nothing_under_a_final_name_and_the_run_is_r
         # errors.run says so without a traceback: test_bad_input.
         with pytest.raises(OSError, match="No space left"):
             write(source, folder)
-    assert all(name.endswith(PARTIAL) or name == JOURNAL for name in names(folder))
+    assert not folder.exists()
     (small_disk / "other").unlink()
     write(source, folder)
     assert content(folder) == content(whole)

@@ -553,7 +553,7 @@ def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(t
     for path in (broken, tmp_path / "absent.json", tmp_path):
         assert ended(path) == 2
         text = capsys.readouterr().err
-        assert text.startswith(f"error: cannot read {path}") and "Traceback" not in text
+        assert text.startswith(f"error: {path} cannot be read as JSON") and "Traceback" not in text
     command = [sys.executable, "-m", "ltx_neuron.report", a]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "end to end" in text

@@ -22,7 +22,7 @@ from ltx_neuron.profiles import COLLECTIVES_BUFFER, resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.tune import __main__ as command
-from ltx_neuron.tune import table, tuned_settings
+from ltx_neuron.tune import tuned_settings
 from ltx_neuron.tune.search import (
     Row,
     baseline_settings,
@@ -32,10 +32,9 @@ from ltx_neuron.tune.search import (
     search,
     wins,
 )
-from ltx_neuron.tune.tolerance import rel_l2, worst_violation
-from ltx_neuron.tune.trials import Journal, Trials, last_words
+from ltx_neuron.tune.trials import Journal, Trials, last_words, table, violation
 from ltx_neuron.tune.tuned_settings import TunedSettings
-from ltx_neuron.tune.variant import first_blocks
+from ltx_neuron.tune.variant import first_blocks, rel_l2
 from ltx_neuron.workspace import Workspace
 
 OWN = {"backend": "torchdist", "threads": "0", "attention": "sdpa", "blocks_per_graph": "4"}
@@ -149,10 +148,11 @@ RULE = {
 def test_a_variant_s_distance_is_judged_by_the_dtype_and_by_the_own_one_s(dtype, far, own, allowed):
     exact = torch.ones(4)
     errors = {"video": rel_l2(exact * (1 + far), exact)}
-    worst = worst_violation(errors, own and {"video": own}, dtype)
-    assert (worst is None) == (allowed is None)
-    if worst:
-        assert worst[0] == "video" and worst[2] == pytest.approx(allowed)
+    problem = violation(errors, own and {"video": own}, dtype)
+    assert bool(problem) == (allowed is not None)
+    if problem:
+        assert problem.startswith("differs: video is ")
+        assert float(problem.rpartition(" ")[2]) == pytest.approx(allowed)
 
 
 # --- what is tried --------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_rows_of_another_request_or_a_damaged_journal_are_not_taken(tmp_path, ca
 def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path):
     save_file({"s1_video": torch.ones(1)}, tmp_path / "reference.safetensors")
     journal = Journal(tmp_path / "a.journal", ASKED, {})
-    trials = Trials([], "float32", OWN, 0.3, tmp_path, journal, lambda row: None)
+    trials = Trials([], "float32", OWN, 0.3, tmp_path, journal)
     with within(60):
         measured = trials.measure(OWN, 0)
     assert measured.problem == "took longer than --limit 0.3 s"
@@ -346,7 +346,7 @@ def test_the_table_has_a_line_for_each_variant_with_what_became_of_it():
     faster = OWN | {"attention": "matmul"}
     broken = OWN | {"threads": "2"}
     rows = [row(100), row(50, "", faster), row(0, "took longer", broken), row(52, "", faster, 1)]
-    lines = table.table(rows, OWN, faster).splitlines()
+    lines = table(rows, OWN, faster).splitlines()
     own, best = (" ".join(line.split()) for line in lines[1:3])
     assert own == "100.00 1 1.00 1.0 1.0e-07 the profile's own: own"
     assert best == "51.00 2 0.50 1.0 1.0e-07 attention=matmul: chosen"

@@ -24,7 +24,8 @@ from ltx_neuron.job import Job
 from ltx_neuron.models.attention import attention_cte
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.profiles import PROFILES, require_runtime, resolve
-from ltx_neuron.tune.tolerance import FACTOR, FLOOR, rel_l2
+from ltx_neuron.tune.trials import FACTOR, FLOOR
+from ltx_neuron.tune.variant import rel_l2
 
 pytestmark = pytest.mark.timeout(7200)
 

@@ -24,7 +24,6 @@ from ltx_neuron.files import MANIFEST, check_space, exclusive, remove_leftovers,
 from ltx_neuron.format import format_bytes
 from ltx_neuron.invocation import command
 from ltx_neuron.weights.rankfiles import entries_in
-from ltx_neuron.weights.sharder import JOURNAL, PARTIAL
 
 
 class Described(NamedTuple):
@@ -240,10 +239,8 @@ def _pull(store: Store, folder: Path, theirs: Described, stored: dict[str, int])
     total = sum(stored[f"{name}/{file}"] for file in missing)
     check_space(folder.parent, total, f"{name} needs")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (*theirs.files, JOURNAL, MANIFEST):  # left by killed runs
+    for file in (*theirs.files, MANIFEST):  # left by killed runs
         remove_leftovers(folder / file)
-        (folder / f"{file}{PARTIAL}").unlink(missing_ok=True)
-    (folder / JOURNAL).unlink(missing_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)  # the folder is unfinished from now on
     with tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
         for file in missing:

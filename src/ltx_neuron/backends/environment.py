@@ -28,13 +28,11 @@ _USERS_OWN = "NEURON_RT_EXEC_TIMEOUT"  # messages ask users to raise it: the pro
 def of_rank(
     profile: Profile, tp: int, rank: int, cache: Path | None, group: int = 0
 ) -> dict[str, str]:
-    """Environment variables of a rank, beyond the host's. cache: the compilers' cache folder;
-    group: the rank's guidance group."""
+    """A rank's environment variables. cache: of the compilers; group: its guidance group."""
     variables = dict(profile.environment)
     if _USERS_OWN in variables:
         variables[_USERS_OWN] = os.environ.get(_USERS_OWN, variables[_USERS_OWN])
-    # gloo connects ranks of one machine, so it must not depend on the host name or on the interface
-    # in the user's environment.
+    # gloo connects one machine's ranks, whatever its host name or the user's interface.
     if os.path.exists("/sys/class/net/lo"):
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     if cache is not None and profile.compile_backend != "export":
@@ -52,11 +50,9 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None, group: int
         "PATH": path(),
         "NEURON_RT_VISIBLE_CORES": str(launch_cores[rank]),  # one logical core a process
         "NEURON_LOGICAL_NC_CONFIG": str(profile.lnc),
-        # Without it rank 0 finds a free port and releases it, and another engine may bind it: then
-        # the other ranks hang.
+        # Without it rank 0 releases a free port, which another engine may bind: ranks hang.
         "NEURON_RT_ROOT_COMM_ID": _root_comm_id(first),
-        # A rank's torch loads TorchNeuron even if the user disables that for the host process
-        # (docs/trainium.md).
+        # A rank loads TorchNeuron even if the user disables that for the host's process.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_MASTER_PORT + first),
@@ -111,6 +107,15 @@ def path() -> str:
     return known if own in known.split(os.pathsep) else os.pathsep.join([own, known])
 
 
+def visible_cores(value: str) -> list[int]:
+    """The cores of NEURON_RT_VISIBLE_CORES, such as 0-3,8. ValueError for another text."""
+    visible = []
+    for part in value.split(",") if value else ():
+        first, dash, last = part.strip().partition("-")
+        visible += range(int(first), int(last if dash else first) + 1)
+    return visible
+
+
 def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
     """The logical cores of a launch, one per rank: the first ones of NEURON_RT_VISIBLE_CORES (such
     as 4-7), otherwise of the machine; of one guidance group, or of all. Raises UserError if they
@@ -118,11 +123,8 @@ def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
     developer guide), or begin where the links between chips do not connect them."""
     needed, size = profile.cores_needed(tp), profile.world_size(tp)
     value = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
-    visible = []
     try:
-        for part in value.split(",") if value else ():
-            first, dash, last = part.strip().partition("-")
-            visible += range(int(first), int(last if dash else first) + 1)
+        visible = visible_cores(value)
     except ValueError:
         raise UserError(
             f"NEURON_RT_VISIBLE_CORES is {value!r}, wanted cores as in 0-3 or 4,5,6,7"
@@ -155,8 +157,7 @@ def cores(profile: Profile, tp: int, group: int | None = None) -> list[int]:
 
 
 def check_ports(profile: Profile, tp: int, group: int = 0) -> None:
-    """Raise UserError if another process uses a port of a guidance group; the ranks would wait
-    forever."""
+    """Raise UserError if another process uses a guidance group's port: its ranks would wait."""
     if profile.device == "neuron":
         first = cores(profile, tp, group)[0]
         for port in (_ROOT_PORT, _MASTER_PORT):

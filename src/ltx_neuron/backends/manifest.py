@@ -1,5 +1,4 @@
-"""The manifest of a compiled program: inputs, outputs and costs of its graphs. Both backends write
-and read it through this module."""
+"""The manifest of a compiled program: inputs, outputs and costs of its graphs."""
 
 import hashlib
 import typing
@@ -19,8 +18,7 @@ from ltx_neuron.models.signatures import LATENTS, Field
 
 
 def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
-    """The manifest's entry for a graph whose file exists. cost: of one call on one rank, from
-    export.cost."""
+    """The manifest's entry for a graph whose file exists. cost: of one call, from export.cost."""
     # One rank's shapes, in the order of the graph's weight inputs.
     parameters = graph.module.named_parameters()
     return {
@@ -36,8 +34,7 @@ def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
 def write_manifest(
     folder: Path, identity: dict, program: Program, graphs: dict[str, dict], **compiler: str
 ) -> None:
-    """Write the manifest of a program whose graphs are all in `folder`, which marks the folder as
-    finished.
+    """Write the manifest of a program whose graphs are in `folder`: it is finished then.
 
     graphs    by name, from describe_graph
     compiler  the compiler's versions and flags
@@ -91,7 +88,6 @@ class Manifest:
 
     @property
     def outputs(self) -> set[str]:
-        """Names of all tensors that the program's graphs return."""
         return {name for graph in self.graphs.values() for name in graph["outputs"]}
 
     def weights(self) -> dict[str, tuple[int, ...]]:
@@ -119,8 +115,8 @@ class Manifest:
         return sum(prod(field.shape) * field.dtype.itemsize for field in fields)
 
     def load(self, name: str) -> torch.export.ExportedProgram:
-        """Read a graph of torch.export. Raises UserError if its digest is not the manifest's, or if
-        it contains a pickle."""
+        """Read a graph of torch.export. UserError if its digest differs, or it contains a
+        pickle."""
         path = self.folder / graph_file(name)
         if sha256(path) != self.graphs[name]["sha256"]:
             raise UserError(

@@ -29,6 +29,5 @@ def groups(profile: Profile, tp: int) -> Groups:
 
 
 def compiled(profile: Profile, tp: int) -> Groups:
-    """The groups over which compiled graphs may have collectives. Without context parallelism that
-    is the world."""
+    """The groups of compiled graphs' collectives: without context parallelism the world."""
     return groups(profile, tp) or {TENSOR: [[*range(tp)]]}

@@ -1,5 +1,4 @@
-"""The NKI kernel for attention_cte of models/attention.py, which has its reference. We did not run
-it on hardware.
+"""The NKI kernel for attention_cte of models/attention.py. We did not run it on hardware.
 
 Source: nki-library, core/attention/attention_cte.py (heads as batch, any length).
 """
@@ -33,8 +32,7 @@ def load() -> Callable:
 
 
 def arguments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict:
-    """The kernel's keywords for (H, T, D) tensors. Raises ValueError for sizes that it does not
-    support."""
+    """The kernel's keywords for (H, T, D) tensors. ValueError for unsupported sizes."""
     heads, _, size = query.shape
     if size > 128 or heads > 512:
         raise ValueError(

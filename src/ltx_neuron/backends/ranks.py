@@ -123,8 +123,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise RankError if a rank failed while it was idle, for example while the host
-        decodes."""
+        """Raise RankError if a rank failed while it was idle."""
 
     @abstractmethod
     def close(self) -> None:
@@ -189,16 +188,12 @@ def at(name: str, number: int) -> str:
 
 
 class Call(NamedTuple):
-    """One launch of a graph for the blocks from `first` on.
-
-    reads   input -> name of the tensor from which it is read
-    writes  output -> name of the tensor to which it is stored
-    """
+    """One launch of a graph for the blocks from `first` on."""
 
     graph: str
     first: int
-    reads: dict[str, str]
-    writes: dict[str, str]
+    reads: dict[str, str]  # input -> name of the tensor from which it is read
+    writes: dict[str, str]  # output -> name of the tensor to which it is stored
 
 
 def calls_of(
@@ -220,8 +215,7 @@ def calls_of(
 
 
 def kept(field: Field, name: str, whole: Tensor, rank: int, tp: int) -> dict[str, Tensor]:
-    """A rank's parts of an uploaded tensor by name, as views. For a field per block, one tensor per
-    group of blocks."""
+    """A rank's parts of an uploaded tensor by name, as views: one for each group of blocks."""
     if not field.per_block:
         return {name: part_of(field, whole, rank, tp)}
     rows = field.shape[0]

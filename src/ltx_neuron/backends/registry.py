@@ -35,8 +35,7 @@ def context(profile: Profile, tp: int) -> ContextParallel | None:
 
 
 def identity(profile: Profile, model: str) -> dict:
-    """Compiler flags and versions on which a model's graphs depend. Empty for torchdist, whose
-    graph files are not compiled."""
+    """Compiler flags and versions on which a model's graphs depend; none for torchdist."""
     if profile.backend != "nxd":
         return {}
     target = dict(profile.environment)[PLATFORM_TARGET]
@@ -67,8 +66,8 @@ def compile_program(
 
 
 def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
-    """Compile graphs into `cache` for profiles whose ranks compile at run time. Raises RunError if
-    the compiler fails."""
+    """Compile graphs into `cache` for profiles whose ranks compile at run time. May raise
+    RunError."""
     # NxD's graphs are already compiled, and interpreted graphs need no compiler.
     if profile.backend == "torchdist" and profile.compile_backend != "export":
         # Compiler caches allow two writers; waiting avoids compiling twice.

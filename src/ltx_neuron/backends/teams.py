@@ -32,10 +32,9 @@ class Team(Ranks):
     on the first living group only: the others could only repeat its work, and a host with few
     processors would share them.
 
-    A group that fails is closed, and the others go on: they repeat its passes from the latents of
-    the last step, which no pass changes, or its runs since the last upload. RankError is raised if
-    the last group fails. A user's mistake and NaN or Inf, which all groups have in common, are
-    raised at once.
+    A group that fails is closed, and the others repeat its passes from the latents of the last
+    step, which no pass changes, or its runs since the last upload. RankError is raised if the last
+    group fails; a user's mistake and NaN or Inf, which all groups have in common, at once.
 
     bytes_sent of all groups together; launches and launch_ms of the group with the most.
     """
@@ -103,7 +102,6 @@ class Team(Ranks):
     def _run_guided(
         self, program: str, sequence: str, passes: list[tuple], numbers: dict[str, int]
     ) -> float:
-        """Run a sequence of passes and "guide"; Ranks.run describes the result."""
         fields = self.programs[program].fields
 
         def run_pass(number: int, writes: dict[str, str]) -> Callable:
@@ -165,7 +163,6 @@ class Team(Ranks):
         self._together(dict.fromkeys(self.groups, call))
 
     def _on_leader(self, call: Callable[[Ranks], T]) -> T:
-        """Call on the first living group."""
         while True:
             leader = next(iter(self.groups), 0)
             missed = [*self._alone] if leader != self._leader else []
@@ -197,8 +194,7 @@ class Team(Ranks):
         return [done[n] for n in range(len(work))]
 
     def _together(self, work: dict[int, Callable[[Ranks], T]]) -> dict[int, T]:
-        """Call on groups at the same time, and drop those that fail. Returns the others' results;
-        raises if no group is left."""
+        """Call on groups at once, and drop those that fail; raises if no group is left."""
         if self._failed:
             raise self._failed
         done: dict[int, T] = {}

@@ -180,6 +180,5 @@ def run(args: argparse.Namespace) -> None:
 
 def _workspace(args: argparse.Namespace) -> Workspace:
     workspace = flags.workspace(args, writes=False)
-    if not invocation.by_script():
-        workspace.prepare_command = invocation.command("prepare", *args.deciding)
+    workspace.prepare_command = invocation.command("prepare", *args.deciding)
     return workspace

@@ -99,8 +99,7 @@ def check_heads(tp: int, heads: dict[str, int]) -> None:
 
 
 def check_values(section: str, values: dict, wanted: dict, by: str, advice: str = "") -> None:
-    """Raise UserError for the first of a section's values that differs from `wanted`. by: the
-    operation that implements only that value."""
+    """Raise UserError for the first value that `by`, an operation, does not implement."""
     for name, value in wanted.items():
         if values.get(name) != value:
             got = repr(values[name]) if name in values else "absent"

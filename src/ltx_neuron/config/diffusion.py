@@ -1,5 +1,4 @@
-"""The configuration of the video VAE's diffusion decoder, and the division of its features into
-parts.
+"""The configuration of the video VAE's diffusion decoder, and the parts of its features.
 
 All parts of a stage have one size, so that one graph serves all of them."""
 
@@ -17,37 +16,28 @@ TIME_FACTOR = 8  # frames of pixels per latent frame
 
 @dataclass(frozen=True)
 class DiffusionDecoderConfig(ModelConfig):
-    """The diffusion decoder of the video VAE (vae section of the metadata, CausalDiffusionVAE).
-
-    channels, depths, kernels  of the stages: width, number of blocks, and neighbourhood in frames,
-                               rows and columns. The last stage denoises pixels, conditioned on
-                               the features of the others
-    upsamplings      after each stage but the last
-    head_dim         of the attention heads, the same in all stages
-    timestep_scale   factor of the noise's timestep, 1
-    gated            whether the file has a gate per channel for the last stage's residuals
-    span             frames that a block computes at once. Short spans compute more keys and values
-                     again; long spans compute more masked scores
-    tile             rows and columns of queries that attend to one window, which contains all their
-                     keys. Small tiles compute fewer masked scores; large tiles copy fewer keys
-    """
+    """The diffusion decoder of the video VAE (vae section of the metadata, CausalDiffusionVAE). The
+    last stage denoises pixels, conditioned on the features of the others."""
 
     latent_channels: int
     out_channels: int
     patch_size: int
-    head_dim: int
-    channels: tuple[int, ...]
-    depths: tuple[int, ...]
-    kernels: tuple[tuple[int, int, int], ...]
-    upsamplings: tuple[Resampling, ...]
-    timestep_scale: float
-    gated: bool = False
+    head_dim: int  # of the attention heads, the same in all stages
+    channels: tuple[int, ...]  # of the stages, like the next two
+    depths: tuple[int, ...]  # numbers of blocks
+    kernels: tuple[tuple[int, int, int], ...]  # neighbourhoods in frames, rows and columns
+    upsamplings: tuple[Resampling, ...]  # after each stage but the last
+    timestep_scale: float  # factor of the noise's timestep, 1
+    gated: bool = False  # whether the file has a gate per channel for the last stage's residuals
+    # Frames that a block computes at once. Short spans compute more keys and values again; long
+    # spans compute more masked scores
     span: int = 4
+    # Rows and columns of queries that attend to one window, which contains all their keys. Small
+    # tiles compute fewer masked scores; large tiles copy fewer keys
     tile: int = 8
 
     @property
     def patch_channels(self) -> int:
-        """Channels of pixels and of noise, in patches."""
         return self.out_channels * self.patch_size**2
 
     @property
@@ -176,8 +166,7 @@ def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tupl
     length only if a stage has fewer frames than a region."""
 
     def shapes(frames: int) -> list[tuple[int, int]]:
-        sizes = volumes(config, (frames, *clip[1:]))
-        pairs = zip(sizes, config.kernels, strict=True)
+        pairs = zip(volumes(config, (frames, *clip[1:])), config.kernels, strict=True)
         cuts = [cut(volume.frames, config.span, kernel[0]) for volume, kernel in pairs]
         return [(each.size, each.window) for each in cuts]
 
@@ -187,8 +176,7 @@ def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tupl
 
 
 class Cut(NamedTuple):
-    """The division of an axis into parts of equal size. Each part has a window with the keys of its
-    queries.
+    """An axis in parts of equal size. Each part has a window with the keys of its queries.
 
     length, kernel   number of positions of the axis, and of neighbours of a position
     size, window     number of positions of a part, and of its window

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from ltx_neuron.config.common import (
-    GLOBAL_KEY_VALUE_HEADS,
-    KEY_VALUE_HEADS,
-    TEXT_TOKENS,
-    ModelConfig,
-    check_numbers,
-    gemma_download,
-)
+from ltx_neuron.config import common
 from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_regular, other_format
@@ -22,34 +15,21 @@ from ltx_neuron.hub import nearest
 
 
 class GemmaAttention(NamedTuple):
-    """Sizes of the attention of sliding or of full layers.
-
-    keys_are_values  the layers have no v_proj; their values are the keys before norm and RoPE
-    """
+    """Sizes of the attention of sliding or of full layers."""
 
     head_dim: int
     key_value_heads: int
+    # The layers have no v_proj; their values are the keys before norm and RoPE
     keys_are_values: bool
 
 
 @dataclass(frozen=True)
-class GemmaConfig(ModelConfig):
+class GemmaConfig(common.ModelConfig):
     """Gemma's text model: text_config of gemma_root/config.json, with the names of transformers 4
     or 5, or of the `gemma_config` in a text encoder's file. The defaults are those of
     google/gemma-3-12b-it, whose published file omits most values.
 
-    Gemma 4 added these fields; their defaults are Gemma 3's.
-
-    global_head_dim             of full layers; None: head_dim
-    num_global_key_value_heads  of full layers that use their keys as values; None: full layers have
-                                a v_proj and num_key_value_heads
-    partial_rotary_factor       share of the RoPE frequencies that full layers use
-    norms_add_one               whether norms multiply by 1 + weight, otherwise by weight
-    value_norm                  whether the values of each head are normed, without a weight
-    layer_scalar                whether a weight multiplies the output of a layer
-    replaced_tokens             token ids of images, sounds and videos, each with the id that the
-                                encoder embeds instead
-    """
+    Gemma 4 added these fields; their defaults are Gemma 3's."""
 
     hidden_size: int = 3840
     intermediate_size: int = 15360
@@ -66,12 +46,14 @@ class GemmaConfig(ModelConfig):
     rope_theta: float = 1e6
     rope_factor: float = 8.0
     rope_local_base_freq: float = 1e4
-    global_head_dim: int | None = None
+    global_head_dim: int | None = None  # of full layers; None: head_dim
+    # Of full layers that use their keys as values; None: they have a v_proj
     num_global_key_value_heads: int | None = None
-    partial_rotary_factor: float = 1.0
-    norms_add_one: bool = True
-    value_norm: bool = False
-    layer_scalar: bool = False
+    partial_rotary_factor: float = 1.0  # share of the RoPE frequencies that full layers use
+    norms_add_one: bool = True  # whether norms multiply by 1 + weight, otherwise by weight
+    value_norm: bool = False  # whether the values of each head are normed, without a weight
+    layer_scalar: bool = False  # whether a weight multiplies the output of a layer
+    # Token ids of images, sounds and videos, each with the id that the encoder embeds instead
     replaced_tokens: tuple[tuple[int, int], ...] = ()
 
     added: ClassVar[dict[str, object]] = {
@@ -95,14 +77,13 @@ class GemmaConfig(ModelConfig):
 
     @property
     def heads(self) -> dict[str, int]:
-        """Counts that a tensor-parallel degree must divide. The degree may also be a multiple of a
-        count of key-value heads."""
+        """Counts that a tensor-parallel degree must divide, or be a multiple of (key-value)."""
         heads = {
             "Gemma num_attention_heads": self.num_attention_heads,
-            KEY_VALUE_HEADS: self.num_key_value_heads,
+            common.KEY_VALUE_HEADS: self.num_key_value_heads,
         }
         if self.num_global_key_value_heads:
-            heads[GLOBAL_KEY_VALUE_HEADS] = self.num_global_key_value_heads
+            heads[common.GLOBAL_KEY_VALUE_HEADS] = self.num_global_key_value_heads
         return heads
 
 
@@ -145,7 +126,7 @@ def gemma_config(root: Path) -> GemmaConfig:
             what = f"--gemma-root {root} is {other_format(Path(root)) or 'not a folder'}"
             what += "" if os.path.exists(root) else nearest(root)
         raise UserError(
-            f"{what}; wanted Gemma3-12B's folder.\nDownload it: {gemma_download(root)}"
+            f"{what}; wanted Gemma3-12B's folder.\nDownload it: {common.gemma_download(root)}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
@@ -169,7 +150,7 @@ def read_config(content: object, path: Path) -> GemmaConfig:
             raise UserError(
                 f"{path}: text_config.{name} is {text[name]!r}, which is not implemented"
             )
-    sizes = {name: text.get(name, own) for name, own in dataclasses.asdict(known).items()}
+    sizes = {name: text.get(name, default) for name, default in dataclasses.asdict(known).items()}
     pattern = text.get("sliding_window_pattern", 6)
     types = text.get("layer_types") or [
         "sliding" if (i + 1) % pattern else "full_attention"
@@ -199,11 +180,11 @@ def read_config(content: object, path: Path) -> GemmaConfig:
         ),
     }
     config = GemmaConfig(**sizes)
-    check_numbers(config, f"{path}: text_config.")
-    if config.sliding_window < TEXT_TOKENS:
+    common.check_numbers(config, f"{path}: text_config.")
+    if config.sliding_window < common.TEXT_TOKENS:
         raise UserError(
-            f"{path}: sliding_window {config.sliding_window} is below the {TEXT_TOKENS} tokens"
-            " LTX encodes"
+            f"{path}: sliding_window {config.sliding_window} is below the"
+            f" {common.TEXT_TOKENS} tokens LTX encodes"
         )
     return config
 
@@ -229,7 +210,7 @@ def check_gemma_fits(
     else:
         got = f"num_hidden_layers {gemma.num_hidden_layers}"
         wanted = f"{features // gemma.hidden_size - 1} layers"
-    needed = f"LTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root, beside=True)}"
+    needed = f"LTX-2.3 needs Gemma3-12B: {common.gemma_download(gemma_root, beside=True)}"
     raise UserError(
         f"--gemma-root {gemma_root} has {got}, but the checkpoint's text projections take"
         f" {wanted}.\n{f'Download the published one: {download}' if download else needed}"

@@ -12,21 +12,16 @@ from ltx_neuron.hub import RELEASED, download_released
 
 @dataclass(frozen=True)
 class Release:
-    """Settings that are fixed by a checkpoint's release and absent from its config metadata.
+    """Settings that are fixed by a checkpoint's release and absent from its config metadata."""
 
-    version    the beginning of `model_version` in the checkpoint's metadata
-    image_crf  quality of the H.264 round trip of conditioning images (ltx-pipelines 1.2.0
-               utils/constants.py)
-    gemma      the sizes of its text encoder
-    split      whether text encoder, video VAE and audio VAE each have a file of their own
-    ancestral  whether the distilled recipe uses the ancestral Euler sampler for text and images
-               (ltx-pipelines 1.2.0 utils/samplers.py in stage 1; since 1.4.0 in stage 2 as well)
-    """
-
-    version: str
+    version: str  # the beginning of `model_version` in the checkpoint's metadata
+    # Quality of the H.264 round trip of conditioning images (ltx-pipelines 1.2.0)
     image_crf: int = 33
+    # Whether the distilled recipe uses the ancestral Euler sampler for text and images
+    # (ltx-pipelines 1.2.0 utils/samplers.py in stage 1; since 1.4.0 in stage 2 as well)
     ancestral: bool = False
-    gemma: GemmaConfig = GEMMA_3_12B
+    gemma: GemmaConfig = GEMMA_3_12B  # the sizes of its text encoder
+    # Whether text encoder, video VAE and audio VAE each have a file of their own
     split: bool = False
 
     def check_compat(self, compat: str | None) -> None:
@@ -37,8 +32,7 @@ class Release:
             )
 
     def download(self, kind: str) -> str:
-        """The command that downloads the release's file of a kind of hub.RELEASED; the checkpoint
-        of a release whose checkpoint has that part."""
+        """The command that downloads the release's file of a kind of hub.RELEASED, or with it."""
         return download_released(kind if self.has(kind) else "distilled", self._repository)
 
     def has(self, kind: str) -> bool:
@@ -60,8 +54,7 @@ _LABEL = re.compile(r"(?:ltxv?[-_ ]?|v)*(\d+)[._](\d+)", re.IGNORECASE)
 
 
 def release_of(model_version: str) -> Release | None:
-    """The release that a file's `model_version` names: 2.3.0, v2.3, LTX-2.3-dev. None if it names
-    none or an unsupported one."""
+    """The supported release that a file's `model_version` names: 2.3.0, v2.3, LTX-2.3-dev."""
     version = ".".join(map(str, _numbers(model_version)))
     return next((each for each in RELEASES if each.version == version), None)
 

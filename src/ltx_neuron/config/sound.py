@@ -1,5 +1,4 @@
-"""Sizes of the audio decoders: a mel decoder (latents to spectrogram) and a vocoder (spectrogram to
-waveform)."""
+"""Sizes of the mel decoder (latents to spectrogram) and the vocoder (to a waveform)."""
 
 import math
 from collections.abc import Mapping
@@ -26,17 +25,14 @@ def span_sizes(latents: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AudioDecoderConfig(ModelConfig):
-    """The mel decoder (audio_vae section of the metadata).
-
-    multipliers  channels of each level in units of base_channels, the finest level first
-    blocks       residual blocks per level
-    """
+    """The mel decoder (audio_vae section of the metadata)."""
 
     latent_channels: int
     base_channels: int
     out_channels: int
     mel_bins: int
-    blocks: int
+    blocks: int  # residual blocks per level
+    # Channels of each level in units of base_channels, the finest level first
     multipliers: tuple[int, ...]
 
     @property
@@ -45,8 +41,7 @@ class AudioDecoderConfig(ModelConfig):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Latents before and after one on which its spectrogram depends: 33 and 0 in the release.
-        Every 3 x 3 convolution reads two earlier rows."""
+        """Latents before and after one on which its spectrogram depends: 33, 0 (release)."""
         rows = 2  # of conv_out
         for level in range(len(self.multipliers)):
             rows += 4 * self.blocks
@@ -75,29 +70,23 @@ def audio_decoder_config(metadata: Mapping[str, Any]) -> AudioDecoderConfig:
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_sound("audio_vae", error) from None
     check_numbers(config, "checkpoint config: audio_vae.")
-    made = {"ch_mult": 2 ** (len(config.multipliers) - 1), "ch": config.base_channels}
+    sizes = {"ch_mult": 2 ** (len(config.multipliers) - 1), "ch": config.base_channels}
     # A statistic for every channel and bin of a latent.
     statistics = config.latent_channels * config.latent_bins
-    _check_values("audio_vae", made, {"ch_mult": AUDIO_SCALE, "ch": statistics})
+    _check_values("audio_vae", sizes, {"ch_mult": AUDIO_SCALE, "ch": statistics})
     return config
 
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """One of the vocoder's two generators: mel spectrogram to waveform.
+    """One of the vocoder's two generators: mel spectrogram to waveform."""
 
-    channels   after the first convolution; every upsampling halves them
-    rates      output samples per input sample of each upsampling
-    kernels    taps of the upsamplings
-    blocks     taps and dilations of the residual blocks after each upsampling
-    clamped    whether the waveform is clamped to [-1, 1]
-    """
-
-    channels: int
-    rates: tuple[int, ...]
-    kernels: tuple[int, ...]
+    channels: int  # after the first convolution; every upsampling halves them
+    rates: tuple[int, ...]  # output samples per input sample of each upsampling
+    kernels: tuple[int, ...]  # taps of the upsamplings
+    # Taps and dilations of the residual blocks after each upsampling
     blocks: tuple[tuple[int, tuple[int, ...]], ...]
-    clamped: bool
+    clamped: bool  # whether the waveform is clamped to [-1, 1]
 
     def reads(self, first: int, last: int) -> tuple[int, int]:
         """The first and last spectrogram rows on which samples `first` to `last` depend."""
@@ -121,20 +110,15 @@ class GeneratorConfig:
 @dataclass(frozen=True)
 class VocoderConfig(ModelConfig):
     """The vocoder with bandwidth extension (vocoder section of the metadata): a generator of
-    samples at `low_rate`, and one that computes samples at `rate` from these.
-
-    mel_bins   of the second generator's spectrogram
-    window     samples at low_rate per row of it
-    hop        samples from one row to the next
-    """
+    samples at `low_rate`, and one that computes samples at `rate` from these."""
 
     vocoder: GeneratorConfig
     bwe: GeneratorConfig
     low_rate: int
     rate: int
-    mel_bins: int
-    window: int
-    hop: int
+    mel_bins: int  # of the second generator's spectrogram
+    window: int  # samples at low_rate per row of it
+    hop: int  # samples from one row to the next
 
     @property
     def low_samples(self) -> int:
@@ -153,8 +137,7 @@ class VocoderConfig(ModelConfig):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Mel spectrogram rows before and after one on which its samples depend: 56 and 52 in the
-        release."""
+        """Spectrogram rows before and after one on which its samples depend: 56, 52 (release)."""
         first, last = self.bwe.reads(0, self.samples - 1)
         first, last = (first + 1) * self.hop - self.window, (last + 1) * self.hop - 1
         first, last = self.vocoder.reads(first, last)

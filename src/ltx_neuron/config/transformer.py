@@ -1,5 +1,4 @@
-"""Sizes of the joint audio-video DiT with its text connectors, and Bucket, the shape of its
-graphs."""
+"""Sizes of the joint audio-video DiT and its text connectors; Bucket, a shape of its graphs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,13 +6,11 @@ from dataclasses import dataclass
 from ltx_neuron.config.common import AttentionSize, ModelConfig, check_numbers, check_values
 from ltx_neuron.errors import UserError
 
-# learnable registers per connector; the config key is ignored upstream too
-# (embeddings_connector.py)
+# Learnable registers per connector; upstream ignores the config's key, too.
 REGISTERS = 128
 STREAMS: tuple[str, ...] = "video", "audio"
 
-# Values that the transformer code assumes: those of ltx-core's LTXModelConfigurator, and those of
-# 2.3 checkpoints only.
+# Values that the code assumes: those of ltx-core's LTXModelConfigurator and of 2.3 files.
 _REQUIRED = {
     "dropout": 0.0,
     "attention_bias": True,
@@ -67,8 +64,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class TransformerConfig(ModelConfig):
-    """The joint audio-video DiT and its two text connectors (transformer section of the
-    metadata)."""
+    """The DiT and its two text connectors (transformer section of the metadata)."""
 
     num_layers: int
     video: AttentionSize
@@ -104,8 +100,7 @@ class TransformerConfig(ModelConfig):
 
 
 def transformer_config(metadata: dict) -> TransformerConfig:
-    """Parse the checkpoint's `config` metadata. Raises UserError naming the first value not
-    implemented."""
+    """Parse the checkpoint's `config` metadata. UserError names the first unknown value."""
     values = metadata.get("transformer")
     if not isinstance(values, dict):
         raise UserError(
@@ -160,38 +155,29 @@ def transformer_config(metadata: dict) -> TransformerConfig:
 @dataclass(frozen=True)
 class Bucket:
     """The shape for which a DiT step is compiled. Height and width matter only through their number
-    of tokens, so portrait and landscape share a bucket.
+    of tokens, so portrait and landscape share a bucket."""
 
-    video_tokens   tokens of the video latent, appended keyframe tokens included; 0 for sound alone,
-                   whose graphs have no video stream
-    audio_tokens   tokens of the audio latent; 0 for a video alone
-    timesteps      distinct timesteps among the video tokens of one step: 1 for text to video, one
-                   more per image strength
-    max_steps      rows of the schedule's modulation table; a shorter schedule fills the first ones
-    guided         a pass that predicts x0 and a graph that combines passes, instead of the plain
-                   step
-    audio_timesteps  distinct timesteps among the audio tokens: 1, or 2 where some are kept (retake)
-    biased         the video's self-attention takes a bias (a reference with an attention mask)
-    nag            the text attentions take a negative prompt (normalized attention guidance)
-    identity       attention to the audio takes a bias, by which a guided pass leaves out the tokens
-                   of a reference's sound (identity guidance)
-    ancestral      the step of the ancestral Euler sampler, which adds noise
-    """
-
+    # Tokens of the video latent, appended ones included; 0 for sound alone: no video stream
     video_tokens: int
-    audio_tokens: int
+    audio_tokens: int  # tokens of the audio latent; 0 for a video alone
+    # Distinct timesteps of the video's tokens in a step: 1, and one more per image strength
     timesteps: int
+    # Rows of the schedule's modulation table; a shorter schedule fills the first ones
     max_steps: int
+    # A pass that predicts x0 and a graph that combines passes, instead of the plain step
     guided: bool = False
+    # Distinct timesteps among the audio tokens: 1, or 2 where some are kept (retake)
     audio_timesteps: int = 1
+    # The video's self-attention takes a bias (a reference with an attention mask)
     biased: bool = False
-    nag: bool = False
+    nag: bool = False  # the text attentions take a negative prompt (normalized attention guidance)
+    # Attention to the audio takes a bias, by which a guided pass leaves out the tokens of a
+    # reference's sound (identity guidance)
     identity: bool = False
-    ancestral: bool = False
+    ancestral: bool = False  # the step of the ancestral Euler sampler, which adds noise
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The streams of its graphs."""
         counts = self.video_tokens, self.audio_tokens
         return tuple(stream for stream, count in zip(STREAMS, counts, strict=True) if count)
 

@@ -5,53 +5,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ltx_neuron.config.common import (
-    HOST_DECODES,
-    HOST_ENCODES,
-    ModelConfig,
-    check_numbers,
-    check_values,
-)
+from ltx_neuron.config import common
 from ltx_neuron.errors import UserError
 
 
 @dataclass(frozen=True)
 class Resampling:
     """A change of resolution: in the decoder a convolution whose channels become positions (depth
-    to space), in the encoder one whose positions become channels (space to depth).
+    to space), in the encoder one whose positions become channels (space to depth)."""
 
-    stride      factors of frames, rows and columns
-    multiplier  the decoder divides the channels by it, the encoder multiplies them
-    """
-
-    stride: tuple[int, int, int]
-    multiplier: int
+    stride: tuple[int, int, int]  # factors of frames, rows and columns
+    multiplier: int  # the decoder divides the channels by it, the encoder multiplies them
 
 
 @dataclass(frozen=True)
-class VideoDecoderConfig(ModelConfig):
-    """The video decoder (vae section of the metadata).
-
-    up_blocks  in execution order: a Resampling, or the number of residual blocks of a stage
-    """
+class VideoDecoderConfig(common.ModelConfig):
+    """The video decoder (vae section of the metadata)."""
 
     latent_channels: int
     base_channels: int
     out_channels: int
     patch_size: int
+    # In execution order: a Resampling, or the number of residual blocks of a stage
     up_blocks: tuple[int | Resampling, ...]
 
 
 @dataclass(frozen=True)
-class VideoEncoderConfig(ModelConfig):
-    """The video encoder (vae section of the metadata).
-
-    down_blocks  in execution order: a Resampling, or the number of residual blocks of a stage
-    """
+class VideoEncoderConfig(common.ModelConfig):
+    """The video encoder (vae section of the metadata)."""
 
     latent_channels: int
     in_channels: int
     patch_size: int
+    # In execution order: a Resampling, or the number of residual blocks of a stage
     down_blocks: tuple[int | Resampling, ...]
 
 
@@ -70,16 +56,16 @@ def video_decoder_config(metadata: Mapping[str, Any]) -> VideoDecoderConfig:
     """Parse the checkpoint's `config` metadata. Raises UserError for another structure than the
     released decoder's; the host may still be able to decode."""
     defaults = _PIXEL_NORM | {"causal_decoder": False}
-    values = _checked(metadata, defaults, _DECODER, "decoding on the ranks", HOST_DECODES)
+    values = _checked(metadata, defaults, _DECODER, "decoding on the ranks", common.HOST_DECODES)
     blocks = reversed(values.get("decoder_blocks", []))
     config = VideoDecoderConfig(
         latent_channels=values.get("latent_channels", 128),
         base_channels=values.get("decoder_base_channels", 128),
         out_channels=values.get("out_channels", 3),
         patch_size=values.get("patch_size", 4),
-        up_blocks=tuple(_block(each, "decoder", "", HOST_DECODES) for each in blocks),
+        up_blocks=tuple(_block(each, "decoder", "", common.HOST_DECODES) for each in blocks),
     )
-    _check_scale(config, config.up_blocks, "decoder_blocks upsample", HOST_DECODES)
+    _check_scale(config, config.up_blocks, "decoder_blocks upsample", common.HOST_DECODES)
     return config
 
 
@@ -88,26 +74,25 @@ def video_encoder_config(metadata: Mapping[str, Any]) -> VideoEncoderConfig:
     # Both have one channel of variance, which no latent depends on.
     variance = (metadata.get("vae") or {}).get("latent_log_var")
     wanted = _ENCODER | ({"latent_log_var": variance} if variance == "constant" else {})
-    values = _checked(metadata, _ENCODER, wanted, "encoding on the ranks", HOST_ENCODES)
+    values = _checked(metadata, _ENCODER, wanted, "encoding on the ranks", common.HOST_ENCODES)
     blocks = values.get("encoder_blocks", [])
     config = VideoEncoderConfig(
         latent_channels=values.get("latent_channels", 128),
         in_channels=values.get("in_channels", 3),
         patch_size=values.get("patch_size", 4),
-        down_blocks=tuple(_block(each, "encoder", "_res", HOST_ENCODES) for each in blocks),
+        down_blocks=tuple(_block(each, "encoder", "_res", common.HOST_ENCODES) for each in blocks),
     )
-    _check_scale(config, config.down_blocks, "encoder_blocks downsample", HOST_ENCODES)
+    _check_scale(config, config.down_blocks, "encoder_blocks downsample", common.HOST_ENCODES)
     return config
 
 
 def _checked(
     metadata: Mapping[str, Any], defaults: dict, wanted: dict, by: str, advice: str
 ) -> dict[str, Any]:
-    """The vae section, with these values; see check_values."""
     values = metadata.get("vae")
     if not isinstance(values, dict):
         raise UserError("the checkpoint's config metadata has no 'vae' section")
-    check_values("vae", defaults | values, wanted, by, advice)
+    common.check_values("vae", defaults | values, wanted, by, advice)
     return values
 
 
@@ -118,7 +103,7 @@ def _check_scale(
     advice: str,
 ) -> None:
     """Raise UserError for a number that is none, or another scale than the released one."""
-    check_numbers(config, "checkpoint config: vae.")
+    common.check_numbers(config, "checkpoint config: vae.")
     strides = [block.stride for block in blocks if isinstance(block, Resampling)]
     factors = [math.prod(axis) for axis in zip((1, 1, 1), *strides, strict=True)]
     got = (factors[0], *(factor * config.patch_size for factor in factors[1:]))

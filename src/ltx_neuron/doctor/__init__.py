@@ -1,5 +1,4 @@
-"""ltx-neuron doctor: finds problems that block a generation on this machine, and prints the command
-that fixes each.
+"""ltx-neuron doctor: finds what blocks a generation here, and prints the command that fixes it.
 
 `system` reads facts about the machine, `sdk` lists the Neuron SDK's releases, and `neuron` and
 `checks` convert facts to findings.

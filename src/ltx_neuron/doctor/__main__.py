@@ -57,8 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(
     argv: list[str] | None = None, system: System | None = None, machine: "Machine | None" = None
 ) -> None:
-    """Print the findings; exit with 1 if one blocks. `system` and `machine` default to this
-    machine's."""
+    """Print the findings; exit with 1 if one blocks. system, machine: by default this machine."""
     system, argv = system or System(), sys.argv[1:] if argv is None else argv
     # Without torch no other check can run: the flags' module imports it.
     if error := system.import_error("torch"):

@@ -53,8 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def write(args: argparse.Namespace, argv: list[str], system: System) -> None:
-    """Pack what is allowed of successful and failed runs, and print the list of files. argv: the
-    words of which args are parsed."""
+    """Pack what is allowed of all runs, and print the list of files. argv: the typed words."""
     check_target(args.bundle)
     for path in args.bundle_add:
         if not path.exists():
@@ -80,8 +79,7 @@ class Found(NamedTuple):
 
 
 def check_target(path: Path) -> None:
-    """Raise UserError unless a bundle can be written to `path`. It never replaces a file, because
-    that may be an input or another report."""
+    """Raise UserError unless a bundle can be written to `path`. It never replaces a file."""
     if not path.name.endswith(NAMES):
         raise UserError(f"--bundle {path}: wanted a name that ends with {' or '.join(NAMES)}")
     if os.path.lexists(path):
@@ -141,8 +139,7 @@ def read(path: Path) -> str:
 
 
 def pack(path: Path, texts: Mapping[str, str], files: Iterable[Found]) -> list[str]:
-    """Write the bundle: `texts` by name, then what is allowed of the readable files. Returns its
-    table of contents."""
+    """Write `texts` by name, then what is allowed of the files. Returns the table of contents."""
     members, left_out, total = {name: public(text) for name, text in texts.items()}, [], 0
     unique: dict[Path, Found] = {}
     for file in files:  # the first rule counts
@@ -206,7 +203,6 @@ def _versions(system: System) -> Iterator[str]:
 
 
 def _artifacts(folder: Path) -> Iterator[str]:
-    """The weights and graphs of a folder: their identities."""
     for path in sorted((*folder.glob("weights/*"), *folder.glob("graphs/*"))):
         identity = stored_identity(path)
         state = json.dumps(identity) if identity else "NOT finished"

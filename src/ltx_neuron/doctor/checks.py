@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ltx_neuron import flags, hub
+from ltx_neuron import flags, hub, profiles
 from ltx_neuron.config.gemma import gemma_config, read_config
 from ltx_neuron.doctor import sdk
-from ltx_neuron.doctor.finding import Finding, attempt, blocked, judged
+from ltx_neuron.doctor.finding import Finding, finding_if, finding_of, from_error
 from ltx_neuron.doctor.groups import probe
 from ltx_neuron.doctor.neuron import neuron
 from ltx_neuron.doctor.system import System
@@ -25,15 +25,7 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.machine import Machine
 from ltx_neuron.preflight import Preflight
-from ltx_neuron.profiles import (
-    MACHINES,
-    PROFILES,
-    STACKS,
-    Profile,
-    describe_backend,
-    require_runtime,
-    resolve,
-)
+from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
 from ltx_neuron.weights.checkpoint import gemma_files
 from ltx_neuron.weights.lora import WeightSet
@@ -53,8 +45,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Examination:
-    """The input of every check: the flags, their job, the resolved profile, the sources of facts,
-    and the findings of the checks before it."""
+    """The input of every check; `findings` are those of the checks before it."""
 
     args: argparse.Namespace
     job: Job
@@ -73,7 +64,6 @@ class Examination:
 
     @property
     def models(self) -> list[str]:
-        """The models that the ranks run."""
         gemma, decoders = self.args.gemma_root, self.args.neuron_vae
         return ["dit", *["gemma3"] * bool(gemma), *self.profile.vae_models * decoders]
 
@@ -95,8 +85,9 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
     try:
         job = flags.shape(args, args.recipe or Job.recipe)
     except UserError as error:
-        wrong.append(blocked("inputs", error))
-    profile = resolve(machine.instance if machine.instance in PROFILES else "cpu")  # at first
+        wrong.append(from_error("inputs", error))
+    named = machine.instance in profiles.PROFILES
+    profile = resolve(machine.instance if named else "cpu")  # at first
     instance = machine.instance or "no known EC2 instance type"
     text = f"{instance}; {machine.neuron_devices} Neuron chips, {machine.cuda_devices} GPUs"
     findings = [Finding("machine", "ok", text), *wrong]
@@ -104,14 +95,14 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
     try:
         profile = resolve(args.profile, tuple(args.profile_set), machine)
     except UserError as error:
-        unresolved = blocked("profile", error)
+        unresolved = from_error("profile", error)
         fix = unresolved.fix.replace(f"Find out why: {command('doctor')}. ", "")
         findings.append(replace(unresolved, fix=fix))
         checks = (on_chips, can_run)
     else:
         examination = replace(examination, profile=profile)
         ranks = profile.cores_needed(examination.tp)
-        text = f"{profile.name}: {ranks} ranks, {describe_backend(profile)}"
+        text = f"{profile.name}: {ranks} ranks, {profiles.describe_backend(profile)}"
         findings.append(Finding("profile", "ok", text))
         if profile.note:
             findings.append(Finding("profile", "note", profile.note))
@@ -121,7 +112,7 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
             for finding in check(examination):
                 findings.append(finding)
         except UserError as error:
-            findings.append(blocked(check.__name__, error))
+            findings.append(from_error(check.__name__, error))
         except Exception as error:
             text = f"this check failed: {type(error).__name__}: {error}"
             findings.append(Finding(check.__name__, "note", text))
@@ -141,26 +132,26 @@ def packages(examination: Examination) -> Iterator[Finding]:
     yield Finding("python", "ok", f"{examination.system.python} in {examination.system.prefix}")
     version, (low, high) = examination.system.version("torch") or "", sdk.TORCH
     numbers = sdk.version_numbers(version)[:2]
-    stack = STACKS[profile.backend]  # each runs with one torch
-    own = sdk.NXD_TORCH if profile.backend == "nxd" else sdk.version_numbers(stack.version)[:2]
+    stack = profiles.STACKS[profile.backend]  # each runs with one torch
+    needed = sdk.NXD_TORCH if profile.backend == "nxd" else sdk.version_numbers(stack.version)[:2]
     if not low <= numbers < high:
         wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
         fix = f'pip install "{wanted}"'
         if profile.device == "neuron":
             fix = f"in an environment of its own: {stack.install}"
         yield Finding("torch", "blocks", f"torch is {version or 'absent'}, wanted {wanted}", fix)
-    elif profile.device == "neuron" and own and numbers != own:
-        text = f"torch is {version}; this {stack.name} needs {sdk.dotted(own)}"
+    elif profile.device == "neuron" and needed and numbers != needed:
+        text = f"torch is {version}; this {stack.name} needs {sdk.dotted(needed)}"
         yield Finding("torch", "blocks", text, f"in an environment of its own: {stack.install}")
     else:
         yield Finding("torch", "ok", version)
     try:
-        require_runtime(profile, examination.tp, examination.machine)
+        profiles.require_runtime(profile, examination.tp, examination.machine)
     except UserError as error:
-        yield blocked("runtime", error)
+        yield from_error("runtime", error)
     for package, (why, install) in _PACKAGES.items():
         version = examination.system.version(package)
-        yield judged(package, bool(version), f"{version or 'not installed'} ({why})", install)
+        yield finding_if(package, bool(version), f"{version or 'not installed'} ({why})", install)
 
 
 def media(examination: Examination) -> Iterator[Finding]:
@@ -173,7 +164,7 @@ def media(examination: Examination) -> Iterator[Finding]:
         elif lacking := [codec for codec in ("libx264", "aac") if not _encodes(codec)]:
             text = error = f"this build of PyAV cannot encode {', '.join(lacking)}"
         again = "pip install --force-reinstall --only-binary :all: av"
-        yield judged("ffmpeg", not error, text, again)
+        yield finding_if("ffmpeg", not error, text, again)
     version = system.version("torchaudio")
     text = version or "absent, and not needed"
     if error := version and system.import_error("torchaudio"):
@@ -181,7 +172,7 @@ def media(examination: Examination) -> Iterator[Finding]:
             f"{version} does not load with this torch ({error}). An empty module replaces it; "
             "nothing here needs it"
         )
-    yield judged("torchaudio", not error, text, "pip uninstall torchaudio", "note")
+    yield finding_if("torchaudio", not error, text, "pip uninstall torchaudio", "note")
 
 
 def _encodes(codec: str) -> bool:
@@ -212,7 +203,7 @@ def host(examination: Examination) -> Iterator[Finding]:
                 text += "; parts without room are read from the disk again"
         fix = "end other programs, or use a machine with more memory"
         short = "note" if mapped else "blocks"
-        yield judged("host memory", need <= available, text, fix, short)
+        yield finding_if("host memory", need <= available, text, fix, short)
     folder, need = examination.args.artifacts_dir, 0
     free = system.free_bytes(folder)
     text = f"{format_bytes(free)} free for {folder}"
@@ -220,7 +211,7 @@ def host(examination: Examination) -> Iterator[Finding]:
         need = sum(weights.values()) + GRAPH_BYTES
         text += f", {format_bytes(need)} wanted for rank files and graphs"
     fix = "type --artifacts-dir with a folder of a larger disk, or delete unneeded files"
-    yield judged("disk", need <= free, text, fix)
+    yield finding_if("disk", need <= free, text, fix)
 
 
 def _complete(args: argparse.Namespace) -> None:
@@ -263,8 +254,7 @@ def _rank_files_exist(examination: Examination) -> bool:
 
 
 def files(examination: Examination) -> Iterator[Finding]:
-    """The published files: checks every tensor's name, shape and length as strictly as the other
-    commands, and reads no data."""
+    """The published files: every tensor's name, shape and length, as other commands check it."""
     args = examination.args
     checks: dict[str, Callable[[], object]] = {}
     if args.checkpoint_path:
@@ -276,13 +266,13 @@ def files(examination: Examination) -> Iterator[Finding]:
         "gemma": (args.gemma_root, partial(_gemma, examination)),
     }
     for kind in ("spatial", "temporal"):
-        given = getattr(args, f"{kind}_upsampler_path")
-        if given or f"{kind} upsampler" in checks:
-            named[f"{kind} upsampler"] = given or "needed", partial(_upsampler, args, kind)
+        path = getattr(args, f"{kind}_upsampler_path")
+        if path or f"{kind} upsampler" in checks:
+            named[f"{kind} upsampler"] = path or "needed", partial(_upsampler, args, kind)
     others = {name: ("needed", lambda: "whole") for name in checks if name not in named}
-    for name, (given, describe) in (named | others).items():
-        if given:
-            yield attempt(name, partial(_fact, checks.get(name), describe))
+    for name, (path, describe) in (named | others).items():
+        if path:
+            yield finding_of(name, partial(_fact, checks.get(name), describe))
         else:
             typed = "--checkpoint-path FILE" if name == "checkpoint" else "--gemma-root DIR"
             yield Finding(name, "note", f"not checked: type {typed}")
@@ -349,7 +339,7 @@ def fits(examination: Examination) -> Iterator[Finding]:
         core = f"fits the {format_bytes(limit)} of a core"
         return f"{core}, according to {command('plan')}"
 
-    yield attempt("device memory", check_memory)
+    yield finding_of("device memory", check_memory)
 
 
 def artifacts(examination: Examination) -> Iterator[Finding]:
@@ -363,7 +353,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         size.check()
     except UserError as error:
         if os.path.isfile(args.checkpoint_path):  # otherwise the check `files` reports it
-            yield blocked("artifacts", error)
+            yield from_error("artifacts", error)
         return
 
     job = workspace.resolved(examination.job)
@@ -394,7 +384,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
             "sound graphs": lambda: _finished(workspace.sound_programs(size, sound)),
         }
     for check, fact in facts.items():
-        yield attempt(check, fact, "todo")
+        yield finding_of(check, fact, "todo")
 
 
 def _finished(programs: Sized) -> str:
@@ -411,7 +401,7 @@ def groups(examination: Examination) -> Iterator[Finding]:
 def can_run(examination: Examination) -> Iterator[Finding]:
     """The profiles that this machine can run, and the reasons for the others."""
     can, cannot = [], []
-    for name in MACHINES:
+    for name in profiles.MACHINES:
         profile, instance = resolve(name), examination.machine.instance
         try:
             chips = examination.machine.neuron_devices
@@ -419,11 +409,11 @@ def can_run(examination: Examination) -> Iterator[Finding]:
                 raise UserError(f"{profile.chips} Neuron chips wanted, found {chips}")
             if profile.device == "neuron" and instance[:4] not in ("", name[:4]):
                 raise UserError(f"this is a {instance}")
-            require_runtime(profile, profile.tp, examination.machine)
+            profiles.require_runtime(profile, profile.tp, examination.machine)
             can.append(name)
         except UserError as error:
             cannot.append(f"{name} ({str(error).splitlines()[0].rstrip('.')})")
     text = ", ".join(can) + (f"; not {', '.join(cannot)}" if cannot else "")
     yield Finding("can run here", "ok", text)
     plan = command("plan", "--checkpoint-path", "FILE", "--profile", "NAME")
-    yield Finding("can plan here", "ok", f"{', '.join(MACHINES)}: {plan}")
+    yield Finding("can plan here", "ok", f"{', '.join(profiles.MACHINES)}: {plan}")

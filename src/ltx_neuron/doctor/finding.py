@@ -12,27 +12,21 @@ State = Literal["ok", "note", "todo", "blocks"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's table.
+    """One line of the doctor's table."""
 
-    check  the checked item, in a word or two
-    state  ok; note: works, with a remark; todo: files are not made yet; blocks
-    text   the fact
-    fix    the command that fixes the problem or makes the files
-    """
-
-    check: str
-    state: State
-    text: str
-    fix: str = ""
+    check: str  # the checked item, in a word or two
+    state: State  # ok; note: works, with a remark; todo: files are not made yet; blocks
+    text: str  # the fact
+    fix: str = ""  # the command that fixes the problem or makes the files
 
 
-def blocked(check: str, error: UserError, state: State = "blocks") -> Finding:
+def from_error(check: str, error: UserError, state: State = "blocks") -> Finding:
     """The finding of a UserError: its first line is the fact, the others are the fix."""
     text, _, fix = str(error).partition("\n")
     return Finding(check, state, text, fix)
 
 
-def attempt(check: str, fact: Callable[[], object], missing: State = "blocks") -> Finding:
+def finding_of(check: str, fact: Callable[[], object], missing: State = "blocks") -> Finding:
     """The finding of a function that returns a fact or raises UserError.
 
     missing  the state after an error; errors of damaged or unreadable files always block
@@ -40,14 +34,14 @@ def attempt(check: str, fact: Callable[[], object], missing: State = "blocks") -
     try:
         return Finding(check, "ok", str(fact()))
     except NotDownloaded as error:
-        return blocked(check, error, "todo")
+        return from_error(check, error, "todo")
     except UserError as error:
         damaged = any(words in str(error) for words in (" is damaged", "cannot be read"))
         blocks = damaged or isinstance(error, NoPermission)
-        return blocked(check, error, "blocks" if blocks else missing)
+        return from_error(check, error, "blocks" if blocks else missing)
 
 
-def judged(check: str, good: bool, text: str, fix: str, otherwise: State = "blocks") -> Finding:
+def finding_if(check: str, good: bool, text: str, fix: str, otherwise: State = "blocks") -> Finding:
     """A finding that is ok if `good`; otherwise it has the other state and the fix."""
     return Finding(check, "ok", text) if good else Finding(check, otherwise, text, fix)
 

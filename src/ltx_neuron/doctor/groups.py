@@ -114,8 +114,7 @@ class _Ones:
 
 
 def write_weights(folder: Path, tp: int, dtype: torch.dtype) -> Path:
-    """A weight set whose one weight, (1,), is 1 on every rank. Returns its folder, which may be
-    finished already."""
+    """Write a weight set whose one weight, (1,), is 1 on every rank. Returns its folder."""
     spec = ShardSpec("weight", (1,), None, (1,), None)
     identity = {"kind": "weights", "model": "probe", "tp": tp}
     shard_weights(_Ones(), folder, identity, tp, dtype, [spec])  # pyright: ignore[reportArgumentType]
@@ -123,7 +122,6 @@ def write_weights(folder: Path, tp: int, dtype: torch.dtype) -> Path:
 
 
 def _probed(ranks: Ranks, name: str, partition: list[list[int]]) -> Finding:
-    """Run a group's graph and compare its results."""
     size, outputs = len(partition[0]), ranks.programs[name].graphs["collectives"]["outputs"]
     # Row i of rank r: the number r * size + i, exact in fp32 as are the sums.
     rows = torch.arange(float(ranks.size * size)).view(ranks.size, size)
@@ -131,10 +129,16 @@ def _probed(ranks: Ranks, name: str, partition: list[list[int]]) -> Finding:
     ranks.run(name)
     wanted = expected(rows, partition)
     for output in outputs:
-        got = ranks.get(name, output).view(ranks.size, -1, WIDTH)
-        for rank, (mine, right) in enumerate(zip(got, wanted[output], strict=True)):
+        results = ranks.get(name, output).view(ranks.size, -1, WIDTH)
+        for rank, (mine, right) in enumerate(zip(results, wanted[output], strict=True)):
             if not torch.equal(mine, right[:, None].expand(-1, WIDTH)):
-                return _wrong(name, partition, output, rank, mine[:, 0], right, size)
+                text, got = f"{output} on rank {rank} is wrong", mine[:, 0]
+                if output == "gathered" and sorted(got.tolist()) == sorted(right.tolist()):
+                    orders = [(each[::size] // size).int().tolist() for each in (got, right)]
+                    text = f"rank {rank} gathers from ranks {orders[0]}, wanted {orders[1]}: tokens"
+                    text += " would be mixed"
+                text = f"{described(partition)}: {text}"
+                return Finding(f"group {name}", "blocks", text, ANOTHER)
     milliseconds = statistics.median(ranks.run(name) for _ in range(RUNS))
     text = f"{described(partition)}: {', '.join(outputs)} in {milliseconds:.2f} ms"
     return Finding(f"group {name}", "ok", text)
@@ -142,33 +146,11 @@ def _probed(ranks: Ranks, name: str, partition: list[list[int]]) -> Finding:
 
 def expected(rows: Tensor, partition: list[list[int]]) -> dict[str, Tensor]:
     """Every rank's results (world, rows of the result), from every rank's rows (world, size)."""
-    whole = {"summed": {}, "gathered": {}}
-    for members in partition:
-        own = rows[members]  # (size, size)
-        for rank in members:
-            whole["summed"][rank] = own.sum(0)
-            whole["gathered"][rank] = own.flatten()
+    groups = [next(group for group in partition if rank in group) for rank in range(len(rows))]
     return {
-        output: torch.stack([results[rank] for rank in sorted(results)])
-        for output, results in whole.items()
+        "summed": torch.stack([rows[group].sum(0) for group in groups]),
+        "gathered": torch.stack([rows[group].flatten() for group in groups]),
     }
-
-
-def _wrong(
-    name: str,
-    partition: list[list[int]],
-    output: str,
-    rank: int,
-    got: Tensor,
-    wanted: Tensor,
-    size: int,
-) -> Finding:
-    """The finding of a rank's wrong result. Rows in another order have the ranks' order."""
-    text = f"{output} on rank {rank} is wrong"
-    if output == "gathered" and sorted(got.tolist()) == sorted(wanted.tolist()):
-        order, right = ((numbers[::size] // size).int().tolist() for numbers in (got, wanted))
-        text = f"rank {rank} gathers from ranks {order}, wanted {right}: tokens would be mixed"
-    return Finding(f"group {name}", "blocks", f"{described(partition)}: {text}", ANOTHER)
 
 
 def described(partition: list[list[int]]) -> str:

@@ -2,10 +2,12 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from ltx_neuron.backends import nki
+from ltx_neuron.backends.environment import visible_cores
 from ltx_neuron.doctor import sdk
-from ltx_neuron.doctor.finding import Finding, judged
+from ltx_neuron.doctor.finding import Finding, finding_if
 from ltx_neuron.doctor.system import System
 from ltx_neuron.profiles import STACKS, Profile
 
@@ -22,8 +24,7 @@ _LNC_FILE = "/opt/aws/neuron/logical_nc_config"
 
 
 def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Finding]:
-    """All findings of this module: none on a machine without Neuron chips, unless the profile needs
-    chips.
+    """All findings of this module: none without Neuron chips, unless the profile needs them.
 
     tp     ranks
     chips  Neuron chips of the machine
@@ -41,7 +42,7 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
     text = "device files exist, but no driver is loaded"
     if driver:
         text = driver + sdk.release_suffix("driver", driver)
-    yield judged("driver", driver is not None, text, DRIVER)
+    yield finding_if("driver", driver is not None, text, DRIVER)
     yield libraries(system)
     yield from sdk_packages(profile, driver, system)
     yield from cores(profile, tp, system)
@@ -54,12 +55,13 @@ def libraries(system: System) -> Finding:
     lacking = [name for name, file in LIBRARIES.items() if not any(folder.glob(f"{file}.so*"))]
     text = f"/{_FOLDER} has no library of {' and '.join(lacking)}; device runs need them"
     fix = f"sudo apt-get install {' '.join(lacking)}"
-    return judged("libraries", not lacking, text if lacking else ", ".join(LIBRARIES), fix, "note")
+    return finding_if(
+        "libraries", not lacking, text if lacking else ", ".join(LIBRARIES), fix, "note"
+    )
 
 
 def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterator[Finding]:
-    """The SDK's packages in this environment, their release, and its support of the profile's
-    backend."""
+    """The SDK's packages here, their release, and its support of the profile's backend."""
     low, high = sdk.PYTHON[profile.backend]
     if profile.device == "neuron" and not low <= sdk.version_numbers(system.python)[:2] < high:
         text = (
@@ -74,7 +76,7 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
         names = ", ".join(f"{name} {version}" for name, version in installed.items())
         text = names + sdk.release_suffix("compiler", compiler)
     fix = "source /opt/aws_neuronx_venv_torch_neuronx_2_14_0/bin/activate, or README, Install"
-    yield judged("sdk", bool(installed), text, fix, "note")
+    yield finding_if("sdk", bool(installed), text, fix, "note")
     for name, version in sdk.DECOYS.items():
         if system.version(name) == version:
             yield Finding(
@@ -93,46 +95,31 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             " the runtime may refuse the graphs",
             "sudo apt-get install --only-upgrade aws-neuronx-dkms",
         )
-    yield from _kernels(profile, system)
-    if compiler:
-        yield from _compiler(compiler, system)
+    if profile.attention == "nki" and (error := system.import_error(nki.PACKAGE)):
+        text = f"attention=nki needs the kernels of {nki.PACKAGE}; importing it failed: {error}"
+        yield Finding("nki", "blocks", text, nki.MISSING)
+    islpy = system.version("islpy")
+    if compiler and sdk.version_numbers(islpy) >= sdk.ISLPY_TOO_NEW:
+        text = f"islpy {islpy}: neuronx-cc 2.27 fails with it (NCC_ISMP902)"
+        yield Finding("islpy", "blocks", text, "pip install 'islpy<2026.2'")
+    if compiler and not system.program("neuronx-cc"):
+        yield Finding(
+            "sdk",
+            "blocks",
+            f"neuronx-cc {compiler} is installed, but its program is neither in PATH nor in this"
+            " Python's folder",
+            "install it again: pip install --force-reinstall --no-deps neuronx-cc",
+        )
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
         return  # `checks.packages` reports a missing package
     state, usable = sdk.nxd_support(release)
-    yield judged("nxd", usable, state, _OTHER_ENVIRONMENT)
+    yield finding_if("nxd", usable, state, _OTHER_ENVIRONMENT)
     if usable and release and release >= (2, 30):
         yield Finding(
             "nxd",
             "note",
             f"SDK 2.34 ends NxD on Trainium2: keep this environment at {sdk.dotted(sdk.NXD_LAST)}"
             f" or older. Its successor is {STACKS['torchdist']}, in an environment of its own",
-        )
-
-
-def _kernels(profile: Profile, system: System) -> Iterator[Finding]:
-    """The package of the NKI kernel for the profile's attention."""
-    if profile.attention == "nki" and (error := system.import_error(nki.PACKAGE)):
-        text = f"attention=nki needs the kernels of {nki.PACKAGE}; importing it failed: {error}"
-        yield Finding("nki", "blocks", text, nki.MISSING)
-
-
-def _compiler(version: str, system: System) -> Iterator[Finding]:
-    """Problems that keep neuronx-cc of this version from running."""
-    islpy = system.version("islpy")
-    if sdk.version_numbers(islpy) >= sdk.ISLPY_TOO_NEW:
-        yield Finding(
-            "islpy",
-            "blocks",
-            f"islpy {islpy}: neuronx-cc 2.27 fails with it (NCC_ISMP902)",
-            "pip install 'islpy<2026.2'",
-        )
-    if not system.program("neuronx-cc"):
-        yield Finding(
-            "sdk",
-            "blocks",
-            f"neuronx-cc {version} is installed, but its program is neither in PATH nor in this"
-            " Python's folder",
-            "install it again: pip install --force-reinstall --no-deps neuronx-cc",
         )
 
 
@@ -163,10 +150,11 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
             if holders
             else "type a smaller --tp-degree"
         )
-        enough = free >= needed or profile.device != "neuron"
-        yield judged("cores", enough, text, fix)
+        yield finding_if("cores", free >= needed or profile.device != "neuron", text, fix)
     visible = system.environment.get("NEURON_RT_VISIBLE_CORES", "")
-    shown = _count_cores(visible)
+    shown = 0
+    with suppress(ValueError):
+        shown = len(visible_cores(visible))
     if visible and profile.device == "neuron" and shown < needed:
         yield Finding(
             "cores",
@@ -174,17 +162,6 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
             f"NEURON_RT_VISIBLE_CORES={visible} shows {shown} cores, {needed} wanted",
             "unset NEURON_RT_VISIBLE_CORES",
         )
-
-
-def _count_cores(cores: str) -> int:
-    """The number of cores in a list such as 0-3,8 (here 5); 0 for another text."""
-    total = 0
-    for part in cores.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or dash and not last.isdigit():
-            return 0
-        total += int(last) - int(first) + 1 if dash else 1
-    return total
 
 
 def _describe_processes(processes: Iterable[tuple[int, str]]) -> str:
@@ -221,4 +198,4 @@ def lnc(profile: Profile, system: System) -> Finding:
         "neuron-ls": f"export NEURON_LOGICAL_NC_CONFIG={wanted}",
     }
     fix = "; ".join(fixes.get(name, f"unset {name}") for name in wrong)
-    return judged("lnc", good, text, fix)
+    return finding_if("lnc", good, text, fix)

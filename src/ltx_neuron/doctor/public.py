@@ -1,5 +1,4 @@
-"""What a bug report may contain of a text or a report: the trace of a run, the messages of programs
-that know no prompt, and numbers."""
+"""What a bug report may contain: traces of runs, messages without prompts, and numbers."""
 
 import getpass
 import json
@@ -49,8 +48,7 @@ def stack_environment(environment: Mapping[str, str]) -> list[str]:
 
 
 def public(text: str) -> str:
-    """A program's messages with paths cut, without lines that may have a secret, a prompt or the
-    name of the user or the machine."""
+    """Messages with cut paths, without lines that may have a secret, a prompt or a name."""
     values = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     secrets = [part for value in values for part in value.split() if len(part) >= _SHORTEST_SECRET]
     known = [re.escape(secret) for secret in secrets if secret.lower() not in _COMMON]
@@ -95,7 +93,6 @@ def _cut(path: str) -> str:
 
 
 def _names() -> list[str]:
-    """The names of the user and the machine."""
     with suppress(KeyError, OSError):  # a container's user id without a name
         return [getpass.getuser(), platform.node()]
     return [platform.node()]

@@ -19,8 +19,7 @@ class Sdk(NamedTuple):
 # 2.33 and 2.33.1 the documentation's list of components (neuronx-cc 2.28.7631, driver 2.31.7).
 SDKS = tuple(Sdk((2, n), (2, n - 5), (2, n - 2)) for n in range(27, 34))
 # First release, its support of NxD's inference API (ModelBuilder), and whether the API may be used.
-# Sources: release notes of 2.27, 2.30 and 2.32; the announcement of 16 October 2026 of the end of
-# support on Trn2 and Trn3.
+# Sources: release notes of 2.27, 2.30, 2.32; announcement of 16 October 2026 (Trn2, Trn3).
 NXD_LIFECYCLE = (
     ((2, 27), "supported", True),
     ((2, 30), "in maintenance: only security fixes", True),
@@ -45,8 +44,7 @@ DECOYS = {
     "vllm-neuron": "0.1.0",
     "vllm-omni-neuron": "0.1.0",
 }
-# From this islpy on, every compile of neuronx-cc 2.27 fails with NCC_ISMP902. 2.28 is untested, and
-# 2.26 pins its islpy.
+# From this islpy on, neuronx-cc 2.27 fails with NCC_ISMP902. 2.28 is untested; 2.26 pins islpy.
 ISLPY_TOO_NEW = (2026, 2)
 # Supported versions: from the first, below the second. TORCH: as in pyproject.toml; PYTHON: Neuron
 TORCH = (2, 9), (2, 16)
@@ -59,8 +57,7 @@ def dotted(version: Version) -> str:
 
 
 def release_of(part: str, version: str | None) -> Version | None:
-    """The SDK release with this version of "compiler" or "driver"; None if it is older than the
-    table.
+    """The SDK release with this version of "compiler" or "driver"; None if it is older.
 
     Later releases than the table's are extrapolated: so far, each raised both versions by one.
     """
@@ -80,8 +77,7 @@ def release_suffix(part: str, version: str | None) -> str:
 
 
 def nxd_support(release: Version | None) -> tuple[str, bool]:
-    """The release's support of NxD, as text, and whether NxD may be used. None is a release older
-    than the table."""
+    """A release's support of NxD as text, and whether NxD may be used. None: an older release."""
     rows = [row for row in NXD_LIFECYCLE if release and row[0] <= release]
     if not rows:
         return "this SDK is too old; ModelBuilder V2 needs 2.27 or newer", False

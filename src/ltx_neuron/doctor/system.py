@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ltx_neuron.files import free_bytes
 from ltx_neuron.machine import package_version
 
 TOOLS = "/opt/aws/neuron/bin"  # commands of the Neuron packages, often outside PATH
@@ -65,32 +66,19 @@ def import_error(module: str) -> str | None:
     return None
 
 
-def free_bytes(path: Path) -> int:
-    """Free bytes of a path's file system. The path may be missing."""
-    nearest = next(
-        folder
-        for folder in (Path(path).absolute(), *Path(path).absolute().parents)
-        if folder.is_dir()
-    )
-    return shutil.disk_usage(nearest).free
-
-
 @dataclass(frozen=True)
 class System:
-    """The sources of facts about a machine; the defaults are this machine's.
-
-    output  called with the words of a command, see `output_of`
-    prefix  folder of the Python environment
-    """
+    """The sources of facts about a machine; the defaults are this machine's."""
 
     root: Path = Path("/")
+    # Called with the words of a command, see `output_of`
     output: Callable[..., str | None] = output_of
     version: Callable[[str], str | None] = package_version
     import_error: Callable[[str], str | None] = import_error
     free_bytes: Callable[[Path], int] = free_bytes
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     python: str = platform.python_version()
-    prefix: str = sys.prefix
+    prefix: str = sys.prefix  # folder of the Python environment
 
     def text(self, path: str) -> str | None:
         """A small file's text; None if it cannot be read."""
@@ -106,7 +94,6 @@ class System:
 
     @property
     def driver(self) -> str | None:
-        """Version of the loaded Neuron driver."""
         return self.text("sys/module/neuron/version")
 
     @property
@@ -130,8 +117,7 @@ class System:
         }
 
     def devices(self) -> list[Device] | None:
-        """The chips in `neuron-ls --json-output`; None if it is missing or its output is not
-        understood."""
+        """The chips in `neuron-ls --json-output`; None if it is missing or not understood."""
         try:
             rows = json.loads(self.output("neuron-ls", "--json-output") or "")
             return [

@@ -64,14 +64,15 @@ def _make(
     folder: Path,
     results: Results,
 ) -> None:
-    """Run the lines on replicas. Records each finished line and moves its video to its name."""
-    said = {line.number: notes(line.job, workspace) for line in lines}
+    notes_of = {line.number: notes(line.job, workspace) for line in lines}
     left = _submit(lines, queue)
     # As replicas parse them: with absolute paths of LoRAs.
     jobs = [workspace.resolved(flags.job_of(line.job.spec)) for line in lines]
     sets = list({stage.loras for job in jobs for stage in job.stages})
     max_replicas = min(args.replicas or len(lines), len(lines))
-    pool = Pool(queue, args, _capability_jobs(jobs), max_replicas, _MAX_FAILURES, sets)
+    # A job of every size and weight set, without those whose input files a replica lacks.
+    plain = {(j.size, j.recipe, j.upscale, j.stages): j for j in jobs if not j.files}
+    pool = Pool(queue, args, [*plain.values()], max_replicas, _MAX_FAILURES, sets)
 
     def take_ended() -> None:
         for id, line in list(left.items()):
@@ -81,8 +82,13 @@ def _make(
                 assert entry.error
                 results.failed(line, RunError(entry.error["message"]))
             elif entry.status == COMPLETED:
-                made = queue.folder_of(id) / VIDEO
-                _take_video(line, made, folder / line.file, said[line.number])
+                result, video = queue.folder_of(id) / VIDEO, folder / line.file
+                # With the user's own paths.
+                sidecar = read_json(result.with_suffix(".json")) | line.job.describe()
+                sidecar |= {"inputs": digests_of_inputs(line.job), "notes": notes_of[line.number]}
+                write_json(video.with_suffix(".json"), sidecar)
+                if result.is_file():  # else a killed run has already moved it
+                    result.replace(video)
                 results.done(line)
             else:
                 continue
@@ -97,8 +103,7 @@ def _make(
 
 
 def _submit(lines: list[Line], queue: Queue) -> dict[str, Line]:
-    """The lines by their jobs' ids: jobs of an interrupted run, and new jobs for lines that failed
-    or changed."""
+    """The lines by their jobs' ids: of an interrupted run, new if they failed or changed."""
     by_number, left = {line.number: line for line in lines}, {}
     for entry in queue.page(OWNER, limit=10**9)[0]:
         line = by_number.get(entry.public_fields["line"])
@@ -110,7 +115,6 @@ def _submit(lines: list[Line], queue: Queue) -> dict[str, Line]:
 
 
 def _submit_new(line: Line, queue: Queue) -> Entry:
-    """Submit a line's job to the queue, with copies of its input files."""
     id, names = queue.new_id(), {}
     folder = queue.folder_of(id)
     folder.mkdir()
@@ -118,24 +122,8 @@ def _submit_new(line: Line, queue: Queue) -> Entry:
         names[path] = f"file-{number}{path.suffix}"
         shutil.copyfile(path, folder / names[path])
     params = line.job.with_paths(names.__getitem__).spec.line()
-    public_fields = {"line": line.number}
-    new = NewJob(id, OWNER, line.digest, _batch_key(line.job), params, public_fields)
+    new = NewJob(id, OWNER, line.digest, _batch_key(line.job), params, {"line": line.number})
     return queue.submit(new)[0]
-
-
-def _take_video(line: Line, made: Path, video: Path, said: list[str]) -> None:
-    """Move a finished video out of its job's folder. Its JSON contains the user's own paths."""
-    described = line.job.describe() | {"inputs": digests_of_inputs(line.job), "notes": said}
-    write_json(video.with_suffix(".json"), read_json(made.with_suffix(".json")) | described)
-    if made.is_file():  # else a killed run has already moved it
-        made.replace(video)
-
-
-def _capability_jobs(jobs: list[Job]) -> list[Job]:
-    """A job of every size and weight set. Jobs with input files are left out: a replica does not
-    have these files when it checks."""
-    plain = [job for job in jobs if not job.files]
-    return list({(job.size, job.recipe, job.upscale, job.stages): job for job in plain}.values())
 
 
 def _batch_key(job: Job) -> str:

@@ -35,8 +35,8 @@ class Needs(NamedTuple):
     @property
     def options(self) -> dict:
         """The options of the replica's actor. Ray names CPU and GPU differently."""
-        own = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(self.kind)
-        taken = {own: self.count} if own else {"resources": {self.kind: self.count}}
+        option = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(self.kind)
+        taken = {option: self.count} if option else {"resources": {self.kind: self.count}}
         return {"num_cpus": 0, **taken}
 
     def capacity(self) -> int:
@@ -44,7 +44,6 @@ class Needs(NamedTuple):
         return sum(room for _, room in self._rooms())
 
     def _rooms(self) -> list[tuple[str, int]]:
-        """How many times each living node has the count."""
         return [
             (address, int(has.get(self.kind, 0) // self.count)) for address, has in _living_nodes()
         ]
@@ -73,7 +72,6 @@ class Needs(NamedTuple):
 
 
 def _living_nodes() -> list[tuple[str, dict[str, float]]]:
-    """Each living node's address and resources."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return [(node["NodeManagerAddress"], node["Resources"]) for node in nodes]
 
@@ -82,20 +80,22 @@ def _living_nodes() -> list[tuple[str, dict[str, float]]]:
 def connected(address: str, profile: Profile) -> Iterator[None]:
     """Connect to the Ray at an address while the block runs. Raises UserError if there is none."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    own = {}
+    options = {}
     if address == LOCAL:
-        own = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+        options = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
         if profile.device == "neuron":
-            own["resources"] = {"neuron_cores": profile.cores}
+            options["resources"] = {"neuron_cores": profile.cores}
     main = threading.current_thread() is threading.main_thread()
     handler = main and signal.getsignal(signal.SIGTERM)
     try:
-        _check_answers(address)
-        ray.init(address, **own, logging_level=logging.WARNING)
+        host, colon, port = address.rpartition(":")
+        if colon and port.isdecimal():  # Ray itself would retry for four minutes
+            socket.create_connection((host.removeprefix("ray://"), int(port)), _ANSWERS).close()
+        ray.init(address, **options, logging_level=logging.WARNING)
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"--ray {address}: this machine could not join it ({said[0]})\nStart Ray on the head:"
+            f"--ray {address}: this machine could not join it ({lines[0]})\nStart Ray on the head:"
             " ray start --head, and on this machine: ray start --address=HEAD:6379; then type"
             f" --ray auto. --ray {LOCAL} uses only this machine"
         ) from None
@@ -105,13 +105,6 @@ def connected(address: str, profile: Profile) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _check_answers(address: str) -> None:
-    """Raise OSError if nothing listens at HOST:PORT. Ray itself would retry for four minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal():
-        socket.create_connection((host.removeprefix("ray://"), int(port)), _ANSWERS).close()
 
 
 def check_cores(profile: Profile, tp: int) -> list[int]:

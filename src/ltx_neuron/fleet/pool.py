@@ -78,7 +78,15 @@ class Pool:
         """Keep replicas running. look: called twice a second."""
         self.queue.release_worker(None, crashed=True)  # of a killed pool: only one uses the queue
         with cluster.connected(self.args.ray, self.profile):
-            self._start_queue_actor()
+            node = ray.get_runtime_context().get_node_id()
+            here = NodeAffinitySchedulingStrategy(node, soft=False)
+            actor = ray.remote(QueueActor).options(
+                num_cpus=0, max_concurrency=_MAX_CALLS, scheduling_strategy=here
+            )
+            self.queue_actor = actor.remote(
+                self.queue.database.path.absolute(), self.queue.folder.absolute(), self.queue.lease
+            )
+            self._queue_ended = self.queue_actor.until_it_dies.remote()
             try:
                 while not self.stop.is_set():
                     self._fill()
@@ -87,18 +95,7 @@ class Pool:
             finally:
                 self._end()
 
-    def _start_queue_actor(self) -> None:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(QueueActor).options(
-            num_cpus=0, max_concurrency=_MAX_CALLS, scheduling_strategy=here
-        )
-        self.queue_actor = actor.remote(
-            self.queue.database.path.absolute(), self.queue.folder.absolute(), self.queue.lease
-        )
-        self._queue_ended = self.queue_actor.until_it_dies.remote()
-
     def _fill(self) -> None:
-        """Start replicas until the cluster or max_replicas is full."""
         needed = cluster.Needs.of(self.profile, self.tp)
         room = needed.capacity()
         text = needed.layout() if room else needed.too_small()
@@ -112,12 +109,11 @@ class Pool:
         while len(self.members) < min(room, self.max_replicas):
             name = f"ray-{secrets.token_hex(4)}"
             actor = ray.remote(Replica).options(**needed.options, max_concurrency=2)
-            made = actor.remote(name, self.queue_actor, self.queue.lease, self.args)
-            ended = made.run.remote(self.capability_jobs, self.sets)
-            self.members[ended] = _Member(name, made, time.monotonic())
+            replica = actor.remote(name, self.queue_actor, self.queue.lease, self.args)
+            ended = replica.run.remote(self.capability_jobs, self.sets)
+            self.members[ended] = _Member(name, replica, time.monotonic())
 
     def _wait(self) -> None:
-        """Wait for _LOOK_SECONDS at most, and handle replicas that ended."""
         ended, _ = ray.wait([self._queue_ended, *self.members], timeout=_LOOK_SECONDS)
         if self._queue_ended in ended:
             raise RunError("the queue's process (Ray actor QueueActor) has died")
@@ -145,7 +141,6 @@ class Pool:
             raise kind(why)
 
     def _end(self) -> None:
-        """Stop the replicas; their unfinished jobs wait again."""
         with suppress(RayError):
             for member in self.members.values():
                 member.actor.stop.remote()
@@ -159,13 +154,11 @@ class Pool:
         self.members.clear()
 
     def _working(self) -> bool:
-        """Whether a replica is ready for jobs."""
         states = self.queue.workers()
         return any(states.get(each.name, {}).get("alive") for each in self.members.values())
 
 
 def _reason(error: Exception | None) -> str:
-    """Why a replica ended, in one line; its log has the traceback."""
     if error is None:
         return "it was stopped"
     cause = getattr(error, "cause", None) or error

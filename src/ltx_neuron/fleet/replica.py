@@ -1,5 +1,4 @@
-"""A replica: a Ray actor that keeps an engine open and runs the queue's jobs, on one chip or
-more of a node.
+"""A replica: a Ray actor that keeps an engine open and runs the queue's jobs on its chips.
 
 This module must not import torch: torch reads environment variables that are not set yet.
 """
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ltx_neuron.run import Engine
-    from ltx_neuron.workspace import Workspace
 
 
 class Replica:
@@ -41,6 +39,7 @@ class Replica:
         capability_jobs  jobs that it must be able to run
         sets             weight sets that other jobs need
         """
+        from ltx_neuron.fleet.cluster import check_cores
         from ltx_neuron.fleet.remote_queue import RemoteQueue
         from ltx_neuron.service.worker import Worker
 
@@ -52,7 +51,9 @@ class Replica:
             # RemoteQueue has the methods that a worker calls.
             worker = Worker(queue, engine, self.name, previews)  # pyright: ignore[reportArgumentType]
             worker.stop = self.stopped
-            print(f"{self.name} is ready on {place_of(engine.workspace)}", flush=True)
+            cores = check_cores(engine.workspace.profile, engine.workspace.tp)
+            place = f"cores {','.join(map(str, cores))}" if cores else engine.workspace.profile.name
+            print(f"{self.name} is ready on {place}", flush=True)
             worker.run()
 
 
@@ -71,8 +72,8 @@ def engine_for(name: str, args: Namespace, capability_jobs: list, sets: Sequence
     if args.artifacts_url:
         try:
             needed = {stage.loras for job in capability_jobs for stage in job.stages} | {*sets}
-            own = flags.weight_sets(flags.lora_fields(flags.spec(args)))
-            fetch(args.artifacts_url, workspace, options, needed or own)
+            default = flags.weight_sets(flags.lora_fields(flags.spec(args)))
+            fetch(args.artifacts_url, workspace, options, needed or default)
         except UserError as error:  # this machine may already have all files
             print(f"{name}: nothing was downloaded: {error}", flush=True)
     engine = Engine(workspace, Recorder(), options)
@@ -86,17 +87,8 @@ def engine_for(name: str, args: Namespace, capability_jobs: list, sets: Sequence
     return engine
 
 
-def place_of(workspace: "Workspace") -> str:
-    """This node's cores, or the name of its profile."""
-    from ltx_neuron.fleet.cluster import check_cores
-
-    cores = check_cores(workspace.profile, workspace.tp)
-    return f"cores {','.join(map(str, cores))}" if cores else workspace.profile.name
-
-
 def forget_rays_threads() -> None:
-    """Undo Ray's limit on a worker's threads, unless the user set one. The profile decides the
-    number of threads, and results depend on it."""
+    """Undo Ray's limit on a worker's threads, unless the user set one: the profile decides."""
     users = Path("/proc/self/environ").read_bytes().split(b"\0")
     if not any(setting.startswith(b"OMP_NUM_THREADS=") for setting in users):
         os.environ.pop("OMP_NUM_THREADS", None)

@@ -38,18 +38,16 @@ PIECE_ELEMENTS, LARGE_PIECE_ELEMENTS = 2**21, 2**23
 _MIN_WEIGHT_ROWS = 64  # of a piece: fewer do not keep a product busy
 
 # Rows of activations, inputs and outputs of the timed products: a piece of a weight of Gemma3, a
-# core's share of a weight of the video connector, and a core's piece of a convolution of the video
-# decoder.
+# core's share of one of the video connector, its piece of a convolution of the video decoder.
 _TIMED_PRODUCTS = {"few": (60, 3840, 1024), "many": (1024, 4096, 256), "tile": (128, 256, 256)}
 _TILES = 50  # products of a tile per round
-_TURNS, _ATTEMPTS = 5, 3
+_ROUNDS, _ATTEMPTS = 5, 3
 
 # Channels, frames, height and width of the timed convolution: 1.3 ms in float32, and less than a
 # second where bfloat16 has no vector instructions.
 _TIMED_CONVOLUTION = (64, 2, 16, 16)
 _REPEATS = 10
-# Lower bound of the measured ratio -> speed. Measured ratios are far apart: 0.3, 1 and 2 without
-# AMX, 6 to 10 with it.
+# Lower bound of the measured ratio -> speed. Ratios: 0.3, 1 and 2 without AMX, 6 to 10 with it.
 _SPEEDS = {4.0: 8, 1.4: 2}
 
 # Environment variables that limit which instructions torch, oneDNN and MKL use.
@@ -69,27 +67,19 @@ _choices: dict[Path, dict[str, Any]] = {}
 
 
 class Libraries(NamedTuple):
-    """BLAS or ONEDNN, by kind of product.
+    """BLAS or ONEDNN, by kind of product."""
 
-    few   few rows of activations with a large weight: Gemma3's layers
-    many  many rows: the connectors' blocks
-    tile  one core's part of a convolution (host/winograd.py)
-    """
-
-    few: str = ONEDNN
-    many: str = ONEDNN
-    tile: str = ONEDNN
+    few: str = ONEDNN  # few rows of activations with a large weight: Gemma3's layers
+    many: str = ONEDNN  # many rows: the connectors' blocks
+    tile: str = ONEDNN  # one core's part of a convolution (host/winograd.py)
 
 
 class Arithmetic(NamedTuple):
-    """dtype      of the video decoder's feature maps and direct convolutions
-    speed      of convolutions in it, relative to float32 on this CPU: 1, 2 or 8
-    libraries  for products of float32 matrices
-    """
+    """How the host computes its models."""
 
-    dtype: torch.dtype = torch.float32
-    speed: int = 1
-    libraries: Libraries = Libraries()
+    dtype: torch.dtype = torch.float32  # of the video decoder's feature maps and convolutions
+    speed: int = 1  # of convolutions in it, relative to float32 on this CPU: 1, 2 or 8
+    libraries: Libraries = Libraries()  # for products of float32 matrices
 
     def of_latents(self, dtype: torch.dtype) -> "Arithmetic":
         """The arithmetic of encoder and upsamplers for a run in `dtype`. A float32 run makes
@@ -167,8 +157,7 @@ def arithmetic(
 
 def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
     """The speed of bfloat16 convolutions relative to float32 on this CPU: 1, 2 or 8."""
-    speeds = (1, *_SPEEDS.values())
-    return _choice(artifacts_dir, "bfloat16_speed", _measured_speed, speeds)
+    return _choice(artifacts_dir, "bfloat16_speed", _measured_speed, (1, *_SPEEDS.values()))
 
 
 def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
@@ -182,8 +171,8 @@ def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
 def _measured_speed() -> int:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 1
-    turns = _on_one_core(lambda: _in_turns(_convolutions(), _REPEATS))
-    least = {dtype: min(turn[dtype] for turn in turns) for dtype in turns[0]}
+    rounds = _on_one_core(lambda: _alternate(_convolutions(), _REPEATS))
+    least = {dtype: min(times[dtype] for times in rounds) for dtype in rounds[0]}
     ratio = least[torch.float32] / least[torch.bfloat16]
     return next((speed for bound, speed in _SPEEDS.items() if ratio >= bound), 1)
 
@@ -195,24 +184,22 @@ def _measured_libraries() -> dict[str, str]:
 
 
 def _products(kind: str) -> dict[str, Callable[[], object]]:
-    """A product of a kind with each library, as text encoder and video decoder compute it."""
     rows, inputs, outputs = _TIMED_PRODUCTS[kind]
     x, out = torch.ones(rows, inputs), torch.ones(rows, outputs)
     weight = torch.ones(outputs, inputs)
-    found = {}
+    functions = {}
     for library in (BLAS, ONEDNN):
         if kind == "tile":
             product = partial(multiply, x, weight, out, library)
-            found[library] = lambda product=product: [product() for _ in range(_TILES)]
+            functions[library] = lambda product=product: [product() for _ in range(_TILES)]
         else:
             products = StoredProducts(Libraries(library, library))
-            found[library] = partial(products.multiply, x, weight.bfloat16(), out)
-    return found
+            functions[library] = partial(products.multiply, x, weight.bfloat16(), out)
+    return functions
 
 
 def _on_one_core(measure: Callable[[], Any]) -> Any:
-    """The function's result, computed in a thread on one core. On many cores, distributing the work
-    takes longer than the timed work."""
+    """The function's result on one core: distributing takes longer than the timed work."""
     with Workers(1) as workers:
         return workers.map(lambda _: measure(), [None])[0]
 
@@ -220,19 +207,18 @@ def _on_one_core(measure: Callable[[], Any]) -> Any:
 def _fastest(functions: dict[str, Callable[[], object]]) -> str:
     """The name of the fastest function. If none wins every round, the machine is busy or they are
     equally fast: all are timed again, and the least times decide."""
-    turns = []
+    rounds = []
     for _ in range(_ATTEMPTS):
-        latest = _in_turns(functions, _TURNS)
-        turns += latest
-        if len({min(turn, key=turn.__getitem__) for turn in latest}) == 1:
-            turns = latest
+        latest = _alternate(functions, _ROUNDS)
+        rounds += latest
+        if len({min(times, key=times.__getitem__) for times in latest}) == 1:
+            rounds = latest
             break
-    return min(functions, key=lambda name: min(turn[name] for turn in turns))
+    return min(functions, key=lambda name: min(times[name] for times in rounds))
 
 
-def _in_turns(functions: dict[Any, Callable[[], object]], count: int) -> list[dict[Any, float]]:
-    """CPU seconds of the functions, in alternating rounds, so that other work on the machine slows
-    down all of them."""
+def _alternate(functions: dict[Any, Callable[[], object]], count: int) -> list[dict[Any, float]]:
+    """CPU seconds of the functions, in alternating rounds: other work slows down all of them."""
     for function in functions.values():
         function()  # warm-up
 
@@ -245,7 +231,6 @@ def _in_turns(functions: dict[Any, Callable[[], object]], count: int) -> list[di
 
 
 def _convolutions() -> dict[torch.dtype, Callable[[], object]]:
-    """A convolution in either dtype, each in its fastest layout."""
     channels, *size = _TIMED_CONVOLUTION
     layouts = {torch.float32: torch.contiguous_format, torch.bfloat16: torch.channels_last_3d}
     convolutions = {}
@@ -294,23 +279,21 @@ def _choice(
 
 
 def store_choices(artifacts_dir: Path) -> None:
-    """Write the choices of this process. Choices that another process wrote first are kept. Does
-    not create the artifacts folder."""
+    """Write this process's choices, but keep another's. Does not create the artifacts folder."""
     path = choices_file(artifacts_dir)
-    own = _choices.get(path, {})
-    if not os.path.isdir(artifacts_dir) or own.keys() <= _stored_choices(path).keys():
+    measured = _choices.get(path, {})
+    if not os.path.isdir(artifacts_dir) or measured.keys() <= _stored_choices(path).keys():
         return
     try:
         with exclusive(path, "storing measurements in"):
-            choices = own | _stored_choices(path)
+            choices = measured | _stored_choices(path)
             write_json(path, {"machine": this_machine(), "choices": choices})
     except OSError as error:
         _print_once(f"{path} cannot be written ({reason(error)}): measurements are not saved")
 
 
 def _stored_choices(path: Path) -> dict[str, Any]:
-    """This machine's choices; empty if there are none. A damaged or unreadable file is reported and
-    ignored."""
+    """This machine's choices; empty if there are none. A damaged file is reported and ignored."""
     if not os.path.lexists(path):
         return {}
     try:

@@ -5,7 +5,7 @@ Sources: ltx-pipelines 1.2.0, a2vid_two_stage.py, retake.py, iclora_utils.py and
 The checks raise UserError for unsuitable files before a model is loaded.
 """
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -17,28 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ltx_neuron.errors import UserError, own_files
+from ltx_neuron.host import media
 from ltx_neuron.host.images import check_filling, check_image, decode_image, is_still, load_image
-from ltx_neuron.host.media import (
-    Sound,
-    converted_sound,
-    first_frames,
-    footage,
-    hearing,
-    pixels_of,
-    read_sound,
-)
+from ltx_neuron.host.media import Sound, read_sound
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import can_resample, resample
 from ltx_neuron.host.video import aac_rate
+from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.conditioning import reference_names
 from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceAudio, ReferenceVideo
-from ltx_neuron.sampling.latents import (
-    AUDIO_LATENTS_PER_SECOND,
-    SAMPLE_RATE,
-    TIME_SCALE,
-    audio_latent_frames,
-    sound_latent_frames,
-)
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.finite import finite
 
@@ -47,8 +34,8 @@ REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
 VOICE, DUBBED = "--reference-audio", "--reference-video"
 CHANNELS = 2  # of the encoded sound
 BED_SEED = 0xBED  # of every bed: one sound at one level is always heard the same
-_HEARD = 1 / AUDIO_LATENTS_PER_SECOND  # seconds: less is not worth a note
-_TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, for its reflection
+_HEARD = 1 / latents.AUDIO_LATENTS_PER_SECOND  # seconds: less is not worth a note
+_TOO_SHORT = 512 / latents.SAMPLE_RATE  # seconds: half a frame of the spectrogram, reflected
 
 
 @own_files()
@@ -60,7 +47,10 @@ def check(inputs: Inputs) -> None:
         rate = _read_sound_condition(inputs).rate
         _check_rate(inputs.sound.path, SOUND, rate, aac_rate(rate))
     if inputs.retake:
-        _check_source(inputs)
+        extension, size = inputs.extension, inputs.size
+        frames = extension.source_frames if extension else size.num_frames
+        _check_footage(inputs.retake.path, RETAKE, frames, size.sides, inputs.upright)
+        _retaken_sound(inputs)
     if inputs.reference_audio:
         voice = inputs.reference_audio
         read_reference_audio(voice.path, voice.max_duration, voice_flag(inputs))
@@ -115,8 +105,7 @@ def encode(
     elif inputs.retake:
         tensors |= _encode_retake(host, inputs, rank_tiles)
     if inputs.reference_audio:
-        flag = voice_flag(inputs)
-        tensors |= _encode_reference_audio(host, inputs.reference_audio, flag)
+        tensors |= _encode_reference_audio(host, inputs.reference_audio, voice_flag(inputs))
     return tensors
 
 
@@ -145,14 +134,13 @@ def _heard(sound: Sound, inputs: Inputs) -> Sound:
     if bed is None:
         return Sound(samples, rate)
     # At the encoder's rate, so that the level does not depend on the file's.
-    samples = resample(samples, rate, SAMPLE_RATE)
+    samples = resample(samples, rate, latents.SAMPLE_RATE)
     generator = torch.Generator().manual_seed(BED_SEED)  # not the job's, whose draws stay
     noise = torch.randn(samples.shape, generator=generator)
-    return Sound(samples + 10 ** (bed / 20) * noise, SAMPLE_RATE)
+    return Sound(samples + 10 ** (bed / 20) * noise, latents.SAMPLE_RATE)
 
 
 def _read_sound_condition(inputs: Inputs) -> Sound:
-    """The input sound's selected seconds, in one or two channels."""
     assert inputs.sound
     path, start, duration = _read_sounds(inputs)[SOUND]
     sound = read_sound(path, SOUND, start, duration)
@@ -162,7 +150,7 @@ def _read_sound_condition(inputs: Inputs) -> Sound:
         raise UserError(
             f"{SOUND} {path} ends before --audio-start-time {start:g}: type a smaller one"
         )
-    frames = sound_latent_frames(sound.samples.shape[1], sound.rate)
+    frames = latents.sound_latent_frames(sound.samples.shape[1], sound.rate)
     if frames < inputs.output_size.audio_frames or _is_too_short(sound):
         raise _too_short(inputs, sound, frames)
     _check_format(sound, path, SOUND)
@@ -170,48 +158,45 @@ def _read_sound_condition(inputs: Inputs) -> Sound:
 
 
 def _too_short(inputs: Inputs, sound: Sound, audio_frames: int) -> UserError:
-    """audio_frames  number of the sound's latents"""
     assert inputs.sound
-    asked, size, where, advice = inputs.sound, inputs.output_size, "", "pass a longer sound"
-    if asked.start_time:
-        where += f" from --audio-start-time {asked.start_time:g} on"
+    source, size, where, advice = inputs.sound, inputs.output_size, "", "pass a longer sound"
+    if source.start_time:
+        where += f" from --audio-start-time {source.start_time:g} on"
         advice += ", or type a smaller --audio-start-time"
-    if asked.max_duration is not None:
-        where += f" with --audio-max-duration {asked.max_duration:g}"
+    if source.max_duration is not None:
+        where += f" with --audio-max-duration {source.max_duration:g}"
         advice = f"leave --audio-max-duration out, or {advice}"
-    for num_frames in range(size.num_frames - TIME_SCALE, 0, -TIME_SCALE):
-        if 1 <= audio_latent_frames(num_frames, size.frame_rate) <= audio_frames:
+    for num_frames in range(size.num_frames - latents.TIME_SCALE, 0, -latents.TIME_SCALE):
+        if 1 <= latents.audio_latent_frames(num_frames, size.frame_rate) <= audio_frames:
             advice += f", or type --num-frames {num_frames}"
             break
     return UserError(
-        f"{SOUND} {asked.path} is shorter than the video: got"
+        f"{SOUND} {source.path} is shorter than the video: got"
         f" {sound.samples.shape[1] / sound.rate:.2f} s of sound{where}, wanted {size.seconds:.2f} s"
         f" ({size.num_frames} frames at {size.frame_rate:g} per second); {advice}"
     )
 
 
 def _is_too_short(sound: Sound) -> bool:
-    """Whether it is too short for a spectrogram."""
     return sound.samples.shape[1] <= _TOO_SHORT * sound.rate
 
 
 def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
-    """Raise UserError for a sound that the encoder does not support."""
     if len(sound.samples) > CHANNELS:
         raise UserError(
             f"{flag} {path} has {len(sound.samples)} channels of sound, wanted 1 or 2.\n"
-            f"Type: {converted_sound(path, flag)}"
+            f"Type: {media.converted_sound(path, flag)}"
         )
     if not finite(sound.samples):
         raise UserError(f"{flag} {path} has samples that are NaN or Inf: pass another file")
-    _check_rate(path, flag, sound.rate, SAMPLE_RATE)
+    _check_rate(path, flag, sound.rate, latents.SAMPLE_RATE)
 
 
 def _check_rate(path: str | Path, flag: str, rate: int, wanted: int) -> None:
     if not can_resample(rate, wanted):
         raise UserError(
             f"{flag} {path} has {rate} samples of sound per second, which cannot be resampled to"
-            f" {wanted}.\nType: {converted_sound(path, flag)}"
+            f" {wanted}.\nType: {media.converted_sound(path, flag)}"
         )
 
 
@@ -224,8 +209,7 @@ def _stereo(sound: Sound, typed: str) -> Sound:
 
 
 def read_reference_audio(path: str | Path, max_duration: float | None, flag: str = VOICE) -> Sound:
-    """A reference's sound in one or two channels, all of the file or `max_duration` seconds. Raises
-    UserError for silence, which has no voice."""
+    """A reference's sound in one or two channels, of `max_duration` seconds. UserError: silence."""
     sound = read_sound(path, flag, 0.0, max_duration)
     if sound is None or not sound.samples.any():
         if flag == DUBBED:
@@ -244,32 +228,31 @@ def read_reference_audio(path: str | Path, max_duration: float | None, flag: str
 def notes(inputs: Inputs) -> list[str]:
     """What a job changes of its files, in sentences: silence that is added, sound and pictures that
     are left out. Also a voice much shorter or longer than those of the training."""
-    said = [
+    lines = [
         f"--image {image.path} moves: its first picture is taken"
         for image in inputs.images
         if not is_still(image.path)
     ]
-    said += [
+    lines += [
         f"{flag} {path}: {sentence}"
         for flag, (path, start, duration) in _read_sounds(inputs).items()
         for sentence in _changes(path, flag, start, duration)
     ]
     if voice := inputs.voice:
-        seconds = voice.latents / AUDIO_LATENTS_PER_SECOND
+        seconds = voice.latents / latents.AUDIO_LATENTS_PER_SECOND
         if not 2 <= seconds <= 10:
-            said.append(
+            lines.append(
                 f"{VOICE} {voice.path} gives {seconds:.1f} s of sound; its LoRA was trained on"
                 " about 5 s, wanted 2 to 10"
             )
     if dubbed := inputs.dubbing:
-        frames = footage(dubbed.path, DUBBED).num_frames
+        frames = media.footage(dubbed.path, DUBBED).num_frames
         if dubbed.num_frames < frames:
-            said.append(f"{dubbed.path}: {dubbed.num_frames} of {frames} frames are used (8k+1)")
-    return said
+            lines.append(f"{dubbed.path}: {dubbed.num_frames} of {frames} frames are used (8k+1)")
+    return lines
 
 
 def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | None]]:
-    """The file, the start and the seconds of each sound that is read, by its flag."""
     read = {}
     if sound := inputs.sound:
         seconds = inputs.size.seconds if sound.max_duration is None else sound.max_duration
@@ -285,18 +268,18 @@ def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | N
 
 def _changes(path: str | Path, flag: str, start: float, duration: float | None) -> list[str]:
     """Where silence is added to a sound, and what of it is left out."""
-    if (heard := hearing(path, flag, start, duration)) is None:
+    if (times := media.hearing(path, flag, start, duration)) is None:
         return []
-    said, (begins, ends, missing) = [], heard
+    lines, (begins, ends, missing) = [], times
     if not start and begins < -_HEARD:
-        said.append(f"{-begins:.2f} s of its sound before its picture are left out")
+        lines.append(f"{-begins:.2f} s of its sound before its picture are left out")
     if begins > _HEARD:
-        said.append(f"its sound begins after {start + begins:.2f} s: silence before it")
+        lines.append(f"its sound begins after {start + begins:.2f} s: silence before it")
     if missing:
-        said.append(f"its sound has pauses of {missing:.2f} s in all: silence in them")
+        lines.append(f"its sound has pauses of {missing:.2f} s in all: silence in them")
     if flag == RETAKE and duration and duration - ends > _HEARD:
-        said.append(f"its sound ends {duration - ends:.2f} s before its picture: silence after it")
-    return said
+        lines.append(f"its sound ends {duration - ends:.2f} s before its picture: silence after it")
+    return lines
 
 
 def voice_flag(inputs: Inputs) -> str:
@@ -321,20 +304,11 @@ def _encode_reference_audio(
 # --- retake ---------------------------------------------------------------------------------------
 
 
-def _check_source(inputs: Inputs) -> None:
-    """Raise UserError unless the video still has its frames, and a usable sound."""
-    assert inputs.retake
-    extension, size = inputs.extension, inputs.size
-    frames = extension.source_frames if extension else size.num_frames
-    _check_footage(inputs.retake.path, RETAKE, frames, size.sides, inputs.upright)
-    _retaken_sound(inputs)
-
-
 def _encode_retake(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict[str, Tensor]:
     assert inputs.retake
     path = inputs.retake.path
-    frames = first_frames(path, RETAKE, inputs.upright)
-    pixels = pixels_of(_exactly(inputs.size.num_frames, frames, path, RETAKE), *inputs.size.sides)
+    frames = _frames(path, RETAKE, inputs.size.num_frames, inputs.upright)
+    pixels = media.pixels_of(frames, *inputs.size.sides)
     tensors = {"video_latent": host.encode_video(pixels.to(host.dtype), rank_tiles=rank_tiles)}
     if sound := _retaken_sound(inputs):
         mel, latent = host.encode_audio(_stereo(sound, f"{RETAKE} {path}"))
@@ -343,13 +317,11 @@ def _encode_retake(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict[st
 
 
 def _fitted(latent: Tensor, frames: int) -> Tensor:
-    """A sound's latent with `frames` frames, padded with zeros. Zeros are not encoded silence, but
-    upstream pads so."""
+    """A latent padded to `frames` frames with zeros: no encoded silence, but as upstream."""
     return F.pad(latent, (0, 0, 0, frames - latent.shape[2])).contiguous()
 
 
 def _retaken_sound(inputs: Inputs) -> Sound | None:
-    """The video's sound as long as the video; None if it is too short."""
     path, start, duration = _read_sounds(inputs)[RETAKE]
     sound = read_sound(path, RETAKE, start, duration)
     if sound is None or _is_too_short(sound):
@@ -364,7 +336,7 @@ def _retaken_sound(inputs: Inputs) -> Sound | None:
 def _encode_extension(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict[str, Tensor]:
     extension, dtype = inputs.extension, host.dtype
     assert extension
-    pixels = pixels_of(_known_frames(inputs), *inputs.size.sides)
+    pixels = media.pixels_of(_known_frames(inputs), *inputs.size.sides)
     known = host.encode_video(pixels.to(dtype), rank_tiles=rank_tiles)
     known = known[:, :, int(extension.before) :]
     video = known.new_zeros(*known.shape[:2], extension.video_latents, *known.shape[3:])
@@ -377,7 +349,6 @@ def _encode_extension(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict
 
 
 def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
-    """The file's frames that windows hold."""
     extension, frames = inputs.extension, _source_frames(inputs)
     assert extension
     if not extension.before:
@@ -389,15 +360,14 @@ def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
 
 
 def _extended_sound(inputs: Inputs) -> Sound:
-    """The file's sound, as long as its video, after silence for the part that is generated before
-    it."""
+    """The file's sound, as long as its video, after silence for what is generated before it."""
     extension, retake = inputs.extension, inputs.retake
     assert extension and retake
     path = retake.path
     sound = _retaken_sound(inputs)
     if sound is None:
         print(f"{RETAKE} {path} has no sound: the new part continues from silence")
-        sound = Sound(torch.zeros(CHANNELS, 0), SAMPLE_RATE)
+        sound = Sound(torch.zeros(CHANNELS, 0), latents.SAMPLE_RATE)
     samples, rate = _stereo(sound, f"{RETAKE} {path}")
     before = round(extension.silence * rate)
     whole = round((extension.silence + extension.source_seconds) * rate)
@@ -407,10 +377,8 @@ def _extended_sound(inputs: Inputs) -> Sound:
 def _source_frames(inputs: Inputs) -> Iterator[np.ndarray]:
     extension, retake = inputs.extension, inputs.retake
     assert extension and retake
-    path = retake.path
-    frames = first_frames(path, RETAKE, inputs.upright)
     with own_files():
-        yield from _exactly(extension.source_frames, frames, path, RETAKE)
+        yield from _frames(retake.path, RETAKE, extension.source_frames, inputs.upright)
 
 
 def with_source(
@@ -420,11 +388,11 @@ def with_source(
     the new ones from `decoded`, which is read no further than needed."""
     extension = inputs.extension
     assert extension
-    taken, kept = extension.decoded, map(torch.from_numpy, _source_frames(inputs))
+    taken, original = extension.decoded, map(torch.from_numpy, _source_frames(inputs))
     new = islice(chain.from_iterable(decoded), taken.start, taken.stop)
-    frames = chain(new, kept) if extension.before else chain(kept, new)
+    frames = chain(new, original) if extension.before else chain(original, new)
     with closing(decoded):
-        while chunk := list(islice(frames, TIME_SCALE)):
+        while chunk := list(islice(frames, latents.TIME_SCALE)):
             yield torch.stack(chunk)
 
 
@@ -432,7 +400,6 @@ def with_source(
 
 
 def _check_references(inputs: Inputs) -> None:
-    """Raise UserError unless references and mask are long enough and divide evenly over latents."""
     for reference in inputs.references:
         _, height, width = reference.pixels(inputs.size.first)
         sides = height, width
@@ -458,11 +425,11 @@ def _encode_reference(
     if reference.still:  # not one repeated latent: the encoder is causal
         frames = repeat(decode_image(path, inputs.orientation, flag), there)
     else:
-        frames = _exactly(there, first_frames(path, flag, inputs.upright), path, flag)
+        frames = _frames(path, flag, there, inputs.upright)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
     count, *sides = reference.pixels(size)
     # The encoder needs 8k+1 frames; upstream omits the last ones, too.
-    pixels = pixels_of(taken, *sides)[:, :, :count]
+    pixels = media.pixels_of(taken, *sides)[:, :, :count]
     return host.encode_video(pixels.to(host.dtype), not inputs.dubbing, rank_tiles)
 
 
@@ -470,20 +437,17 @@ def _reference_attention(inputs: Inputs, size: Size, dtype: torch.dtype) -> Tens
     """(1, M): the mask's weight of each reference's token in a stage, times its strength."""
     mask = inputs.attention_mask
     assert mask
-    frames = first_frames(mask.path, MASK, inputs.upright)
-    frames = _exactly(_mask_frames(inputs), frames, mask.path, MASK)
+    frames = _frames(mask.path, MASK, _mask_frames(inputs), inputs.upright)
     # At stage 1's size in every stage, not at the references'.
-    pixels = pixels_of(frames, *inputs.size.first.sides).to(dtype)
+    pixels = media.pixels_of(frames, *inputs.size.first.sides).to(dtype)
     shapes = (reference.latent_shape(size) for reference in inputs.references)
-    weights = [token_weights(pixels, shape) for shape in shapes]
-    return torch.cat(weights, dim=1) * mask.strength
+    return torch.cat([token_weights(pixels, shape) for shape in shapes], dim=1) * mask.strength
 
 
 def _mask_frames(inputs: Inputs) -> int:
-    """The number of used frames of the mask. Raises UserError if they do not divide evenly."""
     mask = inputs.attention_mask
     assert mask
-    frames = min(footage(mask.path, MASK).num_frames, inputs.size.num_frames)
+    frames = min(media.footage(mask.path, MASK).num_frames, inputs.size.num_frames)
     for reference in inputs.references:
         latent_frames, _, _ = reference.latent_shape(inputs.size.first)
         if not mask_divides(frames, latent_frames):
@@ -525,9 +489,9 @@ def token_weights(pixels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
 def _check_footage(
     path: str | Path, flag: str, num_frames: int, sides: tuple[int, int], upright: bool
 ) -> None:
-    found = footage(path, flag, upright)
-    _check_number(path, flag, found.num_frames, max(1, num_frames))
-    check_filling(path, found.sides, *sides, flag)
+    video = media.footage(path, flag, upright)
+    _check_number(path, flag, video.num_frames, max(1, num_frames))
+    check_filling(path, video.sides, *sides, flag)
 
 
 def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:
@@ -538,12 +502,10 @@ def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:
         )
 
 
-def _exactly(
-    count: int, frames: Iterable[np.ndarray], path: str | Path, flag: str
-) -> Iterator[np.ndarray]:
-    """The first `count` frames. Raises UserError if there are fewer."""
+def _frames(path: str | Path, flag: str, count: int, upright: bool) -> Iterator[np.ndarray]:
+    """The first `count` frames of a file. Raises UserError if there are fewer."""
     got = 0
-    for frame in islice(frames, count):
+    for frame in islice(media.first_frames(path, flag, upright), count):
         got += 1
         yield frame
     _check_number(path, flag, got, count)

@@ -65,22 +65,19 @@ def tile_counts(pixels: Sequence[int]) -> Counter[tuple[int, int, int]]:
 
 
 def _latent(pixels: Sequence[int]) -> tuple[int, int, int]:
-    """Latent frames, rows and columns of a clip."""
     frames, height, width = pixels
     return (frames - 1) // TIME_SCALE + 1, height // SPACE_SCALE, width // SPACE_SCALE
 
 
 def _tiles(latent: tuple[int, int, int]) -> Iterator[tuple[Part, Part, Part]]:
-    """The tiles of a clip's latents."""
     times = parts(latent[0], TIME_TILE, TIME_OVERLAP, causal=True)
     rows, columns = (parts(length, SPACE_TILE, SPACE_OVERLAP) for length in latent[1:])
     return itertools.product(times, rows, columns)
 
 
 def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[Part]:
-    """The tiles along an axis of `length` latents. In overlaps, weights add up to 1. causal: all
-    tiles but the first begin one latent earlier, with weight 0, because a first latent has one
-    frame."""
+    """The tiles along an axis of `length` latents. In overlaps, weights add up to 1. causal: later
+    tiles begin one latent earlier, with weight 0, because a first latent has one frame."""
     if length <= tile:
         return [Part(0, length, torch.ones(length))]
     earlier, found = int(causal), []

@@ -40,7 +40,7 @@ def load_image(
     width: int,
     crf: int = 33,
     dtype: torch.dtype = torch.float32,
-    orientation: str = "shown",
+    orientation: str = "shown",  # see sampling.compat.Compat
 ) -> torch.Tensor:
     """The image as pixels (1, 3, 1, height, width) in [-1, 1], as
     ltx_pipelines.utils.media_io.load_image_conditioning.
@@ -49,8 +49,6 @@ def load_image(
     (0 skips it); then it is scaled to fill height x width and cropped around its centre. Alpha is
     dropped. Raises UserError when `path` is not a readable image, or one too small or too large to
     use.
-
-    orientation  see sampling.compat.Compat
     """
     image = decode_image(path, orientation)
     if crf != 0:
@@ -73,8 +71,7 @@ def fill(image: np.ndarray, height: int, width: int) -> torch.Tensor:
 
 
 def is_still(path: str | Path) -> bool:
-    """Whether a file is one picture by its content, whatever its name. Not if it moves, or cannot
-    be read."""
+    """Whether a file's content is one picture. Not if it moves, or cannot be read."""
     try:
         if _HEIF.match(first_bytes(Path(path), 12)):
             return True  # though Pillow may not read it; a video's reader would take one tile of it
@@ -87,8 +84,7 @@ def is_still(path: str | Path) -> bool:
 
 
 def unreadable(path: str | Path, moves: bool = False) -> str:
-    """What a picture is that is not read, and the command that converts it; "" if unknown. moves:
-    it is read as a video."""
+    """What an unreadable picture is, and how to convert it; "" if unknown. moves: as a video."""
     begin, path = first_bytes(Path(path), 16), str(path)
     stem = Path(path).stem[:60]
     names = (f"{stem}{extra}.png" for extra in ("", *(f"-{n}" for n in range(2, 1000))))
@@ -139,7 +135,8 @@ def decode_image(path: str | Path, orientation: str, flag: str = "--image") -> n
                 if orientation == "stored":
                     shown = _eight_bit(image).convert("RGB")
                 else:
-                    turn = orientation == "shown" or _is_turned(image)
+                    exif = image.getexif().get(ExifTags.Base.Orientation)
+                    turn = orientation == "shown" or exif in (3, 6, 8)  # quarters, not mirrored
                     shown = in_srgb(_eight_bit(ImageOps.exif_transpose(image) if turn else image))
                 picture = np.array(shown)
         except FileNotFoundError:
@@ -181,18 +178,12 @@ def _filling_size(size: tuple[int, int], height: int, width: int) -> tuple[int, 
 def check_filling(
     path: str | Path, size: tuple[int, int], height: int, width: int, flag: str = "--image"
 ) -> None:
-    """Raise UserError for a picture of `size`, its height and width, that would be too large when
-    scaled to fill height x width."""
+    """Raise UserError for a `size` (height, width) too large when it fills height x width."""
     if math.prod(_filling_size(size, height, width)) > _MAX_SCALED:
         raise UserError(
             f"{path} is too narrow to fill {width}x{height}: got {size[1]}x{size[0]} pixels, wanted"
             f" an aspect ratio closer to the video's; crop it and pass it again with {flag} FILE"
         )
-
-
-def _is_turned(image: Image.Image) -> bool:
-    """Whether its EXIF turns an image by quarters without mirroring it."""
-    return image.getexif().get(ExifTags.Base.Orientation) in (3, 6, 8)
 
 
 def _eight_bit(image):

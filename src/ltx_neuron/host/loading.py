@@ -1,5 +1,4 @@
-"""Loads the host's models: ltx-core's modules with tensors of a checkpoint or an upsampler's
-file."""
+"""Loads the host's models: ltx-core's modules with a checkpoint's or an upsampler's tensors."""
 
 # ltx-core's from_config is a class method that names the class that it builds as its own.
 # pyright: reportAttributeAccessIssue=false
@@ -28,8 +27,7 @@ from ltx_neuron.weights.weight_file import WeightFile
 
 
 def import_ltx_core() -> None:
-    """Make ltx_core.model.audio_vae importable without torchaudio. Call it before importing that
-    package.
+    """Make ltx_core.model.audio_vae importable without torchaudio. Call it before its import.
 
     ltx_core.model.audio_vae.ops imports torchaudio at its top, though only audio *encoding* uses
     it. If torchaudio is missing or does not fit the installed torch, an empty module replaces it.
@@ -44,29 +42,21 @@ def import_ltx_core() -> None:
 
 
 class ModelSpec(NamedTuple):
-    """The source of one model: its file, its constructor, and its tensors' names in the file.
+    """The source of one model: its file, its constructor, and its tensors' names in the file."""
 
-    name, flag, download  for messages: the model, its file's flag, and the command that downloads
-                          the file
-    path      the safetensors file
-    build     returns the module
-    prefixes  prefix of a tensor's name in the module -> prefix in the file. The first entry is the
-              model's part of the file, which must contain no other tensors. Other parts may: a
-              checkpoint has per-channel statistics that no model reads
-    dtype     of every tensor; None keeps the stored dtypes
-    unread    pattern of names of the model's tensors in the file that the model does not read
-    file      the file at `path` if it is open
-    """
-
-    name: str
-    path: str | Path
-    flag: str
-    download: str
-    build: Callable[[], torch.nn.Module]
+    name: str  # for messages, like flag and download
+    path: str | Path  # the safetensors file
+    flag: str  # of the file
+    download: str  # the command that downloads it
+    build: Callable[[], torch.nn.Module]  # returns the module
+    # Prefix of a tensor's name in the module -> prefix in the file. The first entry is the model's
+    # part of the file, which must contain no other tensors. Other parts may: a checkpoint has
+    # per-channel statistics that no model reads
     prefixes: dict[str, str]
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # of every tensor; None keeps the stored dtypes
+    # Pattern of names of the model's tensors in the file that the model does not read
     unread: str = ""
-    file: WeightFile | None = None
+    file: WeightFile | None = None  # the file at `path` if it is open
 
     def build_empty(self) -> torch.nn.Module:
         """The module on the meta device.
@@ -109,8 +99,7 @@ class ModelSpec(NamedTuple):
     def check_output(
         self, module: torch.nn.Module | None, given: tuple, output: torch.Tensor
     ) -> None:
-        """A hook of the module's forward: raise RunError for NaN or Inf in the output, which would
-        give a black picture, silence or noise."""
+        """A hook of the module's forward: raise RunError for NaN or Inf in the output."""
         if finite(output):
             return
         if not all(finite(tensor) for tensor in given):
@@ -130,7 +119,6 @@ class ModelSpec(NamedTuple):
         )
 
     def _problems(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
-        """Errors of the file's tensors, a line each. expected: shapes by name."""
         file = self._file()
         shapes = file.shapes
         if shapes.keys().isdisjoint(expected):
@@ -157,17 +145,12 @@ class ModelSpec(NamedTuple):
 
 def checkpoint_spec(
     name: str,
-    path: str | Path,
-    config: Mapping[str, Any],
+    path: str | Path,  # of the checkpoint
+    config: Mapping[str, Any],  # the checkpoint's
     dtype: torch.dtype | None,
-    files: ModelFiles | None = None,
+    files: ModelFiles | None = None,  # of a model with one file per part
 ) -> ModelSpec:
-    """The source of one of a checkpoint's models.
-
-    path    of the checkpoint
-    config  the checkpoint's
-    files   of a model with one file per part
-    """
+    """The source of one of a checkpoint's models."""
     import_ltx_core()
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics
@@ -211,9 +194,8 @@ def checkpoint_spec(
 def upsampler_spec(
     kind: str, path: str | Path | None, dtype: torch.dtype, release: Release | None = None
 ) -> ModelSpec:
-    """The source of the "spatial" or "temporal" upsampler. Raises UserError unless the file is an
-    upsampler of that kind, by factor 2 (spatial also 1.5), and not of another release than
-    `release`."""
+    """The source of the "spatial" or "temporal" upsampler. UserError unless the file is one of that
+    kind, by factor 2 (spatial also 1.5), and not of another release than `release`."""
     import_ltx_core()
     from ltx_core.model import upsampler
 
@@ -234,7 +216,6 @@ def upsampler_spec(
 def _upsampler_config(
     kind: str, path: str | Path | None, download: str, release: Release | None
 ) -> dict:
-    """The config of an upsampler's own file."""
     flag = f"--{kind}-upsampler-path"
     if path is None:
         raise UserError(

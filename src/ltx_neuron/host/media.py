@@ -36,12 +36,10 @@ _FULL_SCALE = {"u8": 2**7, "s16": 2**15, "s32": 2**31}
 
 
 class Sound(NamedTuple):
-    """samples  float32 (channels, N), in [-1, 1] if the file's are
-    rate     samples per second
-    """
+    """The sound of a file, or a part of it."""
 
-    samples: Tensor
-    rate: int
+    samples: Tensor  # float32 (channels, N), in [-1, 1] if the file's are
+    rate: int  # samples per second
 
 
 @contextmanager
@@ -146,7 +144,6 @@ def _zero(path: str | Path, flag: str) -> float:
 
 
 def _samples(frame) -> np.ndarray:
-    """A frame's samples, float32 (channels, N)."""
     name = frame.format.name.removesuffix("p")
     samples = frame.to_ndarray().astype(np.float32)
     if name == "u8":  # its silence is 128
@@ -164,10 +161,10 @@ def footage(path: str | Path, flag: str, upright: bool = True) -> Size:
 
     upright  apply the display matrix, as for a phone's portrait video
     """
-    found = _inspected(path, flag, upright)
-    if found.wrong:
-        raise found.refusal(path, flag)
-    return found.size
+    video = _inspected(path, flag, upright)
+    if video.wrong:
+        raise video.refusal(path, flag)
+    return video.size
 
 
 class _Footage(NamedTuple):
@@ -179,8 +176,8 @@ class _Footage(NamedTuple):
     def refusal(self, path: str | Path, flag: str, name: str = "even.mp4", *cut: Any) -> UserError:
         """With the command. cut: ffmpeg's options that end the new file."""
         filters = ["-vf", ",".join(self.filters)] if self.filters else []
-        made = *_PICTURE, *filters, "-crf", "16", *_sound_options(path, flag), *cut
-        command = ffmpeg(path, name, *made, before=self.before)
+        options = *_PICTURE, *filters, "-crf", "16", *_sound_options(path, flag), *cut
+        command = ffmpeg(path, name, *options, before=self.before)
         return UserError(f"{flag} {path} {'; it '.join(self.wrong)}.\nType: {command}")
 
 
@@ -209,7 +206,7 @@ def _inspected(path: str | Path, flag: str, upright: bool) -> _Footage:
         stream = _video_stream(container, path, flag)
         if not stream.average_rate:
             raise ValueError("it has no frame rate")
-        said, base = float(stream.average_rate), float(stream.time_base)
+        header_rate, base = float(stream.average_rate), float(stream.time_base)
         packets = [(each.pts, each.is_discard) for each in container.demux(stream) if each.size]
         counted, begins = stream.frames, (container.start_time or 0) / 1e6
     with _opened(path, flag) as container:
@@ -229,24 +226,23 @@ def _inspected(path: str | Path, flag: str, upright: bool) -> _Footage:
     steps = [(after - before) * base for before, after in pairwise(times)]
     if len(steps) > 1 and (mean := sum(steps) / len(steps)) > 0:
         least, most, rate = min(steps), max(steps), 1 / mean
-        if most - least > _UNEVEN * mean + 2 * base or abs(rate - said) > _UNEVEN * rate:
+        if most - least > _UNEVEN * mean + 2 * base or abs(rate - header_rate) > _UNEVEN * rate:
             wrong.append(
                 f"has a variable frame rate: frames last {least:.4g} to {most:.4g} s, {rate:.4g}"
-                f" per second on average, {said:.4g} by its header; wanted a constant rate"
+                f" per second on average, {header_rate:.4g} by its header; wanted a constant rate"
             )
-            said, number = rate, number - 1
+            header_rate, number = rate, number - 1
             filters.append(f"fps={exact_frame_rate(round(rate, 3))}")
     if signs not in _TURNS:
         wrong.append("is displayed mirrored or at an odd angle; wanted an upright video")
     before = [] if upright else ["-noautorotate"]
     if zero > begins:  # cut by our clock
         before += ["-ss", f"{math.floor((zero - begins) * 1000) / 1000:.3f}"]
-    return _Footage(Size(height, width, number, said), wrong, filters, before)
+    return _Footage(Size(height, width, number, header_rate), wrong, filters, before)
 
 
 def ffmpeg(path: str | Path, name: str, *options: Any, before: Iterable[Any] = ()) -> str:
-    """The command that makes a new file in the current folder. Every command that an error prints
-    is made here.
+    """The command that makes a new file in the current folder, for errors.
 
     name    the end of the new file's name, after that of the file
     before  options of the file
@@ -271,8 +267,7 @@ def converted_sound(path: str | Path, flag: str) -> str:
     return ffmpeg(path, f"sound.{kind}", *picture, *options)
 
 
-# Signs of a display matrix -> quarter turns, counterclockwise. Others mirror, or turn by another
-# angle.
+# Signs of a display matrix -> quarter turns, counterclockwise. Others mirror or turn else.
 _TURNS = {"1 0 0 1": 0, "0 -1 1 0": 1, "-1 0 0 -1": 2, "0 1 -1 0": 3}
 
 
@@ -295,8 +290,8 @@ def video_size(
     """The size of a retake's file, or of each window of an extended one. Raises UserError, with the
     command that cuts the file, for a size that the model cannot have."""
     check_readable(path, flag, f"; pass a video as {flag} FILE")
-    found = _inspected(path, flag, upright)
-    size, frames = found.size, found.size.num_frames
+    video = _inspected(path, flag, upright)
+    size, frames = video.size, video.size.num_frames
     if extend is None:
         frames = max(1, (frames - 1) // TIME_SCALE * TIME_SCALE + 1)
     else:
@@ -304,17 +299,17 @@ def video_size(
     height, width = (max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in size.sides)
     if (size.num_frames, size.sides) != (frames, (height, width)):
         counted = "8k+1 frames and " if extend is None else ""
-        found.wrong.append(
+        video.wrong.append(
             f"has {size.num_frames} frames of {size.height}x{size.width}; wanted {counted}sides"
             f" that are multiples of {SPACE_SCALE}"
         )
         fill = f"scale={width}:{height}:force_original_aspect_ratio=increase,crop={width}:{height}"
-        found.filters.append(fill)
-    if found.wrong:
+        video.filters.append(fill)
+    if video.wrong:
         rate = exact_frame_rate(size.frame_rate)
         cut = "-frames:v", frames, "-t", f"{float(frames / rate):.3f}"
         name = f"{height}x{width}x{frames}.mp4"
-        raise found.refusal(path, flag, name, *(cut if extend is None else ()))
+        raise video.refusal(path, flag, name, *(cut if extend is None else ()))
     if extend is None:
         return size
     window = default_window(extend, frames, size.frame_rate)
@@ -322,8 +317,7 @@ def video_size(
 
 
 def first_frames(path: str | Path, flag: str, upright: bool = True) -> Iterator[np.ndarray]:
-    """All frames, uint8 (H, W, 3), independent of their times. upright: as displayed, not as
-    stored."""
+    """All frames, uint8 (H, W, 3), whatever their times. upright: as displayed, not stored."""
     with _opened(path, flag) as container:
         for frame in container.decode(_video_stream(container, path, flag)):
             yield _rgb(frame, upright)

@@ -1,5 +1,4 @@
-"""The host models: video VAE, latent upsamplers, audio decoder and vocoder, run on the CPU with
-ltx-core's modules."""
+"""The host models: video VAE, latent upsamplers, audio decoder and vocoder, on the CPU."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
@@ -35,8 +34,7 @@ def lay_channels_last(module: torch.nn.Module) -> None:
 
 
 class HostModels:
-    """The models around the transformer. Each is built from its file at first use and kept until
-    `release`.
+    """The models around the transformer: each is built at first use and kept until `release`.
 
     Latents are the transformer's, normalised by the VAE's per-channel statistics:
     video (1, 128, F, h, w) with F = (frames - 1) / 8 + 1, h = height / 32 and w = width / 32; audio
@@ -84,8 +82,7 @@ class HostModels:
 
     @torch.no_grad()
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32) in
-        `self.dtype`."""
+        """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32)."""
         return self.video_encoder(pixels.to(self.latent_dtype)).to(self.dtype)
 
     @torch.no_grad()
@@ -173,7 +170,6 @@ class HostModels:
     def _tiled_decoder(
         self, clip: tuple[int, int, int], rank_tiles: Callable | None
     ) -> tuple[Any, Any]:
-        """The decoder for a clip of latents (F, h, w), and its TilingConfig of ltx-core."""
         self._spec("video_decoder")  # imports ltx-core before all others
         from ltx_neuron.host import tiles
 
@@ -230,8 +226,7 @@ class HostModels:
 
     @cached_property
     def video_encoder(self) -> torch.nn.Module:
-        """A FastVideoEncoder if there is an arithmetic and the checkpoint's encoder has the
-        released structure, otherwise ltx-core's."""
+        """A FastVideoEncoder, or ltx-core's without an arithmetic or the released structure."""
         encoder = self._spec("video_encoder").load()
         from ltx_neuron.host.vae import FastVideoEncoder
 
@@ -262,13 +257,11 @@ class HostModels:
 
     @cached_property
     def audio_decoder(self) -> torch.nn.Module:
-        """The ranks' model on the host if the checkpoint's has the released structure and runs in
-        float32, otherwise ltx-core's."""
+        """The ranks' model, or ltx-core's without float32 or the released structure."""
         return self._sound_model("audio_decoder", audio_decoder_config)
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:
-        """As audio_decoder."""
         return self._sound_model("vocoder", vocoder_config)
 
     def _sound_model(self, name: str, config_of: Callable[[Any], object]) -> torch.nn.Module:
@@ -302,7 +295,6 @@ class HostModels:
         return module
 
     def _spec(self, name: str) -> ModelSpec:
-        """The source of a model by its property's name, such as "audio_decoder"."""
         kind, _, model = name.rpartition("_")
         if model == "upsampler":
             release = self.files and self.files.release

@@ -22,18 +22,12 @@ _KNEE_MELS, _LOG_STEP = _KNEE_HERTZ / _HERTZ_A_MEL, math.log(6.4) / 27
 
 
 class MelSizes(NamedTuple):
-    """Sizes of an audio encoder's spectrogram.
+    """Sizes of an audio encoder's spectrogram."""
 
-    rate  samples per second
-    bins  mel filters, from 0 to half the rate
-    hop   samples from a frame to the next
-    window  samples of a frame
-    """
-
-    rate: int
-    bins: int
-    hop: int
-    window: int
+    rate: int  # samples per second
+    bins: int  # mel filters, from 0 to half the rate
+    hop: int  # samples from a frame to the next
+    window: int  # samples of a frame
 
 
 def mel_sizes(config: Mapping[str, Any]) -> MelSizes:
@@ -95,16 +89,13 @@ def log_mel(sound: Tensor, sizes: MelSizes) -> Tensor:
 
 @cache
 def mel_filters(sizes: MelSizes) -> Tensor:
-    """Triangular filters (window // 2 + 1, bins), equally wide in mels, with equal areas in
-    hertz."""
+    """Triangular filters (window // 2 + 1, bins): equal widths in mels, areas in hertz."""
     frequencies = torch.linspace(0, sizes.rate // 2, sizes.window // 2 + 1)
-    top = _mels(sizes.rate / 2)
-    corners = _hertz(torch.linspace(0, top, sizes.bins + 2))
+    corners = _hertz(torch.linspace(0, _mels(sizes.rate / 2), sizes.bins + 2))
     widths = corners.diff()
     distances = corners - frequencies[:, None]  # (frequencies, bins + 2)
     falling, rising = -distances[:, :-2] / widths[:-1], distances[:, 2:] / widths[1:]
-    triangles = torch.minimum(falling, rising).clamp(min=0)
-    return triangles * (2 / (corners[2:] - corners[:-2]))
+    return torch.minimum(falling, rising).clamp(min=0) * (2 / (corners[2:] - corners[:-2]))
 
 
 def _mels(hertz: float) -> float:

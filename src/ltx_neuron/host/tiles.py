@@ -24,8 +24,7 @@ from ltx_neuron.profiles import Profile
 Shape = tuple[int, int, int]  # latent frames, rows, columns
 # The cost of a further tile shape, which needs another set of graphs.
 _SHAPE_COST = 0.1
-# How far ahead tiles of one shape are decoded together, in calls. They stay in memory until they
-# are blended.
+# How far ahead tiles of one shape are decoded, in calls: they stay in memory until blended.
 _LOOK_AHEAD = 4
 
 
@@ -42,9 +41,8 @@ def tiling(profile: Profile | type[Profile] = Profile, compat_1_0_0: bool = Fals
 
 
 def tiling_for_ranks(profile: Profile, clip: Shape, tp: int) -> TilingConfig:
-    """The profile's tiles or, with vae_tile_latents, tiles chosen for the clip: of all sizes up to
-    that limit the one with the least work per rank. A further tile shape counts as a tenth more
-    work."""
+    """The profile's tiles or, with vae_tile_latents, of all sizes up to that limit the one with the
+    least work per rank. A further tile shape counts as a tenth more work."""
     limit = profile.vae_tile_latents
     if not limit:
         return tiling(profile)
@@ -142,8 +140,7 @@ class TiledDecoder(EagerDecoder):
         self, latent: Tensor, tiling_config: TilingConfig | None = None, *how, **more
     ) -> Iterator[Tensor]:
         """As ltx-core's; blended in float32."""
-        tiles = self._prepare_tiles(latent, tiling_config)
-        self._decoded = self._in_order(latent, tiles)
+        self._decoded = self._in_order(latent, self._prepare_tiles(latent, tiling_config))
         yield from super().tiled_decode(latent.float(), tiling_config, *how, **more)
 
     def forward(self, sample: Tensor, *how) -> Tensor:

@@ -22,8 +22,7 @@ from ltx_neuron.host.spectrogram import resample
 # multiple of 256 (seen with PyAV 18.1). It is disabled, so that equal frames give equal bytes.
 X264_THREADS = 4
 X264_OPTIONS = {"crf": "19", "preset": "veryfast", "mbtree": "0"}
-# AVColorSpace, AVColorPrimaries and AVColorTransferCharacteristic of ITU-R BT.709; AVColorRange of
-# 16..235.
+# AVColorSpace, AVColorPrimaries, AVColorTransferCharacteristic of BT.709; range 16..235.
 BT709, LIMITED_RANGE = 1, 1
 # Sample rates of AAC.
 AAC_RATES = 7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000
@@ -33,8 +32,7 @@ _SOFTWARE, _MARKED = "Software", f"tEXtSoftware\0{files.MARK}".encode()
 
 
 def check_output_path(path: str | Path, sound_only: bool = False) -> None:
-    """Raise UserError unless an MP4, or a WAV of sound alone, can be written to `path`. Creates
-    nothing."""
+    """Raise UserError unless an MP4, or a sound's WAV, can be written to `path`."""
     wanted, path = ".wav" if sound_only else ".mp4", Path(path)
     if path.suffix.lower() != wanted:
         if sound_only:
@@ -57,8 +55,7 @@ def exact_frame_rate(frame_rate: float) -> Fraction:
     if float(frame_rate).is_integer():
         return Fraction(int(frame_rate))
     broadcast = Fraction(math.ceil(frame_rate) * 1000, 1001)
-    # With two decimals a broadcast rate has an error of up to 1.7e-4; the next integer rate differs
-    # by 1e-3.
+    # Two decimals of a broadcast rate have an error of 1.7e-4; the next integer is 1e-3 off.
     if abs(frame_rate / broadcast - 1) < 2e-4:
         return broadcast
     return Fraction(frame_rate).limit_denominator(1001)
@@ -145,8 +142,7 @@ def yuv420(picture: np.ndarray, threads: int = 0):
 
 
 def write_wav(path: str | Path, waveform: torch.Tensor, sample_rate: int) -> None:
-    """Write a waveform (2, samples) in [-1, 1] as 16-bit PCM. The file appears only when
-    complete."""
+    """Write a waveform (2, samples) in [-1, 1] as 16-bit PCM; the file appears when complete."""
     with files.whole_file(path) as partial, wave.open(str(partial), "wb") as file:
         file.setnchannels(2)
         file.setsampwidth(2)
@@ -179,8 +175,7 @@ def cut_sound(
 
 
 def write_frames(folder: str | Path, chunks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Write frames as frame_00000.png and so on, lazily. Yields every chunk, uint8 (N, H, W, 3),
-    after writing it.
+    """Write frames as frame_00000.png and so on. Yields each chunk, uint8 (N, H, W, 3), after it.
 
     At the end, pictures with higher numbers from an earlier run of this toolkit are removed.
     """
@@ -221,13 +216,11 @@ def check_frames(folder: Path) -> None:
 
 
 def _is_ours(picture: Path) -> bool:
-    """Whether `write_frames` wrote a file."""
     return _MARKED in files.first_bytes(picture, 128)
 
 
 def _add_video_stream(container, rate: Fraction, height: int, width: int):
-    """Add an H.264 stream. Its colour space is declared, because players otherwise guess it from
-    the picture's size."""
+    """Add an H.264 stream. It declares its colour space, which players otherwise guess."""
     stream = container.add_stream("libx264", rate=rate, options=X264_OPTIONS)
     stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
     context = stream.codec_context
@@ -238,8 +231,7 @@ def _add_video_stream(container, rate: Fraction, height: int, width: int):
 
 
 def _to_int16(waveform: torch.Tensor, start: int, end: int) -> np.ndarray:
-    """Interleaved 16-bit samples (1, 2 * (end - start)) of a waveform (2, n), with silence after
-    its end."""
+    """Interleaved 16-bit samples (1, 2 * (end - start)) of a waveform (2, n); then silence."""
     waveform = waveform[:, start:end]
     waveform = torch.nn.functional.pad(waveform, (0, end - start - waveform.shape[1]))
     return (waveform.clip(-1.0, 1.0) * 32767.0).to(torch.int16).T.reshape(1, -1).numpy()

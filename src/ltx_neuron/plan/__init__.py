@@ -17,14 +17,7 @@ from typing import Any
 
 import torch
 
-from ltx_neuron.backends import mesh, registry
-from ltx_neuron.backends.export import (
-    TorchDistComm,
-    cost,
-    fake_process_group,
-    largest_collective,
-    trace,
-)
+from ltx_neuron.backends import export, mesh, registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig, transformer_config
@@ -33,15 +26,8 @@ from ltx_neuron.format import format_bytes
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size, Stage
+from ltx_neuron.models import programs
 from ltx_neuron.models.attention import rows_at_once
-from ltx_neuron.models.programs import (
-    Program,
-    connector_program,
-    dit_program,
-    gemma3_program,
-    group_size,
-    may_divide,
-)
 from ltx_neuron.models.signatures import LATENTS, own_tokens
 from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, describe_backend
@@ -66,12 +52,7 @@ TILE_INPUTS |= {"video_bias", "keyframes_mask", "padding_bias"}
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage's step. Times are lower bounds by the chip's documented limits; None if these are
-    unknown.
-
-    whole  with sequence parallelism: collectives_per_step, collectives_ms and
-           elementwise_bytes_per_step without it; otherwise None
-    """
+    """One stage's step. Times are lower bounds by the chip's documented limits, if known."""
 
     name: str
     height: int
@@ -96,6 +77,8 @@ class StagePlan:
     largest_collective_bytes: int
     elementwise_bytes_per_step: int  # of one rank, read and written by operations that do not fuse
     sequence_parallel: bool
+    # With sequence parallelism: collectives_per_step, collectives_ms and elementwise_bytes_per_step
+    # without it; otherwise None
     whole: dict | None
     activation_bytes_per_core: int
     score_bytes_per_core: int  # of these: scores materialized at once, if no flash kernel is used
@@ -145,18 +128,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class CoreMemory:
-    """Bytes of one logical core's memory that a generation needs, without the runtime's own.
+    """Bytes of one logical core's memory that a generation needs, without the runtime's own."""
 
-    transformer, text_encoder  one rank's weights; 0 for a text encoder on the host
-    activations                the largest step's intermediates and uploaded tensors
-    video_decoder, tile        the same for a video decoder on the ranks; 0 if the host decodes
-    """
-
-    transformer: int
-    text_encoder: int
-    activations: int
-    video_decoder: int = 0
-    tile: int = 0
+    transformer: int  # one rank's weights
+    text_encoder: int  # the same; 0 on the host
+    activations: int  # the largest step's intermediates and uploaded tensors
+    video_decoder: int = 0  # one rank's weights; 0 if the host decodes
+    tile: int = 0  # the activations of the video decoder
 
     @property
     def in_turn(self) -> int:
@@ -165,32 +143,24 @@ class CoreMemory:
         return max(step, self.text_encoder, decode) + ASSUMED["runtime_bytes_per_core"]
 
     @property
-    def with_decoder(self) -> int:
-        """With transformer and video decoder on the device together, and the text encoder before
-        them. Bytes."""
-        weights = self.transformer + self.video_decoder
-        both = weights + max(self.activations, self.tile)
-        return max(both, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
-
-    @property
     def resident(self) -> int:
         """With all models on the device together. Bytes."""
         weights = self.transformer + self.text_encoder + self.video_decoder
-        activations = max(self.activations, self.tile)
-        return weights + activations + ASSUMED["runtime_bytes_per_core"]
+        return weights + max(self.activations, self.tile) + ASSUMED["runtime_bytes_per_core"]
 
     def vae_stays(self, profile: Profile) -> bool:
-        """Whether the VAEs stay on the device beside the transformer."""
+        """Whether the VAEs stay on the device beside the transformer, after the text encoder."""
+        both = self.transformer + self.video_decoder + max(self.activations, self.tile)
+        needed = max(both, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
         limit = profile.memory_bytes_per_core
-        return profile.resident or (limit is not None and self.with_decoder <= limit)
+        return profile.resident or (limit is not None and needed <= limit)
 
     def needed(self, profile: Profile) -> int:
         return self.resident if profile.resident else self.in_turn
 
 
 def compiled_activations(stages: Iterable[Sequence[Manifest]]) -> int:
-    """Activations (see CoreMemory) of each stage's compiled programs, one or one for each tile,
-    from what was counted when compiling."""
+    """Activations (see CoreMemory) of each stage's compiled programs, one for each tile."""
     return max(
         max(
             max(manifest.cost(run)["peak_bytes"] for run in manifest.runs)
@@ -224,12 +194,10 @@ def check_fits(
     job: Job,
     tp: int,
     dtype: str,
-    gemma: GemmaConfig | None,
+    gemma: GemmaConfig | None,  # the text encoder's config; None if the host encodes prompts
 ) -> None:
     """Raise UserError, with the nearest size that fits, if a generation needs more memory than a
     core of the profile has. Loads nothing.
-
-    gemma  the text encoder's config; None if the host encodes prompts
     """
     if profile.memory_bytes_per_core is None:
         return
@@ -264,7 +232,7 @@ def check_text_fits(
     limit = profile.memory_bytes_per_core
     if limit is None:
         return
-    with fake_process_group(tp):
+    with export.fake_process_group(tp):
         weights = sum(text_weights(gemma, config, tp).values())
     needed = weights * DTYPES[dtype].itemsize + ASSUMED["runtime_bytes_per_core"]
     if needed > limit:
@@ -284,8 +252,7 @@ def plan(
     gemma: GemmaConfig | None = GEMMA_3_12B,
     parts: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Plan a generation. The prompt does not matter. Raises UserError for sizes and TP degrees that
-    the model cannot have.
+    """Plan a generation, of any prompt. UserError for sizes and TP degrees that cannot be.
 
     gemma  the text encoder's config; None if the host encodes the prompt
     parts  the config of all parts of the model; None: the checkpoint's
@@ -299,7 +266,7 @@ def plan(
 
     def stage_plans(of: Job) -> list[StagePlan]:
         stages = [stage._replace(window=None) for stage in of.stages]
-        with fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp)):
+        with export.fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp)):
             # All windows of an extended video are equal, those of DFR are not.
             plans = {s: _stage(config, of, s, profile, tp, torch_dtype) for s in set(stages)}
         return [plans[stage] for stage in stages]
@@ -308,7 +275,7 @@ def plan(
     used = _dit_bytes(checkpoint, tp, torch_dtype, SOUND_ALONE) if job.sound_only else weights
     gemma_bytes = embeddings = 0
     if gemma:
-        with fake_process_group(tp):
+        with export.fake_process_group(tp):
             gemma_bytes = sum(text_weights(gemma, config, tp).values()) * torch_dtype.itemsize
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
     memory = CoreMemory(used["rank"], gemma_bytes, _activations(stages))
@@ -356,15 +323,13 @@ def plan(
 
 
 def weight_sets(job: Job) -> int:
-    """The number of the transformer's weight sets: two if stages have different LoRAs (an IC-LoRA
-    in stage 1, a distilled LoRA in dev's stage 2)."""
+    """The transformer's weight sets: two if stages differ (IC-LoRA, dev's distilled LoRA)."""
     refined = job.guided and job.stages[-1].upsampled
     return 2 if refined else len({stage.loras for stage in job.stages})
 
 
 def _on_the_host(config: Mapping[str, Any], profile: Profile, job: Job, dtype: torch.dtype) -> dict:
-    """The host's dtype for videos, and its memory for encoding and decoding; 0 without the config
-    of a video VAE."""
+    """The host's dtype for videos, and its memory to encode and decode; 0 without a video VAE."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
     from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
@@ -395,8 +360,7 @@ def _activations(stages: list[StagePlan]) -> int:
 def _dit_bytes(
     checkpoint: Checkpoint, tp: int, dtype: torch.dtype, used: re.Pattern = re.compile(".*")
 ) -> dict[str, int]:
-    """Bytes of one rank's weights, of its blocks, and of the host's weights, from the header and
-    the sharding table. used: names to count."""
+    """Bytes of the weights of a rank, its blocks and the host. used: names to count."""
     model = MODELS["dit"]
     source, totals = Source(model, [checkpoint]), {"rank": 0, "blocks": 0, "host": 0}
     for name in filter(used.fullmatch, source.locations):
@@ -410,21 +374,19 @@ def _dit_bytes(
 
 
 def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict[str, int]:
-    """Numbers in one rank's text encoder with its projections, "gemma3", and in its connectors.
-    Inside a fake_process_group."""
-    comm, dtype = TorchDistComm(tp), torch.bfloat16
-    programs = {
-        "gemma3": gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
-        "connectors": connector_program(config, tp, comm, dtype),
+    """Numbers in one rank's "gemma3" and "connectors". Inside a fake_process_group."""
+    comm, dtype = export.TorchDistComm(tp), torch.bfloat16
+    parts = {
+        "gemma3": programs.gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
+        "connectors": programs.connector_program(config, tp, comm, dtype),
     }
     return {
-        name: sum(map(math.prod, program.weights().values())) for name, program in programs.items()
+        name: sum(map(math.prod, program.weights().values())) for name, program in parts.items()
     }
 
 
 def independent_passes(job: Job, stage: Stage) -> int:
-    """The number of passes of an evaluation that guidance groups share: those of guidance, or one
-    for each tile."""
+    """The passes of an evaluation that guidance groups share: those of guidance, or tiles."""
     return len(job.passes) if stage.guided else len(job.stage_buckets(stage))
 
 
@@ -437,7 +399,8 @@ def _stage(
     config: TransformerConfig, job: Job, stage: Stage, profile: Profile, tp: int, dtype: torch.dtype
 ) -> StagePlan:
     buckets, bucket = job.stage_buckets(stage), largest_bucket(job, stage)
-    divides = profile.sequence_parallel and may_divide(bucket, tp, profile.context_parallel)
+    cp = profile.context_parallel
+    divides = profile.sequence_parallel and programs.may_divide(bucket, tp, cp)
     program, step = step_cost(config, bucket, profile, tp, dtype, divides)
     flops = step["flops"]
     undivided = step_cost(config, bucket, profile, tp, dtype)[1] if divides else {}
@@ -482,7 +445,6 @@ def _stage(
 
 
 def _reference_tokens(job: Job, stage: Stage) -> int:
-    """The video tokens of a stage's references, or those that its largest tile sees."""
     size, references = job.stage_size(stage.upsampled), job.appended_references(stage.upsampled)
     count = sum(math.prod(each.latent_shape(size)) for each in references)
     if job.of(stage).details(stage.upsampled):  # the reference is stage 1's video
@@ -505,15 +467,15 @@ def _score_bytes(
     queries = own_tokens(tokens, profile.context_parallel)
     masked = bucket.biased and min(queries, rows_at_once(heads, tokens))
     rows = {"matmul": queries, "nki": masked}
-    row, held = 4 * heads * tokens, rows.get(profile.attention, 0)
-    return row * held, row * queries if held else 0
+    row, rows_held = 4 * heads * tokens, rows.get(profile.attention, 0)
+    return row * rows_held, row * queries if rows_held else 0
 
 
 def step_launches(config: TransformerConfig, blocks_per_graph: int) -> int:
     """Graphs that a step launches: the whole step, or head, groups of blocks and tail."""
     if not blocks_per_graph:
         return 1
-    return 2 + config.num_layers // group_size(config.num_layers, blocks_per_graph)
+    return 2 + config.num_layers // programs.group_size(config.num_layers, blocks_per_graph)
 
 
 def step_cost(
@@ -523,18 +485,20 @@ def step_cost(
     tp: int,
     dtype: torch.dtype,
     sequence_parallel: bool = False,
-) -> tuple[Program, dict[str, int]]:
-    """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima for
-    peak_bytes and the largest collective. moved_bytes: sent by the rank in collectives of its
-    tensor-parallel group. weight_bytes, weight_tensors: its weights. inputs: the most other tensors
-    of a graph. score_bytes: to write and read the scores that attention materializes. Call it
-    inside a process group of the profile's."""
+) -> tuple[programs.Program, dict[str, int]]:
+    """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima
+    for peak_bytes and the largest collective. moved_bytes: sent by the rank in its
+    tensor-parallel group. weight_bytes, weight_tensors: its weights. inputs: the most other
+    tensors of a graph. score_bytes: to write and read attention's scores. Call it in a process
+    group of the profile's."""
     counted = dataclasses.replace(profile, backend="torchdist")  # NxD's graphs are not exported
     comm, context = registry.comm(counted, tp), registry.context(counted, tp)
     how = tp, comm, dtype, 1, profile.attention, sequence_parallel, context
-    program = dit_program(config, bucket, *how)
-    exported = {name: trace(program, name, dtype) for name in program.graphs if name != "guide"}
-    costs = {name: cost(graph) for name, graph in exported.items()}
+    program = programs.dit_program(config, bucket, *how)
+    exported = {
+        name: export.trace(program, name, dtype) for name in program.graphs if name != "guide"
+    }
+    costs = {name: export.cost(graph) for name, graph in exported.items()}
     calls = [costs[name] for name, _ in next(iter(program.runs.values()))]
     sums = {key: sum(call[key] for call in calls) for key in calls[0]}
     moved = {name: _moved_bytes(graph, tp) for name, graph in exported.items()}
@@ -547,30 +511,27 @@ def step_cost(
         "inputs": max(len(graph.inputs._fields) for graph in program.graphs.values()),
         "moved_bytes": sum(moved[name] for name, _ in next(iter(program.runs.values()))),
         "peak_bytes": max(call["peak_bytes"] for call in calls),
-        "largest_collective_bytes": max(map(largest_collective, exported.values())),
+        "largest_collective_bytes": max(map(export.largest_collective, exported.values())),
     }
     return program, sums | largest
 
 
 def _moved_bytes(exported: torch.export.ExportedProgram, tp: int) -> float:
-    """Bytes that a rank sends in a graph's collectives of its tensor-parallel group. A ring moves
-    (tp - 1) / tp of a reduce-scatter's input, of an all-gather's output, and both for an
-    all-reduce."""
+    """Bytes that a rank sends in collectives of its tensor-parallel group. A ring moves (tp - 1) /
+    tp of a reduce-scatter's input, of an all-gather's output, of an all-reduce's both."""
     moved = 0.0
     for node in exported.graph.nodes:
         if node.args and node.args[-1] == mesh.WORLD:
-            given, result = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
-            moved += (tp - 1) / tp * (2 * given if given == result else max(given, result))
+            argument, result = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
+            moved += (tp - 1) / tp * (2 * argument if argument == result else max(argument, result))
     return moved
 
 
 def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
-    """The costs of a step that sequence parallelism changes: collectives and elementwise work."""
     rate, ms = profile.link_bytes_per_second(tp), None
     if rate and profile.chip:
-        chips = tp * profile.lnc / profile.chip.cores
-        received = step["context_bytes"] / (chips * profile.chip.chip_link_bytes_per_second)
-        ms = tp * (step["moved_bytes"] / rate + received) * 1e3
+        links = profile.chips_of(tp) * profile.chip.chip_link_bytes_per_second
+        ms = tp * (step["moved_bytes"] / rate + step["context_bytes"] / links) * 1e3
     return {
         "collectives_ms": ms,
         "collectives_per_step": {"count": step["collectives"], "bytes": step["collective_bytes"]},
@@ -579,9 +540,8 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
     }
 
 
-def _upload_bytes(program: Program, only: Collection[str] = ()) -> int:
-    """Bytes of one rank's uploaded tensors: inputs that no graph returns, and the latents. only: as
-    in Manifest.upload_bytes."""
+def _upload_bytes(program: programs.Program, only: Collection[str] = ()) -> int:
+    """Bytes of one rank's uploaded tensors, as in Manifest.upload_bytes."""
     graphs = program.graphs.values()
     inputs = {name for graph in graphs for name in graph.inputs._fields}
     inputs -= {name for graph in graphs for name in graph.outputs._fields} - {*LATENTS}

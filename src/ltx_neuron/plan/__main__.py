@@ -87,8 +87,8 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
         tuned and tuned.step_ms(job.buckets),
         flags.price(args),
     )
-    made = clip.planned()
-    return result, made, layouts(result, made, config, job, profile)
+    planned_clip = clip.planned()
+    return result, planned_clip, layouts(result, planned_clip, config, job, profile)
 
 
 if __name__ == "__main__":

@@ -30,15 +30,13 @@ from ltx_neuron.host.spectrogram import mel_sizes
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
-from ltx_neuron.plan.forecast import chips_of
 from ltx_neuron.profiles import Profile
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
 SHARE = 0.3  # of a chip's documented peak: assumed
-# Of the video VAE, between that and 51 %, which others' decoder of 3D convolutions reached on trn2
-# (vllm-omni-neuron).
+# Of the video VAE: others' decoder of 3D convolutions reached 51 % on trn2 (vllm-omni-neuron).
 _VAE_SHARE = 0.4
 PROMPT_TOKENS, CONTEXT_TOKENS = 128, 1024
 # FLOP/s of one CPU. Two AVX-512 units make 64 FLOPs a cycle in float32, AMX makes 2048 in bfloat16:
@@ -67,48 +65,35 @@ _CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192, "trn3": 12}
 
 @dataclass(frozen=True)
 class Row:
-    """A phase.
-
-    where  "host" or "device"
-    rate   source of its seconds, as text
-    """
+    """A phase."""
 
     name: str
-    where: str
+    where: str  # "host" or "device"
     seconds: float | None
-    rate: str
+    rate: str  # source of its seconds, as text
 
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """A warm clip's phases in order; None for unknown times.
-
-    seconds           from the prompt to the MP4
-    batch_seconds     per clip of a batch, in which the ranks denoise the next clip meanwhile
-    overlaps          phases that run at the same time, as text
-    cold              what the first clip has besides, once the ranks run; empty without Neuron
-    price             of a clip of a batch, as report.price.Price gives it, with --price-per-hour
-    """
+    """A warm clip's phases in order; None for unknown times."""
 
     rows: list[Row]
-    seconds: float | None
+    seconds: float | None  # from the prompt to the MP4
+    # Per clip of a batch, in which the ranks denoise the next clip meanwhile
     batch_seconds: float | None
-    overlaps: str
-    cold: list[Row]
+    overlaps: str  # phases that run at the same time, as text
+    cold: list[Row]  # what the first clip has besides, once the ranks run; empty without Neuron
+    # Of a clip of a batch, as report.price.Price gives it, with --price-per-hour
     price: dict[str, float] | None
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The planned job, and the settings of its run.
-
-    config        the checkpoint's parsed `config` metadata
-    text_weights  numbers in one rank's "gemma3" and "connectors"
-    """
+    """The planned job, and the settings of its run."""
 
     plan: Plan
-    config: Mapping[str, Any]
-    text_weights: dict[str, int]
+    config: Mapping[str, Any]  # the checkpoint's parsed `config` metadata
+    text_weights: dict[str, int]  # numbers in one rank's "gemma3" and "connectors"
     profile: Profile
     job: Job
     arithmetic: Arithmetic
@@ -141,8 +126,7 @@ class Clip:
         return ClipPlan(rows, seconds, batch_seconds, self._overlaps(), cold, price)
 
     def _cold(self, rows: Sequence[Row]) -> list[Row]:
-        """What the first clip of new processes has besides `rows`, with nothing in the page
-        cache."""
+        """What the first clip has besides `rows`, with nothing in the page cache."""
         if self.profile.device != "neuron":
             return []
         files, loaded = self.plan.disk_bytes, {row.name for row in rows}
@@ -166,7 +150,6 @@ class Clip:
         return "sound and MP4 beside decoding, on the same cores: their times add up"
 
     def _rate(self, kind: str) -> tuple[float, str]:
-        """A rate of the host, in units per second, and its source as text."""
         cpus = _CPUS.get(self.profile.machine) or machine.cpus()
         if kind in _ASSUMED:
             return _ASSUMED[kind] * cpus, "assumed, not measured"
@@ -206,16 +189,14 @@ class Clip:
         return self._load("load_transformer", self.plan.dit_weight_bytes_per_rank, why)
 
     def _load(self, name: str, rank_bytes: int, why: str) -> Row:
-        """Weights to the ranks, all chips at once."""
         size, profile = self.plan.ranks * rank_bytes, self.profile
         what = f"{format_bytes(size)} to the ranks, {why}"
         if profile.chip is None:
             return self._host(name, size, "copy", what)
-        seconds = size / (_LOAD * max(1, chips_of(profile, self.plan.ranks)))
+        seconds = size / (_LOAD * max(1, profile.chips_of(self.plan.ranks)))
         return Row(name, "host", seconds, f"{what}, at {_LOAD / 1e9} GB/s a chip (Difflet)")
 
     def _given(self) -> list[Row]:
-        """The encoding of input sounds and videos, before the first stage."""
         size, rows = self.job.size, []
         for clip in self.job.encoded_clips:
             counts = Counter([clip.pixels]) if clip.whole else tile_counts(clip.pixels)
@@ -241,7 +222,6 @@ class Clip:
         return rows
 
     def _images(self, stage: StagePlan) -> list[Row]:
-        """The encoding of a stage's images."""
         if not (count := len(self.job.images)):
             return []
         flops = count * self._encoder_flops(1, stage.height, stage.width)
@@ -280,7 +260,6 @@ class Clip:
         return rows
 
     def _steps(self, stage: StagePlan) -> Row:
-        """A stage's steps, with the upload of their shared inputs."""
         ms, source = self._step_ms(stage)
         name, size = f"denoise_{stage.name}", self.plan.ranks * stage.upload_bytes
         if ms is None:
@@ -312,7 +291,6 @@ class Clip:
 
     @property
     def _latent(self) -> tuple[int, int, int]:
-        """(F, h, w) of the video latent that is decoded."""
         return upscaled(self.job.latent_shape, self.job.upscale)
 
     def _video(self) -> list[Row]:
@@ -339,8 +317,7 @@ class Clip:
         return [self._at_peak("decode_video", total, what, _VAE_SHARE)]
 
     def _on_ranks(self, flops: Mapping[tuple, int], counts: Mapping[tuple, int]) -> int:
-        """FLOPs of tp of the ranks that share tiles of several shapes. flops: of a tile of each
-        shape. Ranks without a tile wait for the others."""
+        """FLOPs of tp of the ranks that share tiles, some idle. flops: of a tile of each shape."""
         rounds = {shape: math.ceil(count / self.plan.ranks) for shape, count in counts.items()}
         return sum(flops[shape] * rounds[shape] * self.plan.tp for shape in counts)
 

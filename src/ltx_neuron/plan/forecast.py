@@ -44,21 +44,15 @@ PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 
 
 def is_measured(profile: Profile, tp: int, tokens: int) -> bool:
-    """Whether others published a step of as many video tokens with a layout of ours, on as many
-    chips as a pass has here."""
-    chips = chips_of(profile, profile.world_size(tp))
+    """Whether others published a step of this size with a layout of ours on as many chips."""
+    chips = profile.chips_of(profile.world_size(tp))
     ours = (step for step in PUBLISHED if step["tp"] == 4 and not step["differs"])
     return any(step["cp"] == chips and tokens <= step["tokens"] for step in ours)
 
 
-def chips_of(profile: Profile, ranks: int) -> float:
-    assert profile.chip
-    return ranks * profile.lnc / profile.chip.cores
-
-
 def barrier_ms(profile: Profile, tp: int) -> tuple[float, float]:
     """What a launch on the ranks of one guidance group waits for all of them, from and to."""
-    chips = chips_of(profile, profile.world_size(tp))
+    chips = profile.chips_of(profile.world_size(tp))
     fast = BARRIER_MS[min((n for n in BARRIER_MS if n >= chips), default=max(BARRIER_MS))]
     return fast, SLOWEST_BARRIER_MS if chips > 1 else fast
 
@@ -95,7 +89,7 @@ def forecast(
     flops, bandwidth = profile.flops(tp), profile.memory_bytes_per_second(tp)
     assert flops and bandwidth  # a profile with documented limits
     peak, memory = flops / tp, bandwidth / tp
-    sums = SUM if chips_of(profile, tp) <= 1 else SUM_ACROSS
+    sums = SUM if profile.chips_of(tp) <= 1 else SUM_ACROSS
     attention, moved = step["attention_flops"], step["moved_bytes"]
     linear, received = step["flops"] - attention, step["context_bytes"]
     unfused, barriers = step["elementwise_bytes"], barrier_ms(profile, tp)
@@ -115,7 +109,7 @@ def forecast(
     busy = map(sum, zip(*ranges.values(), strict=True))
     ranges["waiting"] = [share * ms for share, ms in zip(_WAITING, busy, strict=True)]
     ranges["fixed"] = [blocks * ms for ms in FIXED_MS]
-    ranges["launches"] = [launches * ms + own for ms, own in zip(barriers, python, strict=True)]
+    ranges["launches"] = [launches * ms + cpu for ms, cpu in zip(barriers, python, strict=True)]
     sources = {
         "linear": f"{format_flops(tp * linear)} at {_percent(_LINEAR)} of the peak, assumed",
         "attention": (

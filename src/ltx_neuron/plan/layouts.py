@@ -18,7 +18,7 @@ from ltx_neuron.models.programs import may_divide
 from ltx_neuron.models.signatures import own_tokens
 from ltx_neuron.plan import Plan, largest_bucket, step_cost, step_launches
 from ltx_neuron.plan.clip import ClipPlan
-from ltx_neuron.plan.forecast import chips_of, forecast, is_measured
+from ltx_neuron.plan.forecast import forecast, is_measured
 from ltx_neuron.profiles import CONTEXT_PARALLEL, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -27,27 +27,17 @@ Range = Sequence[float]  # by the faster and by the slower of the rates
 
 @dataclass(frozen=True)
 class Layout:
-    """A division of a machine's chips.
-
-    settings      of --profile-set, with the machine's own profile
-    chips         of one clip
-    at_once       clips on the machine at the same time
-    step_ms       of the last stage, with all guidance passes
-    clip_seconds  from prompt to file, with the other phases as planned
-    chip_seconds  chips x seconds of a clip's denoising
-    efficiency    chip_seconds of one chip / chip_seconds
-    measured      others published a step of this many tokens on so many chips
-    """
+    """A division of a machine's chips."""
 
     name: str
-    settings: tuple[str, ...]
-    chips: int
-    at_once: int
-    step_ms: Range
-    clip_seconds: Range
-    chip_seconds: Range
-    efficiency: Range
-    measured: bool
+    settings: tuple[str, ...]  # of --profile-set, with the machine's own profile
+    chips: int  # of one clip
+    at_once: int  # clips on the machine at the same time
+    step_ms: Range  # of the last stage, with all guidance passes
+    clip_seconds: Range  # from prompt to file, with the other phases as planned
+    chip_seconds: Range  # chips x seconds of a clip's denoising
+    efficiency: Range  # chip_seconds of one chip / chip_seconds
+    measured: bool  # others published a step of this many tokens on so many chips
 
 
 def layouts(
@@ -60,7 +50,11 @@ def layouts(
         return []
     base = single_group(profile)
     buckets = [largest_bucket(job, stage) for stage in job.stages]
-    costs = {bucket: _cost(config, bucket, base, plan) for bucket in set(buckets)}
+    costs = {}
+    with fake_process_group(tp):
+        for bucket in set(buckets):
+            divides = base.sequence_parallel and may_divide(bucket, tp)
+            costs[bucket] = step_cost(config, bucket, base, tp, DTYPES[plan.dtype], divides)[1]
     passes = [stage.passes for stage in plan.stages]
     assert clip.seconds is not None  # with documented limits
     others = clip.seconds - sum(
@@ -69,8 +63,8 @@ def layouts(
         if row.name.startswith("denoise") and row.where == "device"
     )
     groups = (base.cores or 0) // tp
-    own = {} if base.chips == PROFILES[base.machine].chips else {"chips": base.chips}
-    found: list[Layout] = []
+    chips_field = {} if base.chips == PROFILES[base.machine].chips else {"chips": base.chips}
+    rows: list[Layout] = []
     for settings in layout_settings(base, tp, groups, max(passes), buckets):
         layout = dataclasses.replace(base, **settings)
         steps = [
@@ -81,13 +75,13 @@ def layouts(
             sum(s.evaluations * ms / 1e3 for s, ms in zip(plan.stages, each, strict=True))
             for each in zip(*steps, strict=True)
         )
-        chips = int(chips_of(profile, layout.cores_needed(tp)))
+        chips = int(profile.chips_of(layout.cores_needed(tp)))
         chip_seconds = tuple(chips * each for each in seconds)
-        single = found[0].chip_seconds if found else chip_seconds
-        found.append(
+        single = rows[0].chip_seconds if rows else chip_seconds
+        rows.append(
             Layout(
                 name=name_of(layout) or ("one chip" if chips == 1 else f"{chips} chips"),
-                settings=tuple(f"{key}={value}" for key, value in (own | settings).items()),
+                settings=tuple(f"{key}={value}" for key, value in (chips_field | settings).items()),
                 chips=chips,
                 at_once=profile.chips // chips,
                 step_ms=steps[-1],
@@ -97,14 +91,14 @@ def layouts(
                 measured=is_measured(layout, tp, max(bucket.video_tokens for bucket in buckets)),
             )
         )
-    return found
+    return rows
 
 
 def single_group(profile: Profile) -> Profile:
     """A profile with one tensor-parallel group instead of its layout."""
-    own = PROFILES[profile.machine] if profile.context_parallel > 1 else profile
+    machine = PROFILES[profile.machine] if profile.context_parallel > 1 else profile
     return dataclasses.replace(
-        profile, context_parallel=1, guidance_parallel=1, blocks_per_graph=own.blocks_per_graph
+        profile, context_parallel=1, guidance_parallel=1, blocks_per_graph=machine.blocks_per_graph
     )
 
 
@@ -144,13 +138,6 @@ def name_of(layout: Profile) -> str:
     return " x ".join(part for part, count in parts.items() if count > 1)
 
 
-def _cost(config: TransformerConfig, bucket: Bucket, base: Profile, plan: Plan) -> dict[str, int]:
-    """The cost of a step for one rank of a single group."""
-    divides = base.sequence_parallel and may_divide(bucket, plan.tp)
-    with fake_process_group(plan.tp):
-        return step_cost(config, bucket, base, plan.tp, DTYPES[plan.dtype], divides)[1]
-
-
 def step_ms(
     config: TransformerConfig,
     bucket: Bucket,
@@ -185,7 +172,7 @@ def divided_cost(
     received = received_bytes(config, bucket, layout, tp, itemsize)
     return {
         **cost,
-        **{key: own / tp + (cost[key] - own / tp) / cp for key, own in whole.items()},
+        **{key: flops / tp + (cost[key] - flops / tp) / cp for key, flops in whole.items()},
         **{key: cost[key] * share for key in ("moved_bytes", "elementwise_bytes")},
         "score_bytes": cost["score_bytes"] / cp,
         "context_bytes": sum(received.values()),
@@ -206,16 +193,15 @@ def undivided_flops(config: TransformerConfig, bucket: Bucket) -> tuple[int, int
 def received_bytes(
     config: TransformerConfig, bucket: Bucket, layout: Profile, tp: int, itemsize: int
 ) -> dict[str, int]:
-    """Bytes that a rank receives from other context-parallel groups in a step, by what needs
-    them."""
+    """Bytes that a rank receives from other groups in a step, by what needs them."""
     cp = layout.context_parallel
-    own = own_tokens(bucket.video_tokens, cp) * itemsize
-    keys_and_values = 2 * own * config.video.inner // tp
+    part = own_tokens(bucket.video_tokens, cp) * itemsize
+    keys_and_values = 2 * part * config.video.inner // tp
     # In fp32: every group's maximum of each query's scores, and the sum of all groups' results.
     queries = 4 * bucket.audio_tokens * config.audio.heads // tp
     merged = queries * (cp - 1) + received_in_sum(queries * (config.audio.head_dim + 1), cp)
     return {
         "self-attention": config.num_layers * keys_and_values * (cp - 1),
         "video to audio": config.num_layers * merged,
-        "velocity": own * config.in_channels * (cp - 1),
+        "velocity": part * config.in_channels * (cp - 1),
     }

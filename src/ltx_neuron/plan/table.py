@@ -41,8 +41,8 @@ def _tokens(stage: StagePlan) -> str:
     """The tokens of each stream that the stage has, those of references apart."""
     counts = zip((stage.video_tokens, stage.audio_tokens), stage.reference_tokens, strict=True)
     return " and ".join(
-        f"{count - held:,} {stream}" + (f" + {held:,} reference" if held else "")
-        for stream, (count, held) in zip(("video", "audio"), counts, strict=True)
+        f"{count - reference:,} {stream}" + (f" + {reference:,} reference" if reference else "")
+        for stream, (count, reference) in zip(("video", "audio"), counts, strict=True)
         if count
     )
 
@@ -93,7 +93,6 @@ def _stage_rows(stage: StagePlan) -> list[tuple[str, str]]:
 
 
 def _forecast_rows(stage: StagePlan) -> list[tuple[str, str]]:
-    """The forecast of a step, and its parts with their sources."""
     if not (forecast := stage.forecast):
         return []
     kind = "tiles" if stage.tiles > 1 else "passes"
@@ -149,7 +148,6 @@ def _memory_rows(plan: Plan) -> dict[str, str]:
 
 
 def _verdict(plan: Plan) -> str:
-    """Whether the job fits; if not, the nearest size that does."""
     if plan.fits is None:
         return "unknown: this profile has no documented memory"
     if plan.fits:
@@ -161,8 +159,8 @@ def _verdict(plan: Plan) -> str:
 
 
 def clip_table(clip: ClipPlan) -> str:
-    """The time of a warm clip, of a first one, and the price: a line per phase, named as in a
-    latency report."""
+    """The time of a warm clip, of a first one, and the price: lines named as in a latency
+    report."""
     lines = [_clip_line("a warm clip", "where", "seconds", "from")]
     lines += [_clip_line(row.name, row.where, _seconds(row.seconds), row.rate) for row in clip.rows]
     file = "MP4" if any(row.name == "encode_mp4" for row in clip.rows) else "WAV"
@@ -238,5 +236,4 @@ def _ms(value: float | None) -> str:
 
 
 def _two_digits(value: float) -> str:
-    """A forecast's number, rounded to two digits."""
     return f"{float(f'{value:.2g}'):,.0f}"

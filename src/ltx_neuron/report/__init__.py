@@ -1,2 +1,1 @@
-"""Latency reports: recorder.py records a run, table.py prints and compares reports, plot.py draws
-them."""
+"""Latency reports: recorder.py records a run, table.py prints reports, plot.py draws them."""

@@ -16,8 +16,8 @@ class Price:
     def of(self, seconds: float, clips: float, video_seconds: float) -> dict[str, float]:
         """The price of clips that one run made in `seconds`; of none, only the machine's."""
         dollars = self.per_hour / 3600 / self.at_once * seconds
-        made = zip(_UNITS, (clips, video_seconds), strict=True)
-        each = {name: dollars / count for name, count in made if count}
+        counts = zip(_UNITS, (clips, video_seconds), strict=True)
+        each = {name: dollars / count for name, count in counts if count}
         return {"dollars_per_hour": self.per_hour, "runs_at_once": self.at_once} | each
 
 

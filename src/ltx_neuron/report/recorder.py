@@ -36,22 +36,17 @@ STAGES = ("stage_1", "stage_2")  # of every report
 
 @dataclass(slots=True)
 class Counters:
-    """Costs of one denoising step.
-
-    launches_per_step     "count" of one rank's graphs, and "host_ms" for launching them in the last
-                          step (see backends.ranks.Ranks)
-    collectives_per_step  "count", and "bytes" that one rank contributes
-    flops_per_step        of all ranks: one number, or {stage: number}
-    peak_flops            FLOP/s of all ranks together; None if the profile has no peak
-    weight_swaps          "count" of replaced weight sets on the ranks, and their "seconds", part of
-                          the phase load_transformer
-    """
+    """Costs of one denoising step."""
 
     bytes_to_device_per_step: int = 0
+    # "count" of one rank's graphs, and "host_ms" for launching them in the last step
     launches_per_step: dict[str, float] = field(default_factory=lambda: {"count": 0, "host_ms": 0})
+    # "count", and "bytes" that one rank contributes
     collectives_per_step: dict[str, int] = field(default_factory=lambda: {"count": 0, "bytes": 0})
+    # Of all ranks: one number, or {stage: number}
     flops_per_step: float | dict[str, float] | None = None
-    peak_flops: float | None = None
+    peak_flops: float | None = None  # FLOP/s of all ranks together; None if the profile has no peak
+    # "count" of replaced weight sets, and their "seconds", part of the phase load_transformer
     weight_swaps: int = 0
     weight_swap_seconds: float = 0.0
 
@@ -106,8 +101,7 @@ class _PeakMemory:
 
 @dataclass
 class _Phase:
-    """A running or ended phase. `seconds` counts towards the run's total; `overlapped_seconds` ran
-    while another phase was counted."""
+    """A phase. `seconds` counts towards the total, `overlapped_seconds` to another phase."""
 
     name: str
     memory: _PeakMemory
@@ -170,8 +164,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend this thread's phase, if it has one, while the block runs: the time it waits for
-        another thread is not its own."""
+        """Suspend this thread's phase while the block runs: it waits for another thread."""
         thread = threading.get_ident()
         with self._counted_to_now():
             phase = self._open.pop(thread, None)
@@ -188,8 +181,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _counted_to_now(self) -> Iterator[float]:
-        """Hold the lock on the phases, after counting the time up to now for the open ones. Yields
-        the clock."""
+        """Hold the lock on the phases and count the time up to now. Yields the clock."""
         with self._lock:
             now = time.perf_counter()
             passed, self._counted_until = now - self._counted_until, now
@@ -239,7 +231,7 @@ class Recorder:
         last_stage = max(filter(self._steps.get, self._steps), default=STAGES[0])
         flops = self.counters.flops_per_step
         flops = flops.get(last_stage) if isinstance(flops, dict) else flops
-        made = len(self._finished), sum(self._finished)
+        output = len(self._finished), sum(self._finished)
         peak, median = self.counters.peak_flops, warm[last_stage]["median"]
         return {
             "schema": 1,
@@ -267,14 +259,13 @@ class Recorder:
             **self._guidance_groups(),
             "end_to_end_seconds": end_to_end,
             "residual_seconds": end_to_end - sum(phase["seconds"] for phase in phases),
-            "clips": made[0],
-            "video_seconds": made[1],
+            "clips": output[0],
+            "video_seconds": output[1],
             "start_to_first_clip": self._start_to_first_clip,
-            **({"price": self.price.of(end_to_end, *made)} if self.price else {}),
+            **({"price": self.price.of(end_to_end, *output)} if self.price else {}),
         }
 
     def _guidance_groups(self) -> dict:
-        """The report's entry about guidance groups, if there are several."""
         passes = {
             stage: [
                 {"group": group, "pass": name, "runs": len(ms), "median_ms": statistics.median(ms)}
@@ -294,8 +285,6 @@ def _seconds_since_start() -> float:
 
 
 def _warm_step(steps: list[tuple[float, float]]) -> dict[str, float | None]:
-    """Milliseconds of (total, device) steps after the first, which is cold: it includes allocation,
-    compilation and cache misses."""
     warm = steps[1:]
     if not warm:
         return dict.fromkeys(("median", "p90", "host", "device"))

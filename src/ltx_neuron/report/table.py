@@ -1,14 +1,14 @@
 """Latency reports as text: one report, a comparison of two, and limits on their numbers."""
 
 import difflib
-import json
 import math
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from ltx_neuron.errors import UserError, reason
-from ltx_neuron.files import check_regular
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import read_json
 from ltx_neuron.format import WIDTH, columns
 from ltx_neuron.invocation import command
 from ltx_neuron.report.price import format_price
@@ -32,28 +32,23 @@ def validate(report: object, source: str = "report") -> None:
             f"{source} is not a latency report of schema 1, its schema is {schema}; to make one:"
             f" {command('generate', '--perf-dump-path', 'FILE.json')}"
         )
-    missing = _missing(report, "")
-    if not missing:
-        for index, phase in enumerate(report["phases"]):
-            missing += _missing(phase, "phases", f"phases[{index}].")
-        for stage in report["denoise_steps_ms"]:
-            warm = report["warm_step_ms"].get(stage, {})
-            missing += _missing(warm, "warm_step_ms", f"warm_step_ms.{stage}.")
+    parts = {"": report}
+    parts |= {f"phases[{n}].": phase for n, phase in enumerate(report.get("phases", ()))}
+    warm = report.get("warm_step_ms", {})
+    parts |= {f"warm_step_ms.{s}.": warm.get(s, {}) for s in report.get("denoise_steps_ms", ())}
+    missing = [
+        prefix + name
+        for prefix, part in parts.items()
+        for name in _FIELDS[re.split(r"[.[]", prefix)[0]].split()
+        if name not in part
+    ]
     if missing:
         raise UserError(f"{source}: missing {', '.join(missing)}")
 
 
-def _missing(part: dict, kind: str, prefix: str = "") -> list[str]:
-    return [prefix + name for name in _FIELDS[kind].split() if name not in part]
-
-
 def load(path: str | Path) -> dict:
     """Read and validate a report file."""
-    try:
-        check_regular(path)
-        report = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} as JSON: {reason(error)}") from error
+    report = read_json(Path(path))
     validate(report, str(path))
     return report
 
@@ -96,7 +91,6 @@ def table(report: dict) -> str:
 
 
 def _phase_lines(report: dict) -> list[str]:
-    """A line per phase, for the residual and the total; overlapped time if there is any."""
     end_to_end = report["end_to_end_seconds"]
     phases = _merged(report) | {
         "residual": {"seconds": report["residual_seconds"]},
@@ -115,7 +109,6 @@ def _phase_lines(report: dict) -> list[str]:
 
 
 def _step_lines(report: dict) -> list[str]:
-    """A line per stage with steps, then every step's time."""
     rows: list[tuple[str, ...]] = [
         ("denoise", "steps", "cold ms", "warm median ms", "p90 ms", "host ms", "device ms")
     ]
@@ -132,7 +125,6 @@ def _step_lines(report: dict) -> list[str]:
 
 
 def _group_lines(groups: dict) -> list[str]:
-    """A line per stage, guidance group and pass, then the lost groups."""
     rows: list[tuple[str, ...]] = [("denoise", "guidance group", "pass", "runs", "median ms")]
     for stage, passes in groups["passes"].items():
         for each in passes:
@@ -164,8 +156,7 @@ def compare(a: dict, b: dict) -> str:
 
 
 def numbers(report: dict) -> dict[str, float | None]:
-    """Every number of a report by its dotted name, such as phases.decode_video.seconds. Phases of
-    one name are merged into one."""
+    """Every number of a report by its dotted name, such as phases.decode_video.seconds."""
     return dict(_named_numbers({**report, "phases": _merged(report)}, ""))
 
 
@@ -178,8 +169,7 @@ def _named_numbers(value: object, name: str) -> Iterator[tuple[str, float | None
 
 
 def _merged(report: dict) -> dict[str, dict]:
-    """Phases by name, in the order of their first appearance. Phases of one name are merged: their
-    seconds are added, and the highest peak counts."""
+    """Phases by name in order; of one name, seconds are added and the highest peak counts."""
     merged: dict[str, dict] = {}
     for phase in report["phases"]:
         total = merged.setdefault(phase["name"], {"seconds": 0.0, "peak_rss_bytes": 0})

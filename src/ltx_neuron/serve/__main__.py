@@ -176,8 +176,7 @@ def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry"
 
 
 def capability_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
-    """Jobs that a worker must be able to run: one of each LoRA set, except IC-LoRAs, which need a
-    reference video."""
+    """Jobs that a worker must be able to run: one of each LoRA set but IC-LoRAs."""
     without = {name: {"stage_1_loras": ()} for name in registry.reference_sets}
     return _probes(registry, {name: without.get(name, {}) for name in registry.lora_sets})
 
@@ -188,7 +187,6 @@ def reference_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
 
 
 def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
-    """A job of each LoRA set. sets: by name, the fields to replace."""
     chosen = registry.served_default or registry.default
     jobs = (
         Job("a probe", chosen.size, recipe=chosen.recipe, **registry.loras(name, chosen) | other)
@@ -198,25 +196,20 @@ def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
 
 
 def be_worker(args: argparse.Namespace) -> None:
-    """Run jobs until a signal ends the process."""
+    """Run jobs, here or on a Ray cluster, until a signal ends the process."""
     name = server.worker_name(os.getpid())
     # Only one worker can use the devices: one that is ending may still hold them.
     with exclusive(args.data_dir.absolute() / "worker", "serving"), open_engine(args) as engine:
         if args.ray:
-            be_pool(args, engine)
+            from ltx_neuron.fleet.pool import Pool
+
+            registry = open_sizes(args, engine)
+            sets = [stage.loras for job in reference_jobs(registry) for stage in job.stages]
+            Pool(open_queue(args), args, capability_jobs(registry), args.replicas, sets=sets).run()
         else:
             queue = open_queue(args)
             queue.release_worker(None, crashed=True)
             Worker(queue, engine, name, previews=not args.no_page).run()
-
-
-def be_pool(args: argparse.Namespace, engine: Engine) -> None:
-    """Run jobs on the machines of a Ray cluster."""
-    from ltx_neuron.fleet.pool import Pool
-
-    registry = open_sizes(args, engine)
-    sets = [stage.loras for job in reference_jobs(registry) for stage in job.stages]
-    Pool(open_queue(args), args, capability_jobs(registry), args.replicas, sets=sets).run()
 
 
 def be_api(args: argparse.Namespace) -> None:

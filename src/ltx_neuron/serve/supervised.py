@@ -1,5 +1,4 @@
-"""The worker that the API process starts: it watches its parent before its imports, which take
-seconds."""
+"""The API process's worker: it watches its parent before its imports, which take seconds."""
 
 from ltx_neuron import errors
 

@@ -1,5 +1,4 @@
-"""The service behind ltx-neuron serve: a durable queue, the API that submits jobs, and the workers
-that run them.
+"""The service behind ltx-neuron serve: a durable queue, the API, and the workers.
 
 app.py      the routes of /v1/videos, for OpenAI's client and others
 limits.py   limits of requests; tokens.py: bearer tokens; api_error.py: errors

@@ -57,19 +57,16 @@ class ErrorObject(TypedDict):
 class ApiError(Exception):
     """A refused request.
 
-    code   for programs: "profile_mismatch"
-    param  the wrong field
-    retry  seconds after which the same request may succeed; None: never
     more   further keys of the error object
     """
 
     def __init__(
         self,
         status: int,
-        code: str,
+        code: str,  # for programs: "profile_mismatch"
         message: str,
-        param: str | None = None,
-        retry: float | None = None,
+        param: str | None = None,  # the wrong field
+        retry: float | None = None,  # seconds after which the same request may succeed; None: never
         **more: Any,
     ):
         super().__init__(message)

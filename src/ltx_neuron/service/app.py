@@ -255,7 +255,6 @@ class Api:
         return JSONResponse(self._model())
 
     def _model(self) -> ModelObject:
-        """The service's model: its compiled sizes, recipes and LoRAs."""
         sizes = self.jobs.sizes
         compiled = sizes.compiled
         default = sizes.served_default
@@ -363,8 +362,7 @@ def create_app(
         app.add_api_route(path, function, response_model=None, summary=summary)
     if page:
         add_page(app, tokens, api.authorize)
-    described = openapi.describe(app, jobs.model)
-    app.router.routes += reference.routes(described)
+    app.router.routes += reference.routes(openapi.describe(app, jobs.model))
     own = ApiError, HTTPException, RequestValidationError, ClientDisconnect, StorageError
     for kind in (*own, Exception):
         app.add_exception_handler(kind, handle_error)
@@ -373,8 +371,7 @@ def create_app(
 
 
 class _Form(MultiPartParser):
-    """A parser of a multipart body that writes files to disk and refuses a file above its limit
-    while it arrives."""
+    """A parser of a multipart body that writes files to disk and refuses too large ones."""
 
     def __init__(self, request: Request, limits: UploadLimits):
         sizes = {"max_files": MAX_FILES, "max_fields": _MAX_FIELDS, "max_part_size": MAX_JSON_BYTES}
@@ -421,7 +418,6 @@ async def _read_body(request: Request, limits: UploadLimits) -> tuple[dict[str, 
 
 
 def _preview(entry: Entry) -> Response:
-    """The latest preview of a running video, a JPEG."""
     picture = entry.status in OPEN and (entry.detail or {}).get(PREVIEW)
     if not picture:
         message = f"no preview is available; this video is {entry.status}"

@@ -98,7 +98,9 @@ class Database:
                     found = "it is empty"
                 if found != "ok":
                     raise sqlite3.DatabaseError(found)
-                _rename_columns(connection)
+                columns = {row["name"] for row in connection.execute("PRAGMA table_info(jobs)")}
+                for old in _RENAMED.keys() & columns:
+                    connection.execute(f"ALTER TABLE jobs RENAME COLUMN {old} TO {_RENAMED[old]}")
                 for statement in _SCHEMA.split(";"):
                     connection.execute(statement)
             self._opened = self._identity()
@@ -193,10 +195,3 @@ class Database:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         return connection
-
-
-def _rename_columns(connection: sqlite3.Connection) -> None:
-    """Rename the columns of an earlier version's database."""
-    columns = {row["name"] for row in connection.execute("PRAGMA table_info(jobs)")}
-    for old in _RENAMED.keys() & columns:
-        connection.execute(f"ALTER TABLE jobs RENAME COLUMN {old} TO {_RENAMED[old]}")

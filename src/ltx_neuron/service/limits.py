@@ -1,5 +1,4 @@
-"""Limits of requests: body size, rate and origin. uvicorn (server.py) and the proxy limit
-connections."""
+"""Limits of requests: body size, rate and origin. server.py and the proxy limit connections."""
 
 import asyncio
 import time
@@ -16,8 +15,7 @@ LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 
 
 class RequestLimits:
-    """ASGI middleware: limits a body's size and transfer time, and refuses requests from other
-    sites' pages.
+    """ASGI middleware: limits bodies' size and time, and refuses other sites' pages.
 
     max_bytes  of a body; of JSON at most MAX_JSON_BYTES
     local      without tokens: only Host names of this machine are accepted

@@ -22,14 +22,12 @@ def is_picture(start: bytes) -> bool:
 
 def decode(source: Path, target: Path, max_pixels: int = MAX_PIXELS) -> None:
     """Write a file's picture as PNG. Raises sandbox.BadFile for an unreadable or large picture."""
-    module = "ltx_neuron.service.picture"
-    sandbox.run(module, source, target, max_pixels, seconds=_SECONDS)
+    sandbox.run("ltx_neuron.service.picture", source, target, max_pixels, seconds=_SECONDS)
     if not target.is_file():
         raise sandbox.BadFile("it cannot be decoded")
 
 
 def _convert(source: str, target: str, max_pixels: int) -> None:
-    """Write the first picture of a file as PNG, with the same pixels."""
     from PIL import Image
 
     from ltx_neuron.host.colors import in_srgb

@@ -208,9 +208,8 @@ class Queue:
     # --- the workers' side ------------------------------------------------------------------------
 
     def next_batch_key(self, loaded: str | None = None, max_delay: float = 0.0) -> str | None:
-        """The batch key of the next job: that of the owner who was served longest ago. A worker
-        keeps its loaded key while no other job has waited longer than `max_delay` seconds. None if
-        no job waits."""
+        """The batch key of the next job, or None: that of the owner who was served longest ago. A
+        worker keeps its loaded key while no other job has waited longer than `max_delay` s."""
         # SQLite takes the other columns from the row with the minimum: an owner's first job.
         first = self.database.read(
             "SELECT batch_key, created_at, min(number) AS first,"
@@ -256,11 +255,9 @@ class Queue:
         return entries
 
     def _now(self) -> dict[str, float]:
-        """The values of _IS_LEASED."""
         return {"now": self.monotonic(), "lease": self.lease}
 
     def _remove_partials(self, id: str) -> None:
-        """Remove what killed attempts at a job left half written."""
         for partial in self.folder_of(id).glob(f".*{PARTIAL}*"):
             partial.unlink(missing_ok=True)
 
@@ -271,8 +268,7 @@ class Queue:
     def report(
         self, entry: Entry, progress: int, detail: dict | None = None, stage_ended: bool = False
     ) -> bool:
-        """Store a job's progress, unless the database is full or locked. False if the worker no
-        longer owns the job."""
+        """Store a job's progress, unless the database is full. False if the worker lost the job."""
         try:
             return self._update_owned(
                 entry,
@@ -309,7 +305,6 @@ class Queue:
         return ended
 
     def _update_owned(self, entry: Entry, assignments: str, **values: Any) -> bool:
-        """Change a job if this attempt still owns it; return whether it did."""
         sql = f"UPDATE jobs SET {assignments} WHERE {_IS_OWNED}"
         return self.database.write(sql, **_claim(entry), **_encoded(values)) > 0
 
@@ -321,8 +316,7 @@ class Queue:
         self.remove_cancelled()
 
     def release_worker(self, worker: str | None, crashed: bool = False) -> None:
-        """Release the jobs of a worker that ended or restarted. It is not alive until its next
-        heartbeat; its totals remain.
+        """Release the jobs of a worker that ended or restarted; its totals remain.
 
         worker   None: all of them. The caller holds the lock of the data folder's one worker
         crashed  whether it crashed, which counts for the jobs that it had begun
@@ -398,8 +392,7 @@ class Queue:
         self._remove(free, **self._now())
 
     def _remove(self, where: str, **values: Any) -> None:
-        """Delete jobs. Rows go first: every job in the database has its files, and a remaining
-        folder is an orphan."""
+        """Delete jobs. Rows go first: every job in the database has its files."""
         with self.database.writing(frees=True) as connection:
             rows = connection.execute(f"DELETE FROM jobs WHERE {where} RETURNING id", values)
             ids = [row["id"] for row in rows]
@@ -441,12 +434,10 @@ class Queue:
 
 
 def _claim(entry: Entry) -> dict[str, Any]:
-    """The values that identify a worker's claim of a job in its writes."""
     return {"number": entry.number, "attempt": entry.attempt, "worker": entry.worker}
 
 
 def _encoded(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as the columns store them: objects as JSON."""
     return {k: json.dumps(v) if isinstance(v, dict) else v for k, v in values.items()}
 
 

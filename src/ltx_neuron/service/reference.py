@@ -141,6 +141,5 @@ def _prose(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """A text with its backquoted parts as code."""
     parts = escape(text).split("`")
     return "".join(f"<code>{part}</code>" if n % 2 else part for n, part in enumerate(parts))

@@ -17,8 +17,7 @@ _PREFIX = "ltxn_"
 
 
 class Tokens:
-    """The tokens of a file {"tokens": {name: SHA-256}}. They are random and long, so nobody can
-    search a plain hash."""
+    """The tokens of a file {"tokens": {name: SHA-256}}: too long to search a plain hash."""
 
     def __init__(self, hashes: dict[str, str]):
         self.hashes = hashes
@@ -41,8 +40,7 @@ class Tokens:
         return cls(hashes)
 
     def owner_of(self, authorization: str | None) -> str | None:
-        """The owner of an Authorization header's token; LOCAL for a service without tokens. Every
-        hash is compared, each in constant time."""
+        """The owner of an Authorization header's token; LOCAL without tokens. In constant time."""
         if not self.hashes:
             return LOCAL
         scheme, _, token = (authorization or "").partition(" ")

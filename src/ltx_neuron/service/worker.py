@@ -283,12 +283,10 @@ class Worker:
         self.engine.recorder = self.engine.residency.recorder = recorder
 
     def _beat(self) -> None:
-        """Renew the leases of this worker's jobs."""
         self.queue.renew(self.name, dict(self._state))
 
 
 def _percent(job: Job, stage: Stage, done: int) -> int:
-    """A job's progress in percent, after `done` steps of a stage."""
     keys = [each.key for each in job.stages]  # windows share their name
     steps = [each.steps for each in job.stages]
     before = sum(steps[: keys.index(stage.key)])

@@ -85,8 +85,7 @@ class PromptCache:
         except OSError as error:
             self._say(f"contexts of earlier runs cannot be read: {error}")
             return None
-        # Marks the file as used. Another process may have removed it, and a read-only folder has no
-        # marks.
+        # Marks the file as used, unless another process removed it or it is read-only.
         with suppress(OSError):
             os.utime(path)
         return contexts
@@ -100,21 +99,16 @@ class PromptCache:
         }
         try:
             write_tensors(self._path(prompts), tensors, {})
-            self._make_room()
+            used = {}
+            for path in self.folder.glob("*.safetensors"):
+                with suppress(FileNotFoundError):  # another process removed it
+                    used[path] = path.stat().st_mtime_ns
+            for path in sorted(used, key=used.__getitem__)[:-MAX_FILES]:
+                path.unlink(missing_ok=True)
         except OSError as error:
             self._say(f"the prompt's contexts are not kept for the next run: {error}")
 
-    def _make_room(self) -> None:
-        """Remove the least recently used files beyond MAX_FILES."""
-        used = {}
-        for path in self.folder.glob("*.safetensors"):
-            with suppress(FileNotFoundError):  # another process removed it
-                used[path] = path.stat().st_mtime_ns
-        for path in sorted(used, key=used.__getitem__)[:-MAX_FILES]:
-            path.unlink(missing_ok=True)
-
     def _say(self, why: str) -> None:
-        """Print the first reason why the folder cannot be used."""
         if not self._said:
             print(why)
         self._said = True

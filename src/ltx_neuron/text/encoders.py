@@ -1,9 +1,7 @@
-"""Token ids to contexts, with Gemma and the connectors on the ranks. host_encoder.py does the same
-on the host's CPU.
+"""Token ids to contexts, with Gemma and the connectors on the ranks. host_encoder.py: the host.
 
-ltx-core pads a prompt on its left to 1024 tokens, and positions count the padding. Padding has no
-other effect, so only the last positions are encoded: a bucket of them on the ranks, the prompts'
-tokens on the host.
+ltx-core pads a prompt on its left to 1024 tokens, and positions count the padding. It has no other
+effect, so only the last positions are encoded: on the ranks a bucket of them.
 
 Shapes: T tokens of a pass, n of one prompt, D inner width of a stream (Dv video, Da audio), H
 Gemma's hidden_size, L its layers.

@@ -55,8 +55,7 @@ class HostTextEncoder:
         self.weights = MappedWeights(source, dtype)
 
     def check(self) -> None:
-        """Raise UserError with every difference, unless the source's tensors are those of the
-        configs. Reads no weights."""
+        """Raise UserError with every difference of the source's tensors from the configs."""
         problems = []
         for name, tensor in {**self.encoder.state_dict(), **self.connectors.state_dict()}.items():
             wanted = tuple(tensor.shape)
@@ -138,8 +137,7 @@ class HostTextEncoder:
         return features
 
     def _connect(self, features: list[dict[str, Tensor]]) -> ConnectorOutputs:
-        """Contexts (prompts, 1024, D) of all prompts of a pack, from the features (1, n, D) of
-        each."""
+        """Contexts (prompts, 1024, D) of a pack's prompts, from the features (1, n, D) of each."""
         registers = {
             m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")
         }

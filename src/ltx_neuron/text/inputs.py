@@ -28,8 +28,7 @@ _MASKED = -1e9  # added to masked scores; finite, because a row of infinities wo
 
 
 def load_tokenizer(gemma_root: Path):
-    """The tokenizer of a Gemma folder, loaded without network. Raises UserError if it is missing or
-    broken."""
+    """The tokenizer of a Gemma folder. Raises UserError if it is missing or broken."""
     with in_words("--gemma-root"):
         found = (Path(gemma_root) / "tokenizer.json").is_file()
     if not found:
@@ -134,8 +133,7 @@ def prompt_slices(counts: list[int], tokens: int) -> list[slice]:
 
 
 def pack_prompts(prompts: list[list[int]], apart: bool = False) -> list[list[list[int]]]:
-    """Group prompts into passes of at most 1024 tokens: all in one, otherwise, or if `apart`, one
-    each."""
+    """Group prompts into passes of at most 1024 tokens: all in one, or one each (`apart`)."""
     together = not apart and sum(map(len, prompts)) <= TEXT_TOKENS
     return [prompts] if together else [[ids] for ids in prompts]
 

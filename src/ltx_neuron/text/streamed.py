@@ -1,5 +1,4 @@
-"""Runs a large model on the host's CPU without copying its weights: each layer uses mapped pages of
-its files while it runs.
+"""Runs a large model on the host's CPU without copying its weights: layers use mapped pages.
 
 Copies would need new memory, which on a virtual machine costs ten times more than filling it
 (benchmarks/text_encode.md). Weights in the page cache are therefore not copied, and bf16 weights of

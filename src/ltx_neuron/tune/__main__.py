@@ -30,21 +30,8 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
-from ltx_neuron.tune import tuned_settings, variant
-from ltx_neuron.tune.search import (
-    KEYS,
-    Others,
-    Row,
-    baseline_settings,
-    candidates,
-    check_layers,
-    layout_candidates,
-    search,
-    with_settings,
-)
-from ltx_neuron.tune.table import median_ms, name_of, progress, table
-from ltx_neuron.tune.trials import Journal, Trials
-from ltx_neuron.tune.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, TunedSettings
+from ltx_neuron.tune import search, trials, tuned_settings, variant
+from ltx_neuron.tune.tuned_settings import Settings, TunedSettings
 from ltx_neuron.workspace import Workspace
 
 EXAMPLE = """ltx-neuron tune --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
@@ -59,8 +46,8 @@ def build_parser() -> Parser:
     flags.add_guidance(parser)
     flags.add_loras(parser)
     add = parser.add_argument_group("tuning", "Settings to try, and limits.").add_argument
-    help = f"keys of the profile to try (default: all): {', '.join(KEYS)}"
-    add("--keys", nargs="+", default=list(KEYS), metavar="KEY ...", help=help)
+    help = f"keys of the profile to try (default: all): {', '.join(search.KEYS)}"
+    add("--keys", nargs="+", default=list(search.KEYS), metavar="KEY ...", help=help)
     help = "time limit of one variant, with its compilation (default: 3600)"
     add("--limit", type=float, default=3600.0, metavar="SECONDS", help=help)
     add("--steps", type=int, default=5, metavar="N", help="timed steps of a stage (default: 5)")
@@ -80,8 +67,8 @@ def build_parser() -> Parser:
 
 def check(args: argparse.Namespace) -> None:
     """Raise UserError for an invalid flag value."""
-    if unknown := [key for key in args.keys if key not in KEYS]:
-        raise UserError(f"--keys {unknown[0]}: unknown; known: {', '.join(KEYS)}")
+    if unknown := [key for key in args.keys if key not in search.KEYS]:
+        raise UserError(f"--keys {unknown[0]}: unknown; known: {', '.join(search.KEYS)}")
     if not 0 < args.limit < float("inf"):
         raise UserError(f"--limit {args.limit:g}: wanted seconds above 0, as in --limit 3600")
     numbers = {"--steps": args.steps, "--rounds": args.rounds, "--layouts": args.layouts or 1}
@@ -110,12 +97,12 @@ class Tuning:
             "checkpoint": workspace.checkpoint.fingerprint,
             "request": digest({"job": job.spec.line(), "layers": args.layers, "steps": args.steps}),
             "typed": list(profile.settings),
-            "keys": [key for key in KEYS if key in args.keys] if self.cores is None else self.cores,
+            "keys": self.cores or [key for key in search.KEYS if key in args.keys],
         }
         # Unless --force is typed, run settings of an earlier tuned size stay fixed.
         others = self.tuned.sizes.keys() - {self.key}
         fixed = self.tuned.run if others and not args.force and self.cores is None else {}
-        self.journal = Journal(self.base.with_suffix(".journal"), head, fixed, args.force)
+        self.journal = trials.Journal(self.base.with_suffix(".journal"), head, fixed, args.force)
 
     @property
     def held(self) -> set[str]:
@@ -125,38 +112,34 @@ class Tuning:
     def run(self) -> None:
         """Measure, print the table, and write the chosen settings."""
         workspace, args, journal = self.workspace, self.args, self.journal
-        layers = workspace.transformer.num_layers
         profile = tuned_settings.applied(workspace.profile, journal.fixed)
-        baseline = baseline_settings(profile)
-        keys = tuple(key for key in KEYS if key in args.keys and key not in self.held)
+        baseline = search.baseline_settings(profile)
+        keys = tuple(key for key in search.KEYS if key in args.keys and key not in self.held)
 
         def others(key: str, best: Settings) -> list[Settings]:
-            changed = with_settings(profile, best)
-            sizes = layers, args.layers, self.job.buckets
-            return [{key: value} for value in candidates(key, changed, workspace.tp, *sizes)]
+            changed = search.with_settings(profile, best)
+            sizes = workspace.transformer.num_layers, args.layers, self.job.buckets
+            return [{key: value} for value in search.candidates(key, changed, workspace.tp, *sizes)]
 
-        best, ms = self.search(baseline, keys, others)
-        self.keep(best, ms, median_ms(journal.rows, baseline))
-        print(f"chosen: {name_of(best, baseline)} ({self.tuned.path})")
+        best, ms = self.fastest(baseline, keys, others)
+        self.keep(best, ms, search.median_ms(journal.rows, baseline))
+        print(f"chosen: {trials.name_of(best, baseline)} ({self.tuned.path})")
 
-    def search(
-        self, baseline: Settings, keys: tuple[str, ...], others: Others
+    def fastest(
+        self, baseline: Settings, keys: tuple[str, ...], others: search.Others
     ) -> tuple[Settings, float]:
         """Measure the settings and print the table. Returns the best settings and the milliseconds
         of their step. Ends the process if no settings work."""
         workspace, args, journal = self.workspace, self.args, self.journal
 
-        def report(row: Row) -> None:
-            print(progress(row, baseline), flush=True)
-
         work = self.base.with_suffix(".work")
-        trials = Trials(args.typed, args.dtype, baseline, args.limit, work, journal, report)
-        best = search(baseline, keys, others, args.rounds, trials.measure)
+        measure = trials.Trials(args.typed, args.dtype, baseline, args.limit, work, journal).measure
+        best = search.search(baseline, keys, others, args.rounds, measure)
         shutil.rmtree(work, ignore_errors=True)
         depth = f", the first {args.layers} blocks" if args.layers else ""
         print(f"\n{workspace.profile.name}, TP {workspace.tp}, {self.key}{depth}")
-        print(table(journal.rows, baseline, best))
-        row, ms = journal.find(best, 0), median_ms(journal.rows, best)
+        print(trials.table(journal.rows, baseline, best))
+        row, ms = journal.find(best, 0), search.median_ms(journal.rows, best)
         if row and row.problem:
             print(f"no settings were chosen: {row.problem}", file=sys.stderr)
             sys.exit(1)
@@ -164,31 +147,30 @@ class Tuning:
         return best, ms
 
     def compare_layouts(self) -> None:
-        """Measure the layouts of the cores, and print the fastest. Saves nothing, because the user
-        decides how many cores a clip takes."""
+        """Measure the layouts, and print the fastest. Saves nothing: the user decides."""
         workspace = self.workspace
         assert self.cores is not None
         where = workspace.profile, workspace.tp, self.job, self.cores
-        baseline, changes = layout_candidates(*where)
-        best, ms = self.search(baseline, ("layout",), lambda key, best: changes)
+        baseline, changes = search.layout_candidates(*where)
+        best, ms = self.fastest(baseline, ("layout",), lambda key, best: changes)
         if best == baseline:
             print("the fastest: one group")
             return
         changed = [
             f"--profile-set {key}={value}" for key, value in best.items() if value != baseline[key]
         ]
-        cores = with_settings(workspace.profile, best).cores_needed(workspace.tp)
-        single = median_ms(self.journal.rows, baseline)
+        cores = search.with_settings(workspace.profile, best).cores_needed(workspace.tp)
+        single = search.median_ms(self.journal.rows, baseline)
         faster = f", {single / ms:.2f} times as fast as one group" if single else ""
         print(f"the fastest: {cores} cores{faster}. To use it, type {' '.join(changed)}")
 
     def keep(self, best: Settings, ms: float, baseline_ms: float | None) -> None:
         """Write the chosen settings; run settings only if they were tried, typed or fixed."""
-        held = {*self.args.keys, *self.held}
-        run = {key: best[key] for key in RUN_KEYS if key in held and key in best}
+        tried = {*self.args.keys, *self.held}
+        run = {key: best[key] for key in tuned_settings.RUN_KEYS if key in tried and key in best}
         self.tuned.run = run
         self.tuned.sizes[self.key] = {
-            "settings": {key: best[key] for key in GRAPH_KEYS if key in best},
+            "settings": {key: best[key] for key in tuned_settings.GRAPH_KEYS if key in best},
             "run": run,
             "step_ms": ms,
             "own_step_ms": baseline_ms,
@@ -208,13 +190,13 @@ def main(argv: list[str] | None = None) -> None:
     args.typed = parser.words
     check(args)
     spec, recipe = flags.spec(args), flags.recipe(args)
-    own = {name: getattr(spec, name) for name in ("sound_only", "nag_scale")}
+    fields = {name: getattr(spec, name) for name in ("sound_only", "nag_scale")}
     size, guidance = flags.size(args), flags.guidance(args, recipe)
-    shape = Job("", size, images=spec.image, recipe=recipe, guidance=guidance, **own)
+    shape = Job("", size, images=spec.image, recipe=recipe, guidance=guidance, **fields)
     shape.check_shape()
     workspace = flags.workspace(args, tuned=False)
     workspace.check_runtime()
-    check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
+    search.check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
     job = dataclasses.replace(workspace.resolved(shape), loras=flags.lora_fields(spec)["loras"])
     if job.recipe == "dev":  # with the model version's own guidance
         job.resolved_guidance.check(workspace.transformer.num_layers)

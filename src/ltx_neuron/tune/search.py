@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from ltx_neuron import profiles
 from ltx_neuron.backends.nki import PACKAGE
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
@@ -17,14 +18,7 @@ from ltx_neuron.job import Job
 from ltx_neuron.models.programs import group_size, may_divide
 from ltx_neuron.plan import independent_passes
 from ltx_neuron.plan.layouts import layout_settings, single_group
-from ltx_neuron.profiles import (
-    COLLECTIVES_BUFFER,
-    COMPILE_BACKENDS,
-    DIT_FLAGS,
-    Profile,
-    require_runtime,
-    resolve,
-)
+from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile
 from ltx_neuron.tune.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, text_of
 
 KEYS = (*RUN_KEYS, *GRAPH_KEYS)
@@ -34,23 +28,17 @@ _BLOCKS = (1, 4, 8, 12, 0)
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement of a variant.
-
-    repeat    the number of earlier measurements of the same variant
-    problem   why the search cannot choose it; empty if it can
-    steps_ms  stage -> milliseconds of its steps, the cold step first
-    counts    stage -> its steps in a generation
-    rel_l2    tensor -> relative L2 distance from the reference
-    """
+    """One measurement of a variant."""
 
     settings: Settings
-    repeat: int
-    problem: str = ""
+    repeat: int  # the number of earlier measurements of the same variant
+    problem: str = ""  # why the search cannot choose it; empty if it can
     compile_seconds: float = 0.0
     load_seconds: float = 0.0
+    # Stage -> milliseconds of its steps, the cold step first
     steps_ms: dict[str, list[float]] | None = None
-    counts: dict[str, int] | None = None
-    rel_l2: dict[str, float] | None = None
+    counts: dict[str, int] | None = None  # stage -> its steps in a generation
+    rel_l2: dict[str, float] | None = None  # tensor -> relative L2 distance from the reference
 
     @property
     def step_ms(self) -> float:
@@ -59,6 +47,12 @@ class Row:
         medians = {name: statistics.median(times[1:]) for name, times in self.steps_ms.items()}
         total = sum(self.counts[name] * median for name, median in medians.items())
         return total / sum(self.counts.values())
+
+
+def median_ms(rows: list[Row], settings: Settings) -> float | None:
+    """Milliseconds of a variant's warm step: the median of its runs; None if no run succeeded."""
+    times = [row.step_ms for row in rows if row.settings == settings and row.steps_ms]
+    return statistics.median(times) if times else None
 
 
 def baseline_settings(profile: Profile) -> Settings:
@@ -70,24 +64,19 @@ def candidates(
     key: str,
     profile: Profile,
     tp: int,
-    num_layers: int,
-    layers: int | None = None,
-    buckets: Sequence[Bucket] = (),
+    num_layers: int,  # the model's depth
+    layers: int | None = None,  # the number of layers in a step; None: all
+    buckets: Sequence[Bucket] = (),  # of the size's stages
 ) -> list[str]:
-    """The values of a key to try: those that are available here and change the profile's effect.
-
-    num_layers  the model's depth
-    layers      the number of layers in a step; None: all
-    buckets     of the size's stages
-    """
+    """The values of a key to try: those that are available here and change the profile's effect."""
     divides = any(may_divide(bucket, tp, profile.context_parallel) for bucket in buckets)
     on_neuron = profile.device == "neuron"
     values = {
         "backend": ["nxd", "torchdist"] if on_neuron else [],
-        "compile_backend": [*COMPILE_BACKENDS[profile.device]],
+        "compile_backend": [*profiles.COMPILE_BACKENDS[profile.device]],
         # The runtime's default, and AWS's value.
         f"environment.{COLLECTIVES_BUFFER}": ["41943040", "167772160"] if on_neuron else [],
-        "compiler_flags.dit": [*DIT_FLAGS] if on_neuron else [],
+        "compiler_flags.dit": [*profiles.DIT_FLAGS] if on_neuron else [],
         "threads": _threads(profile.world_size(tp)) if profile.device == "cpu" else [],
         "attention": ["nki" if on_neuron else "sdpa", "matmul"],
         "sequence_parallel": ["false", "true"] if divides else [],
@@ -97,12 +86,12 @@ def candidates(
     }
     # Two values that give the same number of blocks per graph give the same graphs.
     known = {None, _effect(profile, key, text_of(profile, key), tp, num_layers)}
-    found = []
+    changing = []
     for value in values[key]:
         if (effect := _effect(profile, key, value, tp, num_layers)) not in known:
             known.add(effect)
-            found.append(value)
-    return found
+            changing.append(value)
+    return changing
 
 
 LAYOUT = "backend", "guidance_parallel", "context_parallel", "blocks_per_graph"
@@ -111,8 +100,7 @@ LAYOUT = "backend", "guidance_parallel", "context_parallel", "blocks_per_graph"
 def layout_candidates(
     profile: Profile, tp: int, job: Job, cores: int
 ) -> tuple[Settings, list[Settings]]:
-    """The settings of one tensor-parallel group, and the changes of every other layout of the
-    cores."""
+    """The settings of one tensor-parallel group, and the changes of the other layouts."""
     base = single_group(profile)
     passes = max(independent_passes(job, stage) for stage in job.stages)
     layouts = layout_settings(base, tp, cores // tp, passes, job.buckets)
@@ -121,15 +109,13 @@ def layout_candidates(
 
 
 def _threads(ranks: int) -> list[str]:
-    """Threads of a rank to try: 1, half its share of the cores, its share, twice that, and all."""
     cores = os.cpu_count() or 1
     share = max(1, cores // ranks)
     return [str(n) for n in sorted({1, max(1, share // 2), share, 2 * share, cores}) if n <= cores]
 
 
 def _cuts_evenly(blocks: int, num_layers: int, layers: int) -> bool:
-    """Whether graphs of `blocks` divide this depth and a call ends after `layers` blocks. A graph
-    of the whole step (0) runs all blocks."""
+    """Whether graphs of `blocks` (0: all) divide this depth and end after `layers` blocks."""
     if blocks == 0:
         return layers == num_layers
     return blocks <= layers and num_layers % blocks == layers % blocks == 0
@@ -140,7 +126,7 @@ def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) ->
     try:
         changed = with_settings(profile, {key: value})
         if key == "backend":
-            require_runtime(changed, tp)
+            profiles.require_runtime(changed, tp)
     except UserError:
         return None
     if (key, value) == ("attention", "nki") and find_spec(PACKAGE) is None:
@@ -153,7 +139,7 @@ def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) ->
 def with_settings(profile: Profile, settings: Settings) -> Profile:
     """A profile with these settings, which override typed ones."""
     added = (f"{key}={value}" for key, value in settings.items())
-    return resolve(profile.name, (*profile.settings, *added))
+    return profiles.resolve(profile.name, (*profile.settings, *added))
 
 
 def check_layers(layers: int | None, profile: Profile, num_layers: int) -> None:
@@ -214,7 +200,6 @@ def search(
 
 
 def _faster(pair: tuple[Row, Row]) -> bool:
-    """Whether the second of two rows is faster."""
     return not any(row.problem for row in pair) and pair[1].step_ms < pair[0].step_ms
 
 

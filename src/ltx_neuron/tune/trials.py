@@ -1,5 +1,5 @@
 """Measures variants in separate processes and records them in a journal, so that an interrupted
-tuning continues after its last finished variant."""
+tuning continues after its last finished variant. Prints them as lines and as a table."""
 
 import dataclasses
 import json
@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,19 +16,23 @@ from safetensors.torch import load_file
 
 from ltx_neuron.errors import RunError
 from ltx_neuron.files import read_json
-from ltx_neuron.tune.search import Row
-from ltx_neuron.tune.tolerance import rel_l2, worst_violation
+from ltx_neuron.format import columns
+from ltx_neuron.tune.search import Row, median_ms
 from ltx_neuron.tune.tuned_settings import Settings
-from ltx_neuron.tune.variant import OUTPUTS, RESULT
+from ltx_neuron.tune.variant import OUTPUTS, RESULT, rel_l2
 
 _REFERENCE = "reference.safetensors"
 _TIDY_SECONDS = 6.0  # longer than a variant's own clean-up limit
+# A variant may be this much further from float32 than the baseline, because the two round at
+# different operations. The floor is for tensors that are computed in few operations.
+FACTOR, FLOOR = 2, 0.005
+_MOST = 0.1  # largest tolerance in bfloat16, for any baseline: rounding alone gives 0.004
+_FLOAT32 = 1e-5
 
 
 class Journal:
-    """The rows of a tuning, one JSON line each, written to disk after each measurement. The first
-    line is the head: everything on which rows depend besides their settings. Rows of another head
-    are discarded.
+    """The rows of a tuning, a JSON line each, written after each measurement. The first line is the
+    head: what rows depend on besides their settings. Rows of another head are discarded.
 
     fixed  run settings that an earlier tuning of another size chose
     """
@@ -44,8 +47,7 @@ class Journal:
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     def _restore(self) -> None:
-        """Read the file's rows if the head matches. A truncated last line, left by a killed
-        process, is dropped."""
+        """Read the file's rows if the head matches, without a killed process's last line."""
         head, *lines = self.path.read_text(errors="replace").split("\n")
         try:
             content = json.loads(head)
@@ -71,60 +73,40 @@ class Journal:
 
 @dataclass
 class Trials:
-    """Measures variants of a tuning.
+    """Measures variants of a tuning."""
 
-    typed     the tuning's flags, which its processes get as well
-    dtype     of the run
-    baseline  the profile's own settings, which are measured first
-    limit     time limit of a variant, in seconds
-    folder    for the processes' outputs
-    report    called with every new row
-    """
-
-    typed: list[str]
-    dtype: str
-    baseline: Settings
-    limit: float
-    folder: Path
+    typed: list[str]  # the tuning's flags, which its processes get as well
+    dtype: str  # of the run
+    baseline: Settings  # the profile's own settings, which are measured first
+    limit: float  # time limit of a variant, in seconds
+    folder: Path  # for the processes' outputs
     journal: Journal
-    report: Callable[[Row], None]
 
     def measure(self, settings: Settings, repeat: int) -> Row:
         """A variant's row: from the journal, or measured by a new process."""
         if row := self.journal.find(settings, repeat):
             return row
-        self._reference()
-        row = Row(settings, repeat)
+        path, row = self.folder / _REFERENCE, Row(settings, repeat)
+        if not path.is_file():  # RunError ends the tuning
+            print("computing the reference step in float32 on the host", flush=True)
+            shutil.move(self._run("reference", self.baseline, None) / OUTPUTS, path)
         try:
             folder = self._run("variant", settings, self.limit)
             result, outputs = read_json(folder / RESULT), load_file(folder / OUTPUTS)
         except RunError as error:
             row = replace(row, problem=str(error))
         else:
-            reference = load_file(self.folder / _REFERENCE)
+            reference = load_file(path)
             errors = {name: rel_l2(outputs[name], reference[name]) for name in reference}
-            row = replace(row, **result, rel_l2=errors, problem=self._violation(errors))
-        self.report(row)
+            baseline = self.journal.find(self.baseline, 0)
+            problem = violation(errors, baseline and baseline.rel_l2, self.dtype)
+            row = replace(row, **result, rel_l2=errors, problem=problem)
+        again = f", run {repeat + 1}" if repeat else ""
+        outcome = row.problem or f"{row.step_ms:.2f} ms a step"
+        print(f"{name_of(settings, self.baseline)}{again}: {outcome}", flush=True)
         return self.journal.add(row)
 
-    def _violation(self, errors: dict[str, float]) -> str:
-        baseline = self.journal.find(self.baseline, 0)
-        worst = worst_violation(errors, baseline and baseline.rel_l2, self.dtype)
-        if worst is None:
-            return ""
-        name, error, tolerance = worst
-        return f"differs: {name} is {error:.2g} from float32, allowed {tolerance:.2g}"
-
-    def _reference(self) -> None:
-        """Compute the reference latents unless they exist. Raises RunError if that fails."""
-        path = self.folder / _REFERENCE
-        if not path.is_file():
-            print("computing the reference step in float32 on the host", flush=True)
-            shutil.move(self._run("reference", self.baseline, None) / OUTPUTS, path)
-
     def _run(self, name: str, settings: Settings, limit: float | None) -> Path:
-        """Run a "variant" or the "reference" in a process; returns the folder of its results.
-        Raises RunError with the process's last message if it fails or exceeds the limit."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -150,6 +132,21 @@ class Trials:
         return folder
 
 
+def violation(errors: dict[str, float], baseline: dict[str, float] | None, dtype: str) -> str:
+    """The tensor that exceeds its tolerance by the largest factor, as text; "" if none does.
+
+    errors    relative L2 of each tensor from the float32 reference
+    baseline  the same for the profile's own settings, if they ran: in bfloat16, the rounding error
+    """
+    tolerances = dict.fromkeys(errors, _FLOAT32 if dtype == "float32" else _MOST)
+    if dtype != "float32" and baseline:
+        tolerances = {name: min(_MOST, FACTOR * baseline[name] + FLOOR) for name in errors}
+    worst = max(errors, key=lambda name: errors[name] / tolerances[name])
+    got, allowed = errors[worst], tolerances[worst]
+    text = f"differs: {worst} is {got:.2g} from float32, allowed {allowed:.2g}"
+    return "" if got <= allowed else text
+
+
 def end_group(process: subprocess.Popen) -> None:
     """End a process group's leader and its descendants. Closing its stdin requests a clean exit;
     processes that are left after _TIDY_SECONDS are killed."""
@@ -169,3 +166,35 @@ def last_words(log: str, code: int) -> str:
     if code < 0:
         return f"its process was killed ({signal.Signals(-code).name})"
     return (errors or lines or [f"ended with exit code {code} and no output"])[-1]
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+_HEAD = ("ms a step", "runs", "cold s", "compile s", "rel L2", "variant")
+
+
+def name_of(settings: Settings, baseline: Settings) -> str:
+    """The settings in which a variant differs from the profile's own."""
+    changed = [f"{key}={value}" for key, value in settings.items() if value != baseline[key]]
+    return " ".join(changed) or "the profile's own"
+
+
+def table(rows: list[Row], baseline: Settings, best: Settings) -> str:
+    """A line for each variant, in the order in which they were first measured. rel L2: the largest
+    relative distance of its latents from the step in float32."""
+    lines: list[tuple[str, ...]] = [_HEAD]
+    for settings in map(dict, dict.fromkeys(tuple(row.settings.items()) for row in rows)):
+        runs = [row for row in rows if row.settings == settings]
+        verdict = next((row.problem for row in runs if row.problem), "not kept")
+        if settings == best:
+            verdict = "chosen"
+        elif settings == baseline and verdict == "not kept":
+            verdict = "own"
+        cells, first = ("-", str(len(runs)), "-", "-", "-"), runs[0]
+        if (ms := median_ms(rows, settings)) is not None:
+            assert first.steps_ms and first.rel_l2
+            cold = sum(times[0] for times in first.steps_ms.values()) / 1e3
+            cells = f"{ms:.2f}", cells[1], f"{cold:.2f}", f"{first.compile_seconds:.1f}"
+            cells += (f"{max(first.rel_l2.values()):.1e}",)
+        lines.append((*cells, f"{name_of(settings, baseline)}: {verdict}"))
+    return "\n".join(columns(lines, left=(-1,)))

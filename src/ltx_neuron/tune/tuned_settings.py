@@ -48,8 +48,7 @@ def identity(profile: Profile, tp: int, dtype: str, config: str) -> dict:
 
 
 def _device(profile: Profile) -> dict:
-    """The DiT's device. A Neuron profile's host is left out, so that a build machine compiles with
-    the settings that were tuned on the device."""
+    """The DiT's device: a build machine compiles with the settings of a Neuron device."""
     name: dict = {"profile": profile.name}
     if profile.context_parallel > 1:
         name["context_parallel"] = profile.context_parallel
@@ -67,8 +66,7 @@ def file_of(artifacts: Path, identity: dict) -> Path:
 
 
 def size_key(buckets: Iterable[Bucket]) -> str:
-    """The key of a size's tuned settings: the shapes of its stages, without their number of
-    distinct timesteps."""
+    """The key of a size's tuned settings: the shapes of its stages, whatever their timesteps."""
     shapes = (
         f"v{bucket.video_tokens}-a{bucket.audio_tokens}"
         f"{'-guided' * bucket.guided}{'-nag' * bucket.nag}"
@@ -79,18 +77,15 @@ def size_key(buckets: Iterable[Bucket]) -> str:
 
 @dataclass
 class TunedSettings:
-    """A file of tuned settings.
-
-    run    run settings
-    sizes  size_key -> graph "settings", the "run" settings during their measurement, and the
-           measurement's results and conditions
-    used   size_key, or "run" -> the settings, as key=value, that changed a profile so far
-    """
+    """A file of tuned settings."""
 
     path: Path
     identity: dict
-    run: Settings = field(default_factory=dict)
+    run: Settings = field(default_factory=dict)  # run settings
+    # Size_key -> graph "settings", the "run" settings during their measurement, and the
+    # measurement's results and conditions
     sizes: dict[str, dict] = field(default_factory=dict)
+    # Size_key, or "run" -> the settings, as key=value, that changed a profile so far
     used: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def profile_of_run(self, profile: Profile) -> Profile:
@@ -101,8 +96,7 @@ class TunedSettings:
     def profile_of_size(
         self, profile: Profile, buckets: Iterable[Bucket], used: bool = True
     ) -> Profile:
-        """The profile of the DiT's graphs of a size. used: whether the caller compiles or runs
-        them."""
+        """The profile of a size's DiT graphs. used: whether the caller compiles or runs them."""
         key = size_key(buckets)
         size = self.sizes.get(key)
         if not size or size["run"] != self.run:
@@ -129,13 +123,11 @@ class TunedSettings:
         return {"file": str(self.path), "settings": self.used}
 
     def write(self) -> None:
-        content = {"identity": self.identity, "run": self.run, "sizes": self.sizes}
-        write_json(self.path, content)
+        write_json(self.path, {"identity": self.identity, "run": self.run, "sizes": self.sizes})
 
 
 def load(artifacts: Path, identity: dict) -> TunedSettings | None:
-    """The tuned settings for an identity; None if there are none. For a file that does not fit or
-    cannot be read, a warning is printed."""
+    """The tuned settings for an identity, or None; prints why a file is ignored."""
     path = file_of(artifacts, identity)
     if path.is_file():
         try:
@@ -169,8 +161,7 @@ def _checked(size: dict) -> dict:
 
 
 def _settings(settings: dict) -> Settings:
-    """The tunable settings of a file's table. Other keys are dropped, because the file may have
-    been pulled from an artifact store."""
+    """The tunable settings of a table; a file from a store may have other keys."""
     if not all(isinstance(value, str) for value in settings.values()):
         raise ValueError("a setting is not text")
     return {key: value for key, value in settings.items() if key in (*RUN_KEYS, *GRAPH_KEYS)}
@@ -210,8 +201,7 @@ def changes(profile: Profile, settings: Settings) -> tuple[str, ...]:
 
 
 def applied(profile: Profile, settings: Settings) -> Profile:
-    """A profile with these settings, which typed ones override; the profile itself, after a
-    warning, if the two conflict."""
+    """A profile with these settings, which typed ones override; without, if they conflict."""
     try:
         return resolve(profile.name, (*changes(profile, settings), *profile.settings))
     except UserError as error:

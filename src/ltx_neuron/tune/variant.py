@@ -21,7 +21,6 @@ from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json, wri
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import tile_program_name
 from ltx_neuron.tune.step import last_step, prepared, reference
-from ltx_neuron.tune.tolerance import rel_l2
 from ltx_neuron.workspace import Workspace
 
 RESULT, OUTPUTS = "result.json", "outputs.safetensors"  # in the variant's folder
@@ -77,7 +76,6 @@ def measure(
 
 
 def _timed_step(run) -> float:
-    """Milliseconds of a step from noise, by the host's clock."""
     run.start()
     began = time.perf_counter()
     run.step(run.stage.steps - 1)
@@ -105,10 +103,15 @@ def compare_convolutions(workspace: Workspace, job: Job, rounds: int) -> None:
         print(f"vae_convolution={form}: {ms:.2f} ms a tile, {distance:.1e} from conv2d", flush=True)
 
 
+def rel_l2(got: Tensor, expected: Tensor) -> float:
+    """|got - expected| / |expected|, summed in fp64; infinite where there is NaN."""
+    error = ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+    return error if error == error else float("inf")
+
+
 def first_blocks(folder: Path, layers: int, place: Path) -> Path:
-    """A copy, in `place`, of compiled graphs whose runs call only the first `layers` blocks. All
-    blocks share one graph. The other calls move to an unused run, so that the manifest still
-    lists all weights of the rank files."""
+    """A copy, in `place`, of compiled graphs whose runs call only the first `layers` blocks. The
+    other calls move to an unused run, so that the manifest still lists all weights."""
     content = read_json(folder / MANIFEST)
     cut = place / folder.name
     cut.mkdir(parents=True, exist_ok=True)
@@ -116,8 +119,8 @@ def first_blocks(folder: Path, layers: int, place: Path) -> Path:
         (cut / graph["file"]).unlink(missing_ok=True)
         (cut / graph["file"]).symlink_to((folder / graph["file"]).absolute())
     for run, calls in list(content["runs"].items()):
-        kept = [call for call in calls if call[0] != "blocks" or call[1] < layers]
-        if len(kept) != len(calls):
-            content["runs"] |= {run: kept, _CUT: [call for call in calls if call not in kept]}
+        first = [call for call in calls if call[0] != "blocks" or call[1] < layers]
+        if len(first) != len(calls):
+            content["runs"] |= {run: first, _CUT: [call for call in calls if call not in first]}
     write_checked(cut, content)
     return cut

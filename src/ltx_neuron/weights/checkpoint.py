@@ -105,8 +105,7 @@ def _say(line: str) -> None:
 
 
 def gemma_files(root: Path) -> list[TensorFile]:
-    """The weight files of a Gemma folder: model.safetensors or model-0000x-of-0000y.safetensors.
-    UserError if some are missing."""
+    """A Gemma folder's model.safetensors or model-0000x-of-0000y. UserError without all."""
     paths = sorted(Path(root).glob("model*.safetensors"))
     sets: dict[str, list[Path]] = {}  # by the number of files in their names
     for path in paths:
@@ -164,12 +163,10 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the files' contents."""
         return digest([file.fingerprint for file in self.files])
 
     @property
     def names(self) -> Iterable[str]:
-        """The model's tensors, under our names."""
         return self.locations.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -183,14 +180,12 @@ class Source:
         return file.torch_dtype(key)
 
     def split(self, name: str) -> int | str | None:
-        """From the sharding table: the dimension in which a tensor is split over the ranks, None
-        for a copy on each, or sharding.HOST."""
+        """The dimension in which the ranks split a tensor, None for a copy on each, or HOST."""
         kind = rule(self.model, name)
         return COL if kind == KV else kind
 
     def copies(self, name: str, tp: int) -> int:
-        """The number of neighbouring ranks with the same part of a tensor: 1 unless ranks
-        outnumber key-value heads."""
+        """Neighbouring ranks with the same part: 1 unless ranks outnumber key-value heads."""
         return copies(self.model, name, self.locations, tp, self.heads)
 
     def nbytes(self, name: str) -> int:
@@ -211,8 +206,7 @@ class Source:
         )
 
     def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
-        """Rows start..stop of a tensor for each of `bounds`. A tensor without dimensions is one
-        row."""
+        """Rows start..stop of a tensor for each of `bounds`. A scalar is one row."""
         file, key = self._find(name)
         yield from (file.read(key, *rows) for rows in bounds)
 
@@ -245,8 +239,7 @@ class Source:
         return file.read(key)
 
     def read_mapped(self, name: str) -> Tensor:
-        """A whole tensor, mapped from the page cache without a copy. A float8 tensor is dequantised
-        into new memory instead."""
+        """A whole tensor, mapped from the page cache; of float8, a dequantised copy."""
         file, key = self._find(name)
         return file.read_mapped(key)
 

@@ -101,7 +101,6 @@ class Lora:
         return WeightFile(self.path, "from where you have it")
 
     def _missing(self) -> str:
-        """What the path is instead of a file, and what to type."""
         if self.path.is_dir():
             files = [*sorted(self.path.glob("*.safetensors")), self.path / "FILE"]
             return f"a folder; type its file: --lora {files[0]}"
@@ -121,8 +120,7 @@ class Lora:
 
     @property
     def settings(self) -> dict:
-        """PEFT's settings: beside its file, or as diffusers saves them in the metadata. UserError
-        if damaged."""
+        """PEFT's settings: beside its file, or in the metadata. UserError if damaged."""
         try:
             text = self.file().metadata.get("lora_adapter_metadata", "{}")
             text = self.beside.read_text() if self.beside else text
@@ -148,13 +146,12 @@ def _version(path: Path) -> tuple[int, int] | None:
 @cache  # the lines of a batch repeat the same files
 def _fingerprint(path: Path, version: tuple[int, int] | None) -> str:
     lora = Lora(path)
-    own = lora.file().fingerprint
-    return digest([own, lora.settings]) if lora.beside else own
+    content = lora.file().fingerprint
+    return digest([content, lora.settings]) if lora.beside else content
 
 
 def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
-    """Raise UserError for a LoRA of the dev recipe's stage 1 that stage 2 does not have, where it
-    has no references."""
+    """Raise UserError for a LoRA of dev's stage 1 alone, where it has no references."""
     others = [lora for lora in stage_1 if lora.path not in {each.path for each in stage_2}]
     if others:
         raise FieldError(
@@ -203,8 +200,7 @@ def are_silent(loras: WeightSet) -> bool:
 
 
 def _factor(loras: WeightSet, name: str, flag: str = "--ic-lora") -> int:
-    """The LoRAs' common factor; 1 if no file has one."""
-    said: dict[int, Path] = {}
+    factors: dict[int, Path] = {}
     for lora in loras:
         text = lora.file().metadata.get(name, "1")
         if not (text.isascii() and text.isdigit() and int(text)):
@@ -213,28 +209,23 @@ def _factor(loras: WeightSet, name: str, flag: str = "--ic-lora") -> int:
                 " from 1; download the file again"
             )
         if int(text) != 1:
-            said.setdefault(int(text), lora.path)
-    if len(said) > 1:
-        listed = ", ".join(f"{factor} of {path}" for factor, path in said.items())
+            factors.setdefault(int(text), lora.path)
+    if len(factors) > 1:
+        listed = ", ".join(f"{factor} of {path}" for factor, path in factors.items())
         raise UserError(
             f"--ic-lora: the files need references with different {name}: {listed}; leave all but"
             " one out"
         )
-    return next(iter(said), 1)
+    return next(iter(factors), 1)
 
 
 class Adapter(NamedTuple):
-    """What a file adds to a weight.
-
-    method    "lora", "lokr", "hada" (LoHa), or "diff" and "bias" (differences)
-    parts     names of its tensors, by part
-    strength  the LoRA's, times alpha / rank
-    """
+    """What a file adds to a weight."""
 
     file: WeightFile
-    method: str
-    parts: dict[str, str]
-    strength: float
+    method: str  # "lora", "lokr", "hada" (LoHa), or "diff" and "bias" (differences)
+    parts: dict[str, str]  # names of its tensors, by part
+    strength: float  # the LoRA's, times alpha / rank
 
     def _read(self) -> dict[str, Tensor]:
         parts = {part: self.file.read(key) for part, key in self.parts.items()}
@@ -247,8 +238,7 @@ class Adapter(NamedTuple):
         return _delta(self.method, self._read(), self.strength)
 
     def added_to(self, total: Tensor) -> Tensor:
-        """The sum of others and this one, of a LoRA rounded once (ltx-core 1.2.0
-        fuse_loras.py)."""
+        """The sum of others and this one; a LoRA is rounded once (ltx-core 1.2.0)."""
         if self.method != "lora":
             return total + self.delta().to(total.dtype)
         parts = {part: tensor.to(total.dtype) for part, tensor in self._read().items()}
@@ -275,8 +265,6 @@ class Adapter(NamedTuple):
 
 
 def _delta(method: str, parts: Mapping[str, Tensor], strength: float) -> Tensor:
-    """What is added to a weight. KeyError, with the part, if one is missing."""
-
     def factor(name: str) -> Tensor:
         if name in parts or f"{name}_b" not in parts:
             return parts[name].float()
@@ -292,9 +280,8 @@ def _delta(method: str, parts: Mapping[str, Tensor], strength: float) -> Tensor:
 
 
 def _spellings(checkpoint: TensorFile) -> dict[str, str]:
-    """The tensors that a LoRA may change, by all spellings of their names; "" where two weights
-    share one."""
-    found: dict[str, str] = {}
+    """The tensors that a LoRA may change, by all spellings of their names; "" for shared ones."""
+    keys: dict[str, str] = {}
     for key in checkpoint.shapes:
         if rename(MODELS["dit"], key) or rename(MODELS["gemma3"], key):
             plain = diffusers = key.removeprefix(DIFFUSION)
@@ -302,16 +289,16 @@ def _spellings(checkpoint: TensorFile) -> dict[str, str]:
                 diffusers = re.sub(old, new, diffusers)
             for spelling in {plain, plain.replace(*_MUSUBI), diffusers}:
                 spelling = spelling.replace(".", "_")
-                found[spelling] = "" if spelling in found else key
-    return found
+                keys[spelling] = "" if spelling in keys else key
+    return keys
 
 
 def _find(spellings: dict[str, str], layer: str, ends: tuple[str, ...] = ("_weight", "")) -> str:
     """The checkpoint's name of a tensor of a LoRA's layer; "" if it has none."""
     layer = layer.replace(".", "_")
-    found = next(filter(None, (spellings.get(layer + end) for end in ends)), "")
+    key = next(filter(None, (spellings.get(layer + end) for end in ends)), "")
     prefix = _PREFIX.match(layer)
-    return found if found or not prefix else _find(spellings, layer[prefix.end() :], ends)
+    return key if key or not prefix else _find(spellings, layer[prefix.end() :], ends)
 
 
 def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]], list[str]]:
@@ -342,7 +329,7 @@ def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]],
             problems.append(f"{key}: shape {list(file.shapes[key])}, wanted one number")
         elif (same := layers.setdefault((target, method), {}).setdefault(part, key)) != key:
             problems.append(f"{key}: same weight as {same}; leave one out")
-    found: dict[str, list[Adapter]] = {}
+    adapters: dict[str, list[Adapter]] = {}
     for (target, method), parts in layers.items():
         if method == "alpha":
             continue
@@ -354,24 +341,23 @@ def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]],
         adapter = Adapter(file, method, parts, lora.strength * scale)
         if problem := adapter.misfit(checkpoint, target):
             problems.append(f"{next(iter(parts.values()))}: {problem}")
-        found.setdefault(target, []).extend([] if problem else [adapter])
+        adapters.setdefault(target, []).extend([] if problem else [adapter])
     if older := next(filter(_OLDER.search, problems), ""):
         title = "is of LTX-2.0 or LTX-Video, wanted one of the checkpoint's release:"
         raise UserError(f"--lora {file.path} {title}\n  {older}")
-    if problems and not any(found.values()):
+    if problems and not any(adapters.values()):
         layer = next(iter(spellings)).removesuffix("_weight")
         problems[1:] = [f"and {len(problems) - 1} more; wanted layers such as {layer}"]
-    if problems or not found:
+    if problems or not adapters:
         shown = listed(problems) or ["it has no lora_A / lora_B tensors of this model"]
         title = f"--lora {file.path} is not a LoRA of this model:"
         raise UserError("\n  ".join([title, *shown]))
-    return found, others
+    return adapters, others
 
 
 def _scale(settings: dict, layer: str, rank: int) -> float:
-    """alpha / rank of a layer by PEFT's settings."""
-    own = settings.get("alpha_pattern") or {}
-    matching = (own[each] for each in own if re.fullmatch(rf"(.*\.)?({each})", layer))
+    patterns = settings.get("alpha_pattern") or {}
+    matching = (patterns[each] for each in patterns if re.fullmatch(rf"(.*\.)?({each})", layer))
     alpha = next(matching, settings.get("lora_alpha") or rank)
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
@@ -400,12 +386,12 @@ class MergedSource(Source):
         release = getattr(files[0], "release", None)
         self.rounds_once = bool(release and release.split)  # not run by ltx-core 1.0.0
         for lora in loras:
-            found, others = _read(lora, files[0])
-            ours = {name: x for key, x in found.items() if (name := rename(model, key))}
+            additions, others = _read(lora, files[0])
+            ours = {name: x for key, x in additions.items() if (name := rename(model, key))}
             mine += [lora] if ours else []
             for name, adapters in ours.items():
                 self.adapters.setdefault(name, []).extend(adapters)
-            if any(rename(MODELS["gemma3"], key) for key in found):
+            if any(rename(MODELS["gemma3"], key) for key in additions):
                 self.text_loras += (lora,)
             if others:
                 number = f"{len(others)} tensors of other models, such as {others[0]}"
@@ -424,8 +410,7 @@ class MergedSource(Source):
         return self.tensor(name) if name in self.adapters else super().read_mapped(name)
 
     def tensor(self, name: str) -> Tensor:
-        """A whole merged tensor. Its product is computed whole, because slices may round
-        differently."""
+        """A whole merged tensor: products of slices may round differently."""
         weight, adapters = super().tensor(name), self.adapters.get(name, [])
         if not adapters:
             return weight

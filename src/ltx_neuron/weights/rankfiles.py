@@ -1,5 +1,4 @@
-"""Rank files: a model's weights, sharded for tp ranks. Recognises, verifies and loads finished
-sets.
+"""Rank files: a model's weights for tp ranks. Recognises, verifies and loads finished sets.
 
 A weight set is a folder of rank0..rank{tp-1}.safetensors, host.safetensors and manifest.json, which
 sharder.py writes. If all ranks have the same weights, they share one ranks.safetensors.
@@ -29,8 +28,7 @@ def rank_file(rank: int) -> str:
 
 
 def file_names(tp: int, shared: bool = False) -> list[str]:
-    """The names of a weight set's files: the ranks' in order, then the host's. shared: all ranks
-    share one file."""
+    """The names of a weight set's files: the ranks' (shared: one), then the host's."""
     return [*([SHARED_FILE] if shared else map(rank_file, range(tp))), HOST_FILE]
 
 
@@ -121,9 +119,8 @@ def load_rank_file(
 def open_rank_file(
     path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> TensorFile:
-    """An opened rank file. UserError unless its tensors match `wanted` (name -> shape) and `dtype`
-    exactly, listing every difference, and the file matches its manifest. Graphs of sound alone
-    want a part of the DiT's tensors."""
+    """An opened rank file. UserError with every difference of its tensors from `wanted` (name ->
+    shape; of sound alone, a part) and `dtype`, or if the file does not match its manifest."""
     file = TensorFile(path, RESHARD)
     stored = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
     problems = [f"missing: {name}" for name in wanted if name not in stored]

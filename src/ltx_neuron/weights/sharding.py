@@ -109,17 +109,12 @@ SOUND = {
 
 
 class Model(NamedTuple):
-    """A model's sharding table and its tensor names in the files.
-
-    table      pattern of a tensor's name -> COL, ROW, ALL, KV or HOST
-    prefixes   prefix of a name in the files -> prefix of our name
-    elsewhere  prefixes of other components among those names
-    """
+    """A model's sharding table and its tensor names in the files."""
 
     name: str
-    table: dict
-    prefixes: dict[str, str]
-    elsewhere: tuple[str, ...] = ()
+    table: dict  # pattern of a tensor's name -> COL, ROW, ALL, KV or HOST
+    prefixes: dict[str, str]  # prefix of a name in the files -> prefix of our name
+    elsewhere: tuple[str, ...] = ()  # prefixes of other components among those names
 
 
 STATISTICS = "per_channel_statistics."
@@ -188,8 +183,7 @@ def rename(model: Model, key: str) -> str | None:
 
 
 def rule(model: Model, name: str) -> int | str | None:
-    """COL, ROW, ALL, KV or HOST, from the table's row for a tensor's name; UserError unless exactly
-    one row matches."""
+    """COL, ROW, ALL, KV or HOST, from the table; UserError unless exactly one row matches."""
     rows = [split for pattern, split in model.table.items() if re.fullmatch(pattern, name)]
     if len(rows) != 1:
         raise UserError(

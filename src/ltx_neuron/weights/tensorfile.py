@@ -53,9 +53,8 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14), missing in Python 3.11
 class TensorFile:
     """A safetensors file: names, shapes and dtypes from its header, tensors on request.
 
-    The header is checked on opening: entries have no gaps or overlaps, their lengths match their
-    shapes and dtypes, and the file ends with the last one. Every method raises UserError for a
-    truncated or unreadable file.
+    The header is checked on opening: entries have no gaps or overlaps, their lengths match shapes
+    and dtypes, and the file ends with the last one. UserError for truncated or unreadable files.
 
     path      of the file
     download  the command that fetches or makes the file, for error messages
@@ -195,8 +194,7 @@ class TensorFile:
             os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every tensor in the file's order, or of those in `names`; threads read
-        ahead.
+        """(name, tensor) of all tensors in order, or of those in `names`; threads read ahead.
 
         Tensors are mapped from the page cache. A mapping keeps a file descriptor, so neighbouring
         tensors share mappings of at least 64 MiB, which last until none of them is in use. Tensors
@@ -215,7 +213,6 @@ class TensorFile:
             readers.shutdown(cancel_futures=True)
 
     def _groups(self, names: Container[str] | None) -> Iterator[list[str]]:
-        """Names of neighbouring tensors that share a mapping."""
         group, total = [], 0
         for name in self.shapes:
             read = names is None or name in names
@@ -250,7 +247,6 @@ class TensorFile:
         return offset, rows * row_bytes, (rows, *shape[1:])[: len(shape)]
 
     def _map(self, name: str, offset: int, size: int) -> Tensor:
-        """Map and read `size` bytes of the file from `offset`, the beginning of tensor `name`."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         before = offset % mmap.PAGESIZE
@@ -290,7 +286,6 @@ class TensorFile:
 
 
 def _aligned(memory: Tensor, alignment: int) -> Tensor:
-    """The bytes, copied unless they are aligned."""
     return memory.clone() if memory.data_ptr() % alignment else memory
 
 

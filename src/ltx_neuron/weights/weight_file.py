@@ -33,8 +33,7 @@ _PIECE = 2**18  # weights dequantised at once: their indices fit in a core's cac
 
 class WeightFile(TensorFile):
     """A file of a model's weights. Tensors stored as F8_E4M3 or as int8 with scales are read as
-    bfloat16, and their dtype is bfloat16; `shapes` leaves their scales and notes out, and `others`,
-    the tensors of other models.
+    bfloat16; `shapes` leaves out their scales and notes, and `others`, of other models.
 
     UserError, with the tensors' names, for an unknown layout and for a damaged scale.
     """
@@ -89,13 +88,12 @@ class WeightFile(TensorFile):
             del self.shapes[key], self.dtypes[key]
 
     def _listed_formats(self) -> dict[str, dict]:
-        """Float8 weight -> its entry in the metadata."""
         try:
             layers = json.loads(self.metadata.get("_quantization_metadata", "{}")).get("layers", {})
-            said = {self.name_of(f"{each}.weight"): {**of} for each, of in layers.items()}
+            formats = {self.name_of(f"{each}.weight"): {**of} for each, of in layers.items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise self._broken(f"its _quantization_metadata is damaged ({error})") from None
-        return {weight: fields for weight, fields in said.items() if weight in self.shapes}
+        return {weight: fields for weight, fields in formats.items() if weight in self.shapes}
 
     def name_of(self, key: str) -> str | None:
         """The name that this class gives a tensor of the file; None for one that it leaves out."""

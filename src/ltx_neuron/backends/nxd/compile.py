@@ -31,8 +31,7 @@ from ltx_neuron.profiles import STACKS, Profile
 # Packages that write and read the graphs: NxD's files need the same versions.
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")
 WRAPPED = "module."  # prefix of a graph's parameters in the module that NxD traces
-# Tensors up to this size in bytes are summed together: statistics have 0.1 to 0.4 MB, a video's
-# activations 6 MB and more.
+# Bytes of tensors that are summed together: statistics have 0.1 to 0.4 MB, activations 6 MB.
 TOGETHER_BYTES = 2**20
 
 
@@ -91,7 +90,6 @@ class XlaComm:
         )
 
     def _collectives(self):
-        """torch_xla's collectives, and their groups of ranks."""
         import torch_xla.core.xla_model as xm
 
         if self.groups is None:
@@ -107,9 +105,8 @@ def argument_name(parameter: str) -> str:
 
 
 def traceable(graph: Graph, cut: bool = False) -> nn.Module:
-    """A graph's module with one keyword for each of its inputs: NxD reads the signature of
-    `forward` and refuses **tensors. cut: weights are inputs too, and the module for NxD has
-    none."""
+    """A graph's module with a keyword for each input: NxD reads the signature of `forward` and
+    refuses **tensors. cut: weights are inputs too, and the module for NxD has none."""
     weights = _arguments(graph) if cut else {}
 
     def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
@@ -120,8 +117,7 @@ def traceable(graph: Graph, cut: bool = False) -> nn.Module:
         return tuple(functional_call(graph.module, given, (inputs,), strict=True))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    # A new class, because torch_neuronx may copy the module: a bound forward would use the first
-    # module's weights.
+    # A new class: torch_neuronx may copy the module, and a bound forward uses the first's weights.
     forward.__signature__ = inspect.Signature(
         [inspect.Parameter(name, kind) for name in ("self", *graph.inputs._fields, *weights)]
     )
@@ -132,7 +128,6 @@ def traceable(graph: Graph, cut: bool = False) -> nn.Module:
 
 
 def _arguments(graph: Graph) -> dict[str, str]:
-    """A graph's parameters by their keywords."""
     return {argument_name(name): name for name, _ in graph.module.named_parameters()}
 
 
@@ -171,8 +166,7 @@ def trace(program: Program, name: str, tag: str):
 
 
 def compiler_flags(profile: Profile, model: str) -> str:
-    """neuronx-cc's flags for a model. Raises UserError unless their --lnc is the profile's, as in
-    the runtime."""
+    """neuronx-cc's flags for a model. UserError unless their --lnc is the profile's."""
     flags = profile.flags(model)
     lnc = {word.partition("=")[2] for word in shlex.split(flags) if word.startswith("--lnc")}
     if lnc != {str(profile.lnc)}:
@@ -191,8 +185,7 @@ def compile_program(
     profile: Profile,
     tp: int,
 ) -> None:
-    """Trace and compile every graph of the program that `make()` returns into `folder` and, last,
-    write the manifest."""
+    """Compile every graph of the program `make()` into `folder` and, last, write the manifest."""
     set_environment(profile)
     from neuronx_distributed import NxDParallelState
 
@@ -226,18 +219,14 @@ def compile_program(
 def _compile(
     program: Program,
     name: str,
-    tag: str,
+    tag: str,  # NxD's name for the graph
     folder: Path,
     flags: str,
-    cost: dict[str, int],
-    groups: mesh.Groups,
+    cost: dict[str, int],  # of a call, without collectives, which are counted in the graph's HLO
+    groups: mesh.Groups,  # as in `collectives`
 ) -> dict:
     """Trace and compile a graph; returns its entry of the manifest. If it fails, the compiler's
     working files and log stay in the folder.
-
-    tag   NxD's name for the graph
-    cost  of a call, without collectives, which are counted in the graph's HLO
-    groups  as in `collectives`
     """
     graph, path, workdir = program.graphs[name], folder / graph_file(name, "nxd"), "neuronx-cc"
     builder = trace(program, name, tag)

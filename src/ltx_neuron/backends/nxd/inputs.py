@@ -47,9 +47,8 @@ class Inputs:
             self._set(name, parts)
 
     def take(self, name: str, parts: list[Tensor]) -> None:
-        """Use these tensors, one per rank, as an input from now on. Raises RuntimeError unless they
-        have the field's shape and dtype: NxD routes by names and shapes, and would misread another
-        dtype."""
+        """Use these tensors, one per rank, as an input from now on. RuntimeError unless they have
+        the field's shape and dtype: NxD would misread another dtype."""
         held = self._held.get(name, ())
         if len(held) == len(parts) and all(map(is_, held, parts)):
             return

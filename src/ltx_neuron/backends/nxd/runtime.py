@@ -1,5 +1,4 @@
-"""NxD's runtime: this process drives all ranks of a program on a chip's cores. compile.py makes the
-graphs.
+"""NxD's runtime: this process drives all ranks of a program. compile.py makes the graphs.
 
 Rank files are read strictly and uploaded once. A graph is bound to these weights. A graph that
 serves several groups of blocks instead receives the weights of one group with each call, as lists
@@ -57,8 +56,7 @@ class _WeightSet:
         self.manifests: dict[str, Manifest] = {}
 
     def bind(self, program: str, graph: str, copies: int, tp: int, size: int) -> None:
-        """Load a graph on `size` ranks until it has `copies` copies, which share the same weight
-        tensors."""
+        """Load a graph on `size` ranks until it has `copies` copies with shared weights."""
         manifest = self.manifests[program]
         loaded = self.models.setdefault((program, graph), [])
         if len(loaded) >= copies:
@@ -119,7 +117,6 @@ class _WeightSet:
 
 
 def _open(manifest: Manifest, graph: str, size: int):
-    """An NxDModel from its file, whose digest was already compared with the manifest."""
     from neuronx_distributed import NxDModel
 
     path = manifest.folder / graph_file(graph, "nxd")
@@ -179,7 +176,6 @@ class Ranks(ranks.Ranks):
                     self._load_copies(held, program, [(run, {}, {})])
 
     def _load_copies(self, held: _WeightSet, program: str, runs: list) -> None:
-        """Load as many copies of each graph as a sequence needs."""
         calls = calls_of(held.manifests[program], runs, {})
         for graph, copies in copies_needed(program, calls).items():
             held.bind(program, graph, copies, self.tp, self.size)
@@ -195,8 +191,7 @@ class Ranks(ranks.Ranks):
         assert held.tensors is not None  # a set is of loaded programs
         for weight_file, file in enumerate(files):
             for name, tensor in file.tensors(held.wanted):
-                # In place, tensor by tensor: the graphs refer to these, and there is no second
-                # copy.
+                # In place: the graphs refer to these tensors, and there is no second copy.
                 for tensors in held.tensors[weight_file :: self.tp]:
                     tensors[name].copy_(tensor)
         held.folder = weights
@@ -208,7 +203,6 @@ class Ranks(ranks.Ranks):
             self._drop(held)
 
     def _drop(self, held: _WeightSet) -> None:
-        """Free a weight set with its programs."""
         self._release(held, {*held.manifests})
         held.tensors = None  # the last reference to the device's copy
         self._sets.remove(held)
@@ -258,7 +252,6 @@ class Ranks(ranks.Ranks):
         return milliseconds
 
     def _launch(self, held: _WeightSet, program: str, call: Call) -> float:
-        """Run one graph; returns its own milliseconds."""
         inputs = held.inputs[program, call.graph, call.first]
         for name, source in call.reads.items():
             inputs.take(name, self._buffers.tensors[source])

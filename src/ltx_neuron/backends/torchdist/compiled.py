@@ -1,5 +1,4 @@
-"""Runs exported graphs in a rank: interpreted operation by operation, or compiled by torch.compile
-with the profile's backend.
+"""Runs exported graphs in a rank: interpreted, or compiled by the profile's torch.compile.
 
 An exported graph takes its weights as inputs, so one compiled graph serves every group of blocks.
 It is tested with inductor on CPUs; the backend "neuron" (TorchNeuron) was not run.
@@ -21,8 +20,7 @@ from ltx_neuron.backends.torchdist.groups import group_names
 from ltx_neuron.backends.torchdist.wire import RankSettings
 from ltx_neuron.errors import UserError
 
-# One object for all graphs: some backends write into it, and a different object would cause
-# recompilation.
+# One object for all graphs: a different one would cause recompilation.
 OPTIONS: dict[str, dict] = {
     "aot_eager": {},
     "inductor": {},

@@ -1,5 +1,4 @@
-"""One process per rank, controlled by the host through `Ranks`. rank.py is the rank's side, wire.py
-has the messages.
+"""One process per rank, controlled by `Ranks`. rank.py: the rank's side; wire.py: messages.
 
 Commands have a few dozen bytes, and tensors pass through shared memory; both are counted. A program
 runs only on tensors that the ranks hold, so a denoising step costs the host one command with the
@@ -116,7 +115,6 @@ def _inherited(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _remove(folder: str, process: int) -> None:
-    """Remove a folder, unless this process is a fork of the one that made it."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -245,7 +243,6 @@ class Ranks(ranks.Ranks):
         self._raise_failure({rank: self._receive(rank) for rank in ended})
 
     def _call(self, method: str, **arguments) -> list:
-        """Call a method of Rank in every rank. Returns each rank's result."""
         if self._failed:  # in a call of another thread, whose error is the cause
             raise self._failed
         command = pickle.dumps((method, arguments))
@@ -258,7 +255,6 @@ class Ranks(ranks.Ranks):
         return self._gather()
 
     def _gather(self) -> list:
-        """Every rank's answer. A failure ends all ranks, because the others would wait forever."""
         answers, deadline, causes = {}, inf, set()
         while len(answers) < self.size:
             waiting = {*range(self.size)} - {*answers}
@@ -298,8 +294,7 @@ class Ranks(ranks.Ranks):
             return Failure(f"the process {ended}", Blame.ENDED)
 
     def _raise_failure(self, answers: dict[int, object]) -> None:
-        """If an answer is a failure, end all ranks and raise the error of the rank that failed
-        first."""
+        """After a failure, end all ranks and raise the error of the first rank that failed."""
         failures = {rank: each for rank, each in answers.items() if isinstance(each, Failure)}
         if not failures:
             return

@@ -1,5 +1,4 @@
-"""A rank process: `serve` is its main function, Rank its state. host.py is the host's side, wire.py
-has the messages.
+"""A rank process: `serve` is its main function, Rank its state. host.py: the host's side.
 
 The same code drives a CPU, a GPU and a Neuron core. We did not run it on CUDA or TorchNeuron.
 """
@@ -67,8 +66,7 @@ class Rank:
         self._first_collective()
 
     def _first_collective(self) -> None:
-        """Sum over all ranks once: a device creates its communicator in the first collective, which
-        hangs unless every rank joins."""
+        """Sum over all ranks once: the first collective, which all join, makes the communicator."""
         total = compiled.runner(compiled.sum_of_ones, self.settings.profile.compile_backend)
         self._barrier()
         (summed,) = total(torch.ones(1).to(self.device))
@@ -149,8 +147,7 @@ class Rank:
             field = self.programs[program].fields[like]
             with SharedTensor(shape, field.dtype, memory) as shared:
                 for name, part in kept(field, whole, shared.tensor, self.rank, self.tp).items():
-                    # A contiguous copy: devices accept no views, and the shared memory is freed
-                    # soon.
+                    # A copy: devices accept no views, and the shared memory is freed soon.
                     copied = part.clone(memory_format=torch.contiguous_format)
                     self.tensors[name] = copied.to(self.device)
 
@@ -193,8 +190,7 @@ class Rank:
         # A device's launch queue has limited length.
         if first_time or drain and number % drain == 0:
             self._synchronize()
-        # Otherwise a rank ahead of one that still compiles would join collectives of the wrong
-        # graph.
+        # Otherwise a rank ahead of one that compiles would join another graph's collectives.
         if first_time:
             self._barrier()
 
@@ -213,8 +209,7 @@ class Rank:
 
 
 def serve(pipe: connection.Connection, settings: RankSettings) -> None:
-    """Run a rank process: join the group, then answer commands until the host closes the pipe. An
-    error is the last answer. Never returns."""
+    """Run a rank process until the host closes the pipe. An error is the last answer."""
     # Ctrl-C reaches every process of a terminal, but the host ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path(settings.store).parent

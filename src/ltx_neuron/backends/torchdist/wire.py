@@ -21,27 +21,21 @@ from ltx_neuron.profiles import Profile
 
 @dataclass(frozen=True)
 class RankSettings:
-    """The settings of a rank, sent at its start.
-
-    environment      variables that must be set before torch is imported
-    compilers        variables that must be set while a model's graphs are launched, by model
-    store            the process group's rendezvous file, in the run's temporary folder
-    place            the rank's number among those of all guidance groups
-    """
+    """The settings of a rank, sent at its start."""
 
     profile: Profile
     rank: int
     tp: int
-    environment: dict[str, str]
+    environment: dict[str, str]  # variables that must be set before torch is imported
+    # Variables that must be set while a model's graphs are launched, by model
     compilers: dict[str, dict[str, str]]
-    store: str = ""
-    place: int = 0
+    store: str = ""  # the process group's rendezvous file, in the run's temporary folder
+    place: int = 0  # the rank's number among those of all guidance groups
 
 
 class SharedTensor:
-    """A tensor in shared memory that the host creates and ranks open through the host's file
-    descriptor. It is not a file in /dev/shm, which has only 64 MB in many containers, and nothing
-    remains when processes are killed."""
+    """A tensor in shared memory that ranks open through the host's file descriptor. It is no file
+    in /dev/shm, which may have 64 MB, and nothing remains when processes are killed."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, name: str | None = None):
         count = math.prod(shape)
@@ -91,8 +85,7 @@ _LOST_PEER = (
 
 
 def failure_of(error: BaseException, device: str) -> Failure:
-    """A rank's error for the host's report: its message if that suffices, otherwise its
-    traceback."""
+    """A rank's error for the host's report: its message if that suffices, or a traceback."""
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER):
         text = f"it lost another rank: {str(error).splitlines()[0]}"
         return Failure(text, Blame.LOST_PEER)
