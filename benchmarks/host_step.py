@@ -15,6 +15,7 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -127,8 +128,8 @@ class Ours:
         """A bucket's step without its blocks: the tail takes what the head returns."""
         config, comm = transformer_config(self.workspace.checkpoint.config), TorchDistComm(self.tp)
         whole = dit_program(config, bucket, self.tp, comm, DTYPE, blocks_per_graph=1)
-        graphs = {name: whole.graphs[name] for name in ("head", "tail")}
-        return Program(graphs, {"main": (("head", 0), ("tail", 0))}, whole.fields)
+        modules = {name: whole.modules[name] for name in ("head", "tail")}
+        return replace(whole, modules=modules, runs={"main": (("head", 0), ("tail", 0))})
 
     def __enter__(self) -> "Ours":
         self.ranks = registry.ranks(self.workspace.profile, self.tp, self.workspace.compiler_cache)
@@ -197,7 +198,7 @@ def main() -> None:
     config = tiny_config(TinySizes()) if args.tiny else released_config()
     image = ImageCondition("a random latent", 0, 1.0)
     cases = {
-        f"{name} {kind}": Job("contexts are given", size, images=images)
+        f"{name} {kind}": Job.of_size(size, prompt="contexts are given", image=images)
         for name, size in (TINY_SIZES if args.tiny else SIZES).items()
         for kind, images in (("text to video", ()), ("image to video", (image,)))
     }

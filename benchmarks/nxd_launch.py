@@ -77,10 +77,10 @@ def main() -> None:
 def measure(blocks: int, ranks: int, calls: int) -> tuple[int, float, float, float]:
     """Number of inputs; milliseconds to bind them once, of NxDModel.forward and of a bound call."""
     config = transformer_config(released_config())
-    bucket = Job("", Size(512, 768, 121)).buckets[0]
+    bucket = Job.of_size(Size(512, 768, 121)).buckets[0]
     program = dit_program(config, bucket, 4, XlaComm(4), torch.bfloat16, blocks)
     graph = program.graphs["blocks"]
-    fields = {name: program.fields[name] for name in graph.inputs._fields}
+    fields = {name: program.fields[name] for name in graph.inputs}
     shapes = {argument_name(name): value.shape for name, value in graph.module.named_parameters()}
 
     def parts(shape) -> list[torch.Tensor]:

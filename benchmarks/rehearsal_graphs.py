@@ -31,11 +31,9 @@ from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.transformer import TransformerConfig, transformer_config
 from ltx_neuron.errors import run
-from ltx_neuron.flags.resolve import job_of
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.profiles import resolve
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.weights.model_files import ModelFiles
 
 TP = 4
@@ -81,12 +79,12 @@ class Graphs(Rehearsal):
         self.script(
             f"compile {name}", ["-m", "ltx_neuron", "compile", "transformer", *flags, *EXPORT]
         )
-        spec = JobSpec.model_validate(
+        job = Job.model_validate(
             fields
             | {"ic_lora": ((str(self.lora),),), "video_conditioning": ((str(self.sheet), 1),)}
         )
         config = transformer_config(self.files.config)
-        graphs = checked(job_of(spec), config)
+        graphs = checked(job, config)
         for graph, findings in graphs.items():
             print(f"{name}: {graph}: {len(findings)} findings", flush=True)
         if broken := [finding for findings in graphs.values() for finding in findings]:

@@ -111,7 +111,7 @@ class Running:
         self.tp = tp
         self.workspace = Workspace(checkpoint, PROFILES["cpu"], artifacts, tp, "float32")
         self.workspace.shard("dit")
-        jobs = {size: Job("random contexts", size) for size in sizes}
+        jobs = {size: Job.of_size(size, prompt="random contexts") for size in sizes}
         self.workspace.compile_dit([job.buckets[0] for job in jobs.values()])
         self.steps = {
             size: CompiledStep(*self.workspace.dit_program_for(job, job.stages[0]))
@@ -129,7 +129,7 @@ class Running:
         and the ranks' bytes."""
         for pid in self.pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
-        job = Job("random contexts", size)
+        job = Job.of_size(size, prompt="random contexts")
         began, sent = time.perf_counter(), self.ranks.bytes_sent
         run = prepared(
             self.ranks, self.steps[size], self.workspace, torch.float32, job, job.stages[0]
@@ -189,7 +189,7 @@ def planned(folder: Path, sizes: list[Size], degrees: list[int]) -> list[dict]:
     for tp in degrees:
         for size in sizes:
             profile = resolve("trn2.3xlarge")
-            estimate = plan(checkpoint, profile, Job("", size), tp, "bfloat16", gemma=None)
+            estimate = plan(checkpoint, profile, Job.of_size(size), tp, "bfloat16", gemma=None)
             stage = estimate.stages[-1]
             names = "flops_per_step", "ideal_step_ms", "activation_bytes_per_core", "upload_bytes"
             row = _case(size, tp) | {name: getattr(stage, name) for name in names}

@@ -24,7 +24,7 @@ from ltx_neuron.backends import registry
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job
 from ltx_neuron.profiles import resolve
-from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.sampling import rules
 from ltx_neuron.tune.step import prepared
 from ltx_neuron.workspace import Workspace
 
@@ -32,7 +32,12 @@ from ltx_neuron.workspace import Workspace
 MODEL = TinySizes(layers=2, heads=16, head_dim=64, audio_head_dim=32, connector_layers=1)
 SIZE, ROUNDS, DEGREES = "384x512x25", 7, (1, 2, 4)
 TILE = 224, 288  # pixels: four tiles of a canvas of 384x512
-PASSES = StreamGuidance(3.0, 1.0, (0,), 3.0, 0.7)  # four: prompt, negative prompt, STG, isolated
+# Four passes: prompt, negative prompt, STG, isolated.
+GUIDANCE = {
+    name: value
+    for names in rules.GUIDANCE
+    for name, value in zip(names, (3.0, 1.0, (0,), 3.0, 0.7, 0), strict=True)
+}
 
 
 def layouts(job: Job, guided: Job, tiled: Job) -> dict[str, tuple[Job, tuple[str, ...]]]:
@@ -65,9 +70,9 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="NAME", help="ways whose names begin so")
     args = parser.parse_args()
     print_conditions(f"a step of {SIZE} at a width of 1,024, TP 1, float32, one thread a rank")
-    job = Job("", args.size)
-    guided = Job("", args.size, recipe="dev", guidance=Guidance(PASSES, PASSES))
-    tiled = Job("", args.size, tile=True, tile_height=TILE[0], tile_width=TILE[1])
+    job = Job.of_size(args.size)
+    guided = Job.of_size(args.size, recipe="dev", **GUIDANCE)
+    tiled = Job.of_size(args.size, tile=True, tile_height=TILE[0], tile_width=TILE[1])
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         tiny = make_tiny(Path(folder) / "model", MODEL)
         stages = {

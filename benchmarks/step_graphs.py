@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     profile, config = resolve(args.profile), transformer_config(released_config())
     size = Size(args.height, args.width, args.num_frames)
-    bucket = Job("", size).buckets[0]
+    bucket = Job.of_size(size).buckets[0]
     print(
         f"{args.height}x{args.width}, {args.num_frames} frames: {bucket.video_tokens} video and"
         f" {bucket.audio_tokens} audio tokens, {config.num_layers} blocks, bf16, tp {profile.tp},"

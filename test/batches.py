@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 from conftest import once, succeeded
+from jobs import make_job
 
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
@@ -35,7 +36,7 @@ def lines(tiny) -> list[dict]:
 
 
 def jobs(count: int) -> list[Job]:
-    return [Job("birds sing", Size(**SIZE), seed=seed) for seed in range(count)]
+    return [make_job("birds sing", Size(**SIZE), seed=seed) for seed in range(count)]
 
 
 def prepared(scripts, tiny):

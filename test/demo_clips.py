@@ -8,11 +8,12 @@ from typing import NamedTuple
 import measures
 import pytest
 from config import FRAME_RATE, HEIGHT, NUM_FRAMES, SAMPLE_RATE, WIDTH
+from jobs import make_job
 from torch import Tensor
 from world import Scene
 
 from ltx_neuron.demo import ASSETS
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -78,7 +79,7 @@ def engines(artifacts):
 
 
 def made(engine: Engine, prompt: str, **more) -> Clip:
-    job = Job(prompt, SIZE, SEED, **more)
+    job = make_job(prompt, SIZE, SEED, **more)
     engine.workspace.compile_dit(job.buckets)
     (result,) = engine.run([job], keep=True)
     tensors = result.tensors

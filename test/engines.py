@@ -2,11 +2,11 @@
 drawn. Imported as `engines`."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from helpers import randn
+from jobs import replace
 from torch import Tensor
 
 from ltx_neuron.config.common import TEXT_TOKENS

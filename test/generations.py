@@ -1,7 +1,7 @@
 """Generations that the scripts or an engine and the oracle make alike, and how far apart their
 tensors may be. Imported as `generations`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import oracle
@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import Generated
 from helpers import read_video, rel
+from jobs import make_job, replace
 
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
@@ -115,4 +116,4 @@ def told(job: oracle.Job) -> Job:
     """The oracle's job in our words."""
     size = Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage)
     images = tuple(ImageCondition(str(path), *how) for path, *how in job.images)
-    return Job(job.prompt, size, job.seed, images=images)
+    return make_job(job.prompt, size, job.seed, images=images)

@@ -3,7 +3,6 @@ this process, with text contexts that are drawn, and their oracle's jobs (test/g
 Imported as `given_runs`."""
 
 import zlib
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -13,9 +12,9 @@ import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace, sharing
 from given_oracle import Given
 from helpers import STREAMS, picture_frames, rel, tone, write_film, write_sound
+from jobs import make_job, read_clip, read_voice, replace
 from PIL import Image
 
-from ltx_neuron.flags.resolve import dubbing_of, voice_of
 from ltx_neuron.job import Job, Size
 from ltx_neuron.run import Engine
 from ltx_neuron.sampling import extension
@@ -27,7 +26,6 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.weights.lora import Lora
 
 FP32, GUIDED = 1e-5, 3e-5  # guidance multiplies what sums in another order change
@@ -146,14 +144,13 @@ def told(job: given_oracle.Job) -> Job:
     size = Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage)
     if job.dubbing:
         path, strength = job.dubbing
-        spec = JobSpec(reference_video=str(path), reference_strength=strength)
-        more |= dubbing_of(spec, size, loras_of(job.loras))
+        more |= read_clip(path, loras_of(job.loras), reference_strength=strength)
     if job.voice:
         path, longest = job.voice
-        given = dict(reference_audio=str(path), reference_audio_max_duration=longest)
+        given = dict(reference_audio_max_duration=longest)
         identity = dict(identity_guidance_scale=job.identity if job.video is not None else None)
-        more["reference_audio"] = voice_of(JobSpec(**given, **identity))
-    return Job(
+        more["reference_sound"] = read_voice(path, **given, **identity)
+    return make_job(
         job.prompt,
         size,
         job.seed,

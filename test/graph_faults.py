@@ -5,14 +5,14 @@ Imported by the tests of lint: each fault is found in exported graphs (torch alo
 in HLO (torch_xla).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
 
 TOLD = "tracing needs its result"  # lint's words where a graph would end in the middle
@@ -81,27 +81,20 @@ FAULTS = {
 }
 
 
-class Inputs(NamedTuple):
-    x: Tensor
-    index: Tensor
-
-
-class Outputs(NamedTuple):
-    y: Tensor
-
-
 class _Module(nn.Module):
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]):
         super().__init__()
         self.function = function
 
-    def forward(self, inputs: Inputs) -> Outputs:
-        return Outputs(self.function(inputs.x, inputs.index))
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": self.function(inputs["x"], inputs["index"])}
 
 
 def program(function: Callable[[Tensor, Tensor], Tensor]) -> Program:
     """A program whose one graph is the function."""
-    fields = {"x": Field((4, 8), torch.bfloat16), "index": Field((8,), torch.int32)}
-    return Program(
-        {"planted": Graph(_Module(function), Inputs, Outputs)}, {"main": (("planted", 0),)}, fields
-    )
+    x, module = Field((4, 8), torch.bfloat16), _Module(lambda x, index: x)
+    inputs, runs = {"x": x, "index": Field((8,), torch.int32)}, {"main": (("planted", 0),)}
+    made = Program({"planted": module}, runs, inputs, {"y": x})
+    assert made.fields  # derived without the fault, which only tracing is to find
+    module.function = function
+    return made

@@ -31,7 +31,6 @@ from tiny import SPATIAL_UPSAMPLER, TinySizes
 from tiny.config import merge, tiny_config
 from tiny.weights import random_weights, upsampler_weights
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.config.common import TEXT_TOKENS
@@ -40,7 +39,7 @@ from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.video import write_video
 from ltx_neuron.models.modulation import modulation_table
-from ltx_neuron.models.programs import Program, weight_name
+from ltx_neuron.models.programs import Program
 from ltx_neuron.models.rope import split_rope
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.sampling.latents import audio_positions
@@ -217,10 +216,8 @@ def call(
     program: Program, name: str, first_block: int, weights: dict, values: dict
 ) -> dict[str, Tensor]:
     """The outputs of one call of a program on a single rank."""
-    module, inputs, _ = program.graphs[name]
-    mine = {p: weights[weight_name(p, first_block)] for p, _ in module.named_parameters()}
-    taken = inputs(**{field: values[field] for field in inputs._fields})
-    return functional_call(module, mine, (taken,), strict=True)._asdict()
+    inputs = {field: values[field] for field in program.graphs[name].inputs}
+    return program.call(name, first_block, weights.__getitem__, inputs)
 
 
 def run_program(program: Program, weights: dict, values: dict) -> dict[str, Tensor]:
@@ -255,13 +252,19 @@ class Together:
         self._ranks[threading.get_ident()] = rank
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if tensors[0].is_meta:  # one rank derives the shapes of its fields
+            return tensors
         given = self._exchange(tensors)
         return tuple(torch.stack(parts).sum(0) for parts in zip(*given, strict=True))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor.repeat(1, self.size, 1)
         return torch.cat([part for (part,) in self._exchange((tensor,))], dim=1)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor.chunk(self.size, dim=1)[0]
         mine = sorted(self._ranks.values()).index(self._ranks[threading.get_ident()])
         return self.sum(tensor)[0].chunk(self.size, dim=1)[mine]
 

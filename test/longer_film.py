@@ -8,6 +8,7 @@ import pytest
 import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import randn, tone
+from jobs import make_job
 
 from ltx_neuron.host.media import first_frames
 from ltx_neuron.host.video import write_video
@@ -30,7 +31,7 @@ def film(tmp_path_factory) -> Path:
 
 def longer(film, seconds: float, seed: int = 7) -> Job:
     retake = Retake(film, extend=seconds, source_frames=FRAMES)
-    return Job("waves", Size(64, 64, WINDOW, RATE), seed, retake=retake)
+    return make_job("waves", Size(64, 64, WINDOW, RATE), seed, retake=retake)
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,11 @@ from functools import cache, partial
 
 import torch
 from helpers import made_config, randn
+from jobs import make_job
 from tiny.weights import random_weights
 from torch import Tensor
 
+from ltx_neuron.backends.on_host import HostRanks
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.modulation import host_weights, modulation_table
@@ -18,12 +20,11 @@ from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.tune.step import _HostRanks
 
 CONTENT, CONFIG = made_config(ff_bias=False, use_keyframes_abs_pos_embedding=True)
 SEED, KEYFRAMES, SIZE = 7, 2, Size(64, 96, 17, 25.0)
 IMAGES = ImageCondition("", 0, 0.7, 18), ImageCondition("", 16, 0.4, 18)
-JOB = Job("", SIZE, SEED, images=IMAGES, num_generated_keyframes=KEYFRAMES, ancestral=True)
+JOB = make_job("", SIZE, SEED, images=IMAGES, num_generated_keyframes=KEYFRAMES, ancestral=True)
 (STAGE,) = JOB.stages
 
 
@@ -55,7 +56,7 @@ def stage_run(blocks_per_graph: int = 1, config=CONFIG, job: Job = JOB) -> Stage
     bucket = job.bucket(stage)
     program = dit_program(config, bucket, 1, SingleRank(), torch.float32, blocks_per_graph)
     modulation = partial(modulation_table, weights(), config)
-    ranks = _HostRanks(bucket.name, program, weights().__getitem__, None)
+    ranks = HostRanks(bucket.name, program, weights().__getitem__)
     compiled = CompiledStep(bucket, program)
     run = StageRun(ranks, compiled, config, torch.float32, modulation, COMPAT[None])
     size = stage.height, stage.width, job.size.num_frames, job.size.frame_rate

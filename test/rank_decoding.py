@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import randn, rel
+from jobs import make_job
 
 from ltx_neuron.backends.tiles import RankTiles
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.commands.generate import generate
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import cut, tiling
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.outputs import Outputs
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
@@ -35,7 +36,7 @@ CLIPS = {
 }
 SIZE = Size(64, 96, 9)
 CLIP = (2, 2, 3)  # its latents: two tiles, one for each of two ranks
-JOBS = [Job(prompt, SIZE, seed) for seed, prompt in enumerate(("birds sing", "a red fox"))]
+JOBS = [make_job(prompt, SIZE, seed) for seed, prompt in enumerate(("birds sing", "a red fox"))]
 SOUND = 5e-5  # from the latents of a run: random layers answer a rounding with ten of it
 SOUND_OF_NOISE = 1e-5
 FRAME_COUNTS = 1  # frames are cut to whole numbers

@@ -1,7 +1,6 @@
 """Runs of recipes by engines in this process on a model of four blocks, and their oracle's jobs
 (test/recipes_oracle.py). Imported as `recipe_runs`."""
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from conftest import once
 from engines import opened_engine, opened_workspace
 from helpers import rel
+from jobs import make_job, replace
 from recipes_oracle import STREAMS
 from tiny import TinySizes, make_tiny
 
@@ -95,7 +95,7 @@ def told(job: recipes_oracle.Job, **more) -> Job:
     size = Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage)
     images = tuple(ImageCondition(str(path), *how) for path, *how in job.images)
     given = dict(images=images, loras=merged(job.loras))
-    return Job(job.prompt, size, job.seed, **given, **guided, **more)
+    return make_job(job.prompt, size, job.seed, **given, **guided, **more)
 
 
 def merged(loras: tuple) -> tuple[Lora, ...]:

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from urllib.parse import quote
 
+from jobs import make_job
+
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.errors import UserError
 from ltx_neuron.finished import of_release
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service.jobs import JobSubmitter
 from ltx_neuron.service.queue import Queue
@@ -110,7 +112,7 @@ class Compiled:
         self.artifacts, self.recorded = artifacts, {}
         self.release = inputs.pop("release", self.release)
         for size in sizes:
-            job = of_release(Job("", size, recipe=recipe, **inputs), self.release)
+            job = of_release(make_job("", size, recipe=recipe, **inputs), self.release)
             for bucket in job.buckets:
                 self.recorded.setdefault(bucket.name, []).append(compiled_size(job))
 

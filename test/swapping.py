@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import made_film
+from jobs import make_job
 from safetensors.torch import load_file, save_file
 
 from ltx_neuron.job import Job, Size
@@ -31,11 +32,11 @@ def jobs_of_three_sets(tiny, folder: Path) -> list[Job]:
     save_file({name: tensor * 1.5 for name, tensor in load_file(tiny.lora).items()}, other)
     style, ic = (Lora(tiny.lora, 0.8),), (Lora(other, 0.6),)
     return [
-        Job("style", ONE, 1, loras=style),
-        Job("guided by a reference", TWO, 2, stage_1_loras=ic, **masked),
-        Job("plain", ONE, 3),
-        Job("style again", TWO, 4, loras=style),
-        Job("guided again", TWO, 5, stage_1_loras=ic, **masked),
+        make_job("style", ONE, 1, loras=style),
+        make_job("guided by a reference", TWO, 2, stage_1_loras=ic, **masked),
+        make_job("plain", ONE, 3),
+        make_job("style again", TWO, 4, loras=style),
+        make_job("guided again", TWO, 5, stage_1_loras=ic, **masked),
     ]
 
 

@@ -2,9 +2,9 @@
 processes. Imported as `toy`."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 from helpers import allowed, randn, save_weights
@@ -14,7 +14,7 @@ from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_proc
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.models.parallel import Comm, RowLinear
-from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import PROFILES
 
@@ -22,18 +22,6 @@ TP, WIDTH = 2, 256  # wide enough that a tensor has more bytes than a command
 EQUAL = 1e-6  # fp32 sums of two halves against one sum of the whole
 STEPS = 10  # numbers that a run may name
 SOON = 10  # seconds in which every process must have ended; it takes a tenth of one
-
-
-class ToyInputs(NamedTuple):
-    step: Tensor
-    x: Tensor
-    table: Tensor
-
-
-class ToyOutputs(NamedTuple):
-    y: Tensor
-    doubled: Tensor
-    finite: Tensor
 
 
 class Toy(nn.Module):
@@ -45,10 +33,10 @@ class Toy(nn.Module):
         self.comm, self.name = comm, name
         self.add_module(name, RowLinear(width, width, comm.size, bias=False))
 
-    def forward(self, inputs: ToyInputs) -> ToyOutputs:
-        (summed,) = self.comm.sum(getattr(self, self.name).partial(inputs.table))
-        y = summed + inputs.step * inputs.x
-        return ToyOutputs(y, inputs.table * 2, y.mean((1, 2)))
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        (summed,) = self.comm.sum(getattr(self, self.name).partial(inputs["table"]))
+        y = summed + inputs["step"] * inputs["x"]
+        return {"y": y, "doubled": inputs["table"] * 2, "finite": y.mean((1, 2))}
 
 
 def make_toy(
@@ -59,18 +47,12 @@ def make_toy(
     comm = TorchDistComm(TP)
     split = Field((1, 4, width // TP), torch.float32, split=2)
     whole = Field((1, 4, width), torch.float32)
-    fields = {
-        "step": Field((1,), torch.int32),
-        "x": whole,
-        "table": split,
-        "y": whole,
-        "doubled": split,
-        "finite": Field((1,), torch.float32),
-    }
+    inputs = {"step": Field((1,), torch.int32), "x": whole, "table": split}
+    returned = {"y": whole, "doubled": split, "finite": whole}
     with torch.device("meta"):
-        graph = Graph(Toy(width, comm, names[0]), ToyInputs, ToyOutputs)
+        module = Toy(width, comm, names[0])
     with fake_process_group(TP):
-        program = Program({"toy": graph}, {"main": (("toy", 0),)}, fields)
+        program = Program({"toy": module}, {"main": (("toy", 0),)}, inputs, returned)
         compile_program(program, folder / "graphs", {}, torch.float32)
     weights = {
         seed: write_weights(folder / f"weights{seed}", width, seed, names[0]) for seed in (1, 2)

@@ -17,4 +17,4 @@ def parse_size(text: str) -> Size:
 
 def video_tokens(size: Size) -> int:
     """Video tokens of a one-stage generation of that size."""
-    return Job("", size).buckets[0].video_tokens
+    return Job.of_size(size).buckets[0].video_tokens

@@ -40,7 +40,6 @@ from ltx_neuron.preflight import RunOptions
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.resume import JobRun, restore_state, save_state, state_path
 from ltx_neuron.run import Engine, Failure
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.workspace import Workspace
 
 RESULTS = "results.json"
@@ -72,7 +71,7 @@ def read_lines(
     path: Path,
     job_of_line: Callable[[dict[str, Any]], Job],
     identity: dict,
-    command: JobSpec | None = None,
+    command: Job | None = None,
     check_files: Callable[[Job], None] = lambda job: None,
     folder: Path | None = None,
 ) -> list[Line]:
@@ -100,8 +99,8 @@ def read_lines(
             if not isinstance(values, dict):
                 kind = type(values).__name__
                 raise UserError(f"got {kind}, wanted a JSON object with flags as keys")
-            spec = (command or JobSpec()).with_line(values)
-            typed = digest([spec.line(), identity])
+            spec = (command or Job()).updated(values)
+            typed = digest([spec.to_json(), identity])
             job = job_of_line(values)
             job.check()
             line = Line(number, job, _digest(job, identity), typed)
@@ -110,7 +109,7 @@ def read_lines(
             lines.append(line)
         except UserError as error:
             if spec and earlier is not None:
-                job = Job(spec.prompt, sound_only=spec.sound_only)
+                job = Job(prompt=spec.prompt, sound_only=spec.sound_only)
                 lines.append(Line(number, job, "", typed, error))
             else:
                 problems.append(f"{name} {number}: {error}")

@@ -1,6 +1,5 @@
 """Auto duration: the duration head predicts the length of a job from its prompt."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,8 +31,7 @@ def lasting(job: Job, seconds: float) -> Job:
     """The job of auto_duration with the number of frames for a prediction in seconds."""
     assert job.auto_duration
     frames = job.auto_duration.num_frames(seconds, job.size.frame_rate)
-    size = replace(job.size, num_frames=frames + (job.tail_frames or 0))
-    return replace(job, size=size, auto_duration=None)
+    return job.replaced(num_frames=frames, auto_duration=None)
 
 
 @torch.no_grad()

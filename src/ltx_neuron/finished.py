@@ -38,7 +38,7 @@ from ltx_neuron.models.programs import (
 )
 from ltx_neuron.profiles import Profile, describe_backend, require_runtime
 from ltx_neuron.sampling.size import Size
-from ltx_neuron.sampling.spec import ConditionFields, SizeFields
+from ltx_neuron.sampling.spec import ConditionFields, SizeFields, to_flags
 from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCache
 from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load_tokenizer
@@ -95,9 +95,8 @@ class Finished:
     def resolved(self, job: Job, compat: str | None = None) -> Job:
         """The job with the settings of the checkpoint's release, and of `compat` if it has none of
         its own. Raises FieldError for a job that the checkpoint cannot run."""
-        job.check_types()
         if job.compat is None and (compat := compat or self.compat):
-            job = dataclasses.replace(job, compat=compat)
+            job = job.replaced(compat=compat)
         job = job.scaled(self.spatial_scale)
         check_job(job, self.checkpoint, self.transformer)
         return of_release(job, self.checkpoint.release)
@@ -534,7 +533,7 @@ def _shape_flags(job: Job) -> list:
     loras = ["ic_lora"] * bool(job.references) + ["lora"] * bool(job.dubbing)
     loras += ["detailing_lora"] * job.dfr
     names = [*SizeFields.model_fields, "nag_scale", *loras, *ConditionFields.model_fields]
-    return job.spec.words(names)
+    return to_flags(job.to_line(), names)
 
 
 def context_parallelism(profile: Profile) -> dict:
@@ -558,7 +557,7 @@ def of_release(job: Job, release: Release) -> Job:
     ancestral = release.ancestral and job.recipe == "distilled" and not job.has_media()
     if (images, ancestral) == (job.images, job.ancestral):
         return job
-    return dataclasses.replace(job, images=images, ancestral=ancestral)
+    return job.replaced(image=images, ancestral=ancestral)
 
 
 def check_job(job: Job, checkpoint: Checkpoint, transformer: TransformerConfig) -> None:

@@ -4,29 +4,26 @@ import dataclasses
 import json
 import math
 import os
-from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
+from ltx_neuron import hub
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.models.signatures import WITHOUT
+from ltx_neuron.errors import FieldError
+from ltx_neuron.host.facts import read_media
+from ltx_neuron.models.signatures import NO_VOICE
+from ltx_neuron.sampling import rules
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditions import LATER_FIELDS, Inputs, check_together
-from ltx_neuron.sampling.duration import AutoDuration
-from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import (
     IDENTITY_SCALE,
     NEGATIVE_PROMPT,
     SHORT_NEGATIVE_PROMPT,
-    Guidance,
-    StreamGuidance,
-    check_guidable,
-    default_guidance,
     default_steps,
 )
+from ltx_neuron.sampling.inputs import Inputs, Media
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
@@ -36,42 +33,29 @@ from ltx_neuron.sampling.schedules import (
     STAGE_2_SIGMAS,
     ltx2_schedule,
 )
-from ltx_neuron.sampling.size import NO_PICTURE, Size
-from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, spec_of, validated
+from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.spec import DETAILING, HQ_STRENGTHS, LORAS, SIZES, LoraFields, LoraFile
 from ltx_neuron.sampling.tiles import Tile
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.stage import Stage
-from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
+from ltx_neuron.weights.lora import Lora, WeightSet, check_guided_stage_1, identity_of
 
 _RETAKE_STEPS = 40  # of the dev recipe, without --num-inference-steps
-VOICE_WITHOUT_LORA = (
-    "{reference_audio} goes with {ic_lora}, got no {ic_lora}; type {ic_lora} PATH as well, or leave"
-    " out {reference_audio}"
-)
 LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras", "detailing_loras")  # of a Job
 
 
-@dataclass(frozen=True)
 class Job(Inputs):
-    """The settings of one generation.
+    """The settings of one generation."""
 
-    ancestral  the stages use the ancestral Euler sampler; the checkpoint's release determines this
-    """
+    @classmethod
+    def of_size(cls, size: Size, **fields: Any) -> Self:
+        """A job of a size. fields: are not validated."""
+        return cls.model_construct(**fields).resized(size)
 
-    prompt: str
-    size: Size = Size()
-    seed: int = SEED
-    num_inference_steps: int | None = None
-    negative_prompt: str | None = None
-    recipe: str = "distilled"
-    guidance: Guidance | None = None  # dev recipe; None: the model version's defaults
-    auto_duration: AutoDuration | None = None  # if not None, `size` has the maximum length
-    upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
-    loras: WeightSet = ()  # in all stages
-    stage_1_loras: WeightSet = ()  # further ones: IC-LoRAs or HQ's distilled LoRA
-    stage_2_loras: WeightSet = ()  # further ones: the distilled LoRA; in DFR in all stages
-    detailing_loras: WeightSet = ()  # further ones in stage 2 of DFR
-    ancestral: bool = False
+    @cached_property
+    def media(self) -> Media:
+        """The facts of the files, read once."""
+        return read_media(self, self.loras, _weights(self.ic_lora), self.detailing_loras)
 
     @property
     def steps(self) -> int:
@@ -86,7 +70,8 @@ class Job(Inputs):
         """The job as its stage sees it: in DFR with the canvas, or as the job of a window."""
         if not self.dfr or self.temporal:
             return self
-        return dataclasses.replace(self, **self.rendering.seen(self.placed, stage.temporal))
+        seen = self.rendering.seen(self.placed, stage.temporal)
+        return self.resized(seen.pop("size")).replaced(**seen)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -116,7 +101,7 @@ class Job(Inputs):
         full = full._replace(upsampled=True, loras=loras[1])
         third = full._replace(name="stage_3", loras=loras[0], sigmas=DISTILLED_SIGMAS[4:])
         third = third._replace(sampler="ancestral")
-        return half, full, *(third._replace(temporal=each) for each in self.rendering.windows)
+        return half, full, *(third._replace(temporal=window) for window in self.rendering.windows)
 
     @property
     def seen(self) -> str:
@@ -132,7 +117,7 @@ class Job(Inputs):
         refines only the picture: in dubbing, with a reference voice, in DFR, and in dev without
         interpolated keyframes (ltx-pipelines 1.2.0, dubit.py, ti2vid_two_stages.py,
         keyframe_interpolation.py)."""
-        if self.extension or self.reference_audio or self.dfr:
+        if self.extension or self.reference_sound or self.dfr:
             return "s1_audio"
         refined = COMPAT[self.compat].refined_sound and self.sampler != "res_2s"
         dropped = self.recipe == "dev" and not (refined or self.images_as_guides)
@@ -189,7 +174,7 @@ class Job(Inputs):
         """The compiled shape that a stage needs without tiles."""
         of = self.of(stage)
         canvas = _, *sides = video_latent_shape(stage.height, stage.width, of.size.num_frames)
-        shapes = canvas, *(each.shape for each in of.appended(stage.upsampled, *sides))
+        shapes = canvas, *(tokens.shape for tokens in of.appended(stage.upsampled, *sides))
         references, silent = self.appended_references(stage.upsampled), of.temporal
         sounds = 0 if silent and not silent.holds else of.size.audio_frames
         return Bucket(
@@ -205,28 +190,65 @@ class Job(Inputs):
             ancestral=stage.sampler == "ancestral",
         )
 
+    # --- LoRAs ------------------------------------------------------------------------------------
+
+    @cached_property
+    def loras(self) -> WeightSet:
+        """The LoRAs of all stages."""
+        return _weights(self.lora)
+
+    @cached_property
+    def stage_1_loras(self) -> WeightSet:
+        """Further ones of stage 1: IC-LoRAs, and HQ's distilled LoRA."""
+        both = self.distilled_strengths != (None, None)
+        return _weights(self.ic_lora) + (self._distilled(0) if both else ())
+
+    @cached_property
+    def stage_2_loras(self) -> WeightSet:
+        """Further ones of stage 2: the distilled LoRA. In DFR they are in all stages."""
+        return self._distilled(1)
+
+    @cached_property
+    def detailing_loras(self) -> WeightSet:
+        """Further ones of stage 2 of DFR."""
+        return _weights(self.detailing_lora, DETAILING)
+
+    def _distilled(self, stage: int) -> WeightSet:
+        """The distilled LoRA of stage 1 (0) or stage 2 (1)."""
+        if self.distilled_strengths == (None, None):
+            return _weights(self.distilled_lora)
+        strength = self.distilled_strengths[stage]
+        return _weights(self.distilled_lora, HQ_STRENGTHS[stage] if strength is None else strength)
+
+    @property
+    def weight_sets(self) -> tuple[WeightSet, ...]:
+        """The LoRAs that sharding merges: for stage 1 and for stage 2, whatever the stages are.
+        Raises UserError."""
+        rules.check(self.holds, among=LoraFields.model_fields)
+        self.check_strengths()
+        if self.detailing_lora:  # DFR has the distilled LoRA in all stages
+            every = self.loras + self.stage_2_loras
+            return every, every + self.detailing_loras
+        sets = [self.loras + self.stage_1_loras, self.loras + self.stage_2_loras]
+        return tuple(dict.fromkeys(sets))
+
     @property
     def all_loras(self) -> WeightSet:
         """The LoRAs of all stages."""
         return self.loras + self.stage_1_loras + self.stage_2_loras + self.detailing_loras
 
     @property
-    def resolved_guidance(self) -> Guidance:
-        given = self.sampler, self.sound is not None, self.sound_only
-        return self.guidance or default_guidance(*given, self.reference_audio is not None)
-
-    @property
     def identity_scale(self) -> float:
         """The scale of identity guidance, of a reference voice in the dev recipe; 0: off."""
-        if self.reference_audio is None or self.recipe == "distilled":
+        if self.voice is None or self.recipe == "distilled":
             return 0.0
-        scale = self.reference_audio.identity_scale
+        scale = self.identity_guidance_scale
         return IDENTITY_SCALE if scale is None else scale
 
     @property
     def passes(self) -> tuple[str, ...]:
         """The passes of each evaluation of a guided stage."""
-        return self.resolved_guidance.passes() + (WITHOUT,) * (self.identity_scale != 0)
+        return self.resolved_guidance.passes() + (NO_VOICE,) * (self.identity_scale != 0)
 
     @property
     def upsamplers(self) -> dict[str, str]:
@@ -259,6 +281,8 @@ class Job(Inputs):
         default = SHORT_NEGATIVE_PROMPT if COMPAT[self.compat].short_negative else NEGATIVE_PROMPT
         return self.prompt, default if self.negative_prompt is None else self.negative_prompt
 
+    # --- checks -----------------------------------------------------------------------------------
+
     def check(self) -> None:
         """Raise UserError for every mistake that can be detected before a model loads."""
         self.check_shape()
@@ -273,112 +297,42 @@ class Job(Inputs):
             raise FieldError(
                 "{prompt} is not UTF-8 text; type it again in a UTF-8 terminal or file"
             ) from None
-        self.check_voice()
+        self.check_rules()
         if not self.guided:
-            self._check_unguided()
+            if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
+                raise FieldError(
+                    f"{{num_inference_steps}} {self.num_inference_steps}: the distilled recipe has"
+                    f" one sigma table, of {DISTILLED_MAX_STEPS} steps (and 3 for stage 2); other"
+                    " counts need {recipe} dev"
+                )
         # res_2s predicts twice per step, and once more at the end.
         elif self.sampler == "res_2s" and self.steps > (most := (GUIDED_MAX_STEPS - 1) // 2):
             raise FieldError(
                 f"{{num_inference_steps}} {self.steps}: type a number from 1 to {most}"
             )
-        elif self.sound and self.guidance and self.guidance.audio != StreamGuidance():
-            raise UserError(
-                "guidance.audio: an input sound is not predicted and has no guidance; pass"
-                " audio=StreamGuidance()"
-            )
-        elif self.sound_only and self.resolved_guidance.video != StreamGuidance():
-            raise UserError(
-                "guidance.video: sound alone has no video to guide; pass video=StreamGuidance()"
-            )
-
-    def check_voice(self) -> None:
-        """Raise FieldError for a reference voice without its LoRA. No graph depends on it."""
-        if self.voice and not self.stage_1_loras:
-            raise FieldError(VOICE_WITHOUT_LORA)
 
     def check_shape(self) -> None:
         """Raise UserError for settings without a possible graph. The prompt does not matter."""
-        self.check_types()
-        check_fields(self.size)
-        if self.sound_only != (self.size.sides == NO_PICTURE):
-            raise UserError(
-                f"{self.size} with sound_only={self.sound_only}: sound alone has height and width 0"
-            )
-        validated(dict(self.spec))
+        self.check_rules(graphs=True)
+        if self.auto_duration:
+            self.auto_duration.check()
         if self.extension:
             self.extension.check()
         self.size.check()
-        if self.auto_duration:
-            self.auto_duration.check()
-        if self.upscale and self.size.two_stage:
-            raise FieldError(
-                "{upscale} is for one-stage runs; {two_stage} upsamples between its stages already"
-            )
-        of_ic_lora = self.recipe == "distilled" and not self.voice
-        asked = {
-            "{two_stage}": self.size.two_stage,
-            f"{{recipe}} {self.recipe}": True,
-            "{upscale}": self.upscale is not None,
-            "{auto_duration}": self.auto_duration is not None,
-            # HQ's distilled LoRA (dev recipe) applies to stage 1 as well.
-            "{ic_lora}": bool(self.stage_1_loras and (self.references or of_ic_lora)),
-            "{detailing_lora}": bool(self.detailing_loras),
-            "{negative_prompt}": self.negative_prompt is not None and self.nag_scale is None,
-            "{guidance}": self.guidance is not None,
-            f"{{dfr}} {{recipe}} {self.recipe}": self.dfr,
-        }
-        if self.references and self.loras and not self.stage_1_loras:
-            files = {f"file_{n}": f"{x.path} {x.strength:g}" for n, x in enumerate(self.loras)}
-            named = " ".join(f"{{ic_lora}} {{{name}}}" for name in files)
-            raise FieldError(
-                "{video_conditioning} needs an {ic_lora}, and got {lora} alone, for every stage and"
-                f" without references; type {named} in its place, or leave out"
-                " {video_conditioning}",
-                **files,
-            )
-        check_together(self.given | asked)
-        if self.voice and self.recipe == "distilled" and self.voice.identity_scale is not None:
-            raise FieldError(
-                "{identity_guidance_scale} is of the dev recipe, as the other scales are; leave it"
-                " out, or type {recipe} dev"
-            )
         if self.recipe == "dev" and not (self.references or self.voice):
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
         self.check_inputs()
 
-    def _check_unguided(self) -> None:
-        if self.guidance or (self.negative_prompt is not None and self.nag_scale is None):
-            check_guidable([] if self.guidance else ["negative_prompt"], self.recipe)
-        if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
-            raise FieldError(
-                f"{{num_inference_steps}} {self.num_inference_steps}: the distilled recipe has one"
-                f" sigma table, of {DISTILLED_MAX_STEPS} steps (and 3 for stage 2); other counts"
-                " need {recipe} dev"
-            )
-
-    @property
-    def spec(self) -> JobSpec:
-        """The job's settings as a JobSpec."""
-        loras = (getattr(self, field) for field in LORA_FIELDS)
-        return spec_of(self, SPEC_FIELDS, dict(zip(LORAS, loras, strict=True)))
+    # --- descriptions -----------------------------------------------------------------------------
 
     def describe(self) -> dict:
         """The job as JSON, for the sidecar and the report."""
-        described = dataclasses.asdict(self)
-        described = described.pop("size") | described
-        if described.pop("ancestral"):
+        described = super().describe() | {name: getattr(self, name) for name in LORA_FIELDS}
+        if described.pop("ancestral", False):
             described["sampler"] = self.stages[0].sampler
-        for name in (*LATER_FIELDS, "spatial_scale"):
-            if described[name] == getattr(Job, name, 2.0):  # the identity of earlier versions
-                del described[name]
-        described["num_frames"] -= self.tail_frames or 0  # as typed
-        if self.auto_duration is None:
-            del described["auto_duration"]
-        if self.sound_only:
-            del described["height"], described["width"]
-        for name in (each for each in LORA_FIELDS if each in described):
-            described[name] = [[str(lora.path), lora.strength] for lora in getattr(self, name)]
-        return json.loads(json.dumps(described, default=os.fspath))
+        if not self.detailing_loras:
+            del described["detailing_loras"]
+        return json.loads(json.dumps(described, default=_as_json))
 
     @property
     def identity(self) -> dict:
@@ -386,10 +340,41 @@ class Job(Inputs):
         described = {k: v for k, v in self.describe().items() if k not in LORA_FIELDS}
         return described | {"loras": {s.name: identity_of(s.loras) for s in self.stages}}
 
+    def to_line(self) -> dict[str, Any]:
+        """The line of a prompts file for this job in another process: with the size, and with
+        absolute paths of LoRAs."""
+        values: dict[str, Any] = {}
+        if self.video_path is None:
+            values = {name: getattr(self.output_size, name) for name in SIZES}
+            if self.sound_only:
+                values |= {"height": None, "width": None}
+            if self.reference_video is not None:
+                values |= {"num_frames": None, "frame_rate": None}  # the clip's
+        elif self.extend is not None:
+            values = {"num_frames": self.size.num_frames}
+        per_stage = self.distilled_strengths != (None, None)
+        for name in LORAS:
+            default = DETAILING if name == "detailing_lora" else 1.0
+            default = None if per_stage and name == "distilled_lora" else default
+            values[name] = tuple(
+                LoraFile(
+                    str(hub.local_path(path, "lora").absolute()),
+                    default if strength is None else strength,
+                )
+                for path, strength in getattr(self, name)
+            )
+        return self.replaced(**values).to_json()
 
-# Fields that Job shares with JobSpec; of reference_audio, JobSpec has only the path.
-SPEC_FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(Job)
-    if field.name in JobSpec.model_fields and field.name != "reference_audio"
-)
+
+def _weights(files: tuple[LoraFile, ...], strength: float = 1.0) -> WeightSet:
+    """strength: the default of files without one."""
+    return tuple(
+        Lora(hub.local_path(path, "lora"), strength if typed is None else typed)
+        for path, typed in files
+    )
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Lora):
+        return [str(value.path), value.strength]
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else os.fspath(value)

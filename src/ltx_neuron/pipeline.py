@@ -6,27 +6,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ltx_neuron import hub
 from ltx_neuron.decode import UPSCALED, Result
 from ltx_neuron.durations import with_durations
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.flags.resolve import (
-    dubbing_of,
-    reference_of,
-    retake_of,
-    size_of,
-    voice_of,
-    with_auto_duration,
-)
 from ltx_neuron.host.video import check_output_path
-from ltx_neuron.job import Job, Stage
+from ltx_neuron.job import Job
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -39,26 +30,27 @@ from ltx_neuron.sampling.conditions import (
     ReferenceVideo,
     Retake,
     SoundCondition,
+    WeightedFile,
 )
-from ltx_neuron.sampling.fields import check_type
-from ltx_neuron.sampling.guidance import Guidance
+from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.latents import TIME_SCALE
-from ltx_neuron.sampling.spec import RECIPES, JobSpec, validated
+from ltx_neuron.sampling.rules import GUIDANCE
+from ltx_neuron.sampling.spec import RECIPES, JobFields, LoraFile
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.weights.lora import Lora, WeightSet
+from ltx_neuron.stage import Stage
 from ltx_neuron.weights.model_files import located, spatial_scale
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
-# Types of arguments that determine a size or are read with a file.
-_KINDS = {
-    "extend": float | None,
-    "tail_frames": int | None,
-    "reference_video": str | Path | None,
-    "reference_audio": str | Path | None,
-    "reference_audio_max_duration": float | None,
-    "identity_guidance_scale": float | None,
-    "auto_duration": tuple | None,
+# Arguments of a call with another name than the job's field.
+_ARGUMENTS = {
+    "video_path": "video",
+    "audio_path": "audio",
+    "video_conditioning": "reference",
+    "conditioning_attention_mask": "attention_mask",
+    "lora": "loras",
+    "ic_lora": "ic_loras",
+    "distilled_lora": "distilled_loras",
 }
 
 
@@ -84,8 +76,8 @@ class LTXPipeline:
 
     def __init__(self, engine: Engine, recipe: str):
         self.engine, self.recipe = engine, recipe
-        self.loras: WeightSet = ()
-        self.distilled_loras: WeightSet = ()
+        self.loras: Sequence[tuple] = ()
+        self.distilled_loras: Sequence[tuple] = ()
         self._lock, self._thread = threading.Lock(), None  # the thread of the current call
 
     @classmethod
@@ -133,7 +125,7 @@ class LTXPipeline:
         _check_known("dtype", dtype, DTYPES)
         _check_known("recipe", recipe, RECIPES)
         _check_known("compat", compat, COMPAT)
-        check_type("tp_degree", tp_degree, int | None)
+        _check_kind("tp_degree", tp_degree, int)
         resolved = resolve(profile, tuple(profile_set))
         workspace = Workspace(
             located(checkpoint_path, recipe),
@@ -159,7 +151,7 @@ class LTXPipeline:
             duration_head_path=_located(duration_head_path, "duration_head"),
         )
         pipeline = cls(Engine(workspace, Recorder(), options), recipe)
-        pipeline.loras, pipeline.distilled_loras = _loras(loras), _loras(distilled_loras)
+        pipeline.loras, pipeline.distilled_loras = tuple(loras), tuple(distilled_loras)
         return pipeline
 
     def __enter__(self) -> "LTXPipeline":
@@ -194,115 +186,72 @@ class LTXPipeline:
         self,
         prompt: str,
         *,
-        negative_prompt: str | None = None,
         image: str | Path | ImageCondition | list[ImageCondition] | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        num_frames: int | None = None,
-        auto_duration: tuple[float, float] | None = None,
-        frame_rate: float | None = None,
-        two_stage: bool = False,
-        num_inference_steps: int | None = None,
-        guidance: Guidance | None = None,
-        nag_scale: float | None = None,
-        nag_alpha: float = Job.nag_alpha,
-        nag_tau: float = Job.nag_tau,
-        generator: torch.Generator | None = None,
-        seed: int = Job.seed,
-        upscale: str | None = None,
-        loras: Sequence[tuple] | None = None,
-        distilled_loras: Sequence[tuple] | None = None,
         audio: str | Path | SoundCondition | None = None,
         video: str | Path | Retake | None = None,
-        start_time: float | None = None,
-        end_time: float | None = None,
-        regenerate: str = Retake.regenerate,
-        extend: float | None = None,
-        reference_video: str | Path | None = None,
-        reference_strength: float | None = None,
-        reference_audio: str | Path | None = None,
-        reference_audio_max_duration: float | None = None,
-        identity_guidance_scale: float | None = None,
         reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None = None,
         attention_mask: str | Path | AttentionMask | None = None,
-        images_as_guides: bool = False,
-        skip_stage_2: bool = False,
-        sound_only: bool = False,
-        tail_frames: int | None = None,
-        num_generated_keyframes: int | None = None,
-        sampler: str = Job.sampler,
+        guidance: Guidance | None = None,
+        loras: Sequence[tuple] | None = None,
+        distilled_loras: Sequence[tuple] | None = None,
         ic_loras: Sequence[tuple] = (),
+        generator: torch.Generator | None = None,
         output_type: str = "np",
         output_path: str | Path | None = None,
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None = None,
+        **fields: Any,
     ) -> LTXPipelineOutput:
         """Generate one video, by default 512x768 pixels and 121 frames at 24 fps.
 
-        auto_duration         LTX-2.5: predict the length, between (min_seconds, max_seconds);
-                              default: (1, 20) with duration_head_path and without num_frames
-        sampler               "res_2s" is the HQ pipeline: the dev recipe in two stages
-        nag_scale             distilled recipe: avoid negative_prompt by normalized attention
-                              guidance, for example 11; 1: off
         image                 path of an image condition at frame 0, or ImageConditions
-        generator             CPU generator for the noise; default: one seeded with `seed`
-        loras                 for all stages; replaces the pipeline's LoRAs, () removes them
-        distilled_loras       additional LoRAs in stage 2 of dev; ic_loras: in stage 1
         audio                 sound to generate the video for: a path, or a SoundCondition, whose
                               `bed` is noise in what the model hears
-        video                 Retake, or path of a video: regenerate it ("both", "video", "audio")
-                              from start_time to end_time, or extend it by seconds (< 0: before)
-        reference_video       video to dub, of two stages: its speakers say the prompt's words; its
-                              length and frame rate are the video's, and loras the dubbing LoRA;
-                              reference_strength: see --reference-strength
-        reference_audio       sound with the voice of the speaker, for the LoRA in ic_loras;
-                              reference_audio_max_duration, identity_guidance_scale: see the flags
+        video                 Retake, or path of a video: regenerate it from start_time to end_time,
+                              or extend it by seconds (< 0: before)
         reference             reference video of ic_loras: a path or ReferenceVideos
         attention_mask        video with the attention weights of the references
-        images_as_guides      append an image at frame 0 like the others
-        sound_only            generate no video (dev recipe); its file is a "wav"
-        tail_frames           generate this many more frames, a multiple of 8, and cut them off
-        num_generated_keyframes  LTX-2.5: generate this many keyframes beside the clip in stage 1
-        output_type           "np": frames and waveform, "latent": latents, "mp4": file output_path
+        loras                 for all stages; replaces the pipeline's LoRAs, () removes them
+        distilled_loras       additional LoRAs in stage 2 of dev; ic_loras: in stage 1
+        generator             CPU generator for the noise; default: one seeded with `seed`
+        output_type           "np": frames and waveform, "latent": latents, "mp4": file output_path,
+                              "wav": that of sound_only
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
+        fields                other settings, named as the flags of `ltx-neuron generate`: height,
+                              width, num_frames, seed=10, two_stage=True, negative_prompt, upscale,
+                              nag_scale, sampler="res_2s", reference_audio, tail_frames, ...
         """
-        size = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
-        size |= {"two_stage": two_stage, "tail_frames": tail_frames}
-        size |= {"auto_duration": auto_duration}
-        part = dict(start_time=start_time, end_time=end_time, regenerate=regenerate, extend=extend)
-        sound = _condition("audio", audio, SoundCondition)
-        heard = dict(
-            reference_video=reference_video,
-            reference_strength=reference_strength,
-            reference_audio=reference_audio,
-            reference_audio_max_duration=reference_audio_max_duration,
-            identity_guidance_scale=identity_guidance_scale,
-            sound_only=sound_only,
-            audio_path=sound and str(sound.path),
-        )
-        recipe = self._recipe_fields(loras, distilled_loras, ic_loras, two_stage)
-        job = Job(
-            prompt,
-            seed=_plain(seed),
-            num_inference_steps=_plain(num_inference_steps),
-            negative_prompt=negative_prompt,
-            guidance=guidance,
-            nag_scale=_plain(nag_scale),
-            nag_alpha=_plain(nag_alpha),
-            nag_tau=_plain(nag_tau),
-            upscale=upscale,
-            images=_several("image", image, ImageCondition, ImageCondition),
-            sound=sound,
-            references=_references(reference, ic_loras),
-            attention_mask=_condition("attention_mask", attention_mask, AttentionMask),
-            images_as_guides=images_as_guides,
-            skip_stage_2=skip_stage_2,
-            tail_frames=_plain(tail_frames),
-            num_generated_keyframes=_plain(num_generated_keyframes),
-            sampler=sampler,
-            **self._sized(video, size | part | heard, recipe["loras"]),
-            **recipe,
+        known = JobFields.model_fields.keys() - {*_ARGUMENTS, "recipe"}
+        if unknown := sorted(fields.keys() - known):
+            listed = ", ".join(sorted(known))
+            raise TypeError(f"unexpected argument {unknown[0]!r}; further ones: {listed}")
+        distilled = self.distilled_loras if fields.get("two_stage") else ()
+        job = self._job(
+            **fields
+            | {"prompt": prompt, "image": _several(image, ImageCondition)}
+            | {"lora": _loras(self.loras if loras is None else loras)}
+            | {"distilled_lora": _loras(distilled if distilled_loras is None else distilled_loras)}
+            | {"ic_lora": _loras(ic_loras)}
+            | {"video_conditioning": _weighted(reference, ReferenceVideo)}
+            | {"conditioning_attention_mask": _weighted(attention_mask, AttentionMask)}
+            | _sound(audio)
+            | _video(video)
+            | _guidance(guidance, audio is not None, bool(fields.get("sound_only")))
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
+
+    def _job(self, **values: Any) -> Job:
+        """The job of a call's values, by field. Raises UserError with the arguments' names."""
+        values |= {name: str(x) for name, x in values.items() if isinstance(x, Path)}
+        try:
+            job = Job.validated({"recipe": self.recipe} | values, strict=True)
+            job = job.replaced(orientation=self.engine.compat.orientation)
+            if self.engine.options.duration_head_path:
+                job = job.with_auto_duration()
+            job.check_rules()
+            _ = job.size  # reads the files
+        except FieldError as error:
+            raise UserError(error.spelled(lambda field: _ARGUMENTS.get(field, field))) from None
+        return job
 
     def _generate(
         self,
@@ -315,8 +264,7 @@ class LTXPipeline:
         self.engine.check_process()
         file = "wav" if job.sound_only else "mp4"
         _check_known("output_type", output_type, ("np", "latent", file))
-        check_type("output_path", output_path, str | Path | None)
-        check_type("callback_on_step_end", callback_on_step_end, Callable | None)
+        _check_kind("output_path", output_path, str, Path)
         _check_generator(generator)
         options: dict[str, Any] = {"keep": True, "decode": output_type != "latent"}
         options["resume"] = partial(JobRun, generator=generator)
@@ -341,55 +289,6 @@ class LTXPipeline:
         assert isinstance(result, Result)  # a failed job raises
         return _output(result, output_type, output_path)
 
-    def _sized(
-        self, video: str | Path | Retake | None, fields: dict[str, Any], loras: WeightSet
-    ) -> dict[str, Any]:
-        """A call's size, and its retake, dubbed video or voice, as a Job's fields; `fields` are a
-        JobSpec's, and `loras` those of all stages."""
-        check_type("video", video, str | Path | Retake | None)
-        fields = {name: _plain(value) for name, value in fields.items()}
-        for name, kind in _KINDS.items():
-            check_type(name, fields[name], kind)
-        for name in ("reference_video", "reference_audio"):
-            fields[name] = fields[name] and str(fields[name])
-        if fields["regenerate"] == Retake.regenerate:
-            fields["regenerate"] = None
-        path = str(video) if isinstance(video, str | Path) else None
-        spec = JobSpec.model_construct(video_path=path, **fields)
-        orientation = self.engine.compat.orientation
-        try:
-            given = validated({name: fields[name] for name in _KINDS})
-            spec = spec.model_copy(update={"auto_duration": given.auto_duration})
-            retake = retake_of(spec, "video")
-            if isinstance(video, Retake):
-                own = {"video_path": str(video.path), "extend": video.extend or None}
-                spec, retake = spec.model_copy(update=own), video
-            if self.engine.options.duration_head_path:
-                spec = with_auto_duration(spec)
-            size = size_of(spec, orientation == "shown", "video")
-            heard = {"reference_audio": voice_of(spec)} | dubbing_of(spec, size, loras)
-        except FieldError as error:
-            raise UserError(error.spelled(_name)) from None
-        sized = {"size": size, "retake": retake, "orientation": orientation}
-        sized["auto_duration"] = spec.auto_duration
-        return sized | heard | {"sound_only": fields["sound_only"]}
-
-    def _recipe_fields(
-        self,
-        loras: Sequence[tuple] | None,
-        distilled: Sequence[tuple] | None,
-        ic: Sequence[tuple],
-        two_stage: bool,
-    ) -> dict[str, Any]:
-        """The recipe and LoRAs of a call as a Job's fields; the pipeline's are the defaults."""
-        own = self.distilled_loras if two_stage else ()
-        return {
-            "recipe": self.recipe,
-            "loras": self.loras if loras is None else _loras(loras),
-            "stage_1_loras": _loras(ic),
-            "stage_2_loras": own if distilled is None else _loras(distilled),
-        }
-
 
 def _check_known(name: str, value, known: Iterable) -> None:
     """Raise UserError for an unknown value."""
@@ -397,21 +296,19 @@ def _check_known(name: str, value, known: Iterable) -> None:
         raise UserError(f"{name}: unknown {value!r}; known: {', '.join(map(str, names))}")
 
 
-def _plain(value):
-    """A numpy number as a Python number, for torch's generators and JSON."""
-    return value.item() if isinstance(value, np.generic) else value
+def _check_kind(name: str, value: Any, *kinds: type) -> None:
+    """Raise UserError for a value of another kind; None is of every kind."""
+    if isinstance(value, bool) or not isinstance(value, (*kinds, NoneType)):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(f"{name}: got {value!r}, wanted {wanted}")
 
 
 def _located(name: str | Path | None, kind: str) -> Path | None:
     return located(name, kind) if name else None
 
 
-def _loras(given: Sequence[tuple]) -> WeightSet:
-    return tuple(Lora(hub.local_path(path, "lora"), strength) for path, strength in given)
-
-
 def _check_generator(generator: torch.Generator | None) -> None:
-    check_type("generator", generator, torch.Generator | None)
+    _check_kind("generator", generator, torch.Generator)
     if generator is not None and generator.device.type != "cpu":
         raise UserError(
             f"generator is on {generator.device}; wanted one on the CPU, as in"
@@ -419,32 +316,59 @@ def _check_generator(generator: torch.Generator | None) -> None:
         )
 
 
-def _condition(name: str, value: Any, kind: Any) -> Any:
-    """A condition of a kind, given as such or as a path."""
-    check_type(name, value, str | Path | kind | None)
-    return kind(str(value)) if isinstance(value, str | Path) else value
+def _loras(files: Sequence[tuple]) -> tuple[LoraFile, ...]:
+    return tuple(LoraFile(str(path), strength) for path, strength in files)
 
 
-def _several(name: str, value: Any, kind: Any, of_path: Callable[[str], Any]) -> tuple:
-    """A tuple of conditions, given as None, a path, one or several conditions of a kind."""
-    check_type(name, value, str | Path | kind | list | tuple | None)
+def _several(value: Any, kind: Any) -> tuple:
+    """A tuple of conditions, from None, a path, or one or several conditions of a kind."""
     if isinstance(value, str | Path):
-        value = of_path(str(value))
-    return (value,) if isinstance(value, kind) else tuple(value or ())
+        value = kind(str(value))
+    return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
 
 
-def _references(reference: Any, ic_loras: Sequence[tuple]) -> tuple[ReferenceVideo, ...]:
-    """A Job's references. A path's reference gets the scale in the IC-LoRAs' metadata."""
+def _weighted(value: Any, kind: Any) -> tuple:
+    """Files with their strengths, as `_several`."""
+    if isinstance(value, str | Path):
+        return (WeightedFile(str(value), 1.0),)
+    return tuple(
+        WeightedFile(str(file.path), file.strength) if isinstance(file, kind) else file
+        for file in _several(value, kind)
+    )
 
-    def of_path(path: str) -> ReferenceVideo:
-        return reference_of(path, 1.0, _loras(ic_loras), "reference")
 
-    return _several("reference", reference, ReferenceVideo, of_path)
+def _sound(audio: Any) -> dict[str, Any]:
+    """The fields of an input sound."""
+    if not isinstance(audio, SoundCondition):
+        return {"audio_path": audio}
+    return {
+        "audio_path": str(audio.path),
+        "audio_start_time": audio.start_time,
+        "audio_max_duration": audio.max_duration,
+        "audio_bed": audio.bed,
+    }
 
 
-def _name(field: str) -> str:
-    """The argument's name for a JobSpec's field."""
-    return {"video_path": "video", "audio_path": "audio"}.get(field, field)
+def _video(video: Any) -> dict[str, Any]:
+    """The fields of a video to retake, in place of the call's own."""
+    if not isinstance(video, Retake):
+        return {"video_path": video}
+    if video.extend:
+        return {"video_path": str(video.path), "extend": video.extend}
+    part = {"start_time": video.start_time, "end_time": video.end_time}
+    return part | {"video_path": str(video.path), "regenerate": video.regenerate}
+
+
+def _guidance(guidance: Guidance | None, sound: bool, sound_only: bool) -> dict[str, Any]:
+    """The fields of a guidance. A given sound and an absent picture have none."""
+    _check_kind("guidance", guidance, Guidance)
+    fields = {}
+    for stream, names, absent in zip(
+        guidance.streams if guidance else (), GUIDANCE, (sound_only, sound), strict=False
+    ):
+        if not (absent and stream == StreamGuidance()):
+            fields |= dict(zip(names, vars(stream).values(), strict=True))
+    return fields
 
 
 def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:

@@ -353,7 +353,7 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
     said = conditions.notes(job)
     if not job.prompt.strip():
         said.append("the prompt is empty: the references alone guide the video")
-    if job.reference_audio and lora.are_silent(job.stages[0].loras):
+    if job.reference_sound and lora.are_silent(job.stages[0].loras):
         said.append("no LoRA has layers of the sound, so the voice may not be taken over")
     for loras in dict.fromkeys(stage.loras for stage in job.stages):
         said += workspace.source("dit", loras).notes if loras else []
@@ -440,6 +440,6 @@ def _host_models(job: Job) -> list[str]:
     names = [] if job.sound_only else ["video_decoder"]
     names += [] if job.sound else ["audio_decoder", "vocoder"]  # an input sound is not decoded
     names += ["video_encoder"] if job.images or job.encoded_clips else []
-    names += ["audio_encoder"] if job.sound or job.retake or job.reference_audio else []
+    names += ["audio_encoder"] if job.sound or job.retake or job.reference_sound else []
     names += ["video_statistics"] if job.upsamplers else []
     return names

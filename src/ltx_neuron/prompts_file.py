@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.sampling.spec import JobSpec, by_field
+from ltx_neuron.sampling.spec import JobFields, resolve_aliases
 
 WANTED = (
     "Wanted: one JSON object per line with flags as keys, for example\n"
@@ -73,7 +73,7 @@ def _array(text: str) -> Iterator[Row]:
     whole = _json(text)
     if isinstance(whole.values, UserError):
         return iter([whole])
-    return (Row(number, each, "object") for number, each in enumerate(whole.values, 1))
+    return (Row(number, values, "object") for number, values in enumerate(whole.values, 1))
 
 
 def _json(text: str, number: int = 1) -> Row:
@@ -121,7 +121,7 @@ def _rows(reader: Any, names: list[str]) -> Iterator[Row]:
     try:
         while names[-1] == "":  # as spreadsheets end lines
             names.pop()
-        fields = [*by_field(_object([(name, "") for name in names]))]
+        fields = [*resolve_aliases(_object([(name, "") for name in names]))]
         number += 1
         for cells in reader:
             if any(map(str.strip, cells)):
@@ -143,7 +143,7 @@ def _values(fields: list[str], cells: list[str]) -> dict[str, Any] | UserError:
 
 def _value(field: str, cell: str) -> Any:
     """A cell's text, switch or list. Numbers stay text, which the job's fields read."""
-    if JobSpec.model_fields[field].annotation in (str, str | None):
+    if JobFields.model_fields[field].annotation in (str, str | None):
         return cell
     cell = cell.strip()
     with suppress(ValueError, RecursionError):

@@ -139,7 +139,7 @@ class Workspace(Finished):
     # and layouts of tensors that rank files store differently from the checkpoint.
 
     def _dit_parts(self) -> tuple[list[Program], dict, dict]:
-        (bucket,) = Job("").buckets
+        (bucket,) = Job().buckets
         comm = TorchDistComm(self.tp)
         program = dit_program(self.transformer, bucket, self.tp, comm, self.dtype, 1)
         return [program], host_weights(self.transformer), {}

@@ -311,7 +311,8 @@ def full(bench: Bench) -> Model:
     for flag in ("checkpoint_path", "gemma_root"):
         if getattr(args, flag) is None:
             pytest.skip(f"no --{flag.replace('_', '-')}")
-    size = dataclasses.replace(flags.size(args), two_stage=args.spatial_upsampler_path is not None)
+    two_stage = args.spatial_upsampler_path is not None
+    size = dataclasses.replace(flags.spec(args).size, two_stage=two_stage)
     return Model(
         "full",
         args.checkpoint_path,

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from jobs import make_job
 
 from ltx_neuron import errors
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
@@ -43,7 +44,7 @@ def encode(request: dict) -> None:
         yield
         took[what] = time.perf_counter() - began
 
-    job = Job("", size, retake=Retake("noise", 0, size.seconds))
+    job = make_job("", size, retake=Retake("noise", 0, size.seconds))
     with timed("shard"):
         workspace.shard("encoder")
     with timed("compile"):

@@ -1,11 +1,11 @@
 """The sections of test/device that measure: what the runtime does with a graph's outputs and with
 memory, how long graphs, collectives and videos take, and which settings are the fastest."""
 
-import dataclasses
 import statistics
 from collections.abc import Generator, Iterator, Sequence
 
 import pytest
+from jobs import make_job, replace
 from tiny.config import released_config
 
 from device.bench import WIDE, Bench, Model, Target, full, request, wide
@@ -16,7 +16,6 @@ from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.files import read_json
 from ltx_neuron.finished import of_release
 from ltx_neuron.format import format_bytes
-from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, plan
 from ltx_neuron.report import table
 from ltx_neuron.weights.model_files import ModelFiles
@@ -69,7 +68,7 @@ def collectives(bench: Bench, names: Sequence[str]) -> Iterator[str]:
     sends in a second, as the plan counts them."""
     if bench.tp == 1:
         pytest.skip("one rank has no collectives")
-    tokens = Job("", flags.size(bench.args)).buckets[-1].video_tokens
+    tokens = make_job("", flags.spec(bench.args).size).buckets[-1].video_tokens
     own = tokens // bench.tp  # a rank's part where the tokens are divided
     shapes = {
         name: (kind, own if divided else tokens, channels)
@@ -131,7 +130,7 @@ def groups(bench: Bench) -> Iterator[str]:
 
 def timed_blocks(bench: Bench) -> Model:
     """Two blocks at full width, at the size that was typed: no checkpoint is needed."""
-    size = dataclasses.replace(flags.size(bench.args), two_stage=False)
+    size = replace(flags.spec(bench.args).size, two_stage=False)
     return wide(bench)._replace(size=size)
 
 
@@ -184,7 +183,7 @@ def step_times(bench: Bench, model: Model) -> Generator[str, None, dict]:
 def planned(bench: Bench, model: Model) -> Plan:
     """What `ltx-neuron plan` says of a model's step, without the text encoder."""
     files = ModelFiles(model.checkpoint)
-    job = of_release(Job("", model.size), files.release)
+    job = of_release(make_job("", model.size), files.release)
     how = bench.profile, job, bench.tp, bench.args.dtype
     return plan(files.checkpoint, *how, gemma=None, parts=files.config)
 

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
+from jobs import make_job
 from safetensors.torch import save_file
 
 from ltx_neuron import errors
@@ -23,7 +24,7 @@ from ltx_neuron.backends import registry
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.files import read_json
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tune.step import prepared
 from ltx_neuron.workspace import Workspace
@@ -36,7 +37,7 @@ def take_step(request: dict) -> None:
     workspace = Workspace(
         request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"]
     )
-    job = workspace.resolved(Job("random contexts", Size(**request["size"])))
+    job = workspace.resolved(make_job("random contexts", Size(**request["size"])))
     dtype, stage = workspace.dtype, job.stages[0]
     torch.set_num_threads(profile.host_threads)
     bucket, manifest = workspace.dit_program_for(job, stage)

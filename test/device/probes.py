@@ -9,9 +9,9 @@ REQUEST.json has probe (a key of PROBES) with its arguments, profile, settings, 
 import shutil
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.doctor.groups import write_weights
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.models.parallel import Comm
-from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -40,14 +40,6 @@ RUNS = 20  # of which the median counts, after one that does not
 CHAIN = 5  # collectives of a graph, to tell their own time from the launch's
 
 
-class Inputs(NamedTuple):
-    x: Tensor
-
-
-class Outputs(NamedTuple):
-    y: Tensor
-
-
 class Probe(nn.Module):
     """A collective of a rank's own tokens, `count` times."""
 
@@ -56,12 +48,12 @@ class Probe(nn.Module):
         self.comm, self.operation, self.count = comm, OPERATIONS[operation], count
         self.weight = nn.Parameter(torch.empty(1))
 
-    def forward(self, inputs: Inputs) -> Outputs:
-        y = inputs.x * self.weight
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        y = inputs["x"] * self.weight
         for _ in range(self.count - 1):
             # Its own tokens again: a compiler may replace a sum of equal tensors by a product.
-            y = self.operation(self.comm, y) + inputs.x
-        return Outputs(self.operation(self.comm, y))
+            y = self.operation(self.comm, y) + inputs["x"]
+        return {"y": self.operation(self.comm, y)}
 
 
 def program(
@@ -70,11 +62,12 @@ def program(
     """A program of one graph. shape: tokens and channels of a rank."""
     tokens, channels = shape
     with torch.device("meta"):
-        graph = Graph(Probe(comm, operation, count), Inputs, Outputs)
-    x = Field((1, tokens, channels), dtype, split=1)
-    y = Field((1, tokens * (comm.size if operation == "gather" else 1), channels), dtype, split=1)
-    fields = {"x": x, "other": x, "y": y, "first": y, "second": y}
-    return Program({"probe": graph}, {"main": (("probe", 0),)}, fields)
+        module = Probe(comm, operation, count)
+    x, runs = Field((1, tokens, channels), dtype, split=1), {"main": (("probe", 0),)}
+    made = Program({"probe": module}, runs, {"x": x}, {"y": x}, dtype)
+    # Under the other names of `outputs` too.
+    made.fields.update(other=x, first=made.fields["y"], second=made.fields["y"])
+    return made
 
 
 class Cores:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from jobs import make_job
 
 from device.core_memory import core_memory
 from ltx_neuron import errors
@@ -21,7 +22,7 @@ from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.files import MANIFEST, read_json, write_json
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tune.step import prepared
 from ltx_neuron.workspace import Workspace
@@ -51,7 +52,7 @@ def measure(request: dict, root: Path = Path("/")) -> dict:
         request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"]
     )
     torch.set_num_threads(profile.host_threads)
-    job = workspace.resolved(Job("random contexts", Size(**request["size"])))
+    job = workspace.resolved(make_job("random contexts", Size(**request["size"])))
     stage = job.stages[-1]
     bucket, compiled = workspace.dit_program_for(job, stage)
     manifest = with_run_of_each_call(compiled, Path(request["folder"]))

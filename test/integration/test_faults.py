@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 from helpers import allowed, ended
+from jobs import make_job
 from runs import TP, undisturbed
 
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK
-from ltx_neuron.job import Job
 from ltx_neuron.outputs import LOG_SUFFIX
 from ltx_neuron.resume import SUFFIX, restore_state
 
@@ -80,4 +80,4 @@ def test_what_is_no_state_of_a_run_is_refused(run, tmp_path, tiny, capsys):
 def test_what_is_no_safetensors_file_is_no_state(tmp_path, content):
     (tmp_path / "state").write_bytes(content)
     with pytest.raises(UserError, match="leave --resume out to start over"):
-        restore_state(tmp_path / "state", Job("a red fox"), {}, torch.float32)
+        restore_state(tmp_path / "state", make_job("a red fox"), {}, torch.float32)

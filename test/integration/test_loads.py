@@ -9,9 +9,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from batches import TP, prepared
+from jobs import make_job
 
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -57,7 +58,7 @@ def events(scripts, tiny) -> list[Event]:
     """What a batch of two-stage jobs loads, and the phases it goes through, in order."""
     how = {"recipe": "dev", "num_inference_steps": 2, "guidance": GUIDANCE}
     how["stage_2_loras"] = (Lora(tiny.lora, 0.8),)
-    jobs = [Job(prompt, SIZE, seed, **how) for seed, prompt in enumerate(PROMPTS)]
+    jobs = [make_job(prompt, SIZE, seed, **how) for seed, prompt in enumerate(PROMPTS)]
     threads, setup = torch.get_num_threads(), prepared(scripts, tiny)
     where = setup.artifacts, TP, "float32", tiny.gemma_root
     workspace = Workspace(tiny.checkpoint, resolve("cpu", setup.settings), *where)

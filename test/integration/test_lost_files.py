@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from engines import drawn, give_contexts, opened_engine, opened_workspace
+from jobs import make_job
 
 from ltx_neuron import batch, flags
 from ltx_neuron.batch import RESULTS
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.outputs import run_identity
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service.queue import NewJob, Queue
@@ -27,11 +28,11 @@ STATUSES = ["done", "failed", "done"]
 def engine(tiny, artifacts):
     workspace = opened_workspace(tiny, artifacts)
     workspace.shard("dit")
-    job = workspace.resolved(Job("a", SIZE, images=(ImageCondition(tiny.image),)))
+    job = workspace.resolved(make_job("a", SIZE, images=(ImageCondition(tiny.image),)))
     workspace.compile_dit([*job.buckets])
     with opened_engine(workspace, tiny) as engine:
         for name in NAMES:
-            named = Job(name, SIZE)
+            named = make_job(name, SIZE)
             give_contexts(engine, named, lambda prompt: drawn(workspace, ord(prompt)))
         yield engine
 
@@ -143,8 +144,8 @@ def submitted(queue: Queue, engine, pictures) -> list[str]:
         id = queue.new_id()
         queue.folder_of(id).mkdir()
         shutil.copy(path, queue.folder_of(id) / "image-0.png")
-        job = Job(name, SIZE, images=(ImageCondition("image-0.png"),))
-        queue.submit(NewJob(id, "ada", "", "key", job.spec.line(), {}))
+        job = make_job(name, SIZE, images=(ImageCondition("image-0.png"),))
+        queue.submit(NewJob(id, "ada", "", "key", job.to_line(), {}))
         ids.append(id)
     return ids
 

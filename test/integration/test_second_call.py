@@ -1,7 +1,6 @@
 """A second call of LTXPipeline repeats nothing that the first one did: no graph is exported, no
 file hashed, no weight loaded."""
 
-import dataclasses
 import math
 import time
 from contextlib import nullcontext
@@ -9,12 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from batches import SIZE, opened, prepared
+from jobs import make_job, replace
 
 from ltx_neuron.backends import manifest
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.plan import CoreMemory, compiled_activations
 from ltx_neuron.profiles import TRAINIUM2
 
@@ -80,7 +80,7 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, m
     """What is compared is what was counted when compiling; the plan, which exports graphs, is
     asked only then, for a size that fits."""
     workspace = pipe.engine.workspace
-    job = Job("rain", Size(**SIZE))
+    job = make_job("rain", Size(**SIZE))
     compiled = pipe.engine.preflight.check([job])
     manifests = [step.manifest for step in compiled.values()]
     stages = [[manifest] for manifest in manifests]
@@ -91,8 +91,8 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, m
         compiled_activations(stages),
     ).in_turn
     for limit, exports in ((needed, False), (needed - 1, True)):
-        chip = dataclasses.replace(TRAINIUM2, memory_bytes=4 * limit)
-        profile = dataclasses.replace(workspace.profile, chip=chip)
+        chip = replace(TRAINIUM2, memory_bytes=4 * limit)
+        profile = replace(workspace.profile, chip=chip)
         monkeypatch.setattr(workspace, "profile", profile)
         with pytest.raises(UserError, match="needs .* GB a core") if exports else nullcontext():
             workspace.check_compiled_fits(memory, job, neuron_gemma=True)

@@ -1,14 +1,14 @@
 """Sound alone on one rank: in a batch with a video, resumed, and by the Python API."""
 
 import wave
-from dataclasses import replace
 
 import pytest
 import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import generator, one_thread  # noqa: F401
+from jobs import make_job, replace
 
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.outputs import run_identity
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.recorder import Recorder
@@ -17,7 +17,7 @@ from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 
 SOUND = StreamGuidance(cfg_scale=7.0, stg_scale=1.0, stg_blocks=(0,), rescale_scale=0.7)
 GUIDANCE = Guidance(StreamGuidance(), SOUND)
-VIDEO = Job("rain", Size(64, 64, 9), 3, 2, recipe="dev", guidance=GUIDANCE)
+VIDEO = make_job("rain", Size(64, 64, 9), 3, 2, recipe="dev", guidance=GUIDANCE)
 ALONE = replace(VIDEO, size=Size(0, 0, 30, 30.0), sound_only=True)
 
 

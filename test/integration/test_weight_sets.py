@@ -4,6 +4,7 @@ single run bit for bit."""
 import pytest
 import torch
 from helpers import one_thread  # noqa: F401
+from jobs import make_job
 from swapping import assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
 from ltx_neuron.errors import UserError
@@ -51,7 +52,7 @@ def test_the_loras_change_the_latents_where_they_are_merged(engine_of, jobs, alo
     """Else equal bits would prove nothing."""
     engine = engine_of()
     for job in jobs[:2]:
-        plain = Job(job.prompt, job.size, job.seed)
+        plain = make_job(job.prompt, job.size, job.seed)
         got = latents(engine, [plain])[job.seed]
         assert not any(torch.equal(got[name], alone[job.seed][name]) for name in got)
 
@@ -67,9 +68,9 @@ def test_a_state_of_another_lora_is_refused(engine_of, jobs, tmp_path):
     latents(engine, [job])
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(job.loras[0].path.read_bytes())
-    moved = Job(job.prompt, job.size, job.seed, loras=(Lora(copy, 0.8),))
+    moved = make_job(job.prompt, job.size, job.seed, loras=(Lora(copy, 0.8),))
     assert restore_state(path, moved, identity(moved), torch.float32).stages_left == []
     for loras in ((), (Lora(copy, 0.7),), jobs[1].stage_1_loras):
-        other = Job(job.prompt, job.size, job.seed, loras=loras)
+        other = make_job(job.prompt, job.size, job.seed, loras=loras)
         with pytest.raises(UserError, match="is from another run: loras: got"):
             restore_state(path, other, identity(other), torch.float32)

@@ -1,7 +1,6 @@
 """Batches and the Python API where something goes wrong: while a clip is decoded beside the next
 one's steps, in a process that is killed, in broken weights; and on another machine's artifacts."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -15,6 +14,7 @@ import torch
 from batches import SIZE, TP, children, flags_of, jobs, lines, opened, prepared, undisturbed, videos
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from helpers import allowed, rewrite, wait_for
+from jobs import make_job, replace
 
 from ltx_neuron import errors
 from ltx_neuron.artifacts.__main__ import main as artifacts_main
@@ -141,9 +141,7 @@ def test_a_rank_that_is_killed_while_it_waits_for_the_host_ends_the_run_soon(
 
     monkeypatch.setattr(engine.host, "decode_video", breaking)
     monkeypatch.setattr(
-        engine.workspace,
-        "profile",
-        dataclasses.replace(engine.workspace.profile, overlap_decode=False),
+        engine.workspace, "profile", replace(engine.workspace.profile, overlap_decode=False)
     )
     with pytest.raises(RankError, match="rank 1 of 2 failed: .*was killed"):
         list(engine.run(jobs(2)))
@@ -300,7 +298,7 @@ def test_nan_after_the_latents_fails_the_run_which_keeps_them(
     rewrite(tiny.checkpoint, broken, damage)
     profile = resolve("cpu", setup.settings)
     workspace = Workspace(tiny.checkpoint, profile, setup.artifacts, TP, "float32", tiny.gemma_root)
-    job, spec = Job("birds sing", Size(**SIZE)), HostModels._spec
+    job, spec = make_job("birds sing", Size(**SIZE)), HostModels._spec
 
     def run(**how) -> None:
         errors.run(lambda: generate(job, workspace, RunOptions(), Outputs(video=video, **how)))
@@ -334,7 +332,7 @@ def test_pulled_artifacts_verify_and_make_the_bits_of_those_that_were_pushed(
     assert len(workspace.verify("dit") + workspace.verify("gemma3")) == 2  # against the checkpoint
     line, video = lines(tiny)[0], tmp_path / "out" / "video.mp4"
     generate(
-        Job(line["prompt"], Size(**SIZE)),
+        make_job(line["prompt"], Size(**SIZE)),
         workspace,
         RunOptions(neuron_gemma=True),
         Outputs(video=video),

@@ -10,10 +10,12 @@ import av
 import pytest
 import torch
 from helpers import randn, rel, run_program
+from jobs import make_job
 from ltx25_step import CONFIG, contexts, weights
 from safetensors.torch import load_file, save_file
 from split_runs import Runs
 
+from ltx_neuron.backends.on_host import HostRanks
 from ltx_neuron.commands import dispatch
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import CompiledStep, StageRun
@@ -27,7 +29,6 @@ from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.tune.step import _HostRanks
 
 # 73 frames at 24 fps are three segments of 24. A round's clip has 145 frames, 19 latents, keyframes
 # at 48, 96, 144, and new ones at 24, 72, 120. The windows are two segments and one.
@@ -56,7 +57,9 @@ def release(request):
 def a_job(release: str) -> Job:
     size = Size(64, 64, 73, 24.0, two_stage=True)
     recipe = {"1.4": "distilled", "1.2.0": "dev"}[release]
-    return Job("", size, SEED, images=(IMAGE,), recipe=recipe, dfr=True, temporal_upsample_rounds=1)
+    return make_job(
+        "", size, SEED, images=(IMAGE,), recipe=recipe, dfr=True, temporal_upsample_rounds=1
+    )
 
 
 def rendered(release: str) -> dict[str, torch.Tensor]:
@@ -67,7 +70,7 @@ def rendered(release: str) -> dict[str, torch.Tensor]:
         bucket, of = job.bucket(stage), job.of(stage)
         program = dit_program(CONFIG, bucket, 1, SingleRank(), torch.float32, 0)
         shared = CONFIG, torch.float32, partial(modulation_table, weights(), CONFIG), COMPAT[None]
-        ranks = _HostRanks(bucket.name, program, weights().__getitem__, None)
+        ranks = HostRanks(bucket.name, program, weights().__getitem__)
         run = StageRun(ranks, CompiledStep(bucket, program), *shared)
         texts = [Contexts(*contexts(), torch.ones(1, 1024), None)]
         images = [(image, PICTURE) for image in of.images]

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from conftest import ROOT, words
 from engines import opened_engine
 from helpers import ended, one_thread, read_video, rel, started, unhurried  # noqa: F401
+from jobs import replace
 from longer_film import FRAMES, WINDOW, longer, made, source
 from safetensors.torch import load_file
 

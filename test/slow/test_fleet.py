@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPT_SECONDS, Setup, needs, succeeded, words
 from helpers import wait_for
+from jobs import make_job
 
 from ltx_neuron import flags
 from ltx_neuron.artifacts.store import Store
@@ -25,7 +26,7 @@ from ltx_neuron.batch import RESULTS
 from ltx_neuron.commands import generate
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.video import write_video
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.resume import state_path
 from ltx_neuron.service.jobs import VIDEO
@@ -338,7 +339,7 @@ def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_ste
     shutil.rmtree(tmp_path / "empty")
     args = parsed(setup, **empty)
     with pytest.raises(UserError, match="no dit graphs in(.|\n)*--artifacts-url URL"):
-        jobs = [Job("-", Size(64, 64, 9))]
+        jobs = [make_job("-", Size(64, 64, 9))]
         Scene(tmp_path, args, max_failures=1, capability_jobs=jobs).run(until(lambda: 0))
 
 

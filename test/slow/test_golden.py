@@ -23,10 +23,11 @@ from generations import (
 )
 from generations import assert_has_what_was_asked_for as assert_fits
 from helpers import rel
+from jobs import make_job
 from tiny import TinySizes, make_tiny
 
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -91,7 +92,7 @@ def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(
 
     monkeypatch.setattr(Ranks, "hashes", spy)
     size = Size(height=128, width=192, num_frames=17, frame_rate=24.0, two_stage=True)
-    jobs = [Job(prompt, size, seed) for prompt, seed in ((WAVES, 11), (PUPPY, 10))]
+    jobs = [make_job(prompt, size, seed) for prompt, seed in ((WAVES, 11), (PUPPY, 10))]
     setup, threads = scripts(tiny), torch.get_num_threads()
     profile, kind = resolve("cpu"), (setup.tp, setup.dtype, tiny.gemma_root)
     workspace = Workspace(tiny.checkpoint, profile, setup.artifacts, *kind)

@@ -14,10 +14,11 @@ from importlib import invalidate_caches
 import pytest
 from conftest import ROOT
 from helpers import one_thread  # noqa: F401
+from jobs import make_job
 from tiny import TinySizes, make_tiny
 
 from ltx_neuron.backends.nxd import runtime
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.workspace import Workspace
 
@@ -144,7 +145,7 @@ def workspace(library, tmp_path_factory):
     workspace.shard("dit")
     workspace.shard("gemma3")
     workspace.compile_text()
-    workspace.compile_dit(Job("", SIZE).buckets)
+    workspace.compile_dit(make_job("", SIZE).buckets)
     return workspace
 
 

@@ -10,6 +10,7 @@ import sys
 import pytest
 from conftest import QUICK
 from helpers import picture_frames, wait_for, write_film
+from jobs import make_job
 from printed import runs
 from runs import SIZE, TP
 
@@ -17,7 +18,7 @@ from ltx_neuron.backends.manifest import sha256
 from ltx_neuron.commands import VERBS, dispatch
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.weights.lora import Lora
@@ -106,7 +107,7 @@ def test_what_the_python_api_says_to_type_makes_what_is_missing(tiny, tmp_path):
     size, film = Size(64, 64, 9), tmp_path / "film.mkv"
     write_film(film, picture_frames(9, 64, 64, 3))
     job = workspace.resolved(
-        Job("rain", size, loras=(Lora(tiny.lora),), retake=Retake(film, 0, 0.2))
+        make_job("rain", size, loras=(Lora(tiny.lora),), retake=Retake(film, 0, 0.2))
     )
     for needed in (
         lambda: workspace.check_dit_weights([job]),

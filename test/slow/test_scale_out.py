@@ -8,12 +8,13 @@ import pytest
 import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import one_thread, rel  # noqa: F401
+from jobs import make_job
 from steps import EQUAL
 from toy import alive
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.config.transformer import STREAMS
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.resume import restore_state, save_state
 
 ONE, TWO = (Size(64, 64, 9, two_stage=both) for both in (False, True))
@@ -37,7 +38,7 @@ def opened(tiny, artifacts):
     def engine(tp: int = 1, settings: str = "", size: Size = ONE):
         workspace = opened_workspace(tiny, artifacts, 1, tp=tp, settings=settings.split())
         workspace.shard("dit", [()])
-        job = Job("a red fox", size, 5)
+        job = make_job("a red fox", size, 5)
         workspace.compile_dit(job.buckets)
         engines.append(opened_engine(workspace, tiny))
         give_contexts(engines[-1], job, lambda prompt: drawn(workspace, 7))
@@ -78,7 +79,7 @@ def test_every_step_of_several_groups_equals_one_ranks(opened, alone, layout):
         alone["steps"] = steps_of(engine, job)
         engine.close()
     got = steps_of(*opened(*layout))
-    assert len(got) == len(alone["steps"]) == sum(stage.steps for stage in Job("", ONE).stages)
+    assert len(got) == len(alone["steps"]) == sum(stage.steps for stage in make_job("", ONE).stages)
     for ours, theirs in zip(got, alone["steps"], strict=True):
         assert all(rel(ours[stream], theirs[stream]) < EQUAL for stream in STREAMS)
 

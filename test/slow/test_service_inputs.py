@@ -12,6 +12,7 @@ from helpers import one_thread  # noqa: F401
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
+from jobs import make_job
 from serving import stop_after
 from starlette.datastructures import UploadFile
 
@@ -34,7 +35,7 @@ def upload(path) -> UploadFile:
 def served(engine: Engine, folder, lora_sets: dict, **fields) -> bytes:
     """The MP4 of a request."""
     with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
-        default = CompiledSize(Job("").size, "distilled")
+        default = CompiledSize(make_job("").size, "distilled")
         sizes = SizeRegistry(engine.workspace, default, {"spatial"}, lora_sets)
         entry = JobSubmitter(queue, sizes, "tiny").accept(read_request(fields), "ada")
         working = Worker(queue, engine, "w", previews=True)
@@ -59,7 +60,7 @@ def test_a_service_makes_the_bytes_that_the_engine_makes(
     engine, sets = sharing(opened()), dict(NO_LORAS)
     if kind == "IC-LoRA":
         job = told(ic_lora(files, tiny, images=()))
-        sets["pose"] = NO_LORAS["default"] | {"stage_1_loras": job.stage_1_loras}
+        sets["pose"] = make_job(stage_1_loras=job.stage_1_loras)
         videos = [
             {"video_url": upload(files / each.path.name), "strength": each.strength}
             for each in job.references
@@ -69,7 +70,7 @@ def test_a_service_makes_the_bytes_that_the_engine_makes(
         fields |= {"conditioning_attention_mask": mask, "num_frames": 17}
     elif kind == "dubbing":
         job = told(dubbed(files, tiny, images=()))
-        sets["dub"] = NO_LORAS["default"] | {"loras": job.loras}
+        sets["dub"] = make_job(loras=job.loras)
         fields = {"reference_video": upload(files / "speech.mkv"), "reference_strength": 0.8}
         fields |= {"lora_set": "dub", "size": "128x64"}
     else:

@@ -4,7 +4,6 @@ die in a pass, in the combination of the passes, or between two steps."""
 import os
 import signal
 import threading
-from dataclasses import replace
 
 import given_runs
 import pytest
@@ -14,6 +13,7 @@ from engines import drawn, give_contexts, opened_engine, opened_workspace, shari
 from given_runs import ic_lora, voiced
 from given_runs import told as told_given
 from helpers import ended, randn, rel
+from jobs import make_job, replace
 from rank_decoding import CLIPS, decoding, frames_of
 from rank_decoding import opened as opened_for_tiles
 from recipe_runs import AUDIO, GUIDED, VIDEO, told, told_hq
@@ -24,7 +24,7 @@ from ltx_neuron.backends.torchdist import host
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encoding
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.report import table
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
@@ -263,7 +263,7 @@ def test_tiles_of_a_clip_are_encoded_on_the_ranks_of_all_groups_as_the_host_does
     for axis in ("TIME", "SPACE"):
         monkeypatch.setattr(encoding, f"{axis}_TILE", 2)
         monkeypatch.setattr(encoding, f"{axis}_OVERLAP", 1)
-    job = Job("", Size(32, 224, 17), retake=Retake("film.mkv", 0, 1))
+    job = make_job("", Size(32, 224, 17), retake=Retake("film.mkv", 0, 1))
     pixels, made = randn(1, 3, 17, 32, 224).clip(-1, 1), []
     for layout in TILED:
         workspace = opened_for_tiles(tiny, artifacts, 2, "float32", "resident=true", *layout)

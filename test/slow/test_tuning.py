@@ -12,8 +12,9 @@ import psutil
 import pytest
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from helpers import wait_for
+from jobs import make_job
 
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tune.variant import compare_convolutions
 from ltx_neuron.workspace import Workspace
@@ -88,7 +89,7 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     workspace.take_tuned()
     size = Size(64, 64, 9)
     # Its graphs are compiled already.
-    job = Job("", size)
+    job = make_job("", size)
     _, manifest = workspace.dit_program_for(job, job.stages[0])
     assert list(manifest.graphs) == ["step"]
 
@@ -96,7 +97,7 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
 def test_both_forms_of_the_decoder_s_convolutions_are_timed_and_agree(tiny, tmp_path, capsys):
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 2, "float32")
     workspace.shard("vae")
-    compare_convolutions(workspace, Job("", Size(64, 64, 9)), 1)
+    compare_convolutions(workspace, make_job("", Size(64, 64, 9)), 1)
     said = re.compile(r"vae_convolution=(\w+): ([\d.]+) ms a tile, (\S+) from conv2d")
     (two, ms, none), (three, other, little) = said.findall(capsys.readouterr().out)
     assert (two, three) == ("conv2d", "conv3d") and min(float(ms), float(other)) > 0

@@ -1,24 +1,22 @@
 """A batch of lines of all kinds, each on weights of its own, and one that is ended again and again:
 each line is its single run bit for bit."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engines import opened_engine, opened_workspace
 from helpers import made_film, one_thread, randn  # noqa: F401
+from jobs import make_job, read_clip, read_voice, replace
 from safetensors.torch import save_file
 from swapping import ONE, TWO, assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.flags.resolve import dubbing_of, voice_of
 from ltx_neuron.job import Job, Size
 from ltx_neuron.outputs import run_identity
 from ltx_neuron.resume import restore_state, save_state
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.weights.lora import Lora
 
 SEEN = StreamGuidance(cfg_scale=3.0)
@@ -38,32 +36,32 @@ def mixed(tiny, jobs, tmp_path_factory) -> list[Job]:
     film = masked["references"][0].path
     long = made_film(tmp_path_factory.mktemp("mixed") / "film.mp4", 17, 64, 64)
     more = Retake(long, extend=0.6, source_frames=17)
-    dubbed = dubbing_of(JobSpec(reference_video=str(film)), TWO, first)
-    voice = voice_of(JobSpec(reference_audio=str(long)))
+    dubbed = read_clip(film, first)
+    voice = read_voice(long)
     guided = {"recipe": "dev", "num_inference_steps": 2, "negative_prompt": "dust"}
     alone = Size(0, 0, 30, 30.0), Guidance(StreamGuidance(), SPOKEN)
     return [
-        Job("an IC-LoRA", TWO, 11, stage_1_loras=first, **masked),
-        Job("text to video", ONE, 12),
-        Job("another IC-LoRA", TWO, 13, stage_1_loras=second, **masked),
-        Job("image to video", ONE, 14, images=(ImageCondition(tiny.image),)),
-        Job("made longer by two windows", Size(64, 64, 25), 18, retake=more),
-        Job("a retake", ONE, 15, retake=Retake(film, 0.05, 0.2)),
-        Job("the first again", TWO, 16, stage_1_loras=first, **masked),
-        Job("audio to video", TWO, 17, sound=SoundCondition(film)),
-        Job("dubbing", TWO, 19, loras=first, **dubbed),
-        Job("a reference voice", TWO, 20, stage_1_loras=first, reference_audio=voice),
-        Job(
+        make_job("an IC-LoRA", TWO, 11, stage_1_loras=first, **masked),
+        make_job("text to video", ONE, 12),
+        make_job("another IC-LoRA", TWO, 13, stage_1_loras=second, **masked),
+        make_job("image to video", ONE, 14, images=(ImageCondition(tiny.image),)),
+        make_job("made longer by two windows", Size(64, 64, 25), 18, retake=more),
+        make_job("a retake", ONE, 15, retake=Retake(film, 0.05, 0.2)),
+        make_job("the first again", TWO, 16, stage_1_loras=first, **masked),
+        make_job("audio to video", TWO, 17, sound=SoundCondition(film)),
+        make_job("dubbing", TWO, 19, loras=first, **dubbed),
+        make_job("a reference voice", TWO, 20, stage_1_loras=first, reference_sound=voice),
+        make_job(
             *("a guided voice", TWO, 21),
             **guided,
             guidance=Guidance(SEEN, SPOKEN),
             stage_1_loras=first,
             stage_2_loras=second,
-            reference_audio=voice,
+            reference_sound=voice,
         ),
-        Job("normalized attention guidance", ONE, 22, negative_prompt="dust", nag_scale=11.0),
-        Job("a bed of noise", TWO, 24, sound=SoundCondition(film, bed=-30.0)),
-        Job("sound alone", alone[0], 26, **guided, guidance=alone[1], sound_only=True),
+        make_job("normalized attention guidance", ONE, 22, negative_prompt="dust", nag_scale=11.0),
+        make_job("a bed of noise", TWO, 24, sound=SoundCondition(film, bed=-30.0)),
+        make_job("sound alone", alone[0], 26, **guided, guidance=alone[1], sound_only=True),
     ]
 
 
@@ -89,7 +87,7 @@ def test_a_batch_of_all_kinds_swaps_least_and_every_line_is_its_single_run(engin
         (17, {"sound": None}),
         (15, {"retake": None}),
         (14, {"images": ()}),
-        (21, {"reference_audio": replace(by_seed[21].reference_audio, identity_scale=1.0)}),
+        (21, {"reference_sound": replace(by_seed[21].reference_sound, identity_scale=1.0)}),
         (22, {"nag_scale": None, "negative_prompt": None}),
         (24, {"sound": by_seed[17].sound}),
     ):
@@ -132,7 +130,7 @@ def test_ranks_encode_each_prompt_with_the_connectors_of_its_jobs_lora(tiny, tmp
     tensors = {f"{key}.lora_A.weight": randn(4, 32), f"{key}.lora_B.weight": randn(32, 4)}
     save_file({name: t.bfloat16() for name, t in tensors.items()}, tmp_path / "lora.safetensors")
     loras = (Lora(tmp_path / "lora.safetensors"),)
-    jobs = [Job("rain on a roof", ONE, loras=loras), Job("rain on a roof", ONE)]
+    jobs = [make_job("rain on a roof", ONE, loras=loras), make_job("rain on a roof", ONE)]
 
     def contexts(**options) -> list[torch.Tensor]:
         workspace = opened_workspace(tiny, artifacts, settings=["text_buckets=128,1024"])

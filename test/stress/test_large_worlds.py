@@ -10,15 +10,16 @@ import recipes_oracle
 from conftest import once
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import one_thread, rel  # noqa: F401
+from jobs import make_job
 from recipe_runs import SEA, assert_equals_the_oracle, generate, told
 from steps import EQUAL
 from tiny import TinySizes, make_tiny
 from toy import SOON, alive
 
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 
-MANY, JOB = 64, Job("a red fox", Size(64, 64, 9), 5)
+MANY, JOB = 64, make_job("a red fox", Size(64, 64, 9), 5)
 
 pytestmark = pytest.mark.timeout(600)
 

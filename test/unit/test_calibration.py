@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from jobs import make_job
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
@@ -18,7 +19,7 @@ from ltx_neuron.host.arithmetic import (
     store_choices,
     this_machine,
 )
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.profiles import PROFILES
 from ltx_neuron.resume import restore_state, write_run_tensors
 from ltx_neuron.workspace import Workspace
@@ -225,7 +226,7 @@ def test_a_runs_identity_and_its_prompt_cache_name_the_libraries(tiny, tmp_path)
 
 
 def test_a_run_begun_with_another_choice_is_resumed_and_the_difference_is_said(tmp_path, capsys):
-    path, job = tmp_path / "out.resume.safetensors", Job("rain", Size(64, 64, 9))
+    path, job = tmp_path / "out.resume.safetensors", make_job("rain", Size(64, 64, 9))
     identity = {"seed": 10, "host_dtype": "bfloat16", "host_dtype_speed": 8}
     tensors = {
         "attention_mask": torch.ones(1, 1024, dtype=torch.int64),

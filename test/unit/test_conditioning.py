@@ -1,13 +1,12 @@
 """The state a stage starts from: noise drawn as ltx-core draws it, and images held as it holds
 them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import FP32_ROUNDING, STREAMS, furthest, generator, randn
+from jobs import make_job, replace
 
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState, initial_states, video_state
 from ltx_neuron.sampling.conditions import ImageCondition, ReferenceVideo, held_mask
@@ -167,7 +166,7 @@ def test_with_compat_keyframes_are_appended_exactly_as_1_0_0_does(strength):
     theirs = ltx_noised(ltx_state(video, images), 10)
     state = video_state(video, FPS, images, compat_1_0_0=True)
     size = Size(SHAPE[1] * 32, SHAPE[2] * 32, 8 * SHAPE[0] - 7)
-    (bucket,) = Job("", size, images=tuple(i for i, _ in images)).buckets
+    (bucket,) = make_job("", size, images=tuple(i for i, _ in images)).buckets
     assert state.latent.shape[1] == bucket.video_tokens == (SHAPE[0] + 2) * PER_FRAME
     assert torch.equal(state.clean_latent, theirs.clean_latent)
     assert torch.equal(state.denoise_mask, theirs.denoise_mask[0])
@@ -184,7 +183,7 @@ def test_with_compat_a_reference_starts_from_itself_as_in_1_0_0(strength):
     condition = VideoConditionByReferenceLatent(reference, 1, strength)
     theirs = ltx_noised(condition.apply_to(state, tools()), 10)
     references = (ReferenceVideo("", strength, 17),)
-    job = Job("", Size(SHAPE[1] * 32, SHAPE[2] * 32, 17), references=references)
+    job = make_job("", Size(SHAPE[1] * 32, SHAPE[2] * 32, 17), references=references)
     given = {"reference_latent": reference}, start, []
     ours, later = (
         initial_states(job, False, *given, Compat(conditioning=old), torch.float32)[0]
@@ -230,7 +229,7 @@ def test_the_masks_of_a_state_start_with_1_and_hold_each_strength_once():
         ImageCondition("", index, strength)
         for index, strength in ((0, 1.0), (8, 0.7), (16, 0.7), (24, 0.0))
     )
-    assert Job("").timesteps(False) == 1 and Job("", images=images).timesteps(True) == 3
+    assert make_job("").timesteps(False) == 1 and make_job("", images=images).timesteps(True) == 3
     video = latents()["video"]
     assert video_state(video, FPS, []).masks == (1.0,)
     state = video_state(video, FPS, [(each, image()[1]) for each in images])
@@ -251,7 +250,7 @@ def test_every_token_chooses_the_one_row_of_its_mask(timesteps):
 
 def test_motion_speed_scales_the_time_of_all_video_tokens_and_nothing_else():
     reference = ReferenceVideo("guide.mp4", 1.0, 17)
-    job = Job("", Size(64, 128, 17), images=(image(8)[0],), references=(reference,))
+    job = make_job("", Size(64, 128, 17), images=(image(8)[0],), references=(reference,))
     given = {"reference_latent": randn(1, 128, *SHAPE, seed=4)}
     start = latents()["video"], latents()["audio"]
 

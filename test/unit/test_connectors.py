@@ -85,7 +85,7 @@ def our_contexts(connectors, config, inputs):
         if name != "learnable_registers"
     }
     outputs = functional_call(module, weights, (inputs,), strict=True)
-    return {"video": outputs.video_context, "audio": outputs.audio_context}
+    return {stream: outputs[f"{stream}_context"] for stream in STREAMS}
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -129,7 +129,7 @@ def test_tokens_come_first_and_registers_stand_where_ltx_core_puts_them(count):
         theirs, _ = connectors[stream]._replace_padded_with_learnable_registers(
             text_features[stream].nan_to_num(), mask
         )
-        ours = getattr(inputs, f"{stream}_tokens")
+        ours = inputs[f"{stream}_tokens"]
         assert torch.equal(ours, theirs)
         registers = connectors[stream].learnable_registers
         assert torch.equal(ours[0, :count], text_features[stream][0, TEXT_TOKENS - count :])
@@ -142,10 +142,10 @@ def test_every_register_position_reaches_the_first_token():
     tokens alone."""
     connectors, config = models()
     inputs = our_inputs(connectors, config, features(config, 12), 12)
-    changed = inputs.video_tokens.clone()
+    changed = inputs["video_tokens"].clone()
     changed[:, -1] += 10
     before, after = (
-        our_contexts(connectors, config, i) for i in (inputs, inputs._replace(video_tokens=changed))
+        our_contexts(connectors, config, i) for i in (inputs, inputs | {"video_tokens": changed})
     )
     assert rel(after["video"][:, :1], before["video"][:, :1]) > EQUAL
     assert torch.equal(after["audio"], before["audio"])

@@ -1,6 +1,5 @@
 """The host models against ltx-core's own, built by its own loader from the same tiny checkpoint."""
 
-import dataclasses
 import errno
 import json
 import subprocess
@@ -12,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 from helpers import one_thread, rational_upsampler, rel, rewrite  # noqa: F401
+from jobs import make_job, replace
 from safetensors import safe_open
 
 from ltx_neuron import flags
@@ -20,7 +20,6 @@ from ltx_neuron.decode import Decoder
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
-from ltx_neuron.job import Job
 from ltx_neuron.profiles import PROFILES
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.resume import JobRun
@@ -260,7 +259,7 @@ def test_a_decoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path, dtyp
 
 
 # --- a clip is written while it is decoded --------------------------------------------------------
-TILES = dataclasses.replace(PROFILES["cpu"], vae_tile_frames=64)
+TILES = replace(PROFILES["cpu"], vae_tile_frames=64)
 LONG_SHAPE = (1, 128, 26, 1, 2)  # 201 frames: groups of tiles begin every 5 latent frames
 CHUNKS = [32, 40, 40, 40, 49]
 
@@ -274,7 +273,7 @@ def decoding(tiny, request):
 
     def decode(video, write):
         host.video_decoder.forward = lambda tile, *more: calls.append(1) or forward(tile, *more)
-        run = JobRun(Job("rain"), [Contexts(*4 * [None])])
+        run = JobRun(make_job("rain"), [Contexts(*4 * [None])])
         run.finish(run.job.stages[-1], video, latent(AUDIO_SHAPE))
         decode.recorder = recorder = Recorder()
         return Decoder(host, recorder, request.param).result(run, write)
@@ -313,7 +312,7 @@ def test_a_clip_counts_as_finished_once_it_is_written(decoding, tmp_path):
 
     decoding(latent((1, 128, 3, 1, 2)), write)
     report = decoding.recorder.report({}, "cpu", 1, {}, {})
-    assert (report["clips"], report["video_seconds"]) == (1, Job("rain").size.seconds)
+    assert (report["clips"], report["video_seconds"]) == (1, make_job("rain").size.seconds)
     with pytest.raises(OSError):
         decoding(latent((1, 128, 3, 1, 2)), lambda clip: (_ for _ in ()).throw(OSError("full")))
     assert clips() == 0

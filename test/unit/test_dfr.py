@@ -1,12 +1,12 @@
 """DFR: its canvas, keyframes, windows and rates, and what a window is given."""
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from jobs import make_job, replace
 
 from ltx_neuron.config.diffusion import DIFFUSION_VAE
 from ltx_neuron.config.release import RELEASES
@@ -33,7 +33,7 @@ OLD, NEW = (
 
 def job(frames=41, rate=24.0, rounds=1, kind=NEW, **more) -> Job:
     size = Size(64, 64, frames, rate, two_stage=True)
-    made = Job("a fox", size, dfr=True, temporal_upsample_rounds=rounds or None, **kind | more)
+    made = make_job("a fox", size, dfr=True, temporal_upsample_rounds=rounds or None, **kind | more)
     return of_release(made, RELEASES[1])
 
 
@@ -140,7 +140,7 @@ def test_stage_2_upsamples_the_video_of_stage_1_and_its_keyframes():
         "upsampled": (tensors["s1_video"], "spatial"),
         "upsampled_keyframes": (tensors["s1_generated_keyframes"], "spatial"),
     }
-    plain = Job("rain", Size(64, 64, 9, two_stage=True))
+    plain = make_job("rain", Size(64, 64, 9, two_stage=True))
     assert [*to_upsample(plain, plain.stages[1], tensors)] == ["upsampled"]
 
 

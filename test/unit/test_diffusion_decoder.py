@@ -2,13 +2,13 @@
 of ltx-core 1.2.0, however spans and tiles divide the clip."""
 
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusion_vae import GOLDEN, GOLDEN_STEPS, SEED, VAE, config_of, latent, pixels, spans, write
 from helpers import one_thread, randn, rel  # noqa: F401
+from jobs import make_job, replace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +19,7 @@ from ltx_neuron.host import diffusion
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.diffusion import neighbourhoods, rope_table
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.models import diffusion_decoder
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.diffusion_decoder import neighbourhood_attention, rotate
@@ -223,7 +223,7 @@ def test_a_job_is_decoded_with_the_noise_of_its_seed():
     host = SimpleNamespace(sample_rate=48000)
     decoder = Decoder(host, Recorder(), False, decode_video, lambda _: torch.zeros(2, 9))
     for seed in (5, 6):
-        run = JobRun(Job("rain", Size(32, 32, 1), seed=seed))
+        run = JobRun(make_job("rain", Size(32, 32, 1), seed=seed))
         run.tensors |= {"s1_video": torch.zeros(1), "s1_audio": torch.zeros(1)}
         assert decoder.result(run)
     assert seeds == [5, 6]
@@ -271,7 +271,7 @@ def test_flops_are_counted_as_torch_counts_them():
     from torch.utils.flop_counter import FlopCounterMode
 
     decoder = spans()
-    decoder.graphs = diffusion_program(decoder.config, SHAPE, torch.float32).graphs
+    decoder.program = diffusion_program(decoder.config, SHAPE, torch.float32)
     with FlopCounterMode(display=False) as counter:
         pixels(decoder, SHAPE)
     counted = diffusion.decode_flops(decoder.config, SHAPE)

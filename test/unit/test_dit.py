@@ -3,7 +3,6 @@ fp32 weights."""
 
 import math
 from functools import cache
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -256,21 +255,21 @@ def test_every_input_of_the_blocks_reaches_the_latents(taken):
 @pytest.mark.parametrize("stream", STREAMS)
 def test_one_element_that_is_not_finite_shows_in_the_one_number_of_a_step(stream, dtype):
     """Wherever it lies, and +Inf beside -Inf too."""
-    pair = SimpleNamespace(video_latent=randn(1, 24, 128), audio_latent=randn(1, 18, 128))
-    pair = SimpleNamespace(**{name: value.to(dtype) for name, value in vars(pair).items()})
+    tokens = {"video_latent": 24, "audio_latent": 18}
+    pair = {name: randn(1, count, 128).to(dtype) for name, count in tokens.items()}
     sigmas = torch.tensor([[0.7, 0.5], [0.7, 0.5]])
 
     def number(**planted: str):
-        latents = {s: getattr(pair, f"{s}_latent").clone() for s in STREAMS}
+        latents = {s: pair[f"{s}_latent"].clone() for s in STREAMS}
         for place, value in planted.items():
             latents[stream].view(-1)[int(place[1:])] = float(value)
-        video, audio, finite = dit.next_latents(pair, latents, sigmas)
+        video, audio, finite = dit.next_latents(pair, latents, sigmas).values()
         assert finite.dtype == torch.float32 and finite.shape == (1,)
         assert all(t.isfinite().all() for t in (video, audio)) != bool(planted)
         return finite.item()
 
     assert math.isfinite(number())
-    last = getattr(pair, f"{stream}_latent").numel() - 1
+    last = pair[f"{stream}_latent"].numel() - 1
     for place in (0, 1000, last):
         for value in ("nan", "inf", "-inf"):
             assert not math.isfinite(number(**{f"_{place}": value})), (place, value)

@@ -16,7 +16,7 @@ from ltx_neuron.commands import generate, prepare
 from ltx_neuron.durations import lasting
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.duration import duration_head_spec
-from ltx_neuron.sampling.duration import AutoDuration
+from ltx_neuron.sampling.size import AutoDuration
 from ltx_neuron.weights.checkpoint import Checkpoint
 
 # A head with random weights, contexts, and the seconds that ltx-core 1.2.0's DurationHead predicts.

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import randn, tone
+from jobs import make_job
 from typed import parsed, said
 
 from ltx_neuron import flags
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.video import write_video
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.plan import weight_sets
 from ltx_neuron.profiles import resolve
@@ -127,7 +128,7 @@ def states(extension, window, rows=2, columns=3):
     retake = Retake("", extend=extension.seconds, source_frames=extension.source_frames)
     start = latents.zeros(*size.sides, size.num_frames, size.frame_rate, torch.float32)
     given = {}, start, [], COMPAT[None], torch.float32, window
-    return initial_states(Job("", size, retake=retake), False, *given)
+    return initial_states(make_job("", size, retake=retake), False, *given)
 
 
 @pytest.mark.parametrize("extension", [TINY, Extension(-2.0, 50, 33, 25.0)])
@@ -168,7 +169,9 @@ def test_one_window_that_sees_all_of_a_file_is_a_retake_of_the_longer_clip():
 def test_windows_round_their_times_as_the_first_release_rounded_a_clips(seconds):
     """--compat ltx-core-1.0.0 in bf16: bounds, then middles; what begins at 0 is such a clip."""
     extension, dtype, shape = Extension(seconds, 25, 25, 24.0), torch.bfloat16, (4, 2, 3)
-    job = Job("rain", Size(64, 96, 25), retake=Retake(__file__, extend=seconds, source_frames=25))
+    job = make_job(
+        "rain", Size(64, 96, 25), retake=Retake(__file__, extend=seconds, source_frames=25)
+    )
     sound = audio_latent_frames(25, 24.0)
     start = torch.zeros(1, 128, *shape, dtype=dtype), torch.zeros(1, 8, sound, 16, dtype=dtype)
     for window in extension.windows:
@@ -254,7 +257,7 @@ def test_windows_are_as_long_as_any_clip_or_as_all_that_there_is(clip):
 
 def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip):
     windows = said("--video-path", clip(26), "--extend", 3, "--num-frames", 25)
-    retake = Job("rain", Size(32, 64, 25), retake=Retake(clip(26), 0.1, 0.2))
+    retake = make_job("rain", Size(32, 64, 25), retake=Retake(clip(26), 0.1, 0.2))
     assert windows.buckets == windows.buckets_to_compile == retake.buckets
     assert len(windows.stages) == 9 and {s.name for s in windows.stages} == {"stage_1"}
     size = "--extend", 3, "--num-frames", 25
@@ -279,8 +282,8 @@ def test_what_compiles_it_is_said_with_the_window(tiny, tmp_path, clip):
 
 def test_it_is_the_same_again_from_its_line(clip):
     kind = said("--video-path", clip(26), "--extend", -3, "--num-frames", 25)
-    line = json.loads(json.dumps(kind.with_paths(lambda path: path.name).spec.line()))
-    assert job_of(line, Path(clip(26)).parent) == kind
+    line = json.loads(json.dumps(kind.with_paths(lambda path: path.name).to_line()))
+    assert job_of(line, Path(clip(26)).parent).describe() == kind.describe()
     assert json.loads(json.dumps(kind.describe())) == kind.describe()
 
 
@@ -321,7 +324,7 @@ def test_what_cannot_be_made_longer_is_refused(text, clip):
 
 
 def test_what_is_left_names_the_windows():
-    job = Job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
+    job = make_job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
     run = JobRun(job, [Contexts(*torch.zeros(3, 1), None)])
     said = []
     for stage in job.stages:
@@ -336,7 +339,7 @@ def test_what_is_left_names_the_windows():
 
 
 def test_every_window_brings_a_job_forward():
-    job = Job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
+    job = make_job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
     percents = [_percent(job, stage, step) for stage in job.stages for step in (0, 4, 8)]
     assert percents == [DENOISED * done // 24 for done in (0, 4, 8, 8, 12, 16, 16, 20, 24)]
 

@@ -12,7 +12,7 @@ from ltx_neuron.command_line import RENAMED, Parser, advanced
 from ltx_neuron.commands import VERBS, dispatch
 from ltx_neuron.errors import UserError
 from ltx_neuron.report.price import Price
-from ltx_neuron.sampling.spec import GUIDANCE_KEYS, GuidanceFields, JobSpec, names_of
+from ltx_neuron.sampling.spec import GUIDANCE_KEYS, GuidanceFields, JobFields, names_of
 
 LINES, COLUMNS = 50, 100  # two screens
 MODELS = "transformer", "gemma3", "vae"
@@ -76,7 +76,7 @@ def test_the_help_of_generate_fits_on_two_screens(monkeypatch):
 def test_all_the_help_of_generate_has_every_name_of_every_flag():
     text = parser_of("generate").format_help(everything=True)
     names = {name for action in shown(parser_of("generate")) for name in action.option_strings}
-    names |= {f"--{n.replace('_', '-')}" for f in JobSpec.model_fields for n in names_of(f)}
+    names |= {f"--{n.replace('_', '-')}" for f in JobFields.model_fields for n in names_of(f)}
     assert [name for name in names if name not in text.replace(",", " ").split()] == []
 
 

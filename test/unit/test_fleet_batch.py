@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import needs
+from jobs import make_job
 
 from ltx_neuron.batch import Line, Results
 from ltx_neuron.commands import generate
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
@@ -61,7 +62,7 @@ def made(tmp_path, monkeypatch, prompts: list[str], patience: int = 9) -> list[s
     monkeypatch.setattr(batch, "Pool", Pool)
     monkeypatch.setattr(Pool, "patience", patience)
     Pool.last = None
-    lines = [Line(n, Job(prompt), f"digest {prompt}") for n, prompt in enumerate(prompts, 1)]
+    lines = [Line(n, make_job(prompt), f"digest {prompt}") for n, prompt in enumerate(prompts, 1)]
     results = Results(tmp_path, lines)
     left = [line for line in lines if line.number not in results.entries]
     with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
@@ -114,14 +115,14 @@ def test_a_line_of_a_job_says_all_of_it(tmp_path):
     image = ImageCondition(str(tmp_path / "a.png"), 8, 0.5, 20)
     loras = Lora(tmp_path / "a.safetensors", 0.3), Lora(tmp_path / "b.safetensors", -1)
     for job in (
-        Job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
-        Job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
-        Job("a", recipe="dev", guidance=DEFAULTS),
-        Job("a", negative_prompt="b", nag_scale=5.0, nag_alpha=0.5, nag_tau=3.0),
-        Job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
-        Job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
+        make_job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
+        make_job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
+        make_job("a", recipe="dev", guidance=DEFAULTS),
+        make_job("a", negative_prompt="b", nag_scale=5.0, nag_alpha=0.5, nag_tau=3.0),
+        make_job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
+        make_job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
     ):
-        assert job_of(json.loads(json.dumps(job.spec.line())), tmp_path) == job
+        assert job_of(json.loads(json.dumps(job.to_line())), tmp_path).describe() == job.describe()
 
 
 def test_cores_that_were_set_as_a_range_are_read_and_unset_ones_refused(monkeypatch):

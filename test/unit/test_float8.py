@@ -2,7 +2,6 @@
 a layout that is not known and a damaged scale are refused by name."""
 
 import argparse
-import dataclasses
 import json
 import os
 from functools import cache
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import rewrite
+from jobs import make_job, replace
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -21,7 +21,7 @@ from ltx_neuron.doctor import checks
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json
 from ltx_neuron.host.loading import checkpoint_spec
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.plan.table import table
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
@@ -344,9 +344,9 @@ LINE = (
 
 def test_the_plan_says_it_and_counts_the_bytes_of_the_bfloat16_file(made):
     scaled, plain = made("scaled")
-    planned = plan.plan(scaled, resolve("cpu"), Job("", Size(64, 64, 9)), 2, "bfloat16", None)
+    planned = plan.plan(scaled, resolve("cpu"), make_job("", Size(64, 64, 9)), 2, "bfloat16", None)
     assert LINE in " ".join(table(planned).split())
-    assert "float8" not in table(dataclasses.replace(planned, quantised=plain.describe_quantised()))
+    assert "float8" not in table(replace(planned, quantised=plain.describe_quantised()))
     wanted = plan._dit_bytes(plain, 2, torch.bfloat16)
     assert plan._dit_bytes(scaled, 2, torch.bfloat16) == wanted
 

@@ -148,7 +148,7 @@ def last_states(states, count):
 
 @pytest.mark.parametrize("tokens", [COUNT, BUCKET, TEXT_TOKENS])
 def test_hidden_states_are_transformers_from_the_exact_tokens_a_bucket_or_all_1024(setting, tokens):
-    ours = encode(setting, inputs_of(setting, [setting.ids], tokens)).hidden_states
+    ours = encode(setting, inputs_of(setting, [setting.ids], tokens))["hidden_states"]
     assert ours.shape == (1, tokens, setting.gemma.hidden_size, setting.gemma.num_hidden_layers + 1)
     theirs = last_states(setting.states, COUNT)
     for layer in range(setting.gemma.num_hidden_layers + 1):
@@ -163,8 +163,8 @@ def test_in_bfloat16_the_states_are_as_near_to_fp32_as_transformers(setting):
     theirs = last_states(hidden_states(rounded, setting.ids)[0], COUNT)
     weights = {name: weight.to(torch.bfloat16) for name, weight in setting.weights.items()}
     inputs = inputs_of(setting, [setting.ids], COUNT)
-    given = {name: getattr(inputs, name).to(torch.bfloat16) for name in ROUNDED}
-    ours = encode(setting._replace(weights=weights), inputs._replace(**given)).hidden_states
+    given = {name: inputs[name].to(torch.bfloat16) for name in ROUNDED}
+    ours = encode(setting._replace(weights=weights), inputs | given)["hidden_states"]
     assert ours.dtype == torch.bfloat16
     for layer in range(truth.shape[-1]):
         near, far = (rel(x[..., layer].float(), truth[..., layer]) for x in (ours, theirs))
@@ -172,7 +172,7 @@ def test_in_bfloat16_the_states_are_as_near_to_fp32_as_transformers(setting):
 
 
 def test_the_last_state_is_the_only_normed_one(setting):
-    states = encode(setting, inputs_of(setting, [setting.ids], COUNT)).hidden_states
+    states = encode(setting, inputs_of(setting, [setting.ids], COUNT))["hidden_states"]
     weight = int(setting.gemma.norms_add_one) + setting.weights["norm.weight"]
     # (1, count, layers + 1): 1 where a state was normed last.
     sizes = (states / weight[:, None]).square().mean(2)
@@ -189,7 +189,7 @@ def test_features_are_ltx_cores_of_the_same_states(setting):
     theirs = extractor(setting.states, setting.mask)
     for tokens in (COUNT, BUCKET):
         ours = encode(setting, inputs_of(setting, [setting.ids], tokens))
-        for got, wanted in zip(ours[:2], theirs, strict=True):
+        for got, wanted in zip([*ours.values()][:2], theirs, strict=True):
             assert rel(got[:, -COUNT:], wanted[:, -COUNT:]) < EQUAL
 
 
@@ -205,7 +205,7 @@ def test_a_uniform_rope_base_would_show(setting, uniform):
 def shows(setting, **changes) -> bool:
     """Whether an encoder with another config gives other states than transformers."""
     changed = setting._replace(gemma=replace(setting.gemma, **changes))
-    states = encode(changed, inputs_of(changed, [setting.ids], COUNT)).hidden_states
+    states = encode(changed, inputs_of(changed, [setting.ids], COUNT))["hidden_states"]
     return rel(states[..., -1], last_states(setting.states, COUNT)[..., -1]) > SHOWS
 
 
@@ -234,7 +234,7 @@ def test_full_layers_of_gemma_4_turn_a_quarter_of_the_frequencies_of_the_whole_h
     inputs = inputs_of(gemma_4, [gemma_4.ids], COUNT)
     first, last = TEXT_TOKENS - COUNT, TEXT_TOKENS - 1
     head, base = gemma_4.gemma.global_head_dim, 1e6
-    for table, function in ((inputs.global_cos, torch.cos), (inputs.global_sin, torch.sin)):
+    for table, function in ((inputs["global_cos"], torch.cos), (inputs["global_sin"], torch.sin)):
         for token, position in ((0, first), (-1, last)):
             # The exponents are of the whole head, not of the quarter that rotates.
             turning = [position * base ** (-2 * k / head) for k in range(head // 8)]
@@ -253,25 +253,25 @@ def test_tokens_keep_the_positions_that_padding_to_1024_gives_them(setting):
     inputs = inputs_of(setting, [setting.ids], COUNT)
     positions = torch.arange(TEXT_TOKENS - COUNT, TEXT_TOKENS)
     wanted = half_rope(positions, setting.gemma.head_dim, 1e4, 1.0)
-    assert torch.equal(inputs.local_cos, wanted.cos)
+    assert torch.equal(inputs["local_cos"], wanted.cos)
     assert torch.equal(
-        inputs_of(setting, [setting.ids], BUCKET).local_cos[:, :, -COUNT:], wanted.cos
+        inputs_of(setting, [setting.ids], BUCKET)["local_cos"][:, :, -COUNT:], wanted.cos
     )
 
 
 def test_what_stands_in_the_padding_changes_no_token(setting):
     inputs = inputs_of(setting, [setting.ids], BUCKET)
-    changed = inputs.embeddings.clone()
+    changed = inputs["embeddings"].clone()
     changed[:, :-COUNT] = randn(1, BUCKET - COUNT, setting.gemma.hidden_size)
-    before, after = encode(setting, inputs), encode(setting, inputs._replace(embeddings=changed))
-    assert torch.equal(before.video_features[:, -COUNT:], after.video_features[:, -COUNT:])
-    assert torch.equal(before.hidden_states[:, -COUNT:], after.hidden_states[:, -COUNT:])
+    before, after = encode(setting, inputs), encode(setting, inputs | {"embeddings": changed})
+    assert torch.equal(before["video_features"][:, -COUNT:], after["video_features"][:, -COUNT:])
+    assert torch.equal(before["hidden_states"][:, -COUNT:], after["hidden_states"][:, -COUNT:])
 
 
 def test_a_token_sees_no_later_one(setting):
     changed = [*setting.ids[:-1], setting.ids[-1] + 1 if setting.ids[-1] < 500 else 5]
     before, after = (
-        encode(setting, inputs_of(setting, [ids], COUNT)).hidden_states
+        encode(setting, inputs_of(setting, [ids], COUNT))["hidden_states"]
         for ids in (setting.ids, changed)
     )
     assert torch.equal(before[:, :-1], after[:, :-1])
@@ -280,7 +280,7 @@ def test_a_token_sees_no_later_one(setting):
 
 def test_two_prompts_in_one_pass_are_encoded_as_if_each_were_alone(setting):
     second = setting.ids[:1] + setting.ids[5:8]
-    outputs = encode(setting, inputs_of(setting, [setting.ids, second], BUCKET)).hidden_states
+    outputs = encode(setting, inputs_of(setting, [setting.ids, second], BUCKET))["hidden_states"]
     parts = prompt_slices([COUNT, len(second)], BUCKET)
     alone = setting.states, hidden_states(setting.reference, second)[0]
     for part, states in zip(parts, alone, strict=True):
@@ -315,5 +315,5 @@ def test_the_encoder_returns_states_only_when_asked(setting):
     with torch.device("meta"):
         silent = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), return_states=False)
     outputs = functional_call(silent, setting.weights, (inputs,), strict=True)
-    assert outputs._fields == ("video_features", "audio_features")
-    assert torch.equal(outputs.video_features, encode(setting, inputs).video_features)
+    assert [*outputs] == ["video_features", "audio_features"]
+    assert torch.equal(outputs["video_features"], encode(setting, inputs)["video_features"])

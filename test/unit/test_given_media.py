@@ -14,13 +14,13 @@ from helpers import (
     write_film,
     write_sound,
 )
+from jobs import make_job, read_clip
 from PIL import Image
 from safetensors import safe_open
 
 from ltx_neuron import flags, preflight
 from ltx_neuron.decode import Decoder
 from ltx_neuron.errors import UserError
-from ltx_neuron.flags.resolve import dubbing_of, references_of
 from ltx_neuron.host.arithmetic import FLOAT32
 from ltx_neuron.host.conditions import check, encode
 from ltx_neuron.host.images import fill
@@ -40,7 +40,6 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.sampling.latents import sound_latent_frames
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import Lora
 
@@ -116,11 +115,11 @@ def pixels(path, height, width, count):
 
 
 def a2v(path, frames=25, rate=24.0, **settings):
-    return Job("", Size(64, 96, frames, rate), sound=SoundCondition(path, **settings))
+    return make_job("", Size(64, 96, frames, rate), sound=SoundCondition(path, **settings))
 
 
 def ic_lora(*references, frames=25, mask=None, size=(64, 96)):
-    return Job("", Size(*size, frames), references=references, attention_mask=mask)
+    return make_job("", Size(*size, frames), references=references, attention_mask=mask)
 
 
 # --- a given sound --------------------------------------------------------------------------------
@@ -229,7 +228,7 @@ def test_what_is_no_usable_sound_is_a_users_error(files, tmp_path):
 
 
 def retake(path, frames, size=(64, 96)):
-    return Job("", Size(*size, frames), retake=Retake(path, 0.1, 0.3))
+    return make_job("", Size(*size, frames), retake=Retake(path, 0.1, 0.3))
 
 
 def test_a_retaken_video_is_encoded_with_its_sound(files, host, theirs):
@@ -322,8 +321,7 @@ def test_an_image_as_a_reference_is_encoded_as_a_video_of_equal_frames(tmp_path,
     picture = picture_frames(1, 100, 130, 5)[0].numpy()
     path = tmp_path / "sheet.png"
     Image.fromarray(picture).save(path)
-    spec = JobSpec(num_frames=17, video_conditioning=[(str(path), 1.0)])
-    (reference,) = references_of(spec)
+    (reference,) = Job(num_frames=17, video_conditioning=[(str(path), 1.0)]).references
     assert reference.still and reference.frames(Size(num_frames=17)) == 17
     given = ic_lora(reference, frames=17)
     check(given)
@@ -397,8 +395,8 @@ def test_what_is_wrong_with_references_and_masks_is_said_before_they_are_read(fi
 
 def dubbed(tiny, path, frames=25, sides=(128, 192), strength=1.0):
     size = Size(*sides, frames, two_stage=True)
-    spec = JobSpec(reference_video=str(path), reference_strength=strength)
-    return Job("", size, **dubbing_of(spec, size, (Lora(tiny.lora),)))
+    clip = read_clip(path, (Lora(tiny.lora),), reference_strength=strength)
+    return make_job("", size, **clip)
 
 
 def test_a_dubbed_clip_is_encoded_for_each_stage_with_all_of_its_sound(files, host, theirs, tiny):
@@ -439,7 +437,7 @@ def test_ranks_encode_the_tiles_of_every_clip_but_an_ic_loras_references(files, 
         return [host.video_encoder(tile) for tile in several]
 
     film, longer = files / "film.mp4", Retake(files / "film.mp4", extend=0.3, source_frames=25)
-    extended, dub = Job("", Size(64, 96, 17), retake=longer), dubbed(tiny, film, 17)
+    extended, dub = make_job("", Size(64, 96, 17), retake=longer), dubbed(tiny, film, 17)
     for given, upsampled in (
         (retake(files / "long.mp4", 89, (32, 64)), False),
         (extended, False),
@@ -473,7 +471,7 @@ def test_the_voice_of_a_dubbed_clip_has_one_or_two_channels(
 
 
 def job_with(sound, **settings):
-    return Job("rain", Size(64, 96, 25, two_stage=True), sound=sound, **settings)
+    return make_job("rain", Size(64, 96, 25, two_stage=True), sound=sound, **settings)
 
 
 def run_of(job, **tensors):
@@ -488,7 +486,7 @@ def given_sound(files, host):
 
 def test_of_two_stages_a_reference_is_encoded_at_half_the_size(files, host):
     reference = ReferenceVideo(files / "film.mp4", 1.0, 25)
-    job = Job("rain", Size(128, 192, 25, two_stage=True), references=(reference,))
+    job = make_job("rain", Size(128, 192, 25, two_stage=True), references=(reference,))
     check(job)
     assert job.size.first == Size(64, 96, 25)
     assert torch.equal(
@@ -521,14 +519,14 @@ def test_the_models_of_a_job_are_those_that_encode_and_decode_what_it_has(files)
     names = preflight._host_models
     sound, retaken = SoundCondition("a.wav"), Retake("a.mp4", 0.0, 1.0)
     size = Size(64, 96, 9)
-    assert {"audio_encoder"} == set(names(Job("a", size, sound=sound))) - {"video_decoder"}
-    with_video = set(names(Job("a", size, retake=retaken)))
+    assert {"audio_encoder"} == set(names(make_job("a", size, sound=sound))) - {"video_decoder"}
+    with_video = set(names(make_job("a", size, retake=retaken)))
     assert {"audio_encoder", "video_encoder", "vocoder"} < with_video
     reference = (ReferenceVideo("a.mp4", 1.0, 9),)
-    assert "video_encoder" in names(Job("a", size, references=reference))
-    both = Job("a", size, dubbing=reference[0], reference_audio=ReferenceAudio("a.mp4", 9))
+    assert "video_encoder" in names(make_job("a", size, references=reference))
+    both = make_job("a", size, dubbing=reference[0], reference_sound=ReferenceAudio("a.mp4", 9))
     assert {"audio_encoder", "video_encoder", "vocoder"} < set(names(both))
-    assert not {"audio_encoder", "video_encoder"} & set(names(Job("a", size)))
+    assert not {"audio_encoder", "video_encoder"} & set(names(make_job("a", size)))
 
 
 def test_a_file_that_does_not_do_is_said_before_anything_else_is_looked_for(files, tiny, tmp_path):
@@ -543,7 +541,7 @@ def test_a_file_that_does_not_do_is_said_before_anything_else_is_looked_for(file
             (SoundCondition(files / "sound.wav", 1.5), "is shorter than the video"),
         ):
             with pytest.raises(UserError, match=message):
-                engine.preflight.check([Job("rain", Size(64, 96, 25), sound=sound)])
+                engine.preflight.check([make_job("rain", Size(64, 96, 25), sound=sound)])
 
 
 def saved_state(files, host, folder, drop=(), **changed):

@@ -1,16 +1,15 @@
 """The gradient estimation sampler against upstream's loop, which no pipeline calls."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import randn, rel
+from jobs import make_job, replace
 from ltx_core.components.diffusion_steps import EulerDiffusionStep
 from ltx_core.types import LatentState
 from ltx_pipelines.utils.samplers import gradient_estimating_euler_denoising_loop
 
 from ltx_neuron.errors import FieldError
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.sampling.gradient_estimation import GradientEstimation
 from ltx_neuron.sampling.res_2s import Stream
 from ltx_neuron.sampling.schedules import ltx2_schedule
@@ -55,7 +54,7 @@ def test_a_stages_latents_are_those_of_upstreams_loop(dtype):
 
 
 def test_it_is_of_stage_1_of_the_dev_recipe_without_an_input():
-    job = Job("rain", Size(128, 192, 17, two_stage=True), sampler="gradient_estimation")
+    job = make_job("rain", Size(128, 192, 17, two_stage=True), sampler="gradient_estimation")
     dev = replace(job, recipe="dev")
     dev.check()
     assert [stage.sampler for stage in dev.stages] == ["gradient_estimation", "euler"]

@@ -21,6 +21,7 @@ from helpers import (
     step_inputs,
     step_number,
 )
+from jobs import make_job, replace
 from oracle import later_semantics
 from recipes_oracle import OFF
 from tiny import TinySizes
@@ -29,11 +30,10 @@ from typed import said
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import Job
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.models.signatures import PASSES, GuideInputs
+from ltx_neuron.models.signatures import PASSES
 from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import (
@@ -133,7 +133,7 @@ def guide(video, audio, enabled=(1.0, 1.0), **changed) -> dict[str, torch.Tensor
             "clean_latent": state()[0].clean_latent,
         }
     )
-    return Guide()(GuideInputs(*(values[field] for field in GuideInputs._fields)))._asdict()
+    return Guide()(values)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -408,7 +408,7 @@ def test_a_step_runs_the_passes_that_a_stream_needs_and_no_other(name):
         {f"{k}_{s}": f"cond_{s}" for k in PASSES if k not in needed for s in STREAMS},
     )
     assert sequence == ["guided"] * 6
-    job = Job("a", recipe="dev", guidance=guidance)
+    job = make_job("a", recipe="dev", guidance=guidance)
     assert len(job.prompts) == (2 if "uncond" in needed else 1)
 
 
@@ -476,9 +476,9 @@ def test_defaults_are_those_of_ltx_pipelines():
     # 1.2.0 added words before those of the installed release.
     assert SHORT_NEGATIVE_PROMPT == DEFAULT_NEGATIVE_PROMPT
     assert NEGATIVE_PROMPT.endswith(f"speech_ending_short, {DEFAULT_NEGATIVE_PROMPT}")
-    job = Job("rain", recipe="dev")
+    job = make_job("rain", recipe="dev")
     for compat, wanted in ((None, NEGATIVE_PROMPT), ("ltx-core-1.0.0", SHORT_NEGATIVE_PROMPT)):
-        assert dataclasses.replace(job, compat=compat).prompts == ("rain", wanted)
+        assert replace(job, compat=compat).prompts == ("rain", wanted)
     for stream in STREAMS:
         theirs = dataclasses.asdict(getattr(LTX_2_3_PARAMS, f"{stream}_guider_params"))
         ours = dataclasses.asdict(getattr(DEFAULTS, stream))
@@ -506,8 +506,8 @@ def test_flags_have_the_names_and_meanings_of_ltx_pipelines():
         "1",
     )
     # a2v is video's.
-    wanted = dataclasses.replace(DEFAULTS.video, modality_scale=2.0, stg_blocks=(), skip_step=1)
-    assert parsed == Guidance(wanted, dataclasses.replace(DEFAULTS.audio, stg_blocks=(1, 2)))
+    wanted = replace(DEFAULTS.video, modality_scale=2.0, stg_blocks=(), skip_step=1)
+    assert parsed == Guidance(wanted, replace(DEFAULTS.audio, stg_blocks=(1, 2)))
     assert guidance_by_flags() is None
 
 
@@ -530,4 +530,4 @@ def test_blocks_that_the_model_lacks_are_named_unless_nothing_reads_them():
 def test_scales_that_cannot_be_are_refused(field, value, said):
     guidance = guidance_of(OFF, OFF | {field: value})
     with pytest.raises(UserError, match=said):
-        Job("rain", recipe="dev", guidance=guidance).check()
+        make_job("rain", recipe="dev", guidance=guidance).check()

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from hub_server import TOKEN, Hub, use
 from huggingface_hub import constants, utils
+from jobs import make_job
 
 from ltx_neuron import flags
 from ltx_neuron.doctor.__main__ import main as doctor
 from ltx_neuron.errors import UserError
 from ltx_neuron.hub import RELEASED, absolute, download_again, local_path, no_downloads, spelled
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.weights.model_files import ModelFiles
 
@@ -253,7 +254,7 @@ def test_files_of_the_hub_have_the_identities_of_their_local_copies(hub, tiny):
         assert own.weights_identity(own.source(model)) == local.weights_identity(
             local.source(model)
         )
-    (lora,) = flags.lora_fields(given)["loras"]
+    (lora,) = given.loras
     assert lora.path.name == FILES["lora"] and lora.strength == 0.5
 
 
@@ -283,7 +284,7 @@ def test_all_parts_of_ltx_2_5_are_found_by_the_name_of_its_repository(hub, split
     hub.repos[LATER] = {file: split.folder / file for file in files.values()}
     names = dict(checkpoint_path=LATER, profile="cpu", dtype="float32")
     with LTXPipeline.from_pretrained(**names, artifacts_dir="artifacts") as pipeline:
-        job = Job("a fox", Size(64, 64, 9, two_stage=True))
+        job = make_job("a fox", Size(64, 64, 9, two_stage=True))
         with suppress(UserError):  # there are no graphs
             pipeline.engine.preflight.check([pipeline.engine.workspace.resolved(job)])
     assert "video decoder: convolutional, from " in capsys.readouterr().out

@@ -308,8 +308,8 @@ def run_compiled(traced, graphs, seed):
             filled(parameter.shape, torch.bfloat16, seed + number)
             for parameter in module.parameters()
         ]
-        results = graphs[name](*weights, *(values[field] for field in inputs._fields))
-        values |= dict(zip(outputs._fields, results, strict=True))
+        results = graphs[name](*weights, *(values[field] for field in inputs))
+        values |= dict(zip(outputs, results, strict=True))
 
 
 def filled(shape, dtype, seed):

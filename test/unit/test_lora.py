@@ -2,7 +2,6 @@
 weight is refused."""
 
 import argparse
-import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import one_thread, randn  # noqa: F401
+from jobs import make_job, replace
 from recipes_oracle import fused_state
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -19,7 +19,7 @@ from ltx_neuron.artifacts import finished_weights
 from ltx_neuron.commands import dispatch
 from ltx_neuron.errors import UserError
 from ltx_neuron.invocation import command
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.preflight import check_distilled_loras
 from ltx_neuron.profiles import resolve
@@ -352,7 +352,7 @@ def weight_sets(words: str) -> list[list]:
     """The sets that flags name, each LoRA as its file's name and strength."""
     parser = argparse.ArgumentParser()
     flags.add_loras(parser)
-    sets = flags.weight_sets(flags.lora_fields(flags.spec(parser.parse_args(words.split()))))
+    sets = flags.spec(parser.parse_args(words.split())).weight_sets
     return [[(lora.path.name, lora.strength) for lora in loras] for loras in sets]
 
 
@@ -402,10 +402,10 @@ def test_a_lines_loras_take_the_place_of_the_commands(tmp_path):
     parser = argparse.ArgumentParser()
     flags.add_job(parser)
     command = "--recipe distilled --two-stage --lora a .5 --ic-lora i"
-    job_of = flags.job_of_line(parser.parse_args(command.split()))
+    command = flags.spec(parser.parse_args(command.split()))
 
     def names(**line) -> list[list]:
-        job = job_of({"prompt": "x"} | line)
+        job = command.updated({"prompt": "x"} | line)
         return [[(str(lora.path), lora.strength) for lora in s.loras] for s in job.stages]
 
     assert names() == [[("a", 0.5), ("i", 1.0)], [("a", 0.5)]]
@@ -427,9 +427,9 @@ def test_a_file_of_named_sets_says_them_as_a_line_does(tmp_path):
         return flags.lora_sets(args)
 
     found = sets({"anime": {"lora": ["b", 0.5]}})
-    assert [lora.path.name for lora in found["default"]["loras"]] == ["a"]
-    assert found["anime"]["loras"] == (Lora(Path("b"), 0.5),)
-    assert found["anime"]["stage_2_loras"] == found["default"]["stage_2_loras"] != ()
+    assert [lora.path.name for lora in found["default"].loras] == ["a"]
+    assert found["anime"].loras == (Lora(Path("b"), 0.5),)
+    assert found["anime"].stage_2_loras == found["default"].stage_2_loras != ()
     for wrong in ({"anime": {"seed": 3}}, {"anime": ["b"]}):
         with pytest.raises(
             UserError, match="'anime': wanted an object with the keys lora, ic-lora, distilled-lora"
@@ -449,8 +449,8 @@ def test_the_keys_of_a_jobs_loras_make_the_same_weight_sets(tmp_path):
             "distilled-lora-strength-stage-2": 0.6,
         }
     )
-    again = made(job.spec.line())
-    assert again == job and len({stage.loras for stage in job.stages}) == 2
+    again = made(job.to_line())
+    assert again.describe() == job.describe() and len({stage.loras for stage in job.stages}) == 2
 
 
 def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_path):
@@ -459,10 +459,12 @@ def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_pa
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path / "artifacts", 1, "bfloat16")
     two = Size(64, 64, 9, two_stage=True)
     jobs = [
-        Job("plain", Size(64, 64, 9)),
-        Job("hq", two, recipe="dev", stage_1_loras=(lora,), stage_2_loras=(Lora(tiny.lora, 2),)),
-        Job("ic", two, stage_1_loras=(Lora(tiny.lora, 0.75),)),
-        Job("style", Size(64, 64, 9), loras=(lora,)),  # stage 1 of hq is that set
+        make_job("plain", Size(64, 64, 9)),
+        make_job(
+            "hq", two, recipe="dev", stage_1_loras=(lora,), stage_2_loras=(Lora(tiny.lora, 2),)
+        ),
+        make_job("ic", two, stage_1_loras=(Lora(tiny.lora, 0.75),)),
+        make_job("style", Size(64, 64, 9), loras=(lora,)),  # stage 1 of hq is that set
     ]
     workspace.shard("dit")
     with pytest.raises(UserError) as error:
@@ -478,18 +480,18 @@ def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_pa
 
 def test_the_distilled_lora_is_for_stage_2_of_dev_and_that_stage_needs_it():
     two, lora = Size(64, 64, 9, two_stage=True), (Lora(Path("d")),)
-    refining = Job("x", two, recipe="dev", stage_2_loras=lora)
-    one_stage = Job("x", Size(64, 64, 9), recipe="dev", stage_2_loras=lora)
+    refining = make_job("x", two, recipe="dev", stage_2_loras=lora)
+    one_stage = make_job("x", Size(64, 64, 9), recipe="dev", stage_2_loras=lora)
     check_distilled_loras([refining, one_stage])  # the command's flags, of lines of both kinds
-    half = dataclasses.replace(refining, stage_2_loras=(), skip_stage_2=True)
+    half = replace(refining, stage_2_loras=(), skip_stage_2=True)
     check_distilled_loras([half])  # no stage 2 is run
     for jobs in (
-        [refining, dataclasses.replace(refining, stage_2_loras=())],
-        [Job("x", two, recipe="dev")],
+        [refining, replace(refining, stage_2_loras=())],
+        [make_job("x", two, recipe="dev")],
     ):
         with pytest.raises(UserError, match="needs --distilled-lora: .*\n.*hf download"):
             check_distilled_loras(jobs)
-    for jobs in ([one_stage], [refining, dataclasses.replace(refining, recipe="distilled")]):
+    for jobs in ([one_stage], [refining, replace(refining, recipe="distilled")]):
         with pytest.raises(UserError, match="--distilled-lora is for stage 2 of --recipe dev"):
             check_distilled_loras(jobs)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import one_thread, randn  # noqa: F401
+from jobs import make_job
 from safetensors.torch import load_file, save_file
 
 from ltx_neuron.errors import UserError
@@ -258,7 +259,7 @@ def opened(checkpoint: Path, tiny, artifacts: Path) -> Workspace:
 
 
 def job_with(*loras: Lora) -> Job:
-    return Job("a red fox by the sea", Size(64, 64, 9), loras=loras)
+    return make_job("a red fox by the sea", Size(64, 64, 9), loras=loras)
 
 
 def encoded(workspace: Workspace, *jobs: Job, cache: bool = True) -> list[torch.Tensor]:
@@ -324,10 +325,10 @@ def test_the_command_of_missing_gemma_weights_has_the_lora(tiny, tmp_path):
 def test_a_lora_on_the_connectors_for_one_stage_is_refused(tiny, tmp_path):
     workspace = opened(tiny.checkpoint, tiny, tmp_path / "artifacts")
     lora, two = Lora(written(tmp_path, connector_lora(tiny))), Size(64, 64, 9, two_stage=True)
-    job = Job("x", two, stage_1_loras=(lora,))
+    job = make_job("x", two, stage_1_loras=(lora,))
     with pytest.raises(UserError, match="changes the connectors, which encode the prompt once"):
         workspace.text_loras(job)
-    assert workspace.text_loras(Job("x", two, loras=(lora,))) == (lora,)
+    assert workspace.text_loras(make_job("x", two, loras=(lora,))) == (lora,)
 
 
 # --- other methods --------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
 """Stage 1 of LTX-2.5's distilled recipe: marked keyframes, the ancestral sampler, generated
 keyframes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from conftest import ROOT
 from helpers import one_thread, randn, rel  # noqa: F401
+from jobs import make_job, replace
 from ltx25_step import CONFIG, IMAGES, JOB, SEED, STAGE, stage_run
 from safetensors.torch import load_file
 
@@ -14,7 +13,7 @@ from ltx_neuron.config.release import RELEASES
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.finished import of_release
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling import ancestral, latents
@@ -27,10 +26,10 @@ from ltx_neuron.sampling.conditions import (
     ReferenceVideo,
     Retake,
     SoundCondition,
-    check_together,
 )
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
+from ltx_neuron.sampling.spec import LoraFile
 
 # Latents after step 1 and after all, by ltx-core and ltx-pipelines 1.2.0 on the same weights,
 # images and contexts (fp32).
@@ -220,10 +219,10 @@ EARLIER = "ltx-pipelines-1.2.0"
 
 def test_both_distilled_stages_of_a_release_use_its_sampler():
     two_stages = TWO_STAGES
-    dev = of_release(Job("", two_stages, recipe="dev"), LTX_2_5)
+    dev = of_release(make_job("", two_stages, recipe="dev"), LTX_2_5)
     assert [stage.sampler for stage in dev.stages] == ["euler", "euler"]
     for release, sampler in ((LTX_2_3, "euler"), (LTX_2_5, "ancestral")):
-        job = of_release(Job("", two_stages), release)
+        job = of_release(make_job("", two_stages), release)
         assert [stage.sampler for stage in job.stages] == [sampler, sampler]
         assert [bucket.ancestral for bucket in job.buckets] == [sampler == "ancestral"] * 2
         earlier = replace(job, compat=EARLIER)
@@ -231,11 +230,10 @@ def test_both_distilled_stages_of_a_release_use_its_sampler():
         assert job.describe()["sampler"] == sampler
         assert "ancestral" not in job.describe()
         assert of_release(job, release) is job
-        assert "sampler" not in job.spec.line() or job.spec.line()["sampler"] == "euler"
+        assert "sampler" not in job.to_line() or job.to_line()["sampler"] == "euler"
 
 
 SOUND, CLIP = SoundCondition("sound.wav"), ReferenceVideo("clip.mp4", 1.0, 17)
-IC_LORA = {"{ic_lora}": True, "{reference_video}": False}
 
 
 @pytest.mark.parametrize(
@@ -244,20 +242,20 @@ IC_LORA = {"{ic_lora}": True, "{reference_video}": False}
         {"sound": SOUND},
         {"retake": Retake("film.mp4", 0.0, 0.3), "size": replace(TWO_STAGES, two_stage=False)},
         {"references": (CLIP,)},
-        {"reference_audio": ReferenceAudio("voice.wav", 8)},
-        {"reference_audio": ReferenceAudio("clip.mp4", 8), "dubbing": CLIP},
+        {"reference_sound": ReferenceAudio("voice.wav", 8)},
+        {"reference_sound": ReferenceAudio("clip.mp4", 8), "dubbing": CLIP},
     ],
     ids=["a sound", "a retake", "references", "a voice", "dubbing"],
 )
 def test_other_inputs_than_images_are_sampled_without_noise_as_upstream_does(given):
-    job = of_release(Job("", **{"size": TWO_STAGES} | given), LTX_2_5)
+    job = of_release(make_job("", **{"size": TWO_STAGES} | given), LTX_2_5)
     assert {stage.sampler for stage in job.stages} == {"euler"}
-    with_image = of_release(Job("", TWO_STAGES, images=IMAGES), LTX_2_5)
+    with_image = of_release(make_job("", TWO_STAGES, images=IMAGES), LTX_2_5)
     assert {stage.sampler for stage in with_image.stages} == {"ancestral"}
 
 
 def test_stage_2_draws_its_noise_from_a_seed_of_its_own():
-    stages = of_release(Job("", TWO_STAGES), LTX_2_5).stages
+    stages = of_release(make_job("", TWO_STAGES), LTX_2_5).stages
     assert [stage.noise for stage in stages] == [(10_000, 1.0), (20_000, 1.0)]
 
 
@@ -275,16 +273,16 @@ def test_stage_2_draws_its_noise_from_a_seed_of_its_own():
     }.values(),
 )
 def test_stage_2_of_the_guided_recipe_keeps_the_sound_of_stage_1(changes, frozen):
-    job = replace(Job("", TWO_STAGES, recipe="dev"), **changes)
+    job = replace(make_job("", TWO_STAGES, recipe="dev"), **changes)
     assert job.freezes_sound(True) is frozen
     assert job.freezes_sound(False) is bool(job.sound)
 
 
 def test_an_images_crf_is_the_releases_unless_it_is_given():
-    job = Job("", images=(ImageCondition("a.png"), ImageCondition("b.png", crf=0)))
+    job = make_job("", images=(ImageCondition("a.png"), ImageCondition("b.png", crf=0)))
     for release, crf in ((LTX_2_3, 33), (LTX_2_5, 18)):
         assert [image.crf for image in of_release(job, release).images] == [crf, 0]
-    assert [len(image) for image in job.spec.line()["image"]] == [3, 4]
+    assert [len(image) for image in job.to_line()["image"]] == [3, 4]
 
 
 def test_graphs_take_the_keyframes_mask_if_the_model_has_one_and_noise_if_ancestral():
@@ -293,7 +291,7 @@ def test_graphs_take_the_keyframes_mask_if_the_model_has_one_and_noise_if_ancest
 
     def inputs(config, bucket):
         program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 1)
-        return {name: {*graph.inputs._fields} for name, graph in program.graphs.items()}
+        return {name: {*graph.inputs} for name, graph in program.graphs.items()}
 
     plain = Bucket(12, 8, 1, 8)
     marked, noisy = inputs(CONFIG, plain), inputs(CONFIG, replace(plain, ancestral=True))
@@ -331,14 +329,14 @@ def test_the_first_latent_frame_is_marked_without_an_image_too():
 
 
 def test_both_stages_have_the_generated_keyframes():
-    job = Job("", TWO_STAGES, num_generated_keyframes=2)
+    job = make_job("", TWO_STAGES, num_generated_keyframes=2)
     earlier = replace(job, compat=EARLIER)
     tokens = [[each.bucket(stage).video_tokens for stage in each.stages] for each in (job, earlier)]
     assert tokens == [[(3 + 2) * 6, (3 + 2) * 24], [(3 + 2) * 6, 3 * 24]]
 
 
 def test_keyframes_of_stage_2_begin_as_those_of_stage_1_behind_all_other_tokens():
-    job = Job("", TWO_STAGES, images=IMAGES, num_generated_keyframes=2)
+    job = make_job("", TWO_STAGES, images=IMAGES, num_generated_keyframes=2)
     planes, start = randn(1, 128, 2, 4, 6, seed=1), latents.zeros(128, 192, 17, 25.0, torch.float32)
     images = [(image, randn(1, 128, 1, 4, 6, seed=2)) for image in IMAGES]
     given = {"upsampled_keyframes": planes}, start, images, COMPAT[None], torch.float32
@@ -351,8 +349,8 @@ def test_keyframes_of_stage_2_begin_as_those_of_stage_1_behind_all_other_tokens(
 
 def test_keyframes_are_generated_beside_references_and_a_mask_behind_them():
     given = {"references": (CLIP,), "attention_mask": AttentionMask("mask.mp4")}
-    job = replace(Job("", TWO_STAGES, num_generated_keyframes=2), **given)
-    check_together({"{num_generated_keyframes}": True, "{video_conditioning}": True} | IC_LORA)
+    job = replace(make_job("", TWO_STAGES, num_generated_keyframes=2), **given)
+    job.replaced(ic_lora=(LoraFile("ic"),)).check_rules()
     tensors = {"reference_latent": randn(1, 128, 3, 2, 3), "reference_attention": torch.ones(1, 18)}
     start = latents.zeros(64, 96, 17, 25.0, torch.float32)
     video, _ = initial_states(job, False, tensors, start, [], COMPAT[None], torch.float32)
@@ -364,7 +362,7 @@ def test_keyframes_are_generated_beside_references_and_a_mask_behind_them():
 
 
 def test_more_keyframes_than_frames_between_are_refused(tmp_path):
-    fits = Job("a meadow", Size(64, 96, 9), num_generated_keyframes=7)
+    fits = make_job("a meadow", Size(64, 96, 9), num_generated_keyframes=7)
     fits.check()
     with pytest.raises(FieldError, match="at most 7"):
         replace(fits, num_generated_keyframes=8).check()

@@ -8,9 +8,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -33,23 +33,14 @@ from ltx_neuron.backends.manifest import Manifest, sha256
 from ltx_neuron.commands import dispatch
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
-from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import resolve
 from ltx_neuron.workspace import Workspace
 
 ROWS = Field((4, 8), torch.float32)
+INPUTS = {"x": ROWS, "video_latent": ROWS}
 BYTES = 4 * 8 * 4  # of one tensor of the toy
-
-
-class Inputs(NamedTuple):
-    x: Tensor
-    video_latent: Tensor
-
-
-class Outputs(NamedTuple):
-    y: Tensor
-    video_latent: Tensor
 
 
 class Chain(nn.Module):
@@ -59,19 +50,19 @@ class Chain(nn.Module):
         super().__init__()
         self.summands, self.comm = summands, TorchDistComm(tp)
 
-    def forward(self, inputs: Inputs) -> Outputs:
-        summands = [inputs.x * (number + 2) for number in range(self.summands)]
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        summands = [inputs["x"] * (number + 2) for number in range(self.summands)]
         total = summands[0]
         for summand in summands[1:]:
             total = total + summand
         (total,) = self.comm.sum(total)
-        return Outputs(total.view(8, 4).view(4, 8) * 2, inputs.video_latent * 2)
+        return {"y": total.view(8, 4).view(4, 8) * 2, "video_latent": inputs["video_latent"] * 2}
 
 
 def program(*summands: int) -> Program:
-    graphs = {f"chain{n}": Graph(Chain(n), Inputs, Outputs) for n in summands}
+    graphs = {f"chain{n}": Chain(n) for n in summands}
     runs = {"main": (*((name, 0) for name in graphs), ("chain2", 0))}
-    return Program(graphs, runs, dict.fromkeys(Inputs._fields + Outputs._fields, ROWS))
+    return Program(graphs, runs, INPUTS, {"y": ROWS})
 
 
 @pytest.mark.parametrize(("summands", "alive"), [(1, 2), (2, 3), (3, 4), (5, 6)])
@@ -116,7 +107,7 @@ def test_a_graph_s_file_is_the_same_whenever_and_wherever_it_is_made(tmp_path):
 
 def test_a_graph_has_the_collectives_of_its_comm():
     with fake_process_group(2):
-        made = Program({"chain": Graph(Chain(1, 2), Inputs, Outputs)}, {}, program(1).fields)
+        made = Program({"chain": Chain(1, 2)}, {}, INPUTS, {"y": ROWS})
         counted = cost(trace(made, "chain", torch.float32))
     assert (counted["collectives"], counted["collective_bytes"]) == (1, BYTES)
 

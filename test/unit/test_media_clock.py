@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from clips import FLASH, RATE, encoded, first_loud, noise_with_click, run_printed, seen, write_clip
+from jobs import make_job
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import conditions
@@ -178,7 +179,7 @@ def jobs_of(path) -> dict:
     """What each input reads of a clip: (channels, samples) and samples per second."""
     retake = RETAKEN(retake=Retake(path, 0.1, 0.3))
     longer = RETAKEN(retake=Retake(path, extend=1.0, source_frames=33))
-    sound = Job("", Size(64, 96, 25), sound=SoundCondition(path))
+    sound = make_job("", Size(64, 96, 25), sound=SoundCondition(path))
     return {
         "retake": conditions._retaken_sound(retake),
         "extend": conditions._extended_sound(longer),
@@ -237,9 +238,11 @@ def test_notes_are_of_every_input_by_its_flag(tmp_path):
     voice = ReferenceAudio(path, 12)
     clip_to_dub = ReferenceVideo(path, 1.0, 33)
     jobs = {
-        "--audio-path": Job("", Size(64, 96, 25), sound=SoundCondition(path, 0.1)),
-        "--reference-audio": Job("", Size(64, 96, 25), reference_audio=voice),
-        "--reference-video": Job("", Size(64, 96, 25), reference_audio=voice, dubbing=clip_to_dub),
+        "--audio-path": make_job("", Size(64, 96, 25), sound=SoundCondition(path, 0.1)),
+        "--reference-audio": make_job("", Size(64, 96, 25), reference_sound=voice),
+        "--reference-video": make_job(
+            "", Size(64, 96, 25), reference_sound=voice, dubbing=clip_to_dub
+        ),
         "--video-path": RETAKEN(retake=Retake(path, extend=1.0, source_frames=33)),
     }
     said = {flag: conditions.notes(job) for flag, job in jobs.items()}

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from clips import MIRROR, RATE, first_loud, noise_with_click, run_printed, seen, turned, write_clip
 from helpers import write_sound
+from jobs import make_job
 from printed import runs
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.conditions import check, read_reference_audio
 from ltx_neuron.host.media import ffmpeg, first_frames, footage, read_sound, video_size
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import Retake, SoundCondition
 
 # An AAC packet's half: its encoder's quantisation spreads a click within a packet.
@@ -23,7 +24,7 @@ TOGETHER = 512 / 48000
 
 def take_retake(path):
     size = video_size(path, "--video-path")
-    check(Job("", size, retake=Retake(path, 0.1, 0.3)))
+    check(make_job("", size, retake=Retake(path, 0.1, 0.3)))
 
 
 def take_reference(path):
@@ -35,7 +36,7 @@ def take_extended(path):
 
 
 def take_sound(path):
-    check(Job("", Size(64, 96, 17, 24.0), sound=SoundCondition(path)))
+    check(make_job("", Size(64, 96, 17, 24.0), sound=SoundCondition(path)))
 
 
 def take_voice(path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import make_job
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +16,6 @@ from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.loading import upsampler_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.hub import RELEASED
-from ltx_neuron.job import Job
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -227,7 +227,7 @@ def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
 
 
 def test_generated_keyframes_need_a_model_that_has_an_embedding_for_them(split, tiny):
-    job = Job("rain", Size(64, 64, 9), num_generated_keyframes=2)
+    job = make_job("rain", Size(64, 64, 9), num_generated_keyframes=2)
     with pytest.raises(FieldError, match="the model of .* LTX 2.3.0, generates no keyframes"):
         workspace(tiny.checkpoint).resolved(job)
     workspace(split.distilled).resolved(job)
@@ -235,7 +235,7 @@ def test_generated_keyframes_need_a_model_that_has_an_embedding_for_them(split, 
 
 @pytest.mark.parametrize("compat", ["ltx-core-1.0.0", "ltx-core-1.0.0-conditioning"])
 def test_numerics_of_a_release_that_did_not_run_ltx_2_5_are_refused_by_name(split, compat):
-    job, opened = Job("rain", Size(64, 64, 9)), workspace(split.distilled)
+    job, opened = make_job("rain", Size(64, 64, 9)), workspace(split.distilled)
     preflight = Engine(opened, Recorder(), RunOptions(compat=compat)).preflight
     with pytest.raises(FieldError, match=f"--compat {compat}: that release does not run LTX-2.5"):
         preflight.check_inputs([job])

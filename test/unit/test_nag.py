@@ -24,7 +24,7 @@ from nag_oracle import Nag, guided
 from steps import AUDIO_TOKENS, FPS, SHOWS, distance, ltx_loop, ltx_state
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
-from ltx_neuron.backends.ranks import part_of
+from ltx_neuron.backends.ranks import rank_slice
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models.parallel import SingleRank
@@ -103,7 +103,7 @@ def our_latents(
         program = dit_program(config, bucket, tp, comm, dtype, blocks, sequence_parallel=divided)
         fields = program.fields
         values = {
-            name: part_of(fields[name], whole, rank, tp).to(fields[name].dtype)
+            name: rank_slice(fields[name], whole, rank, tp).to(fields[name].dtype)
             for name, whole in given.items()
             if name in fields
         }

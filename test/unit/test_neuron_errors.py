@@ -7,7 +7,7 @@ import pytest
 
 from ltx_neuron import errors
 from ltx_neuron.backends.neuron_errors import TABLE, DeviceFailure, explained, failure, known
-from ltx_neuron.backends.torchdist.wire import failure_of
+from ltx_neuron.backends.torchdist.protocol import failure_of
 from ltx_neuron.errors import UserError
 
 # What is said -> what it means, and a word of what to do. Texts as users of the runtime and the

@@ -5,10 +5,10 @@ import inspect
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -29,18 +29,14 @@ TRN2, NXD, TORCH = "trn2.3xlarge", ("backend=nxd",), ("backend=torchdist",)
 SHAPE = SimpleNamespace  # of an HLO's instruction
 
 
-class ToyInputs(NamedTuple):
-    step: Tensor
-    x: Tensor
-
-
 class Toy(nn.Module):
     def __init__(self, tp: int):
         super().__init__()
         self.comm, self.down = nxd_compile.XlaComm(tp), RowLinear(8, 16, tp, bias=False)
 
-    def forward(self, inputs: ToyInputs) -> tuple[Tensor]:
-        return self.comm.sum(self.down.partial(inputs.x) * inputs.step)
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        (y,) = self.comm.sum(self.down.partial(inputs["x"]) * inputs["step"])
+        return {"y": y}
 
 
 FIELDS = {"step": Field((1,), torch.int32), "x": Field((1, 3, 4), torch.bfloat16)}
@@ -48,7 +44,7 @@ FIELDS = {"step": Field((1,), torch.int32), "x": Field((1, 3, 4), torch.bfloat16
 
 def toy() -> Graph:
     with torch.device("meta"):
-        return Graph(Toy(tp=2), ToyInputs, tuple)
+        return Graph(Toy(tp=2), ("step", "x"), ("y",))
 
 
 def test_what_nxd_traces_has_a_keyword_for_each_input_and_no_default():
@@ -64,7 +60,7 @@ def test_what_nxd_traces_has_a_keyword_for_each_input_and_no_default():
 
 def test_a_copy_of_what_nxd_traces_uses_its_own_weights():
     """torch_neuronx may copy the module; a forward bound to the first one would mix them."""
-    first = nxd_compile.traceable(Graph(Scale(), ToyInputs, tuple))
+    first = nxd_compile.traceable(Graph(Scale(), ("step", "x"), ("y",)))
     second = deepcopy(first)
     with torch.no_grad():
         second.module.weight.fill_(3)
@@ -73,7 +69,7 @@ def test_a_copy_of_what_nxd_traces_uses_its_own_weights():
 
 def test_a_graph_for_several_groups_of_blocks_takes_its_weights_as_inputs_and_has_none():
     """Bound to one group's weights, it would have to be loaded once for each."""
-    graph = Graph(Scale(), ToyInputs, tuple)
+    graph = Graph(Scale(), ("step", "x"), ("y",))
     module = nxd_compile.traceable(graph, cut=True)
     assert [*inspect.signature(module.forward).parameters] == ["step", "x", "weight"]
     assert not [*module.parameters()] and not [*module.buffers()]
@@ -136,8 +132,8 @@ class Scale(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
 
-    def forward(self, inputs: ToyInputs) -> tuple[Tensor]:
-        return (inputs.x * self.weight,)
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": inputs["x"] * self.weight}
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -153,7 +149,8 @@ def test_example_inputs_are_of_the_fields_different_objects_and_neither_zero_nor
 
 
 def test_flops_and_peak_bytes_are_counted_on_meta_without_nxd_and_without_ranks():
-    program = Program({"toy": toy()}, {"main": (("toy", 0),)}, FIELDS)
+    runs, returned = {"main": (("toy", 0),)}, {"y": FIELDS["x"]}
+    program = Program({"toy": toy().module}, runs, FIELDS, returned, torch.bfloat16)
     cost = export.cost(export.trace(program, "toy", torch.bfloat16))
     product = 3 * 16
     assert cost["flops"] == 2 * 4 * product

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from fuzz import on_random
+from jobs import make_job
 
 from ltx_neuron import batch
 from ltx_neuron.batch import RESULTS, Line, Results
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, whole_file, write_json, write_tensors
 from ltx_neuron.host.video import write_frames
-from ltx_neuron.job import Job
 from ltx_neuron.outputs import Outputs, beside, is_sidecar, sidecar
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.preflight import RunOptions
@@ -42,7 +42,7 @@ def refused(outputs: Outputs, **inputs) -> str:
 
 
 def lines_of(count: int) -> list[Line]:
-    return [Line(number, Job("rain"), "") for number in range(1, count + 1)]
+    return [Line(number, make_job("rain"), "") for number in range(1, count + 1)]
 
 
 def refused_batch(lines: list[Line], folder: Path, **inputs) -> str:
@@ -173,7 +173,7 @@ def test_a_sidecar_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
 
 
 def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
-    job, recorder = Job("rain"), Recorder()
+    job, recorder = make_job("rain"), Recorder()
     report = recorder.report(job.describe(), "cpu", 1, {}, {"code": ""})
     write_json(tmp_path / "out.json", sidecar(job, report))
     write_json(tmp_path / "report.json", report)
@@ -406,7 +406,7 @@ def draw(chance: random.Random, root: Path) -> tuple[Outputs, dict[str, Path]]:
     images = tuple(ImageCondition(str(root / chance.choice(IMAGES))) for _ in range(2))
     preflight = Engine(workspace, Recorder(), options).preflight
     held = images[: chance.randrange(3)]
-    read = preflight.files_read([Job("rain", images=held, loras=(Lora(lora, 1.0),))])
+    read = preflight.files_read([make_job("rain", images=held, loras=(Lora(lora, 1.0),))])
     if chance.random() < 0.2:
         folder = root / chance.choice(FOLDERS)
         return Outputs(folder=folder, report=sometimes(path())), read | {

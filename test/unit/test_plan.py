@@ -1,7 +1,6 @@
 """The plan against the release's sizes: published shards, and the arithmetic of the chip's
 documented peaks."""
 
-import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
+from jobs import make_job, replace
 from plans import counted_once  # noqa: F401
 from tiny.config import released_config
 
@@ -22,7 +22,7 @@ from ltx_neuron.host import vae_memory
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.loading import checkpoint_spec
 from ltx_neuron.invocation import command
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.plan.__main__ import main
 from ltx_neuron.plan.clip import Clip
 from ltx_neuron.plan.forecast import PUBLISHED, forecast
@@ -54,7 +54,7 @@ BLOCK_BYTES, TOLERANCE = 9.26e9, 0.03
 IDEAL_MS = {(512, 768, 121): 298.0, (384, 512, 25): 37.8}
 USUAL = (384, 512, 25)  # of plans whose size does not matter: its step is counted once
 TRN2 = resolve("trn2.3xlarge")
-IN_FLOAT32 = dataclasses.replace(TRN2, host_dtype="float32")
+IN_FLOAT32 = replace(TRN2, host_dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def released(tmp_path_factory):
 
 def planned(checkpoint, height, width, frames, profile=TRN2, **size):
     return plan.plan(
-        checkpoint, profile, Job("", Size(height, width, frames, **size)), 4, "bfloat16"
+        checkpoint, profile, make_job("", Size(height, width, frames, **size)), 4, "bfloat16"
     )
 
 
@@ -135,8 +135,8 @@ def test_a_step_s_forecast_is_the_sum_of_parts_that_say_what_they_are_from(relea
 def forecast_of(published, backend="torchdist"):
     """Our forecast of a published step, divided as its stack divided it."""
     config, tp, cp = transformer_config(released_config()), published["tp"], published["cp"]
-    bucket = Job("", Size(*published["size"])).buckets[0]
-    which = dataclasses.replace(layout(cp), backend=backend)
+    bucket = make_job("", Size(*published["size"])).buckets[0]
+    which = replace(layout(cp), backend=backend)
     with fake_process_group(tp):
         cost = plan.step_cost(config, bucket, LARGE, tp, torch.bfloat16)[1]
     step = divided_cost(config, bucket, which, tp, 2, cost)
@@ -219,7 +219,7 @@ def test_a_launch_costs_nxd_s_python_by_tensors_and_ranks_and_torchneuron_nothin
 def test_the_forecast_follows_what_is_counted(released):
     """Fewer graphs, tokens that are divided, smaller clips, more chips, scores that are held."""
     of = lambda *settings, size=(512, 768, 121), tp=4: plan.plan(  # noqa: E731
-        released, resolve("trn2.48xlarge", settings), Job("", Size(*size)), tp, "bfloat16"
+        released, resolve("trn2.48xlarge", settings), make_job("", Size(*size)), tp, "bfloat16"
     ).stages[0]
     parts = lambda stage: {part.name: part.high for part in stage.forecast.parts}  # noqa: E731
     whole, plain = of("backend=nxd", "blocks_per_graph=0"), of("backend=nxd")
@@ -258,7 +258,7 @@ def test_a_step_has_at_most_eleven_all_reduces_a_block(released):
 
 
 def test_flops_of_four_ranks_are_those_of_one(released):
-    one = plan.plan(released, TRN2, Job("", Size(*USUAL)), 1, "bfloat16")
+    one = plan.plan(released, TRN2, make_job("", Size(*USUAL)), 1, "bfloat16")
     four = planned(released, *USUAL)
     # What every rank computes in full, the latent projections and the text modulation, is below 1
     # %.
@@ -273,16 +273,16 @@ def test_two_stages_are_planned_one_after_the_other_and_the_second_decides(relea
 
 
 def test_what_does_not_fit_names_a_size_that_does(released):
-    chip = dataclasses.replace(TRN2.chip, memory_bytes=4 * int(12.0e9))
-    small = dataclasses.replace(TRN2, chip=chip)
-    made = plan.plan(released, small, Job("", Size(1024, 1536, 121)), 4, "bfloat16")
+    chip = replace(TRN2.chip, memory_bytes=4 * int(12.0e9))
+    small = replace(TRN2, chip=chip)
+    made = plan.plan(released, small, make_job("", Size(1024, 1536, 121)), 4, "bfloat16")
     assert made.fits is False
     height, width, frames = (
         int(part) for part in made.nearest_that_fits.replace("x", " ").replace(",", "").split()[:3]
     )
-    assert plan.plan(released, small, Job("", Size(height, width, frames)), 4, "bfloat16").fits
+    assert plan.plan(released, small, make_job("", Size(height, width, frames)), 4, "bfloat16").fits
     assert frames < 121 and "does not fit; the nearest size that fits" in table(made)
-    none = plan.plan(released, TRN2, Job("", SMALL), 1, "bfloat16")
+    none = plan.plan(released, TRN2, make_job("", SMALL), 1, "bfloat16")
     assert none.nearest_that_fits is None and "does not fit at any length of this size" in table(
         none
     )
@@ -335,12 +335,12 @@ def test_the_disk_s_room_is_that_of_the_rank_files_that_were_written(released):
 
 
 def test_a_profile_without_documented_limits_gets_no_verdict(released):
-    made = plan.plan(released, PROFILES["cpu"], Job("", Size(*USUAL)), 4, "bfloat16")
+    made = plan.plan(released, PROFILES["cpu"], make_job("", Size(*USUAL)), 4, "bfloat16")
     assert made.fits is None and made.ideal_step_ms is None and made.flops_per_step > 0
 
 
 def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
-    made = planned(released, *USUAL, dataclasses.replace(TRN2, host_dtype="float32"))
+    made = planned(released, *USUAL, replace(TRN2, host_dtype="float32"))
     assert (
         made.host_bytes_to_load
         == 4 * made.dit_weight_bytes_per_rank
@@ -352,14 +352,14 @@ def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
 
 
 def test_decoding_in_bfloat16_is_planned_with_less_of_the_host_s_memory(released):
-    profiles = (dataclasses.replace(TRN2, host_dtype=name) for name in ("float32", "bfloat16"))
+    profiles = (replace(TRN2, host_dtype=name) for name in ("float32", "bfloat16"))
     wide, narrow = (planned(released, *USUAL, profile) for profile in profiles)
     assert narrow.host_bytes_to_decode < 0.9 * wide.host_bytes_to_decode
     assert f"{format_bytes(narrow.host_bytes_to_decode)} to decode in bfloat16" in table(narrow)
 
 
 def test_weights_that_ranks_map_need_no_memory_of_the_host_and_are_named_apart(released):
-    made = plan.plan(released, PROFILES["cpu"], Job("", Size(*USUAL)), 4, "bfloat16")
+    made = plan.plan(released, PROFILES["cpu"], make_job("", Size(*USUAL)), 4, "bfloat16")
     assert made.host_bytes_to_load == 0
     assert made.host_bytes_mapped == 4 * made.dit_weight_bytes_per_rank
     assert "37.17 GB; pages beyond memory are read from the disk again" in table(made)
@@ -371,13 +371,13 @@ def test_illegal_sizes_and_degrees_are_refused(released):
     with pytest.raises(UserError, match="not a multiple of 32"):
         planned(released, 500, 768, 121)
     with pytest.raises(UserError, match="does not divide"):
-        plan.plan(released, TRN2, Job("", Size(*USUAL)), 5, "bfloat16")
+        plan.plan(released, TRN2, make_job("", Size(*USUAL)), 5, "bfloat16")
 
 
 def refusal(released, profile, size, tp=4, gemma=plan.GEMMA_3_12B, dtype="bfloat16") -> str | None:
     """What is said before anything loads, or nothing."""
     try:
-        plan.check_fits(released, profile, Job("", size), tp, dtype, gemma)
+        plan.check_fits(released, profile, make_job("", size), tp, dtype, gemma)
     except UserError as error:
         return str(error)
     return None
@@ -426,9 +426,9 @@ def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
         1e12,
         "a core has what the runtime takes and 16 KiB",
     )
-    profile = dataclasses.replace(PROFILES["cpu"], chip=little)
+    profile = replace(PROFILES["cpu"], chip=little)
     workspace = Workspace(tiny.checkpoint, profile, tmp_path, 4, "float32", tiny.gemma_root)
-    job = Job("rain", SMALL)
+    job = make_job("rain", SMALL)
     with pytest.raises(
         UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d\d GB a core, cpu has 2\.15 GB"
     ):
@@ -455,7 +455,7 @@ def clip(released):
     run |= dict(neuron_gemma=False, neuron_vae=False)
 
     def timed(of=made, size=size, **changed):
-        job = changed.pop("job", None) or Job("", size, upscale=changed.pop("upscale", None))
+        job = changed.pop("job", None) or make_job("", size, upscale=changed.pop("upscale", None))
         return Clip(of, config, weights, job=job, **(run | changed)).planned()
 
     return timed
@@ -463,7 +463,7 @@ def clip(released):
 
 def test_a_step_of_hq_is_timed_as_the_evaluations_that_it_has(released, clip):
     size = Size(128, 128, 9, two_stage=True)
-    job = Job("", size, recipe="dev", sampler="res_2s")
+    job = make_job("", size, recipe="dev", sampler="res_2s")
     hq = plan.plan(released, TRN2, job, 4, "bfloat16")
     assert [(stage.steps, stage.evaluations) for stage in hq.stages] == [(15, 31), (3, 7)]
     assert "15 steps of 31 evaluations in all" in table(hq)
@@ -482,7 +482,7 @@ def test_the_tiles_of_a_step_are_timed_in_turn_or_by_as_many_groups_as_there_are
         path.touch()
     references, lora = (ReferenceVideo(paths[0], 1.0, 121, 2),), (Lora(paths[1]),)
     size, inputs = Size(2176, 3840, 121, two_stage=True), dict(references=references, tile=True)
-    job = Job("", size, stage_1_loras=lora, stage_2_ic_lora=True, **inputs)
+    job = make_job("", size, stage_1_loras=lora, stage_2_ic_lora=True, **inputs)
     one = plan.plan(released, TRN2, job, 4, "bfloat16")
     of_tile = 16 * 32 * 48, 16 * 16 * 24
     assert [stage.tiles for stage in one.stages] == [4, 12]
@@ -516,7 +516,7 @@ def test_given_sound_and_video_are_encoded_and_a_given_sound_is_not_decoded(clip
         ({"sound": SoundCondition("s.wav")}, ["sound"], False),
         ({"retake": Retake("v.mp4", 0, 1)}, ["video", "sound"], True),
     ):
-        rows = clip(job=Job("", size, **given)).rows
+        rows = clip(job=make_job("", size, **given)).rows
         inputs = [row.rate.partition(",")[0] for row in rows if row.name == "encode_inputs"]
         assert inputs == encoded and all(row.seconds > 0 for row in rows)
         assert ("decode_audio" in [row.name for row in rows]) == decoded
@@ -537,11 +537,11 @@ def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(
     size = Size(512, 768, 121, two_stage=True)
     retake, reference = Retake("v.mp4", 0, 1), ReferenceVideo("r.mp4", 1.0, 121)
     for job, wanted in (
-        (Job("", size), 0),
-        (Job("", size, images=(ImageCondition("i.png"),)), encoded((1, 512, 768))),
-        (Job("", Size(512, 768, 121), retake=retake), encoded((121, 512, 768))),
-        (Job("", size, references=(reference,)), encoded((121, 256, 384), whole=True)),
-        (Job("", size, dubbing=reference), encoded((121, 512, 768))),
+        (make_job("", size), 0),
+        (make_job("", size, images=(ImageCondition("i.png"),)), encoded((1, 512, 768))),
+        (make_job("", Size(512, 768, 121), retake=retake), encoded((121, 512, 768))),
+        (make_job("", size, references=(reference,)), encoded((121, 256, 384), whole=True)),
+        (make_job("", size, dubbing=reference), encoded((121, 512, 768))),
     ):
         checkpoint = SimpleNamespace(config=released_config())
         host = plan._on_the_host(checkpoint.config, IN_FLOAT32, job, torch.bfloat16)
@@ -552,7 +552,7 @@ def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(
 @pytest.mark.parametrize("extend", [3.0, -3.0])
 def test_of_a_video_that_is_made_longer_what_the_windows_see_is_encoded(extend):
     retake = Retake("v.mp4", extend=extend, source_frames=241)
-    job = Job("", Size(512, 768, 41), retake=retake)
+    job = make_job("", Size(512, 768, 41), retake=retake)
     (clip,) = job.encoded_clips
     # Behind a frame more where it is the end of the clip.
     frames = job.extension.known_frames + (extend < 0)
@@ -561,11 +561,11 @@ def test_of_a_video_that_is_made_longer_what_the_windows_see_is_encoded(extend):
 
 def test_the_host_s_memory_to_encode_is_in_the_table_where_something_is(released, tmp_path):
     (tmp_path / "v.mp4").touch()
-    retake = Job("", Size(64, 64, 9), retake=Retake(tmp_path / "v.mp4", 0, 0.2))
+    retake = make_job("", Size(64, 64, 9), retake=Retake(tmp_path / "v.mp4", 0, 0.2))
     made = plan.plan(released, TRN2, retake, 4, "bfloat16")
     assert made.host_bytes_to_encode > 2 * 318.9e6  # its weights, in bfloat16
     assert f"{format_bytes(made.host_bytes_to_encode)} to encode, " in table(made)
-    assert "to encode" not in table(dataclasses.replace(made, host_bytes_to_encode=0))
+    assert "to encode" not in table(replace(made, host_bytes_to_encode=0))
 
 
 def test_a_masked_reference_is_planned_with_its_tokens_its_scores_and_two_weight_sets(
@@ -575,8 +575,8 @@ def test_a_masked_reference_is_planned_with_its_tokens_its_scores_and_two_weight
     file.touch()
     size, loras = Size(256, 384, 25, two_stage=True), (Lora(file, 1.0),)
     given = {"references": (ReferenceVideo(file, 1.0, 25),), "stage_1_loras": loras}
-    plain = Job("", size, **given)
-    masked = dataclasses.replace(plain, attention_mask=AttentionMask(file, 1.0))
+    plain = make_job("", size, **given)
+    masked = replace(plain, attention_mask=AttentionMask(file, 1.0))
     plans = [plan.plan(released, TRN2, job, 4, "bfloat16") for job in (plain, masked)]
     tokens = 4 * 4 * 6  # of stage 1
     for made in plans:
@@ -601,11 +601,11 @@ def test_a_dubbed_clip_is_planned_with_its_tokens_in_both_stages_and_one_weight_
     file = tmp_path / "there"
     file.touch()
     size = Size(512, 768, 121, two_stage=True)
-    dubbed = Job(
+    dubbed = make_job(
         "",
         size,
         dubbing=ReferenceVideo(file, 1.0, 121),
-        reference_audio=ReferenceAudio(file, 126),
+        reference_sound=ReferenceAudio(file, 126),
         loras=(Lora(file, 1.0),),
     )
     made = plan.plan(released, TRN2, dubbed, 4, "bfloat16")
@@ -613,7 +613,7 @@ def test_a_dubbed_clip_is_planned_with_its_tokens_in_both_stages_and_one_weight_
     for line, tokens in zip(lines, ("1,536", "6,144"), strict=True):
         video, audio = f"{tokens} video + {tokens} reference", "126 audio + 126 reference tokens"
         assert line.endswith(f"steps, {video} and {audio}")
-    plain = plan.plan(released, TRN2, Job("", size), 4, "bfloat16")
+    plain = plan.plan(released, TRN2, make_job("", size), 4, "bfloat16")
     assert made.disk_bytes == plain.disk_bytes
     assert "reference" not in table(plain)
     rows = clip(of=made, job=dubbed, neuron_gemma=True).rows
@@ -629,8 +629,8 @@ def test_with_neuron_vae_the_ranks_encode_a_clip_in_tiles_and_the_host_a_referen
     size, file = Size(512, 768, 121), tmp_path / "there"
     reference = ReferenceVideo(file, 1.0, 121)
     jobs = {
-        "retake": Job("", size, retake=Retake(file, 0, 1)),
-        "IC-LoRA": Job("", size, references=(reference,), stage_1_loras=(Lora(file, 1.0),)),
+        "retake": make_job("", size, retake=Retake(file, 0, 1)),
+        "IC-LoRA": make_job("", size, references=(reference,), stage_1_loras=(Lora(file, 1.0),)),
     }
     for name, neuron_vae, where in (
         ("retake", False, "host"),
@@ -656,7 +656,7 @@ def test_the_matrix_kernel_s_scores_are_planned_and_those_of_a_flash_kernel_are_
 
 
 def test_a_guided_step_is_timed_with_all_its_passes_and_its_forecast_is_of_one(released, clip):
-    job = Job("", Size(*USUAL), recipe="dev", num_inference_steps=30)
+    job = make_job("", Size(*USUAL), recipe="dev", num_inference_steps=30)
     made = plan.plan(released, TRN2, job, 4, "bfloat16")
     assert "30 steps, 4 passes each" in table(made)
     assert "of each of 4 passes: a forecast" in table(made)
@@ -666,7 +666,7 @@ def test_a_guided_step_is_timed_with_all_its_passes_and_its_forecast_is_of_one(r
 
 def test_normalized_guidance_is_planned_with_one_attention_and_one_sum_more_in_each_block(released):
     plain = planned(released, *USUAL).stages[0]
-    made = plan.plan(released, TRN2, Job("", Size(*USUAL), nag_scale=11.0), 4, "bfloat16")
+    made = plan.plan(released, TRN2, make_job("", Size(*USUAL), nag_scale=11.0), 4, "bfloat16")
     assert ", two text attentions (NAG)\n" in table(made)
     (stage,) = made.stages
     assert stage.passes == 1 and stage.collectives_per_step["count"] == 12 * 48
@@ -679,7 +679,7 @@ def test_normalized_guidance_is_planned_with_one_attention_and_one_sum_more_in_e
 
 def test_a_reference_voice_is_planned_with_its_tokens_and_five_passes(released, clip):
     voice = ReferenceAudio(__file__, 126)
-    job = Job("", Size(*USUAL), recipe="dev", reference_audio=voice)
+    job = make_job("", Size(*USUAL), recipe="dev", reference_sound=voice)
     made = plan.plan(released, TRN2, job, 4, "bfloat16")
     tokens = f"{4 * 12 * 16:,} video and 26 audio + 126 reference tokens"
     assert f"30 steps, 5 passes each, {tokens}" in table(made)
@@ -690,7 +690,7 @@ def test_a_reference_voice_is_planned_with_its_tokens_and_five_passes(released, 
 
 def test_the_images_of_a_stage_are_encoded_before_it(clip):
     images = ImageCondition("a.png"), ImageCondition("b.png", 8)
-    rows = clip(job=Job("", Size(512, 768, 121), images=images)).rows
+    rows = clip(job=make_job("", Size(512, 768, 121), images=images)).rows
     encoding, steps = (row for row in rows if row.name == "denoise_stage_1")
     assert encoding.where == "host" and encoding.rate.startswith("images, 2, 3.4 TFLOP")
     assert steps.where == "device"
@@ -706,7 +706,7 @@ def test_a_clip_s_phases_have_the_names_and_the_order_of_a_latency_report(clip):
 def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
     """By the forecast's middle, decoding at 40 % of the documented peak; what the host does beside
     it, sound too, is assumed."""
-    resident = dataclasses.replace(TRN2, resident=True)
+    resident = replace(TRN2, resident=True)
     made = clip(profile=resident, neuron_gemma=True, neuron_vae=True)
     rows = {(row.name, row.where): row for row in made.rows}
     steps, decoding = rows["denoise_stage_1", "device"], rows["decode_video", "device"]
@@ -727,7 +727,7 @@ def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
 
 
 def test_the_time_of_sound_on_the_ranks_is_not_known(clip):
-    profile = dataclasses.replace(TRN2, resident=True, sound_on_ranks=True)
+    profile = replace(TRN2, resident=True, sound_on_ranks=True)
     made = clip(profile=profile, neuron_gemma=True, neuron_vae=True)
     (sound,) = (row for row in made.rows if row.name == "decode_audio")
     assert (sound.where, sound.seconds) == ("device", None) and made.seconds is None
@@ -737,7 +737,7 @@ def test_the_time_of_sound_on_the_ranks_is_not_known(clip):
 
 def test_a_cold_start_reads_the_rank_files_and_loads_what_a_warm_clip_has_on_the_ranks(clip):
     """Difflet's LTX-2: 37.8 GB in 11 to 15 s from the page cache, and 310 s more from the disk."""
-    resident = clip(profile=dataclasses.replace(TRN2, resident=True), neuron_gemma=True)
+    resident = clip(profile=replace(TRN2, resident=True), neuron_gemma=True)
     in_turn, on_host = clip(neuron_gemma=True), clip()
     names = [[row.name for row in made.cold] for made in (resident, in_turn, on_host)]
     assert names == [
@@ -808,19 +808,19 @@ def test_upscaling_a_clip_is_timed_with_the_decoding_of_what_comes_out(clip):
 
 def test_the_host_s_memory_is_that_of_the_upscaled_video(released):
     size = Size(512, 768, 121)
-    plain = plan.plan(released, TRN2, Job("", size), 4, "bfloat16")
-    larger = plan.plan(released, TRN2, Job("", size, upscale="spatial"), 4, "bfloat16")
+    plain = plan.plan(released, TRN2, make_job("", size), 4, "bfloat16")
+    larger = plan.plan(released, TRN2, make_job("", size, upscale="spatial"), 4, "bfloat16")
     assert larger.host_bytes_to_decode > 1.5 * plain.host_bytes_to_decode
 
 
 def test_upscaling_after_two_stages_is_refused_by_the_plan_as_by_a_run(released):
     size = Size(512, 768, 121, two_stage=True)
     with pytest.raises(UserError, match="--upscale is for one-stage runs"):
-        plan.plan(released, TRN2, Job("", size, upscale="spatial"), 4, "bfloat16")
+        plan.plan(released, TRN2, make_job("", size, upscale="spatial"), 4, "bfloat16")
 
 
 def test_a_step_that_was_tuned_counts_as_it_was_measured(clip, tmp_path):
-    buckets = Job("", Size(512, 768, 121)).buckets
+    buckets = make_job("", Size(512, 768, 121)).buckets
     sizes = {tuned_settings.size_key(buckets): {"step_ms": 500.0}}
     ms = tuned_settings.TunedSettings(tmp_path, {}, {}, sizes).step_ms(buckets)
     (steps,) = (row for row in clip(tuned_step_ms=ms).rows if row.name == "denoise_stage_1")
@@ -838,7 +838,7 @@ def test_a_profile_without_a_documented_peak_has_no_time_of_its_ranks(released, 
 def test_sound_alone_is_planned_by_the_audio_half_of_the_model(released):
     video = planned(released, *USUAL)
     alone = plan.plan(
-        released, TRN2, Job("", Size(0, 0, 121), recipe="dev", sound_only=True), 4, "bfloat16"
+        released, TRN2, make_job("", Size(0, 0, 121), recipe="dev", sound_only=True), 4, "bfloat16"
     )
     (stage,) = alone.stages
     assert (stage.video_tokens, stage.audio_tokens, stage.passes) == (0, 126, 3)
@@ -860,7 +860,7 @@ LARGE = resolve("trn2.48xlarge")
 
 
 def layout(cp):
-    return dataclasses.replace(LARGE, context_parallel=cp, blocks_per_graph=min(48, 4 * cp))
+    return replace(LARGE, context_parallel=cp, blocks_per_graph=min(48, 4 * cp))
 
 
 # docs/scale-out.md: GB that a rank receives in a step for video self-attention, by video tokens.
@@ -876,8 +876,8 @@ def test_groups_receive_the_bytes_of_the_design():
     config = transformer_config(released_config())
     for cp, wanted in RECEIVED.items():
         for tokens, gigabytes in zip((6144, 15360, 32640, 67320), wanted, strict=True):
-            bucket = Job("", Size(*USUAL)).buckets[0]
-            bucket = dataclasses.replace(bucket, video_tokens=tokens)
+            bucket = make_job("", Size(*USUAL)).buckets[0]
+            bucket = replace(bucket, video_tokens=tokens)
             got = received_bytes(config, bucket, layout(cp), 4, 2)
             assert got["self-attention"] / 1e9 == pytest.approx(gigabytes, rel=0.012, abs=0.005)
             # Merged from every group's result, whatever the video's size.
@@ -887,7 +887,7 @@ def test_groups_receive_the_bytes_of_the_design():
 @pytest.mark.parametrize("cp", [4, 8])
 def test_the_divided_cost_of_a_step_is_that_of_its_graphs(cp):
     config, which = transformer_config(released_config()), layout(cp)
-    bucket = Job("", Size(512, 768, 121)).buckets[0]
+    bucket = make_job("", Size(512, 768, 121)).buckets[0]
     with fake_process_group(4):
         single = plan.step_cost(config, bucket, LARGE, 4, torch.bfloat16)[1]
     with fake_process_group(4 * cp, groups=mesh.groups(which, 4)):
@@ -906,14 +906,14 @@ def test_the_divided_cost_of_a_step_is_that_of_its_graphs(cp):
 
 
 def planned_layouts(released, clip, profile=LARGE, **fields):
-    job = Job("", Size(*USUAL), **fields)
+    job = make_job("", Size(*USUAL), **fields)
     made = plan.plan(released, profile, job, 4, "bfloat16")
     timed = clip(of=made, profile=profile, job=job)
     return layouts(made, timed, transformer_config(released_config()), job, profile)
 
 
 def test_a_machine_s_layouts_are_those_that_its_chips_and_the_recipe_s_passes_allow(released, clip):
-    large = dataclasses.replace(LARGE, backend="torchdist")  # of all: guidance groups need it
+    large = replace(LARGE, backend="torchdist")  # of all: guidance groups need it
     one_pass = planned_layouts(released, clip, large)
     context = [f"context {cp}" for cp in (2, 4, 8, 16)]
     assert [each.name for each in one_pass] == ["one chip", *context]
@@ -983,7 +983,7 @@ def test_a_plan_follows_its_profile_s_layout(released, clip):
 
 def test_guidance_groups_share_a_step_s_passes(released, clip):
     def denoising(name):
-        job = Job("", Size(*USUAL), recipe="dev")
+        job = make_job("", Size(*USUAL), recipe="dev")
         made = plan.plan(released, resolve(name), job, 4, "bfloat16")
         rows = clip(of=made, profile=resolve(name), job=job).rows
         return next(row for row in rows if row.name == "denoise_stage_1")

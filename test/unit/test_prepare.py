@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from engines import opened_workspace
 from helpers import picture_frames, tone, write_film, write_sound
+from jobs import make_job
 
 from ltx_neuron import errors, files, invocation
 from ltx_neuron.commands import dispatch, prepare
@@ -50,9 +51,9 @@ def titles(workspace: Workspace, *jobs: Job, **options) -> list[str]:
 
 def test_a_job_needs_its_weight_sets_its_graphs_and_what_runs_on_the_ranks(tiny, tmp_path):
     workspace = opened_workspace(tiny, tmp_path)
-    assert titles(workspace, Job("", SMALL)) == ["DiT weights", "DiT graphs, 64x64, 9 frames"]
+    assert titles(workspace, make_job("", SMALL)) == ["DiT weights", "DiT graphs, 64x64, 9 frames"]
     two, lora = Size(64, 64, 9, two_stage=True), (Lora(tiny.lora, 0.5),)
-    refined = Job("", two, recipe="dev", stage_2_loras=lora)
+    refined = make_job("", two, recipe="dev", stage_2_loras=lora)
     assert titles(workspace, refined, neuron_gemma=True, neuron_vae=True) == [
         "DiT weights",
         "DiT weights, lora.safetensors 0.5",
@@ -67,7 +68,11 @@ def test_a_job_needs_its_weight_sets_its_graphs_and_what_runs_on_the_ranks(tiny,
 def test_jobs_share_what_is_the_same_and_a_given_sound_is_not_decoded(tiny, tmp_path):
     workspace = opened_workspace(tiny, tmp_path, settings=["sound_on_ranks=true"])
     sound = SoundCondition("song.wav")
-    jobs = Job("a", SMALL), Job("b", SMALL, seed=4), Job("c", Size(64, 96, 9), sound=sound)
+    jobs = (
+        make_job("a", SMALL),
+        make_job("b", SMALL, seed=4),
+        make_job("c", Size(64, 96, 9), sound=sound),
+    )
     assert titles(workspace, *jobs, neuron_vae=True) == [
         "DiT weights",
         "DiT graphs, 64x64, 9 frames",
@@ -90,14 +95,14 @@ def test_a_video_needs_the_encoder_where_it_may_stay_beside_the_transformer(
     tiny, tmp_path, resident, encodes
 ):
     workspace = opened_workspace(tiny, tmp_path, settings=[f"resident={resident}"])
-    job = Job("a", Size(64, 64, 97), retake=Retake("film.mp4", 0, 1))
+    job = make_job("a", Size(64, 64, 97), retake=Retake("film.mp4", 0, 1))
     graphs = "video encoder graphs, 73x64x64, 49x64x64"
     assert (graphs in titles(workspace, job, neuron_vae=True)) == encodes
     assert graphs not in titles(workspace, job)
 
 
 def test_the_two_forms_of_the_vae_s_convolutions_have_graphs_of_their_own(tiny, tmp_path):
-    job = Job("a", Size(64, 64, 97), retake=Retake("film.mp4", 0, 1))
+    job = make_job("a", Size(64, 64, 97), retake=Retake("film.mp4", 0, 1))
     made = {}
     for form in ("conv2d", "conv3d"):
         settings = ["resident=true", f"vae_convolution={form}"]
@@ -112,12 +117,12 @@ def test_the_two_forms_of_the_vae_s_convolutions_have_graphs_of_their_own(tiny, 
 
 def test_the_size_of_weights_is_known_before_they_are_written(tiny, tmp_path):
     workspace = opened_workspace(tiny, tmp_path)
-    (part,) = [p for p in parts_of(workspace, [Job("", SMALL)], RunOptions()) if p.size]
+    (part,) = [p for p in parts_of(workspace, [make_job("", SMALL)], RunOptions()) if p.size]
     assert part.bytes_there == 0
     part.make()
     files = [path for path in part.folders[0].iterdir() if path.suffix == ".safetensors"]
     assert sum(path.stat().st_size for path in files) == part.size
-    (part,) = [p for p in parts_of(workspace, [Job("", SMALL)], RunOptions()) if p.size]
+    (part,) = [p for p in parts_of(workspace, [make_job("", SMALL)], RunOptions()) if p.size]
     assert part.bytes_there > part.size  # and a manifest
 
 
@@ -137,7 +142,7 @@ def rows(preparation: Preparation) -> dict[str, str]:
 
 def test_times_are_those_of_the_last_preparation_or_measured_or_not_known(tiny, tmp_path):
     workspace, graphs = opened_workspace(tiny, tmp_path), "DiT graphs, 64x64, 9 frames"
-    parts = parts_of(workspace, [Job("", SMALL)], RunOptions())
+    parts = parts_of(workspace, [make_job("", SMALL)], RunOptions())
     preparation = Preparation(workspace, parts, "prepare")
     assert "(of a copied sample)" in preparation.table()
     assert "not known yet  missing" in rows(preparation)[graphs]
@@ -172,7 +177,7 @@ def test_graphs_that_the_ranks_compile_are_there_when_these_have_compiled_them(
     tiny, tmp_path, monkeypatch
 ):
     workspace = opened_workspace(tiny, tmp_path, settings=["compile_backend=inductor"])
-    part = parts_of(workspace, [Job("", SMALL)], RunOptions())[1]._replace(make=lambda: None)
+    part = parts_of(workspace, [make_job("", SMALL)], RunOptions())[1]._replace(make=lambda: None)
     # Their manifests are whole.
     monkeypatch.setattr(workspace, "is_made", lambda identity: True)
     monkeypatch.setattr(prepare.artifacts, "find", lambda *_: None)

@@ -11,13 +11,15 @@ from torch.nn import functional
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
+from jobs import make_job
+
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.sampling.latents import patchify_video
 from ltx_neuron.service import preview
 from ltx_neuron.service.preview import Previews
 
-STAGE = Job("", Size(64, 96, 9)).stages[0]  # latents (1, 128, 2, 2, 3)
+STAGE = make_job("", Size(64, 96, 9)).stages[0]  # latents (1, 128, 2, 2, 3)
 MIXED = torch.linalg.qr(torch.randn(128, 3, generator=torch.Generator().manual_seed(1)))[0]
 
 
@@ -118,7 +120,7 @@ def test_of_a_sampler_that_keeps_its_prediction_that_is_shown_and_nothing_is_rea
 def test_a_step_of_another_stage_is_not_compared_with(tmp_path):
     clock, engine = [0.0], Engine(tmp_path)
     previews = Previews(engine, lambda: clock[0])
-    other = Job("", Size(64, 64, 9)).stages[0]
+    other = make_job("", Size(64, 64, 9)).stages[0]
     clock[0] = 1.0
     assert previews.after_step(STAGE, 0)
     clock[0] = 2.0

@@ -183,7 +183,9 @@ REMEDIES = {
         "generate --recipe dev --guidance video_cfg => --guidance video_cfg=3"
     ),
     "flags/__init__.py:_check_sharding: --checkpoint-path": "shard ~--checkpoint-path",
-    "flags/resolve.py:dubbing_of: --lora": "generate ~--num-frames --reference-video {film}",
+    "host/facts.py:read_media: --lora": (
+        "generate ~--num-frames --two-stage --reference-video {film}"
+    ),
     "outputs.py:check: --output-path": "generate ~--output-path",
     "outputs.py:check_batch: --output-dir": (
         "batch ~--prompt ~--output-path --prompts-file {prompts}"
@@ -202,11 +204,8 @@ REMEDIES = {
         "generate ~--num-frames --auto-duration 1 2 --duration-head-path {head}"
         " => ~--auto-duration ~--duration-head-path --num-frames 9"
     ),
-    "job.py:-: --ic-lora": "generate --reference-audio {sound}",
+    "sampling/rules.py:-: --ic-lora": "generate --reference-audio {sound}",
     "job.py:check: --prompt": "generate --prompt ' '",
-    "job.py:check_shape: --recipe": (
-        "generate --reference-audio {sound} --ic-lora {lora} --identity-guidance-scale 2"
-    ),
     "preflight.py:check_distilled_loras: --lora": (
         "generate --distilled-lora {lora} 1 => ~--distilled-lora --lora {lora}"
     ),
@@ -223,10 +222,10 @@ REMEDIES = {
     "sampling/extension.py:check: --num-frames": (
         "generate ~--height ~--width --num-frames 121 --video-path {film} --extend 1"
     ),
-    "sampling/guidance.py:check_guidable: --nag-scale": "generate --negative-prompt blurry",
-    "sampling/guidance.py:check_guidable: --recipe": "generate --video-cfg-guidance-scale 3",
+    "sampling/rules.py:-: --nag-scale": "generate --negative-prompt blurry",
+    "sampling/rules.py:-: --recipe": "generate --video-cfg-guidance-scale 3",
     "weights/model_files.py:text_encoder: --gemma-root": "generate --checkpoint-path {split}",
-    "flags/resolve.py:lora_fields: --distilled-lora": (
+    "sampling/inputs.py:check_strengths: --distilled-lora": (
         "generate --recipe dev --two-stage --distilled-lora {lora} 1"
         " --distilled-lora-strength-stage-1 0.5 => --distilled-lora {lora}"
     ),

@@ -10,7 +10,7 @@ from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.models.signatures import Field
 
-BACKENDS = {"torchdist": host.Ranks, "nxd": runtime.Ranks, "guidance groups": teams.Team}
+BACKENDS = {"torchdist": host.Ranks, "nxd": runtime.Ranks, "guidance groups": teams.GuidanceGroups}
 METHODS = [
     name
     for name, member in vars(ranks.Ranks).items()
@@ -41,10 +41,10 @@ def test_a_backend_leaves_no_method_of_the_protocol_out(backend):
 
 def test_a_rank_keeps_its_part_and_of_a_field_per_block_a_tensor_for_each_group():
     whole = torch.arange(64.0).view(1, 4, 16)
-    assert torch.equal(ranks.kept(WHOLE, "x", whole, 1, 2)["x"], whole[:, :, 8:])
+    assert torch.equal(ranks.rank_parts(WHOLE, "x", whole, 1, 2)["x"], whole[:, :, 8:])
     rows = torch.arange(24.0).view(6, 4)
-    parts = ranks.kept(PER_BLOCK, "keep_cond", rows, 1, 2)
-    assert [*parts] == [ranks.at("keep_cond", first) for first in (0, 3)]
+    parts = ranks.rank_parts(PER_BLOCK, "keep_cond", rows, 1, 2)
+    assert [*parts] == [ranks.indexed("keep_cond", first) for first in (0, 3)]
     assert torch.equal(torch.cat([*parts.values()]), rows)
 
 

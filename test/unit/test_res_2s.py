@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import BF16_ROUNDING, FP32_ROUNDING, STREAMS, one_thread, randn, rel  # noqa: F401
+from jobs import make_job, replace
 
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.job import Job, Size, Stage
+from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.dit import next_latents
 from ltx_neuron.sampling.conditions import SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
@@ -138,9 +139,10 @@ def test_rounding_a_substeps_sigma_to_fp32_is_seen_in_the_last_digits_alone():
 
 def euler_to_zero(latents, x0, sigma):
     """What a plain graph leaves of a prediction: its Euler step to 0."""
-    inputs = SimpleNamespace(video_latent=latents[0], audio_latent=latents[1])
+    inputs = {"video_latent": latents[0], "audio_latent": latents[1]}
     denoised = dict(zip(STREAMS, x0, strict=True))
-    return next_latents(inputs, denoised, torch.tensor([[sigma, 0.0]] * 2))[:2]
+    latents = next_latents(inputs, denoised, torch.tensor([[sigma, 0.0]] * 2))
+    return [latents[f"{stream}_latent"] for stream in STREAMS]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,8 @@ def stage_run(stage, masks, dtype=torch.float32) -> StageRun:
     """A prepared stage on those ranks."""
     bucket = Bucket(12, 7, 4, stage.max_steps, stage.guided)
     ranks = Ranks(stage, masks, dtype)
-    run = StageRun(ranks, CompiledStep(bucket, None), None, dtype, None, None)
+    manifest = SimpleNamespace(fields={"video_latent", "audio_latent"})
+    run = StageRun(ranks, CompiledStep(bucket, manifest), None, dtype, None, None)
     run.stage, run.sequence = stage, ["guided" if stage.guided else "main"] * 64
     (run.video, *_), (run.audio, *_) = starts(dtype).values()
     run.states = [
@@ -251,7 +254,7 @@ def test_a_prediction_that_is_not_finite_names_the_step_it_is_of():
 
 
 # --- a job of HQ ---------------------------------------------------------------------------------
-HQ = Job("a", Size(128, 192, 17, 24.0, two_stage=True), recipe="dev", sampler="res_2s")
+HQ = make_job("a", Size(128, 192, 17, 24.0, two_stage=True), recipe="dev", sampler="res_2s")
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 3), (16, 17, 30)])
@@ -260,11 +263,11 @@ def test_the_schedule_of_hq_follows_the_tokens_of_stage_1_as_ltx_cores_does(shap
 
     frames, rows, columns = shape
     size = Size(64 * rows, 64 * columns, 8 * frames - 7, two_stage=True)
-    first, second = dataclasses.replace(HQ, size=size).stages
+    first, second = replace(HQ, size=size).stages
     wanted = LTX2Scheduler().execute(15, latent=torch.empty(1, 128, *shape))
     assert torch.equal(torch.tensor(first.sigmas), wanted)
     assert second.sigmas == STAGE_2_SIGMAS and first.sampler == second.sampler == "res_2s"
-    euler = dataclasses.replace(HQ, size=size, sampler="euler", num_inference_steps=15)
+    euler = replace(HQ, size=size, sampler="euler", num_inference_steps=15)
     assert (torch.tensor(euler.stages[0].sigmas) - wanted).abs().max() > SHOWS
 
 
@@ -279,9 +282,9 @@ def test_defaults_of_hq_are_those_of_ltx_pipelines():
 
 
 def test_hq_runs_on_the_graphs_of_the_dev_recipe_in_two_stages():
-    most = dataclasses.replace(HQ, num_inference_steps=31)
+    most = replace(HQ, num_inference_steps=31)
     most.check()
-    dev = dataclasses.replace(most, sampler="euler")
+    dev = replace(most, sampler="euler")
     assert [most.bucket(stage) for stage in most.stages] == [
         dev.bucket(stage) for stage in dev.stages
     ]
@@ -299,9 +302,9 @@ def test_hq_runs_on_the_graphs_of_the_dev_recipe_in_two_stages():
     }.values(),
 )
 def test_the_sound_of_the_dev_recipe_is_stage_1s_as_upstream_decodes_it(changes, releases):
-    job = dataclasses.replace(HQ, **changes)
+    job = replace(HQ, **changes)
     compats = None, "ltx-core-1.0.0"
-    assert tuple(dataclasses.replace(job, compat=each).heard for each in compats) == releases
+    assert tuple(replace(job, compat=each).heard for each in compats) == releases
 
 
 MISTAKES = {
@@ -316,7 +319,7 @@ MISTAKES = {
 @pytest.mark.parametrize("said", MISTAKES)
 def test_what_hq_is_not_is_said(said):
     with pytest.raises(UserError) as error:
-        dataclasses.replace(HQ, **MISTAKES[said]).check()
+        replace(HQ, **MISTAKES[said]).check()
     assert said in str(error.value)
 
 

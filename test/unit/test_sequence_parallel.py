@@ -29,7 +29,7 @@ from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.mesh import CONTEXT, TENSOR, groups
-from ltx_neuron.backends.ranks import padded_tokens, padding_bias, part_of
+from ltx_neuron.backends.ranks import pad_tokens, padding_bias, rank_slice
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.models.parallel import ContextParallel, SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
@@ -165,7 +165,7 @@ def on_ranks(bucket: Bucket, inputs: dict, dtype=torch.float32, blocks: int = 0,
         if padding := fields.get("padding_bias"):
             given["padding_bias"] = padding_bias(padding, bucket.video_tokens, tp, cp)
         mine = {
-            name: part_of(fields[name], padded_tokens(fields[name], whole, tp, cp), rank, tp)
+            name: rank_slice(fields[name], pad_tokens(fields[name], whole, tp, cp), rank, tp)
             for name, whole in given.items()
             if name in fields
         }

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
+from jobs import make_job
 from service_app import FORM, MOST_BODY, SIZE, Got, Sent, Service, form, get, opened
 
 from ltx_neuron.service import limits
@@ -373,15 +374,14 @@ def test_a_waiting_video_says_how_many_are_before_it_and_the_queue_how_many_wait
 def test_a_request_chooses_among_the_commands_sets_of_loras(service, tmp_path):
     style = tmp_path / "style.safetensors"
     save_file({"x": torch.zeros(2)}, style)
-    none = dict.fromkeys(("loras", "stage_1_loras", "stage_2_loras"), ())
-    sets = {"default": none, "anime": none | {"loras": (Lora(style, 0.8),)}}
+    sets = {"default": make_job(), "anime": make_job(loras=(Lora(style, 0.8),))}
     service.sizes.lora_sets = sets
     (model,) = json.loads(get(service, "/v1/models").body)["data"]
     assert model["lora_sets"] == {
         "default": [],
         "anime": [{"name": "style.safetensors", "strength": 0.8}],
     }
-    for name, loras in (("anime", sets["anime"]["loras"]), ("default", ()), (None, ())):
+    for name, loras in (("anime", sets["anime"].loras), ("default", ()), (None, ())):
         fields = {"prompt": "waves crash"} | ({"lora_set": name} if name else {})
         id = json.loads(post(service, fields).body)["id"]
         entry = service.queue.get("ada", id)

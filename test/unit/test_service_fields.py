@@ -13,13 +13,13 @@ from PIL import Image
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
+from jobs import make_job
 from starlette.datastructures import UploadFile
 
-from ltx_neuron import flags
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.spec import GuidanceFields, JobSpec, LoraFields
+from ltx_neuron.sampling.spec import GuidanceFields, JobFields, LoraFields
 from ltx_neuron.service import fields, picture, sandbox
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.fields import KNOWN, HeldImage, VideoRequest, read_request
@@ -175,7 +175,7 @@ def test_every_field_of_a_job_can_be_said_but_files_by_their_paths_and_loras_by_
     no_graphs = {"images_as_guides", "skip_stage_2", "sampler", "sound_only"}
     no_graphs |= {"dfr", "temporal_upsample_rounds"}
     loras = set(LoraFields.model_fields)  # a lora_set names them
-    left = set(JobSpec.model_fields) - set(VideoRequest.model_fields)
+    left = set(JobFields.model_fields) - set(VideoRequest.model_fields)
     no_graphs |= {"auto_duration"}  # a request needs a known length
     assert left == uploads | no_graphs | loras
 
@@ -224,7 +224,7 @@ def test_the_documented_fields_are_those_of_the_schema():
 
 def test_a_request_makes_the_job_that_the_command_makes():
     said = read(seed="5", negative_prompt="rain", guidance_scale="2.5", video_stg_blocks="[1, 2]")
-    job = flags.job_of(said.spec.model_copy(update={"recipe": "dev"}))
+    job = said.job.replaced(recipe="dev")
     assert (job.prompt, job.seed, job.negative_prompt) == (PROMPT["prompt"], 5, "rain")
     assert job.guidance.video.cfg_scale == 2.5 and job.guidance.video.stg_blocks == (1, 2)
 
@@ -423,4 +423,4 @@ def test_an_owner_may_ask_so_often_and_no_more(monkeypatch):
 
 
 def test_a_job_of_the_default_fields_is_the_jobs_own_default(tmp_path):
-    assert job_of(PROMPT, tmp_path) == Job(PROMPT["prompt"])
+    assert job_of(PROMPT, tmp_path) == make_job(PROMPT["prompt"])

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
+from jobs import make_job, read_clip
 from service_app import FORM, SIZE, SMALL, Got, Sent, Service, Workspace, form, get, opened
 
 from ltx_neuron.config.release import RELEASES
-from ltx_neuron.flags.resolve import dubbing_of
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -26,7 +26,6 @@ from ltx_neuron.sampling.conditions import (
     ReferenceVideo,
     Retake,
 )
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service.api_error import ERRORS
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.openapi import FORM_EXAMPLES
@@ -62,16 +61,15 @@ def service(tmp_path_factory, files):
 def compiled_for(folder, files, release=RELEASES[0]):
     lora = folder / "pose.safetensors"
     save_file({"x": torch.zeros(2)}, lora)
-    none = dict.fromkeys(("loras", "stage_1_loras", "stage_2_loras"), ())
     held = {"images": (ImageCondition("x"), ImageCondition("x", 120, 0.8))}
     (folder / "a.mkv").write_bytes(files[".mkv"])
-    dubbing = dubbing_of(JobSpec(reference_video=str(folder / "a.mkv")), PAIR, (Lora(lora),))
+    dubbing = read_clip(folder / "a.mkv", (Lora(lora),))
     references = {"references": (ReferenceVideo("x", 1.0, FILM.num_frames),)}
     tiled = references | TILES | {"tile": True, "stage_2_ic_lora": True}
     with opened(folder) as made:
         made.sizes.workspace.release = release
-        pose, dub = {"stage_1_loras": (Lora(lora),)}, {"loras": (Lora(lora),)}
-        made.sizes.lora_sets = {"default": none, "pose": none | pose, "dub": none | dub}
+        pose, dub = make_job(stage_1_loras=(Lora(lora),)), make_job(loras=(Lora(lora),))
+        made.sizes.lora_sets = {"default": make_job(), "pose": pose, "dub": dub}
         made.sizes.upsamplers = {"spatial"}
         for sizes, inputs in (
             ((SMALL,), {}),
@@ -83,7 +81,7 @@ def compiled_for(folder, files, release=RELEASES[0]):
             ((PAIR,), references | {"attention_mask": AttentionMask("x")}),
             ((PAIR,), references | {"stage_2_ic_lora": True}),
             ((PAIR,), tiled),
-            ((PAIR,), {"reference_audio": ReferenceAudio("x", 51)}),
+            ((PAIR,), {"reference_sound": ReferenceAudio("x", 51)}),
             ((PAIR,), dubbing),
         ):
             made.sizes.workspace.recorded |= Workspace(*sizes, release=release, **inputs).recorded
@@ -161,6 +159,7 @@ def test_each_kind_of_job_is_taken_of_each_release(tmp_path, files, release):
             assert got.status == 200, (name, got.body)
             id = json.loads(got.body)["id"]
             jobs[name] = job_of(service.queue.get("ada", id).params, service.queue.folder_of(id))
+            _ = jobs[name].media  # read while its files are there
             service.ask(Sent("DELETE", f"/v1/videos/{id}", b"", service.headers()))
     made = jobs["tiles of a size"]
     assert made.tile and made.stage_2_ic_lora and made.size == PAIR

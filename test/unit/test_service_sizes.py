@@ -1,9 +1,9 @@
 """The compiled sizes: that of a request, and how compiling records them."""
 
 import json
-from dataclasses import replace
 
 import pytest
+from jobs import make_job, replace
 from service_app import SMALL, Compiled
 
 from ltx_neuron.backends.manifest import record_size, recorded_sizes
@@ -11,6 +11,7 @@ from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio
 from ltx_neuron.sampling.latents import sound_latent_frames
+from ltx_neuron.sampling.spec import LORAS, LoraFile
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry, seconds_of
 
@@ -40,7 +41,7 @@ def test_a_recorded_size_offers_its_transpose_and_the_sizes_of_its_stages():
 
 def test_a_size_that_nobody_compiled_is_not_listed_though_a_graph_has_its_tokens():
     same = Size(256, 1536, 121)  # as many pixels
-    assert Job("", same).buckets == Job("", SMALL).buckets
+    assert make_job("", same).buckets == make_job("", SMALL).buckets
     sizes = registry(SMALL)
     assert same not in {each.size for each in sizes.compiled}
     # Who asks for exactly that gets it.
@@ -61,7 +62,7 @@ def test_what_is_compiled_for_the_dev_recipe_is_offered_for_it_alone():
 def test_graphs_without_a_recorded_size_serve_who_asks_for_it_exactly():
     large = Size(512, 1024, 121)
     sizes = registry(SMALL, large)
-    name = Job("", large).buckets[0].name
+    name = make_job("", large).buckets[0].name
     sizes.workspace.recorded[name] = []  # an earlier version compiled them
     assert {each.size for each in sizes.compiled} == {SMALL, TALL}
     assert sizes.choose(RequestedSize(height=512, width=1024)).size == large
@@ -137,9 +138,9 @@ def test_a_negative_prompt_of_the_distilled_recipe_gets_a_size_with_graphs_for_i
     assert {each.size for each in both.inputs["nag_scale"]} >= {SMALL, TALL, LARGE}
     assert LARGE not in {each.size for each in both.compiled}
     for scale in (2.0, 11.0):
-        assert both.choose(RequestedSize(two_stage=True), nag_scale=scale).size == LARGE
+        assert both.choose(RequestedSize(two_stage=True), make_job(nag_scale=scale)).size == LARGE
     with pytest.raises(ApiError) as caught:
-        registry(SMALL).choose(RequestedSize(), nag_scale=11.0)
+        registry(SMALL).choose(RequestedSize(), make_job(nag_scale=11.0))
     assert caught.value.code == "profile_mismatch"
     assert "the default size with nag_scale is not compiled. Compiled: nothing" in str(caught.value)
 
@@ -169,15 +170,17 @@ def test_any_other_size_is_refused_with_what_is_compiled():
 @pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
 def test_a_voice_of_the_listed_seconds_has_the_compiled_number_of_latents(count, rate):
     voice = ReferenceAudio("x", count)
-    (seconds,) = registry(LARGE, reference_audio=voice).voice_seconds
+    (seconds,) = registry(LARGE, reference_sound=voice).voice_seconds
     assert sound_latent_frames(round(seconds * rate), rate) == count
 
 
 def test_an_image_needs_a_graph_that_holds_images():
     image = (ImageCondition("x"),)
     with pytest.raises(ApiError, match="the default size with images is not compiled"):
-        registry(SMALL).choose(RequestedSize(), images=image)
-    assert registry(SMALL, images=image).choose(RequestedSize(), images=image).size == SMALL
+        registry(SMALL).choose(RequestedSize(), make_job(images=image))
+    assert (
+        registry(SMALL, images=image).choose(RequestedSize(), make_job(images=image)).size == SMALL
+    )
     # An image at frame 0 needs the graphs of text to video; another one has its own.
     for frame, field in ((0, "input_reference"), (8, "images")):
         inputs = registry(SMALL, images=(ImageCondition("x", frame),)).inputs
@@ -192,20 +195,20 @@ def test_two_stages_are_offered_if_there_is_an_upsampler():
 
 def test_what_needs_the_distilled_lora_is_offered_with_it_alone():
     workspace = Compiled(LARGE, recipe="dev")
-    for distilled in ((), ("lora",)):
-        sets = {"default": {"loras": (), "stage_1_loras": (), "stage_2_loras": distilled}}
+    for distilled in ((), (LoraFile("/lora", 1.0),)):
+        sets = {"default": Job(distilled_lora=distilled)}
         found = SizeRegistry(workspace, CompiledSize(SMALL, "dev"), {"spatial"}, sets)
         assert {each.refines for each in found.compiled} == {False} | {bool(distilled)}
         for each in found.compiled:
-            assert found.loras(None, each)["stage_2_loras"] == (distilled if each.refines else ())
+            assert found.loras(None, each)["distilled_lora"] == (distilled if each.refines else ())
 
 
 def test_a_set_of_loras_is_chosen_by_its_name():
-    plain = {"loras": (), "stage_1_loras": (), "stage_2_loras": ()}
-    sets = {"default": plain, "anime": plain | {"loras": ("style",)}}
+    style = (LoraFile("/style", 1.0),)
+    sets = {"default": Job(), "anime": Job(lora=style)}
     found = SizeRegistry(Compiled(SMALL), CompiledSize(SMALL, "distilled"), (), sets)
     size = found.choose(RequestedSize())
-    assert found.loras("anime", size)["loras"] == ("style",)
-    assert found.loras(None, size) == found.loras("default", size) == plain
+    assert found.loras("anime", size)["lora"] == style
+    assert found.loras(None, size) == found.loras("default", size) == dict.fromkeys(LORAS, ())
     with pytest.raises(ApiError, match="unknown lora_set 'noir'; known: 'default', 'anime'"):
         found.loras("noir", size)

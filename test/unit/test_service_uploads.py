@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
+from jobs import make_job, read_clip
 from service_app import (
     FORM,
     MOST_BODY,
@@ -32,10 +33,8 @@ from service_app import (
     opened,
 )
 
-from ltx_neuron.flags.resolve import dubbing_of
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceAudio, ReferenceVideo, Retake
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.serve.__main__ import capability_jobs, reference_jobs
 from ltx_neuron.service import media, sandbox
 from ltx_neuron.service.jobs import job_of
@@ -46,7 +45,7 @@ from ltx_neuron.weights.lora import Lora
 FILM = Size(64, 96, 17)  # of what is made anew
 LONGER = Size(64, 96, 33)  # of the window that makes it half a second longer
 PAIR = Size(128, 256, 9, two_stage=True)  # of what is made with references
-NONE = dict.fromkeys(("loras", "stage_1_loras", "stage_2_loras"), ())
+NONE = make_job()
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def service(tmp_path):
             more = Workspace(PAIR, references=(reference,), attention_mask=mask).recorded
             recorded |= more
         sizes.upsamplers = {"spatial"}
-        sizes.lora_sets = {"default": NONE, "pose": NONE | {"stage_1_loras": (Lora(style, 1.0),)}}
+        sizes.lora_sets = {"default": NONE, "pose": make_job(stage_1_loras=(Lora(style, 1.0),))}
         yield made
 
 
@@ -159,15 +158,15 @@ def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compil
     dub = {"lora_set": "dub", "reference_video": files["heard.mkv"]}
     error = refused(service, reference_video=files["heard.mkv"])
     assert error["code"] == "feature_not_supported" and "available: none" in error["message"]
-    sizes.lora_sets |= {"dub": NONE | {"loras": (Lora(lora, 1.0),)}}
+    sizes.lora_sets |= {"dub": make_job(loras=(Lora(lora, 1.0),))}
     assert refused(service, **dub)["code"] == "profile_mismatch"
-    dubbing = dubbing_of(JobSpec(reference_video=str(clip)), size, (Lora(lora),))
+    dubbing = read_clip(clip, (Lora(lora),))
     graphs = Workspace(size, **dubbing).recorded
     sizes.workspace.recorded |= graphs
     sizes._read = None  # as when a manifest is added
     job, video = made(service, **dub, reference_strength="0.5", size="256x128")
     assert job.dubbing.strength == 0.5 and job.size == size
-    assert Path(job.reference_audio.path).read_bytes() == files["heard.mkv"]
+    assert Path(job.reference_sound.path).read_bytes() == files["heard.mkv"]
     assert (video["num_frames"], video["fps"], video["two_stage"]) == (17, 24, True)
     made(service, **dub)  # any size for which it is compiled
     (model,) = json.loads(get(service, "/v1/models").body)["data"]
@@ -196,13 +195,13 @@ def test_a_voice_of_the_compiled_seconds_is_taken_and_another_is_refused_with_th
     assert refused(service, **voice)["code"] == "profile_mismatch"
     error = refused(service, **voice | {"lora_set": ""})
     assert error["code"] == "feature_not_supported" and "'pose'" in error["message"]
-    both = sizes.lora_sets["pose"]["stage_1_loras"]  # a LoRA of both stages is no voice's
-    sizes.lora_sets |= {"hq": NONE | {"stage_1_loras": both, "stage_2_loras": both}}
+    both = sizes.lora_sets["pose"].stage_1_loras  # a LoRA of both stages is no voice's
+    sizes.lora_sets |= {"hq": make_job(stage_1_loras=both, stage_2_loras=both)}
     assert refused(service, **voice | {"lora_set": "hq"})["code"] == "feature_not_supported"
     del sizes.lora_sets["hq"]
     compiled = [ReferenceAudio("x", latents) for latents in (51, 126)]  # of 2 and of 5 s
     for one in compiled:
-        sizes.workspace.recorded |= Workspace(PAIR, reference_audio=one).recorded
+        sizes.workspace.recorded |= Workspace(PAIR, reference_sound=one).recorded
     sizes._read = None  # as when a manifest is added
     error = refused(service, **voice)
     assert (error["code"], error["param"]) == ("profile_mismatch", "reference_audio")
@@ -210,7 +209,7 @@ def test_a_voice_of_the_compiled_seconds_is_taken_and_another_is_refused_with_th
     assert {each["size"] for each in error["compiled"]} == {"256x128", "128x256"}
     for seconds, latents in ((5, 126), (2, 51)):
         job, video = made(service, **voice, size="256x128", reference_audio_max_duration=seconds)
-        assert (job.reference_audio.latents, job.size) == (latents, PAIR)
+        assert (job.reference_sound.latents, job.size) == (latents, PAIR)
         assert video["notes"] == [
             "no LoRA has layers of the sound, so the voice may not be taken over"
         ]
@@ -237,7 +236,7 @@ def test_a_worker_must_have_an_ic_loras_weights_and_no_reference_for_it(service)
     sizes = service.sizes
     assert [job.all_loras for job in capability_jobs(sizes)] == [(), ()]
     (job,) = reference_jobs(sizes)
-    assert job.stages[0].loras == sizes.lora_sets["pose"]["stage_1_loras"]
+    assert job.stages[0].loras == sizes.lora_sets["pose"].stage_1_loras
 
 
 def test_the_model_lists_the_inputs_that_it_takes_with_their_sizes(service):

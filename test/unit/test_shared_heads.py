@@ -79,8 +79,8 @@ def encoded(model, tp):
 
     with ThreadPoolExecutor(tp) as pool:
         outputs = list(pool.map(run, encoders, ranks_of(model, tp)))
-    features = torch.cat([out.video_features for out in outputs], -1)
-    return features, [out.hidden_states for out in outputs]
+    features = torch.cat([out["video_features"] for out in outputs], -1)
+    return features, [out["hidden_states"] for out in outputs]
 
 
 def test_the_encoder_gives_the_same_at_every_degree(model):

@@ -39,7 +39,7 @@ from ltx_neuron.files import MANIFEST
 from ltx_neuron.models import signatures
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import (
-    Graph,
+    Program,
     connector_program,
     cut_graphs,
     diffusion_program,
@@ -51,7 +51,7 @@ from ltx_neuron.models.programs import (
     weight_name,
     with_convolution,
 )
-from ltx_neuron.models.signatures import BlockInputs, BlockOutputs, dit_fields
+from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
@@ -260,12 +260,38 @@ def test_every_field_has_its_meaning_in_the_modules_table(manifests):
     starts = [
         line[2:28].strip(" ,") for line in signatures.__doc__.splitlines() if line[:2] == "  "
     ]
+    tables = (signatures.DIT, signatures.GEMMA, signatures.CONNECTORS)
+    rows = [line for table in tables for line in table.splitlines() if line.count("  ")]
+    starts += [row[:26].strip() for row in rows]
     patterns = [pattern for start in starts if start for pattern in start.split(", ")]
     fields = {field for manifest, _ in manifests.values() for field in manifest.fields}
     assert {f for f in fields if not any(fnmatch(f, pattern) for pattern in patterns)} == set()
     assert {
         pattern for pattern in patterns if not any(fnmatch(f, pattern) for f in fields)
     } == set()
+
+
+class Reader(torch.nn.Module):
+    """Reads one of its fields, and another one if it is there."""
+
+    def forward(self, inputs):
+        more = inputs.get("more")
+        state = inputs["state"]
+        return {"state": state if more is None else torch.cat([state, more])}
+
+
+def test_a_graph_takes_the_fields_that_its_module_reads_and_the_program_has_no_others():
+    state = Field((2, 3), DTYPE)
+    program = Program({"reader": Reader()}, {}, {"unread": state, "state": state}, {}, DTYPE)
+    assert program.graphs["reader"][1:] == (("state",), ("state",))
+    assert program.fields == {"state": state}
+
+
+def test_a_graph_that_returns_a_state_of_another_shape_is_refused():
+    state = Field((2, 3), DTYPE)
+    program = Program({"reader": Reader()}, {}, {"state": state, "more": state}, {}, DTYPE)
+    with pytest.raises(ValueError, match=r"reader returns state as .*\(4, 3\).* wanted .*\(2, 3\)"):
+        program.fields  # noqa: B018 - derived when it is read
 
 
 def test_no_input_holds_modulation_per_token(manifests):
@@ -279,7 +305,10 @@ def test_no_input_holds_modulation_per_token(manifests):
                 | {name: getattr(BUCKET, name) + count for name, count in streams.items()}
             )
         )
-        before, after = (dit_fields(config, bucket, TP, DTYPE) for bucket in (BUCKET, longer))
+        before, after = (
+            dit_program(config, bucket, TP, TorchDistComm(TP), DTYPE, 1).fields
+            for bucket in (BUCKET, longer)
+        )
         slopes = {
             name: (torch.Size(after[name].shape).numel() - torch.Size(field.shape).numel()) / more
             for name, field in before.items()
@@ -356,10 +385,7 @@ def test_a_manifest_reads_back_as_the_program_it_was_written_for(manifests):
         assert {run: tuple(calls) for run, calls in manifest.runs.items()} == program.runs
         for graph, (module, inputs, outputs) in program.graphs.items():
             described = manifest.graphs[graph]
-            assert (tuple(described["inputs"]), tuple(described["outputs"])) == (
-                inputs._fields,
-                outputs._fields,
-            )
+            assert (tuple(described["inputs"]), tuple(described["outputs"])) == (inputs, outputs)
             assert described["parameters"] == {
                 n: list(p.shape) for n, p in module.named_parameters()
             }
@@ -406,9 +432,10 @@ class Planted(torch.nn.Module):
         super().__init__()
         self.make = make
 
-    def forward(self, inputs: BlockInputs) -> BlockOutputs:
-        x = inputs.video_hidden
-        return BlockOutputs(x + self.make(x.shape[-1], device=x.device), inputs.audio_hidden * 1)
+    def forward(self, inputs):
+        x = inputs["video_hidden"]
+        made = x + self.make(x.shape[-1], device=x.device).to(x.dtype)
+        return {"video_hidden": made, "audio_hidden": inputs["audio_hidden"] * 1}
 
 
 @pytest.mark.parametrize("make", [torch.arange, torch.zeros, torch.rand])
@@ -417,7 +444,7 @@ def test_a_graph_that_makes_a_tensor_of_its_own_is_refused(make, tmp_path):
         program = dit_program(
             made_config()[1], BUCKET, TP, TorchDistComm(TP), DTYPE, blocks_per_graph=1
         )
-        program.graphs["blocks"] = Graph(Planted(make), BlockInputs, BlockOutputs)
+        program.modules["blocks"] = Planted(make)
         with pytest.raises(
             RuntimeError, match=rf"makes a constant tensor \(aten\.{make.__name__}\.default\)"
         ):

@@ -1,7 +1,6 @@
 """Sound alone: its graphs are the audio half of the model, and its jobs have no picture."""
 
 import wave
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from helpers import (
     step_inputs,
     step_number,
 )
+from jobs import make_job, replace
 from oracle import later_semantics
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, ltx_state
 from tiny.config import TinySizes
@@ -28,7 +28,6 @@ from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.denoise.start import starting_states
 from ltx_neuron.errors import UserError
-from ltx_neuron.flags.resolve import job_of
 from ltx_neuron.host.video import check_output_path, write_wav
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.parallel import SingleRank
@@ -40,7 +39,6 @@ from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import ltx2_schedule
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.sizes import _records
@@ -54,7 +52,7 @@ JOINT = Bucket(SHAPE[0] * SHAPE[1] * SHAPE[2], AUDIO_TOKENS, 1, STEPS, guided=Tr
 
 
 def job(**given) -> Job:
-    return job_of(JobSpec(prompt="rain", sound_only=True, **{"recipe": "dev", **given}))
+    return Job(prompt="rain", sound_only=True, **{"recipe": "dev", **given})
 
 
 # --- graphs ---------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ def test_its_graphs_use_the_weights_of_the_audio_and_no_field_of_the_video(model
     names = {name for name in joint.weights() if SOUND_ALONE.fullmatch(name)}
     assert alone.weights().keys() == names
     assert names and not any("video" in name for name in names)
-    inputs = {field for graph in alone.graphs.values() for field in graph.inputs._fields}
+    inputs = {field for graph in alone.graphs.values() for field in graph.inputs}
     assert inputs <= alone.fields.keys()
     assert not any("video" in field or "cross" in field for field in alone.fields)
     assert ALONE.name == f"a{AUDIO_TOKENS}-t1-s{STEPS}-guided"
@@ -215,7 +213,7 @@ def test_any_number_of_frames_gives_the_length_and_the_passes_are_the_sounds():
     assert alone.steps == 30 and len(alone.stages) == 1
     assert alone.resolved_guidance.audio.weights() == pytest.approx([6, 1, 0, 0.7])
     # A job of it is one again, as a line or as a queue's job.
-    assert job_of(JobSpec.model_validate(alone.spec.line())) == alone
+    assert Job.validated(alone.to_line()).describe() == alone.describe()
 
 
 def test_a_report_of_sound_alone_says_no_height_and_only_what_is_set():
@@ -227,18 +225,18 @@ def test_a_report_of_sound_alone_says_no_height_and_only_what_is_set():
 
 
 def test_a_line_of_a_prompts_file_makes_a_wav(tmp_path):
-    spec = JobSpec(recipe="dev").with_line({"prompt": "rain", "sound-only": True, "num-frames": 30})
-    assert Line(3, job_of(spec), "").file == "0003.wav"
+    job = Job(recipe="dev").updated({"prompt": "rain", "sound-only": True, "num-frames": 30})
+    assert Line(3, job, "").file == "0003.wav"
 
 
 def test_a_line_does_not_take_the_picture_of_the_command():
-    command = JobSpec(recipe="dev", height=64, width=96, two_stage=True, num_frames=17)
-    command = command.model_copy(update={"video_stg_blocks": (1,), "audio_stg_blocks": (0,)})
-    alone = job_of(command.with_line({"prompt": "rain", "sound_only": True}))
+    command = Job(recipe="dev", height=64, width=96, two_stage=True, num_frames=17)
+    command = command.replaced(video_stg_blocks=(1,), audio_stg_blocks=(0,))
+    alone = command.updated({"prompt": "rain", "sound_only": True})
     alone.check()
     assert alone.size == Size(0, 0, 17) and alone.resolved_guidance.audio.stg_blocks == (0,)
     with pytest.raises(UserError, match="--sound-only makes no picture: leave out --height"):
-        job_of(command.with_line({"prompt": "rain", "sound_only": True, "height": 64}))
+        command.updated({"prompt": "rain", "sound_only": True, "height": 64}).check()
 
 
 REFUSED = {
@@ -264,13 +262,9 @@ def test_what_makes_a_picture_is_refused_with_it(message):
 
 
 def test_the_python_api_is_told_what_sound_alone_does_not_have():
-    with pytest.raises(UserError, match="sound alone has height and width 0"):
-        Job("rain", recipe="dev", sound_only=True).check_shape()
-    with pytest.raises(UserError, match="sound alone has height and width 0"):
-        Job("rain", Size(0, 0), recipe="dev").check_shape()
     guided = Guidance(StreamGuidance(cfg_scale=3.0), StreamGuidance(cfg_scale=7.0))
-    with pytest.raises(UserError, match=r"guidance.video: sound alone has no video to guide"):
-        Job("rain", Size(0, 0), recipe="dev", sound_only=True, guidance=guided).check()
+    with pytest.raises(UserError, match="makes no picture: leave out --video-cfg"):
+        make_job("rain", Size(0, 0), recipe="dev", sound_only=True, guidance=guided).check()
 
 
 def test_the_service_makes_videos_only():

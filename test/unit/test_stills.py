@@ -12,17 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import picture_frames, write_film
+from jobs import make_job
 from PIL import Image
 from printed import runs
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.flags.resolve import job_of, references_of
 from ltx_neuron.host.conditions import check, notes
 from ltx_neuron.host.images import decode_image, is_still
 from ltx_neuron.host.media import first_frames
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.spec import JobSpec, validated
 
 PICTURES = [Image.fromarray(each.numpy()) for each in picture_frames(3, 64, 96, 3)]
 MOVING = {"save_all": True, "append_images": PICTURES[1:], "duration": 100}
@@ -50,9 +49,9 @@ FILES = [
 @pytest.mark.parametrize("name, format, settings, still", FILES)
 def test_a_file_is_a_still_by_its_content(tmp_path, name, format, settings, still):
     PICTURES[0].save(tmp_path / name, format=format, **settings)
-    spec = JobSpec(video_conditioning=[(str(tmp_path / name), 1.0)], num_frames=17)
+    job = Job(video_conditioning=[(str(tmp_path / name), 1.0)], num_frames=17)
     assert is_still(tmp_path / name) == still
-    (reference,) = references_of(spec)
+    (reference,) = job.references
     assert (reference.still, reference.num_frames) == (still, 1 if still else 3)
     # And so it has the graphs of one.
     assert reference.latent_shape(Size(num_frames=17)) == (3 if still else 1, 16, 24)
@@ -64,7 +63,7 @@ def test_a_film_with_the_name_of_a_picture_is_a_film(tmp_path):
     path = write_film(tmp_path / "film.mp4", picture_frames(9, 64, 96, 3)).rename(
         tmp_path / "a.png"
     )
-    (reference,) = references_of(JobSpec(video_conditioning=[(str(path), 1.0)]))
+    (reference,) = Job(video_conditioning=[(str(path), 1.0)]).references
     assert (reference.still, reference.num_frames) == (False, 9)
 
 
@@ -80,8 +79,7 @@ def test_a_picture_that_cannot_be_read_is_no_video_of_one_tile(tmp_path):
     path = tmp_path / "photo.heic"
     path.write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))
     assert is_still(path)
-    spec = JobSpec(video_conditioning=[(str(path), 1.0)], num_frames=17)
-    job = Job("", Size(num_frames=17), references=references_of(spec))
+    job = Job(video_conditioning=[(str(path), 1.0)], num_frames=17)
     with pytest.raises(UserError, match="photo.heic cannot be read as an image"):
         check(job)
 
@@ -149,7 +147,7 @@ def test_a_moving_picture_as_an_image_is_noted(tmp_path):
     PICTURES[0].save(tmp_path / "moves.gif", **MOVING)
     PICTURES[0].save(tmp_path / "still.gif")
     images = tuple(ImageCondition(tmp_path / name) for name in ("moves.gif", "still.gif"))
-    job = Job("", Size(64, 96, 9), images=images)
+    job = make_job("", Size(64, 96, 9), images=images)
     said = [f"--image {tmp_path / 'moves.gif'} moves: its first picture is taken"]
     assert notes(job) == said
 
@@ -168,7 +166,7 @@ def test_a_phones_picture_of_108_megapixels_is_read_without_a_warning(tmp_path, 
 
 
 def image_at(index: int, frames: int, **fields) -> Job:
-    return Job("", Size(64, 96, frames), images=(ImageCondition("a.png", index),), **fields)
+    return make_job("", Size(64, 96, frames), images=(ImageCondition("a.png", index),), **fields)
 
 
 @pytest.mark.parametrize("frames, tail, last", [(25, None, 24), (25, 8, 16), (1, None, 0)])
@@ -182,18 +180,18 @@ def test_minus_one_is_the_last_frame_of_the_file(frames, tail, last):
 @pytest.mark.parametrize("index", [-2, -25, 25])
 def test_another_frame_outside_the_clip_is_refused_with_how_to_name_the_last(index):
     with pytest.raises(UserError, match="outside the clip's 0..24; -1 is the last one"):
-        image_at(index, 25).images[0].check(25)
+        ImageCondition("a.png", index).check(25)
     if index < 0:
         with pytest.raises(UserError, match="frame index -[0-9]+, wanted at least -1"):
-            validated({"image": [["a.png", index]]})
+            Job.validated({"image": [["a.png", index]]})
 
 
 def test_an_image_at_minus_one_is_taken_from_flags_and_lines(tmp_path):
     PICTURES[0].save(tmp_path / "a.png")
-    spec = validated({"image": [[str(tmp_path / "a.png"), "-1"]], "num_frames": 17})
-    (image,) = job_of(spec).placed
+    spec = Job.validated({"image": [[str(tmp_path / "a.png"), "-1"]], "num_frames": 17})
+    (image,) = spec.placed
     assert image.frame_index == 16
-    assert JobSpec().with_line(json.loads(json.dumps(spec.line()))).image == spec.image
+    assert Job().updated(json.loads(json.dumps(spec.to_json()))).image == spec.image
 
 
 # --- rates ----------------------------------------------------------------------------------------
@@ -211,14 +209,14 @@ RATES = {
 @pytest.mark.parametrize("typed", RATES)
 @pytest.mark.parametrize("key", ["frame_rate", "fps"])
 def test_a_frame_rate_is_a_number_or_a_fraction(typed, key):
-    assert validated({key: typed}).frame_rate == float(RATES[typed])
-    assert JobSpec().with_line({key: typed}).frame_rate == float(RATES[typed])
+    assert Job.validated({key: typed}).frame_rate == float(RATES[typed])
+    assert Job().updated({key: typed}).frame_rate == float(RATES[typed])
 
 
 @pytest.mark.parametrize("typed", ["24000/0", "a/b", "1/2/3", "/", "2000/1", "1/1001", "nan/1"])
 def test_what_is_no_rate_is_refused_as_any_other_number(typed):
     with pytest.raises(UserError, match="--frame-rate: got .*, wanted"):
-        validated({"frame_rate": typed})
+        Job.validated({"frame_rate": typed})
 
 
 # --- addresses ------------------------------------------------------------------------------------
@@ -232,5 +230,5 @@ def test_an_address_is_told_to_be_downloaded(url, field):
     values = {"image": [[url]], "video_conditioning": [[url, 1.0]]}.get(field, url)
     more = {"start_time": 0, "end_time": 1} if field == "video_path" else {"num_frames": 17}
     with pytest.raises(UserError, match="is an address .URL., wanted a file of this machine") as e:
-        job_of(validated({field: values} | more)).check_inputs()
+        Job.validated({field: values} | more).check_inputs()
     assert Path(url).name in str(e.value)

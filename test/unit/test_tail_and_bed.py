@@ -2,12 +2,12 @@
 input sound (--audio-bed)."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import one_thread, randn, tone, write_sound  # noqa: F401
+from jobs import make_job, replace
 from safetensors import safe_open
 from typed import parsed, said
 
@@ -15,7 +15,6 @@ from ltx_neuron import flags
 from ltx_neuron.decode import Decoder
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.finished import _shape_flags
-from ltx_neuron.flags.resolve import job_of
 from ltx_neuron.host.conditions import check, encode
 from ltx_neuron.host.media import Sound, read_sound
 from ltx_neuron.host.models import HostModels
@@ -27,13 +26,12 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.resume import JobRun
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 from ltx_neuron.sampling.latents import SAMPLE_RATE
-from ltx_neuron.sampling.spec import validated
 from ltx_neuron.text.encoders import Contexts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FILE = __file__
-WHOLE = Job("rain", Size(64, 96, 25))
+WHOLE = make_job("rain", Size(64, 96, 25))
 TAILED = replace(WHOLE, tail_frames=8)
 
 
@@ -44,8 +42,8 @@ def test_a_tail_needs_the_graphs_of_the_sum_and_is_typed_as_it_was():
     job = said("--num-frames", "17", "--tail-frames", "8", "--height", "64", "--width", "96")
     assert job.buckets == WHOLE.buckets and job.size == WHOLE.size
     assert (job.output_size.num_frames, job.output_frames) == (17, 17)
-    assert (job.spec.num_frames, job.spec.tail_frames) == (17, 8)
-    assert job_of(validated(job.spec.line())) == job
+    assert (job.num_frames, job.tail_frames) == (17, 8)
+    assert Job.validated(job.to_line()).describe() == job.describe()
     line = job.describe()
     assert (line["num_frames"], line["tail_frames"]) == (17, 8)
     words = [*map(str, _shape_flags(job))]
@@ -62,7 +60,7 @@ def test_what_no_tail_can_be_is_refused_in_words(tmp_path):
         (("--tail-frames", "8", "--num-frames", "24"), "nearest valid: 17 or 25"),
     ):
         with pytest.raises(UserError) as error:
-            said(*words)
+            said(*words).check()
         assert message in str(error.value)
     with pytest.raises(UserError, match="--tail-frames: got 4, wanted a multiple of 8"):
         replace(WHOLE, tail_frames=4).check()
@@ -217,8 +215,8 @@ def test_a_bed_needs_a_sound_and_is_part_of_the_job():
     with pytest.raises(UserError, match="--audio-bed needs --audio-path FILE"):
         said("--audio-bed", "-50")
     job = said("--audio-path", FILE, "--audio-bed", "-50")
-    assert job.sound.bed == -50 and job.spec.audio_bed == -50
+    assert job.sound.bed == -50 and job.audio_bed == -50
     assert job.identity != replace(job, sound=replace(job.sound, bed=None)).identity
-    assert job_of(validated(job.spec.line())) == job
+    assert Job.validated(job.to_line()).describe() == job.describe()
     with pytest.raises(UserError, match="--audio-bed: got 3"):
         replace(WHOLE, sound=SoundCondition(FILE, bed=3)).check()

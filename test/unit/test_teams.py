@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal, Ranks
-from ltx_neuron.backends.teams import Team
+from ltx_neuron.backends.teams import GuidanceGroups
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.signatures import Field
@@ -93,9 +93,9 @@ class Group(Ranks):
         return [call[2] for call in self.calls if call[:2] == ("run", "pass")]
 
 
-def started(groups: list[Group], passes=PASSES) -> Team:
+def started(groups: list[Group], passes=PASSES) -> GuidanceGroups:
     """A team that holds the latents and the guided sequence of these passes."""
-    team = Team([partial(lambda group: group, group) for group in groups])
+    team = GuidanceGroups([partial(lambda group: group, group) for group in groups])
     team.load(None, {"dit": PROGRAM}, torch.float32)
     runs = [("pass", {}, {"video_x0": f"{kind}_video"}) for kind in passes]
     team.define("dit", "guided", [*runs, ("guide", {}, {})])
@@ -252,7 +252,7 @@ def test_a_group_that_cannot_start_ends_those_that_have():
         raise RankError("rank 0 of 2 could not be started")
 
     with pytest.raises(RankError, match="could not be started"):
-        Team([lambda: group, fail])
+        GuidanceGroups([lambda: group, fail])
     assert group.closed
 
 
@@ -309,5 +309,5 @@ def test_every_group_has_ranks_of_its_own(monkeypatch):
     monkeypatch.setattr(host, "Ranks", lambda *arguments: made.append(arguments) or Group())
     profile = resolve("cpu", ["guidance_parallel=3"])
     team = registry.ranks(profile, 2, None)
-    assert isinstance(team, Team) and len(team.groups) == 3 and team.at_once == 6
+    assert isinstance(team, GuidanceGroups) and len(team.groups) == 3 and team.at_once == 6
     assert sorted(arguments[-1] for arguments in made) == [0, 1, 2]

@@ -98,7 +98,7 @@ def embeddings(encoder, *prompts):
 def test_prompts_do_not_see_each_other_or_the_padding(encoder, ids):
     counts, bucket = [5, 3], 12
     taken = inputs.encoder_inputs(torch.zeros(1, bucket, 32), counts, encoder.gemma)
-    seen = taken.attention_mask[0, 0] == 0
+    seen = taken["attention_mask"][0, 0] == 0
     padding, first, second = slice(0, 4), slice(4, 9), slice(9, 12)
     assert inputs.prompt_slices(counts, bucket) == [first, second]
     for rows, own in ((padding, padding), (first, first), (second, second)):
@@ -112,7 +112,7 @@ def test_each_prompt_has_the_positions_it_has_when_padded_alone_to_1024(encoder)
     for count, part in zip((5, 3), inputs.prompt_slices([5, 3], 8), strict=True):
         alone = inputs.encoder_inputs(torch.zeros(1, TEXT_TOKENS, 32), [count], encoder.gemma)
         for name in ("local_cos", "local_sin", "global_cos", "global_sin"):
-            got, wanted = getattr(packed, name), getattr(alone, name)
+            got, wanted = packed[name], alone[name]
             assert torch.equal(got[..., part, :], wanted[..., TEXT_TOKENS - count :, :]), name
 
 

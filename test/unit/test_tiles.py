@@ -1,16 +1,16 @@
 """--tile: how a canvas is cut, which tokens a tile sees, and how predictions are joined."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import randn
+from jobs import make_job, replace
 from printed import runs
 
 from ltx_neuron.errors import FieldError
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ReferenceVideo
 from ltx_neuron.sampling.tiles import Appended, blend_weights, cut, tiles
 from ltx_neuron.weights.lora import Lora
@@ -83,7 +83,7 @@ def test_joined_predictions_are_the_weighted_sum_of_a_slow_loop():
 
 
 REFERENCE = ReferenceVideo("guide.mp4", 1.0, 17)
-TILED = Job(
+TILED = make_job(
     "",
     Size(128, 256, 17, two_stage=True),
     references=(REFERENCE,),
@@ -111,7 +111,7 @@ def test_a_canvas_of_one_tile_is_the_job_without_tiles():
     assert whole.buckets == replace(whole, tile=False).buckets
 
 
-@runs("sampling/conditions.py:check_inputs: --stage-2-ic-lora")
+@runs("sampling/inputs.py:check_inputs: --stage-2-ic-lora")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -35,7 +35,7 @@ from toy import (
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.backends.torchdist.wire import SharedTensor
+from ltx_neuron.backends.torchdist.protocol import SharedTensor
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.job import Stage

@@ -2,13 +2,13 @@
 the scripts take."""
 
 import json
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import one_thread, within  # noqa: F401
+from jobs import make_job, replace
 from safetensors.torch import save_file
 
 from ltx_neuron import artifacts, flags, invocation, profiles
@@ -213,7 +213,7 @@ def test_the_dit_s_compiler_flags_are_tried_and_each_compiles_to_graphs_of_its_o
 
 
 def test_sequence_parallelism_is_tried_where_a_stage_s_tokens_divide():
-    cpu, buckets = resolve("cpu"), Job("", Size(96, 96, 9)).buckets  # 18 tokens
+    cpu, buckets = resolve("cpu"), make_job("", Size(96, 96, 9)).buckets  # 18 tokens
     assert candidates("sequence_parallel", cpu, 2, 48, buckets=buckets) == ["true"]
     assert candidates("sequence_parallel", cpu, 4, 48, buckets=buckets) == []
     on = resolve("cpu", ("sequence_parallel=true",))
@@ -229,12 +229,14 @@ def layouts(profile: str, tp: int, cores: int, job: Job, *settings: str) -> list
 
 
 def test_the_layouts_of_a_cpu_are_those_that_its_cores_allow():
-    assert layouts("cpu", 2, 2, Job("", SIZE)) == layouts("cpu", 2, 3, Job("", SIZE)) == []
+    assert (
+        layouts("cpu", 2, 2, make_job("", SIZE)) == layouts("cpu", 2, 3, make_job("", SIZE)) == []
+    )
     two = ["context_parallel=2"]
-    assert layouts("cpu", 1, 2, Job("", SIZE)) == two
+    assert layouts("cpu", 1, 2, make_job("", SIZE)) == two
     # A typed layout does not matter.
-    assert layouts("cpu", 1, 2, Job("", SIZE), "context_parallel=3") == two
-    dev = Job("", SIZE, recipe="dev")  # four passes
+    assert layouts("cpu", 1, 2, make_job("", SIZE), "context_parallel=3") == two
+    dev = make_job("", SIZE, recipe="dev")  # four passes
     guided = layouts("cpu", 1, 4, dev)
     assert guided[0] == "guidance_parallel=2 backend=torchdist"
     assert guided[1] == "guidance_parallel=4 backend=torchdist" and not any(
@@ -242,19 +244,19 @@ def test_the_layouts_of_a_cpu_are_those_that_its_cores_allow():
     )
     assert "context_parallel=4" in guided
     of_cfg = StreamGuidance(cfg_scale=3.0)  # two passes
-    job = Job("", SIZE, recipe="dev", guidance=Guidance(of_cfg, of_cfg))
+    job = make_job("", SIZE, recipe="dev", guidance=Guidance(of_cfg, of_cfg))
     assert not any("guidance_parallel=4" in x for x in layouts("cpu", 1, 4, job))
-    assert layouts("cpu", 1, 4, Job("", Size(0, 0, 9), sound_only=True)) == []
+    assert layouts("cpu", 1, 4, make_job("", Size(0, 0, 9), sound_only=True)) == []
 
 
 def test_the_layouts_of_chips_are_those_that_they_connect():
-    tried = layouts("trn2.48xlarge", 4, 64, Job("", SIZE))
+    tried = layouts("trn2.48xlarge", 4, 64, make_job("", SIZE))
     assert tried[:2] == [f"context_parallel={n} blocks_per_graph={4 * n}" for n in (2, 4)]
     assert tried[-1].startswith("context_parallel=16 ")
     # Not context parallelism of pairs of chips.
-    assert layouts("trn2.48xlarge", 8, 64, Job("", SIZE)) == []
-    assert layouts("trn2.48xlarge", 4, 16, Job("", SIZE)) == tried[:2]
-    assert layouts("trn2.3xlarge", 4, 4, Job("", SIZE)) == []
+    assert layouts("trn2.48xlarge", 8, 64, make_job("", SIZE)) == []
+    assert layouts("trn2.48xlarge", 4, 16, make_job("", SIZE)) == tried[:2]
+    assert layouts("trn2.3xlarge", 4, 4, make_job("", SIZE)) == []
 
 
 def test_settings_tuned_with_several_groups_are_not_those_of_one():
@@ -355,7 +357,7 @@ def test_the_table_has_a_line_for_each_variant_with_what_became_of_it():
 
 # --- the file that scripts take -------------------------------------------------------------------
 
-SHAPES = Job("", SIZE).buckets
+SHAPES = make_job("", SIZE).buckets
 
 
 def opened(tiny, folder: Path, *typed: str) -> Workspace:
@@ -371,14 +373,14 @@ def choose(workspace: Workspace, run: dict, graphs: dict, size: Size = SIZE) -> 
     path = tuned_settings.file_of(workspace.artifacts, identity)
     kept = tuned_settings.load(workspace.artifacts, identity) or TunedSettings(path, identity)
     kept.run = run
-    key = tuned_settings.size_key(Job("", size).buckets)
+    key = tuned_settings.size_key(make_job("", size).buckets)
     kept.sizes[key] = {"settings": graphs, "run": run}
     kept.write()
     return kept
 
 
 def dit_identity(workspace: Workspace, size: Size = SIZE) -> dict:
-    buckets = Job("", size).buckets
+    buckets = make_job("", size).buckets
     return workspace._dit_identity(buckets[0], workspace.dit_profile(buckets))
 
 
@@ -397,13 +399,13 @@ def test_graph_settings_are_those_of_the_dit_and_of_its_size_alone(tiny, tmp_pat
 
 def test_a_size_is_found_by_its_shapes_whatever_its_timesteps(tiny, tmp_path):
     portrait, two = Size(96, 64, 9), Size(128, 128, 9, two_stage=True)
-    key = tuned_settings.size_key(Job("", portrait).buckets)
-    assert key == tuned_settings.size_key(Job("", Size(64, 96, 9)).buckets)
-    stages = Job("", two).buckets
+    key = tuned_settings.size_key(make_job("", portrait).buckets)
+    assert key == tuned_settings.size_key(make_job("", Size(64, 96, 9)).buckets)
+    stages = make_job("", two).buckets
     both = [replace(bucket, timesteps=count) for bucket in stages for count in (1, 2)]
     assert tuned_settings.size_key(both) == tuned_settings.size_key(stages) == "v8-a9+v32-a9"
     for other in (dict(recipe="dev"), dict(nag_scale=11.0)):
-        key = tuned_settings.size_key(Job("", two, **other).buckets)
+        key = tuned_settings.size_key(make_job("", two, **other).buckets)
         assert key != tuned_settings.size_key(stages)
 
 
@@ -523,7 +525,7 @@ def test_scripts_take_the_file_and_say_so_in_one_line(tiny, tmp_path, capsys):
 def test_the_report_names_the_tuned_settings_and_their_file(tiny, tmp_path):
     kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
     workspace = flags.workspace(arguments(tiny, tmp_path))
-    job = Job("waves", SIZE)
+    job = make_job("waves", SIZE)
     before = run_identity(job, opened(tiny, tmp_path), RunOptions())
     after = run_identity(job, workspace, RunOptions())
     differing = {name for name, _, _ in artifacts.differences(before, after)}
@@ -542,7 +544,7 @@ def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(tiny, tmp
     other = dit_identity(workspace) | {"bucket": "v1-a1-t1-s8"}  # as near, and of another size
     write_json(artifacts.folder(tmp_path, other) / "manifest.json", {"identity": other})
     with pytest.raises(UserError) as error:
-        workspace.dit_program_for(Job("", SIZE), Job("", SIZE).stages[0])
+        workspace.dit_program_for(make_job("", SIZE), make_job("", SIZE).stages[0])
     _, make, tuned_line = str(error.value).splitlines()
     assert "attention: got sdpa, wanted matmul" in str(error.value)
     assert invocation.command("compile transformer") in make and "attention" not in make
@@ -553,7 +555,7 @@ def test_a_command_says_that_tuned_settings_are_ignored_where_that_was_typed(tin
     choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
     workspace = flags.workspace(arguments(tiny, tmp_path, *IGNORING.split()))
     with pytest.raises(UserError, match=f"compile transformer .*{IGNORING}$"):
-        workspace.dit_program_for(Job("", SIZE), Job("", SIZE).stages[0])
+        workspace.dit_program_for(make_job("", SIZE), make_job("", SIZE).stages[0])
     with pytest.raises(UserError) as error:
         workspace.dit_weights()
     assert IGNORING not in str(error.value)  # weights do not depend on it

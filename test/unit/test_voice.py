@@ -2,7 +2,6 @@
 Whole runs beside an oracle: test/slow/test_given_recipes.py."""
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from helpers import (
     tone,
     write_sound,
 )
+from jobs import make_job, read_voice, replace
 from safetensors.torch import save_file
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS
 from typed import parsed
@@ -30,21 +30,19 @@ from ltx_neuron.batch import read_lines
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import UserError
-from ltx_neuron.flags.resolve import voice_of
 from ltx_neuron.host import conditions
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models import attention
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.models.signatures import PASSES, WITHOUT, GuideInputs, extended
+from ltx_neuron.models.signatures import NO_VOICE, PASSES
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import audio_state, initial_states, video_state
 from ltx_neuron.sampling.conditions import ReferenceAudio
 from ltx_neuron.sampling.guidance import DEFAULTS, StreamGuidance
 from ltx_neuron.sampling.latents import reference_audio_positions, unpatchify_audio
 from ltx_neuron.sampling.schedules import sigma_pairs
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import Lora
@@ -70,8 +68,8 @@ def id_lora(tmp_path_factory) -> str:
 
 
 def job(size=ONE, recipe="dev", **given) -> Job:
-    given = dict(reference_audio=ReferenceAudio(__file__, TREF), stage_1_loras=LORAS) | given
-    return Job("a woman says hello", size, recipe=recipe, **given)
+    given = dict(reference_sound=ReferenceAudio(__file__, TREF), stage_1_loras=LORAS) | given
+    return make_job("a woman says hello", size, recipe=recipe, **given)
 
 
 # --- graphs and guidance --------------------------------------------------------------------------
@@ -88,16 +86,16 @@ def test_stage_1_alone_has_the_voices_tokens_and_only_the_guided_one_the_bias():
 
 
 def test_at_scale_0_there_are_no_pass_and_no_bias():
-    off = job(reference_audio=ReferenceAudio(__file__, TREF, identity_scale=0.0))
+    off = job(reference_sound=ReferenceAudio(__file__, TREF, identity_scale=0.0))
     assert off.buckets == [Bucket(72, AUDIO + TREF, 1, 64, True, 2)]
-    assert off.passes == PASSES and job().passes == (*PASSES, WITHOUT)
+    assert off.passes == PASSES and job().passes == (*PASSES, NO_VOICE)
     assert (off.identity_scale, job().identity_scale) == (0.0, 3.0)
 
 
 def test_defaults_are_those_of_id_lora():
     video, audio = job().resolved_guidance.streams
     assert video == StreamGuidance(3.0, 1.0, (29,), 3.0) and audio == replace(video, cfg_scale=7.0)
-    assert job().steps == 30 and Job("rain", recipe="dev").resolved_guidance == DEFAULTS
+    assert job().steps == 30 and make_job("rain", recipe="dev").resolved_guidance == DEFAULTS
 
 
 @pytest.mark.parametrize("recipe", ["dev", "distilled"])
@@ -188,7 +186,7 @@ def guided(scale: float, rescale: float = 0.0) -> tuple[dict, dict]:
     tokens = {"video": 6, "audio": 5}  # of these 3 own ones
     values = {
         f"{name}_{stream}": randn(1, count, 128, seed=10 * i + len(stream))
-        for i, name in enumerate((*PASSES, "guided", WITHOUT))
+        for i, name in enumerate((*PASSES, "guided", NO_VOICE))
         for stream, count in tokens.items()
     }
     own = torch.tensor([1.0, 1, 1, 0, 0])[:, None]
@@ -205,8 +203,7 @@ def guided(scale: float, rescale: float = 0.0) -> tuple[dict, dict]:
         "audio_clean_latent": randn(1, 5, 128, seed=77),
         "identity": torch.tensor([scale]),
     }
-    inputs = extended(GuideInputs, "guide", ("guided", "masked", "identity"))
-    return Guide()(inputs(*(values[field] for field in inputs._fields)))._asdict(), values
+    return Guide()(values), values
 
 
 def test_identity_guidance_adds_a_term_to_the_clips_own_sound_alone():
@@ -268,7 +265,7 @@ def test_a_mono_voice_is_in_both_channels(voice, capsys):
         return torch.zeros(1), randn(1, 8, TREF, 16)
 
     host = SimpleNamespace(encode_audio=encode_audio)
-    found = conditions.encode(host, job(reference_audio=ReferenceAudio(voice, TREF)))
+    found = conditions.encode(host, job(reference_sound=ReferenceAudio(voice, TREF)))
     assert found["audio_reference"].shape == (1, 8, TREF, 16)
     left, right = heard[0]
     assert torch.equal(left, right) and left.any() and len(left) == 16000
@@ -276,9 +273,9 @@ def test_a_mono_voice_is_in_both_channels(voice, capsys):
 
 
 def test_all_of_a_file_is_the_voice_or_its_first_seconds(voice):
-    whole = voice_of(JobSpec(reference_audio=voice))
+    whole = read_voice(voice)
     assert whole == ReferenceAudio(voice, TREF)
-    cut = voice_of(JobSpec(reference_audio=voice, reference_audio_max_duration=0.5))
+    cut = read_voice(voice, reference_audio_max_duration=0.5)
     assert cut == ReferenceAudio(voice, 13, 0.5)
 
 
@@ -292,7 +289,7 @@ def made(*words, recipe="dev") -> Job:
 def test_flags_make_the_job_and_its_line_makes_it_again(voice, id_lora):
     words = "--reference-audio", voice, "--ic-lora", id_lora
     plain = made(*words)
-    assert plain.reference_audio == ReferenceAudio(voice, TREF) and plain.identity_scale == 3.0
+    assert plain.reference_sound == ReferenceAudio(voice, TREF) and plain.identity_scale == 3.0
     scaled = made(*words, "--identity-guidance-scale", 1.5, "--audio-cfg-guidance-scale", 4)
     assert scaled.identity_scale == 1.5
     video, audio = scaled.resolved_guidance.streams
@@ -300,9 +297,9 @@ def test_flags_make_the_job_and_its_line_makes_it_again(voice, id_lora):
     hq = made(*words, "--sampler", "res_2s", "--two-stage")
     assert [each.rescale_scale for each in hq.resolved_guidance.streams] == [0.0, 0.0]
     for each in (plain, scaled, hq, made(*words, recipe="distilled")):
-        line = json.loads(json.dumps(each.with_paths(lambda path: path.name).spec.line()))
+        line = json.loads(json.dumps(each.with_paths(lambda path: path.name).to_line()))
         line["ic_lora"] = [[id_lora, 1.0]]
-        assert job_of(line, Path(voice).parent) == each
+        assert job_of(line, Path(voice).parent).describe() == each.describe()
 
 
 def test_lines_mix_voices_with_other_kinds(voice, id_lora, tmp_path):
@@ -310,7 +307,7 @@ def test_lines_mix_voices_with_other_kinds(voice, id_lora, tmp_path):
     given = [{}, {"reference_audio": voice, "ic_lora": id_lora, "two_stage": True}]
     path.write_text("\n".join(json.dumps({"prompt": "she says hello"} | line) for line in given))
     plain, voiced = (line.job for line in read_lines(path, flags.job_of_line(parsed()), {}))
-    assert plain.reference_audio is None and voiced.voice == ReferenceAudio(voice, TREF)
+    assert plain.reference_sound is None and voiced.voice == ReferenceAudio(voice, TREF)
     assert voiced.buckets[1] in replace(plain, size=voiced.size).buckets
 
 
@@ -364,6 +361,6 @@ def test_a_shape_needs_no_lora_as_its_graphs_do_not_depend_on_one(voice):
 
 @pytest.mark.parametrize(("latents", "seconds"), [(26, "1.0"), (126, None), (300, "12.0")])
 def test_a_voice_much_shorter_or_longer_than_the_training_is_noted(voice, latents, seconds):
-    notes = conditions.notes(Job("", reference_audio=ReferenceAudio(voice, latents)))
+    notes = conditions.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
     said = f"{voice} gives {seconds} s of sound; its LoRA was trained on about 5 s"
     assert [said in note for note in notes] == [True] * (seconds is not None)

@@ -17,7 +17,6 @@ import re
 import subprocess
 import sys
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +35,7 @@ from helpers import (
     tone,
     write_sound,
 )
+from jobs import make_job, read_voice, replace
 from safetensors.torch import load_file
 from tiny import TinySizes, make_tiny
 from tiny.config import merge, tiny_config
@@ -55,7 +55,6 @@ from ltx_neuron.backends.tiles import RankEncoder, RankSound, RankSpans, RankTil
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.doctor.groups import probe
 from ltx_neuron.errors import UserError
-from ltx_neuron.flags.resolve import voice_of
 from ltx_neuron.host import encoding
 from ltx_neuron.host.diffusion import DiffusionDecoder
 from ltx_neuron.host.models import HostModels
@@ -69,7 +68,6 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceVideo, Retake
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.text.encoders import Contexts, RankTextEncoder
 from ltx_neuron.text.inputs import bucket_for, load_tokenizer, tokenize
 from ltx_neuron.weights.lora import Lora
@@ -88,7 +86,7 @@ FP32 = 1e-4
 SHOWS = 1e-3  # what a mistake on one rank must leave at least
 PROMPT = "waves crash on the shore"
 SIZE = Size(height=64, width=64, num_frames=9, frame_rate=24, two_stage=True)
-SHAPE = Job("", SIZE)
+SHAPE = make_job("", SIZE)
 CUT, WHOLE = "blocks_per_graph=1", "blocks_per_graph=0"
 PER_BLOCK = 7  # grouped sums of a block, each one all-reduce of several tensors
 LATENTS = ("s1_video", "s1_audio", "s2_video", "s2_audio")
@@ -155,7 +153,7 @@ def generated(workspace, assets):
     with Engine(workspace, Recorder(), options) as engine:
         sent = []  # after every step
         engine.on_step_end = lambda *_: sent.append(engine.residency.ranks.bytes_sent)
-        (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
+        (result,) = engine.run([make_job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
         yield SimpleNamespace(
             tensors=result.tensors,
             ranks=engine.residency.ranks,
@@ -176,7 +174,7 @@ def test_the_whole_step_in_one_graph_is_the_reference_s_in_fp32_too(whole, asset
     with Engine(
         whole, Recorder(), RunOptions(spatial_upsampler_path=assets.spatial_upsampler)
     ) as engine:
-        (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
+        (result,) = engine.run([make_job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
         (held,) = engine.residency.ranks._sets
         assert {graph for _, graph in held.models} == {"step"}
         # One group of blocks, whose weights are bound: the inputs are the manifest's alone.
@@ -193,7 +191,7 @@ def test_ranks_that_share_the_videos_tokens_are_the_reference_s_in_fp32(assets, 
     divided.compile_dit(SHAPE.buckets)
     options = RunOptions(spatial_upsampler_path=assets.spatial_upsampler)
     with Engine(divided, Recorder(), options) as engine:
-        (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
+        (result,) = engine.run([make_job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
         held = engine.residency.ranks._buffers
         assert {part.shape[1] for part in held.tensors["video_hidden"]} == {8 // TP}
         # Per block five gathers, four scattered sums, and four groups with sound's sums and three
@@ -904,7 +902,9 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(
     """Four passes over the same graphs with other inputs under their names, and one graph that
     combines them. All copies of the graphs are loaded before the first step."""
     workspace = open_workspace(assets, workspace.artifacts, *settings)
-    job = Job(prompt=PROMPT, size=Size(64, 32, 9, 24), seed=5, negative_prompt="grey", **GUIDED)
+    job = make_job(
+        prompt=PROMPT, size=Size(64, 32, 9, 24), seed=5, negative_prompt="grey", **GUIDED
+    )
     workspace.compile_dit(job.buckets)
     with Engine(workspace, Recorder()) as engine:
         loaded = []
@@ -943,27 +943,29 @@ def given(assets, tmp_path_factory) -> dict[str, Job]:
     mask = made_film(folder / "mask.mp4", 9, 64, 64, seed=1)
     samples = (tone(16000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
     sound = write_sound(folder / "voice.wav", samples, 16000, "pcm_s16le", "stereo", "s16")
-    retake = Job(PROMPT, Size(64, 64, 9), 3, retake=Retake(film, 0.05, 0.2))
+    retake = make_job(PROMPT, Size(64, 64, 9), 3, retake=Retake(film, 0.05, 0.2))
     return {
         "retake": retake,
         "guided retake": replace(retake, **GUIDED, negative_prompt="grey"),
-        "negative prompt": Job(PROMPT, Size(64, 64, 9), 3, negative_prompt="grey", nag_scale=5.0),
-        "sound alone": Job(
+        "negative prompt": make_job(
+            PROMPT, Size(64, 64, 9), 3, negative_prompt="grey", nag_scale=5.0
+        ),
+        "sound alone": make_job(
             PROMPT,
             Size(0, 0, 30, 30.0),
             sound_only=True,
             **GUIDED | {"guidance": replace(GUIDED["guidance"], video=StreamGuidance())},
         ),
-        "voice": Job(
+        "voice": make_job(
             PROMPT,
             Size(64, 64, 9),
             seed=5,
             stage_1_loras=(Lora(assets.lora, 0.8),),
-            reference_audio=voice_of(JobSpec(reference_audio=str(sound))),
+            reference_sound=read_voice(sound),
             **GUIDED,
             negative_prompt="grey",
         ),
-        "masked reference": Job(
+        "masked reference": make_job(
             PROMPT,
             replace(SIZE, height=128, width=128),
             seed=4,
@@ -1064,7 +1066,7 @@ def test_ranks_of_two_groups_have_the_same_latents_their_own_tokens_and_the_weig
     assets, workspace, eight_ranks
 ):
     ours = open_workspace(assets, workspace.artifacts, CUT, "context_parallel=2")
-    job = Job(PROMPT, Size(64, 64, 9), 3)
+    job = make_job(PROMPT, Size(64, 64, 9), 3)
     ours.compile_dit(job.buckets)
     with Engine(ours, Recorder()) as engine:
         give_contexts(engine, job)
@@ -1129,7 +1131,7 @@ def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
     assets, workspace, generated, monkeypatch
 ):
     both = open_workspace(assets, workspace.artifacts, CUT, "resident=true")
-    jobs = [Job(prompt=prompt, size=SIZE) for prompt in (PROMPT, "another")]
+    jobs = [make_job(prompt=prompt, size=SIZE) for prompt in (PROMPT, "another")]
     options = RunOptions(neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
     with Engine(both, Recorder(), options) as engine:
         (first,) = engine.run(jobs[:1], keep=True, decode=False)
@@ -1174,7 +1176,7 @@ def test_tiles_of_a_clip_are_encoded_on_four_cores_as_the_host_does(assets, work
         monkeypatch.setattr(encoding, f"{axis}_TILE", 2)
         monkeypatch.setattr(encoding, f"{axis}_OVERLAP", 1)
     encodes = open_workspace(assets, workspace.artifacts, CUT, "resident=true")
-    job = Job("", Size(32, 96, 17), retake=Retake("film.mkv", 0, 1))
+    job = make_job("", Size(32, 96, 17), retake=Retake("film.mkv", 0, 1))
     encodes.shard("encoder")
     encodes.compile_encoder(job)
     host = HostModels(assets.checkpoint, encodes.config, torch.float32)
@@ -1256,7 +1258,7 @@ def folder(tmp_path_factory) -> Path:
 def later(split) -> dict[str, Job]:
     """Jobs of LTX-2.5 by recipe, with an image held in part. The distilled job also generates a
     keyframe."""
-    job = Job(PROMPT, Size(64, 64, 9), 3, images=(ImageCondition(split.image, 0, 0.7),))
+    job = make_job(PROMPT, Size(64, 64, 9), 3, images=(ImageCondition(split.image, 0, 0.7),))
     return {
         "distilled": replace(job, num_generated_keyframes=1),
         "dev": replace(job, **GUIDED, negative_prompt="grey"),

@@ -8,19 +8,18 @@ Not run by us: neither Neuron's nki nor neuronx-cc can be installed here.
 
 import importlib
 import shutil
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from helpers import randn
+from jobs import make_job, replace
 from tiny.config import released_config
 
 from ltx_neuron.backends import nki, registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import Job
 from ltx_neuron.models.attention import attention_cte
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.profiles import PROFILES, require_runtime, resolve
@@ -76,7 +75,7 @@ def test_neuronx_cc_compiles_the_graphs_of_two_blocks(backend, guided, tmp_path)
     except UserError as error:
         pytest.skip(f"GRAPHS NOT COMPILED ({str(error).splitlines()[0]}); {COMMAND}")
     config = replace(transformer_config(released_config()), num_layers=BLOCKS)
-    (bucket,) = Job("", recipe="dev" if guided else "distilled").buckets
+    (bucket,) = make_job("", recipe="dev" if guided else "distilled").buckets
     make = partial(
         dit_program,
         config,

@@ -125,12 +125,12 @@ def read(program: Program, name: str, groups: Groups, dtype: torch.dtype, graph:
     module, inputs, _ = program.graphs[name]
     module = module.to(dtype).eval().requires_grad_(False)
     weights = {f"weight {n}": (p.shape, p.dtype) for n, p in module.named_parameters()}
-    fields = {field: program.fields[field] for field in inputs._fields}
+    fields = {field: program.fields[field] for field in inputs}
     example = weights | {field: (like.shape, like.dtype) for field, like in fields.items()}
 
     def call(tensors: dict[str, Tensor]) -> Any:
         parameters = {n.removeprefix("weight "): tensors[n] for n in weights}
-        values = inputs(**{field: tensors[field] for field in fields})
+        values = {field: tensors[field] for field in fields}
         return functional_call(module, parameters, (values,), strict=True)
 
     try:

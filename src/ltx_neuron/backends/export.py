@@ -55,8 +55,8 @@ class TorchDistComm:
         return functional.wait_tensor(gathered).unsqueeze(0)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        own = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, self.group)
-        return functional.wait_tensor(own).unsqueeze(0)
+        part = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, self.group)
+        return functional.wait_tensor(part).unsqueeze(0)
 
 
 _OPERATIONS = torch.ops._c10d_functional
@@ -99,15 +99,14 @@ def fake_process_group(size: int, rank: int = 0, groups: mesh.Groups = MappingPr
 
 
 class _Keywords(nn.Module):
-    """A graph's module with its named inputs as keywords and a plain tuple of outputs: torch.export
-    cannot store a NamedTuple of ours."""
+    """A graph's module with its inputs as keywords and a tuple of outputs."""
 
-    def __init__(self, module: nn.Module, inputs: type):
+    def __init__(self, module: nn.Module):
         super().__init__()
-        self.module, self.inputs = module, inputs
+        self.module = module
 
     def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.module(self.inputs(**tensors)))
+        return tuple(self.module(tensors).values())
 
 
 def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.ExportedProgram:
@@ -117,13 +116,13 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
     RuntimeError for a graph that creates a tensor.
     """
     graph = program.graphs[name]
-    fields = {name: program.fields[name] for name in graph.inputs._fields}
+    fields = {name: program.fields[name] for name in graph.inputs}
     example = {
         name: torch.empty(field.shape, dtype=field.dtype, device="meta")
         for name, field in fields.items()
     }
     # On meta only the dtype changes. Without gradients this is the inference graph.
-    module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
+    module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False))
     # Source lines of operations are dropped afterwards, so torch need not look them up. Releases
     # without this switch do.
     no_traces = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
@@ -191,7 +190,7 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
     peak_bytes        as peak_bytes() counts them
     """
     nodes = [node for node in exported.graph.nodes if node.target in _COLLECTIVES]
-    collectives = [(_COLLECTIVES[each.target], _nbytes(each.args[0].meta["val"])) for each in nodes]
+    collectives = [(_COLLECTIVES[n.target], _nbytes(n.args[0].meta["val"])) for n in nodes]
     between = [node for node in nodes if node.args[-1] != mesh.WORLD]
     # Meta tensors: operations are counted without computing.
     arguments = [
@@ -215,8 +214,8 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
 
 def _received(node: fx.Node) -> int:
     """Bytes that a rank receives from others in a collective of a named group."""
-    (given,), result = node.all_input_nodes, _nbytes(node.meta["val"])
-    sent = _nbytes(given.meta["val"])
+    (source,), result = node.all_input_nodes, _nbytes(node.meta["val"])
+    sent = _nbytes(source.meta["val"])
     if node.target is _OPERATIONS.all_reduce.default:
         return received_in_sum(result, c10d._resolve_process_group(node.args[-1]).size())  # pyright: ignore[reportArgumentType]
     return result - sent
@@ -259,7 +258,7 @@ def _elementwise_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if not computes or not isinstance(value, Tensor) or _is_view(node):
         return 0
-    return sum(_nbytes(each.meta["val"]) for each in node.all_input_nodes) + _nbytes(value)
+    return sum(_nbytes(n.meta["val"]) for n in node.all_input_nodes) + _nbytes(value)
 
 
 # The operations that the kernels of models.attention consist of; no other product is a bmm.

@@ -5,7 +5,6 @@ import typing
 import zipfile
 from collections.abc import Collection
 from functools import cache
-from math import prod
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +13,7 @@ import torch
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, changed, check_readable, exclusive, read_json, write_checked
 from ltx_neuron.models.programs import Graph, Program, weight_name
-from ltx_neuron.models.signatures import LATENTS, Field
+from ltx_neuron.models.signatures import Field, upload_bytes
 
 
 def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
@@ -25,8 +24,8 @@ def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
         "file": path.name,
         "sha256": sha256(path),
         "parameters": {name: list(value.shape) for name, value in parameters},
-        "inputs": list(graph.inputs._fields),
-        "outputs": list(graph.outputs._fields),
+        "inputs": list(graph.inputs),
+        "outputs": list(graph.outputs),
         "cost": cost,
     }
 
@@ -43,9 +42,6 @@ def write_manifest(
         name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")}
         for name, field in program.fields.items()
     }
-    for described in fields.values():
-        if described["context_split"] is None:  # as in manifests before context parallelism
-            del described["context_split"]
     content = {"identity": identity, "graphs": graphs, "runs": program.runs, "fields": fields}
     write_checked(folder, content | compiler)
 
@@ -107,12 +103,9 @@ class Manifest:
         return sums | {"peak_bytes": max(call["peak_bytes"] for call in calls)}
 
     def upload_bytes(self, only: Collection[str] = ()) -> int:
-        """Bytes uploaded to one rank for a stage: inputs that no graph returns, and the initial
-        latents. only: the inputs to count; none: all of these."""
+        """As in signatures.upload_bytes."""
         inputs = {name for graph in self.graphs.values() for name in graph["inputs"]}
-        uploaded = inputs - (self.outputs - {*LATENTS})
-        fields = [self.fields[name] for name in (uploaded.intersection(only) if only else uploaded)]
-        return sum(prod(field.shape) * field.dtype.itemsize for field in fields)
+        return upload_bytes(self.fields, inputs, self.outputs, only)
 
     def load(self, name: str) -> torch.export.ExportedProgram:
         """Read a graph of torch.export. UserError if its digest differs, or it contains a

@@ -89,7 +89,7 @@ class Ranks(ABC):
     def put_numbers(self, program: str, name: str, count: int) -> None:
         """Upload the numbers 0 to count - 1, which `run` can then select for an input."""
         shape = self.programs[program].fields[name].shape
-        self.put(program, name, **{at(name, n): torch.full(shape, n) for n in range(count)})
+        self.put(program, name, **{indexed(name, n): torch.full(shape, n) for n in range(count)})
 
     @abstractmethod
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
@@ -111,7 +111,7 @@ class Ranks(ABC):
     def share(self, work: Sequence[Callable[["Ranks"], T]]) -> list[T]:
         """Results of independent work on programs, each with uploads of its own. Guidance groups
         do it at the same time: the text's encoding, the tiles of a stage."""
-        return [each(self) for each in work]
+        return [call(self) for call in work]
 
     @abstractmethod
     def get(self, program: str, name: str) -> Tensor:
@@ -155,7 +155,7 @@ def whole_shape(field: Field, tp: int, cp: int = 1) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def part_of(field: Field, whole: Tensor, rank: int, tp: int) -> Tensor:
+def rank_slice(field: Field, whole: Tensor, rank: int, tp: int) -> Tensor:
     """A rank's part of a whole tensor: a view."""
     # The tokens of a context-parallel group follow each other, those of its ranks within them.
     if (dim := field.context_split) is not None:
@@ -166,7 +166,7 @@ def part_of(field: Field, whole: Tensor, rank: int, tp: int) -> Tensor:
     return whole
 
 
-def padded_tokens(field: Field | None, tensor: Tensor, tp: int, cp: int) -> Tensor:
+def pad_tokens(field: Field | None, tensor: Tensor, tp: int, cp: int) -> Tensor:
     """A tensor with zeros after its tokens, as many as context parallelism needs to divide them."""
     if field is None or (dim := field.context_split) is None:
         return tensor
@@ -182,7 +182,7 @@ def padding_bias(field: Field, tokens: int, tp: int, cp: int) -> Tensor:
     return torch.where(positions < tokens, 0.0, torch.finfo(field.dtype).min).unsqueeze(0)
 
 
-def at(name: str, number: int) -> str:
+def indexed(name: str, number: int) -> str:
     """The name of one of an input's tensors: of a step, or of the blocks from `number` on."""
     return f"{name}@{number}"
 
@@ -200,26 +200,25 @@ def calls_of(
     manifest: Manifest, runs: list[tuple[str, dict, dict]], numbers: dict[str, int]
 ) -> list[Call]:
     """The launches of a sequence of runs, as in Ranks.define, with the numbers of Ranks.run."""
-    numbered, calls = {name: at(name, number) for name, number in numbers.items()}, []
+    numbered, calls = {name: indexed(name, number) for name, number in numbers.items()}, []
     for run, reads, writes in runs:
         named = reads | numbered
         for graph, first in manifest.runs[run]:
-            sources = {}
-            for name in manifest.graphs[graph]["inputs"]:
-                source = named.get(name, name)
-                # Each group of blocks has its own tensor, named by `kept`.
-                sources[name] = at(source, first) if manifest.fields[name].per_block else source
+            sources = {name: named.get(name, name) for name in manifest.graphs[graph]["inputs"]}
+            for name in sources:
+                if manifest.fields[name].per_block:  # named as by `rank_parts`
+                    sources[name] = indexed(sources[name], first)
             stored = {name: writes.get(name, name) for name in manifest.graphs[graph]["outputs"]}
             calls.append(Call(graph, first, sources, stored))
     return calls
 
 
-def kept(field: Field, name: str, whole: Tensor, rank: int, tp: int) -> dict[str, Tensor]:
+def rank_parts(field: Field, name: str, whole: Tensor, rank: int, tp: int) -> dict[str, Tensor]:
     """A rank's parts of an uploaded tensor by name, as views: one for each group of blocks."""
     if not field.per_block:
-        return {name: part_of(field, whole, rank, tp)}
-    rows = field.shape[0]
-    return {at(name, first): whole[first : first + rows] for first in range(0, len(whole), rows)}
+        return {name: rank_slice(field, whole, rank, tp)}
+    groups = enumerate(whole.split(rows := field.shape[0]))
+    return {indexed(name, number * rows): group for number, group in groups}
 
 
 def check_shape(

@@ -10,7 +10,7 @@ from ltx_neuron.backends import export, mesh
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import Ranks
-from ltx_neuron.backends.teams import Team
+from ltx_neuron.backends.teams import GuidanceGroups
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.files import exclusive
 from ltx_neuron.machine import package_version
@@ -81,4 +81,4 @@ def ranks(profile: Profile, tp: int, cache: Path) -> Ranks:
         return runtime.Ranks(profile, tp)
     numbers = range(profile.guidance_parallel)
     groups = [partial(host.Ranks, profile, tp, cache, number) for number in numbers]
-    return Team(groups) if len(groups) > 1 else groups[0]()
+    return GuidanceGroups(groups) if len(groups) > 1 else groups[0]()

@@ -4,6 +4,7 @@ host once a step.
 """
 
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,14 +16,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import NotFiniteError, RankError, Ranks, at
+from ltx_neuron.backends.ranks import NotFiniteError, RankError, Ranks, indexed
 from ltx_neuron.errors import UserError
 
 T = TypeVar("T")
 _GUIDE = "guide"  # the run that combines the passes of a sequence
 
 
-class Team(Ranks):
+class GuidanceGroups(Ranks):
     """The ranks of all guidance groups of one run.
 
     Every group loads the same weights and programs, and receives every upload. A sequence of passes
@@ -43,7 +44,7 @@ class Team(Ranks):
         """start: starts one group each."""
         self.groups: dict[int, Ranks] = {}  # the living ones by number, from 1 on
         pool = ThreadPoolExecutor(len(start))
-        started = [pool.submit(each) for each in start]
+        started = [pool.submit(start_group) for start_group in start]
         pool.shutdown(wait=False)
         try:
             self.groups = {n: future.result() for n, future in enumerate(started, 1)}
@@ -56,7 +57,7 @@ class Team(Ranks):
         super().__init__(first.tp, first.cp)
         self._sequences: dict[tuple[str, str], list[tuple[str, dict, dict]]] = {}
         self._leader = 1  # the group of the runs below
-        self._alone: list[tuple[str, str, dict[str, int]]] = []  # runs since the last upload
+        self._unreplicated: list[tuple[str, str, dict[str, int]]] = []  # runs since the last upload
         self._shared = False  # whether the groups hold results of different work
         self._failed: RankError | None = None  # of the last group
 
@@ -66,19 +67,19 @@ class Team(Ranks):
 
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
         self.programs |= programs
-        self._everywhere(lambda group: group.load(weights, programs, dtype))
+        self._broadcast(lambda group: group.load(weights, programs, dtype))
 
     def replace_weights(self, weights: Path) -> None:
-        self._everywhere(lambda group: group.replace_weights(weights))
+        self._broadcast(lambda group: group.replace_weights(weights))
 
     def unload(self) -> None:
         self.programs.clear()
         self._sequences.clear()
-        self._everywhere(lambda group: group.unload())
+        self._broadcast(lambda group: group.unload())
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         with self._counted():
-            self._everywhere(lambda group: group.put(program, like, **tensors))
+            self._broadcast(lambda group: group.put(program, like, **tensors))
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
         self._sequences[program, sequence] = runs
@@ -86,9 +87,9 @@ class Team(Ranks):
         def define(group: Ranks) -> None:
             group.define(program, sequence, runs)
             for number, run in enumerate(runs):
-                group.define(program, at(sequence, number), [run])
+                group.define(program, indexed(sequence, number), [run])
 
-        self._everywhere(define)
+        self._broadcast(define)
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
         *passes, last = self._sequences.get((program, sequence), [(sequence, {}, {})])
@@ -96,7 +97,7 @@ class Team(Ranks):
             if last[0] == _GUIDE:
                 return self._run_guided(program, sequence, passes, numbers)
             milliseconds = self._on_leader(lambda group: group.run(program, sequence, **numbers))
-            self._alone.append((program, sequence, numbers))
+            self._unreplicated.append((program, sequence, numbers))
             return milliseconds
 
     def _run_guided(
@@ -106,14 +107,14 @@ class Team(Ranks):
 
         def run_pass(number: int, writes: dict[str, str]) -> Callable:
             def run(group: Ranks) -> tuple[float, dict[str, Tensor]]:
-                milliseconds = group.run(program, at(sequence, number), **numbers)
+                milliseconds = group.run(program, indexed(sequence, number), **numbers)
                 # Predictions that "guide" reads.
                 names = [name for name in writes.values() if name in fields]
                 return milliseconds, {name: group.get(program, name) for name in names}
 
             return run
 
-        done = self._deal([run_pass(n, writes) for n, (_, _, writes) in enumerate(passes)])
+        done = self._schedule([run_pass(n, writes) for n, (_, _, writes) in enumerate(passes)])
         busy = dict.fromkeys(self.groups, 0.0)
         for (_, _, writes), (number, (milliseconds, _)) in zip(passes, done, strict=True):
             kind = next(iter(writes.values())).rpartition("_")[0]
@@ -124,59 +125,60 @@ class Team(Ranks):
             def run(group: Ranks) -> float:
                 others = [tensors for maker, (_, tensors) in done if maker != number]
                 if others:
-                    group.put(program, None, **{k: v for each in others for k, v in each.items()})
-                return group.run(program, at(sequence, len(passes)), **numbers)
+                    group.put(program, None, **dict(ChainMap(*others)))
+                return group.run(program, indexed(sequence, len(passes)), **numbers)
 
             return run
 
-        guided = self._together({number: guide(number) for number in self.groups})
+        guided = self._run_concurrently({number: guide(number) for number in self.groups})
         self.pass_ms += [(number, _GUIDE, ms) for number, ms in guided.items()]
         return max(busy.values()) + max(guided.values())
 
     def share(self, work: Sequence[Callable[[Ranks], T]]) -> list[T]:
         self._shared = True
         with self._counted():
-            return [result for _, result in self._deal(work)]
+            return [result for _, result in self._schedule(work)]
 
     def get(self, program: str, name: str) -> Tensor:
         return self._on_leader(lambda group: group.get(program, name))
 
     def hashes(self, *names: str) -> list[str]:
-        if self._alone:  # the other groups do not hold the results
+        if self._unreplicated:  # the other groups do not hold the results
             return self._on_leader(lambda group: group.hashes(*names))
-        found = self._together({n: lambda group: group.hashes(*names) for n in self.groups})
+        hashed = dict.fromkeys(self.groups, lambda group: group.hashes(*names))
+        found = self._run_concurrently(hashed)
         if self._shared:  # a group's ranks alone are alike: those of the group that differs most
             return max(found.values(), key=lambda digests: len(set(digests)))
         return [digest for digests in found.values() for digest in digests]
 
     def check(self) -> None:
-        self._together({number: lambda group: group.check() for number in self.groups})
+        self._run_concurrently({number: lambda group: group.check() for number in self.groups})
 
     def close(self) -> None:
         for group in self.groups.values():
             group.close()
 
-    def _everywhere(self, call: Callable[[Ranks], None]) -> None:
+    def _broadcast(self, call: Callable[[Ranks], None]) -> None:
         """Call on every living group, with something that all of them hold afterwards."""
-        self._alone.clear()
+        self._unreplicated.clear()
         self._shared = False
-        self._together(dict.fromkeys(self.groups, call))
+        self._run_concurrently(dict.fromkeys(self.groups, call))
 
     def _on_leader(self, call: Callable[[Ranks], T]) -> T:
         while True:
             leader = next(iter(self.groups), 0)
-            missed = [*self._alone] if leader != self._leader else []
+            missed = [*self._unreplicated] if leader != self._leader else []
 
             def catch_up(group: Ranks, missed=missed) -> T:
                 for program, sequence, numbers in missed:
                     group.run(program, sequence, **numbers)
                 return call(group)
 
-            if done := self._together({leader: catch_up}):
+            if done := self._run_concurrently({leader: catch_up}):
                 self._leader = leader
                 return done[leader]
 
-    def _deal(self, work: Sequence[Callable[[Ranks], T]]) -> list[tuple[int, T]]:
+    def _schedule(self, work: Sequence[Callable[[Ranks], T]]) -> list[tuple[int, T]]:
         """Each result with the group that made it. The work of a lost group is dealt again."""
         done: dict[int, tuple[int, T]] = {}
         while waiting := [n for n in range(len(work)) if n not in done]:
@@ -190,10 +192,10 @@ class Team(Ranks):
                 return call
 
             dealt = {n: waiting[place :: len(living)] for place, n in enumerate(living)}
-            self._together({number: take(number, own) for number, own in dealt.items()})
+            self._run_concurrently({number: take(number, dealt[number]) for number in dealt})
         return [done[n] for n in range(len(work))]
 
-    def _together(self, work: dict[int, Callable[[Ranks], T]]) -> dict[int, T]:
+    def _run_concurrently(self, work: dict[int, Callable[[Ranks], T]]) -> dict[int, T]:
         """Call on groups at once, and drop those that fail; raises if no group is left."""
         if self._failed:
             raise self._failed

@@ -33,18 +33,12 @@ class _OnRanks:
         # By guidance group, the constants that it holds: one upload serves a whole clip.
         self._held: dict[Ranks, dict[str, Tensor]] = {}
 
-    def _outputs(
-        self, program: str, given: str, parts: Sequence[Tensor], made: str, **constants: Tensor
-    ) -> list[Tensor]:
-        """The program's outputs for parts of one shape."""
-        return self._run(program, "main", [{given: part} for part in parts], made, **constants)
-
     def _run(
         self,
         program: str,
-        sequence: str,
+        output: str,
         parts: Sequence[dict[str, Tensor]],
-        made: str,
+        sequence: str = "main",
         **constants: Tensor,
     ) -> list[Tensor]:
         """A sequence's outputs for several parts of one shape. Returns NaN and Inf, because the
@@ -53,15 +47,15 @@ class _OnRanks:
         def decode(together: Sequence[dict[str, Tensor]]) -> Callable[[Ranks], Sequence[Tensor]]:
             def run(ranks: Ranks) -> Sequence[Tensor]:
                 # Idle ranks repeat the last part.
-                each = [*together, *[together[-1]] * (ranks.size - len(together))]
-                inputs = {name: torch.cat([part[name] for part in each]) for name in each[0]}
+                of_ranks = [*together, *[together[-1]] * (ranks.size - len(together))]
+                inputs = {name: torch.cat([x[name] for x in of_ranks]) for name in together[0]}
                 held = self._held.setdefault(ranks, {})
                 new = {name: x for name, x in constants.items() if held.get(name) is not x}
                 ranks.put(program, None, **inputs, **new)
                 held |= new
                 with suppress(NotFiniteError):
                     ranks.run(program, sequence)
-                return ranks.get(program, made).chunk(ranks.size)[: len(together)]
+                return ranks.get(program, output).chunk(ranks.size)[: len(together)]
 
             return run
 
@@ -78,7 +72,7 @@ class RankTiles(_OnRanks):
         """Latents (1, 128, f, h, w) of one shape to frames (1, 3, 8f - 7, 32h, 32w)."""
         frames, height, width = latents[0].shape[2:]
         program = tile_program_name((frames, height, width))
-        return self._outputs(program, "tile_latent", latents, "tile_pixels")
+        return self._run(program, "tile_pixels", [{"tile_latent": x} for x in latents])
 
 
 class RankEncoder(_OnRanks):
@@ -92,9 +86,8 @@ class RankEncoder(_OnRanks):
             alike = [number for number, tile in enumerate(tiles) if tile.shape == shape]
             frames, height, width = shape[2:]
             program = encoder_program_name((frames, height, width))
-            parts = [tiles[number] for number in alike]
-            made = self._outputs(program, "tile_pixels", parts, "tile_latent")
-            latents |= zip(alike, made, strict=True)
+            parts = [{"tile_pixels": tiles[number]} for number in alike]
+            latents |= zip(alike, self._run(program, "tile_latent", parts), strict=True)
         return [latents[number] for number in range(len(tiles))]
 
 
@@ -118,11 +111,11 @@ class RankSpans(_OnRanks):
         (F, h, w)."""
         program, (graph, _) = tile_program_name(shortest(self.config, clip)), call
         manifest = self.ranks.programs[program]
-        own = {name for name, field in manifest.fields.items() if field.split is not None}
-        parts = [{name: x for name, x in each.items() if name in own} for each in spans]
-        constants = {name: x for name, x in spans[0].items() if name not in own}
-        made = manifest.graphs[graph]["outputs"][0]
-        return self._run(program, call_name(*call), parts, made, **constants)
+        divided = {name for name, field in manifest.fields.items() if field.split is not None}
+        parts = [{name: x for name, x in span.items() if name in divided} for span in spans]
+        constants = {name: x for name, x in spans[0].items() if name not in divided}
+        output = manifest.graphs[graph]["outputs"][0]
+        return self._run(program, output, parts, call_name(*call), **constants)
 
 
 class RankSound(_OnRanks):
@@ -138,10 +131,10 @@ class RankSound(_OnRanks):
     def spectrogram(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Latents (1, 8, T, 16) of one length to mel spectrograms (1, 2, 4T - 3, 64)."""
         program = spectrogram_program_name(latents[0].shape[2])
-        return self._outputs(program, "span_latent", latents, "span_mel")
+        return self._run(program, "span_mel", [{"span_latent": x} for x in latents])
 
     def waveform(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """Mel spectrograms (1, 2, T, 64) of one length to waveforms (1, 2, samples)."""
         program = waveform_program_name(mels[0].shape[2])
-        constants = {"resampling": self._resampling}
-        return self._outputs(program, "span_mel", mels, "span_waveform", **constants)
+        parts = [{"span_mel": mel} for mel in mels]
+        return self._run(program, "span_waveform", parts, resampling=self._resampling)

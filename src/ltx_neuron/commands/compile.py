@@ -1,7 +1,6 @@
 """ltx-neuron compile MODEL: the graphs of one model."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 from ltx_neuron import flags, invocation
@@ -52,7 +51,7 @@ def _transformer(args: argparse.Namespace) -> list[Path]:
     workspace = flags.workspace(args)
     paths = []
     for compat in COMPAT:  # stage 2 of an earlier release may have graphs of its own
-        job = workspace.resolved(dataclasses.replace(job, compat=compat))
+        job = workspace.resolved(job.replaced(compat=compat))
         workspace.check_plan_fits(job, neuron_gemma=False)
         workspace.say_tuned(job.buckets_to_compile)
         paths += workspace.compile_dit(job.buckets_to_compile, job)
@@ -66,7 +65,7 @@ def _gemma3(args: argparse.Namespace) -> list[Path]:
 
 
 def _vae(args: argparse.Namespace) -> list[Path]:
-    size = flags.size(args)
+    size = flags.spec(args).size
     size.check()
     workspace, paths = flags.workspace(args), []
     if args.video_path or args.reference_video:

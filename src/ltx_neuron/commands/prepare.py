@@ -234,7 +234,7 @@ def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
     else:
         jobs = [workspace.resolved(flags.shape(args, args.recipe))]
         jobs[0].check_shape()
-        jobs[0].check_voice()
+        jobs[0].check_rules()
     if any(job.auto_duration for job in jobs):
         raise UserError(
             "--auto-duration: a graph has one length, and this length is unknown before the prompt"

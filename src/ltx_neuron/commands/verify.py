@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
             " --artifacts-dir DIR"
         )
     workspace = flags.workspace(args, writes=False) if args.checkpoint_path else None
-    sets = flags.weight_sets(flags.lora_fields(flags.spec(args)))
+    sets = flags.spec(args).weight_sets
     for model in models:
         if workspace and (model != "gemma3" or workspace.gemma_root):
             for path in workspace.verify(model, sets if model == "dit" else ((),)):

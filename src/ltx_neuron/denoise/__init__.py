@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import NotFiniteError, Ranks, at, padded_tokens, padding_bias
+from ltx_neuron.backends.ranks import NotFiniteError, Ranks, indexed, pad_tokens, padding_bias
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.rope import rope_tables
-from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, LATENTS, fields_of
+from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, LATENTS
 from ltx_neuron.profiles import Profile
 from ltx_neuron.report.recorder import Counters
 from ltx_neuron.sampling import ancestral, latents
@@ -176,11 +176,11 @@ class StageRun:
         }
         if field := fields.get("padding_bias"):
             inputs["padding_bias"] = padding_bias(field, compiled.bucket.video_tokens, *ranks)
-        return {n: padded_tokens(fields[n], x, *ranks) for n, x in inputs.items() if n in fields}
+        return {n: pad_tokens(fields[n], x, *ranks) for n, x in inputs.items() if n in fields}
 
     def _put_noise(self, generator: torch.Generator) -> None:
         """Upload the noise and the coefficients of every step of the ancestral sampler."""
-        names = fields_of(self.bucket.streams, ANCESTRAL_FIELDS)
+        names = [n for n in ANCESTRAL_FIELDS if n in self.compiled.manifest.fields]
         self.step_inputs = ("step", *names)
         streams, frozen = zip(*((state.latent, state.frozen) for state in self.states), strict=True)
         inputs, (seed, eta) = (self.stage.sigmas, streams, frozen), self.stage.noise
@@ -188,7 +188,7 @@ class StageRun:
         for number, tensors in enumerate(steps):
             for name, tensor in zip(ANCESTRAL_FIELDS, tensors, strict=True):
                 if name in names:
-                    self.ranks.put(self.bucket.name, name, **{at(name, number): tensor})
+                    self.ranks.put(self.bucket.name, name, **{indexed(name, number): tensor})
 
     def _put_streams(self, name: str, *tensors: Tensor) -> None:
         """Upload a tensor of each stream that the graphs have. name: with {} for the stream."""

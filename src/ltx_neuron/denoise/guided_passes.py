@@ -6,7 +6,7 @@ import torch
 
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.models.signatures import PASSES, WITHOUT
+from ltx_neuron.models.signatures import NO_VOICE, PASSES
 from ltx_neuron.sampling.conditioning import LatentState
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.text.encoders import Contexts
@@ -62,7 +62,7 @@ def prepare_passes(
         ranks.put(name, audio_bias=zeros, identity=torch.tensor([identity_scale]))
         ranks.put(name, "audio_bias", without_bias=bias)
         reads = {"keep": "keep_cond", "audio_bias": "without_bias"}
-        writes = {f"{stream}_x0": f"{WITHOUT}_{stream}" for stream in bucket.streams}
+        writes = {f"{stream}_x0": f"{NO_VOICE}_{stream}" for stream in bucket.streams}
         passes.append(("pass", reads, writes))
     ranks.define(name, "guided", [*passes, ("guide", aliases, {})])
     ranks.define(name, "repeat", [("guide", aliases, {})])

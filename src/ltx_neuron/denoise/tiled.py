@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends.ranks import Ranks, at
+from ltx_neuron.backends.ranks import Ranks, indexed
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.job import Job
 from ltx_neuron.models.signatures import LATENTS
@@ -30,7 +30,7 @@ class TiledStageRun(StageRun):
             tensors = self._of_tokens(compiled, video.seen_by(tile, tokens), choice[tokens])
             self._names = tuple(tensors)
             for name, tensor in tensors.items():
-                self.ranks.put(compiled.bucket.name, name, **{at(name, number): tensor})
+                self.ranks.put(compiled.bucket.name, name, **{indexed(name, number): tensor})
 
     def _pairs(self, sigmas: tuple[float, ...], max_steps: int) -> Tensor:
         pairs = super()._pairs(sigmas, max_steps)

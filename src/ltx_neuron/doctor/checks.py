@@ -81,9 +81,9 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
             setattr(args, flag, flags.local(args, flag))
     _complete(args)
     flags.spec(args)  # a wrong value is no finding
-    wrong, job = [], Job("")
+    wrong, job = [], Job()
     try:
-        job = flags.shape(args, args.recipe or Job.recipe)
+        job = flags.shape(args, args.recipe or "distilled")
     except UserError as error:
         wrong.append(from_error("inputs", error))
     named = machine.instance in profiles.PROFILES

@@ -6,11 +6,10 @@ runs a small graph per group on the ranks of a run, and compares all its results
 
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from ltx_neuron.doctor.finding import Finding
 from ltx_neuron.errors import RunError
 from ltx_neuron.invocation import command
 from ltx_neuron.models.parallel import Comm
-from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.sharder import ShardSpec, shard_weights
@@ -35,15 +34,6 @@ ANOTHER = (
 )
 
 
-class Inputs(NamedTuple):
-    rows: Tensor
-
-
-class Outputs(NamedTuple):
-    gathered: Tensor
-    summed: Tensor
-
-
 class Collectives(nn.Module):
     """Every collective of a group, of a rank's rows (size, WIDTH): one row for each rank."""
 
@@ -52,22 +42,22 @@ class Collectives(nn.Module):
         self.comm = comm
         self.weight = nn.Parameter(torch.empty(1))
 
-    def forward(self, inputs: Inputs) -> Outputs:
-        rows = inputs.rows * self.weight
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rows = inputs["rows"] * self.weight
         gathered = self.comm.all_gather(rows[None])[0]
         # Last, because a backend may sum in place.
         (summed,) = self.comm.sum(rows)
-        return Outputs(gathered, summed)
+        return {"gathered": gathered, "summed": summed}
 
 
 def program(comm: Comm) -> Program:
     with torch.device("meta"):
         module = Collectives(comm)
-    each = Field((comm.size, WIDTH), torch.float32, split=0, context_split=0)
-    gathered = each._replace(shape=(comm.size**2, WIDTH))
-    fields = {"rows": each, "gathered": gathered, "summed": each}
-    graph = Graph(module, Inputs, Outputs)
-    return Program({"collectives": graph}, {"main": (("collectives", 0),)}, fields)
+    rows = Field.of_ranks((comm.size, WIDTH), torch.float32)
+    runs = {"main": (("collectives", 0),)}
+    return Program(
+        {"collectives": module}, runs, {"rows": rows}, {"gathered": rows, "summed": rows}
+    )
 
 
 def probe(profile: Profile, tp: int) -> Iterator[Finding]:

@@ -1,11 +1,12 @@
 """The flags of all commands: their definitions, their checks, and their conversion to objects.
 
 A command parses its flags once, into a Job, Outputs, RunOptions and a Workspace. Modules below it
-never see an argparse.Namespace. A job's flags are the fields of sampling.spec.JobSpec. So are the
+never see an argparse.Namespace. A job's flags are the fields of sampling.spec.JobFields. So are the
 keys of a line of a prompts file and some fields of a request.
 """
 
 import argparse
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -19,38 +20,26 @@ from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
-from ltx_neuron.flags.resolve import (
-    check_resumed,
-    guidance_of,
-    job_of,
-    lora_fields,
-    size_of,
-    weight_sets,
-    with_auto_duration,
-)
 from ltx_neuron.host import conditions
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Job
 from ltx_neuron.outputs import Outputs
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.profiles import MACHINES, resolve
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.duration import AutoDuration
-from ltx_neuron.sampling.guidance import Guidance
+from ltx_neuron.sampling.size import AutoDuration
 from ltx_neuron.sampling.spec import (
     GUIDANCE_KEYS,
     LORAS,
     ConditionFields,
     DetailFields,
     GuidanceFields,
-    JobSpec,
+    JobFields,
     LoraFields,
     SamplingFields,
     SizeFields,
     names_of,
-    validated,
 )
-from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.model_files import PARTS, located, named_recipe, spatial_scale
 from ltx_neuron.workspace import Workspace, verify_finished
 
@@ -152,8 +141,8 @@ def price(args: argparse.Namespace) -> Price | None:
 
 def group(parser: argparse.ArgumentParser, title: str) -> argparse._ActionsContainer:
     """The group with a title of _GROUPS; the first call creates it."""
-    made = (each for each in parser._action_groups if each.title == title)
-    return next(made, None) or parser.add_argument_group(title, _GROUPS[title])
+    groups = (group for group in parser._action_groups if group.title == title)
+    return next(groups, None) or parser.add_argument_group(title, _GROUPS[title])
 
 
 MODEL_FILES = {  # flags, and their files' kinds for hub.local_path
@@ -170,7 +159,7 @@ def local(args: argparse.Namespace, flag: str) -> Any:
     """The local Path of one of MODEL_FILES, None without the flag. The first call downloads the
     file of a Hub name. Raises UserError."""
     name, kind = getattr(args, flag, None), MODEL_FILES[flag]
-    recipe = getattr(args, "recipe", None) or Job.recipe
+    recipe = getattr(args, "recipe", None) or "distilled"
     return name and located(name, kind or recipe)
 
 
@@ -251,10 +240,11 @@ def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) ->
 
 
 def add_fields(parser: argparse.ArgumentParser, title: str, fields: Iterable[str]) -> None:
-    """The flags of some fields of a JobSpec, in the group with this title."""
+    """The flags of some fields of a job, in the group with this title."""
     for name in fields:
-        field = JobSpec.model_fields[name]
-        options = {"default": field.default, "help": field.description, **_options(name, field)}
+        field = JobFields.model_fields[name]
+        default = None if name == "recipe" else field.default  # else from the file's name
+        options = {"default": default, "help": field.description, **_options(name, field)}
         action = group(parser, title).add_argument(*map(flag_of, names_of(name)), **options)
         if name not in _MOST_USED:
             advanced(action)
@@ -280,7 +270,7 @@ class _WithFurther(argparse.Action):
 
 
 def _options(name: str, field: FieldInfo) -> dict[str, Any]:
-    """argparse's options for a field. Values stay text: JobSpec validates them."""
+    """argparse's options for a field. Values stay text: JobFields validate them."""
     further, title = _FURTHER.get(name, ((), field.title))
     if field.default is False:
         return {"action": "store_true"}
@@ -300,9 +290,10 @@ def _options(name: str, field: FieldInfo) -> dict[str, Any]:
 # --- jobs -----------------------------------------------------------------------------------------
 
 
-def spec(args: argparse.Namespace) -> JobSpec:
-    """The job's fields from the flags that the command has. Raises UserError."""
-    values = {name: getattr(args, name, None) for name in JobSpec.model_fields}
+def spec(args: argparse.Namespace) -> Job:
+    """The job of the flags that the command has, without checks. Raises UserError for an invalid
+    value."""
+    values = {name: getattr(args, name, None) for name in JobFields.model_fields}
     values = {name: value for name, value in values.items() if value is not None}
     guidance = _guidance_settings(getattr(args, "guidance", []))
     for key, field in GUIDANCE_KEYS.items():
@@ -311,7 +302,8 @@ def spec(args: argparse.Namespace) -> JobSpec:
                 f"--guidance {key}=... and {flag_of(field)} set the same value; leave one out"
             )
     with _as_typed(args):
-        return validated(values | guidance | _stage_strengths(values))
+        values |= guidance | _stage_strengths(values)
+        return Job.validated(values).replaced(orientation=_orientation(args))
 
 
 def _guidance_settings(settings: list[str]) -> dict[str, Any]:
@@ -337,17 +329,17 @@ def _guidance_settings(settings: list[str]) -> dict[str, Any]:
 
 def _stage_strengths(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of --distilled-lora PATH STAGE_1 STAGE_2."""
-    given = values.get("distilled_lora", [])
-    pairs = {tuple(strengths) for _, *strengths in given if len(strengths) == 2}
+    loras = values.get("distilled_lora", [])
+    pairs = {tuple(strengths) for _, *strengths in loras if len(strengths) == 2}
     if not pairs:
         return {}
     names = "distilled_lora_strength_stage_1", "distilled_lora_strength_stage_2"
-    if len(pairs) > 1 or any(len(each) != 3 for each in given) or values.keys() & {*names}:
+    if len(pairs) > 1 or any(len(lora) != 3 for lora in loras) or values.keys() & {*names}:
         raise UserError(
             "--distilled-lora with two strengths, of stage 1 and stage 2: type the same two for"
             " each --distilled-lora, and leave --distilled-lora-strength-stage-1 and -2 out"
         )
-    return {"distilled_lora": [path for path, *_ in given], **dict(zip(names, *pairs, strict=True))}
+    return {"distilled_lora": [path for path, *_ in loras], **dict(zip(names, *pairs, strict=True))}
 
 
 @contextmanager
@@ -372,7 +364,7 @@ def job(args: argparse.Namespace) -> Job:
 def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
     """A function from a line of a prompts file to its Job. The command's flags are the defaults."""
     command = spec(args)
-    return lambda line: _job(args, command.with_line(line))
+    return lambda line: _job(args, command.updated(line))
 
 
 def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = None) -> list[Line]:
@@ -382,50 +374,55 @@ def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = 
     return read_lines(args.prompts_file, resolved, identity, spec(args), *files)
 
 
-def _job(args: argparse.Namespace, said: JobSpec) -> Job:
+def _job(args: argparse.Namespace, job: Job) -> Job:
     if getattr(args, "resume", None):
-        check_resumed(said)
+        _check_resumed(job)
     if getattr(args, "duration_head_path", None):
-        said = with_auto_duration(said)
+        job = job.with_auto_duration()
     with _as_typed(args):
-        job = job_of(said, _orientation(args))
+        job.check_rules()
     # Before the job is checked, which is before the workspace is opened.
     return job.scaled(spatial_scale(local(args, "spatial_upsampler_path")))
 
 
-def guidance(args: argparse.Namespace, recipe: str) -> Guidance | None:
-    """The guidance of the flags of `add_guidance`; None without such flags."""
-    with _as_typed(args):
-        return guidance_of(spec(args).model_copy(update={"recipe": recipe}))
+def _check_resumed(job: Job) -> None:
+    """Raise UserError if an input file of an interrupted run is missing."""
+    for name, path in job.input_paths:
+        if not os.path.exists(path):  # False of a name that no file may have
+            flag = flag_of(name)
+            raise UserError(
+                f"--resume needs {flag} {path}, and there is no such file: a resumed run needs the"
+                f" same inputs. Type {flag} with the present path of this file, or leave --resume"
+                " out"
+            )
 
 
-def shape(args: argparse.Namespace, recipe: str) -> Job:
+def shape(args: argparse.Namespace, recipe: str, **values: Any) -> Job:
     """The job to compile graphs for, from the flags of `add_size` and
-    `add_conditions(shape_only=True)`. Its prompt is empty."""
-    said = spec(args).model_copy(update={"recipe": recipe})
-    if said.video_path is not None and said.extend is None:
+    `add_conditions(shape_only=True)`. Its prompt is empty. values: in place of the flags'."""
+    job = spec(args).replaced(recipe=recipe, **values)
+    if job.video_path is not None and job.extend is None:
         # The graphs do not depend on the seconds that are regenerated.
-        seconds = size_of(said, _orientation(args) == "shown").seconds
-        said = said.model_copy(update={"start_time": 0.0, "end_time": seconds})
-    return job_of(said, _orientation(args))
+        job = job.replaced(start_time=0.0, end_time=job.size.seconds)
+    with _as_typed(args):
+        job.check_rules(graphs=True)
+        _ = job.media  # reads the files
+    return job
 
 
-def size(args: argparse.Namespace) -> Size:
-    """The size of the flags, or of the file of --video-path."""
-    return size_of(spec(args), _orientation(args) == "shown")
-
-
-def lora_sets(args: argparse.Namespace) -> dict[str, dict[str, WeightSet]]:
-    """A Job's LoRA fields by the name in requests: "default" for the command's LoRAs, and the sets
-    of --lora-sets."""
+def lora_sets(args: argparse.Namespace) -> dict[str, Job]:
+    """A job with the LoRAs of each name in requests: "default" for the command's LoRAs, and the
+    sets of --lora-sets."""
     command, known = spec(args), ", ".join(LORAS).replace("_", "-")
-    sets = {"default": lora_fields(command)}
+    sets = {"default": command}
     for name, line in (read_json(args.lora_sets) if args.lora_sets else {}).items():
         if not isinstance(line, dict) or {key.replace("-", "_") for key in line} - {*LORAS}:
             raise UserError(
                 f"--lora-sets {args.lora_sets}: {name!r}: wanted an object with the keys {known}"
             )
-        sets[name] = lora_fields(command.with_line(line))
+        sets[name] = command.updated(line)
+    for job in sets.values():
+        _ = job.weight_sets  # raises UserError
     return sets
 
 
@@ -598,7 +595,7 @@ def shard(model: str, args: argparse.Namespace) -> None:
     """Run a shard command: shard or verify the weights of `model` ("dit", "gemma3" or "vae"), and
     print the folders. Raises UserError for flags that cannot be combined."""
     _check_sharding(args)
-    sets = weight_sets(lora_fields(spec(args))) if "lora" in args else ((),)
+    sets = spec(args).weight_sets if "lora" in args else ((),)
     if args.checkpoint_path:
         opened = workspace(args, writes=False, tuned=False)
         if model == "gemma3":

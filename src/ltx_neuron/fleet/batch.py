@@ -67,7 +67,7 @@ def _make(
     notes_of = {line.number: notes(line.job, workspace) for line in lines}
     left = _submit(lines, queue)
     # As replicas parse them: with absolute paths of LoRAs.
-    jobs = [workspace.resolved(flags.job_of(line.job.spec)) for line in lines]
+    jobs = [workspace.resolved(Job().updated(line.job.to_line())) for line in lines]
     sets = list({stage.loras for job in jobs for stage in job.stages})
     max_replicas = min(args.replicas or len(lines), len(lines))
     # A job of every size and weight set, without those whose input files a replica lacks.
@@ -121,7 +121,7 @@ def _submit_new(line: Line, queue: Queue) -> Entry:
     for number, path in enumerate(dict.fromkeys(line.job.files.values())):
         names[path] = f"file-{number}{path.suffix}"
         shutil.copyfile(path, folder / names[path])
-    params = line.job.with_paths(names.__getitem__).spec.line()
+    params = line.job.with_paths(names.__getitem__).to_line()
     new = NewJob(id, OWNER, line.digest, _batch_key(line.job), params, {"line": line.number})
     return queue.submit(new)[0]
 

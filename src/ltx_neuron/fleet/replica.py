@@ -72,7 +72,7 @@ def engine_for(name: str, args: Namespace, capability_jobs: list, sets: Sequence
     if args.artifacts_url:
         try:
             needed = {stage.loras for job in capability_jobs for stage in job.stages} | {*sets}
-            default = flags.weight_sets(flags.lora_fields(flags.spec(args)))
+            default = flags.spec(args).weight_sets
             fetch(args.artifacts_url, workspace, options, needed or default)
         except UserError as error:  # this machine may already have all files
             print(f"{name}: nothing was downloaded: {error}", flush=True)

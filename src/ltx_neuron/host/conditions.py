@@ -25,7 +25,8 @@ from ltx_neuron.host.spectrogram import can_resample, resample
 from ltx_neuron.host.video import aac_rate
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.conditioning import reference_names
-from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceAudio, ReferenceVideo
+from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio, ReferenceVideo
+from ltx_neuron.sampling.inputs import Inputs
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.finite import finite
 
@@ -51,8 +52,8 @@ def check(inputs: Inputs) -> None:
         frames = extension.source_frames if extension else size.num_frames
         _check_footage(inputs.retake.path, RETAKE, frames, size.sides, inputs.upright)
         _retaken_sound(inputs)
-    if inputs.reference_audio:
-        voice = inputs.reference_audio
+    if inputs.reference_sound:
+        voice = inputs.reference_sound
         read_reference_audio(voice.path, voice.max_duration, voice_flag(inputs))
     _check_references(inputs)
 
@@ -104,8 +105,8 @@ def encode(
         tensors |= _encode_extension(host, inputs, rank_tiles)
     elif inputs.retake:
         tensors |= _encode_retake(host, inputs, rank_tiles)
-    if inputs.reference_audio:
-        tensors |= _encode_reference_audio(host, inputs.reference_audio, voice_flag(inputs))
+    if inputs.reference_sound:
+        tensors |= _encode_reference_audio(host, inputs.reference_sound, voice_flag(inputs))
     return tensors
 
 
@@ -261,7 +262,7 @@ def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | N
         longer = inputs.extension
         seconds = longer.source_seconds if longer else inputs.size.seconds
         read[RETAKE] = retake.path, 0.0, seconds
-    if voice := inputs.reference_audio:
+    if voice := inputs.reference_sound:
         read[voice_flag(inputs)] = voice.path, 0.0, voice.max_duration
     return read
 

@@ -13,12 +13,11 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ltx_neuron.config.diffusion import Cut, DiffusionDecoderConfig, clamped, cut, volumes
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.models.diffusion_decoder import MLP_RATIO, TIMESTEP_FEATURES, Neighbourhood
-from ltx_neuron.models.programs import diffusion_program, weight_name
+from ltx_neuron.models.programs import diffusion_program
 
 SPACE_FACTOR = 32  # pixels per row and column of latents
 _FRAMES = 8  # of a chunk of pixels
@@ -37,9 +36,8 @@ class HostSpans(nn.Module):
         super().__init__()
         self.config = config
         # The modules do not depend on the clip's size.
-        program = diffusion_program(config, config.smallest, torch.float32, "sdpa")
-        self.graphs = program.graphs
-        for name, shape in program.weights().items():
+        self.program = diffusion_program(config, config.smallest, torch.float32, "sdpa")
+        for name, shape in self.program.weights().items():
             *path, last = name.split(".")
             module: nn.Module = self
             for part in path:
@@ -55,14 +53,8 @@ class HostSpans(nn.Module):
     @torch.no_grad()
     def run(self, clip: tuple[int, int, int], call: Call, spans: Sequence[Inputs]) -> list[Tensor]:
         """The output of a call for each span. The clip may have any size."""
-        name, first = call
-        graph = self.graphs[name]
-        weights: dict[str, Tensor] = {
-            parameter: self.get_parameter(weight_name(parameter, first))
-            for parameter, _ in graph.module.named_parameters()
-        }
-        inputs = [graph.inputs(**given) for given in spans]
-        return [functional_call(graph.module, weights, (each,))[0] for each in inputs]
+        outputs = [self.program.call(*call, self.get_parameter, inputs) for inputs in spans]
+        return [next(iter(tensors.values())) for tensors in outputs]
 
 
 class _Frames:

@@ -14,7 +14,6 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_readable, check_regular
 from ltx_neuron.host.images import MAX_SIDE, fill, unreadable
 from ltx_neuron.host.video import exact_frame_rate
-from ltx_neuron.sampling.extension import check_source, default_window
+from ltx_neuron.sampling.extension import check_source
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
 from ltx_neuron.sampling.size import Size
 
@@ -280,25 +279,19 @@ def _display(frame) -> str:
     return " ".join(map(str, np.sign(np.frombuffer(bytes(data), np.int32)[[0, 1, 3, 4]])))
 
 
-def video_size(
-    path: str | Path,
-    flag: str,
-    extend: float | None = None,
-    window_frames: int | None = None,
-    upright: bool = True,
-) -> Size:
-    """The size of a retake's file, or of each window of an extended one. Raises UserError, with the
-    command that cuts the file, for a size that the model cannot have."""
+def video_size(path: str | Path, flag: str, extends: bool = False, upright: bool = True) -> Size:
+    """The size of a retake's file, or of one that is extended. Raises UserError, with the command
+    that cuts the file, for a size that the model cannot have."""
     check_readable(path, flag, f"; pass a video as {flag} FILE")
     video = _inspected(path, flag, upright)
     size, frames = video.size, video.size.num_frames
-    if extend is None:
+    if not extends:
         frames = max(1, (frames - 1) // TIME_SCALE * TIME_SCALE + 1)
     else:
         check_source(frames)
     height, width = (max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in size.sides)
     if (size.num_frames, size.sides) != (frames, (height, width)):
-        counted = "8k+1 frames and " if extend is None else ""
+        counted = "8k+1 frames and " if not extends else ""
         video.wrong.append(
             f"has {size.num_frames} frames of {size.height}x{size.width}; wanted {counted}sides"
             f" that are multiples of {SPACE_SCALE}"
@@ -309,11 +302,8 @@ def video_size(
         rate = exact_frame_rate(size.frame_rate)
         cut = "-frames:v", frames, "-t", f"{float(frames / rate):.3f}"
         name = f"{height}x{width}x{frames}.mp4"
-        raise video.refusal(path, flag, name, *(cut if extend is None else ()))
-    if extend is None:
-        return size
-    window = default_window(extend, frames, size.frame_rate)
-    return replace(size, num_frames=window if window_frames is None else window_frames)
+        raise video.refusal(path, flag, name, *(() if extends else cut))
+    return size
 
 
 def first_frames(path: str | Path, flag: str, upright: bool = True) -> Iterator[np.ndarray]:

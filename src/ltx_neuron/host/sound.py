@@ -12,7 +12,7 @@ not change the bits.
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,11 +68,11 @@ def join(
     def end(sample: int) -> int:
         return max(0, sample * scale - dropped)
 
-    kept = [
+    pieces = [
         part.narrow(axis, end(span.first) - span.start * scale, end(span.last) - end(span.first))
         for part, span in zip(parts, spans, strict=True)
     ]
-    return torch.cat(kept, dim=axis)
+    return torch.cat(pieces, dim=axis)
 
 
 def spectrogram(latent: Tensor, spans: list[Span], decode: Decode) -> Tensor:
@@ -95,27 +95,28 @@ class _OnHost(nn.Module):
     ):
         """axis: the time axis of the graphs' outputs."""
         super().__init__()
-        self.graphs, self.axis, self.constants = [*program.graphs.values()], axis, constants
+        self.graphs: list[Any] = [*program.modules.values()]  # Parts
+        self.axis, self.constants = axis, constants
         for graph in self.graphs:
-            own = {name: weights[name] for name, _ in graph.module.named_parameters()}
-            graph.module.load_state_dict(own, assign=True)
+            named = {name: weights[name] for name, _ in graph.named_parameters()}
+            graph.load_state_dict(named, assign=True)
 
     def _decode(self, windows: Sequence[Tensor]) -> list[Tensor]:
         with Workers() as workers:
             return [self._run(window.contiguous(), workers) for window in windows]
 
     def _run(self, window: Tensor, workers: Workers) -> Tensor:
-        (given,) = self.graphs[0].inputs._fields
-        values = {**self.constants, given: window}
+        (name,) = self.graphs[0].inputs
+        values = {**self.constants, name: window}
         for graph in self.graphs:
-            inputs = graph.inputs(*map(values.get, graph.inputs._fields))
-            outputs = self._computed(graph.module, inputs, workers)
-            values |= outputs._asdict()
-        return outputs[0]
+            values |= self._computed(graph, values, workers)
+        return values[graph.outputs[0]]
 
-    def _computed(self, graph: Part, inputs: tuple, workers: Workers) -> tuple:
+    def _computed(
+        self, graph: Part, values: dict[str, Tensor], workers: Workers
+    ) -> dict[str, Tensor]:
         """A graph's outputs, computed by threads on one core each."""
-        module, (x, *others) = graph.module, inputs
+        module, x = graph.module, values[graph.inputs[0]]
         length, is_stage = x.shape[self.axis], isinstance(module, Stage)
         spans = [Span(0, length, 0, length)]
         if module.reach:
@@ -124,17 +125,19 @@ class _OnHost(nn.Module):
             (x,) = workers.map(module.upsample, [x])
             # The longest filters first: the others together take as much time.
             results = workers.map(lambda block: block(x), [*module.resblocks.values()][::-1])
-            return graph.outputs(*workers.map(module.mean, [results[::-1]]))
+            (mean,) = workers.map(module.mean, [results[::-1]])
+            return {graph.outputs[0]: mean}
 
-        def compute(span: Span) -> tuple:
+        def compute(span: Span) -> dict[str, Tensor]:
             window = x.narrow(self.axis, span.start, span.stop - span.start)
-            return graph(inputs._make([window, *others]))
+            return graph(values | {graph.inputs[0]: window})
 
         results = workers.map(compute, spans)
         if len(spans) == 1:
             return results[0]
-        parts = [part for (part,) in results]
-        return graph.outputs(join(parts, spans, module.scale, module.dropped, self.axis))
+        (name,) = graph.outputs
+        parts = [result[name] for result in results]
+        return {name: join(parts, spans, module.scale, module.dropped, self.axis)}
 
 
 def host_spans(length: int, reach: tuple[int, int], least: int) -> list[Span]:
@@ -172,7 +175,7 @@ class HostVocoder(_OnHost):
         constants = {"resampling": resampling_filters(config)}
         super().__init__(waveform_program(config, 1), 3, named, **constants)
         for graph in self.graphs:
-            compute_on_host(graph.module)
+            compute_on_host(graph)
         self.reach = config.reach
 
     @torch.no_grad()

@@ -4,9 +4,10 @@ Shapes as in dit.py. Sources: ltx-core 1.2.0 EulerAncestralDiffusionStep, ltx-pi
 utils/samplers.py.
 """
 
+from torch import Tensor
+
 from ltx_neuron.config.transformer import STREAMS
-from ltx_neuron.models.dit import X0Tail, blend, finite, held
-from ltx_neuron.models.signatures import TailInputs, TailOutputs, by_stream, of_streams
+from ltx_neuron.models.dit import Fields, X0Tail, blend, finished, held
 
 
 class AncestralTail(X0Tail):
@@ -17,16 +18,16 @@ class AncestralTail(X0Tail):
     prediction, those of a frozen stream its latent.
     """
 
-    def forward(self, inputs: TailInputs) -> TailOutputs:
-        masks, latents, predicted = held(inputs), [], by_stream(super().forward(inputs), "x0")
-        for stream, x0 in predicted.items():
-            x, noise = (getattr(inputs, f"{stream}_{name}") for name in ("latent", "noise"))
-            own = inputs.ancestral[STREAMS.index(stream)]
-            of_x, of_x0, signal, of_noise, restore = own.unbind(0)
+    def forward(self, inputs: Fields) -> dict[str, Tensor]:
+        masks, latents = held(inputs, self.streams), {}
+        for stream, x0 in self.predictions(inputs).items():
+            x, noise = inputs[f"{stream}_latent"], inputs[f"{stream}_noise"]
+            coefficients = inputs["ancestral"][STREAMS.index(stream)]
+            of_x, of_x0, signal, of_noise, restore = coefficients.unbind(0)
             x0 = blend(x0.float(), *masks[stream]) if stream in masks else x0.float()
             after = signal * (of_x * x.float() + of_x0 * x0) + noise.float() * of_noise
             if stream in masks:
                 # The noise is of all tokens. The prediction of the last step is restored already.
                 after = restore * blend(after, *masks[stream]) + (1 - restore) * after
-            latents.append(after.to(x.dtype))
-        return of_streams(TailOutputs, tuple(predicted))(*latents, finite(latents))
+            latents[stream] = after.to(x.dtype)
+        return finished(latents)

@@ -271,7 +271,7 @@ class AttentionCall(NamedTuple):
     def projections(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """The query, and each context's key and value."""
         query, contexts = self.module.to_q(self.x), (self.context, *self.negative)
-        return query, [(self.module.to_k(each), self.module.to_v(each)) for each in contexts]
+        return query, [(self.module.to_k(x), self.module.to_v(x)) for x in contexts]
 
 
 def attend(comm: Comm, *calls: AttentionCall, nag: Tensor | None = None) -> list[Tensor]:
@@ -285,11 +285,11 @@ def attend(comm: Comm, *calls: AttentionCall, nag: Tensor | None = None) -> list
     # q_norm and k_norm span the heads of all ranks, so their sums of squares are summed first. The
     # statistics of all calls form one small message.
     normed = [(query, *(key for key, _ in contexts)) for query, contexts in projections]
-    summed = iter(comm.sum(*(ShardedRMSNorm.statistic(x) for each in normed for x in each)))
+    summed = iter(comm.sum(*(ShardedRMSNorm.statistic(x) for tensors in normed for x in tensors)))
     # Not a list: without guidance each output is projected before the next one is computed.
     attended = (
-        call.module.attended(call, *projection, [next(summed) for _ in each])
-        for call, projection, each in zip(calls, projections, normed, strict=True)
+        call.module.attended(call, *projection, [next(summed) for _ in tensors])
+        for call, projection, tensors in zip(calls, projections, normed, strict=True)
     )
     if nag is None:
         outs = (out for (out,) in attended)

@@ -7,16 +7,16 @@ to every other.
 Shapes: S = 1024 positions, D width of a stream (video 4096, audio 2048); the batch is 1.
 """
 
+from collections.abc import Mapping
 from itertools import zip_longest
 
-from torch import nn
+from torch import Tensor, nn
 
 from ltx_neuron.config.common import AttentionSize
-from ltx_neuron.config.transformer import TransformerConfig
+from ltx_neuron.config.transformer import STREAMS, TransformerConfig
 from ltx_neuron.models.attention import Attention, AttentionCall, Kernel, attend
 from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm
 from ltx_neuron.models.rope import Rope
-from ltx_neuron.models.signatures import ConnectorInputs, ConnectorOutputs
 
 
 class ConnectorBlock(nn.Module):
@@ -53,12 +53,9 @@ class Connectors(nn.Module):
             config.audio_connector, config.audio_connector_num_layers, *common
         )
 
-    def forward(self, inputs: ConnectorInputs) -> ConnectorOutputs:
-        states = {"video": inputs.video_tokens, "audio": inputs.audio_tokens}
-        ropes = {
-            "video": Rope(inputs.video_cos, inputs.video_sin),
-            "audio": Rope(inputs.audio_cos, inputs.audio_sin),
-        }
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        states = {stream: inputs[f"{stream}_tokens"] for stream in STREAMS}
+        ropes = {stream: Rope.of(inputs, stream) for stream in STREAMS}
         blocks = (
             self.video_connector.transformer_1d_blocks,
             self.audio_connector.transformer_1d_blocks,
@@ -81,4 +78,4 @@ class Connectors(nn.Module):
             for (name, block), summed in zip(active.items(), self.comm.sum(*partials), strict=True):
                 states[name] = states[name] + block.ff.finish(summed)
         # The last norm has no weight (embeddings_connector.py), so nothing of it is loaded.
-        return ConnectorOutputs(rms_norm(states["video"]), rms_norm(states["audio"]))
+        return {f"{stream}_context": rms_norm(state) for stream, state in states.items()}

@@ -64,8 +64,8 @@ def rotate(x: Tensor, *tables: Tensor) -> Tensor:
     for axis, table in enumerate(tables):
         part = narrowed(x, x.ndim - 1, first, channels := 2 * table.shape[-1])
         first += channels
-        shape = [table.shape[1] if axis == each else 1 for each in range(3)]
-        cos, sin = (each.view(*shape, -1) for each in table.float().unbind(0))
+        shape = [table.shape[1] if axis == dim else 1 for dim in range(3)]
+        cos, sin = (part.view(*shape, -1) for part in table.float().unbind(0))
         even, odd = part.unflatten(-1, (-1, 2)).unbind(-1)
         pairs = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
         rotated.append(pairs.flatten(-2))
@@ -118,10 +118,11 @@ def neighbourhood_attention(
             _tiles(x, rows.windows[number], rows.window, columns.windows, columns.window)
             for x in (key, value)
         )
-        found = attend(tiles, keys, values, size**-0.5, bias)
-        found = found.unflatten(2, (span, rows.size, columns.size)).permute(2, 3, 0, 4, 1, 5)
-        found = found.flatten(-2)  # (T, rows of a tile, tiles, columns of a tile, C)
-        *whole, last = found.unbind(2)
+        attended = attend(tiles, keys, values, size**-0.5, bias)
+        attended = attended.unflatten(2, (span, rows.size, columns.size))
+        # (T, rows of a tile, tiles, columns of a tile, C)
+        attended = attended.permute(2, 3, 0, 4, 1, 5).flatten(-2)
+        *whole, last = attended.unbind(2)
         strip = torch.cat([*whole, _newest(last, 2, columns.new[-1])], 2)
         strips.append(_newest(strip, 1, rows.new[number]))
     return torch.cat(strips, 1)
@@ -149,20 +150,20 @@ class NeighbourhoodAttention(nn.Module):
         self.proj = nn.Linear(channels, channels)
         self.q_norm, self.k_norm = RMSNorm(head_dim), RMSNorm(head_dim)
 
-    def forward(self, own: Tensor, region: Tensor, near: Neighbourhood) -> Tensor:
+    def forward(self, span: Tensor, region: Tensor, near: Neighbourhood) -> Tensor:
         """Normed features of the span and of its region, (T, H, W, C) and (R, H, W, C)."""
         weights, biases = self.qkv.weight.chunk(3), self.qkv.bias.chunk(3)
         dtype = weights[0].dtype
         query, key, value = (
             self._heads(F.linear(x, weight, bias))
-            for x, weight, bias in zip((own, region, region), weights, biases, strict=True)
+            for x, weight, bias in zip((span, region, region), weights, biases, strict=True)
         )
         times = (near.place[:, :, None].float() * near.time_rope.float()[:, None]).sum(2)
         sides = near.row_rope, near.column_rope
         query = rotate(self.q_norm(query), times, *sides).to(dtype)
         key = rotate(self.k_norm(key), near.time_rope, *sides).to(dtype)
-        found = neighbourhood_attention(query, key, value, self.kernel, near, self.attend)
-        return self.proj(found)
+        windows = self.kernel, near, self.attend
+        return self.proj(neighbourhood_attention(query, key, value, *windows))
 
     def _heads(self, x: Tensor) -> Tensor:
         """(T, H, W, C) -> (N, T, H, W, D)"""
@@ -216,11 +217,11 @@ class Block(nn.Module):
         dtype = region.dtype
         # The span's frames of the region, exactly in bf16; Trainium2 computes products of float32
         # in two passes of halves.
-        own = torch.bmm(near.place.to(dtype)[None], region.flatten(1)[None])[0]
-        own = own.unflatten(-1, region.shape[1:])
+        span = torch.bmm(near.place.to(dtype)[None], region.flatten(1)[None])[0]
+        span = span.unflatten(-1, region.shape[1:])
         normed = one(self.norm1(region)).to(dtype)
-        change = self.attn(one(self.norm1(own)).to(dtype), normed, near)
-        x = own + (change * self.gate_msa if self.gated else change)
+        change = self.attn(one(self.norm1(span)).to(dtype), normed, near)
+        x = span + (change * self.gate_msa if self.gated else change)
         # A frame at a time, which bounds the memory of the wider features.
         changes = [self.mlp(two(self.norm2(frame)).to(dtype)) for frame in x.split(1)]
         change = torch.cat(changes)
@@ -270,7 +271,7 @@ class LatentsIn(nn.Module):
         self.conv_in = nn.Linear(config.latent_channels, config.channels[0])
 
     def forward(self, latent: Tensor) -> Tensor:
-        std, mean = (each.float() for each in self.per_channel_statistics.viewed(-1))
+        std, mean = (x.float() for x in self.per_channel_statistics.viewed(-1))
         return self.conv_in((latent.float() * std + mean).to(latent.dtype))
 
 

@@ -26,6 +26,8 @@ tensor-parallel group has its own part of the video's tokens in the same way, an
 merges the groups' results.
 """
 
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -48,31 +50,28 @@ from ltx_neuron.models.modulation import (
 )
 from ltx_neuron.models.parallel import ContextParallel, FeedForward, Mesh, rms_norm, sum_partials
 from ltx_neuron.models.rope import Rope
-from ltx_neuron.models.signatures import (
-    BlockInputs,
-    BlockOutputs,
-    GuidedHeadOutputs,
-    GuideInputs,
-    HeadInputs,
-    HeadOutputs,
-    TailInputs,
-    TailOutputs,
-    X0Outputs,
-    by_stream,
-    of_streams,
-    optional,
-)
 
+Fields = Mapping[str, Tensor]  # of a graph, by the names in signatures.DIT
 Streams = dict[str, Tensor]  # by "video" and "audio", or by one of them
 Modulations = dict[str, Modulation]
 Names = tuple[str, ...]
 _PREFIXES = {"video": "", "audio": "audio_"}  # of a stream's parameters and masks
 
 
-def _modulations(inputs: BlockInputs | TailInputs) -> Modulations:
+def by_stream(inputs: Fields, name: str, streams: Iterable[str]) -> Streams:
+    """The fields `video_{name}` and `audio_{name}`."""
+    return {stream: inputs[f"{stream}_{name}"] for stream in streams}
+
+
+def named(tensors: Streams, name: str) -> Streams:
+    """The streams' tensors as fields `video_{name}` and `audio_{name}`."""
+    return {f"{stream}_{name}": tensor for stream, tensor in tensors.items()}
+
+
+def _modulations(inputs: Fields, streams: Iterable[str]) -> Modulations:
     return {
-        stream: Modulation(rows, optional(inputs, f"{_PREFIXES[stream]}timestep_mask"))
-        for stream, rows in by_stream(inputs, "rows").items()
+        stream: Modulation(rows, inputs.get(f"{_PREFIXES[stream]}timestep_mask"))
+        for stream, rows in by_stream(inputs, "rows", streams).items()
     }
 
 
@@ -152,14 +151,14 @@ class TransformerBlock(nn.Module):
         return self.divided and stream == "video"
 
     def forward(
-        self, hidden: Streams, inputs: BlockInputs, perturbations: Perturbations | None
+        self, hidden: Streams, inputs: Fields, perturbations: Perturbations | None
     ) -> Streams:
         """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums; if
         the video is divided, with five gathers and four reduce-scatters of it besides.
 
         A guided graph has perturbations.
         """
-        modulations, start = _modulations(inputs), hidden
+        modulations, start = _modulations(inputs, hidden), hidden
         hidden = self._self_attention(hidden, modulations, inputs, perturbations)
         hidden = self._text_attention(hidden, modulations, inputs)
         if len(hidden) == len(STREAMS):
@@ -195,20 +194,19 @@ class TransformerBlock(nn.Module):
         self,
         hidden: Streams,
         modulations: Modulations,
-        inputs: BlockInputs,
+        inputs: Fields,
         perturbations: Perturbations | None,
     ) -> Streams:
         """Each stream attends to its own tokens: Tv x Tv and Ta x Ta."""
         normed, gates = self._modulated(hidden, modulations, SELF_ATTENTION)
-        cosines, sines = by_stream(inputs, "cos"), by_stream(inputs, "sin")
         calls = [
             AttentionCall(
                 self._of(stream, "attn1"),
                 x,
                 x,
-                Rope(cosines[stream], sines[stream]),
+                Rope.of(inputs, stream),
                 keep=None if perturbations is None else perturbations.self_attention[stream],
-                bias=optional(inputs, f"{stream}_bias"),
+                bias=inputs.get(f"{stream}_bias"),
                 x_divided=self._is_divided(stream),
                 context_parallel=self.mesh.context if stream == "video" else None,
             )
@@ -216,17 +214,15 @@ class TransformerBlock(nn.Module):
         ]
         return self._attended(hidden, gates, calls)
 
-    def _text_attention(
-        self, hidden: Streams, modulations: Modulations, inputs: BlockInputs
-    ) -> Streams:
+    def _text_attention(self, hidden: Streams, modulations: Modulations, inputs: Fields) -> Streams:
         """Each stream attends to its own text context, without RoPE: Tv x S and Ta x S."""
         normed, gates = self._modulated(hidden, modulations, TEXT_ATTENTION)
-        contexts = [by_stream(inputs, "context")]  # (1, S, Dv), (1, S, Da)
-        if (nag := optional(inputs, "nag")) is not None:
-            contexts.append({s: getattr(inputs, f"negative_{s}_context") for s in hidden})
+        contexts = [by_stream(inputs, "context", hidden)]  # (1, S, Dv), (1, S, Da)
+        if (nag := inputs.get("nag")) is not None:
+            contexts.append({s: inputs[f"negative_{s}_context"] for s in hidden})
         if self.modulated_prompt:
             # By the step's sigma: keys and values change every step and cannot be computed once.
-            contexts = [self._modulated_prompt(each, modulations) for each in contexts]
+            contexts = [self._modulated_prompt(context, modulations) for context in contexts]
         calls = [
             AttentionCall(
                 self._of(stream, "attn2"),
@@ -252,7 +248,7 @@ class TransformerBlock(nn.Module):
         self,
         hidden: Streams,
         modulations: Modulations,
-        inputs: BlockInputs,
+        inputs: Fields,
         perturbations: Perturbations | None,
     ) -> Streams:
         """Each stream attends to the other, with positions in seconds only: Tv x Ta (a2v) and
@@ -268,8 +264,7 @@ class TransformerBlock(nn.Module):
             a_scale, a_shift = a_modulation.per_token(a_table, direction)
             return v_norm * (1 + v_scale) + v_shift, a_norm * (1 + a_scale) + a_shift
 
-        v_rope = Rope(inputs.video_cross_cos, inputs.video_cross_sin)
-        a_rope = Rope(inputs.audio_cross_cos, inputs.audio_cross_sin)
+        v_rope, a_rope = (Rope.of(inputs, f"{stream}_cross") for stream in STREAMS)
         v_query, a_context = modulated(A2V)
         v_context, a_query = modulated(V2A)
         # RoPE of queries uses their own stream's positions, RoPE of keys the other's.
@@ -281,7 +276,7 @@ class TransformerBlock(nn.Module):
                 a_context,
                 v_rope,
                 a_rope,
-                bias=optional(inputs, "audio_bias"),
+                bias=inputs.get("audio_bias"),
                 x_divided=self.divided,
             ),
             AttentionCall(
@@ -290,7 +285,7 @@ class TransformerBlock(nn.Module):
                 v_context,
                 a_rope,
                 v_rope,
-                bias=optional(inputs, "padding_bias"),
+                bias=inputs.get("padding_bias"),
                 context_divided=self.divided,
                 context_parallel=self.mesh.context,
             ),
@@ -316,10 +311,10 @@ class TransformerBlock(nn.Module):
         }
 
 
-def step_one_hot(inputs: HeadInputs | GuideInputs) -> Tensor:
+def step_one_hot(inputs: Fields) -> Tensor:
     """(steps,) fp32, one-hot over the schedule's steps: gathers are slow or refused by the
     compilers, and a one-hot sum is as exact."""
-    return (inputs.step_numbers == inputs.step).float()
+    return (inputs["step_numbers"] == inputs["step"]).float()
 
 
 class Head(nn.Module):
@@ -332,7 +327,7 @@ class Head(nn.Module):
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, streams: Names = STREAMS):
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.streams = mesh, streams
         # Not split over the ranks: a product of 128 channels is not worth a collective.
         if "video" in streams:
             self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
@@ -341,36 +336,34 @@ class Head(nn.Module):
         if "audio" in streams:
             self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
-    def forward(self, inputs: HeadInputs) -> HeadOutputs | GuidedHeadOutputs:
+    def forward(self, inputs: Fields) -> dict[str, Tensor]:
         one_hot = step_one_hot(inputs)
         # (steps, U, MODULATION_ROWS, D) -> (U, MODULATION_ROWS, D)
         rows = {
-            f"{stream}_rows": (one_hot.to(table.dtype)[:, None, None, None] * table).sum(0)
-            for stream, table in by_stream(inputs, "modulation").items()
+            stream: (one_hot.to(table.dtype)[:, None, None, None] * table).sum(0)
+            for stream, table in by_stream(inputs, "modulation", self.streams).items()
         }
-        latents = by_stream(inputs, "latent")
+        latents = by_stream(inputs, "latent", self.streams)
         if self.mesh.selects:
             latents["video"] = _own_tokens(inputs, self.mesh.context)
         hidden = {
-            f"{stream}_hidden": getattr(self, f"{_PREFIXES[stream]}patchify_proj")(latent)
+            stream: getattr(self, f"{_PREFIXES[stream]}patchify_proj")(latent)
             for stream, latent in latents.items()
         }
-        if (marked := optional(inputs, "keyframes_mask")) is not None:
+        if "video" in hidden and (marked := inputs.get("keyframes_mask")) is not None:
             # A mask's part is a rank's own, like that of timestep_mask.
             embedding = marked * self.keyframes_abs_pos_embedding
-            hidden["video_hidden"] = hidden["video_hidden"] + embedding
-        sigma_pairs = (one_hot[:, None, None] * inputs.sigmas).sum(0)
-        outputs = hidden | rows | {"sigma_pairs": sigma_pairs}
-        enabled_steps, streams = optional(inputs, "enabled_steps"), tuple(latents)
-        if enabled_steps is None:
-            return of_streams(HeadOutputs, streams)(**outputs)
-        enabled = (one_hot[:, None] * enabled_steps).sum(0)
-        return of_streams(GuidedHeadOutputs, streams)(**outputs, enabled=enabled)
+            hidden["video"] = hidden["video"] + embedding
+        sigma_pairs = (one_hot[:, None, None] * inputs["sigmas"]).sum(0)
+        outputs = {**named(hidden, "hidden"), **named(rows, "rows"), "sigma_pairs": sigma_pairs}
+        if (enabled_steps := inputs.get("enabled_steps")) is not None:
+            outputs["enabled"] = (one_hot[:, None] * enabled_steps).sum(0)
+        return outputs
 
 
-def _own_tokens(inputs: HeadInputs, context: ContextParallel | None) -> Tensor:
+def _own_tokens(inputs: Fields, context: ContextParallel | None) -> Tensor:
     """This rank's tokens of the whole video latent: (1, Tv, C) -> (1, Tv / parts, C)."""
-    one_hot, latent = inputs.rank_one_hot.flatten(), inputs.video_latent  # (parts,)
+    one_hot, latent = inputs["rank_one_hot"].flatten(), inputs["video_latent"]  # (parts,)
     if context is not None and context.padding:
         latent = nn.functional.pad(latent, (0, 0, 0, context.padding))
     # (1, parts, Tv / parts, C); a sum over one-hot rows is exact, and the graph has no rank.
@@ -392,18 +385,19 @@ class Blocks(nn.Module):
         streams: Names = STREAMS,
     ):
         super().__init__()
+        self.streams = streams
         self.transformer_blocks = nn.ModuleList(
             TransformerBlock(config, tp, mesh, kernel, streams) for _ in range(count)
         )
 
-    def forward(self, inputs: BlockInputs) -> BlockOutputs:
-        hidden, keep = by_stream(inputs, "hidden"), optional(inputs, "keep")
+    def forward(self, inputs: Fields) -> Streams:
+        hidden, keep = by_stream(inputs, "hidden", self.streams), inputs.get("keep")
         perturbations = [None] * len(self.transformer_blocks)
         if keep is not None:
-            perturbations = [Perturbations(kept, inputs.enabled) for kept in keep.unbind(0)]
+            perturbations = [Perturbations(row, inputs["enabled"]) for row in keep.unbind(0)]
         for block, perturbation in zip(self.transformer_blocks, perturbations, strict=True):
             hidden = block(hidden, inputs, perturbation)
-        return of_streams(BlockOutputs, tuple(hidden))(*hidden.values())
+        return named(hidden, "hidden")
 
 
 class X0Tail(nn.Module):
@@ -416,7 +410,7 @@ class X0Tail(nn.Module):
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, streams: Names = STREAMS):
         super().__init__()
-        self.eps, self.mesh = config.norm_eps, mesh
+        self.eps, self.mesh, self.streams = config.norm_eps, mesh, streams
         if "video" in streams:
             self.scale_shift_table = nn.Parameter(torch.empty(2, config.video.inner))
             self.proj_out = nn.Linear(config.video.inner, config.in_channels)
@@ -424,23 +418,27 @@ class X0Tail(nn.Module):
             self.audio_scale_shift_table = nn.Parameter(torch.empty(2, config.audio.inner))
             self.audio_proj_out = nn.Linear(config.audio.inner, config.audio_in_channels)
 
-    def forward(self, inputs: TailInputs) -> X0Outputs:
-        modulations, velocities = _modulations(inputs), {}
-        for stream, x in by_stream(inputs, "hidden").items():
+    def forward(self, inputs: Fields) -> dict[str, Tensor]:
+        return named(self.predictions(inputs), "x0")
+
+    def predictions(self, inputs: Fields) -> Streams:
+        """x0 of each stream, (1, T, C)."""
+        modulations, velocities = _modulations(inputs, self.streams), {}
+        for stream, x in by_stream(inputs, "hidden", self.streams).items():
             velocities[stream] = self._velocity(x, modulations[stream], _PREFIXES[stream])
             # Latents are small: from here on every rank has all, as at the step's start.
             if self.mesh.divided and stream == "video":
                 velocities[stream] = self.mesh.tensor.all_gather(velocities[stream])
             if self.mesh.context and stream == "video":
                 velocities[stream] = self.mesh.context.joined(velocities[stream])
-        timesteps = dict(zip(STREAMS, inputs.sigma_pairs[:, 0].unbind(0), strict=True))
+        timesteps = dict(zip(STREAMS, inputs["sigma_pairs"][:, 0].unbind(0), strict=True))
         # If tokens are held, each token has its own timestep, (T, 1).
-        for stream, (mask, _) in held(inputs).items():
+        for stream, (mask, _) in held(inputs, self.streams).items():
             timesteps[stream] = mask * timesteps[stream]
-        latents = by_stream(inputs, "latent")
-        return of_streams(X0Outputs, tuple(latents))(
-            *(_denoised(x, velocities[name], timesteps[name]) for name, x in latents.items())
-        )
+        return {
+            stream: _denoised(x, velocities[stream], timesteps[stream])
+            for stream, x in by_stream(inputs, "latent", self.streams).items()
+        }
 
     def _velocity(self, x: Tensor, modulation: Modulation, prefix: str) -> Tensor:
         """(1, T, D) -> (1, T, C), by the stream's learned table (2, D)."""
@@ -459,28 +457,23 @@ class Tail(X0Tail):
     """x0, blend with held tokens, Euler update: the next latents, rounded where the reference
     rounds."""
 
-    def forward(self, inputs: TailInputs) -> TailOutputs:
-        denoised = by_stream(super().forward(inputs), "x0")
-        for stream, masks in held(inputs).items():
+    def forward(self, inputs: Fields) -> dict[str, Tensor]:
+        denoised = self.predictions(inputs)
+        for stream, masks in held(inputs, self.streams).items():
             denoised[stream] = blend(denoised[stream], *masks)
-        latents = next_latents(inputs, denoised, inputs.sigma_pairs)
-        return of_streams(TailOutputs, tuple(denoised))(*latents)
+        return next_latents(inputs, denoised, inputs["sigma_pairs"])
 
 
 class Step(nn.ModuleDict):
     """The whole step, or the whole guided pass, as one graph: head, all blocks, tail."""
 
-    def __init__(self, parts: dict[str, nn.Module], signatures: tuple[type, ...]):
-        super().__init__(parts)
-        self.signatures = signatures
-
-    def forward(self, inputs: tuple) -> TailOutputs | X0Outputs:
-        values = inputs._asdict()
+    def forward(self, inputs: Fields) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = {}
         # As a backend runs the cut program: each part reads its fields by name.
-        for module, signature in zip(self.values(), self.signatures, strict=True):
-            outputs = module(signature(*(values[name] for name in signature._fields)))
-            values |= outputs._asdict()
-        return outputs
+        values = ChainMap(outputs, inputs)
+        for part in self.values():
+            values.update(made := part(values))
+        return made
 
 
 def blend(x0: Tensor, denoise_mask: Tensor, clean_latent: Tensor) -> Tensor:
@@ -488,38 +481,38 @@ def blend(x0: Tensor, denoise_mask: Tensor, clean_latent: Tensor) -> Tensor:
     return (x0 * denoise_mask + clean_latent.float() * (1 - denoise_mask)).to(x0.dtype)
 
 
-def held_tokens(inputs: TailInputs | GuideInputs) -> dict[str, tuple[Tensor, Tensor]]:
+def held_tokens(inputs: Fields, streams: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
     """The arguments of `blend` for each stream of which a graph may hold tokens."""
-    masks = {s: optional(inputs, f"{prefix}denoise_mask") for s, prefix in _PREFIXES.items()}
+    prefixes = {stream: _PREFIXES[stream] for stream in streams}
     return {
-        stream: (mask, getattr(inputs, f"{_PREFIXES[stream]}clean_latent"))
-        for stream, mask in masks.items()
-        if mask is not None
+        stream: (inputs[f"{prefix}denoise_mask"], inputs[f"{prefix}clean_latent"])
+        for stream, prefix in prefixes.items()
+        if f"{prefix}denoise_mask" in inputs
     }
 
 
-def held(inputs: TailInputs) -> dict[str, tuple[Tensor, Tensor]]:
+def held(inputs: Fields, streams: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
     """`held_tokens` of streams with several timesteps. Those with one hold none."""
-    rows = by_stream(inputs, "rows")
-    return {s: held for s, held in held_tokens(inputs).items() if rows[s].shape[0] > 1}
+    masks = held_tokens(inputs, streams)
+    return {stream: masks[stream] for stream in masks if len(inputs[f"{stream}_rows"]) > 1}
 
 
-def next_latents(
-    inputs: TailInputs | GuideInputs, denoised: Streams, sigma_pairs: Tensor
-) -> tuple[Tensor, ...]:
-    """The Euler step of each stream, from clean latents (1, T, C), and `finite`."""
-    latents = [
-        _euler(latent, denoised[stream], *sigma_pairs[STREAMS.index(stream)].unbind(0))
-        for stream, latent in by_stream(inputs, "latent").items()
-    ]
-    return *latents, finite(latents)
+def next_latents(inputs: Fields, denoised: Streams, sigma_pairs: Tensor) -> dict[str, Tensor]:
+    """The Euler step of each stream, from clean latents (1, T, C): the next latents, and
+    `finite`."""
+    latents = {
+        stream: _euler(latent, denoised[stream], *sigma_pairs[STREAMS.index(stream)].unbind(0))
+        for stream, latent in by_stream(inputs, "latent", denoised).items()
+    }
+    return finished(latents)
 
 
-def finite(latents: list[Tensor]) -> Tensor:
-    """A number (1,) that is finite if all of some latents (1, T, C) are."""
+def finished(latents: Streams) -> dict[str, Tensor]:
+    """Latents (1, T, C) as fields, and `finite` (1,), which is finite if all of them are."""
     # NaN and Inf propagate through a sum on every device. Some devices ignore NaN in a maximum, and
     # a compiler may fold a product by 0.
-    return reduce(torch.add, (latent.float().mean((1, 2)) for latent in latents))
+    finite = reduce(torch.add, (latent.float().mean((1, 2)) for latent in latents.values()))
+    return {**named(latents, "latent"), "finite": finite}
 
 
 def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:

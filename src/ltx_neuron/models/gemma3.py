@@ -15,7 +15,7 @@ Parameters have transformers' names.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.models.attention import matmul
 from ltx_neuron.models.parallel import ColumnLinear, Comm, RowLinear, rms_norm
 from ltx_neuron.models.rope import Rope, rotate
-from ltx_neuron.models.signatures import Gemma3Inputs, Gemma3Outputs, Gemma3OutputsWithStates
 
 
 class GemmaRMSNorm(nn.Module):
@@ -173,7 +172,7 @@ class Gemma3Encoder(nn.Module):
         self.video_aggregate_embed = AggregateEmbed(gemma, config.video.inner, tp)
         self.audio_aggregate_embed = AggregateEmbed(gemma, config.audio.inner, tp)
 
-    def forward(self, inputs: Gemma3Inputs) -> Gemma3Outputs | Gemma3OutputsWithStates:
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         embeds = self.video_aggregate_embed, self.audio_aggregate_embed
         states, sums = [], None
         for index, state in enumerate(self.hidden_states(inputs)):
@@ -185,19 +184,19 @@ class Gemma3Encoder(nn.Module):
             else:
                 sums = [total + share for total, share in zip(sums, shares, strict=True)]
             states.append(state)
-        features = [embed.finish(total) for embed, total in zip(embeds, sums, strict=True)]
+        video, audio = (embed.finish(total) for embed, total in zip(embeds, sums, strict=True))
+        features = {"video_features": video, "audio_features": audio}
         if self.return_states:
-            return Gemma3OutputsWithStates(*features, torch.stack(states, -1))
-        return Gemma3Outputs(*features)
+            features["hidden_states"] = torch.stack(states, -1)
+        return features
 
-    def hidden_states(self, inputs: Gemma3Inputs) -> Iterator[Tensor]:
+    def hidden_states(self, inputs: Mapping[str, Tensor]) -> Iterator[Tensor]:
         """Yield L + 1 states (1, B, W): the embeddings, every layer's output but the last, and the
         last one's after the final norm."""
-        local = Rope(inputs.local_cos, inputs.local_sin)
-        full = Rope(inputs.global_cos, inputs.global_sin)
-        x = inputs.embeddings
+        local, full = Rope.of(inputs, "local"), Rope.of(inputs, "global")
+        x = inputs["embeddings"]
         for index, layer in enumerate(self.layers):
             yield x
             rope = full if index in self.full_attention else local
-            x = layer(self.comm, x, rope, inputs.attention_mask)
+            x = layer(self.comm, x, rope, inputs["attention_mask"])
         yield self.norm(x)

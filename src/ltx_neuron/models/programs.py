@@ -4,20 +4,23 @@ A program has fixed shapes (a bucket), a number of ranks and a dtype. Its module
 device, because they are only traced; rank files provide the weights.
 """
 
+import itertools
 import re
-from collections import namedtuple
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 
-from ltx_neuron.config.diffusion import DiffusionDecoderConfig
+from ltx_neuron.config.common import TEXT_TOKENS, AttentionSize
+from ltx_neuron.config.diffusion import DiffusionDecoderConfig, cut, volumes
 from ltx_neuron.config.gemma import GemmaConfig
-from ltx_neuron.config.sound import AudioDecoderConfig, VocoderConfig
-from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
+from ltx_neuron.config.sound import GENERATOR_BINS, AudioDecoderConfig, VocoderConfig
+from ltx_neuron.config.transformer import Bucket, TransformerConfig
 from ltx_neuron.config.video import Resampling, VideoDecoderConfig, VideoEncoderConfig
 from ltx_neuron.models import (
     audio_decoder,
@@ -30,19 +33,22 @@ from ltx_neuron.models import (
 from ltx_neuron.models.ancestral import AncestralTail
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
+from ltx_neuron.models.diffusion_decoder import OF_SPAN, TIMESTEP_FEATURES, Neighbourhood
 from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
 from ltx_neuron.models.gemma3 import Gemma3Encoder
 from ltx_neuron.models.guided import Guide
+from ltx_neuron.models.modulation import MODULATION_ROWS
 from ltx_neuron.models.parallel import Comm, ContextParallel, Mesh
-from ltx_neuron.models.signatures import Field, own_tokens, stage_features
+from ltx_neuron.models.signatures import FINITE, Dim, Field
 
 
 class Graph(NamedTuple):
-    """A module to trace (on the meta device) and the named values it takes and returns."""
+    """A module to trace (on the meta device), and the names of the fields that it takes and
+    returns, both as dicts."""
 
     module: nn.Module
-    inputs: type
-    outputs: type
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 # (graph, first block) each
@@ -56,16 +62,50 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Program:
-    """Graphs by name, runs of them, and the fields that describe every named value.
+    """A model's graphs, runs of them, and the fields that describe every named value.
 
     A run is a sequence of calls. A call is (graph, first block): the graph's `transformer_blocks.j`
     (of a video VAE `res_blocks.j`) has the weights of block first + j. Most programs have one
     run, "main".
+
+    modules   of the graphs by name, in the order of their calls
+    inputs    that no graph returns before another one takes them
+    returned  what the ranks divide of the fields that graphs return
     """
 
-    graphs: dict[str, Graph]
+    modules: dict[str, nn.Module]
     runs: dict[str, Calls]
-    fields: dict[str, Field]
+    inputs: Mapping[str, Field]
+    returned: Mapping[str, Field]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def graphs(self) -> dict[str, Graph]:
+        return self._derived[0]
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """Of every tensor that a graph takes or returns."""
+        return self._derived[1]
+
+    @cached_property
+    def _derived(self) -> tuple[dict[str, Graph], dict[str, Field]]:
+        """Graphs and fields, from a run of each module on meta tensors: a graph takes the fields
+        that its module reads."""
+        fields, graphs = dict(self.inputs), {}
+        for name, module in self.modules.items():
+            values = _Values(fields)
+            with torch.no_grad():
+                outputs = module.to(self.dtype)(values)
+            for field, value in outputs.items():
+                like = fields.get(field) or self.returned[field]
+                got = like._replace(shape=tuple(value.shape), dtype=value.dtype)
+                if fields.setdefault(field, got) != got:
+                    raise ValueError(f"{name} returns {field} as {got}, wanted {fields[field]}")
+            inputs = tuple(field for field in values if field in values.read)
+            graphs[name] = Graph(module, inputs, tuple(outputs))
+        used = {field for graph in graphs.values() for field in (*graph.inputs, *graph.outputs)}
+        return graphs, {name: field for name, field in fields.items() if name in used}
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape on one rank of every weight the program's calls use."""
@@ -73,8 +113,33 @@ class Program:
             weight_name(parameter, first): tuple(value.shape)
             for calls in self.runs.values()
             for name, first in calls
-            for parameter, value in self.graphs[name].module.named_parameters()
+            for parameter, value in self.modules[name].named_parameters()
         }
+
+    def call(
+        self, graph: str, first: int, weight: Callable[[str], Tensor], values: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What a graph returns for the blocks from `first` on, computed here. weight: returns a
+        weight by its name in the rank files; values: the fields that the graph takes."""
+        module = self.modules[graph]
+        weights = {name: weight(weight_name(name, first)) for name, _ in module.named_parameters()}
+        return functional_call(module, weights, (values,), strict=True)
+
+
+class _Values(dict[str, Tensor]):
+    """Meta tensors of fields. `read` has the names of those that a module read."""
+
+    def __init__(self, fields: Mapping[str, Field]):
+        tensors = {n: torch.empty(f.shape, dtype=f.dtype, device="meta") for n, f in fields.items()}
+        super().__init__(tensors)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default=None):
+        return self[name] if name in self else default  # noqa: SIM401 - get is not []
 
 
 def weight_name(parameter: str, first_block: int) -> str:
@@ -96,6 +161,11 @@ def group_size(layers: int, blocks_per_graph: int) -> int:
     """Blocks per graph: the largest divisor of the depth up to the requested number, so that all
     groups have equal size."""
     return max(n for n in range(1, min(blocks_per_graph, layers) + 1) if layers % n == 0)
+
+
+def own_tokens(tokens: int, parts: int) -> int:
+    """The tokens of one of several equal parts, the last of which may have padding."""
+    return -(-tokens // parts)
 
 
 def may_divide(bucket: Bucket, tp: int, cp: int = 1) -> bool:
@@ -123,56 +193,38 @@ def dit_program(
     predictions and performs the Euler step.
     """
     count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
-    mesh = _mesh(bucket, tp, comm, sequence_parallel, context)
-    cp = mesh.context.groups.size if mesh.context else 1
-    fields = signatures.dit_fields(config, bucket, tp, dtype, sequence_parallel, cp)
-    kinds = _kinds(config, bucket, mesh)
-    inputs = {
-        "head": signatures.HeadInputs,
-        "blocks": signatures.BlockInputs,
-        "tail": signatures.TailInputs,
-    }
-    streams = bucket.streams
-    of_streams = partial(signatures.of_streams, streams=streams)
-    inputs = {
-        part: of_streams(signatures.extended(base, part, kinds)) for part, base in inputs.items()
-    }
-    head_outputs, tail_outputs = signatures.HeadOutputs, signatures.TailOutputs
-    tail: type[X0Tail] = AncestralTail if bucket.ancestral else Tail
-    if bucket.guided:
-        fields |= signatures.guided_fields(config, bucket, tp, dtype, count)
-        # A pass ends with its prediction; "guide" needs those of all passes.
-        head_outputs, tail = signatures.GuidedHeadOutputs, X0Tail
-        tail_outputs = signatures.X0Outputs
-    if streams != STREAMS:
-        fields = {name: fields[name] for name in signatures.fields_of(streams, fields)}
-    outputs = [*map(of_streams, (head_outputs, signatures.BlockOutputs, tail_outputs))]
+    mesh, streams = _mesh(bucket, tp, comm, sequence_parallel, context), bucket.streams
+    # A guided pass ends with its prediction; "guide" needs those of all passes.
+    tail = X0Tail if bucket.guided else AncestralTail if bucket.ancestral else Tail
     # Shapes are those of any rank. On the meta device the released size needs no memory.
     with torch.device("meta"):
-        modules = {
+        modules: dict[str, nn.Module] = {
             "head": Head(config, mesh, streams),
             "blocks": Blocks(config, tp, mesh, KERNELS[attention], count, streams),
             "tail": tail(config, mesh, streams),
         }
+    # One graph of blocks, called with each group's weights: it is compiled once, and its size does
+    # not grow with the depth.
+    groups = tuple(("blocks", first) for first in range(0, config.num_layers, count))
+    runs = {"main": (("head", 0), *groups, ("tail", 0))}
     if blocks_per_graph == 0:
-        parts = tuple(inputs.values())
-        whole = signatures.step_inputs(parts, head_outputs)
-        graphs = {"step": Graph(Step(modules, parts), whole, outputs[-1])}
-        calls = (("step", 0),)
-    else:
-        graphs = {
-            part: Graph(module, inputs[part], returned)
-            for (part, module), returned in zip(modules.items(), outputs, strict=True)
-        }
-        # One graph of blocks, called with each group's weights: it is compiled once, and its size
-        # does not grow with the depth.
-        groups = tuple(("blocks", first) for first in range(0, config.num_layers, count))
-        calls = (("head", 0), *groups, ("tail", 0))
-    if not bucket.guided:
-        return Program(graphs, {"main": calls}, fields)
-    guide = signatures.extended(signatures.GuideInputs, "guide", kinds)
-    graphs["guide"] = Graph(Guide(), of_streams(guide), of_streams(signatures.GuideOutputs))
-    return Program(graphs, {"pass": calls, "guide": (("guide", 0),)}, fields)
+        modules, runs = {"step": Step(modules)}, {"main": (("step", 0),)}
+    if bucket.guided:
+        modules["guide"] = Guide(streams)
+        runs = {"pass": runs["main"], "guide": (("guide", 0),)}
+    kinds = {
+        "guided": bucket.guided,
+        "divided": mesh.selects,
+        "padded": bool(mesh.context and mesh.context.padding),
+        "held": bucket.audio_timesteps > 1,
+        "biased": bucket.biased,
+        "nag": bucket.nag,
+        "identity": bucket.identity,
+        "keyframes": config.use_keyframes_abs_pos_embedding,
+        "ancestral": bucket.ancestral,
+    }
+    sizes = _dit_sizes(config, bucket, tp, mesh) | {"B": Dim(count, per_block=True)}
+    return Program(modules, runs, *signatures.fields(signatures.DIT, sizes, dtype, kinds), dtype)
 
 
 def _mesh(
@@ -186,20 +238,30 @@ def _mesh(
     return Mesh(comm, sequence_parallel, replace(context, tokens=bucket.video_tokens, own=own))
 
 
-def _kinds(config: TransformerConfig, bucket: Bucket, mesh: Mesh) -> tuple[str, ...]:
-    """The kinds of a DiT's graphs, which have further inputs (signatures.extended)."""
-    flags = {
-        "guided": bucket.guided,
-        "divided": mesh.selects,
-        "padded": bool(mesh.context and mesh.context.padding),
-        "masked": bucket.audio_timesteps > 1,
-        "biased": bucket.biased,
-        "nag": bucket.nag,
-        "identity": bucket.identity,
-        "keyframes": config.use_keyframes_abs_pos_embedding,
-        "ancestral": bucket.ancestral,
+def _dit_sizes(
+    config: TransformerConfig, bucket: Bucket, tp: int, mesh: Mesh
+) -> dict[str, int | Dim]:
+    """The letters of signatures.DIT but B."""
+    tokens, in_groups = bucket.video_tokens, mesh.context is not None
+    ranks, groups = tp if mesh.divided else 1, mesh.context.groups.size if mesh.context else 1
+    group = mesh.context.own if mesh.context else tokens
+    return {
+        **dict(N=bucket.max_steps, R=MODULATION_ROWS, S=TEXT_TOKENS, P=ranks * groups),
+        **_attention_sizes("v", config.video, tp),
+        **dict(Tv=tokens, Uv=bucket.timesteps, Cv=config.in_channels),
+        "r": Dim(1, mesh.divided, in_groups),
+        "tv": Dim(group // ranks, mesh.divided, in_groups),
+        "gv": Dim(group, context_split=in_groups),
+        **_attention_sizes("a", config.audio, tp),
+        **dict.fromkeys(("Ta", "ta", "ga"), bucket.audio_tokens),
+        **dict(Ua=bucket.audio_timesteps, Ca=config.audio_in_channels),
     }
-    return tuple(kind for kind, applies in flags.items() if applies)
+
+
+def _attention_sizes(stream: str, size: AttentionSize, tp: int) -> dict[str, int | Dim]:
+    """The letters of a stream's width, heads of a rank and half a head."""
+    heads = Dim(size.heads // tp, split=True)
+    return {f"D{stream}": size.inner, f"H{stream}": heads, f"F{stream}": size.head_dim // 2}
 
 
 def gemma3_program(
@@ -214,10 +276,15 @@ def gemma3_program(
     """The text encoder for a bucket of tokens; with `states` it returns every hidden state too."""
     with torch.device("meta"):
         encoder = Gemma3Encoder(gemma, config, tp, comm, states)
-    outputs = signatures.Gemma3OutputsWithStates if states else signatures.Gemma3Outputs
-    graph = Graph(encoder, signatures.Gemma3Inputs, outputs)
-    fields = signatures.gemma3_fields(gemma, config, tokens, tp, dtype)
-    return Program({"gemma3": graph}, {"main": (("gemma3", 0),)}, fields)
+    sizes = {
+        "S": tokens,
+        "W": gemma.hidden_size,
+        "F": gemma.attention(full=False).head_dim // 2,
+        "G": gemma.attention(full=True).head_dim // 2,
+        "O": Dim(0, split=True),
+    }
+    fields = signatures.fields(signatures.GEMMA, sizes, dtype, {})
+    return Program({"gemma3": encoder}, {"main": (("gemma3", 0),)}, *fields, dtype)
 
 
 def connector_program(
@@ -226,9 +293,10 @@ def connector_program(
     """The two text connectors. attention is a key of KERNELS."""
     with torch.device("meta"):
         connectors = Connectors(config, tp, comm, KERNELS[attention])
-    graph = Graph(connectors, signatures.ConnectorInputs, signatures.ConnectorOutputs)
-    fields = signatures.connector_fields(config, tp, dtype)
-    return Program({"connectors": graph}, {"main": (("connectors", 0),)}, fields)
+    sizes = _attention_sizes("v", config.video_connector, tp)
+    sizes |= _attention_sizes("a", config.audio_connector, tp) | {"S": TEXT_TOKENS}
+    fields = signatures.fields(signatures.CONNECTORS, sizes, dtype, {})
+    return Program({"connectors": connectors}, {"main": (("connectors", 0),)}, *fields, dtype)
 
 
 def tile_program_name(tile: tuple[int, int, int]) -> str:
@@ -241,17 +309,14 @@ def tile_program(
 ) -> Program:
     """The video decoder for tiles of latents (f, h, w), one on each rank: a graph for the residual
     blocks of a stage, called for each of them."""
-    made = video_decoder
-    parts = made.ConvIn, made.Stage, made.DepthToSpace, made.ConvOut
-    names = "decoder", "up_blocks", "upsample"
-    ends = signatures.TileInputs, signatures.TileOutputs
-    fields = signatures.tile_fields(config, tile, dtype)
-    return _by_stages(config, config.up_blocks, names, parts, ends, fields)
+    names = "decoder", "up_blocks", "upsample", "tile_pixels"
+    inputs = {"tile_latent": Field.of_ranks((1, config.latent_channels, *tile), dtype)}
+    return _by_stages(config, 8 * config.base_channels, config.up_blocks, names, inputs)
 
 
 def with_convolution(program: Program, form: str) -> Program:
     """A video VAE's program with its convolutions in a form: Profile.vae_convolution."""
-    for part in (part for graph in program.graphs.values() for part in graph.module.modules()):
+    for part in (part for graph in program.modules.values() for part in graph.modules()):
         if isinstance(part, video_decoder.Convolution):
             part.whole = form == "conv3d"
     return program
@@ -266,45 +331,79 @@ def encoder_program(
     config: VideoEncoderConfig, tile: tuple[int, int, int], dtype: torch.dtype
 ) -> Program:
     """The video encoder for tiles of pixels (8f - 7, 32h, 32w), cut as the decoder is."""
-    made = video_encoder
-    parts = made.ConvIn, made.Stage, made.SpaceToDepth, made.ConvOut
-    names = "encoder", "down_blocks", "downsample"
-    ends = signatures.EncoderInputs, signatures.EncoderOutputs
-    fields = signatures.encoder_fields(config, tile, dtype)
-    return _by_stages(config, config.down_blocks, names, parts, ends, fields)
+    names = "encoder", "down_blocks", "downsample", "tile_latent"
+    inputs = {"tile_pixels": Field.of_ranks((1, config.in_channels, *tile), dtype)}
+    return _by_stages(config, config.latent_channels, config.down_blocks, names, inputs)
 
 
 def _by_stages(
     config: VideoDecoderConfig | VideoEncoderConfig,
+    channels: int,
     blocks: tuple[int | Resampling, ...],
-    names: tuple[str, str, str],
-    parts: tuple[Callable[..., nn.Module], ...],
-    ends: tuple[type, type],
-    fields: dict[str, Field],
+    names: tuple[str, ...],
+    inputs: dict[str, Field],
 ) -> Program:
-    """A video VAE's program. names: of the model, its blocks and a change of resolution; parts:
-    modules of the first convolution, a stage, a change of resolution and the last convolution;
-    ends: what the first graph takes and the last one returns."""
-    (model, path, resample), stage = names, 0
-    conv_in, residual, resampling, conv_out = parts
-    chain, calls = [ends[0], stage_features(0)], [("conv_in", 0)]
+    """A video VAE's program. channels: of the first stage; names: of the model, its blocks, a
+    change of resolution and the last graph's tile."""
+    (model, path, resample, tile), features = names, "features_0"
+    parts: Any = video_decoder if model == "decoder" else video_encoder
+    resampling = parts.DepthToSpace if model == "decoder" else parts.SpaceToDepth
+    calls, changes = [("conv_in", 0)], itertools.count(1)
     with torch.device("meta"):
-        modules = {"conv_in": (model, conv_in(config))}
+        modules = {"conv_in": (model, parts.ConvIn(config), features)}
         for number, block in enumerate(blocks):
-            channels = fields[f"features_{stage}"].shape[1]
             if isinstance(block, Resampling):
-                stage += 1
                 name, module = f"{resample}_{number}", resampling(channels, block)
+                channels, features = module.channels, f"features_{next(changes)}"
                 calls.append((name, 0))
             else:
-                name, module = f"residual_{number}", residual(channels)
+                name, module = f"residual_{number}", parts.Stage(channels)
                 calls += [(name, first) for first in range(block)]
-            modules[name] = f"{model}.{path}.{number}", module
-            chain.append(stage_features(stage))
-        channels = fields[f"features_{stage}"].shape[1]
-        modules["conv_out"] = model, conv_out(config, channels)
-    calls.append(("conv_out", 0))
-    return _chained(modules, [*chain, ends[1]], fields, tuple(calls))
+            modules[name] = f"{model}.{path}.{number}", module, features
+        modules["conv_out"] = model, parts.ConvOut(config, channels), tile, FINITE
+    return _chained(modules, inputs, (*calls, ("conv_out", 0)))
+
+
+def _chained(
+    modules: Mapping[str, tuple[Any, ...]], inputs: dict[str, Field], calls: Calls = ()
+) -> Program:
+    """A program of modules, each of which takes the first field that the previous one returns.
+    modules: graph -> (name in the rank files, module, names of the fields that it returns);
+    inputs: the first module's input, then others; calls: of graphs that are called more than
+    once."""
+    parts, before = {}, next(iter(inputs))
+    for graph, (path, module, *outputs) in modules.items():
+        parts[graph] = Part(path, module, [before], outputs)
+        before = outputs[0]
+    runs = {"main": calls or tuple((graph, 0) for graph in parts)}
+    return Program(parts, runs, inputs, _own(), next(iter(inputs.values())).dtype)
+
+
+def _own() -> Mapping[str, Field]:
+    """`Program.returned` of graphs whose results differ between the ranks of the world."""
+    return defaultdict(lambda: Field.of_ranks((), torch.float32))
+
+
+class Part(nn.Module):
+    """A graph of a decoder: a module under its name in the rank files, such as
+    "audio_decoder.up.0", and the fields that are its arguments and its results."""
+
+    def __init__(self, path: str, module: nn.Module, inputs: list[str], outputs: list[str]):
+        super().__init__()
+        self.path, self.inputs, self.outputs = path, inputs, outputs
+        first, *names = path.split(".")
+        for name in reversed(names):
+            module = nn.ModuleDict({name: module})
+        self.add_module(first, module)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.get_submodule(self.path)
+
+    def forward(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        results = self.module(*(fields[name] for name in self.inputs))
+        results = results if isinstance(results, tuple) else (results,)
+        return dict(zip(self.outputs, results, strict=True))
 
 
 def call_name(graph: str, first: int) -> str:
@@ -321,53 +420,58 @@ def diffusion_program(
     """The diffusion decoder for a clip of latents (F, h, w), a span of frames on each rank. Every
     call is a run of its own, because the host divides frames into spans anew for each. attention
     is a key of KERNELS; only `matmul` compiles with a mask."""
-    attend, last, made = KERNELS[attention], len(config.channels) - 1, diffusion_decoder
-    spans = [*map(signatures.span_outputs, range(last + 1))]
-    blocks = partial(signatures.diffusion_inputs, last, "timestep")
-    latents, noise = signatures.LatentsInInputs, signatures.NoiseInInputs
+    attend, last, parts = KERNELS[attention], len(config.channels) - 1, diffusion_decoder
+    near = [[f"{name}_{stage}" for name in Neighbourhood._fields] for stage in range(last + 1)]
+    region, span = f"region_{last}", f"span_{last}"
     calls: dict[str, Iterable[int]] = {}
     with torch.device("meta"):
-        modules = {"latents_in": (made.LatentsIn(config), latents, spans[0])}
+        modules = {"latents_in": (parts.LatentsIn(config), ["latent_frames"], ["span_0"])}
         for stage, upsampling in enumerate(config.upsamplings):
-            block, inputs = f"stage_{stage}", signatures.diffusion_inputs(stage)
-            modules[block] = made.Stage(config, stage, attend), inputs, spans[stage]
+            block, inputs = f"stage_{stage}", [f"region_{stage}", *near[stage]]
+            modules[block] = parts.Stage(config, stage, attend), inputs, [f"span_{stage}"]
             calls[block] = range(config.depths[stage])
-            module = made.PixelShuffle(config.channels[stage], stage, upsampling)
-            larger = namedtuple("Upsampled", f"upsampled_{stage}")
-            modules[f"upsample_{stage}"] = module, stage_features(stage), larger
-        modules["noise_in"] = made.NoiseIn(config), noise, spans[last]
-        modules["denoise"] = made.Denoise(config, attend), blocks("context"), spans[last]
-        modules["pixels_out"] = made.PixelsOut(config, attend), blocks(), signatures.PatchOutputs
+            module = parts.PixelShuffle(config.channels[stage], stage, upsampling)
+            fields = [f"features_{stage}"], [f"upsampled_{stage}"]
+            modules[f"upsample_{stage}"] = module, *fields
+        modules["noise_in"] = parts.NoiseIn(config), ["noise", "context"], [span]
+        inputs = [region, "timestep", "context", *near[last]]
+        modules["denoise"] = parts.Denoise(config, attend), inputs, [span]
+        inputs = [region, "timestep", *near[last]]
+        modules["pixels_out"] = parts.PixelsOut(config, attend), inputs, ["patches", FINITE]
     final = config.depths[last] - 1
     calls |= {"denoise": range(final), "pixels_out": [final]}
-    graphs = {
-        name: Graph(Part("decoder", module, after), before, after)
-        for name, (module, before, after) in modules.items()
-    }
+    graphs = {name: Part("decoder", *part) for name, part in modules.items()}
     named = [(name, first) for name in graphs for first in calls.get(name, [0])]
     runs = {call_name(*call): (call,) for call in named}
-    return Program(graphs, runs, signatures.diffusion_fields(config, clip, dtype))
+    return Program(graphs, runs, _diffusion_inputs(config, clip, dtype), _own(), dtype)
 
 
-class Part(nn.Module):
-    """A graph of a decoder: a module under its name in the rank files, such as
-    "audio_decoder.up.0"."""
-
-    def __init__(self, path: str, module: nn.Module, outputs: type):
-        super().__init__()
-        self.path, self.outputs = path, outputs
-        first, *names = path.split(".")
-        for name in reversed(names):
-            module = nn.ModuleDict({name: module})
-        self.add_module(first, module)
-
-    @property
-    def module(self) -> nn.Module:
-        return self.get_submodule(self.path)
-
-    def forward(self, inputs: tuple) -> tuple:
-        returned = self.module(*inputs)
-        return self.outputs(*returned if isinstance(returned, tuple) else (returned,))
+def _diffusion_inputs(
+    config: DiffusionDecoderConfig, clip: tuple[int, int, int], dtype: torch.dtype
+) -> dict[str, Field]:
+    """Inputs of the diffusion decoder's graphs. Ranks have a span of frames each."""
+    inputs = {"timestep": Field((1, TIMESTEP_FEATURES), dtype)}
+    for stage, (frames, *picture) in enumerate(volumes(config, clip)):
+        channels, kernel = config.channels[stage], config.kernels[stage]
+        times = cut(frames, config.span, kernel[0])
+        shapes = {
+            f"region_{stage}": (times.window, *picture, channels),
+            f"features_{stage}": (times.size, *picture, channels),
+            "context": (times.size, *picture, channels),  # of the last stage, as is the noise
+            "noise": (times.size, *picture, config.patch_channels),
+        }
+        if stage == 0:
+            shapes["latent_frames"] = times.size, *picture, config.latent_channels
+        inputs |= {name: Field.of_ranks(shape, dtype) for name, shape in shapes.items()}
+        sides = [cut(n, config.tile, k) for n, k in zip(picture, kernel[1:], strict=True)]
+        shapes = [(times.size, times.window)] * 2
+        shapes += [(len(side.starts), side.size, side.window) for side in sides]
+        turned = zip((times.window, *picture), config.rope_split, strict=True)
+        shapes += [(2, positions, channels // 2) for positions, channels in turned]
+        for name, shape in zip(Neighbourhood._fields, shapes, strict=True):
+            field = Field.of_ranks if name in OF_SPAN else Field
+            inputs[f"{name}_{stage}"] = field(shape, torch.float32)
+    return inputs
 
 
 def spectrogram_program_name(latents: int) -> str:
@@ -379,16 +483,16 @@ def spectrogram_program(config: AudioDecoderConfig, latents: int) -> Program:
     """The mel decoder for one span of `latents` latents per rank, a graph per level."""
     levels = [*reversed(range(len(config.multipliers)))]
     widths = [config.base_channels * config.multipliers[level] for level in levels]
-    path = "audio_decoder"
+    path, before = "audio_decoder", (widths[0], *widths)
     with torch.device("meta"):
-        modules = {"mel_in": (path, audio_decoder.ConvIn(config, widths[0]))}
-        for level, inputs, outputs in zip(levels, (widths[0], *widths), widths, strict=False):
-            module = audio_decoder.Level(inputs, outputs, config.blocks, level > 0)
-            modules[f"mel_level_{level}"] = f"{path}.up.{level}", module
-        modules["mel_out"] = path, audio_decoder.ConvOut(config, widths[-1])
-    between = map(stage_features, range(len(modules) - 1))
-    chain = [signatures.SpectrogramInputs, *between, signatures.SpectrogramOutputs]
-    return _chained(modules, chain, signatures.spectrogram_fields(config, latents))
+        modules = {"mel_in": (path, audio_decoder.ConvIn(config, widths[0]), "features_0")}
+        for stage, level in enumerate(levels, 1):
+            sizes = before[stage - 1], widths[stage - 1], config.blocks
+            module = audio_decoder.Level(*sizes, level > 0)
+            modules[f"mel_level_{level}"] = f"{path}.up.{level}", module, f"features_{stage}"
+        modules["mel_out"] = path, audio_decoder.ConvOut(config, widths[-1]), "span_mel", FINITE
+    shape = 1, config.latent_channels, latents, config.latent_bins
+    return _chained(modules, {"span_latent": Field.of_ranks(shape, torch.float32)})
 
 
 def waveform_program_name(rows: int) -> str:
@@ -399,38 +503,22 @@ def waveform_program_name(rows: int) -> str:
 def waveform_program(config: VocoderConfig, rows: int) -> Program:
     """The vocoder for one span of `rows` mel spectrogram rows per rank, a graph per upsampling."""
     generators = {"vocoder": config.vocoder, "bwe_generator": config.bwe}
-    modules, chain, stages = {}, [signatures.VocoderInputs], 0
+    modules, features = {}, (f"features_{stage}" for stage in itertools.count())
     with torch.device("meta"):
         for name, generator in generators.items():
             inner = name == "vocoder"
             pre = vocoder.ConvPre(generator) if inner else vocoder.ConvPreOfWaveform(config)
             post = vocoder.ConvPost(generator) if inner else vocoder.AddWaveform(config)
-            modules[f"{name}_in"] = name, pre
+            results = ["low_waveform"] if inner else ["span_waveform", FINITE]
+            modules[f"{name}_in"] = name, pre, next(features)
             for number in range(len(generator.rates)):
-                modules[f"{name}_{number}"] = name, vocoder.Stage(generator, number)
-            modules[f"{name}_out"] = name, post
-            chain += map(stage_features, range(stages, stages + len(generator.rates) + 1))
-            stages += len(generator.rates) + 1
-            chain.append(signatures.LowWaveform if inner else signatures.WaveformOutputs)
-    program = _chained(modules, chain, signatures.waveform_fields(config, rows))
-    last = program.graphs["bwe_generator_out"]
-    inputs = signatures.waveform_inputs(stages - 1)
-    program.graphs["bwe_generator_out"] = last._replace(inputs=inputs)
-    return program
-
-
-def _chained(
-    modules: dict[str, tuple[str, nn.Module]],
-    chain: list[type],
-    fields: dict[str, Field],
-    calls: Calls = (),
-) -> Program:
-    """A program of modules, each of which takes the previous one's output. modules: graph name ->
-    (name in the rank files, module); calls: of graphs that are called more than once."""
-    graphs = {
-        graph: Graph(Part(path, module, after), before, after)
-        for (graph, (path, module)), before, after in zip(
-            modules.items(), chain, chain[1:], strict=False
-        )
+                modules[f"{name}_{number}"] = name, vocoder.Stage(generator, number), next(features)
+            modules[f"{name}_out"] = name, post, *results
+    inputs = {
+        "span_mel": Field.of_ranks((1, 2, rows, GENERATOR_BINS), torch.float32),
+        "resampling": Field(config.resampling, torch.float32),
     }
-    return Program(graphs, {"main": calls or tuple((graph, 0) for graph in graphs)}, fields)
+    program = _chained(modules, inputs)
+    last: Any = program.modules["bwe_generator_out"]
+    last.inputs += ["low_waveform", "resampling"]
+    return program

@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, H heads, D head size, F frequencies per axis of the p
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,14 @@ class Rope(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Tensor], name: str) -> "Rope":
+        """The fields `{name}_cos` and `{name}_sin` of a graph."""
+        return cls(fields[f"{name}_cos"], fields[f"{name}_sin"])
+
+    def fields(self, name: str) -> dict[str, Tensor]:
+        return {f"{name}_cos": self.cos, f"{name}_sin": self.sin}
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -93,14 +102,9 @@ def rope_tables(
     heads, theta = config.video.heads, config.positional_embedding_theta
     video_width, audio_width = config.video.inner, config.audio.inner
     video_times = video_positions[:, :1]
-    tables = {
-        "video": split_rope(video_positions, video_max, video_width, heads, theta),
-        "audio": split_rope(audio_positions, audio_max, audio_width, heads, theta),
-        "video_cross": split_rope(video_times, cross_max, audio_width, heads, theta),
-        "audio_cross": split_rope(audio_positions, cross_max, audio_width, heads, theta),
-    }
     return {
-        f"{name}_{part}": getattr(rope, part)
-        for name, rope in tables.items()
-        for part in Rope._fields
+        **split_rope(video_positions, video_max, video_width, heads, theta).fields("video"),
+        **split_rope(audio_positions, audio_max, audio_width, heads, theta).fields("audio"),
+        **split_rope(video_times, cross_max, audio_width, heads, theta).fields("video_cross"),
+        **split_rope(audio_positions, cross_max, audio_width, heads, theta).fields("audio_cross"),
     }

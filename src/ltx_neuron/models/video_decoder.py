@@ -12,6 +12,8 @@ Shapes: F frames, C channels, H rows, W columns; features are (F, C, H, W), fram
 2D convolutions. Norms and sums are fp32 in graphs of every dtype.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -99,8 +101,8 @@ class DepthToSpace(nn.Module):
 
     def __init__(self, channels: int, upsampling: Resampling):
         super().__init__()
-        time, down, across = self.stride = upsampling.stride
-        self.conv = Convolution(channels, time * down * across * channels // upsampling.multiplier)
+        self.stride, self.channels = upsampling.stride, channels // upsampling.multiplier
+        self.conv = Convolution(channels, math.prod(self.stride) * self.channels)
 
     def forward(self, features: Tensor) -> Tensor:
         time, down, across = self.stride
@@ -123,7 +125,7 @@ class Statistics(nn.Module):
 
     def viewed(self, *shape: int) -> tuple[Tensor, ...]:
         """The deviation and the mean, in a shape that broadcasts over latents."""
-        return tuple(each.view(shape) for each in self.parameters())
+        return tuple(parameter.view(shape) for parameter in self.parameters())
 
 
 class ConvIn(nn.Module):

@@ -55,10 +55,10 @@ class SpaceToDepth(nn.Module):
         self.conv = Convolution(channels, outputs, causal=True)
 
     def forward(self, features: Tensor) -> Tensor:
-        kept = self._to_channels(features.float())
-        frames, _, height, width = kept.shape
-        kept = kept.view(frames, self.channels, -1, height, width).mean(2)
-        return (self._to_channels(self.conv(features)) + kept).to(features.dtype)
+        averaged = self._to_channels(features.float())
+        frames, _, height, width = averaged.shape
+        averaged = averaged.view(frames, self.channels, -1, height, width).mean(2)
+        return (self._to_channels(self.conv(features)) + averaged).to(features.dtype)
 
     def _to_channels(self, x: Tensor) -> Tensor:
         """(F, C, H, W) -> (ceil(F / time), C * time * down * across, H / down, W / across)"""

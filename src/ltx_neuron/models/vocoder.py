@@ -100,7 +100,7 @@ class Snake(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(C, size, 1, N) -> (C, size, 1, N), blocks of samples."""
-        alpha, beta = (each.exp().view(-1, 1, 1, 1) for each in (self.alpha, self.beta))
+        alpha, beta = (p.exp().view(-1, 1, 1, 1) for p in (self.alpha, self.beta))
         # Trainium2's sine is valid in [-pi, pi] (nki.api.shared); its square repeats every pi.
         # Arguments reach 37 in the demo's vocoder.
         angle = x * alpha
@@ -160,14 +160,14 @@ class Stage(nn.Module):
 
     def __init__(self, config: GeneratorConfig, number: int):
         super().__init__()
-        channels, each = config.channels // 2**number, len(config.blocks)
+        channels, count = config.channels // 2**number, len(config.blocks)
         half, rate, taps = channels // 2, config.rates[number], config.kernels[number]
         before, after = config.stage_reads(number, 0, rate - 1)
         self.reach, self.scale, self.dropped = (-before, after), rate, 0
         self.ups = nn.ModuleDict({str(number): Upsample(channels, half, taps, rate)})
         self.resblocks = nn.ModuleDict(
             {
-                str(number * each + block): AMPBlock(half, *described)
+                str(number * count + block): AMPBlock(half, *described)
                 for block, described in enumerate(config.blocks)
             }
         )

@@ -28,7 +28,7 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models import programs
 from ltx_neuron.models.attention import rows_at_once
-from ltx_neuron.models.signatures import LATENTS, own_tokens
+from ltx_neuron.models.signatures import upload_bytes
 from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, describe_backend
 from ltx_neuron.sampling.conditions import EncodedClip
@@ -179,9 +179,7 @@ def compiled_tile(manifests: Iterable[Manifest]) -> int:
     return max(
         (
             max(manifest.cost(run)["peak_bytes"] for run in manifest.runs)
-            + sum(
-                math.prod(field.shape) * field.dtype.itemsize for field in manifest.fields.values()
-            )
+            + sum(field.nbytes for field in manifest.fields.values())
             for manifest in manifests
         ),
         default=0,
@@ -464,7 +462,7 @@ def _score_bytes(
     """Bytes of the video's attention scores in fp32, for all heads of a rank: materialized at once,
     and computed in total; 0 if a flash kernel computes them."""
     heads, tokens = config.video.heads // tp, bucket.video_tokens
-    queries = own_tokens(tokens, profile.context_parallel)
+    queries = programs.own_tokens(tokens, profile.context_parallel)
     masked = bucket.biased and min(queries, rows_at_once(heads, tokens))
     rows = {"matmul": queries, "nki": masked}
     row, rows_held = 4 * heads * tokens, rows.get(profile.attention, 0)
@@ -508,7 +506,7 @@ def step_cost(
         "weight_bytes": sum(weights) * dtype.itemsize,
         "weight_tensors": len(weights),
         "score_bytes": 2 * _score_bytes(config, bucket, profile, tp)[1] * config.num_layers,
-        "inputs": max(len(graph.inputs._fields) for graph in program.graphs.values()),
+        "inputs": max(len(graph.inputs) for graph in program.graphs.values()),
         "moved_bytes": sum(moved[name] for name, _ in next(iter(program.runs.values()))),
         "peak_bytes": max(call["peak_bytes"] for call in calls),
         "largest_collective_bytes": max(map(export.largest_collective, exported.values())),
@@ -541,12 +539,11 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
 
 
 def _upload_bytes(program: programs.Program, only: Collection[str] = ()) -> int:
-    """Bytes of one rank's uploaded tensors, as in Manifest.upload_bytes."""
+    """As in signatures.upload_bytes."""
     graphs = program.graphs.values()
-    inputs = {name for graph in graphs for name in graph.inputs._fields}
-    inputs -= {name for graph in graphs for name in graph.outputs._fields} - {*LATENTS}
-    uploaded = [program.fields[name] for name in (inputs.intersection(only) if only else inputs)]
-    return sum(math.prod(field.shape) * field.dtype.itemsize for field in uploaded)
+    inputs = {name for graph in graphs for name in graph.inputs}
+    outputs = {name for graph in graphs for name in graph.outputs}
+    return upload_bytes(program.fields, inputs, outputs, only)
 
 
 def _nearest(
@@ -559,7 +556,7 @@ def _nearest(
     latent_frames = int(room / per_token) // tokens_per_frame
     for count in range(latent_frames, (job.tail_frames or 0) // TIME_SCALE, -1):
         shorter = dataclasses.replace(job.size, num_frames=TIME_SCALE * (count - 1) + 1)
-        if activations(dataclasses.replace(job, size=shorter)) <= room:
+        if activations(job.resized(shorter)) <= room:
             frames = shorter.num_frames - (job.tail_frames or 0)
             return str(dataclasses.replace(shorter, num_frames=frames))
     return None

@@ -15,7 +15,6 @@ from ltx_neuron import errors, flags
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.invocation import command
-from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, plan, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
 from ltx_neuron.plan.layouts import Layout, layouts
@@ -65,7 +64,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     workspace = flags.workspace(args, writes=False, tuned=False)
     profile, tp = workspace.profile, workspace.tp
     files, checkpoint, config = workspace.files, workspace.checkpoint, workspace.transformer
-    job = workspace.resolved(flags.shape(args, args.recipe or Job.recipe))
+    job = workspace.resolved(flags.shape(args, args.recipe or "distilled"))
     with_gemma = files.find("gemma")
     Preflight.of(workspace, flags.run_options(args)).check_files([job], planned=True)
     gemma = files.gemma if with_gemma else files.release.gemma

@@ -209,7 +209,7 @@ class Clip:
                 rows.append(self._at_peak("encode_inputs", flops, what, _VAE_SHARE))
             else:
                 rows.append(self._host("encode_inputs", flops, f"encode_video {self._dtype}", what))
-        voice = self.job.reference_audio
+        voice = self.job.reference_sound
         if self.job.sound or self.job.retake or voice:
             import_ltx_core()  # this part of it needs torchaudio
             from ltx_core.model.audio_vae import AudioEncoderConfigurator

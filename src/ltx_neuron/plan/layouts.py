@@ -14,8 +14,7 @@ from ltx_neuron.backends.export import fake_process_group, received_in_sum
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.transformer import Bucket, TransformerConfig
 from ltx_neuron.job import Job
-from ltx_neuron.models.programs import may_divide
-from ltx_neuron.models.signatures import own_tokens
+from ltx_neuron.models.programs import may_divide, own_tokens
 from ltx_neuron.plan import Plan, largest_bucket, step_cost, step_launches
 from ltx_neuron.plan.clip import ClipPlan
 from ltx_neuron.plan.forecast import forecast, is_measured

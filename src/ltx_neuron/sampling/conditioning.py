@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditions import ImageCondition, Inputs, held_mask
+from ltx_neuron.sampling.conditions import ImageCondition, held_mask
 from ltx_neuron.sampling.extension import Window
+from ltx_neuron.sampling.inputs import Inputs
 from ltx_neuron.sampling.latents import (
     SPACE_SCALE,
     audio_positions,

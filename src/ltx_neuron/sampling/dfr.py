@@ -145,7 +145,7 @@ class Rendering:
         if window is None:  # the sound has the length of the clip that is played
             speed = rate / model_rate(rate) if self.holds else 1.0
             size = replace(size, num_frames=canvas(size.num_frames))
-            return {"size": size, "images": tuple(images), "motion_speed": speed}
+            return {"size": size, "image": tuple(images), "motion_speed": speed}
         seen, times = [], 2**window.round if self.holds else 1  # 1.2.0 leaves them where they were
         for image in images:
             frame = image.frame_index * times - window.start
@@ -154,7 +154,7 @@ class Rendering:
                 seen.append(replace(image, frame_index=frame))
         rate = model_rate(rate * 2**window.round, self.holds)
         size = replace(size, num_frames=window.frames, frame_rate=rate)
-        return {"size": size, "images": tuple(seen), "temporal": window}
+        return {"size": size, "image": tuple(seen), "temporal": window}
 
     def clip(self, tensors: dict[str, Tensor], number: int) -> Tensor:
         """The latents (1, 128, F, h, w) after a round; after 0, stage 2's. tensors: of the job, by

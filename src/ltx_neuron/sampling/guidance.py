@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.errors import FieldError
-from ltx_neuron.sampling.fields import check_fields
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,8 @@ class Guidance:
         return self.video, self.audio
 
     def check(self, layers: int) -> None:
-        """Raise UserError for wrong types, and for STG blocks beyond the model's layers."""
-        check_fields(self, "guidance.")
+        """Raise FieldError for STG blocks beyond the model's layers."""
         for name, stream in (("video", self.video), ("audio", self.audio)):
-            check_fields(stream, f"guidance.{name}.")
             missing = [block for block in stream.stg_blocks if not 0 <= block < layers]
             if missing and not isclose(stream.stg_scale, 0.0):
                 raise FieldError(
@@ -160,18 +157,3 @@ def default_guidance(
     if sound_only:
         return Guidance(StreamGuidance(), replace(guidance.audio, modality_scale=1.0))
     return replace(guidance, audio=StreamGuidance()) if sound else guidance
-
-
-def check_guidable(fields: Iterable[str], recipe: str | None) -> None:
-    """Raise FieldError for guidance in the distilled recipe. fields: those that were given."""
-    if recipe == "distilled":
-        if "negative_prompt" in fields:
-            raise FieldError(
-                "{negative_prompt} with the distilled recipe needs {nag_scale}; type {nag_scale} 11"
-                " as well.\nFor the full (dev) checkpoint type {recipe} dev"
-            )
-        what = ", ".join(f"{{{name}}}" for name in fields) or "guidance"
-        raise FieldError(
-            f"the distilled recipe takes no {what}: a distilled checkpoint runs without guidance;"
-            " with guidance it gives noise.\nFor the full (dev) checkpoint type {recipe} dev"
-        )

@@ -1,11 +1,12 @@
-"""The size of a video: pixels, frames and frames per second."""
+"""The size of a video: pixels, frames and frames per second, also by a predicted length."""
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Self
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import Field
 
 from ltx_neuron.errors import FieldError
-from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
 
 FRAME_RATES = 1, 1000  # minimum and maximum
@@ -63,7 +64,6 @@ class Size:
 
     def check(self) -> None:
         """Raise FieldError, with the nearest valid size, for a size that the model cannot have."""
-        check_fields(self)
         if self.sides != NO_PICTURE:  # sound has a latent for any number of frames
             self._check_picture()
         least, most = FRAME_RATES
@@ -97,3 +97,31 @@ class Size:
                 f"{{num_frames}} {self.num_frames} is not of the form 8k+1; nearest valid:"
                 f" {below} or {below + TIME_SCALE}"
             )
+
+
+_Seconds = Annotated[float, Field(gt=0, le=3600)]
+
+
+class AutoDuration(NamedTuple):
+    """MIN_SECONDS MAX_SECONDS: the limits of a predicted length (ltx-pipelines 1.2.0
+    utils/types.py)."""
+
+    min_seconds: _Seconds = 1.0
+    max_seconds: _Seconds = 20.0
+
+    def check(self) -> None:
+        """Raise FieldError for limits in the wrong order."""
+        if self.min_seconds > self.max_seconds:
+            raise FieldError(
+                f"{{auto_duration}} {self.min_seconds:g} {self.max_seconds:g}: wanted MIN_SECONDS"
+                " MAX_SECONDS, the smaller number first"
+            )
+
+    def num_frames(self, seconds: float, frame_rate: float) -> int:
+        """The frames, 8k+1, for a predicted length: the next lower number, or the next higher one
+        if that is below the minimum (ltx-pipelines 1.2.0 seconds_to_clamped_num_frames)."""
+        shortest, longest = (max(1, round(limit * frame_rate)) for limit in self)
+        frames = max(shortest, min(round(seconds * frame_rate), longest))
+        below = (frames - 1) // TIME_SCALE * TIME_SCALE + 1
+        above = below + TIME_SCALE
+        return above if below < shortest and above <= longest else below

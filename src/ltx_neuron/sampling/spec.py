@@ -1,9 +1,9 @@
-"""JobSpec: a user's settings of one video. Each field is a flag and a key of a prompts file's line.
-Those of SamplingFields, GuidanceFields and VideoFields are fields of an HTTP body as well.
+"""JobFields: a user's settings of one video. Each field is a flag and a key of a prompts file's
+line. Those of SamplingFields, GuidanceFields and VideoFields are fields of an HTTP body as well.
 
 These fields define the flags and their help, the validation of flags, lines, bodies and the Python
-API, the schema of a body, and a job's line and flags (`JobSpec.line`, `JobSpec.words`). A field's
-description is the flag's help, and its title is the name of the flag's value.
+API, the schema of a body, and a job's line and flags. A field's description is the flag's help, and
+its title is the name of the flag's value.
 """
 
 # Pydantic evaluates Literals of other modules' tuples.
@@ -13,6 +13,7 @@ import dataclasses
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -41,12 +42,13 @@ from ltx_neuron.sampling.conditions import (
     TailFrames,
     TileSide,
     WeightedFile,
+    plain,
 )
-from ltx_neuron.sampling.duration import AutoDuration
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.res_2s import SAMPLERS
+from ltx_neuron.sampling.rules import PICTURE_FIELDS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
-from ltx_neuron.sampling.size import FRAME_RATES, Size
+from ltx_neuron.sampling.size import FRAME_RATES, AutoDuration, Size
 from ltx_neuron.sampling.upscaling import UPSCALES
 
 SEED = 10  # the default
@@ -73,8 +75,8 @@ def _option(
 
 
 def described_as(field: str, **more: Any) -> Any:
-    """A field of a request, None by default, with the description of a JobSpec's."""
-    return Field(default=None, description=JobSpec.model_fields[field].description, **more)
+    """A field of a request, None by default, with the description of a job's."""
+    return Field(default=None, description=JobFields.model_fields[field].description, **more)
 
 
 class LoraFile(NamedTuple):
@@ -86,11 +88,11 @@ class LoraFile(NamedTuple):
 
 def _repeats(value: Any) -> Any:
     """Normalise a repeatable flag's values: one path, [path, ...] or [[path, ...], ...]."""
-    if isinstance(value, tuple):  # from another JobSpec
+    if isinstance(value, tuple):  # of another job
         return value
     nested = isinstance(value, list) and value and not isinstance(value[0], str)
-    listed = value if nested else [value]
-    return [[each] if isinstance(each, str) else each for each in listed if each != []]
+    entries = value if nested else [value]
+    return [[entry] if isinstance(entry, str) else entry for entry in entries if entry != []]
 
 
 def _image(value: Any) -> Any:
@@ -133,12 +135,12 @@ _Rate = Annotated[float, Field(ge=FRAME_RATES[0], le=FRAME_RATES[1]), BeforeVali
 def _has_switch(value: Any, depth: int = 2) -> bool:
     """Whether a value is True or False, or a list with one up to `depth` levels deep."""
     if isinstance(value, list) and depth:
-        return any(_has_switch(each, depth - 1) for each in value)
+        return any(_has_switch(item, depth - 1) for item in value)
     return isinstance(value, bool)
 
 
 class Fields(BaseModel):
-    """Base class: True and False are invalid as text and as numbers."""
+    """Base class: True and False are invalid as text and as numbers, numpy's numbers are valid."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -153,8 +155,9 @@ class Fields(BaseModel):
     def _check_list(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse a too long list before its values are validated, and True and False."""
         assert info.field_name
+        value = plain(value)
         field = cls.model_fields[info.field_name]
-        most = next((each.max_length for each in field.metadata if isinstance(each, MaxLen)), None)
+        most = next((x.max_length for x in field.metadata if isinstance(x, MaxLen)), None)
         if most is not None and isinstance(value, list) and len(value) > most:
             raise PydanticCustomError("too_many_values", "wanted at most {most}", {"most": most})
         if _has_switch(value) and field.annotation not in (bool, bool | None):
@@ -429,28 +432,15 @@ GUIDANCE_KEYS = {
 }
 
 
-def guidance_fields(stream: str) -> dict[str, str]:
-    """Fields of a stream's guidance -> fields of StreamGuidance."""
-    return {
-        f"{stream}_cfg_guidance_scale": "cfg_scale",
-        f"{stream}_stg_guidance_scale": "stg_scale",
-        f"{stream}_stg_blocks": "stg_blocks",
-        f"{stream}_rescale_scale": "rescale_scale",
-        f"{ {'video': 'a2v', 'audio': 'v2a'}[stream] }_guidance_scale": "modality_scale",
-        f"{stream}_skip_step": "skip_step",
-    }
-
-
-# Fields that sound alone does not have.
-PICTURE_FIELDS = ("height", "width", *guidance_fields("video"), "v2a_guidance_scale")
-
-
-class JobSpec(
+class JobFields(
     GuidanceFields, DetailFields, ConditionFields, LoraFields, SizeFields, SamplingFields
 ):
     """All settings of one video; None: not given."""
 
     prompt: str = _option("description of the video and its sound", "TEXT", default="")
+    recipe: Literal[RECIPES] = _option(
+        VideoFields.model_fields["recipe"].description, default="distilled"
+    )
     auto_duration: Duration = _option(
         "LTX-2.5: predict --num-frames from the prompt, between these seconds (default: 1 20)",
         "[MIN_SECONDS MAX_SECONDS]",
@@ -460,73 +450,129 @@ class JobSpec(
         default="euler",
     )
 
-    def with_line(self, line: Mapping[str, Any]) -> Self:
+    @classmethod
+    def validated(cls, values: Mapping[str, Any], strict: bool | None = None) -> Self:
+        """A job with these fields' values. strict: without conversions from text. Raises
+        FieldError."""
+        try:
+            return cls.model_validate(dict(values), strict=strict)
+        except ValidationError as error:
+            mistake = error.errors(include_url=False, include_context=False)[0]
+            raise _field_error(mistake, values) from None
+
+    def replaced(self, **values: Any) -> Self:
+        """A copy with other values, which are not validated."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return self.model_construct(**fields | values)
+
+    def updated(self, line: Mapping[str, Any]) -> Self:
         """A copy with the values of a prompts file's line, whose keys are flags without dashes.
 
         false and null mean not given. A line's images and references are added; its LoRAs, also [],
         replace these. Raises UserError.
         """
-        said = by_field({key: None if value is False else value for key, value in line.items()})
-        said, values = validated(said), {}
-        if "video_path" in said.model_fields_set:  # its file determines the size
+        line = {key: None if value is False else value for key, value in line.items()}
+        of_line, values = JobFields.validated(resolve_aliases(line)), {}
+        if "video_path" in of_line.model_fields_set:  # its file determines the size
             names = (*SIZES, "tail_frames", "auto_duration")
-            values = {name: JobSpec.model_fields[name].default for name in names}
-        elif "reference_video" in said.model_fields_set:  # its file determines the length
+            values = {name: JobFields.model_fields[name].default for name in names}
+        elif "reference_video" in of_line.model_fields_set:  # its file determines the length
             values = dict.fromkeys((*_LENGTH, "frame_rate", "tail_frames"))
-        elif said.sound_only:  # nor has it the command's picture
+        elif of_line.sound_only:  # nor has it the command's picture
             values = {"two_stage": False, **dict.fromkeys((*PICTURE_FIELDS, "tail_frames"))}
-        if said.model_fields_set & {*_LENGTH}:
+        if of_line.model_fields_set & {*_LENGTH}:
             values |= dict.fromkeys(_LENGTH)
-        values |= {name: getattr(said, name) for name in said.model_fields_set}
+        values |= {name: getattr(of_line, name) for name in of_line.model_fields_set}
         for name in ("image", "video_conditioning", "conditioning_attention_mask"):
-            values[name] = getattr(self, name) + getattr(said, name)
-        return self.model_copy(update=values)
+            values[name] = getattr(self, name) + getattr(of_line, name)
+        return self.replaced(**values)
 
-    def with_paths(self, rename: Callable[[Path], str]) -> Self:
-        """A copy with the paths of images, sound and videos renamed."""
-        values = dict(self)
-        for name in ("audio_path", "video_path", "reference_video", "reference_audio"):
-            values[name] = values[name] and rename(Path(values[name]))
-        for name in ("video_conditioning", "conditioning_attention_mask"):
-            values[name] = tuple(
-                each._replace(path=rename(Path(each.path))) for each in values[name]
-            )
-        values["image"] = tuple(
-            dataclasses.replace(each, path=rename(Path(each.path))) for each in self.image
-        )
-        return self.model_copy(update=values)
+    @property
+    def input_paths(self) -> list[tuple[str, str | Path]]:
+        """(field, path) of each input file, in the order of INPUT_FILES."""
+        paths = []
+        for name in INPUT_FILES:
+            value = getattr(self, name)
+            files = [file.path for file in value] if isinstance(value, tuple) else [value]
+            paths += [(name, path) for path in files if path is not None]
+        return paths
 
-    def line(self) -> dict[str, Any]:
-        """The equivalent line of a prompts file, as JSON."""
-        return self.model_dump(mode="json", exclude_none=True)
+    def moved(self, rename: Callable[[Path], str]) -> Self:
+        """A copy whose input files are elsewhere."""
+        rename = cache(rename)
 
-    def words(self, names: Iterable[str]) -> list[Any]:
-        """The flags and values of some fields."""
-        line, words = self.line(), []
-        for name in names:
-            value = line.get(name, False)
-            for each in value if isinstance(value, list) else [] if value is False else [[value]]:
-                words += [flag_of(name), *(word for word in each if word is not True)]
-        return words
+        def renamed(value: Any) -> Any:
+            if isinstance(value, WeightedFile):
+                return value._replace(path=rename(Path(value.path)))
+            if isinstance(value, ImageCondition):
+                return dataclasses.replace(value, path=rename(Path(value.path)))
+            return tuple(map(renamed, value)) if isinstance(value, tuple) else rename(Path(value))
+
+        values = {name: getattr(self, name) for name in INPUT_FILES}
+        return self.replaced(**{name: value and renamed(value) for name, value in values.items()})
+
+    def holds(self, term: str) -> bool:
+        """Whether a term of rules.RULES holds."""
+        if term.startswith("!"):
+            return not self.holds(term.removeprefix("!"))
+        if term == "guidance":
+            return any(getattr(self, name) is not None for name in GuidanceFields.model_fields)
+        name, _, wanted = term.partition("=")
+        value = getattr(self, name)
+        if wanted:
+            return value == wanted
+        if value is None or (name in _COUNTS and not value):
+            return False
+        return value != JobFields.model_fields[name].default
+
+    def to_json(self) -> dict[str, Any]:
+        """The equivalent line of a prompts file."""
+        fields = {*JobFields.model_fields}
+        return self.model_dump(mode="json", include=fields, exclude_none=True)
 
 
 SIZES = tuple(  # as the flags are named
     field.name for field in dataclasses.fields(Size) if field.name != "spatial_scale"
 )
 _LENGTH = "num_frames", "auto_duration"
+_COUNTS = "tail_frames", "num_generated_keyframes", "temporal_upsample_rounds"  # 0: without
 LORAS = ("lora", "ic_lora", "distilled_lora", "detailing_lora")
+# Field -> its kind of file, and the flag's values.
+INPUT_FILES = {
+    "image": ("an image", "FILE [FRAME_IDX [STRENGTH [CRF]]]"),
+    "video_conditioning": ("a video or an image", "FILE STRENGTH"),
+    "audio_path": ("a sound", "FILE"),
+    "video_path": ("a video", "FILE"),
+    "conditioning_attention_mask": ("a video", "FILE STRENGTH"),
+    "reference_video": ("a video with sound", "FILE"),
+    "reference_audio": ("a sound", "FILE"),
+}
+
+
+def to_flags(line: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
+    """The flags and values of some fields of a line."""
+    words = []
+    for name in names:
+        value = line.get(name, False)
+        several = value if isinstance(value, list) else [] if value is False else [[value]]
+        for values in several if all(isinstance(x, list) for x in several) else [several]:
+            words += [
+                flag_of(name),
+                *(word for word in values if word is not True and word is not None),
+            ]
+    return words
 
 
 def names_of(field: str, model: type[BaseModel] | None = None) -> list[str]:
-    """A field's names, its own first, in a model, by default JobSpec."""
-    alias = (model or JobSpec).model_fields[field].validation_alias
+    """A field's names, its own first, in a model, by default JobFields."""
+    alias = (model or JobFields).model_fields[field].validation_alias
     return [*map(str, alias.choices)] if isinstance(alias, AliasChoices) else [field]
 
 
-def by_field(line: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_aliases(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line's values by field, without nulls. Raises UserError for an unknown key, and for two
     keys of one field."""
-    known = {name: field for field in JobSpec.model_fields for name in names_of(field)}
+    known = {name: field for field in JobFields.model_fields for name in names_of(field)}
     keys = {}
     for key, value in line.items():
         field = known.get(key.replace("-", "_"))
@@ -538,24 +584,20 @@ def by_field(line: Mapping[str, Any]) -> dict[str, Any]:
     return {field: line[key] for field, key in keys.items()}
 
 
-def validated(values: Mapping[str, Any]) -> JobSpec:
-    """A JobSpec from its fields' values. Raises FieldError."""
-    try:
-        return JobSpec.model_validate(dict(values))
-    except ValidationError as error:
-        mistake = error.errors(include_url=False, include_context=False)[0]
-        name, (got, wanted) = str(mistake["loc"][0]), got_and_wanted(mistake)
-        path, part = _place(mistake, values)
-        title = JobSpec.model_fields[name].title or ""
-        if title.startswith("PATH"):
-            wanted += f"; type {flag_of(name)} {title}"
-        raise FieldError(
-            f"{{{name}}}{{path}}: {{part}} {{got}}, {{wanted}}",
-            path=path,
-            part=part,
-            got=got,
-            wanted=wanted,
-        ) from None
+def _field_error(mistake: Mapping[str, Any], values: Mapping[str, Any]) -> FieldError:
+    """A pydantic error of a job's values."""
+    name, (got, wanted) = str(mistake["loc"][0]), got_and_wanted(mistake)
+    path, part = _place(mistake, values)
+    title = JobFields.model_fields[name].title or ""
+    if title.startswith("PATH"):
+        wanted += f"; type {flag_of(name)} {title}"
+    return FieldError(
+        f"{{{name}}}{{path}}: {{part}} {{got}}, {{wanted}}",
+        path=path,
+        part=part,
+        got=got,
+        wanted=wanted,
+    )
 
 
 def _place(mistake: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, str]:
@@ -591,29 +633,6 @@ def got_and_wanted(mistake: Mapping[str, Any]) -> tuple[str, str]:
     got = [*got.args] if isinstance(got, ArgsKwargs) else got
     if mistake["type"] == "too_many_values":
         return f"{len(got)} values", wanted
-    for words, plain in _WORDS.items():
-        wanted = wanted.replace(words, plain)
+    for words, ours in _WORDS.items():
+        wanted = wanted.replace(words, ours)
     return reprlib.repr(got), wanted[0].lower() + wanted[1:]
-
-
-def spec_of(job: Any, fields: Iterable[str], loras: Mapping[str, Any]) -> JobSpec:
-    """A Job's settings as a JobSpec.
-
-    fields  those that both have
-    loras   field -> the Job's weight set
-    """
-    values = {name: getattr(job, name) for name in fields}
-    if not job.retake:  # a retake's file determines its size
-        values |= {name: getattr(job.output_size, name) for name in SIZES}
-        if job.sound_only:
-            values |= {"height": None, "width": None}
-    elif job.retake.extend:
-        values["num_frames"] = job.size.num_frames
-    for stream in ("video", "audio") if job.guidance else ():
-        # An input sound and the absent video of sound alone have none.
-        if not (job.sound_only if stream == "video" else job.sound):
-            scales = vars(getattr(job.guidance, stream))
-            values |= {name: scales[of] for name, of in guidance_fields(stream).items()}
-    for name, given in loras.items():
-        values[name] = tuple(LoraFile(str(x.path.absolute()), x.strength) for x in given)
-    return JobSpec.model_construct(**values | job.spec_fields)

@@ -160,7 +160,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
 
 def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry":
     """The compiled sizes. Raises UserError with the command to type if none can run."""
-    default = sizes.CompiledSize(flags.size(args), args.recipe)
+    default = sizes.CompiledSize(flags.spec(args).size, args.recipe)
     if default.size.two_stage:
         engine.preflight.upsampler("spatial")
     upsamplers = {kind for kind, path in engine.host.upsampler_paths.items() if path}
@@ -177,7 +177,7 @@ def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry"
 
 def capability_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
     """Jobs that a worker must be able to run: one of each LoRA set but IC-LoRAs."""
-    without = {name: {"stage_1_loras": ()} for name in registry.reference_sets}
+    without = {name: {"ic_lora": ()} for name in registry.reference_sets}
     return _probes(registry, {name: without.get(name, {}) for name in registry.lora_sets})
 
 
@@ -188,10 +188,8 @@ def reference_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
 
 def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
     chosen = registry.served_default or registry.default
-    jobs = (
-        Job("a probe", chosen.size, recipe=chosen.recipe, **registry.loras(name, chosen) | other)
-        for name, other in sets.items()
-    )
+    probe = Job(prompt="a probe", recipe=chosen.recipe).resized(chosen.size)
+    jobs = (probe.replaced(**registry.loras(name, chosen) | other) for name, other in sets.items())
     return [*map(registry.workspace.resolved, jobs)]
 
 
@@ -218,7 +216,7 @@ def be_api(args: argparse.Namespace) -> None:
     if args.artifacts_url:
         from ltx_neuron.fleet.fetch import fetch
 
-        sets = [s for f in flags.lora_sets(args).values() for s in flags.weight_sets(f)]
+        sets = [loras for job in flags.lora_sets(args).values() for loras in job.weight_sets]
         fetch(args.artifacts_url, engine.workspace, engine.options, sets)
     with exclusive(args.data_dir.absolute() / "api", "serving"):
         registry = open_sizes(args, engine)

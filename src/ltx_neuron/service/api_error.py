@@ -32,7 +32,7 @@ ERRORS = {
     504: ("timeout",),
     507: ("storage_full",),
 }
-# JobSpec fields with other names in requests.
+# Fields of a job with other names in requests.
 _SPELLED = {
     "image": "images",
     "audio_path": "audio_reference",
@@ -97,7 +97,7 @@ class ApiError(Exception):
 
 
 def field_of(name: str) -> str:
-    """The request's name of a JobSpec field."""
+    """The request's name of a job's field."""
     return _SPELLED.get(name, name)
 
 

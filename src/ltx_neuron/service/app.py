@@ -259,12 +259,8 @@ class Api:
         compiled = sizes.compiled
         default = sizes.served_default
         loras: Any = {
-            name: [
-                {"name": lora.path.name, "strength": lora.strength}
-                for loras in fields.values()
-                for lora in loras
-            ]
-            for name, fields in sizes.lora_sets.items()
+            name: [{"name": lora.path.name, "strength": lora.strength} for lora in job.all_loras]
+            for name, job in sizes.lora_sets.items()
         }
         return {
             "id": self.jobs.model,

@@ -1,5 +1,5 @@
 """The fields of a request: OpenAI's, those of other servers with this API, and the SamplingFields,
-GuidanceFields, VideoFields and DetailFields of a JobSpec. Requests upload a JobSpec's files."""
+GuidanceFields, VideoFields and DetailFields of a job. Requests upload a job's files."""
 
 import base64
 import binascii
@@ -23,12 +23,13 @@ from pydantic_core import PydanticCustomError
 from starlette.datastructures import UploadFile
 
 from ltx_neuron.config.common import digest
+from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import Crf, FrameIndex, Keyframes, Strength, TileSide
 from ltx_neuron.sampling.spec import (
     DetailFields,
     Fields,
     GuidanceFields,
-    JobSpec,
+    JobFields,
     SamplingFields,
     described_as,
     got_and_wanted,
@@ -47,9 +48,8 @@ _FLAG = re.compile(r"--([a-z][a-z0-9-]*[a-z0-9])")
 # Fields that are refused, with the values that ask for nothing.
 UNSUPPORTED = {"lora": (), "image_url": (), "n": (1, "1"), "sound_only": (False, "false")}
 _LISTS = ("images", "video_conditioning")
-TILED = {"stage_2_ic_lora", "tile", "tile_height", "tile_width"}
 _IMAGES = ("input_reference", "image_reference", "images")
-# Fields for sounds and videos: their JobSpec field and their kind.
+# Fields for sounds and videos: the job's field and their kind.
 _MEDIA = {
     "audio_reference": ("audio_path", "audio"),
     "video_reference": ("video_path", "video"),
@@ -140,7 +140,7 @@ class Media(NamedTuple):
     """A sound or a video of a request.
 
     param  its request field
-    field  its JobSpec field
+    field  the job's field
     kind   "audio" or "video"
     """
 
@@ -327,13 +327,11 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
         return RequestedSize.model_construct(**values)
 
     @property
-    def spec(self) -> JobSpec:
-        """The JobSpec without the size and the files."""
-        names = {"prompt", "extend", "reference_audio_max_duration", "identity_guidance_scale"}
-        names |= {"num_generated_keyframes", *TILED}
-        for fields in (GuidanceFields, DetailFields, SamplingFields):
-            names |= set(fields.model_fields)
-        return JobSpec(**self.model_dump(include=names, exclude_none=True))
+    def job(self) -> Job:
+        """The job without the size and the files."""
+        names = JobFields.model_fields.keys() & VideoRequest.model_fields.keys()
+        names -= RequestedSize.model_fields.keys() | _MEDIA.keys()
+        return Job(**self.model_dump(include=names, exclude_none=True))
 
     @property
     def digest(self) -> str:
@@ -342,9 +340,9 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
             name: [digest(image.data.hex()), image.frame, image.strength, image.crf]
             for name, image in self.held.items()
         }
-        media = [[each.param, each.digest] for each in self.media]
-        said = self.model_dump(exclude={*_IMAGES, *_MEDIA})
-        return digest([said, images, media])
+        media = [[file.param, file.digest] for file in self.media]
+        fields = self.model_dump(exclude={*_IMAGES, *_MEDIA})
+        return digest([fields, images, media])
 
 
 _NAMES = _names_of(VideoRequest)

@@ -7,19 +7,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ltx_neuron import flags, preflight
+from ltx_neuron import preflight
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import first_bytes, whole_file
-from ltx_neuron.flags.resolve import dubbing_of, references_of, size_of, voice_of
 from ltx_neuron.host import conditions
 from ltx_neuron.host.images import MAX_SIDE, MIN_SIDE, check_image
-from ltx_neuron.job import LORA_FIELDS, Job, Size
-from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, WeightedFile
-from ltx_neuron.sampling.spec import LORAS, JobSpec, LoraFile
+from ltx_neuron.job import Job
+from ltx_neuron.sampling.conditions import ImageCondition, WeightedFile
+from ltx_neuron.sampling.size import Size
 from ltx_neuron.service import media, picture
 from ltx_neuron.service.api_error import ApiError, busy, field_of, invalid, too_large
-from ltx_neuron.service.fields import KNOWN, TILED, Media, VideoRequest, spelled
+from ltx_neuron.service.fields import KNOWN, Media, VideoRequest, spelled
 from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.sandbox import BadFile
@@ -79,9 +78,9 @@ class JobSubmitter:
             if job.has_media():
                 conditions.check(job)
             self._check_possible(job)
-            said = preflight.notes(job, self.sizes.workspace)
-            notes = [public(note, folder) for note in said]
-            line = job.with_paths(lambda path: path.name).spec.line()
+            notes = preflight.notes(job, self.sizes.workspace)
+            notes = [public(note, folder) for note in notes]
+            line = job.with_paths(lambda path: path.name).to_line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
             batch_key = self._batch_key(job)
@@ -105,45 +104,32 @@ class JobSubmitter:
             for number, held in enumerate(request.held.values())
         )
         sizes, wanted = self.sizes, request.wanted
-        spec = request.spec.model_copy(update=self._media(request, folder))
-        inputs: dict[str, Any] = {
-            "images": images,
-            "nag_scale": spec.nag_scale,
-            "num_generated_keyframes": spec.num_generated_keyframes,
-        }
+        job = request.job.replaced(image=images, **self._media(request, folder))
         if request.video_reference:  # its file has the size
             chosen = CompiledSize(Size(), wanted.recipe or sizes.default.recipe)
             if wanted.seconds is not None:
                 raise invalid("seconds", "seconds does not go with video_reference; leave it out")
-            if abs(spec.extend or 0) > (most := self.limits.seconds):
-                raise invalid("extend", f"extend {spec.extend:g}: wanted at most {most:g} s")
-            said = wanted.model_dump(exclude_none=True)
+            if abs(job.extend or 0) > (most := self.limits.seconds):
+                raise invalid("extend", f"extend {job.extend:g}: wanted at most {most:g} s")
+            job = job.replaced(**wanted.model_dump(exclude_none=True))
         elif request.reference_video:  # its file has the length
-            chosen = self._dubbed_size(request, spec, inputs)
-            said = vars(chosen.size) | wanted.model_dump(
-                include={"two_stage", "tail_frames"}, exclude_none=True
-            )
-            said |= {"num_frames": None, "frame_rate": None}
+            chosen, job = self._dubbing(request, job)
         else:
             if request.video_conditioning:
                 fields = self._check_lora_set(request, "video_conditioning", "an IC-LoRA")
-                inputs["references"] = references_of(spec.model_copy(update=_lora_files(fields)))
-                inputs |= spec.model_dump(include=TILED)
-                masks = spec.conditioning_attention_mask
-                inputs["attention_mask"] = AttentionMask(*masks[0]) if masks else None
+                job = job.replaced(**fields)
             if request.reference_audio:
                 self._check_lora_set(request, "reference_audio", "an IC-LoRA")
-                inputs["reference_audio"] = voice_of(spec)
-            chosen = sizes.choose(wanted, **inputs)
-            frames = chosen.size.num_frames - (wanted.tail_frames or 0)
-            said = vars(chosen.size) | {"num_frames": frames, "tail_frames": wanted.tail_frames}
+            _ = job.media  # raises UserError
+            job = job.replaced(tail_frames=wanted.tail_frames)
+            chosen = sizes.choose(wanted, job)
+            job = job.resized(chosen.size)
         loras = sizes.loras(request.lora_set, chosen)
-        said = said | _lora_files(loras) | {"recipe": chosen.recipe}
-        said["image"] = self._images(request, images, folder)
-        return sizes.workspace.resolved(flags.job_of(spec.model_copy(update=said)))
+        image = self._images(request, images, folder)
+        return sizes.workspace.resolved(job.replaced(**loras, recipe=chosen.recipe, image=image))
 
     def _media(self, request: VideoRequest, folder: Path) -> dict[str, Any]:
-        """Write a request's sounds and videos into a job's folder; return their JobSpec fields."""
+        """Write a request's sounds and videos into a job's folder; return the job's fields."""
         fields: dict[str, Any] = {}
         for number, each in enumerate(request.media):
             path = folder / f"{each.kind}-{number}"
@@ -174,7 +160,7 @@ class JobSubmitter:
             raise invalid(each.param, message, f"invalid_{each.kind}") from None
 
     def _check_lora_set(self, request: VideoRequest, field: str, lora: str) -> dict[str, Any]:
-        """A Job's LoRAs for a request. Raises ApiError if its set lacks the LoRA, in words, that
+        """A job's LoRAs for a request. Raises ApiError if its set lacks the LoRA, in words, that
         `field` needs."""
         sizes = self.sizes
         fields = sizes.loras(request.lora_set, sizes.default)
@@ -185,21 +171,21 @@ class JobSubmitter:
             raise invalid(field, message, "feature_not_supported")
         return fields
 
-    def _dubbed_size(
-        self, request: VideoRequest, spec: JobSpec, inputs: dict[str, Any]
-    ) -> CompiledSize:
-        """The size of a request for a video to dub. Raises ApiError if its LoRA set cannot dub."""
+    def _dubbing(self, request: VideoRequest, job: Job) -> tuple[CompiledSize, Job]:
+        """The size of a request for a video to dub, and its job of this size. Raises ApiError if
+        its LoRA set cannot dub."""
         fields = self._check_lora_set(request, "reference_video", "a dubbing LoRA")
         wanted = request.wanted
         if wanted.seconds is not None:
             raise invalid("seconds", "seconds does not go with reference_video; leave it out")
-        length = wanted.model_dump(include={"num_frames", "frame_rate"})
-        clip = size_of(spec.model_copy(update=length | {"two_stage": True}))
-        length = {"num_frames": clip.num_frames, "frame_rate": clip.frame_rate}
+        length = {"num_frames": wanted.num_frames, "frame_rate": wanted.frame_rate}
+        job = job.replaced(**fields, **length, two_stage=True)
+        length = {"num_frames": job.size.num_frames, "frame_rate": job.size.frame_rate}
         dubbed = length | {"two_stage": True, "recipe": "distilled", "tail_frames": None}
-        inputs = inputs | dubbing_of(spec, clip, fields["loras"])
-        chosen = self.sizes.choose(wanted.model_copy(update=dubbed), **inputs)
-        return chosen._replace(recipe=wanted.recipe or chosen.recipe)
+        chosen = self.sizes.choose(wanted.model_copy(update=dubbed), job)
+        more = wanted.model_dump(include={"two_stage", "tail_frames"}, exclude_none=True)
+        chosen = chosen._replace(recipe=wanted.recipe or chosen.recipe)
+        return chosen, job.resized(chosen.size).replaced(**more)
 
     def _images(
         self, request: VideoRequest, images: tuple[ImageCondition, ...], folder: Path
@@ -241,7 +227,7 @@ class JobSubmitter:
     def _batch_key(self, job: Job) -> str:
         """A key of the jobs that share loaded graphs and weights."""
         workspace = self.sizes.workspace
-        programs = (each for stage in job.stages for each in workspace.dit_programs_for(job, stage))
+        programs = (x for stage in job.stages for x in workspace.dit_programs_for(job, stage))
         names = dict.fromkeys(bucket.name for bucket, _ in programs)
         loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
         return "+".join([job.recipe, *names, *loras])
@@ -266,18 +252,7 @@ def public(text: str, folder: Path) -> str:
 
 def job_of(line: dict[str, Any], folder: Path) -> Job:
     """The Job of a queued job's parameters. Its input files are in `folder`."""
-    spec = JobSpec().with_line(line)
-    return flags.job_of(spec.with_paths(lambda path: str(folder / path.name)))
-
-
-def _lora_files(fields: dict[str, tuple]) -> dict[str, tuple[LoraFile, ...]]:
-    """A Job's LoRAs as JobSpec fields."""
-    return {
-        name: tuple(
-            LoraFile(str(lora.path.absolute()), lora.strength) for lora in fields.get(field, ())
-        )
-        for name, field in zip(LORAS, LORA_FIELDS, strict=True)
-    }
+    return Job().updated(line).moved(lambda path: str(folder / path.name))
 
 
 def folder_bytes(folder: Path) -> int:

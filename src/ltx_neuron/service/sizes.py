@@ -17,29 +17,24 @@ from typing_extensions import TypedDict
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
-from ltx_neuron.job import LORA_FIELDS, Job, Size
+from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import TailFrames
 from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND
-from ltx_neuron.sampling.size import NO_PICTURE
-from ltx_neuron.sampling.spec import SIZES, VideoFields, described_as
+from ltx_neuron.sampling.size import NO_PICTURE, Size
+from ltx_neuron.sampling.spec import SIZES, LoraFile, VideoFields, described_as
 from ltx_neuron.service.api_error import ApiError, field_of, invalid
+from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.workspace import Workspace
 
-NO_LORAS: dict[str, dict[str, tuple]] = {"default": dict.fromkeys(LORA_FIELDS, ())}
+TEXT_TO_VIDEO = Job()
+NO_LORAS = {"default": TEXT_TO_VIDEO}
 _MAX_LISTED = 12  # sizes in a message
-# A Job's inputs that need graphs of their own -> the JobSpec field of each
-_OWN_GRAPHS = {
-    "images": "image",
-    "retake": "video_path",
-    "references": "video_conditioning",
-    "attention_mask": "conditioning_attention_mask",
-    "dubbing": "reference_video",
-    "stage_2_ic_lora": "stage_2_ic_lora",
-    "tile": "tile",
-    "reference_audio": "reference_audio",
-    "nag_scale": "nag_scale",
-    "num_generated_keyframes": "num_generated_keyframes",
-}
+# Fields of a job that need graphs of their own
+_OWN_GRAPHS = (
+    *("image", "video_path", "video_conditioning", "conditioning_attention_mask"),
+    *("reference_video", "stage_2_ic_lora", "tile", "reference_audio", "nag_scale"),
+    "num_generated_keyframes",
+)
 _OF_REFERENCES = {"video_conditioning", "conditioning_attention_mask", "reference_audio"}
 _OF_REFERENCES |= {"stage_2_ic_lora", "tile"}
 
@@ -59,9 +54,9 @@ class RequestedSize(VideoFields):
         frames = self.num_frames or base.size.num_frames
         if self.seconds is not None and self.num_frames is None:
             frames = round(self.seconds * (self.frame_rate or base.size.frame_rate)) + 1
-        given = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
-        given["num_frames"] = frames + (self.tail_frames or 0)
-        size = replace(base.size, **given)
+        values = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
+        values["num_frames"] = frames + (self.tail_frames or 0)
+        size = replace(base.size, **values)
         with suppress(UserError):
             size.check()
             return CompiledSize(size, self.recipe or base.recipe)
@@ -120,7 +115,7 @@ def seconds_of(size: Size) -> str:
 
 
 class Record(NamedTuple):
-    """A manifest's entry: the bucket, the size and the inputs, as JobSpec fields, of its graphs."""
+    """A manifest's entry: the bucket, the size and the inputs, as a job's fields, of its graphs."""
 
     bucket: str
     compiled: CompiledSize
@@ -131,7 +126,7 @@ class Record(NamedTuple):
         """The sizes that text to video can have with these graphs."""
         size = self.compiled.size
         stages = {size, size.first, replace(size, two_stage=False)}
-        return set().union(*(self.compiled._replace(size=each).orientations for each in stages))
+        return set().union(*(self.compiled._replace(size=stage).orientations for stage in stages))
 
     @property
     def voice(self) -> int:
@@ -147,7 +142,7 @@ class SizeRegistry:
 
     default     size and recipe of requests that omit them
     upsamplers  kinds of available latent upsamplers; two stages need the spatial one
-    lora_sets   a Job's LoRA fields by the set's name, which a request sends; "default" is for
+    lora_sets   a job with the LoRAs by the set's name, which a request sends; "default" is for
                 requests without a name
     """
 
@@ -156,7 +151,7 @@ class SizeRegistry:
         workspace: Workspace,
         default: CompiledSize,
         upsamplers: Collection[str],
-        lora_sets: Mapping[str, dict[str, tuple]] = NO_LORAS,
+        lora_sets: Mapping[str, Job] = NO_LORAS,
     ):
         self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
         self.lora_sets = lora_sets
@@ -197,7 +192,7 @@ class SizeRegistry:
         for record in self._records:
             if not record.inputs:
                 found.setdefault("input_reference", set()).update(record.offered)
-            elif {*record.inputs} <= {*_OWN_GRAPHS.values()}:
+            elif {*record.inputs} <= {*_OWN_GRAPHS}:
                 for field in map(field_of, record.inputs):
                     found.setdefault(field, set()).update(record.compiled.orientations)
         lacking = set() if self.reference_sets else _OF_REFERENCES
@@ -214,48 +209,56 @@ class SizeRegistry:
         """The names of the LoRA sets that use reference videos or voices: with a LoRA for stage 1
         alone."""
 
-        def only_first(fields: dict[str, tuple]) -> bool:
-            first, second = fields["stage_1_loras"], fields["stage_2_loras"]
-            return any(lora.path not in {other.path for other in second} for lora in first)
+        def only_first(job: Job) -> bool:
+            second = {lora.path for lora in job.stage_2_loras}
+            return any(lora.path not in second for lora in job.stage_1_loras)
 
-        return [name for name, fields in self.lora_sets.items() if only_first(fields)]
+        return [name for name, job in self.lora_sets.items() if only_first(job)]
 
     @property
     def voice_seconds(self) -> list[float]:
         """The compiled lengths of reference voices, in seconds."""
         _ = self.compiled  # read again
-        return sorted({_voice_seconds(each.voice) for each in self._records if each.voice > 0})
+        return sorted(
+            {_voice_seconds(record.voice) for record in self._records if record.voice > 0}
+        )
 
     @property
     def dubbing_sets(self) -> list[str]:
         """The names of the LoRA sets with one LoRA for all stages, as dubbing needs."""
         sets = self.lora_sets.items()
-        return [name for name, f in sets if len(f["loras"]) == 1 and not f["stage_1_loras"]]
+        return [name for name, job in sets if len(job.loras) == 1 and not job.stage_1_loras]
 
     def loras(self, name: str | None, chosen: CompiledSize) -> dict[str, Any]:
-        """A LoRA set's fields of a Job; those of stage 2 only with the dev recipe. Raises ApiError
+        """A LoRA set's fields of a job; those of stage 2 only with the dev recipe. Raises ApiError
         for an unknown name."""
+
+        def files(loras: WeightSet) -> tuple[LoraFile, ...]:
+            return tuple(LoraFile(str(lora.path.absolute()), lora.strength) for lora in loras)
+
         if (key := name or "default") not in self.lora_sets:
             known = ", ".join(map(repr, self.lora_sets))
             raise invalid("lora_set", f"unknown lora_set {key[:64]!r}; known: {known}")
-        fields = self.lora_sets[key]
-        return fields if chosen.refines else fields | {"stage_2_loras": ()}
+        job = self.lora_sets[key]
+        return {
+            "lora": files(job.loras),
+            "ic_lora": files(job.stage_1_loras),
+            "distilled_lora": files(job.stage_2_loras) if chosen.refines else (),
+            "detailing_lora": files(job.detailing_loras),
+        }
 
     def _can_run(self, chosen: CompiledSize) -> bool:
         """Whether the upsampler and the LoRAs of a size are here."""
         if chosen.size.two_stage and "spatial" not in self.upsamplers:
             return False
-        return not chosen.refines or all(f["stage_2_loras"] for f in self.lora_sets.values())
+        return not chosen.refines or all(job.stage_2_loras for job in self.lora_sets.values())
 
-    def _fits(self, chosen: CompiledSize, **inputs: Any) -> bool:
-        """Whether every stage of a legal size has a graph for a Job's inputs."""
-        if (
-            not self._can_run(chosen)
-            or inputs.get("stage_2_ic_lora", False) > chosen.size.two_stage
-        ):
+    def _fits(self, chosen: CompiledSize, job: Job = TEXT_TO_VIDEO) -> bool:
+        """Whether every stage of a legal size has a graph for a job's inputs."""
+        if not self._can_run(chosen) or job.stage_2_ic_lora > chosen.size.two_stage:
             return False
-        job = Job("", chosen.size, recipe=chosen.recipe, **inputs)
         try:
+            job = job.resized(chosen.size).replaced(recipe=chosen.recipe)
             job = self.workspace.resolved(job)
             for reference in job.references:
                 reference.check(job.size.first)
@@ -269,41 +272,38 @@ class SizeRegistry:
 
     # --- selection --------------------------------------------------------------------------------
 
-    def choose(self, requested: RequestedSize, **inputs: Any) -> CompiledSize:
-        """The size of a request with a Job's inputs. It has the values given. Omitted ones are the
+    def choose(self, requested: RequestedSize, job: Job = TEXT_TO_VIDEO) -> CompiledSize:
+        """The size of a request with a job's inputs. It has the values given. Omitted ones are the
         default's or, without graphs for those, another compiled size's. Raises ApiError with the
         compiled sizes if there are no graphs."""
         _ = self.compiled  # read again
         bases = sorted(self._recorded, key=self._away)
         for chosen in dict.fromkeys(filter(None, map(requested.applied, bases))):
-            if self._fits(chosen, **inputs):
+            if self._fits(chosen, job):
                 return chosen
         given = requested.model_dump(exclude_none=True)
         what = ", ".join(f"{name} {value}" for name, value in given.items()) or "the default size"
         by_seconds = "seconds" in given and not {"height", "width"} & given.keys()
-        raise self._not_compiled(what, "seconds" if by_seconds else "size", inputs)
+        raise self._not_compiled(what, "seconds" if by_seconds else "size", job)
 
     def check_retake(self, job: Job) -> None:
         """Raise ApiError if no graph can regenerate or extend the job's video."""
-        chosen, inputs = CompiledSize(job.size, job.recipe), {"nag_scale": job.nag_scale}
-        if not self._fits(chosen, retake=job.retake, **inputs):
+        chosen = CompiledSize(job.size, job.recipe)
+        if not self._fits(chosen, job):
             what = f"{chosen} (with extend: its windows)"
-            raise self._not_compiled(what, "video_reference", inputs | {"retake": job.retake})
+            raise self._not_compiled(what, "video_reference", job)
 
-    def _not_compiled(self, what: str, param: str, inputs: Mapping[str, Any]) -> ApiError:
-        """The error for a size, in words, without graphs for a Job's inputs."""
-        voice, dubbing = inputs.get("reference_audio"), inputs.get("dubbing")
-        fields = [field_of(field) for name, field in _OWN_GRAPHS.items() if inputs.get(name)]
-        if dubbing:
-            fields.remove("reference_audio")  # the clip's own
+    def _not_compiled(self, what: str, param: str, job: Job) -> ApiError:
+        """The error for a size, in words, without graphs for a job's inputs."""
+        fields = [field_of(field) for field in _OWN_GRAPHS if job.holds(field)]
         compiled = self.compiled
         for field in fields:
             param = field if field in ("reference_audio", "reference_video") else param
             compiled = compiled if field == "images" else self.inputs.get(field, [])
         what += f" with {' and '.join(fields)}" if fields else ""
-        if voice:
-            what += f" of {_voice_seconds(voice.latents):.2f} s of sound"
-        if voice and not dubbing:
+        if sound := job.reference_sound:
+            what += f" of {_voice_seconds(sound.latents):.2f} s of sound"
+        if job.voice:
             lengths = ", ".join(f"{seconds:.2f}" for seconds in self.voice_seconds) or "none"
             what += f" (compiled: {lengths})"
         listed = "; ".join(map(str, compiled[:_MAX_LISTED])) or "nothing"

@@ -70,8 +70,8 @@ class RankTextEncoder:
         registers = {
             m: self.host_file.read(f"{m}_connector.learnable_registers") for m in ("video", "audio")
         }
-        each = [prompt for pack in features for prompt in pack]
-        return self.ranks.share([partial(self._connect, prompt, registers) for prompt in each])
+        of_prompts = [prompt for pack in features for prompt in pack]
+        return self.ranks.share([partial(self._connect, x, registers) for x in of_prompts])
 
     def _features(self, prompts: list[list[int]], ranks) -> list[dict[str, Tensor]]:
         """Features (1, n, D) of each of the prompts of a pass, and hidden_states (1, n, H, L + 1)
@@ -88,7 +88,7 @@ class RankTextEncoder:
             torch.cat([padding, scale_embeddings(rows, self.dtype)])[None], counts, self.gemma
         )
         program = gemma3_program_name(bucket)
-        ranks.put(program, **inputs._asdict())
+        ranks.put(program, **inputs)
         ranks.run(program)
         names = ["video_features", "audio_features"]
         if "hidden_states" in ranks.programs[program].outputs:
@@ -103,7 +103,7 @@ class RankTextEncoder:
         self, features: dict[str, Tensor], registers: dict[str, Tensor], ranks
     ) -> Contexts:
         """Contexts of one prompt from its features."""
-        ranks.put("connectors", **connector_inputs(features, registers, self.config)._asdict())
+        ranks.put("connectors", **connector_inputs(features, registers, self.config))
         ranks.run("connectors")
         video, audio = (ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))
         states = features.get("hidden_states")

@@ -18,7 +18,6 @@ from ltx_neuron.models.attention import sdpa
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.gemma3 import Gemma3Encoder
 from ltx_neuron.models.parallel import SingleRank, rms_norm
-from ltx_neuron.models.signatures import ConnectorOutputs
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.text.inputs import (
     attention_mask,
@@ -111,7 +110,7 @@ class HostTextEncoder:
         return [
             Contexts(video, audio, attention_mask(count), pad_left(states[:, part].transpose(2, 3)))
             for video, audio, count, part in zip(
-                *(c.split(1) for c in contexts), counts, slices, strict=True
+                *(c.split(1) for c in contexts.values()), counts, slices, strict=True
             )
         ]
 
@@ -136,11 +135,12 @@ class HostTextEncoder:
             features[f"{name}_features"] = torch.nn.functional.linear(scaled, weight, bias)
         return features
 
-    def _connect(self, features: list[dict[str, Tensor]]) -> ConnectorOutputs:
+    def _connect(self, features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Contexts (prompts, 1024, D) of a pack's prompts, from the features (1, n, D) of each."""
         registers = {
             m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")
         }
         inputs = [connector_inputs(each, registers, self.config) for each in features]
-        video, audio = (torch.cat(tokens) for tokens in list(zip(*inputs, strict=True))[:2])
-        return self.connectors(inputs[0]._replace(video_tokens=video, audio_tokens=audio))
+        tokens = ("video_tokens", "audio_tokens")
+        joined = {name: torch.cat([each[name] for each in inputs]) for name in tokens}
+        return self.connectors(inputs[0] | joined)

@@ -19,7 +19,6 @@ from ltx_neuron.config.transformer import REGISTERS, TransformerConfig
 from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.files import check_readable
 from ltx_neuron.models.rope import half_rope, split_rope
-from ltx_neuron.models.signatures import ConnectorInputs, Gemma3Inputs
 from ltx_neuron.weights.model_files import TextEncoderFile
 
 # ltx-core's connectors use the default, not the transformer's config
@@ -97,8 +96,8 @@ def embedded_ids(prompts: list[list[int]], gemma: GemmaConfig) -> list[int]:
     return [replaced.get(token, token) for ids in prompts for token in ids]
 
 
-def encoder_inputs(embeddings: Tensor, counts: list[int], gemma: GemmaConfig) -> Gemma3Inputs:
-    """Inputs of one pass over packed prompts.
+def encoder_inputs(embeddings: Tensor, counts: list[int], gemma: GemmaConfig) -> dict[str, Tensor]:
+    """The fields that the text encoder takes, for one pass over packed prompts.
 
     embeddings  (1, T, hidden_size), scaled: padding, then the prompts' tokens one after another
     counts      tokens of each prompt
@@ -123,7 +122,8 @@ def encoder_inputs(embeddings: Tensor, counts: list[int], gemma: GemmaConfig) ->
         gemma.rope_factor,
         gemma.partial_rotary_factor,
     )
-    return Gemma3Inputs(embeddings, mask, *local, *full)
+    inputs = {"embeddings": embeddings, "attention_mask": mask}
+    return inputs | local.fields("local") | full.fields("global")
 
 
 def prompt_slices(counts: list[int], tokens: int) -> list[slice]:
@@ -140,8 +140,8 @@ def pack_prompts(prompts: list[list[int]], apart: bool = False) -> list[list[lis
 
 def connector_inputs(
     features: dict[str, Tensor], registers: dict[str, Tensor], config: TransformerConfig
-) -> ConnectorInputs:
-    """Inputs of the connectors for one prompt.
+) -> dict[str, Tensor]:
+    """The fields that the connectors take, for one prompt.
 
     features   video_features (1, n, Dv) and audio_features (1, n, Da) of the prompt's tokens
     registers  of "video" and "audio": learned tokens (128, D)
@@ -150,16 +150,17 @@ def connector_inputs(
     p mod 128. Positions, and so the RoPE tables, are those of all 1024. Source: ltx-core
     text_encoders/gemma/embeddings_connector.py.
     """
-    tokens, ropes = {}, {}
+    inputs = {}
     for name, size in (("video", config.video_connector), ("audio", config.audio_connector)):
         prompt = features[f"{name}_features"]
         tiled = registers[name].repeat(TEXT_TOKENS // REGISTERS, 1)
         rest = tiled[prompt.shape[1] :].unsqueeze(0).to(prompt.dtype)
-        tokens[name] = torch.cat([prompt, rest], dim=1)
+        inputs[f"{name}_tokens"] = torch.cat([prompt, rest], dim=1)
         positions = torch.arange(TEXT_TOKENS, dtype=torch.float32)[None, None]
         max_pos = config.connector_positional_embedding_max_pos
-        ropes[name] = split_rope(positions, max_pos, size.inner, size.heads, _CONNECTOR_THETA)
-    return ConnectorInputs(tokens["video"], tokens["audio"], *ropes["video"], *ropes["audio"])
+        rope = split_rope(positions, max_pos, size.inner, size.heads, _CONNECTOR_THETA)
+        inputs |= rope.fields(name)
+    return inputs
 
 
 def scale_embeddings(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
+from ltx_neuron.sampling.spec import LoraFields
 from ltx_neuron.tune import search, trials, tuned_settings, variant
 from ltx_neuron.tune.tuned_settings import Settings, TunedSettings
 from ltx_neuron.workspace import Workspace
@@ -95,7 +96,7 @@ class Tuning:
         self.base = path.with_suffix("") / (self.key + "-layouts" * (args.layouts is not None))
         head = identity | {
             "checkpoint": workspace.checkpoint.fingerprint,
-            "request": digest({"job": job.spec.line(), "layers": args.layers, "steps": args.steps}),
+            "request": digest({"job": job.to_line(), "layers": args.layers, "steps": args.steps}),
             "typed": list(profile.settings),
             "keys": self.cores or [key for key in search.KEYS if key in args.keys],
         }
@@ -189,15 +190,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.typed = parser.words
     check(args)
-    spec, recipe = flags.spec(args), flags.recipe(args)
-    fields = {name: getattr(spec, name) for name in ("sound_only", "nag_scale")}
-    size, guidance = flags.size(args), flags.guidance(args, recipe)
-    shape = Job("", size, images=spec.image, recipe=recipe, guidance=guidance, **fields)
+    others = {name: field.default for name, field in LoraFields.model_fields.items()}
+    others["lora"] = flags.spec(args).lora  # of all stages: the only ones that are tuned
+    shape = flags.shape(args, flags.recipe(args), **others)
     shape.check_shape()
     workspace = flags.workspace(args, tuned=False)
     workspace.check_runtime()
     search.check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
-    job = dataclasses.replace(workspace.resolved(shape), loras=flags.lora_fields(spec)["loras"])
+    job = workspace.resolved(shape)
     if job.recipe == "dev":  # with the model version's own guidance
         job.resolved_guidance.check(workspace.transformer.num_layers)
     if args.vae:

@@ -1,14 +1,14 @@
 """One denoising step on random latents and contexts, on the ranks or as a reference in float32."""
 
-from collections.abc import Callable
+import dataclasses
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
-from ltx_neuron.backends import ranks
+from ltx_neuron.backends.on_host import HostRanks
+from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.denoise import CompiledStep, StageRun
@@ -16,7 +16,7 @@ from ltx_neuron.denoise.tiled import TiledStageRun
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.parallel import SingleRank
-from ltx_neuron.models.programs import Program, dit_program, weight_name
+from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import initial_states
@@ -26,7 +26,7 @@ from ltx_neuron.workspace import Workspace
 
 
 def prepared(
-    on: ranks.Ranks,
+    on: Ranks,
     compiled: CompiledStep,
     workspace: Workspace,
     dtype: torch.dtype,
@@ -100,59 +100,12 @@ def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, T
         bucket = job.bucket(stage)
         comm: Any = SingleRank()  # lacks the methods of sequence parallelism
         program: Any = dit_program(workspace.transformer, bucket, 1, comm, torch.float32, 1)
-        on: Any = _HostRanks(bucket.name, program, weight, layers)
+        runs = {
+            run: tuple(call for call in calls if layers is None or call[1] < layers)
+            for run, calls in program.runs.items()
+        }
+        program = dataclasses.replace(program, runs=runs)
+        on: Any = HostRanks(bucket.name, program, weight)
         compiled = CompiledStep(bucket, program)
         outputs |= last_step(prepared(on, compiled, workspace, torch.float32, job, stage))
     return outputs
-
-
-class _HostRanks:
-    """The methods of Ranks that a stage calls, implemented by one rank in this process that calls
-    the modules directly. Its program has one block per graph.
-
-    weight  returns a weight by its name
-    """
-
-    def __init__(
-        self, name: str, program: Program, weight: Callable[[str], Tensor], layers: int | None
-    ):
-        self.tp, self.cp, self.programs = 1, 1, {name: program}
-        self._program, self._weight, self._layers = program, weight, layers
-        self._values: dict[str, Tensor] = {}
-        self._sequences: dict[str, list] = {}
-
-    def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
-        for name, tensor in tensors.items():
-            self._values[name] = tensor.to(self._program.fields[like or name].dtype)
-
-    put_numbers = ranks.Ranks.put_numbers
-
-    def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
-        self._sequences[sequence] = runs
-
-    def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
-        for name, number in numbers.items():
-            self._values[name] = self._values[ranks.at(name, number)]
-        for run, reads, writes in self._sequences.get(sequence, [(sequence, {}, {})]):
-            for graph, first in self._program.runs[run]:
-                if self._layers is None or first < self._layers:
-                    self._call(graph, first, reads, writes)
-        return 0.0
-
-    def _call(self, graph: str, first: int, reads: dict, writes: dict) -> None:
-        module, inputs, outputs = self._program.graphs[graph]
-        weights = {p: self._weight(weight_name(p, first)) for p, _ in module.named_parameters()}
-        values = {name: self._value(name, reads.get(name, name), first) for name in inputs._fields}
-        results = functional_call(module, weights, (inputs(**values),), strict=True)
-        named = zip(outputs._fields, results, strict=True)
-        self._values |= {writes.get(name, name): tensor for name, tensor in named}
-
-    def _value(self, field: str, name: str, first: int) -> Tensor:
-        value = self._values[name]
-        return value[first : first + 1] if self._program.fields[field].per_block else value
-
-    def get(self, program: str, name: str) -> Tensor:
-        return self._values[name]
-
-    def hashes(self, *names: str) -> list[str]:
-        return [ranks.tensors_digest(self._values[name] for name in names)]

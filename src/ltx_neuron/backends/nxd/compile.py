@@ -110,16 +110,16 @@ def traceable(graph: Graph, cut: bool = False) -> nn.Module:
     weights = _arguments(graph) if cut else {}
 
     def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs = graph.inputs(*(tensors[name] for name in graph.inputs._fields))
+        inputs = {name: tensors[name] for name in graph.inputs}
         if not cut:
-            return tuple(self.module(inputs))
-        given = {parameter: tensors[argument] for argument, parameter in weights.items()}
-        return tuple(functional_call(graph.module, given, (inputs,), strict=True))
+            return tuple(self.module(inputs).values())
+        parameters = {name: tensors[argument] for argument, name in weights.items()}
+        return tuple(functional_call(graph.module, parameters, (inputs,), strict=True).values())
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     # A new class: torch_neuronx may copy the module, and a bound forward uses the first's weights.
     forward.__signature__ = inspect.Signature(
-        [inspect.Parameter(name, kind) for name in ("self", *graph.inputs._fields, *weights)]
+        [inspect.Parameter(name, kind) for name in ("self", *graph.inputs, *weights)]
     )
     module = type("Traceable", (nn.Module,), {"forward": forward})()
     if not cut:
@@ -134,7 +134,7 @@ def _arguments(graph: Graph) -> dict[str, str]:
 def example_inputs(graph: Graph, fields: dict[str, Field], cut: bool = False) -> dict[str, Tensor]:
     """Example inputs for tracing. They are distinct, because NxD merges inputs that are one object,
     and not constant, because constants may be folded into the graph. cut: as in traceable."""
-    wanted = {name: fields[name][:2] for name in graph.inputs._fields}
+    wanted = {name: fields[name][:2] for name in graph.inputs}
     if cut:
         weights = graph.module.named_parameters()
         wanted |= {argument_name(name): (value.shape, value.dtype) for name, value in weights}
@@ -234,7 +234,7 @@ def _compile(
     compiled = builder.compile(compiler_workdir=str(folder / workdir), compiler_args=flags)
     # NxD saves its example inputs, which may be as large as weights. Only their shapes matter.
     compiled.reserved_example_inputs = {
-        tag: [torch.zeros((), dtype=each.dtype).expand(each.shape) for each in examples]
+        tag: [torch.zeros((), dtype=x.dtype).expand(x.shape) for x in examples]
         for tag, examples in compiled.reserved_example_inputs.items()
     }
     with whole_file(path) as partial:

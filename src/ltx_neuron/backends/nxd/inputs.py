@@ -35,7 +35,7 @@ class Inputs:
         # Without inputs that the graph does not use.
         flat = model.flattener_map[tag](ordered)
         name_of = {id(mark): name for name, mark in marks.items()}
-        if not all(id(each) in name_of for each in flat):
+        if not all(id(mark) in name_of for mark in flat):
             raise RuntimeError(f"{tag}: NxD's flattener returns other tensors than it was given")
         self._places = {name_of[id(mark)]: place for place, mark in enumerate(flat)}
         size = model.local_ranks_size

@@ -74,15 +74,15 @@ class _WeightSet:
         described = manifest.graphs[graph]
         firsts = {first for run in manifest.runs.values() for name, first in run if name == graph}
         weights = {first: self._weights(described, first) for first in firsts}
-        bound, given = {}, dict.fromkeys(firsts, {})
+        bound, passed = {}, dict.fromkeys(firsts, {})
         if graph in cut_graphs(manifest.runs):
             for first, parts in weights.items():
-                given[first] = {argument_name(name): each for name, each in parts.items()}
+                passed[first] = {argument_name(name): x for name, x in parts.items()}
         else:
             (bound,) = weights.values()
         if not loaded:  # a further copy has the same inputs
             fields = {name: manifest.fields[name] for name in described["inputs"]}
-            for first, parts in given.items():
+            for first, parts in passed.items():
                 inputs = Inputs(models[0], described["tag"], fields, parts)
                 self.inputs[program, graph, first] = inputs
         for model in models:
@@ -218,9 +218,10 @@ class Ranks(ranks.Ranks):
         for name, tensor in tensors.items():
             field = self.programs[program].fields[like or name]
             ranks.check_shape(program, name, field, tensor, self.tp, self.cp)
-            kept = [ranks.kept(field, name, tensor, rank, self.tp) for rank in range(self.size)]
-            for each in kept[0]:
-                self._upload(each, [parts[each].to(field.dtype) for parts in kept])
+            whole = field, name, tensor
+            ranks_parts = [ranks.rank_parts(*whole, rank, self.tp) for rank in range(self.size)]
+            for part in ranks_parts[0]:
+                self._upload(part, [parts[part].to(field.dtype) for parts in ranks_parts])
 
     def _upload(self, name: str, parts: list[Tensor]) -> None:
         with explained():
@@ -274,7 +275,7 @@ class Ranks(ranks.Ranks):
         whole = torch.empty(ranks.whole_shape(field, self.tp, self.cp), dtype=field.dtype)
         with explained():
             for rank, part in enumerate(parts):
-                ranks.part_of(field, whole, rank, self.tp).copy_(to_host(part))
+                ranks.rank_slice(field, whole, rank, self.tp).copy_(to_host(part))
         return whole
 
     def hashes(self, *names: str) -> list[str]:

@@ -17,7 +17,7 @@ from ltx_neuron.backends import mesh, nki
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.groups import group_names
-from ltx_neuron.backends.torchdist.wire import RankSettings
+from ltx_neuron.backends.torchdist.protocol import RankSettings
 from ltx_neuron.errors import UserError
 
 # One object for all graphs: a different one would cause recompilation.

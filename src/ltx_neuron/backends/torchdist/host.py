@@ -1,4 +1,4 @@
-"""One process per rank, controlled by `Ranks`. rank.py: the rank's side; wire.py: messages.
+"""One process per rank, controlled by `Ranks`. rank.py: the rank's side; protocol.py: messages.
 
 Commands have a few dozen bytes, and tensors pass through shared memory; both are counted. A program
 runs only on tensors that the ranks hold, so a denoising step costs the host one command with the
@@ -29,8 +29,13 @@ from ltx_neuron.backends import environment, ranks
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
 from ltx_neuron.backends.torchdist import compiled
+from ltx_neuron.backends.torchdist.protocol import (
+    FailureCause,
+    RankFailure,
+    RankSettings,
+    SharedTensor,
+)
 from ltx_neuron.backends.torchdist.rank import serve
-from ltx_neuron.backends.torchdist.wire import Blame, Failure, RankSettings, SharedTensor
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.profiles import MODELS, Profile
 
@@ -265,8 +270,8 @@ class Ranks(ranks.Ranks):
                 break
             answers |= {rank: self._receive(rank) for rank in {ends[end] for end in ready}}
             # Failures may arrive in another order than they happened.
-            failed = {each.blame for each in answers.values() if isinstance(each, Failure)}
-            causes = failed - {Blame.LOST_PEER}
+            failed = {each.cause for each in answers.values() if isinstance(each, RankFailure)}
+            causes = failed - {FailureCause.LOST_PEER}
             lost = _PEERS_SECONDS if failed else self._longest_wait
             deadline = min(deadline, time.monotonic() + (_GRACE_SECONDS if causes else lost))
         if not causes:
@@ -275,12 +280,12 @@ class Ranks(ranks.Ranks):
                 "it is stopped (SIGSTOP) or hangs: it did not answer while others waited for it for"
                 f" {self._longest_wait:g} s (first_run_seconds)"
             )
-            answers |= dict.fromkeys(silent, Failure(text, Blame.SILENT))
+            answers |= dict.fromkeys(silent, RankFailure(text, FailureCause.SILENT))
         self._raise_failure(answers)
         return [answers[rank] for rank in range(self.size)]
 
     def _receive(self, rank: int) -> object:
-        """A rank's answer, or a Failure if its process ended."""
+        """A rank's answer, or a RankFailure if its process ended."""
         try:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
@@ -291,16 +296,16 @@ class Ranks(ranks.Ranks):
             if code and code < 0:
                 killed = signal.Signals(-code)
                 ended = f"was killed ({killed.name}){_KILLED_BY.get(killed, '')}"
-            return Failure(f"the process {ended}", Blame.ENDED)
+            return RankFailure(f"the process {ended}", FailureCause.ENDED)
 
     def _raise_failure(self, answers: dict[int, object]) -> None:
         """After a failure, end all ranks and raise the error of the first rank that failed."""
-        failures = {rank: each for rank, each in answers.items() if isinstance(each, Failure)}
+        failures = {rank: each for rank, each in answers.items() if isinstance(each, RankFailure)}
         if not failures:
             return
         for process in self._processes:
             process.kill()
-        rank = min(failures, key=lambda rank: (failures[rank].blame, rank))
+        rank = min(failures, key=lambda rank: (failures[rank].cause, rank))
         kind = RankRefusal if failures[rank].refusal else RankError
         error = kind(f"rank {rank} of {self.size} failed: {failures[rank].error}")
         error.details = "\n".join(

@@ -23,14 +23,14 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import (
     broken_latents,
     calls_of,
-    kept,
-    part_of,
+    rank_parts,
+    rank_slice,
     tensors_digest,
     whole_shape,
 )
 from ltx_neuron.backends.torchdist import compiled
 from ltx_neuron.backends.torchdist.groups import group_names
-from ltx_neuron.backends.torchdist.wire import RankSettings, SharedTensor, failure_of
+from ltx_neuron.backends.torchdist.protocol import RankSettings, SharedTensor, failure_of
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_path
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -146,7 +146,8 @@ class Rank:
         for whole, like, shape, memory in uploads:
             field = self.programs[program].fields[like]
             with SharedTensor(shape, field.dtype, memory) as shared:
-                for name, part in kept(field, whole, shared.tensor, self.rank, self.tp).items():
+                parts = rank_parts(field, whole, shared.tensor, self.rank, self.tp)
+                for name, part in parts.items():
                     # A copy: devices accept no views, and the shared memory is freed soon.
                     copied = part.clone(memory_format=torch.contiguous_format)
                     self.tensors[name] = copied.to(self.device)
@@ -202,7 +203,7 @@ class Rank:
         if same or (field.split is None and self.rank % self.tp):
             return
         with SharedTensor(whole_shape(field, self.tp, self.cp), field.dtype, memory) as shared:
-            part_of(field, shared.tensor, self.rank, self.tp).copy_(self.tensors[name].cpu())
+            rank_slice(field, shared.tensor, self.rank, self.tp).copy_(self.tensors[name].cpu())
 
     def hash(self, names: list[str]) -> str:
         return tensors_digest(self.tensors[name] for name in names)

@@ -1,7 +1,7 @@
 """The protocol between the host (host.py) and its rank processes (rank.py).
 
 host to rank  a command on a pipe: the name of a method of Rank, and its keyword arguments
-rank to host  what the method returned, True for None, or a Failure, after which the rank ends
+rank to host  what the method returned, True for None, or a RankFailure, after which the rank ends
 tensors       in shared memory that the host makes and a command names
 """
 
@@ -56,7 +56,7 @@ class SharedTensor:
         os.close(self._file)
 
 
-class Blame(IntEnum):
+class FailureCause(IntEnum):
     """The kind of a rank's failure. If several ranks fail, the smallest value is the cause."""
 
     ENDED = 0  # its process ended
@@ -66,11 +66,11 @@ class Blame(IntEnum):
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """A rank's failure. refusal: whether the user can correct it (UserError)."""
 
     error: str
-    blame: Blame
+    cause: FailureCause
     refusal: bool = False
 
 
@@ -84,11 +84,11 @@ _LOST_PEER = (
 )
 
 
-def failure_of(error: BaseException, device: str) -> Failure:
+def failure_of(error: BaseException, device: str) -> RankFailure:
     """A rank's error for the host's report: its message if that suffices, or a traceback."""
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER):
         text = f"it lost another rank: {str(error).splitlines()[0]}"
-        return Failure(text, Blame.LOST_PEER)
+        return RankFailure(text, FailureCause.LOST_PEER)
     refusal, known = isinstance(error, UserError), failure(error) if device == "neuron" else None
     text = str(known or error) if known or refusal else "".join(traceback.format_exception(error))
-    return Failure(text, Blame.RAISED, refusal)
+    return RankFailure(text, FailureCause.RAISED, refusal)

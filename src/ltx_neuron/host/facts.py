@@ -1,0 +1,79 @@
+"""The facts of a job's files that its size and its graphs depend on."""
+
+from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.files import check_readable
+from ltx_neuron.host.conditions import DUBBED, REFERENCE, RETAKE, VOICE, read_reference_audio
+from ltx_neuron.host.images import is_still
+from ltx_neuron.host.media import footage, video_size
+from ltx_neuron.sampling.inputs import Inputs, Media
+from ltx_neuron.sampling.latents import TIME_SCALE, sound_latent_frames
+from ltx_neuron.weights.lora import WeightSet, detailing_scale, dubbing_scale, reference_scale
+
+
+def read_media(
+    inputs: Inputs, loras: WeightSet, ic_loras: WeightSet, detailing_loras: WeightSet
+) -> Media:
+    """The facts of the input files and of their LoRAs' metadata. Raises UserError for a file whose
+    size, length or sound cannot be used."""
+    video = None
+    if inputs.video_path is not None:
+        extends = inputs.extend is not None
+        video = video_size(inputs.video_path, RETAKE, extends, inputs.upright)
+    clip, scales = None, (1, 1)
+    if inputs.reference_video is not None:
+        if len(loras) != 1:
+            count = f"{len(loras)}; leave all but one out" if loras else "none; type {lora} PATH"
+            raise FieldError(
+                "{reference_video} needs one {lora}, the dubbing LoRA (it is in both stages), got"
+                f" {count}"
+            )
+        clip, scales = _clip(inputs), (dubbing_scale(loras[0]), 1)
+    elif inputs.video_conditioning:
+        scales = reference_scale(ic_loras)
+    references = tuple(_reference(path) for path, _ in inputs.video_conditioning)
+    detailing = detailing_scale(detailing_loras)
+    return Media(video, clip, references, scales, detailing, _latents(inputs))
+
+
+def _reference(path: str) -> tuple[int, bool]:
+    """The frames of a reference, and whether it is an image."""
+    still = is_still(path)
+    return 1 if still else footage(path, REFERENCE).num_frames, still
+
+
+def _latents(inputs: Inputs) -> int:
+    """The audio latents of a voice, or of the sound of a clip to dub."""
+    path, flag = inputs.reference_video, DUBBED
+    if path is None:
+        path, flag = inputs.reference_audio, VOICE
+    if path is None:
+        return 0
+    kind = "video with sound" if flag == DUBBED else "sound"
+    check_readable(path, flag, f"; pass a {kind} as {flag} FILE")
+    sound = read_reference_audio(path, inputs.reference_audio_max_duration, flag)
+    return sound_latent_frames(sound.samples.shape[1], sound.rate)
+
+
+def _clip(inputs: Inputs) -> tuple[int, float]:
+    """The frames, 8k+1, and the frame rate of a video to dub."""
+    path = inputs.reference_video
+    assert path
+    check_readable(path, DUBBED, f"; pass a video with sound as {DUBBED} FILE")
+    video = footage(path, DUBBED)
+    frames, rate = video.num_frames, video.frame_rate
+    used = max(1, (frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+    typed = [name for name in ("num_frames", "frame_rate") if getattr(inputs, name) is not None]
+    if typed:
+        named = " ".join(f"{{{name}}} {getattr(inputs, name):g}" for name in typed)
+        raise FieldError(
+            f"{named} does not go with {{reference_video}}: {{path}} says how many ({{counts}});"
+            " leave it out",
+            path=path,
+            counts=f"{used} of its {frames} frames, {rate:g} fps",
+        )
+    if used == 1:
+        raise UserError(
+            f"{DUBBED} {path} has {frames} frames, wanted {TIME_SCALE + 1} or more; pass a longer"
+            " one"
+        )
+    return used, rate
