@@ -64,10 +64,10 @@ def python(folder: Path, source: Path, *words: str) -> str:
 
 def generate(words: list[str]) -> None:
     """Run ltx-neuron generate to the end of its first step, and print the seconds."""
+    from ltx_neuron import run
     from ltx_neuron.commands.generate import main
-    from ltx_neuron.run import Engine
 
-    step = Engine._step
+    step = run.measured_step
 
     def first_step(*arguments) -> None:
         step(*arguments)
@@ -80,7 +80,7 @@ def generate(words: list[str]) -> None:
             each.kill()
         os._exit(0)
 
-    mock.patch.object(Engine, "_step", first_step).start()
+    mock.patch.object(run, "measured_step", first_step).start()
     main(words)
 
 

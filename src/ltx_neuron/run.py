@@ -405,7 +405,7 @@ class _Decodes(Background):
     """
 
     def __init__(self, isolate: bool, waits: bool, poll: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__("decode")
         self.isolate, self.waits, self.poll = isolate, waits, poll
         self._future: Future | None = None
 

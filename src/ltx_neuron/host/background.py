@@ -35,9 +35,9 @@ class Background:
     """A thread that runs functions one after another. Leaving the block ends the running one at its
     next `check_cancelled`, drops the others, and waits until the thread has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "background") -> None:
         self.cancelled = threading.Event()
-        self._executor = ThreadPoolExecutor(1, "background", self._begin)
+        self._executor = ThreadPoolExecutor(1, name, self._begin)
         self.submit = self._executor.submit
 
     def _begin(self) -> None:
