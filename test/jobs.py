@@ -100,6 +100,8 @@ def _job(fields: dict[str, Any], inputs: dict[str, Any]) -> Job:
         for stream, names, none in zip(guidance.streams, GUIDANCE, absent, strict=True):
             if not (none and stream == type(stream)()):
                 values |= dict(zip(names, vars(stream).values(), strict=True))
+        if values.get("sound_only") and values.get("v2a_guidance_scale") == 1:
+            del values["v2a_guidance_scale"]
     first, second = _files(inputs["stage_1_loras"]), _files(inputs["stage_2_loras"])
     values |= {"lora": _files(inputs["loras"]), "ic_lora": first, "distilled_lora": second}
     values["detailing_lora"] = _files(inputs["detailing_loras"])

@@ -265,6 +265,10 @@ class LTXPipeline:
         file = "wav" if job.sound_only else "mp4"
         _check_known("output_type", output_type, ("np", "latent", file))
         _check_kind("output_path", output_path, str, Path)
+        if not (callback_on_step_end is None or callable(callback_on_step_end)):
+            raise UserError(
+                f"callback_on_step_end: got {callback_on_step_end!r}, wanted a function or None"
+            )
         _check_generator(generator)
         options: dict[str, Any] = {"keep": True, "decode": output_type != "latent"}
         options["resume"] = partial(JobRun, generator=generator)
@@ -368,6 +372,8 @@ def _guidance(guidance: Guidance | None, sound: bool, sound_only: bool) -> dict[
     ):
         if not (absent and stream == StreamGuidance()):
             fields |= dict(zip(names, vars(stream).values(), strict=True))
+    if sound_only and fields.get("v2a_guidance_scale") == StreamGuidance.modality_scale:
+        del fields["v2a_guidance_scale"]  # off, as without a picture
     return fields
 
 
