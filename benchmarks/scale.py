@@ -31,7 +31,7 @@ from lib.harness import parser as harness_parser
 from lib.sizes import parse_size, video_tokens
 from tiny import make_tiny
 
-from ltx_neuron import errors
+from ltx_neuron import build, errors
 from ltx_neuron.backends import registry
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.format import columns
@@ -110,9 +110,11 @@ class Running:
     def __init__(self, checkpoint: Path, artifacts: Path, tp: int, sizes: list[Size]):
         self.tp = tp
         self.workspace = Workspace(checkpoint, PROFILES["cpu"], artifacts, tp, "float32")
-        self.workspace.shard("dit")
+        build.make(self.workspace, self.workspace.weight_sets("dit"))
         jobs = {size: Job.of_size(size, prompt="random contexts") for size in sizes}
-        self.workspace.compile_dit([job.buckets[0] for job in jobs.values()])
+        build.make(
+            self.workspace, self.workspace.dit_graphs([job.buckets[0] for job in jobs.values()])
+        )
         self.steps = {
             size: CompiledStep(*self.workspace.dit_program_for(job, job.stages[0]))
             for size, job in jobs.items()

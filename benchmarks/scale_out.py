@@ -20,6 +20,7 @@ from lib.harness import parser as harness_parser
 from lib.sizes import parse_size
 from tiny import TinySizes, make_tiny
 
+from ltx_neuron import build
 from ltx_neuron.backends import registry
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job
@@ -52,8 +53,8 @@ def stage_of(tiny, folder: Path, job: Job, settings: tuple[str, ...], stack: Exi
     """The job's prepared stage on started ranks."""
     profile = resolve("cpu", ("threads=1", *settings))
     workspace = Workspace(tiny.checkpoint, profile, folder, 1, "float32")
-    weights = workspace.shard("dit")
-    workspace.compile_dit(job.buckets)
+    weights = build.make(workspace, workspace.weight_sets("dit"))
+    build.make(workspace, workspace.dit_graphs(job.buckets))
     first, *others = (CompiledStep(*p) for p in workspace.dit_programs_for(job, job.stages[0]))
     compiled = replace(first, tiles=(first, *others)) if others else first
     ranks = registry.ranks(workspace.profile, 1, workspace.compiler_cache)

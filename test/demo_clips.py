@@ -12,6 +12,7 @@ from jobs import make_job
 from torch import Tensor
 from world import Scene
 
+from ltx_neuron import build
 from ltx_neuron.demo import ASSETS
 from ltx_neuron.job import Size
 from ltx_neuron.preflight import RunOptions
@@ -67,7 +68,7 @@ def engines(artifacts):
     @cache
     def engine(tp: int = 1, dtype: str = "float32", folder: Path = artifacts) -> Engine:
         found = workspace(folder, tp, dtype)
-        found.shard("dit")
+        build.make(found, found.weight_sets("dit"))
         options = RunOptions(spatial_upsampler_path=ASSETS.spatial_upsampler)
         opened.append(Engine(found, Recorder(), options))
         opened[-1].progress = False
@@ -80,7 +81,7 @@ def engines(artifacts):
 
 def made(engine: Engine, prompt: str, **more) -> Clip:
     job = make_job(prompt, SIZE, SEED, **more)
-    engine.workspace.compile_dit(job.buckets)
+    build.make(engine.workspace, engine.workspace.dit_graphs(job.buckets))
     (result,) = engine.run([job], keep=True)
     tensors = result.tensors
     return Clip(tensors["frames"].float() / 255, tensors["waveform"], tensors)

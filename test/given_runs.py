@@ -15,6 +15,7 @@ from helpers import STREAMS, picture_frames, rel, tone, write_film, write_sound
 from jobs import make_job, read_clip, read_voice, replace
 from PIL import Image
 
+from ltx_neuron import build
 from ltx_neuron.job import Job, Size
 from ltx_neuron.run import Engine
 from ltx_neuron.sampling import extension
@@ -80,8 +81,9 @@ def opened(workspace, tiny):
 
     def engine(compat: str | None = None, dtype: str = "float32") -> Engine:
         if dtype not in made:
-            workspace(dtype).shard("dit", [(), loras_of(lora(tiny))])
-            made[dtype] = opened_engine(workspace(dtype), tiny)
+            opened = workspace(dtype)
+            build.make(opened, opened.weight_sets("dit", [(), loras_of(lora(tiny))]))
+            made[dtype] = opened_engine(opened, tiny)
         return sharing(made[dtype], compat=compat)
 
     yield engine
@@ -122,7 +124,7 @@ def generate(opened, contexts):
 
 def run(engine: Engine, given: given_oracle.Job | Job, contexts) -> dict[str, torch.Tensor]:
     job = given if isinstance(given, Job) else told(given)
-    engine.workspace.compile_dit(job.buckets)
+    build.make(engine.workspace, engine.workspace.dit_graphs(job.buckets))
     give_contexts(engine, job, partial(contexts, dtype=engine.workspace.dtype))
     (result,) = engine.run([job], keep=True, decode=False)
     return result.tensors
@@ -299,7 +301,7 @@ class Longer(Given):
 def assert_longer_equals_the_oracle(engine, contexts, job, want: dict, bound: float) -> None:
     asked = replace(told(job), retake=Retake(job.retake[0], extend=8 / 20, source_frames=17))
     assert len(asked.stages) == 1 and asked.stages[0].window
-    engine.workspace.compile_dit(asked.buckets)
+    build.make(engine.workspace, engine.workspace.dit_graphs(asked.buckets))
     give_contexts(engine, asked, contexts)
     (result,) = engine.run([asked], keep=True, decode=False)
     assert_equals_the_oracle(result.tensors, {f"s1_{s}": want[f"s1_{s}"] for s in STREAMS}, bound)
@@ -308,7 +310,7 @@ def assert_longer_equals_the_oracle(engine, contexts, job, want: dict, bound: fl
 def assert_tail_is_cut(engine: Engine, job: Job, contexts=None) -> None:
     """The last 8 frames of a job as a tail: the others, their sound and all latents stay, bit for
     bit."""
-    engine.workspace.compile_dit(job.buckets)
+    build.make(engine.workspace, engine.workspace.dit_graphs(job.buckets))
     if contexts:
         give_contexts(engine, job, contexts)
     jobs = [job, replace(job, tail_frames=8)]

@@ -10,6 +10,7 @@ from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import randn, tone
 from jobs import make_job
 
+from ltx_neuron import build
 from ltx_neuron.host.media import first_frames
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
@@ -41,8 +42,8 @@ def prepared(tiny, film, artifacts):
     @cache
     def prepared(tp: int = 1) -> Workspace:
         workspace = opened_workspace(tiny, artifacts, 1, tp=tp)
-        workspace.shard("dit", {()})
-        workspace.compile_dit(longer(film, 1.0).buckets_to_compile)
+        build.make(workspace, workspace.weight_sets("dit", {()}))
+        build.make(workspace, workspace.dit_graphs(longer(film, 1.0).buckets_to_compile))
         return workspace
 
     return prepared

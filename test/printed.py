@@ -15,7 +15,7 @@ from conftest import ROOT
 
 SOURCES = ROOT / "src/ltx_neuron"
 # Functions that return a command to type, and what they return begins with.
-BUILDERS = {"command": "ltx-neuron", "_command": "ltx-neuron", "_shard_command": "ltx-neuron shard"}
+BUILDERS = {"command": "ltx-neuron", "_command": "ltx-neuron"}
 VERBED = {"ltx-neuron", "hf", "pip", "aws", "sudo", "ray", "python"}  # whose next words count
 _PROGRAMS = re.compile(
     r"(?:(?<=[\s;:(&`'\"])|^)(ffmpeg -|hf (?:download|auth)|pip (?:un)?install|python -[mc] \S+"
@@ -99,9 +99,8 @@ class _Reader(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         name = name_of(node)
         first = text_of(node.args[0]) if node.args else None
-        if name in BUILDERS and (first or name == "_shard_command"):
-            verb = f" {first}" if first and "…" not in first else ""
-            self.add(f"{BUILDERS[name]}{verb}", "…")
+        if name in BUILDERS and first:
+            self.add(f"{BUILDERS[name]} {first.partition('…')[0]}".strip(), "…")
         if name.startswith(("download", "gemma_download")) or name.endswith("_download"):
             self.add("hf download", "…")
         self.generic_visit(node)

@@ -11,6 +11,7 @@ import torch
 from helpers import randn, rel
 from jobs import make_job
 
+from ltx_neuron import build
 from ltx_neuron.backends.tiles import RankTiles
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.commands.generate import generate
@@ -60,23 +61,23 @@ def opened(tiny, folder, tp: int, dtype: str = "float32", *settings: str) -> Wor
 def prepared(tiny, artifacts, *settings: str) -> Workspace:
     """A workspace of two ranks with all that JOBS need."""
     workspace = opened(tiny, artifacts, 2, "float32", *settings)
-    workspace.shard("dit")
-    workspace.shard("vae")
-    workspace.compile_dit(JOBS[0].buckets)
-    workspace.compile_vae(CLIP)
+    build.make(workspace, workspace.weight_sets("dit"))
+    build.make(workspace, workspace.weight_sets("vae"))
+    build.make(workspace, workspace.dit_graphs(JOBS[0].buckets))
+    build.make(workspace, workspace.decoder_graphs(CLIP))
     if workspace.profile.sound_on_ranks:
-        workspace.compile_sound(SIZE.audio_frames)
+        build.make(workspace, workspace.sound_graphs(SIZE.audio_frames, SIZE))
     return workspace
 
 
 @contextmanager
 def decoding(workspace: Workspace, *clips: tuple[int, int, int]) -> Iterator[SimpleNamespace]:
     """The video decoder on running ranks for clips of these latents, and the host's models."""
-    workspace.shard("vae")
+    build.make(workspace, workspace.weight_sets("vae"))
     programs = {}
     for clip in clips:
-        workspace.compile_vae(clip)
-        programs |= workspace.tile_programs(clip)
+        build.make(workspace, workspace.decoder_graphs(clip))
+        programs |= workspace.programs(workspace.decoder_graphs(clip))
     residency = Residency(workspace, Recorder())
     config, profile = workspace.checkpoint.config, workspace.profile
     host = HostModels(workspace.checkpoint_path, config, workspace.dtype, profile=profile)
@@ -107,19 +108,19 @@ def check_frames(workspace: Workspace, *names: str) -> None:
 
 def check_sound(workspace: Workspace, *lengths: int) -> None:
     """The ranks make the host's sound, in fp32, of so many latents each."""
-    workspace.shard("vae")
-    workspace.compile_vae(CLIP)
+    build.make(workspace, workspace.weight_sets("vae"))
+    build.make(workspace, workspace.decoder_graphs(CLIP))
     programs = {}
     for latents in lengths:
-        workspace.compile_sound(latents)
-        programs |= workspace.sound_programs(SIZE, latents)
+        build.make(workspace, workspace.sound_graphs(latents, SIZE))
+        programs |= workspace.programs(workspace.sound_graphs(latents, SIZE))
     recorder = Recorder()
     residency = Residency(workspace, recorder)
     host = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
     try:
         # As sound's thread does where it comes first: loading is a phase of its own.
         with recorder.phase("decode_audio"):
-            vae = {"vae": workspace.tile_programs(CLIP), "sound": programs}
+            vae = {"vae": workspace.programs(workspace.decoder_graphs(CLIP)), "sound": programs}
             on_ranks = residency.sound_decoder(vae)
         for latents in lengths:
             latent = randn(1, 8, latents, 16, seed=latents)
@@ -129,7 +130,7 @@ def check_sound(workspace: Workspace, *lengths: int) -> None:
             assert rel(got, wanted) < SOUND_OF_NOISE, latents
     finally:
         residency.close()
-    assert len(workspace.verify("vae")) == 3
+    assert len(build.check_bytes(workspace, workspace.weight_sets("vae"))) == 3
 
 
 def make(workspace: Workspace, video: Path, **outputs) -> None:

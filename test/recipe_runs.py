@@ -13,6 +13,7 @@ from jobs import make_job, replace
 from recipes_oracle import STREAMS
 from tiny import TinySizes, make_tiny
 
+from ltx_neuron import build
 from ltx_neuron.job import Job, Size
 from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -106,9 +107,9 @@ def generate(engine: Engine, job: Job, **options) -> dict[str, torch.Tensor]:
     """Latents and the predictions of a guided first step, read from the ranks. Makes weights and
     graphs that are not there yet."""
     workspace, first = engine.workspace, {}
-    workspace.shard("dit", {stage.loras for stage in job.stages})
+    build.make(workspace, workspace.weight_sets("dit", {stage.loras for stage in job.stages}))
     for stage in job.stages:
-        workspace.compile_dit([job.bucket(stage)])
+        build.make(workspace, workspace.dit_graphs([job.bucket(stage)]))
 
     def read(stage, step):
         if step or not stage.guided:

@@ -11,6 +11,7 @@ from helpers import made_film
 from jobs import make_job
 from safetensors.torch import load_file, save_file
 
+from ltx_neuron import build
 from ltx_neuron.job import Job, Size
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.run import Engine
@@ -44,8 +45,13 @@ def jobs_of_three_sets(tiny, folder: Path) -> list[Job]:
 def opened(jobs: list[Job], tiny, artifacts: Path) -> Iterator[Callable[[], Engine]]:
     """opened(): the engine, as if it were a new one; it is given the contexts of the jobs."""
     workspace = opened_workspace(tiny, artifacts, 1)
-    workspace.shard("dit", {stage.loras for job in jobs for stage in job.stages})
-    workspace.compile_dit(list({bucket for job in jobs for bucket in job.buckets}))
+    build.make(
+        workspace,
+        workspace.weight_sets("dit", {stage.loras for job in jobs for stage in job.stages}),
+    )
+    build.make(
+        workspace, workspace.dit_graphs(list({bucket for job in jobs for bucket in job.buckets}))
+    )
     engine = opened_engine(workspace, tiny)
     for job in jobs:
         give_contexts(engine, job, lambda prompt: drawn(workspace, zlib.crc32(prompt.encode())))

@@ -17,13 +17,16 @@ OTHER_ORDER = [
 CHANNELS = 32  # of a latent, and of the first stage
 
 
+def config_of(**changes) -> dict:
+    """The tiny config with changes, narrower."""
+    return merge(tiny_config(TinySizes()), {"vae": {"latent_channels": CHANNELS} | changes})
+
+
 def ltx_encoder(**changes) -> nn.Module:
-    """ltx-core's encoder of the tiny config with changes, narrower, with random weights."""
+    """ltx-core's encoder of this config, with random weights."""
     from ltx_core.model.video_vae import VideoEncoderConfigurator
 
-    vae = {"latent_channels": CHANNELS} | changes
-    config = merge(tiny_config(TinySizes()), {"vae": vae})
-    return randomised(VideoEncoderConfigurator.from_config(config))
+    return randomised(VideoEncoderConfigurator.from_config(config_of(**changes)))
 
 
 def pixels(frames: int, rows: int, columns: int) -> torch.Tensor:

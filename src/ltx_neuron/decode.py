@@ -25,18 +25,13 @@ UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}
 
 @dataclass
 class Clip:
-    """One job's video or sound, which is decoded as its chunks are read.
-
-    chunks    frames in order of time, each uint8 (N, H, W, 3)
-    waveform  waits for the sound and returns it: float32 (2, samples)
-    sound_is_ready  whether `waveform` returns at once
-    """
+    """One job's video or sound, which is decoded as its chunks are read."""
 
     job: Job
-    chunks: Iterator[Tensor]
-    waveform: Callable[[], Tensor]
+    chunks: Iterator[Tensor]  # frames in order of time, each uint8 (N, H, W, 3)
+    waveform: Callable[[], Tensor]  # waits for the sound and returns it: float32 (2, samples)
     sample_rate: int
-    sound_is_ready: Callable[[], bool] = lambda: True
+    sound_is_ready: Callable[[], bool] = lambda: True  # whether `waveform` returns at once
 
     def write(self, path: Path, recorder: Recorder | None = None) -> None:
         """Write the MP4 chunk by chunk, or the WAV of sound alone; as a phase of the recorder."""
@@ -78,7 +73,7 @@ class Decoder:
     """Decodes finished jobs.
 
     ahead         while a chunk is written, the next one is decoded, and the sound in parallel
-    decode_video  latents (1, 128, F, h, w) and the job's seed to chunks of frames, uint8
+    decode_video  latents (1, 128, F, h, w), the job's seed and keyframes to chunks of frames, uint8
                   (N, H, W, 3); decode_audio: latents (1, 8, Ta, 16) to a waveform (2, samples).
                   Without them the host's
     """
@@ -134,7 +129,7 @@ class Decoder:
         self, job: Job, video: Tensor | None, tensors: dict[str, Tensor], rate: int
     ) -> Iterator[Clip]:
         """A job's clip. If cores are free, pictures are decoded ahead, and sound in parallel."""
-        chunks = self._pictures(video, job.seed)
+        chunks = self._pictures(video, job.seed, job.decoded_keyframes(tensors))
         sound = cache(partial(self._sound, job, tensors))
         if job.extension:
             chunks = with_source(job, chunks)
@@ -156,10 +151,12 @@ class Decoder:
             ready = future.done if future else lambda: False
             yield Clip(job, self._awaited(chunks), waveform, rate, ready)
 
-    def _pictures(self, video: Tensor | None, seed: int) -> Generator[Tensor, None, None]:
+    def _pictures(
+        self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor]
+    ) -> Generator[Tensor, None, None]:
         if video is None:
             return
-        chunks = self.decode_video(video, seed=seed)
+        chunks = self.decode_video(video, seed=seed, keyframes=keyframes)
         with self.recorder.phase("decode_video"):
             for chunk in chunks:
                 with self.recorder.paused():

@@ -377,4 +377,4 @@ def _weights(files: tuple[LoraFile, ...], strength: float = 1.0) -> WeightSet:
 def _as_json(value: Any) -> Any:
     if isinstance(value, Lora):
         return [str(value.path), value.strength]
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else os.fspath(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else vars(value)

@@ -48,24 +48,17 @@ _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
 
 @dataclass(frozen=True)
 class Outputs:
-    """Output files of a generation, and the state to resume from.
+    """Output files of a generation, and the state to resume from."""
 
-    video    the MP4, or the WAV of sound alone; beside it a JSON of the same name and, during the
-             run, its resume file
-    folder   of a batch: 0001.mp4 and so on, results.json
-    frames   a folder for every frame as PNG
-    tensors  a safetensors file for every named intermediate
-    report   a JSON file for the latency report
-    price    of the machine, for the latency report
-    resume   True: from the resume file beside `video`; a path: from that file
-    """
-
+    # The MP4, or the WAV of sound alone; beside it a JSON of the same name and, during the run, its
+    # resume file
     video: Path | None = None
-    folder: Path | None = None
-    frames: Path | None = None
-    tensors: Path | None = None
-    report: Path | None = None
-    price: Price | None = None
+    folder: Path | None = None  # of a batch: 0001.mp4 and so on, results.json
+    frames: Path | None = None  # a folder for every frame as PNG
+    tensors: Path | None = None  # a safetensors file for every named intermediate
+    report: Path | None = None  # a JSON file for the latency report
+    price: Price | None = None  # of the machine, for the latency report
+    # True: from the resume file beside `video`; a path: from that file
     resume: bool | str | None = None
 
     def check(self, inputs: dict[str, Path], sound_only: bool = False) -> None:

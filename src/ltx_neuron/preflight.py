@@ -1,33 +1,41 @@
-"""The options of a run, and all checks before a model loads."""
+"""All checks before a model loads."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 
-import torch
-
+from ltx_neuron import build
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.build import RunOptions, needs, sound_on_ranks
 from ltx_neuron.config.common import TEXT_TOKENS
-from ltx_neuron.config.diffusion import is_diffusion_vae
+from ltx_neuron.config.diffusion import EMBEDDING, is_diffusion_vae
 from ltx_neuron.config.release import RELEASES, Release
-from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
+from ltx_neuron.config.sound import span_sizes
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, own_files, require
 from ltx_neuron.host import conditions
 from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Job, Size, Stage
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
-from ltx_neuron.plan import CoreMemory, independent_passes
+from ltx_neuron.plan import (
+    CoreMemory,
+    check_fits,
+    compiled_activations,
+    compiled_tile,
+    does_not_fit,
+    independent_passes,
+)
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.latents import TIME_SCALE
-from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.text.inputs import cut_off
 from ltx_neuron.weights import lora
+from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.model_files import spatial_scale
+from ltx_neuron.weights.rankfiles import rank_path
 from ltx_neuron.workspace import Workspace
 
 Compiled = dict[tuple[int, Stage], CompiledStep]  # by id(job) and stage
@@ -35,30 +43,6 @@ Failed = list[tuple[Job, UserError]]
 _PROMPTS = "--prompt", "--negative-prompt"
 _REMEMBERED_NOTES = 10_000  # jobs; a worker runs for months
 INPUTS = "inputs"  # name of the check of jobs' own files
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Settings of a run.
-
-    neuron_gemma   encode prompts on the ranks, otherwise on the host's CPU
-    neuron_vae     decode latents on the ranks, otherwise on the host's CPU; sound on the ranks only
-                   with the profile's sound_on_ranks
-    compat         a key of sampling.compat.COMPAT, the release whose numerics to follow; None: the
-                   later releases
-    warmup         a discarded first step per stage
-    *_path         of models besides the checkpoint, or None
-    cache_prompts  read contexts from the artifacts, and store new ones there
-    """
-
-    neuron_gemma: bool = False
-    compat: str | None = None
-    spatial_upsampler_path: str | Path | None = None
-    temporal_upsampler_path: str | Path | None = None
-    warmup: bool = False
-    cache_prompts: bool = False
-    neuron_vae: bool = False
-    duration_head_path: str | Path | None = None
 
 
 class Preflight:
@@ -108,7 +92,7 @@ class Preflight:
             "--artifacts-dir": workspace.artifacts,
             "--duration-head-path": self.options.duration_head_path,
             **{f"--{kind}-upsampler-path": path for kind, path in upsamplers.items()},
-            **{f"--lora {each.path}": each.path for job in jobs for each in job.all_loras},
+            **{f"--lora {lora.path}": lora.path for job in jobs for lora in job.all_loras},
             **{flag: path for job in jobs for flag, path in job.files.items()},
         }
         return {name: Path(path) for name, path in named.items() if path}
@@ -131,10 +115,9 @@ class Preflight:
             compiled = self._find_artifacts(jobs)
         except UserError:
             # If the files are not those of the model, raise that error instead.
-            workspace.check_weights("dit")
+            build.check_weights(workspace, "dit")
             # If the job does not fit the device either, raise that error instead.
-            for job in {tuple(job.buckets): job for job in jobs}.values():
-                workspace.check_plan_fits(job, self.options.neuron_gemma)
+            check_plans_fit(workspace, jobs, self.options.neuron_gemma)
             raise
         memories = self._memories(jobs, compiled)
         if self.vae.get("encoder") and not self.vae_stays:
@@ -145,37 +128,45 @@ class Preflight:
             self.vae["encoder"] = {}
             memories = self._memories(jobs, compiled)
         for job, memory in zip(jobs, memories, strict=True):
-            workspace.check_compiled_fits(memory, job, self.options.neuron_gemma)
+            self._check_fits(memory, job)
         return compiled
 
     def _memories(self, jobs: list[Job], compiled: Compiled) -> list[CoreMemory]:
         """The memory that each job needs per core. Sets vae_stays."""
-        vae = [manifest for several in self.vae.values() for manifest in several.values()]
+        vae = [manifest for programs in self.vae.values() for manifest in programs.values()]
         memories = []
         for job in jobs:
             steps = (compiled[id(job), stage].programs for stage in job.stages)
-            stages = [[step.manifest for step in each] for each in steps]
-            memories.append(
-                self.workspace.compiled_memory(stages, self.options.neuron_gemma, vae, job)
-            )
-        self.vae_stays = all(each.vae_stays(self.workspace.profile) for each in memories)
+            stages = [[step.manifest for step in tiles] for tiles in steps]
+            memories.append(compiled_memory(self.workspace, stages, vae, job, self.options))
+        self.vae_stays = all(memory.vae_stays(self.workspace.profile) for memory in memories)
         return memories
+
+    def _check_fits(self, memory: CoreMemory, job: Job) -> None:
+        """Raise UserError if a generation does not fit by its compiled_memory. Exports nothing."""
+        workspace, profile = self.workspace, self.workspace.profile
+        limit, needed = profile.memory_bytes_per_core, memory.needed(profile)
+        if limit is not None and needed > limit:
+            check_plans_fit(workspace, [job], self.options.neuron_gemma)  # names a size that fits
+            advice = "Type a smaller size, a larger --tp-degree, or --dtype bfloat16"
+            raise does_not_fit(profile, job.size, workspace.tp, needed, advice)
 
     def check_inputs(self, jobs: list[Job], failed: Failed | None = None) -> list[Job]:
         """Check the jobs' files and settings. Returns the jobs that can run. As `check`."""
         workspace, release = self.workspace, self.workspace.checkpoint.release
         release.check_compat(self.options.compat)
-        jobs, given = [], jobs
-        for job in given:
+        usable = []
+        for job in jobs:
             try:
                 with own_files():
                     job.check()
                     conditions.check(job)
-                jobs.append(job)
+                usable.append(job)
             except UserError as error:
                 if failed is None:
                     raise
                 failed.append((job, error))
+        jobs = usable
         check_distilled_loras(jobs, release)
         check_dfr(jobs)
         workspace.check_runtime()
@@ -238,14 +229,23 @@ class Preflight:
 
     def _check_models(self, jobs: list[Job]) -> None:
         workspace = self.workspace
-        _ = workspace.check_weights("dit") if self.thorough else workspace.source("dit")
+        workspace.source("dit")
+        if self.thorough:
+            build.check_weights(workspace, "dit")
         models = dict.fromkeys(name for job in jobs for name in _host_models(job))
         if workspace.files.apart and "video_decoder" in models.keys() - self._checked_models:
             print(f"video decoder: {workspace.files.describe_decoder()}")
         self._check_host(models)
         if self.options.neuron_vae:
+            if is_diffusion_vae(workspace.config) and any(
+                job.decode_with_keyframes for job in jobs
+            ):
+                raise UserError(
+                    "--decode-with-keyframes cannot be combined with --neuron-vae: the host's"
+                    " diffusion decoder reads the keyframes; leave one of them out"
+                )
             _ = workspace.video_decoder, workspace.source("vae")
-            if self.sound_on_ranks:
+            if sound_on_ranks(workspace, self.options):
                 _ = workspace.audio_decoder, workspace.vocoder, workspace.source("sound")
 
     def _check_host(self, names: Iterable[str]) -> None:
@@ -273,13 +273,8 @@ class Preflight:
         Raises UserError."""
         self._check_text_files()
         if self.options.neuron_gemma:
-            self._find_text(jobs)
-
-    @property
-    def sound_on_ranks(self) -> bool:
-        """Whether the ranks decode sound as well; they do so only in fp32."""
-        asked = self.options.neuron_vae and self.workspace.profile.sound_on_ranks
-        return asked and self.host.audio_dtype == torch.float32
+            listed = needs(self.workspace, jobs, self.options)
+            self.workspace.find_all(n for n in listed if n.model in ("gemma3", "connectors"))
 
     def decodes_on_ranks(self, latents: int) -> bool:
         """Whether the ranks decode a sound with this number of latents."""
@@ -300,11 +295,6 @@ class Preflight:
             workspace.host_text_encoder().check()
         self._checked_text = True
 
-    def _find_text(self, jobs: list[Job]) -> None:
-        for loras in {self.workspace.text_loras(job) for job in jobs}:
-            self.workspace.weights("gemma3", loras)
-        self.workspace.text_programs(self.workspace.profile.text_buckets)
-
     def _find_artifacts(self, jobs: list[Job]) -> Compiled:
         """The compiled step of every stage. Raises UserError for missing graphs or weight sets."""
         workspace = self.workspace
@@ -313,10 +303,15 @@ class Preflight:
             for job in jobs
             for stage in job.stages
         }
-        workspace.check_dit_weights(jobs)
-        if self.options.neuron_gemma:
-            self._find_text(jobs)
-        self.vae = self._find_vae(jobs) if self.options.neuron_vae else {}
+        # A stage's graphs of the DiT were found above.
+        listed = [n for n in needs(workspace, jobs, self.options) if n.source or n.model != "dit"]
+        used = {"dit", "gemma3"} | {need.model for need in listed if need.program}
+        workspace.find_all(need for need in listed if need.model in used)
+        graphs = [need for need in listed if need.program]
+        self.vae = {
+            model: workspace.programs(need for need in graphs if need.model == model)
+            for model in ("vae", "encoder", "sound")
+        }
         workspace.say_tuned()
         return compiled
 
@@ -324,54 +319,51 @@ class Preflight:
         first, *others = [CompiledStep(*p) for p in self.workspace.dit_programs_for(job, stage)]
         return replace(first, tiles=(first, *others)) if others else first
 
-    def _find_vae(self, jobs: list[Job]) -> dict[str, dict[str, Manifest]]:
-        """The programs of the VAEs by model. Raises UserError for missing ones."""
-        workspace = self.workspace
-        vae: dict[str, dict[str, Manifest]] = {"vae": {}, "encoder": {}, "sound": {}}
-        seen = [job for job in jobs if not job.sound_only]
-        latents = dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in seen)
-        given = [job for job in jobs if workspace.encoder_tiles(job)]
-        decoded = [job for job in jobs if not job.sound]  # an input sound is not decoded
-        sounds = {job.audio_latents: size for job in decoded if (size := sound_size(job))}
-        sounds = sounds if self.sound_on_ranks else {}
-        for model, needed in zip(vae, (latents, given, sounds), strict=True):
-            if needed:
-                workspace.weights(model)
-        for latent in latents:
-            vae["vae"] |= workspace.tile_programs(latent)
-        for job in given:
-            vae["encoder"] |= workspace.encoder_programs(job)
-        for count, size in sounds.items():
-            vae["sound"] |= workspace.sound_programs(size, count)
-        return vae
-
 
 def notes(job: Job, workspace: Workspace) -> list[str]:
     """Sentences on what changes a job's result though it is no error: inputs that are cut, padded
     or of another kind than the model knows. Printed, and written into the sidecar and the API's
     answer. Reads the job's files, so they must have been checked."""
-    said = conditions.notes(job)
+    lines = conditions.notes(job)
     if not job.prompt.strip():
-        said.append("the prompt is empty: the references alone guide the video")
+        lines.append("the prompt is empty: the references alone guide the video")
     if job.reference_sound and lora.are_silent(job.stages[0].loras):
-        said.append("no LoRA has layers of the sound, so the voice may not be taken over")
+        lines.append("no LoRA has layers of the sound, so the voice may not be taken over")
     for loras in dict.fromkeys(stage.loras for stage in job.stages):
-        said += workspace.source("dit", loras).notes if loras else []
+        lines += workspace.source("dit", loras).notes if loras else []
     for number, text in enumerate(job.prompts):
         if len(text.encode()) < TEXT_TOKENS:  # a token has a byte or more, and there is a BOS
             continue
         count, lost = cut_off(workspace.tokenizer, text)
         if lost:
             flag, begins = _PROMPTS[number], " ".join(lost[:100].split())[:60]
-            said.append(
+            lines.append(
                 f"{flag} has {count:,} tokens and is cut to {TEXT_TOKENS:,}: the model does not"
                 f" read what begins with {begins!r}"
             )
-    if job.dfr and job.rendering.holds and is_diffusion_vae(workspace.config):
-        said.append("--dfr: the diffusion decoder does not read the keyframes, as upstream's does")
+    lines += _notes_on_keyframes(job, workspace)
     if job.seed == -1:
-        said.append("--seed -1 is a seed like any other, not a random one")
-    return said
+        lines.append("--seed -1 is a seed like any other, not a random one")
+    return lines
+
+
+def _notes_on_keyframes(job: Job, workspace: Workspace) -> Iterator[str]:
+    if not job.reads_keyframes:
+        return
+    if is_diffusion_vae(workspace.config):
+        if job.dfr:
+            yield (
+                "--dfr: the diffusion decoder reads the keyframes on the host, as upstream's does,"
+                " and not with --neuron-vae"
+            )
+        file = workspace.files.of("vae")
+        if EMBEDDING not in file.shapes:
+            yield f"{file.path} has no {EMBEDDING}: zeros take the place of this embedding"
+    elif job.decode_with_keyframes:
+        yield (
+            "--decode-with-keyframes: the convolutional decoder does not read keyframes;"
+            " --video-vae-path takes the file of the diffusion decoder"
+        )
 
 
 def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> None:
@@ -382,9 +374,9 @@ def check_distilled_loras(jobs: list[Job], release: Release = RELEASES[0]) -> No
             "--recipe dev --two-stage needs --distilled-lora: stage 2 has 3 steps, too few without"
             f" the distilled LoRA\nDownload it: {release.download('lora')}"
         )
-    given = [job for job in jobs if job.stage_2_loras]
+    merging = [job for job in jobs if job.stage_2_loras]
     # In a batch, one-stage jobs may have it from the command's own flags.
-    if any(job.recipe == "distilled" for job in given) or given and not refining:
+    if any(job.recipe == "distilled" for job in merging) or merging and not refining:
         raise UserError(
             "--distilled-lora is for stage 2 of --recipe dev --two-stage, which no job runs; for a"
             " LoRA in every stage type --lora PATH [STRENGTH]"
@@ -424,15 +416,41 @@ def say_idle_groups(job: Job, stage: Stage, groups: int) -> None:
         print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
 
 
-def sound_size(job: Job) -> Size | None:
-    """The size for which the decoders of a job's sound are compiled. None if the host decodes it:
-    for an extended video shorter than a span, whose number of latents may be no size's."""
-    if not job.extension:
-        return job.of(job.stages[0]).size
-    if job.audio_latents < SPAN_LATENTS:
-        return None
-    frames = job.extension.source_frames + job.extension.made_frames
-    return replace(job.size, num_frames=TIME_SCALE * math.ceil(frames / TIME_SCALE) + 1)
+def check_plans_fit(workspace: Workspace, jobs: list[Job], neuron_gemma: bool) -> None:
+    """Raise UserError if a generation does not fit by the plan, for which its graphs are exported.
+    neuron_gemma: whether the ranks encode the prompt."""
+    gemma = workspace.gemma if neuron_gemma else None
+    for job in {tuple(job.buckets): job for job in jobs}.values():
+        profile = workspace.dit_profile(job.buckets, used=False)
+        check_fits(workspace.checkpoint, profile, job, workspace.tp, workspace.dtype_name, gemma)
+
+
+def compiled_memory(
+    workspace: Workspace,
+    stages: list[list[Manifest]],
+    decoders: list[Manifest],
+    job: Job,
+    options: RunOptions,
+) -> CoreMemory:
+    """The memory that a generation needs per core, from the weights and costs in its graphs'
+    manifests and the sizes of other rank files.
+
+    stages    manifests of each stage's program, or of those of its tiles
+    decoders  manifests of the video VAE and of the decoders of sound on the ranks
+    """
+
+    def rank_bytes(model: str, loras: WeightSet = ()) -> int:  # the header is negligible
+        return rank_path(workspace.weights(model, loras), 0).stat().st_size
+
+    programs = chain.from_iterable(stages)
+    weights = {n: shape for manifest in programs for n, shape in manifest.weights().items()}
+    return CoreMemory(
+        sum(map(math.prod, weights.values())) * workspace.dtype.itemsize,
+        rank_bytes("gemma3", workspace.text_loras(job)) if options.neuron_gemma else 0,
+        compiled_activations(stages),
+        sum(map(rank_bytes, {manifest.identity["model"] for manifest in decoders})),
+        compiled_tile(decoders),
+    )
 
 
 def _host_models(job: Job) -> list[str]:

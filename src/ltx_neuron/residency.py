@@ -92,7 +92,8 @@ class Residency:
             buckets = tuple({inputs.bucket_for(pack, known) for pack in packs})
             weights = workspace.weights("gemma3", loras)
             with _remedy(weights):
-                ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
+                programs = workspace.programs(workspace.text_graphs(buckets))
+                ranks.load(weights, programs, workspace.dtype)
             models = workspace.gemma, workspace.transformer
             encoder = RankTextEncoder(ranks, weights, *models, buckets, workspace.dtype, apart)
         yield encoder

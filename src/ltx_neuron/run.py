@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.build import audio_dtype
 from ltx_neuron.decode import Clip, Decoder, Result
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.denoise.start import starting_states, to_upsample
@@ -67,7 +68,7 @@ class Engine:
             workspace.dtype,
             options.spatial_upsampler_path or workspace.files.beside("spatial"),
             options.temporal_upsampler_path or workspace.files.beside("temporal"),
-            audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
+            audio_dtype=audio_dtype(workspace, options),
             profile=workspace.profile,
             arithmetic=workspace.arithmetic,
             tiles_1_0_0=self.compat.tiles,
@@ -171,13 +172,13 @@ class Engine:
             upsampled = thread.submit(self.host.upsample, latent, kind)
             return wait_for(upsampled, self.residency.poll)
 
-    def _decode_video(self, latent: Tensor, seed: int) -> Iterator[Tensor]:
+    def _decode_video(self, latent: Tensor, seed: int, keyframes: dict) -> Iterator[Tensor]:
         """A latent (1, 128, F, h, w) to chunks of frames: on the host, or on the ranks in tiles or
-        spans. seed: the job's."""
+        spans. seed, keyframes: the job's."""
         tiles = None
         if self.options.neuron_vae:
             tiles = self.residency.video_decoder(self.preflight.vae)
-        return self.host.decode_video(latent, tiles, seed)
+        return self.host.decode_video(latent, tiles, seed, {} if tiles else keyframes)
 
     def _decode_audio(self, latent: Tensor) -> Tensor:
         """A latent (1, 8, Ta, 16) to a waveform: on the host, or on the ranks in spans."""

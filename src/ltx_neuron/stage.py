@@ -11,28 +11,23 @@ from ltx_neuron.weights.lora import WeightSet
 
 
 class Stage(NamedTuple):
-    """One denoising run over a noise schedule at one pixel size.
-
-    sigmas     the noise levels from the first step's to 0: one more than there are steps
-    guided     each step runs several passes and combines their predictions (stage 1 of dev)
-    upsampled  starts from the previous stage's upsampled latents, not from noise alone
-    loras      merged into its weights
-    sampler    "euler", "ancestral", which adds noise in each step, "res_2s" with two evaluations
-               of the model per step, or "gradient_estimation"
-    window     of an extended video: each has its own stage 1
-    temporal   of DFR: each window of a round is a stage
-    """
+    """One denoising run over a noise schedule at one pixel size."""
 
     name: str  # "stage_1", "stage_2", or "stage_3" of all windows of DFR
     height: int
     width: int
+    # The noise levels from the first step's to 0: one more than there are steps
     sigmas: tuple[float, ...]
+    # Each step runs several passes and combines their predictions (stage 1 of dev)
     guided: bool = False
+    # Starts from the previous stage's upsampled latents, not from noise alone
     upsampled: bool = False
-    loras: WeightSet = ()
+    loras: WeightSet = ()  # merged into its weights
+    # "euler", "ancestral", which adds noise in each step, "res_2s" with two evaluations of the
+    # model per step, or "gradient_estimation"
     sampler: str = "euler"
-    window: Window | None = None
-    temporal: dfr.TemporalWindow | None = None
+    window: Window | None = None  # of an extended video: each has its own stage 1
+    temporal: dfr.TemporalWindow | None = None  # of DFR: each window of a round is a stage
 
     @property
     def key(self) -> str:

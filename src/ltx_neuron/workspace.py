@@ -1,333 +1,644 @@
-"""Workspace: makes the weight sets and graphs of one checkpoint on one profile, compares them with
-their sources, and checks whether a generation fits the device.
+"""Workspace: one checkpoint on one profile, and the weights and graphs that it may need.
 
-Its base class Finished finds existing ones.
+A Need has all of one artifact in one place: its identity, its maker, and the command for errors.
+build.py lists those of jobs, and makes them.
 """
 
-import math
+import dataclasses
+import os
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
-from tqdm import tqdm
+import torch
 
-from ltx_neuron import artifacts
+from ltx_neuron import artifacts, hub, invocation
 from ltx_neuron.backends import registry
-from ltx_neuron.backends.export import TorchDistComm
-from ltx_neuron.backends.manifest import Manifest, record_size
-from ltx_neuron.config.diffusion import DiffusionDecoderConfig
-from ltx_neuron.config.sound import span_sizes
-from ltx_neuron.config.transformer import REGISTERS, Bucket
-from ltx_neuron.errors import UserError
-from ltx_neuron.files import exclusive
-from ltx_neuron.finished import Finished, shard_verb
-from ltx_neuron.invocation import command
-from ltx_neuron.job import Job
-from ltx_neuron.models.gemma3 import layers_first
-from ltx_neuron.models.modulation import host_weights
+from ltx_neuron.backends.manifest import Manifest, recorded_sizes
+from ltx_neuron.config.common import digest
+from ltx_neuron.config.diffusion import (
+    DiffusionDecoderConfig,
+    diffusion_decoder_config,
+    is_diffusion_vae,
+    shortest,
+)
+from ltx_neuron.config.gemma import check_gemma_fits
+from ltx_neuron.config.release import Release
+from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
+from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
+from ltx_neuron.config.video import video_decoder_config, video_encoder_config
+from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
+from ltx_neuron.host.encoding import tile_counts
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
     diffusion_program,
     dit_program,
     encoder_program,
+    encoder_program_name,
     gemma3_program,
+    may_divide,
     spectrogram_program,
+    spectrogram_program_name,
     tile_program,
+    tile_program_name,
     waveform_program,
+    waveform_program_name,
     with_convolution,
 )
-from ltx_neuron.models.vocoder import arrangement
-from ltx_neuron.plan import (
-    CoreMemory,
-    check_fits,
-    check_text_fits,
-    compiled_activations,
-    compiled_tile,
-    does_not_fit,
-)
-from ltx_neuron.profiles import Profile
-from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.weights.rankfiles import check_whole, file_entries, is_finished, rank_path, verify
-from ltx_neuron.weights.sharder import (
-    Layout,
-    ShardSpec,
-    check_specs,
-    compare,
-    set_bytes,
-    shard_specs,
-    shard_weights,
-)
-from ltx_neuron.weights.tensorfile import DTYPES
+from ltx_neuron.profiles import Profile, describe_backend, require_runtime
+from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.spec import ConditionFields, SizeFields, to_flags
+from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCache
+from ltx_neuron.text.host_encoder import HostTextEncoder
+from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load_tokenizer
+from ltx_neuron.tune import tuned_settings
+from ltx_neuron.weights.checkpoint import Checkpoint, Source
+from ltx_neuron.weights.lora import MergedSource, WeightSet, identity_of
+from ltx_neuron.weights.model_files import KINDS, ModelFiles, check_release, named_release
+from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
+
+# Model -> its title, its name in the shard command, and the config section of a VAE's file
+SHARDED = {
+    "dit": ("DiT", "transformer", ""),
+    "gemma3": ("Gemma", "gemma3", ""),
+    "vae": ("VAE", "vae", "vae"),
+    "encoder": ("VAE", "vae", "vae"),
+    "sound": ("VAE", "vae", "audio_vae"),
+}
+MAX_TIMESTEPS = 4  # a suitable graph has fewer surplus timesteps
 
 
-class Workspace(Finished):
-    """Makes missing weight sets and graphs."""
+class Need(NamedTuple):
+    """Weights or graphs with a folder of their own.
 
-    # --- sharding ---------------------------------------------------------------------------------
+    title     of those that are made together
+    identity  determines the folder
+    command   what the user types to make them
+    name      of graphs: their program's, on the ranks
+    program   of graphs: returns the program to compile
+    profile   of graphs, if it is not the workspace's
+    source    of weights: the tensors to shard
+    note      printed before they are made
+    """
 
-    def shard(
-        self, model: str, sets: Iterable[WeightSet] = ((),), workers: int | None = None
-    ) -> list[Path]:
-        """Write the rank files of a model, one of MODELS; of every set of LoRAs; for the video
-        decoder, also those of Profile.vae_models. Returns the folders."""
-        # Wrong sources raise before anything is written.
-        sources = [source for loras in sets for source in self.sources_of(model, loras)]
-        specs_of = [self._specs(source) for source in sources]
-        for note in dict.fromkeys(note for source in sources for note in source.notes):
-            print(note)
-        paths = []
-        for source, specs in zip(sources, specs_of, strict=True):
-            identity = self.weights_identity(source)
-            path, dtype = artifacts.folder(self.artifacts, identity), DTYPES[identity["dtype"]]
-            if not shard_weights(source, path, identity, self.tp, dtype, specs, workers):
-                print(f"already complete (--verify checks every byte): {path}")
-            paths.append(path)
-        return paths
+    title: str
+    identity: dict
+    command: str
+    name: str = ""
+    program: Callable[[], Program] | None = None
+    profile: Profile | None = None
+    source: Source | None = None
+    note: str = ""
 
-    def verify(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
-        """Compare the finished rank files of a model, one of MODELS, with their manifests and bit
-        for bit with the checkpoint and Gemma's files. Returns the folders; raises UserError with
-        the differences. sets: of the DiT's LoRAs."""
-        paths = []
-        for loras in sets:
-            for source in self.sources_of(model, loras):
-                path = self.weights(source.model.name, loras)
-                dtype = DTYPES[self.weights_identity(source)["dtype"]]
-                problems = verify(path) or compare(source, path, dtype, self._specs(source))
-                check_whole(path, problems, self._shard_command(model, {"--lora": loras}))
-                paths.append(path)
-        return paths
+    @property
+    def model(self) -> str:
+        return self.identity["model"]
 
-    def weight_bytes(self, source: Source) -> int:
-        """Bytes of a model's rank files, whether they exist or not."""
-        identity = self.weights_identity(source)
-        path, dtype = artifacts.folder(self.artifacts, identity), DTYPES[identity["dtype"]]
-        if is_finished(path, identity):
-            return sum(entry["bytes"] for entry in file_entries(path).values())
-        return set_bytes(self._specs(source), self.tp, dtype)
 
-    def sources_of(self, model: str, loras: WeightSet) -> list[Source]:
-        """The sources of one shard command."""
-        models = self.profile.vae_models if model == "vae" else (model,)
-        return [self.source(name, loras) for name in models]
+class Workspace:
+    """One checkpoint on one profile. Reads files when they are needed, and raises UserError for
+    those that do not fit together."""
 
-    def check_weights(self, model: str) -> None:
-        """Raise UserError unless the files have all tensors of a model's config."""
-        self._specs(self.source(model))
+    def __init__(
+        self,
+        checkpoint_path: str | Path,
+        profile: Profile,
+        artifacts_dir: str | Path,
+        tp: int,
+        dtype: str,
+        gemma_root: str | Path | None = None,
+        **part_paths: str | Path | None,
+    ):
+        """part_paths: as of ModelFiles."""
+        self.checkpoint_path = Path(checkpoint_path)
+        self.artifacts = Path(artifacts_dir)
+        self.profile, self.tp = profile, tp
+        self.dtype_name, self.dtype = dtype, DTYPES[dtype]
+        self._typed = profile.settings
+        self.tuned_settings: tuned_settings.TunedSettings | None = None
+        self._printed, self._printed_backend = "", False
+        self.compat: str | None = None  # of jobs without their own
+        self.spatial_scale = Size.spatial_scale  # of the upsampler's file
+        self.prepare_command = ""  # if set, errors have it instead of each artifact's command
+        self.files = ModelFiles(checkpoint_path, gemma_root, **part_paths)
+        self.checkpoint, self.config = self.files.checkpoint, self.files.config
+        self.transformer = transformer_config(self.checkpoint.config)
+        self.transformer.check_tensor_parallel(tp)
+        profile.check_cores(tp)
+        self._found: dict[str, Path] = {}  # finished folders, by the digest of their identity
+        self._sources: dict[tuple[str, WeightSet], Source] = {}
 
-    def _specs(self, source: Source) -> list[ShardSpec]:
-        """How a model's tensors are distributed over its rank files. Raises UserError if they are
-        not the model's."""
-        parts = {
-            "dit": self._dit_parts,
-            "gemma3": self._gemma3_parts,
-            "vae": lambda: ([self._tile_program((1, 1, 1))], {}, {}),
-            "encoder": lambda: ([self._encoder_program((1, 32, 32))], {}, {}),
-            "sound": self._sound_parts,
-        }
-        programs, host, layouts = parts[source.model.name]()
-        specs = shard_specs(source, self.tp, layouts)
-        weights = {name: shape for each in programs for name, shape in each.weights().items()}
-        check_specs(specs, weights, host)
-        return specs
+    @property
+    def gemma_root(self) -> Path | None:
+        """Gemma's folder, or the text encoder's file."""
+        return self.files.gemma_root
 
-    # For each model: the programs with its weights on the ranks, the shapes of the host's weights,
-    # and layouts of tensors that rank files store differently from the checkpoint.
+    def resolved(self, job: Job, compat: str | None = None) -> Job:
+        """The job with the settings of the checkpoint's release, and of `compat` if it has none of
+        its own. Raises FieldError for a job that the checkpoint cannot run."""
+        if job.compat is None and (compat := compat or self.compat):
+            job = job.replaced(compat=compat)
+        job = job.scaled(self.spatial_scale)
+        check_job(job, self.checkpoint, self.transformer)
+        return of_release(job, self.checkpoint.release)
 
-    def _dit_parts(self) -> tuple[list[Program], dict, dict]:
-        (bucket,) = Job().buckets
-        comm = TorchDistComm(self.tp)
-        program = dit_program(self.transformer, bucket, self.tp, comm, self.dtype, 1)
-        return [program], host_weights(self.transformer), {}
+    def take_tuned(self) -> None:
+        """Apply the tuned settings for this device and model, if there are any and the profile does
+        not have tuned=no. Settings that the user typed take precedence."""
+        if not self.profile.tuned:
+            return
+        config = self.transformer.digest
+        identity = tuned_settings.identity(self.profile, self.tp, self.dtype_name, config)
+        self.tuned_settings = tuned_settings.load(self.artifacts, identity)
+        if self.tuned_settings:
+            self.profile = self.tuned_settings.profile_of_run(self.profile)
 
-    def _gemma3_parts(self) -> tuple[list[Program], dict, dict]:
-        config, gemma, comm = self.transformer, self.gemma, TorchDistComm(self.tp)
-        gemma.check_tensor_parallel(self.tp)
-        tokens, attention = self.profile.text_buckets[0], self.profile.attention
-        encoder = gemma3_program(gemma, config, tokens, self.tp, comm, self.dtype, False)
-        connectors = connector_program(config, self.tp, comm, self.dtype, attention)
-        host = {
-            "embed_tokens.weight": (gemma.vocab_size, gemma.hidden_size),
-            "video_connector.learnable_registers": (REGISTERS, config.video_connector.inner),
-            "audio_connector.learnable_registers": (REGISTERS, config.audio_connector.inner),
-        }
-        # The encoder multiplies the aggregate projections layer by layer.
-        by_layer = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
-        layouts = {f"{stream}_aggregate_embed.weight": by_layer for stream in ("video", "audio")}
-        return [encoder, connectors], host, layouts
+    def check_runtime(self) -> None:
+        """Raise UserError without the backend's packages; on Neuron, print once which it is."""
+        require_runtime(self.profile, self.tp)
+        if self.profile.device == "neuron" and not self._printed_backend:
+            print(f"profile {self.profile.name}: {describe_backend(self.profile)}")
+        self._printed_backend = True
 
-    def _sound_parts(self) -> tuple[list[Program], dict, dict]:
-        config, layouts = self.vocoder, {}
-        for name in self.source("sound").names:
-            if (arrange := arrangement(name, config)) is not None:
-                layouts[name] = Layout(arrange, split=0)
-        programs = [spectrogram_program(self.audio_decoder, 1), waveform_program(config, 1)]
-        return programs, {}, layouts
+    def say_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
+        """Print once which tuned settings are in use, if there are any.
 
-    # --- compiling graphs -------------------------------------------------------------------------
+        buckets  of a further size
+        """
+        self.dit_profile(buckets)
+        line = self.tuned_settings.line() if self.tuned_settings else ""
+        if line != self._printed:
+            print(line)
+        self._printed = line
 
-    def compile_dit(self, buckets: list[Bucket], job: Job | None = None) -> list[Path]:
-        """Trace the DiT step for each missing bucket of one size; returns all folders. job: its
-        size and recipe are recorded in all manifests."""
-        profile = self.dit_profile(buckets)
-        comm, context = registry.comm(profile, self.tp), registry.context(profile, self.tp)
-        cut = profile.blocks_per_graph
-        programs, whole = [], set()
-        for bucket in buckets:
-            divides = self._divides(bucket, profile)
-            if profile.sequence_parallel and bucket.video_tokens and not divides:
-                whole.add(bucket.video_tokens)
-            arguments = bucket, self.tp, comm, self.dtype, cut, profile.attention, divides, context
-            programs.append(partial(dit_program, self.transformer, *arguments))
-        for tokens in sorted(whole):
-            print(
-                f"{tokens} video tokens are not divisible by {self.tp} ranks: compiled without"
-                " sequence parallelism"
+    @cached_property
+    def gemma(self):
+        assert self.gemma_root
+        config, file = self.files.gemma, self.files.text_encoder
+        projection = self.files.projections.shapes.get(
+            "text_embedding_projection.video_aggregate_embed.weight"
+        )
+        features, download = projection[1] if projection else None, file.download if file else ""
+        check_gemma_fits(config, self.transformer, self.gemma_root, features, download)
+        return config
+
+    def source(self, model: str, loras: WeightSet = ()) -> Source:
+        """The weights of a model, one of MODELS; of the DiT, and of the connectors beside Gemma,
+        with LoRAs merged in. Raises UserError for a LoRA of another model."""
+        if (model, loras) not in self._sources:
+            files: list[TensorFile] = [self.checkpoint]
+            heads = self.transformer.heads
+            if model == "dit":
+                source = self._merged(loras)
+            elif model == "gemma3":
+                files += self.files.text_files()
+                source = MergedSource(MODELS[model], files, loras, heads | self.gemma.heads)
+            else:
+                source = Source(MODELS[model], [self.files.of(SHARDED[model][2])])
+            self._sources[model, loras] = source
+        return self._sources[model, loras]
+
+    def _merged(self, loras: WeightSet) -> Source:
+        """The DiT with LoRAs. Those of another release are merged if they fit, with a note."""
+        release = self.checkpoint.release
+        files = {lora: lora.file() for lora in loras}
+        releases = {lora: named_release(file) or release for lora, file in files.items()}
+        others = {lora: other for lora, other in releases.items() if other is not release}
+        try:
+            source = MergedSource(MODELS["dit"], [self.checkpoint], loras, self.transformer.heads)
+        except UserError:
+            for lora in others:
+                check_release(files[lora], "--lora", release, release.download("lora"))
+            raise
+        source.notes += [
+            f"--lora {lora.path} is of LTX-{other.version}, the model of LTX-{release.version}: it"
+            " is merged, as all its layers fit"
+            for lora, other in others.items()
+        ]
+        return source
+
+    @cached_property
+    def video_decoder(self):
+        """The video decoder's configuration. Raises UserError if the ranks do not support it."""
+        if is_diffusion_vae(self.config):
+            return diffusion_decoder_config(self.config, self.source("vae").names)
+        return video_decoder_config(self.config)
+
+    @cached_property
+    def video_encoder(self):
+        """The video encoder's configuration. Raises UserError if the ranks do not support it."""
+        return video_encoder_config(self.config)
+
+    @cached_property
+    def audio_decoder(self):
+        """The mel decoder's configuration. Raises UserError if the ranks do not support it."""
+        return audio_decoder_config(self.config)
+
+    @cached_property
+    def vocoder(self):
+        """The vocoder's configuration. Raises UserError if the ranks do not support it."""
+        return vocoder_config(self.config)
+
+    @cached_property
+    def tokenizer(self):
+        """Gemma's tokenizer."""
+        assert self.gemma_root
+        file = self.files.text_encoder
+        return embedded_tokenizer(file) if file else load_tokenizer(self.gemma_root)
+
+    def text_loras(self, job: Job) -> WeightSet:
+        """The LoRAs of a job that change the connectors. Raises FieldError unless all stages have
+        them, because the prompt is encoded once."""
+        sources = (self.source("dit", stage.loras) for stage in job.stages)
+        first, *others = (getattr(source, "text_loras", ()) for source in sources)
+        if differing := [lora for loras in others for lora in {*first} ^ {*loras}]:
+            raise FieldError(
+                "{lora} {path} changes the connectors, which encode the prompt once for all stages:"
+                " type it as {lora} PATH [STRENGTH], not for one stage or in two strengths",
+                path=differing[0].path,
             )
-        paths = self._compile(self.dit_identities(buckets), programs, profile)
+        return first
+
+    def host_text_encoder(self, loras: WeightSet = ()) -> HostTextEncoder:
+        """The text encoder for the host's CPU; it loads weights when it encodes."""
+        source, libraries = self.source("gemma3", loras), self.arithmetic.libraries
+        return HostTextEncoder(source, self.gemma, self.transformer, self.dtype, libraries)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """The host's arithmetic: dtype and libraries."""
+        host = arithmetic(self.profile.host_dtype, self.dtype, self.artifacts)
+        return host._replace(libraries=fastest_libraries(self.artifacts))
+
+    @property
+    def identity(self) -> dict:
+        """What a run's outputs depend on besides the job, for reports and sidecars."""
+        stored = self.checkpoint.quantised
+        return {
+            "checkpoint": self.checkpoint.fingerprint,
+            **({"weights": f"{stored}, dequantised"} if stored else {}),
+            "model_version": self.checkpoint.model_version,
+            **self.files.identity,
+            "config": self.transformer.digest,
+            "dtype": self.dtype_name,
+            "profile_set": list(self.profile.settings),
+            "host_threads": self.profile.host_threads,
+            **self.arithmetic.describe(),
+            "rank_threads": self.profile.rank_threads(self.tp),
+        }
+
+    def prompt_cache(self, neuron_gemma: bool, loras: WeightSet = ()) -> PromptCache:
+        """The cache of this encoder's contexts, on the ranks (`neuron_gemma`) or on the host."""
+        profile, libraries = self.profile, self.arithmetic.libraries._asdict()
+        device = {"device": "host", "host_products": libraries}
+        if neuron_gemma:
+            graphs = registry.identity(profile, "gemma3")
+            device = {"device": "ranks", "tp": self.tp, "profile": profile.name, **graphs}
+        code = RANK_ENCODER_CODE if neuron_gemma else HOST_ENCODER_CODE
+        identity = {
+            "weights": self.source("gemma3").fingerprint,
+            "gemma_config": self.gemma.digest,
+            "transformer_config": self.transformer.digest,
+            "dtype": self.dtype_name,
+            "code": artifacts.code_digest(profile.backend, *code),
+            # Thread counts change the order of sums.
+            "threads": [profile.host_threads, profile.rank_threads(self.tp)],
+            "torch": torch.__version__,
+            **device,
+            "profile_set": list(profile.settings),
+            **({"loras": identity_of(loras)} if loras else {}),
+        }
+        widths = self.transformer.video.inner, self.transformer.audio.inner
+        return PromptCache(self.artifacts / "prompts", identity, widths, self.dtype)
+
+    # --- needs ------------------------------------------------------------------------------------
+
+    def weight_set(self, model: str, loras: WeightSet = ()) -> Need:
+        """The rank files of a model, one of MODELS; of the DiT and of Gemma with these LoRAs."""
+        source = self.source(model, loras)
+        identity = {
+            "kind": "weights",
+            "model": model,
+            "source": source.fingerprint,
+            "tp": self.tp,
+            "dtype": self._dtype_of(model),
+            "layout": artifacts.LAYOUT,
+            "loras": getattr(source, "lora_identity", []),
+        }
+        names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
+        title, verb, _ = SHARDED[model]
+        words = (("--lora", hub.spelled(lora.path), lora.strength) for lora in loras)
+        command = self._command(f"shard {verb}", *chain.from_iterable(words))
+        return Need(f"{title} weights{names}", identity, command, source=source)
+
+    def weight_sets(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Need]:
+        """The weight sets of one shard command; for the VAE those of Profile.vae_models."""
+        models = self.profile.vae_models if model == "vae" else (model,)
+        return [self.weight_set(name, loras) for loras in sets for name in models]
+
+    def dit_profile(self, buckets: Iterable[Bucket], used: bool = True) -> Profile:
+        """The profile of the DiT's graphs of one size. buckets: its stages'; used: whether the
+        caller compiles or runs them."""
+        if not self.tuned_settings:
+            return self.profile
+        return self.tuned_settings.profile_of_size(self.profile, buckets, used)
+
+    def graphs_of(self, job: Job) -> dict[str, object]:
+        """The settings of a job's graphs that affect its latents."""
+        return graph_settings(self.dit_profile(job.buckets))
+
+    def dit_graphs(self, buckets: Iterable[Bucket], job: Job | None = None) -> list[Need]:
+        """The DiT step for buckets of one size, by default that of a job. job: for title and
+        command."""
+        buckets, title = [*buckets], "DiT graphs"
+        profile = self.dit_profile(job.buckets if job else buckets)
         if job:
-            self.record_size(job, buckets)
-        return paths
+            title += f", {job.size}{', two stages' if job.size.two_stage else ''}"
+        command = self._command("compile transformer", *(job_flags(job) if job else ()))
 
-    def record_size(self, job: Job, buckets: list[Bucket]) -> None:
-        """Record the job's size, recipe and inputs in the manifests of the DiT's graphs."""
-        for identity in self.dit_identities(buckets):
-            path = artifacts.folder(self.artifacts, identity)
-            record_size(path, compiled_size(job))
+        def need(bucket: Bucket) -> Need:
+            possible = may_divide(bucket, self.tp, profile.context_parallel)
+            divides = profile.sequence_parallel and possible
+            settings = graph_settings(profile) | {"sequence_parallel": divides}
+            if not bucket.video_tokens:  # sound alone
+                settings.pop("context_parallel", None)
+            identity = self._identity("dit", bucket.name, self.transformer.digest, **settings)
+            note = ""
+            if profile.sequence_parallel and bucket.video_tokens and not divides:
+                note = f"{bucket.video_tokens} video tokens are not divisible by {self.tp} ranks:"
+                note += " compiled without sequence parallelism"
 
-    def compile_text(self) -> list[Path]:
-        """Trace the text encoder for every token bucket, and the connectors."""
+            def program() -> Program:
+                comm, context = registry.comm(profile, self.tp), registry.context(profile, self.tp)
+                cut = profile.blocks_per_graph, profile.attention, divides, context
+                return dit_program(self.transformer, bucket, self.tp, comm, self.dtype, *cut)
+
+            return Need(title, identity, command, bucket.name, program, profile, note=note)
+
+        return [need(bucket) for bucket in buckets]
+
+    def text_graphs(self, buckets: Iterable[int] = ()) -> list[Need]:
+        """The text encoder for buckets of tokens, by default all of the profile's, and the
+        connectors."""
         gemma, config, profile = self.gemma, self.transformer, self.profile
         gemma.check_tensor_parallel(self.tp)
-        check_text_fits(profile, self.tp, self.dtype_name, gemma, config)
-        shared = self.tp, registry.comm(profile, self.tp), self.dtype
+        title, command = "Gemma graphs", self._command("compile gemma3")
         states, attention = profile.return_hidden_states, profile.attention
-        buckets = profile.text_buckets
-        programs = [partial(gemma3_program, gemma, config, n, *shared, states) for n in buckets]
-        programs.append(partial(connector_program, config, *shared, attention))
-        return self._compile(self.text_identities(buckets).values(), programs)
 
-    def compile_vae(self, clip: tuple[int, int, int]) -> list[Path]:
-        """Trace the video decoder for every tile shape of a clip's latent (F, h, w)."""
-        programs = [partial(self._tile_program, tile) for tile in self.tile_shapes(clip)]
-        return self._compile(self.tile_identities(clip).values(), programs)
+        def need(tokens: int) -> Need:
+            sizes = f"{gemma.digest}-{config.digest}"
+            identity = self._identity("gemma3", str(tokens), sizes, hidden_states=states)
 
-    def compile_encoder(self, job: Job) -> list[Path]:
-        """Trace the video encoder for every tile shape of a job's videos."""
-        programs = [partial(self._encoder_program, tile) for tile in self.encoder_tiles(job)]
-        return self._compile(self.encoder_identities(job).values(), programs)
+            def program() -> Program:
+                shared = self.tp, registry.comm(profile, self.tp), self.dtype
+                return gemma3_program(gemma, config, tokens, *shared, states)
 
-    def _encoder_program(self, tile: tuple[int, int, int]) -> Program:
-        program = encoder_program(self.video_encoder, tile, self.dtype)
+            return Need(title, identity, command, gemma3_program_name(tokens), program)
+
+        def connectors() -> Program:
+            comm = registry.comm(profile, self.tp)
+            return connector_program(config, self.tp, comm, self.dtype, attention)
+
+        identity = self._identity("connectors", "1024", config.digest, attention=attention)
+        last = Need(title, identity, command, "connectors", connectors)
+        return [*map(need, buckets or profile.text_buckets), last]
+
+    def decoder_graphs(self, clip: tuple[int, int, int]) -> list[Need]:
+        """The video decoder for every tile shape of a clip's latent (F, h, w)."""
+        frames, height, width = 8 * clip[0] - 7, 32 * clip[1], 32 * clip[2]
+        flags = "--height", height, "--width", width, "--num-frames", frames
+        title = f"video decoder graphs, {times(clip)} latents"
+        return self._tile_graphs(title, "vae", self.tile_shapes(clip), flags)
+
+    def encoder_graphs(self, job: Job) -> list[Need]:
+        """The video encoder for every tile shape of a job's videos; none if the host encodes
+        them."""
+        tiles = self.encoder_tiles(job)
+        title = f"video encoder graphs, {', '.join(map(times, tiles))}"
+        return self._tile_graphs(title, "encoder", tiles, job_flags(job)) if tiles else []
+
+    def _tile_graphs(
+        self, title: str, model: str, tiles: list[tuple[int, int, int]], flags: Iterable
+    ) -> list[Need]:
+        config = self.video_decoder if model == "vae" else self.video_encoder
+        name_of = tile_program_name if model == "vae" else encoder_program_name
+        has_convolutions = not isinstance(config, DiffusionDecoderConfig)
+        form = {"convolution": self.profile.vae_convolution} if has_convolutions else {}
+        command, needs = self._command("compile vae", *flags), []
+        for tile in tiles:
+            identity = self._identity(model, times(tile), config.digest, **form)
+            program = partial(self.tile_program, model, tile)
+            needs.append(Need(title, identity, command, name_of(tile), program))
+        return needs
+
+    def tile_program(self, model: str, tile: tuple[int, int, int]) -> Program:
+        """The program of the video encoder ("encoder") or decoder ("vae") for a tile, or of the
+        diffusion decoder for a clip."""
+        if model == "encoder":
+            program = encoder_program(self.video_encoder, tile, self.dtype)
+        elif isinstance(self.video_decoder, DiffusionDecoderConfig):
+            return diffusion_program(self.video_decoder, tile, self.dtype)
+        else:
+            program = tile_program(self.video_decoder, tile, self.dtype)
         return with_convolution(program, self.profile.vae_convolution)
 
-    def _tile_program(self, tile: tuple[int, int, int]) -> Program:
-        """The program of the video decoder for tiles of latents (f, h, w), or of the diffusion
-        decoder for clips."""
-        config = self.video_decoder
-        if isinstance(config, DiffusionDecoderConfig):
-            return diffusion_program(config, tile, self.dtype)
-        program = tile_program(config, tile, self.dtype)
-        return with_convolution(program, self.profile.vae_convolution)
+    def sound_graphs(self, latents: int, size: Size) -> list[Need]:
+        """Mel decoder and vocoder for the spans of a sound with this number of latents. size: for
+        the command."""
+        flags = "--num-frames", size.num_frames, "--frame-rate", size.frame_rate
+        command, (span, rows) = self._command("compile vae", *flags), span_sizes(latents)
+        mel, vocoder, title = self.audio_decoder, self.vocoder, f"sound decoder graphs, {latents}"
+        programs = {
+            spectrogram_program_name(span): (mel, partial(spectrogram_program, mel, span)),
+            waveform_program_name(rows): (vocoder, partial(waveform_program, vocoder, rows)),
+        }
+        identities = {n: self._identity("sound", n, of.digest) for n, (of, _) in programs.items()}
+        return [
+            Need(f"{title} latents", identities[name], command, name, program)
+            for name, (_, program) in programs.items()
+        ]
 
-    def compile_sound(self, latents: int) -> list[Path]:
-        """Trace mel decoder and vocoder for the spans of a sound with this number of latents."""
-        span, rows = span_sizes(latents)
-        spectrogram = partial(spectrogram_program, self.audio_decoder, span)
-        waveform = partial(waveform_program, self.vocoder, rows)
-        return self._compile(self.sound_identities(latents).values(), [spectrogram, waveform])
+    def _identity(self, model: str, bucket: str, config: str, **settings: object) -> dict:
+        """The identity of graphs. settings: of the profile, on which they depend."""
+        return {
+            "kind": "graphs",
+            "model": model,
+            "bucket": bucket,
+            "config": config,
+            "tp": self.tp,
+            "dtype": self._dtype_of(model),
+            "backend": self.profile.backend,
+            "code": artifacts.code_digest(self.profile.backend),
+            "torch": torch.__version__,
+            **registry.identity(self.profile, model),
+            **settings,
+        }
 
-    def _compile(
-        self,
-        identities: Iterable[dict],
-        programs: Iterable[Callable[[], Program]],
-        profile: Profile | None = None,
-    ) -> list[Path]:
-        """Compile the programs of missing identities; returns all folders. Waits for one that
-        another process compiles. profile: by default the run's."""
-        profile, identities = profile or self.profile, [*identities]
-        paths = [artifacts.folder(self.artifacts, identity) for identity in identities]
-        named = [*zip(paths, identities, programs, strict=True)]
-        missing = [each for each in named if not self.is_made(each[1])]
-        model = identities[0]["model"] if identities else ""
-        for path, identity, make in tqdm(
-            missing, f"{model} graphs", disable=not missing, unit="graph"
-        ):
-            self.check_runtime()
-            with exclusive(path, "compiling"):
-                if not self.is_made(identity):
-                    dtype = DTYPES[identity["dtype"]]
-                    registry.compile_program(make, path, identity, dtype, profile, self.tp)
-        registry.precompile(paths, profile, self.tp, self.compiler_cache)
-        return paths
+    def _dtype_of(self, model: str) -> str:
+        return "float32" if model == "sound" else self.dtype_name
+
+    def _command(self, verb: str, *flags) -> str:
+        """The command that makes weights or graphs of this workspace."""
+        if self.prepare_command:
+            return self.prepare_command
+        words = ["--checkpoint-path", hub.spelled(self.checkpoint_path)]
+        for kind, path in self.files.given.items():
+            if kind != "gemma" or verb.endswith("gemma3"):
+                words += [KINDS[kind].flag, hub.spelled(path)]
+        words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]
+        words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
+        for setting in self._typed:
+            words += ["--profile-set", setting]
+        if not verb.startswith("compile"):
+            return invocation.command(verb, *words)
+        words += [] if self.profile.tuned else ["--profile-set", "tuned=no"]
+        tuned = self.tuned_settings and self.tuned_settings.line()
+        return invocation.command(verb, *words) + (f"\n{tuned}" if tuned else "")
+
+    # --- finding artifacts ------------------------------------------------------------------------
+
+    def folder(self, need: Need) -> Path:
+        return artifacts.folder(self.artifacts, need.identity)
+
+    def is_made(self, need: Need) -> bool:
+        """Whether the folder of a need is finished, without a check of its files."""
+        return os.path.isfile(self.folder(need) / artifacts.MANIFEST)
+
+    def find(self, need: Need, command: str = "") -> Path:
+        """The finished folder of a need, checked once. Raises UserError with the command that makes
+        it. command: by default the need's."""
+        key = digest(need.identity)
+        if key not in self._found:
+            command = command or need.command
+            self._found[key] = artifacts.find(self.artifacts, need.identity, command)
+        return self._found[key]
+
+    def find_all(self, needs: Iterable[Need]) -> list[Path]:
+        """The folders of needs, as `find`. The error for a missing one has the commands that make
+        all of them."""
+        needs = [*needs]
+        missing = (need.command for need in needs if not self.is_made(need))
+        commands = "\n".join(dict.fromkeys(missing))
+        return [self.find(need, commands) for need in needs]
+
+    def weights(self, model: str, loras: WeightSet = ()) -> Path:
+        """The folder of a weight_set."""
+        return self.find(self.weight_set(model, loras))
+
+    def dit_weights(self, loras: WeightSet = ()) -> Path:
+        return self.weights("dit", loras)
+
+    def programs(self, graphs: Iterable[Need]) -> dict[str, Manifest]:
+        """The compiled programs of graphs, by name."""
+        return {need.name: Manifest(self.find(need)) for need in graphs}
+
+    def dit_program_for(self, job: Job, stage: Stage, tile: int = 0) -> tuple[Bucket, Manifest]:
+        """The compiled step for a stage or for one of its tiles: the graph with the fewest
+        sufficient timesteps. Raises UserError with the command that compiles it."""
+        needed = job.bucket(stage).timesteps
+        counts = (needed + more for more in range(MAX_TIMESTEPS))
+        buckets = [job.stage_buckets(stage, count)[tile] for count in counts]
+        candidates = [*zip(buckets, self.dit_graphs(buckets, job), strict=True)]
+        compiled = (pair for pair in candidates if self.is_made(pair[1]))
+        bucket, need = next(compiled, candidates[0])
+        return bucket, Manifest(self.find(need))
+
+    def dit_programs_for(self, job: Job, stage: Stage) -> list[tuple[Bucket, Manifest]]:
+        """The compiled step for a stage, or that for each of its tiles, as dit_program_for."""
+        tiles = range(len(job.stage_tiles(stage)) or 1)
+        return [self.dit_program_for(job, stage, number) for number in tiles]
+
+    def compiled_sizes(self) -> dict[str, list[dict]]:
+        """The DiT's compiled buckets on this profile, with any number of blocks per graph: their
+        names -> the video sizes in their manifests."""
+        wanted = self._identity("dit", "", self.transformer.digest)
+        fields = ("model", "config", "tp", "dtype", "backend", "code", "torch")
+        sizes: dict[str, list[dict]] = {}
+        for path in artifacts.finished_folders(self.artifacts, "graphs"):
+            stored = artifacts.stored_identity(path) or {}
+            if all(stored.get(field) == wanted[field] for field in fields):
+                sizes.setdefault(stored["bucket"], []).extend(recorded_sizes(path))
+        return sizes
 
     @property
     def compiler_cache(self) -> Path:
         """The cache folder of compilers that run in the ranks."""
         return self.artifacts / "compiled"
 
-    # --- whether a generation fits the device -----------------------------------------------------
+    def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        """The distinct shapes of the tiles in which the ranks decode a clip's latent (F, h, w).
+        Each has its own graphs. The diffusion decoder's graphs serve clips of any length."""
+        if isinstance(self.video_decoder, DiffusionDecoderConfig):
+            return [shortest(self.video_decoder, clip)]
+        from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
 
-    def check_plan_fits(self, job: Job, neuron_gemma: bool) -> None:
-        """Raise UserError if a generation does not fit by the plan, for which its graphs are
-        exported. neuron_gemma: whether the ranks encode the prompt."""
-        gemma = self.gemma if neuron_gemma else None
-        profile = self.dit_profile(job.buckets, used=False)
-        check_fits(self.checkpoint, profile, job, self.tp, self.dtype_name, gemma)
+        cut = tiles.cut(clip, tiles.tiling_for_ranks(self.profile, clip, self.tp))
+        return list(dict.fromkeys(map(tiles.tile_shape, cut)))
 
-    def compiled_memory(
-        self, stages: list[list[Manifest]], neuron_gemma: bool, decoders: list[Manifest], job: Job
-    ) -> CoreMemory:
-        """The memory that a generation needs per core, from the weights and costs in its graphs'
-        manifests and the sizes of other rank files.
+    def encoder_tiles(self, job: Job) -> list[tuple[int, int, int]]:
+        """The distinct sizes (frames, rows, columns) of the tiles in which the ranks encode a job's
+        videos. The host encodes an IC-LoRA's references, which have no tiles, and all videos where
+        the encoder would take the transformer's place."""
+        if not self.profile.may_keep_vae:
+            return []
+        clips = (clip.pixels for clip in job.encoded_clips if not clip.whole)
+        return list(dict.fromkeys(tile for pixels in clips for tile in tile_counts(pixels)))
 
-        stages    manifests of each stage's program, or of those of its tiles
-        decoders  manifests of the video VAE and of the decoders of sound on the ranks
-        """
-        programs = chain.from_iterable(stages)
-        weights = {n: shape for manifest in programs for n, shape in manifest.weights().items()}
-        models = {manifest.identity["model"] for manifest in decoders}
-        return CoreMemory(
-            sum(map(math.prod, weights.values())) * self.dtype.itemsize,
-            _rank_bytes(self.weights("gemma3", self.text_loras(job))) if neuron_gemma else 0,
-            compiled_activations(stages),
-            sum(_rank_bytes(self.weights(model)) for model in models),
-            compiled_tile(decoders),
+
+def job_flags(job: Job) -> list:
+    """The flags of compile transformer for a job's graphs."""
+    # The metadata of a LoRA with references has their scale.
+    loras = ["ic_lora"] * bool(job.references) + ["lora"] * bool(job.dubbing)
+    loras += ["detailing_lora"] * job.dfr
+    names = [*SizeFields.model_fields, "nag_scale", *loras, *ConditionFields.model_fields]
+    return to_flags(job.to_line(), names)
+
+
+def graph_settings(profile: Profile) -> dict[str, object]:
+    """The settings of a profile on which the DiT's graphs depend."""
+    cp = profile.context_parallel
+    return {
+        "blocks_per_graph": profile.blocks_per_graph,
+        "attention": profile.attention,
+        "sequence_parallel": profile.sequence_parallel,
+        **({"context_parallel": cp} if cp > 1 else {}),
+    }
+
+
+def times(sizes: Iterable[int]) -> str:
+    """Sizes as text, such as 2x3x4."""
+    return "x".join(map(str, sizes))
+
+
+# --- a job on a checkpoint of a release -----------------------------------------------------------
+
+
+def of_release(job: Job, release: Release) -> Job:
+    """The job with a release's settings where the job has none. Returns `job` itself if nothing
+    changes."""
+    images = tuple(
+        image if image.crf is not None else dataclasses.replace(image, crf=release.image_crf)
+        for image in job.images
+    )
+    # Upstream's pipelines for other inputs than images use the Euler sampler without noise.
+    ancestral = release.ancestral and job.recipe == "distilled" and not job.has_media()
+    if (images, ancestral) == (job.images, job.ancestral):
+        return job
+    return job.replaced(image=images, ancestral=ancestral)
+
+
+def check_job(job: Job, checkpoint: Checkpoint, transformer: TransformerConfig) -> None:
+    """Raise FieldError for an input or a setting that does not run on a checkpoint."""
+    count = job.num_generated_keyframes
+    if (count or job.dfr) and not transformer.use_keyframes_abs_pos_embedding:
+        raise FieldError(
+            f"{'{dfr}' if job.dfr else f'{{num_generated_keyframes}} {count}'}: the model of"
+            f" {checkpoint.path}, LTX {checkpoint.model_version}, generates no keyframes; leave it"
+            " out"
         )
-
-    def check_compiled_fits(self, memory: CoreMemory, job: Job, neuron_gemma: bool) -> None:
-        """Raise UserError if a generation does not fit by its compiled_memory. Exports nothing."""
-        limit, needed = self.profile.memory_bytes_per_core, memory.needed(self.profile)
-        if limit is not None and needed > limit:
-            self.check_plan_fits(job, neuron_gemma)  # names a size that fits
-            advice = "Type a smaller size, a larger --tp-degree, or --dtype bfloat16"
-            raise does_not_fit(self.profile, job.size, self.tp, needed, advice)
-
-
-def compiled_size(job: Job) -> dict:
-    """The entry of a manifest whose graphs are compiled for a job."""
-    inputs = {"inputs": job.own_graphs} if job.own_graphs else {}
-    return asdict(job.size) | {"recipe": job.recipe} | inputs
-
-
-def _rank_bytes(folder: Path) -> int:
-    """Bytes of one rank's weights: those of its file, whose header is negligible."""
-    return rank_path(folder, 0).stat().st_size
-
-
-def verify_finished(model: str, artifacts_dir: Path) -> None:
-    """Compare every finished weight set of a model with its manifest."""
-    models = ("vae", "encoder", "sound") if model == "vae" else (model,)
-    folders = [path for each in models for path in artifacts.finished_weights(artifacts_dir, each)]
-    if not folders:
-        raise UserError(
-            f"no finished {model} weights in {artifacts_dir}; choose another place with"
-            " --artifacts-dir DIR"
-        )
-    for path in folders:
-        check_whole(path, verify(path), command(shard_verb(model), "--checkpoint-path", "FILE"))
-        print(f"whole: {path} (--checkpoint-path compares it with the source as well)")

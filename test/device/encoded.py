@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from jobs import make_job
 
-from ltx_neuron import errors
+from ltx_neuron import build, errors
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Size
@@ -46,9 +46,9 @@ def encode(request: dict) -> None:
 
     job = make_job("", size, retake=Retake("noise", 0, size.seconds))
     with timed("shard"):
-        workspace.shard("encoder")
+        build.make(workspace, workspace.weight_sets("encoder"))
     with timed("compile"):
-        workspace.compile_encoder(job)
+        build.make(workspace, workspace.encoder_graphs(job))
     host = HostModels(
         workspace.checkpoint_path,
         workspace.config,
@@ -62,7 +62,9 @@ def encode(request: dict) -> None:
     pixels = torch.randn((1, 3, *clip.pixels), generator=generator).clip(-1, 1).to(workspace.dtype)
     residency = Residency(workspace, Recorder())
     try:
-        tiles = residency.video_encoder({"encoder": workspace.encoder_programs(job)})
+        tiles = residency.video_encoder(
+            {"encoder": workspace.programs(workspace.encoder_graphs(job))}
+        )
         for what in ("first", "second"):
             with timed(what):
                 latent = host.encode_video(pixels, rank_tiles=tiles)

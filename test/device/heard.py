@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ltx_neuron import errors
+from ltx_neuron import build, errors
 from ltx_neuron.config.sound import SPAN_LATENTS
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.host.models import HostModels
@@ -42,15 +42,15 @@ def decode(request: dict) -> None:
         took[what] = time.perf_counter() - began
         return result
 
-    timed("shard", workspace.shard, "sound")
-    timed("compile", workspace.compile_sound, SPAN_LATENTS)
+    timed("shard", build.make, workspace, [workspace.weight_set("sound")])
+    graphs = workspace.sound_graphs(SPAN_LATENTS, Size())
+    timed("compile", build.make, workspace, graphs)
     sources = workspace.checkpoint_path, workspace.config, workspace.dtype
     host = HostModels(*sources, files=workspace.files)
     latent = torch.randn(1, 8, SPAN_LATENTS, 16, generator=torch.Generator().manual_seed(0))
     residency = Residency(workspace, Recorder())
     try:
-        programs = workspace.sound_programs(Size(), SPAN_LATENTS)
-        spans = residency.sound_decoder({"sound": programs})
+        spans = residency.sound_decoder({"sound": workspace.programs(graphs)})
         for what in ("first", "second"):
             waveform = timed(what, host.decode_audio, latent, spans)
     finally:

@@ -14,12 +14,12 @@ from device.report import Stopped, cell
 from ltx_neuron import flags
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.files import read_json
-from ltx_neuron.finished import of_release
 from ltx_neuron.format import format_bytes
 from ltx_neuron.plan import Plan, plan
 from ltx_neuron.report import table
 from ltx_neuron.weights.model_files import ModelFiles
 from ltx_neuron.weights.tensorfile import DTYPES
+from ltx_neuron.workspace import of_release
 
 RELEASED = transformer_config(released_config())
 VARIANT_SECONDS = 900  # of a tuning, its compile included

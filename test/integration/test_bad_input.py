@@ -450,7 +450,7 @@ COMPILE_GEMMA: --gemma-root {bad}/absent -> not a folder | GEMMA
 --two-stage -> --two-stage | --spatial-upsampler-path | SPATIAL
 --two-stage --spatial-upsampler-path {bad}/absent -> absent | SPATIAL
 --two-stage --spatial-upsampler-path {bad}/folder -> folder | SPATIAL
---two-stage --spatial-upsampler-path {temporal} -> got a temporal one | SPATIAL
+--two-stage --spatial-upsampler-path {temporal} -> got a temporal upsampler | SPATIAL
 --two-stage --spatial-upsampler-path {bad}/truncated.safetensors -> SPATIAL
 --two-stage --spatial-upsampler-path {bad}/empty-upsampler.safetensors -> LatentUpsampler | \
 none of its | SPATIAL
@@ -598,7 +598,7 @@ def test_a_rank_that_refuses_its_file_prints_no_traceback(finished, capfd):
     _judge(code, capfd.readouterr().err, words)
 
 
-@runs("weights/rankfiles.py:check_whole: rm", "workspace.py:verify: ltx-neuron shard")
+@runs("weights/rankfiles.py:check_whole: rm")
 def test_the_command_for_damaged_weights_works_when_pasted(finished, tmp_path, capsys):
     shutil.copytree(finished.root / "bad/missing-rank", tmp_path / "its artifacts")
     words = finished.words(SHARD_DIT, f"--artifacts-dir '{tmp_path}/its artifacts' --verify")

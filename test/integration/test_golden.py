@@ -20,6 +20,7 @@ from generations import (
 )
 from helpers import one_thread, rel  # noqa: F401
 
+from ltx_neuron import build
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.report.recorder import PHASES
@@ -70,8 +71,11 @@ def test_a_partly_held_image_and_text_encoded_on_the_host_equal_ltx_core_of_each
     """On graphs that take a timestep more than the job has, as those that were compiled for more
     images do."""
     job, workspace = with_images(tiny, (0, 0.7)), opened_workspace(tiny, artifacts, 1, tp=2)
-    workspace.shard("dit")
-    workspace.compile_dit([told(job).bucket(stage, timesteps=3) for stage in told(job).stages])
+    build.make(workspace, workspace.weight_sets("dit"))
+    build.make(
+        workspace,
+        workspace.dit_graphs([told(job).bucket(stage, timesteps=3) for stage in told(job).stages]),
+    )
     with opened_engine(workspace, tiny) as later:
         (ours,) = later.run([told(job)], keep=True)
         (as_published,) = sharing(later, compat="ltx-core-1.0.0").run([told(job)], keep=True)
@@ -88,8 +92,8 @@ def test_a_single_frame_equals_ltx_core_and_is_a_file_of_one_picture_with_sound(
         replace(PUPPY_JOB, num_frames=1, two_stage=False),
         opened_workspace(tiny, artifacts),
     )
-    workspace.shard("dit")
-    workspace.compile_dit([*told(job).buckets])
+    build.make(workspace, workspace.weight_sets("dit"))
+    build.make(workspace, workspace.dit_graphs([*told(job).buckets]))
     with opened_engine(workspace, tiny) as engine:
         (ours,) = engine.run([told(job)])
     assert_equals_the_oracle(tiny, ours.tensors, wanted(tiny, job))

@@ -11,6 +11,7 @@ import torch
 from batches import TP, prepared
 from jobs import make_job
 
+from ltx_neuron import build
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.job import Size
 from ltx_neuron.preflight import RunOptions
@@ -62,8 +63,8 @@ def events(scripts, tiny) -> list[Event]:
     threads, setup = torch.get_num_threads(), prepared(scripts, tiny)
     where = setup.artifacts, TP, "float32", tiny.gemma_root
     workspace = Workspace(tiny.checkpoint, resolve("cpu", setup.settings), *where)
-    workspace.shard("dit", {stage.loras for stage in jobs[0].stages})
-    workspace.compile_dit(jobs[0].buckets)
+    build.make(workspace, workspace.weight_sets("dit", {stage.loras for stage in jobs[0].stages}))
+    build.make(workspace, workspace.dit_graphs(jobs[0].buckets))
 
     events = []
     recorder, call, read = Watched(events), Ranks._call, TensorFile.read

@@ -10,7 +10,7 @@ import pytest
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from jobs import make_job
 
-from ltx_neuron import batch, flags
+from ltx_neuron import batch, build, flags
 from ltx_neuron.batch import RESULTS
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
@@ -27,9 +27,9 @@ STATUSES = ["done", "failed", "done"]
 @pytest.fixture(scope="module")
 def engine(tiny, artifacts):
     workspace = opened_workspace(tiny, artifacts)
-    workspace.shard("dit")
+    build.make(workspace, workspace.weight_sets("dit"))
     job = workspace.resolved(make_job("a", SIZE, images=(ImageCondition(tiny.image),)))
-    workspace.compile_dit([*job.buckets])
+    build.make(workspace, workspace.dit_graphs([*job.buckets]))
     with opened_engine(workspace, tiny) as engine:
         for name in NAMES:
             named = make_job(name, SIZE)

@@ -19,6 +19,7 @@ from rank_decoding import (
     same_threads,  # noqa: F401
 )
 
+from ltx_neuron import build
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.errors import UserError
 from ltx_neuron.plan import CoreMemory
@@ -124,7 +125,8 @@ def test_what_is_missing_is_named_with_the_command_that_makes_it(tiny, artifacts
         opened(tiny, tmp_path, 2).weights("vae")
     wanted = r" compile vae --checkpoint-path .* --height 64 --width 96 --num-frames 65"
     with pytest.raises(UserError, match=wanted):
-        prepared(tiny, artifacts).tile_programs((9, 2, 3))
+        workspace = prepared(tiny, artifacts)
+        workspace.programs(workspace.decoder_graphs((9, 2, 3)))
 
 
 def test_a_decoder_that_the_ranks_cannot_run_is_refused_before_anything_loads(
@@ -151,10 +153,10 @@ def test_a_retake_is_encoded_beside_the_transformer_as_the_host_does(
     workspace = prepared(tiny, artifacts, "resident=true")
     film = write_film(tmp_path / "film.mkv", picture_frames(9, 64, 96, 3))
     job = replace(JOBS[0], retake=Retake(film, 0.1, 0.2))
-    workspace.compile_dit(job.buckets, job)
+    build.make(workspace, workspace.dit_graphs(job.buckets))
     with pytest.raises(UserError, match=r" compile vae .* --video-path .*film\.mkv"):
         Engine(workspace, Recorder(), RunOptions(neuron_vae=True)).preflight.check([job])
-    workspace.compile_encoder(job)
+    build.make(workspace, workspace.encoder_graphs(job))
     made = {}
     for neuron_vae in (False, True):
         phases = Phases()

@@ -21,6 +21,7 @@ from recipe_runs import (
     told_hq,
 )
 
+from ltx_neuron import build
 from ltx_neuron.errors import UserError
 
 assets, opened, wanted = recipe_runs.assets, recipe_runs.opened, recipe_runs.wanted  # fixtures
@@ -56,7 +57,10 @@ def test_two_guidance_groups_make_the_bits_of_one_and_go_on_as_one(opened, capfd
 def test_guidance_of_other_terms_blocks_and_scales_runs_on_the_same_graphs(opened, wanted):
     stg, cfg = (("stg_scale", 1.5), ("stg_blocks", (2,))), (("cfg_scale", 3.5),)
     job, engine = replace(GUIDED, video=stg, audio=cfg, steps=2), opened()
-    graphs = [engine.workspace.compile_dit(told(each).buckets) for each in (GUIDED, job)]
+    graphs = [
+        build.make(engine.workspace, engine.workspace.dit_graphs(told(each).buckets))
+        for each in (GUIDED, job)
+    ]
     assert graphs[0] == graphs[1]
     assert_equals_the_oracle(generate(engine, told(job)), wanted(job))
 

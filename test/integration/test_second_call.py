@@ -16,6 +16,7 @@ from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.plan import CoreMemory, compiled_activations
+from ltx_neuron.preflight import compiled_memory
 from ltx_neuron.profiles import TRAINIUM2
 
 # The profile of a trn2.3xlarge, against whose memory every call is checked, on this CPU.
@@ -84,7 +85,7 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, m
     compiled = pipe.engine.preflight.check([job])
     manifests = [step.manifest for step in compiled.values()]
     stages = [[manifest] for manifest in manifests]
-    memory = workspace.compiled_memory(stages, neuron_gemma=True, decoders=[], job=job)
+    memory = compiled_memory(workspace, stages, [], job, pipe.engine.options)
     needed = CoreMemory(
         4 * sum(map(math.prod, manifests[0].weights().values())),
         (workspace.weights("gemma3") / "rank0.safetensors").stat().st_size,
@@ -95,5 +96,5 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, m
         profile = replace(workspace.profile, chip=chip)
         monkeypatch.setattr(workspace, "profile", profile)
         with pytest.raises(UserError, match="needs .* GB a core") if exports else nullcontext():
-            workspace.check_compiled_fits(memory, job, neuron_gemma=True)
+            pipe.engine.preflight._check_fits(memory, job)
         assert bool(counted["export"]) == exports

@@ -8,6 +8,7 @@ from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import generator, one_thread  # noqa: F401
 from jobs import make_job, replace
 
+from ltx_neuron import build
 from ltx_neuron.job import Size
 from ltx_neuron.outputs import run_identity
 from ltx_neuron.pipeline import LTXPipeline
@@ -25,9 +26,9 @@ ALONE = replace(VIDEO, size=Size(0, 0, 30, 30.0), sound_only=True)
 def engine_of(tiny, artifacts):
     """engine_of(): the engine, as if it were a new one."""
     workspace = opened_workspace(tiny, artifacts, 1)  # a block per graph is compiled sooner
-    workspace.shard("dit")
+    build.make(workspace, workspace.weight_sets("dit"))
     for job in (VIDEO, ALONE):
-        workspace.compile_dit(job.buckets, job)
+        build.make(workspace, workspace.dit_graphs(job.buckets))
     engine = opened_engine(workspace, tiny)
     for job in (VIDEO, ALONE):
         give_contexts(engine, job, lambda prompt: drawn(workspace, len(prompt)))

@@ -16,7 +16,7 @@ from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from helpers import allowed, rewrite, wait_for
 from jobs import make_job, replace
 
-from ltx_neuron import errors
+from ltx_neuron import build, errors
 from ltx_neuron.artifacts.__main__ import main as artifacts_main
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.batch import RESULTS, Line
@@ -329,7 +329,13 @@ def test_pulled_artifacts_verify_and_make_the_bits_of_those_that_were_pushed(
     assert sorted(path.name for path in here.iterdir()) == ["graphs", "weights"]
     profile = resolve("cpu", setup.settings)
     workspace = Workspace(tiny.checkpoint, profile, here, TP, "float32", tiny.gemma_root)
-    assert len(workspace.verify("dit") + workspace.verify("gemma3")) == 2  # against the checkpoint
+    assert (
+        len(
+            build.check_bytes(workspace, workspace.weight_sets("dit"))
+            + build.check_bytes(workspace, workspace.weight_sets("gemma3"))
+        )
+        == 2
+    )  # against the checkpoint
     line, video = lines(tiny)[0], tmp_path / "out" / "video.mp4"
     generate(
         make_job(line["prompt"], Size(**SIZE)),

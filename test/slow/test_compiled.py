@@ -9,6 +9,7 @@ import torch
 from helpers import allowed, one_thread, random_value, rel  # noqa: F401
 from toy import EQUAL, TP, make_toy, upload, wanted
 
+from ltx_neuron import build
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.host import Ranks, compile_only
 from ltx_neuron.config.transformer import Bucket
@@ -80,7 +81,10 @@ def dit(tiny, artifacts):
     """Rank files and graphs of the tiny DiT, a block per graph; and random inputs."""
     cpu = resolve("cpu", ("blocks_per_graph=1",))
     workspace = Workspace(tiny.checkpoint, cpu, artifacts, TP, "float32", tiny.gemma_root)
-    (weights,), (graphs,) = workspace.shard("dit"), workspace.compile_dit([BUCKET])
+    (weights,), (graphs,) = (
+        build.make(workspace, workspace.weight_sets("dit")),
+        build.make(workspace, workspace.dit_graphs([BUCKET])),
+    )
     return weights, {BUCKET.name: Manifest(graphs)}
 
 

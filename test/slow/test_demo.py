@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 from world import BLUEPRINT
 
-from ltx_neuron import denoise
+from ltx_neuron import build, denoise
 from ltx_neuron.demo import ASSETS
 from ltx_neuron.residency import ModulationTables
 from ltx_neuron.run import Engine
@@ -95,7 +95,7 @@ def test_stage_2_is_sharper_than_stage_1(engines, clips):
 
 def test_a_style_changes_the_colours_and_nothing_else(engines):
     prompt, engine = OTHERS[2], engines()
-    engine.workspace.shard("dit", {(STYLE,)})
+    build.make(engine.workspace, engine.workspace.weight_sets("dit", {(STYLE,)}))
     clip = made(engine, prompt, loras=(STYLE,))
     assert_is_as_asked_for(replace(PROMPTS[prompt], **BLUEPRINT), clip)
 
@@ -191,7 +191,8 @@ def test_a_fault_is_seen(engines, monkeypatch, fault):
 def test_two_ranks_exchanged_heads_are_seen(engines, artifacts, tmp_path):
     (artifacts / "graphs").mkdir(parents=True, exist_ok=True)
     (tmp_path / "graphs").symlink_to(artifacts / "graphs")
-    folder = workspace(tmp_path, *BF16).shard("dit", {()})[0]
+    opened = workspace(tmp_path, *BF16)
+    folder = build.make(opened, opened.weight_sets("dit"))[0]
     files = [folder / rank_file(rank) for rank in range(2)]
     for name in headers(files[0]):
         if ".attn1.to_out.0.weight" in name:

@@ -22,6 +22,7 @@ from jobs import replace
 from longer_film import FRAMES, WINDOW, longer, made, source
 from safetensors.torch import load_file
 
+from ltx_neuron import build
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
 from ltx_neuron.outputs import run_identity
@@ -78,7 +79,7 @@ def guided(film, steps: int) -> Job:
 
 def test_the_dev_recipe_guides_every_window(engine, film, tmp_path):
     job = guided(film, steps=2)
-    engine.workspace.compile_dit(job.buckets_to_compile)
+    build.make(engine.workspace, engine.workspace.dit_graphs(job.buckets_to_compile))
     path, identity = tmp_path / "state", run_identity(job, engine.workspace, engine.options)
     states = iter([path, tmp_path / "second", tmp_path / "third"])
     result = made(engine, job, on_stage_end=lambda run: save_state(next(states), run, identity))
@@ -100,9 +101,9 @@ def compile_decoders(workspace: Workspace, job: Job) -> None:
     """Of pictures and of sound, which the ranks decode then."""
     assert job.extension
     workspace.profile = replace(workspace.profile, sound_on_ranks=True)
-    workspace.shard("vae")
-    workspace.compile_vae(job.latent_shape)
-    workspace.compile_sound(job.extension.audio_latents)
+    build.make(workspace, workspace.weight_sets("vae"))
+    build.make(workspace, workspace.decoder_graphs(job.latent_shape))
+    build.make(workspace, workspace.sound_graphs(job.extension.audio_latents, job.size))
 
 
 def test_new_frames_decoded_on_the_ranks_are_the_host_decoders(tiny, engine, film, after):
@@ -127,7 +128,7 @@ def encoded(prepared, tiny, film) -> Callable:
     @cache
     def encoded(tp: int) -> dict[str, torch.Tensor]:
         job, workspace = guided(film, STEPS), prepared(tp)
-        workspace.compile_dit(job.buckets_to_compile)
+        build.make(workspace, workspace.dit_graphs(job.buckets_to_compile))
         compile_decoders(workspace, job)
         with opened_engine(workspace, tiny, neuron_vae=True) as engine:
             (result,) = engine.run([job])

@@ -39,6 +39,7 @@ from given_runs import (
 from helpers import one_thread, rel  # noqa: F401
 from nag_oracle import Nag, guided
 
+from ltx_neuron import build
 from ltx_neuron.models.programs import may_divide
 from ltx_neuron.resume import restore_state, save_state
 
@@ -140,7 +141,7 @@ def test_a_negative_prompt_of_the_distilled_recipe_equals_the_papers_equations(
     with guided(Nag(11.0), video, audio):
         want = given_oracle.generate(tiny, job, contexts)
     asked = replace(told(job), nag_scale=11.0, negative_prompt=DUST)
-    engine.workspace.compile_dit(asked.buckets)
+    build.make(engine.workspace, engine.workspace.dit_graphs(asked.buckets))
     give_contexts(engine, asked, contexts)
     (result,) = engine.run([asked], keep=True, decode=False)
     assert_equals_the_oracle(result.tensors, want)
@@ -572,7 +573,7 @@ SHARED = {
 def divided(request, tiny, artifacts):
     tp, settings = request.param
     workspace = opened_workspace(tiny, artifacts, 1, tp=tp, settings=settings.split())
-    workspace.shard("dit", [(), loras_of(lora(tiny))])
+    build.make(workspace, workspace.weight_sets("dit", [(), loras_of(lora(tiny))]))
     with opened_engine(workspace, tiny) as engine:
         yield engine
 

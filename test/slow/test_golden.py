@@ -26,6 +26,7 @@ from helpers import rel
 from jobs import make_job
 from tiny import TinySizes, make_tiny
 
+from ltx_neuron import build
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.job import Size
 from ltx_neuron.preflight import RunOptions
@@ -114,10 +115,10 @@ def test_bfloat16_is_as_near_to_the_truth_as_ltx_cores_own(tiny, artifacts):
     # One graph for prompts of every length.
     how = dict(dtype="bfloat16", tp=2, settings=("text_buckets=1024",))
     job, workspace = told(PUPPY_JOB), opened_workspace(tiny, artifacts, 1, **how)
-    workspace.shard("dit")
-    workspace.shard("gemma3")
-    workspace.compile_text()
-    workspace.compile_dit(job.buckets)
+    build.make(workspace, workspace.weight_sets("dit"))
+    build.make(workspace, workspace.weight_sets("gemma3"))
+    build.make(workspace, workspace.text_graphs())
+    build.make(workspace, workspace.dit_graphs(job.buckets))
     with opened_engine(workspace, tiny, neuron_gemma=True) as engine:
         (ours,) = engine.run([job])
     ours, truth = ours.tensors, oracle.generate(tiny, PUPPY_JOB)

@@ -17,8 +17,10 @@ from helpers import one_thread  # noqa: F401
 from jobs import make_job
 from tiny import TinySizes, make_tiny
 
+from ltx_neuron import build
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.job import Size
+from ltx_neuron.preflight import Preflight
 from ltx_neuron.profiles import resolve
 from ltx_neuron.workspace import Workspace
 
@@ -142,10 +144,10 @@ def workspace(library, tmp_path_factory):
     workspace = Workspace(
         assets.checkpoint, profile, folder / "artifacts", 4, "bfloat16", assets.gemma_root
     )
-    workspace.shard("dit")
-    workspace.shard("gemma3")
-    workspace.compile_text()
-    workspace.compile_dit(make_job("", SIZE).buckets)
+    build.make(workspace, workspace.weight_sets("dit"))
+    build.make(workspace, workspace.weight_sets("gemma3"))
+    build.make(workspace, workspace.text_graphs())
+    build.make(workspace, workspace.dit_graphs(make_job("", SIZE).buckets))
     return workspace
 
 
@@ -161,7 +163,7 @@ def script(workspace, monkeypatch, capsys):
         flags += "--height", 64, "--width", 64, "--num-frames", 9
         monkeypatch.setattr(sys, "argv", [path, *map(str, flags)])
         # Plans with real graphs: 2 s.
-        monkeypatch.setattr(Workspace, "check_compiled_fits", lambda *_, **__: None)
+        monkeypatch.setattr(Preflight, "_check_fits", lambda *_: None)
         before, code = signal.getsignal(signal.SIGTERM), 0
         try:
             runpy.run_path(str(ROOT / path), run_name="__main__")

@@ -64,10 +64,9 @@ def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(
 
 
 @runs(
-    "finished.py:dit_program_for: ltx-neuron compile transformer",
-    "finished.py:text_programs: ltx-neuron compile gemma3",
-    "finished.py:tile_programs: ltx-neuron compile vae",
-    "finished.py:weights: ltx-neuron shard",
+    "workspace.py:dit_graphs: ltx-neuron compile transformer",
+    "workspace.py:text_graphs: ltx-neuron compile gemma3",
+    "workspace.py:_tile_graphs: ltx-neuron compile vae",
 )
 def test_what_doctor_says_to_type_makes_all_that_it_lacks(tiny, tmp_path, capsys):
     """For a job with two weight sets, whose videos are decoded on the ranks."""
@@ -94,9 +93,7 @@ def test_what_doctor_says_to_type_makes_all_that_it_lacks(tiny, tmp_path, capsys
 
 
 @runs(
-    "finished.py:check_dit_weights: ltx-neuron shard dit",
-    "finished.py:encoder_programs: ltx-neuron compile vae",
-    "finished.py:sound_programs: ltx-neuron compile vae",
+    "workspace.py:weight_set: ltx-neuron shard", "workspace.py:sound_graphs: ltx-neuron compile vae"
 )
 def test_what_the_python_api_says_to_type_makes_what_is_missing(tiny, tmp_path):
     """Weights with a LoRA, and graphs that encode a retake's video and decode its sound."""
@@ -110,9 +107,9 @@ def test_what_the_python_api_says_to_type_makes_what_is_missing(tiny, tmp_path):
         make_job("rain", size, loras=(Lora(tiny.lora),), retake=Retake(film, 0, 0.2))
     )
     for needed in (
-        lambda: workspace.check_dit_weights([job]),
-        lambda: workspace.sound_programs(size, job.audio_latents),
-        lambda: workspace.encoder_programs(job),
+        lambda: workspace.weights("dit", job.loras),
+        lambda: workspace.programs(workspace.sound_graphs(job.audio_latents, size)),
+        lambda: workspace.programs(workspace.encoder_graphs(job)),
     ):
         with pytest.raises(UserError) as refused:
             needed()

@@ -27,6 +27,7 @@ from recipe_runs import (
     told_hq,
 )
 
+from ltx_neuron import build
 from ltx_neuron.resume import restore_state, save_state
 
 assets, opened, wanted = recipe_runs.assets, recipe_runs.opened, recipe_runs.wanted  # fixtures
@@ -59,7 +60,10 @@ def test_what_a_tail_leaves_is_the_beginning_of_the_longer_video(opened, assets)
     engine = opened()
     for job in (told(GUIDED, upscale="both"), told_hq(assets)):
         job = replace(job, size=replace(job.size, num_frames=17))
-        engine.workspace.shard("dit", {stage.loras for stage in job.stages})
+        build.make(
+            engine.workspace,
+            engine.workspace.weight_sets("dit", {stage.loras for stage in job.stages}),
+        )
         assert_tail_is_cut(engine, job)
 
 

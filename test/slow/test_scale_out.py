@@ -12,6 +12,7 @@ from jobs import make_job
 from steps import EQUAL
 from toy import alive
 
+from ltx_neuron import build
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.job import Size
@@ -37,9 +38,9 @@ def opened(tiny, artifacts):
 
     def engine(tp: int = 1, settings: str = "", size: Size = ONE):
         workspace = opened_workspace(tiny, artifacts, 1, tp=tp, settings=settings.split())
-        workspace.shard("dit", [()])
+        build.make(workspace, workspace.weight_sets("dit", [()]))
         job = make_job("a red fox", size, 5)
-        workspace.compile_dit(job.buckets)
+        build.make(workspace, workspace.dit_graphs(job.buckets))
         engines.append(opened_engine(workspace, tiny))
         give_contexts(engines[-1], job, lambda prompt: drawn(workspace, 7))
         return engines[-1], job

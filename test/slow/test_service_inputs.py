@@ -16,6 +16,7 @@ from jobs import make_job
 from serving import stop_after
 from starlette.datastructures import UploadFile
 
+from ltx_neuron import build
 from ltx_neuron.job import Job
 from ltx_neuron.run import Engine
 from ltx_neuron.service.fields import read_request
@@ -79,7 +80,9 @@ def test_a_service_makes_the_bytes_that_the_engine_makes(
         job = given_runs.replace(job, retake=longer)
         fields = {"video_reference": upload(files / "film.mkv"), "extend": 0.4}
     for stage in job.stages:
-        engine.workspace.compile_dit([job.bucket(stage)], job)
+        buckets = [job.bucket(stage)]
+        build.make(engine.workspace, engine.workspace.dit_graphs(buckets, job))
+        build.record_size(engine.workspace, job, buckets)
     give_contexts(engine, job, contexts)
     fields |= {"prompt": job.prompt, "seed": job.seed}
     assert served(engine, tmp_path, sets, **fields) == made(engine, job, tmp_path / "wanted.mp4")

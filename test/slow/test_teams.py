@@ -19,6 +19,7 @@ from rank_decoding import opened as opened_for_tiles
 from recipe_runs import AUDIO, GUIDED, VIDEO, told, told_hq
 from recipes_oracle import OFF
 
+from ltx_neuron import build
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.errors import UserError
@@ -50,8 +51,10 @@ JOBS = {
 
 
 def latents(engine, job, on_step_end=None) -> dict[str, torch.Tensor]:
-    engine.workspace.shard("dit", {stage.loras for stage in job.stages})
-    engine.workspace.compile_dit(job.buckets)
+    build.make(
+        engine.workspace, engine.workspace.weight_sets("dit", {stage.loras for stage in job.stages})
+    )
+    build.make(engine.workspace, engine.workspace.dit_graphs(job.buckets))
     give_contexts(engine, job, lambda prompt: drawn(engine.workspace, len(prompt)))
     engine.on_step_end = on_step_end
     (result,) = engine.run([job], keep=True, decode=False)
@@ -228,8 +231,8 @@ def test_prompts_on_two_groups_have_the_contexts_of_one(tiny, artifacts, monkeyp
     monkeypatch.setattr(host.Ranks, "run", recorded)
     for settings in ((), TWO):
         workspace = opened_workspace(tiny, artifacts, tp=2, settings=settings)
-        workspace.shard("gemma3")
-        workspace.compile_text()
+        build.make(workspace, workspace.weight_sets("gemma3"))
+        build.make(workspace, workspace.text_graphs())
         residency = Residency(workspace, Recorder())
         ran_on[0].clear()
         with residency.text_encoder([short, long]) as encoder:
@@ -267,11 +270,13 @@ def test_tiles_of_a_clip_are_encoded_on_the_ranks_of_all_groups_as_the_host_does
     pixels, made = randn(1, 3, 17, 32, 224).clip(-1, 1), []
     for layout in TILED:
         workspace = opened_for_tiles(tiny, artifacts, 2, "float32", "resident=true", *layout)
-        workspace.shard("vae")
-        workspace.compile_encoder(job)
+        build.make(workspace, workspace.weight_sets("vae"))
+        build.make(workspace, workspace.encoder_graphs(job))
         assert workspace.encoder_tiles(job) == [(9, 32, 64), (17, 32, 64)]
         residency = Residency(workspace, Recorder())
-        tiles = residency.video_encoder({"encoder": workspace.encoder_programs(job)})
+        tiles = residency.video_encoder(
+            {"encoder": workspace.programs(workspace.encoder_graphs(job))}
+        )
         host = HostModels(workspace.checkpoint_path, workspace.config, torch.float32)
         made.append(host.encode_video(pixels, rank_tiles=tiles))
         groups = getattr(tiles.ranks, "groups", {}).values()

@@ -14,6 +14,7 @@ from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from helpers import wait_for
 from jobs import make_job
 
+from ltx_neuron import build
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tune.variant import compare_convolutions
@@ -49,7 +50,8 @@ def planted(tmp_path):
 
 def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path, planted):
     folder = tmp_path / "artifacts"
-    Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32").shard("dit")
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32")
+    build.make(workspace, workspace.weight_sets("dit"))
     common = ["--checkpoint-path", tiny.checkpoint, "--artifacts-dir", folder, "--profile", "cpu"]
     common += ["--tp-degree", 2, "--dtype", "float32", "--recipe", "distilled", *SIZE]
     tune = [sys.executable, "-m", "ltx_neuron.tune", *common, "--rounds", 1, "--steps", 2]
@@ -96,7 +98,7 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
 
 def test_both_forms_of_the_decoder_s_convolutions_are_timed_and_agree(tiny, tmp_path, capsys):
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 2, "float32")
-    workspace.shard("vae")
+    build.make(workspace, workspace.weight_sets("vae"))
     compare_convolutions(workspace, make_job("", Size(64, 64, 9)), 1)
     said = re.compile(r"vae_convolution=(\w+): ([\d.]+) ms a tile, (\S+) from conv2d")
     (two, ms, none), (three, other, little) = said.findall(capsys.readouterr().out)

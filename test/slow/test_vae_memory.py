@@ -43,14 +43,16 @@ from ltx_core.model.video_vae import VideoDecoderConfigurator
 from tiny.config import merge, released_config
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.host.vae import FastVideoDecoder
+from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.host.vae import host_decoder
 
 torch.set_num_threads({THREADS})
 config = merge(released_config(), {{"vae": {{"decoder_base_channels": 32}}}})
 decoder = VideoDecoderConfigurator.from_config(config).bfloat16().eval().requires_grad_(False)
 for weight in decoder.state_dict().values():
     weight.fill_(0.01)  # the statistics' memory may hold NaN
-decoder = FastVideoDecoder(decoder, Arithmetic(getattr(torch, sys.argv[1]), int(sys.argv[2])))
+arithmetic = Arithmetic(getattr(torch, sys.argv[1]), int(sys.argv[2]))
+decoder = host_decoder(video_decoder_config(config), decoder.state_dict(), arithmetic)
 host = HostModels("", config, torch.float32)
 host.video_decoder = decoder
 
@@ -62,7 +64,7 @@ decode(1, 1, 1)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 decode(*map(int, sys.argv[3:]))
-print(status("VmHWM") - before + sum(tensor.nbytes for tensor in decoder.state_dict().values()))
+print(status("VmHWM") - before + sum(tensor.nbytes for tensor in decoder.weights.values()))
 """
 
 
@@ -84,7 +86,8 @@ from ltx_neuron.host.media import pixels_of
 from ltx_core.model.video_vae import VideoEncoderConfigurator
 from tiny.config import merge, released_config
 from ltx_neuron.host.arithmetic import Arithmetic
-from ltx_neuron.host.vae import FastVideoEncoder
+from ltx_neuron.config.video import video_encoder_config
+from ltx_neuron.host.vae import host_encoder
 {STATUS}
 torch.set_num_threads({THREADS})
 config = merge(released_config(), {{"vae": {{"latent_channels": 32}}}})
@@ -94,7 +97,8 @@ for weight in encoder.state_dict().values():
 dtype = getattr(torch, sys.argv[1])
 arithmetic = Arithmetic(dtype, int(sys.argv[2]))
 host = HostModels("", config, dtype, arithmetic=arithmetic)
-host.video_encoder = FastVideoEncoder(encoder, arithmetic)
+encoder = host_encoder(video_encoder_config(config), encoder.state_dict(), arithmetic)
+host.video_encoder = encoder
 
 def encode(frames, height, width):
     frame = numpy.zeros((height, width, 3), numpy.uint8)
@@ -105,7 +109,7 @@ encode(1, 32, 32)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 encode(*map(int, sys.argv[3:]))
-print(status("VmHWM") - before + sum(tensor.nbytes for tensor in encoder.state_dict().values()))
+print(status("VmHWM") - before + sum(tensor.nbytes for tensor in encoder.weights.values()))
 """
 
 

@@ -11,6 +11,7 @@ from jobs import make_job, read_clip, read_voice, replace
 from safetensors.torch import save_file
 from swapping import ONE, TWO, assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
+from ltx_neuron import build
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.outputs import run_identity
@@ -134,8 +135,8 @@ def test_ranks_encode_each_prompt_with_the_connectors_of_its_jobs_lora(tiny, tmp
 
     def contexts(**options) -> list[torch.Tensor]:
         workspace = opened_workspace(tiny, artifacts, settings=["text_buckets=128,1024"])
-        workspace.shard("gemma3", map(workspace.text_loras, jobs))
-        workspace.compile_text()
+        build.make(workspace, workspace.weight_sets("gemma3", map(workspace.text_loras, jobs)))
+        build.make(workspace, workspace.text_graphs())
         with opened_engine(workspace, tiny, cache_prompts=False, **options) as engine:
             return [run.contexts[0].video for run in engine.encode(jobs)]
 

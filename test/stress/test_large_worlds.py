@@ -16,6 +16,7 @@ from steps import EQUAL
 from tiny import TinySizes, make_tiny
 from toy import SOON, alive
 
+from ltx_neuron import build
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.job import Size
 
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.timeout(600)
 
 def opened(tiny, artifacts, tp: int, settings: tuple[str, ...] = ()):
     workspace = opened_workspace(tiny, artifacts, 0, tp=tp, settings=settings)
-    workspace.shard("dit", [()])
-    workspace.compile_dit(JOB.buckets)
+    build.make(workspace, workspace.weight_sets("dit", [()]))
+    build.make(workspace, workspace.dit_graphs(JOB.buckets))
     engine = opened_engine(workspace, tiny)
     give_contexts(engine, JOB, lambda prompt: drawn(workspace, 7))
     return engine

@@ -1,12 +1,15 @@
 """ltx-neuron: its verbs, and how messages spell a command for whoever reads them."""
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from printed import runs
 from typed import run
 
 from ltx_neuron import demo, errors, invocation
@@ -141,6 +144,7 @@ def test_a_demo_that_is_not_there_says_where_to_take_it_from(tmp_path, capsys):
 # --- weights --------------------------------------------------------------------------------------
 
 
+@runs("build.py:check_finished: ltx-neuron shard")
 def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_ones(
     tiny, tmp_path, capsys
 ):
@@ -163,6 +167,12 @@ def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_o
     assert ended("verify", *common, *files) == 2
     said = capsys.readouterr().err
     assert "content differs" in said and invocation.command("shard gemma3") in said
+    assert ended("verify", *common) == 2
+    remove, make = capsys.readouterr().err.partition("Make it again: ")[2].split(" && ")
+    shutil.rmtree(shlex.split(remove)[-1])
+    words = shlex.split(make.replace("FILE", str(tiny.checkpoint)))
+    dispatch([*words[words.index("shard") :], *common, *files[2:]])
+    dispatch(["verify", *common])
 
 
 # --- how commands are spelled ---------------------------------------------------------------------

@@ -19,6 +19,7 @@ from graphs import block_graph
 from helpers import one_thread, randn, random_value, rel  # noqa: F401
 from toy import EQUAL, TP, make_toy, upload, wanted
 
+from ltx_neuron import build
 from ltx_neuron.backends import environment, nki
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
@@ -57,7 +58,7 @@ def dit(tiny, artifacts):
     """The folder of the tiny DiT's graphs, a block per graph."""
     cpu = resolve("cpu", ("blocks_per_graph=1",))
     workspace = Workspace(tiny.checkpoint, cpu, artifacts, TP, "float32", tiny.gemma_root)
-    (graphs,) = workspace.compile_dit([BUCKET])
+    (graphs,) = build.make(workspace, workspace.dit_graphs([BUCKET]))
     return graphs
 
 

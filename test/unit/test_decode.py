@@ -221,7 +221,7 @@ def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, ch
 def test_a_run_encodes_clips_by_the_fast_convolutions_in_what_its_latents_are_made_in(tiny, dtype):
     chosen = Arithmetic(torch.bfloat16, 8)  # of frames; a run in float32 has its latents so
     host, exact = host_models(tiny, dtype, arithmetic=chosen), host_models(tiny)
-    assert type(host.video_encoder).__name__ == "FastVideoEncoder"
+    assert type(host.video_encoder).__name__ == "HostVideoModel"
     assert host.video_encoder.arithmetic == (FLOAT32 if dtype == torch.float32 else chosen)
     assert type(exact.video_encoder).__name__ == "VideoEncoder"
     # In two tiles; in one where oneDNN may have no kernels for bfloat16 and takes minutes.
@@ -380,7 +380,7 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
 def _encode_fast(host: HostModels) -> None:
     host.arithmetic = FLOAT32
     host.encode_image(latent((1, 3, 1, 64, 64)))
-    assert type(host.video_encoder).__name__ == "FastVideoEncoder"
+    assert type(host.video_encoder).__name__ == "HostVideoModel"
 
 
 RUNS = {  # the start of a model's tensors in the checkpoint, and what runs it
@@ -445,11 +445,9 @@ def test_every_wrong_tensor_is_listed_in_one_error(tiny, tmp_path):
     )
     with pytest.raises(UserError) as error:
         next(models.decode_video(latent((1, 128, 1, 2, 2))))
-    assert "missing vae.decoder.conv_in.conv.bias" in str(error.value)
-    assert "unexpected vae.decoder.surplus" in str(error.value)
-    assert "wrong shape vae.per_channel_statistics.std-of-means: got (3,), wanted (128,)" in str(
-        error.value
-    )
+    assert "missing: vae.decoder.conv_in.conv.bias" in str(error.value)
+    assert "unexpected: vae.decoder.surplus" in str(error.value)
+    assert "vae.per_channel_statistics.std-of-means: (3,), wanted (128,)" in str(error.value)
     assert "--checkpoint-path" in str(error.value)
 
 
@@ -468,7 +466,7 @@ def test_statistics_that_nobody_reads_are_left_alone(tiny, tmp_path):
 def test_an_upsampler_of_the_other_kind_is_refused(tiny, kind, other):
     models = host_models(tiny, **{f"{kind}_upsampler_path": getattr(tiny, f"{other}_upsampler")})
     with pytest.raises(
-        UserError, match=f"--{kind}-upsampler-path: wanted a {kind} .* got a {other} one"
+        UserError, match=f"--{kind}-upsampler-path: wanted a {kind} .* got a {other} upsampler"
     ):
         models.upsample(latent((1, 128, 3, 2, 3)), kind)
 
@@ -482,7 +480,7 @@ def test_a_spatial_upsampler_of_another_factor_is_refused(tiny, tmp_path):
 
 
 def test_a_file_that_describes_no_upsampler_is_refused(tiny):
-    with pytest.raises(UserError, match="got a file without one"):
+    with pytest.raises(UserError, match="got a transformer of LTX 2.3"):
         host_models(tiny, spatial_upsampler_path=tiny.checkpoint).upsample(
             latent((1, 128, 3, 2, 3))
         )

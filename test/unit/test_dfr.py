@@ -8,16 +8,16 @@ import pytest
 import torch
 from jobs import make_job, replace
 
-from ltx_neuron.config.diffusion import DIFFUSION_VAE
+from ltx_neuron.config.diffusion import DIFFUSION_VAE, EMBEDDING
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.denoise.start import to_upsample
 from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.finished import of_release
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import check_dfr, notes
 from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.weights.lora import Lora
+from ltx_neuron.workspace import of_release
 
 LENGTHS = range(9, 530, 8)
 DETAIL = (Lora(Path("detail.safetensors"), 0.5),)
@@ -145,9 +145,10 @@ def test_stage_2_upsamples_the_video_of_stage_1_and_its_keyframes():
 
 
 @pytest.mark.parametrize(("kind", "told"), [(NEW, True), (OLD, False)])
-def test_a_render_says_that_the_diffusion_decoder_reads_no_keyframes(kind, told):
-    source = SimpleNamespace(notes=[])
+def test_a_render_says_where_the_diffusion_decoder_reads_the_keyframes(kind, told):
+    source, file = SimpleNamespace(notes=[]), SimpleNamespace(shapes=[EMBEDDING])
     files = SimpleNamespace(config={"vae": {}}, source=lambda *_: source)
+    files.files = SimpleNamespace(of=lambda section: file)
     assert notes(job(kind=kind), files) == []
     files.config["vae"]["_class_name"] = DIFFUSION_VAE
     assert ["keyframes" in note for note in notes(job(kind=kind), files)] == [True] * told

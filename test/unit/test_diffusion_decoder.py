@@ -216,7 +216,7 @@ def test_a_job_is_decoded_with_the_noise_of_its_seed():
     """Also in a batch: each job has its own seed."""
     seeds = []
 
-    def decode_video(video, seed):
+    def decode_video(video, seed, keyframes):
         seeds.append(seed)
         yield torch.zeros(1, 32, 32, 3, dtype=torch.uint8)
 
@@ -239,7 +239,7 @@ def test_in_bfloat16_the_host_computes_as_the_profile_says(tmp_path):
 
 def test_an_unknown_tensor_of_the_decoder_is_refused(tmp_path):
     path = write(tmp_path / "vae.safetensors", **{"vae.decoder.conv_mid": torch.zeros(8)})
-    with pytest.raises(UserError, match="unexpected vae.decoder.conv_mid"):
+    with pytest.raises(UserError, match="unexpected: vae.decoder.conv_mid"):
         HostModels(path, {"vae": VAE}, torch.float32).check(["video_decoder"])
 
 

@@ -616,21 +616,21 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
         invocation.command("shard transformer") in commands["DiT weights"]
         and invocation.command("compile gemma3") in commands["Gemma graphs"]
     )
-    assert "--height 64 --width 64 --num-frames 9" in commands["DiT graphs, stage_2"]
+    assert "--height 64 --width 64 --num-frames 9" in commands["DiT graphs"]
     assert {"checkpoint", "gemma", "spatial upsampler"} <= {
         f["check"] for f in findings if f["text"].find("is whole") > 0
     }
     _, others, _ = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags, "--neuron-vae")
     commands = {f["check"]: f["fix"] for f in others}
     assert invocation.command("shard vae") in commands["VAE weights"]
-    assert invocation.command("compile vae") in commands["VAE graphs"]
-    assert "--height 64 --width 64 --num-frames 9" in commands["VAE graphs"]
-    assert "sound weights" not in commands  # unless the ranks decode it
+    assert invocation.command("compile vae") in commands["video decoder graphs"]
+    assert "--height 64 --width 64 --num-frames 9" in commands["video decoder graphs"]
+    assert "sound decoder graphs" not in commands  # unless the ranks decode it
     flags += "--neuron-vae", "--profile-set", "sound_on_ranks=true"
     _, others, _ = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags)
     commands = {f["check"]: f["fix"] for f in others}
-    assert "--profile-set sound_on_ranks=true" in commands["sound graphs"]
-    assert invocation.command("shard vae") in commands["sound weights"]
+    assert "--profile-set sound_on_ranks=true" in commands["sound decoder graphs"]
+    assert "--profile-set sound_on_ranks=true" in commands["VAE weights"]
     flags = flags[:-3]
     code, others, _ = doctor(here, "--checkpoint-path", damaged, *flags)
     (broken,) = [f for f in others if f["check"] == "checkpoint"]

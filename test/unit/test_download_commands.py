@@ -434,7 +434,7 @@ def test_a_transformer_of_2_5_alone_names_the_download_of_its_parts(
 
 
 @runs(
-    "finished.py:_merged: hf download",
+    "workspace.py:_merged: hf download",
     "preflight.py:check_distilled_loras: hf download",
     "weights/lora.py:_missing: hf download",
 )

@@ -101,9 +101,17 @@ def test_a_file_without_a_head_and_one_of_other_widths_are_refused(checkpoint, t
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("mlp_out.bias", lambda tensors, name: tensors.pop(name), "missing {}"),
-        ("mlp_more.bias", lambda tensors, name: tensors.update({name: torch.zeros(1)}), "unexp"),
-        ("mlp_out.bias", lambda tensors, name: tensors.update({name: torch.zeros(2)}), "wrong sh"),
+        ("mlp_out.bias", lambda tensors, name: tensors.pop(name), "missing: {}"),
+        (
+            "mlp_more.bias",
+            lambda tensors, name: tensors.update({name: torch.zeros(1)}),
+            "unexpected: {}",
+        ),
+        (
+            "mlp_out.bias",
+            lambda tensors, name: tensors.update({name: torch.zeros(2)}),
+            r"{}: \(2,\), wanted",
+        ),
     ],
 )
 def test_a_head_with_other_tensors_than_its_config_has_is_refused(

@@ -16,7 +16,7 @@ from jobs import make_job, replace
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import flags, plan
+from ltx_neuron import build, flags, plan
 from ltx_neuron.doctor import checks
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json
@@ -207,14 +207,14 @@ def test_half_the_bytes_of_a_weight_are_read_and_never_more_than_a_piece(
 
 def test_an_fp8_file_has_its_own_identity_and_is_verified(scaled, tiny, tmp_path):
     workspace = Workspace(scaled, resolve("cpu"), tmp_path, 2, "bfloat16")
-    (folder,) = workspace.shard("dit")
+    (folder,) = build.make(workspace, workspace.weight_sets("dit"))
     assert workspace.identity["weights"] == "float8, dequantised"
     source = workspace.source("dit")
     specs = shard_specs(source, 2, {})
     assert compare(source, folder, torch.bfloat16, specs) == []
     identity = read_json(folder / MANIFEST)["identity"]
     plain = Workspace(scaled.with_suffix(".plain"), resolve("cpu"), tmp_path, 2, "bfloat16")
-    assert plain.weights_identity(plain.source("dit"))["source"] != identity["source"]
+    assert plain.weight_set("dit").identity["source"] != identity["source"]
     assert "weights" not in plain.identity
     other = tmp_path / "other.safetensors"
     rewrite(scaled, other, lambda tensors: tensors[f"{QUERY}.weight_scale"].mul_(2))

@@ -251,9 +251,7 @@ def test_files_of_the_hub_have_the_identities_of_their_local_copies(hub, tiny):
     named = parsed("--checkpoint-path", LTX, "--gemma-root", GEMMA, "--lora", LTX, "0.5")
     local, own, given = flags.workspace(local), flags.workspace(named), flags.spec(named)
     for model in ("dit", "gemma3"):
-        assert own.weights_identity(own.source(model)) == local.weights_identity(
-            local.source(model)
-        )
+        assert own.weight_set(model).identity == local.weight_set(model).identity
     (lora,) = given.loras
     assert lora.path.name == FILES["lora"] and lora.strength == 0.5
 

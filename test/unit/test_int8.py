@@ -7,6 +7,7 @@ import torch
 from int8_files import note, rotation
 from safetensors.torch import save_file
 
+from ltx_neuron import build
 from ltx_neuron.errors import UserError
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
@@ -68,7 +69,7 @@ def test_every_way_to_read_an_int8_tensor_gives_the_dequantised_one(files, model
 def test_an_int8_set_is_verified_and_its_identity_and_lines_say_so(files, tmp_path):
     path = files["dit"][0].path
     workspace = Workspace(path, resolve("cpu"), tmp_path, 2, "bfloat16")
-    (folder,) = workspace.shard("dit")
+    (folder,) = build.make(workspace, workspace.weight_sets("dit"))
     assert workspace.identity["weights"] == "int8, dequantised"
     source = workspace.source("dit")
     assert compare(source, folder, torch.bfloat16, shard_specs(source, 2, {})) == []

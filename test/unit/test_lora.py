@@ -14,7 +14,7 @@ from recipes_oracle import fused_state
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import flags
+from ltx_neuron import build, flags
 from ltx_neuron.artifacts import finished_weights
 from ltx_neuron.commands import dispatch
 from ltx_neuron.errors import UserError
@@ -340,7 +340,7 @@ def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(t
 
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(tiny.lora.read_bytes())
-    made = workspace().shard("dit", sets(tiny.lora))
+    made = build.make(workspace(), workspace().weight_sets("dit", sets(tiny.lora)))
     assert len(set(made)) == 2
     assert [workspace().dit_weights(loras) for loras in sets(copy)] == made
     with pytest.raises(UserError, match=r"shard transformer .*--lora .* 0\.75 .*--tp-degree 2"):
@@ -466,15 +466,16 @@ def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_pa
         make_job("ic", two, stage_1_loras=(Lora(tiny.lora, 0.75),)),
         make_job("style", Size(64, 64, 9), loras=(lora,)),  # stage 1 of hq is that set
     ]
-    workspace.shard("dit")
+    build.make(workspace, workspace.weight_sets("dit"))
+    sets = [workspace.weight_set("dit", stage.loras) for job in jobs for stage in job.stages]
     with pytest.raises(UserError) as error:
-        workspace.check_dit_weights(jobs)
+        workspace.find_all(sets)
     program = command("shard transformer")
     commands = [line for line in str(error.value).splitlines() if program in line]
     assert len(commands) == 3
     for typed in commands:
         dispatch(["shard", "transformer", *shlex.split(typed.partition(program)[2])])
-    workspace.check_dit_weights(jobs)
+    workspace.find_all(sets)
     assert len(finished_weights(workspace.artifacts, "dit")) == 4
 
 

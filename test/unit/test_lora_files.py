@@ -12,6 +12,7 @@ from helpers import one_thread, randn  # noqa: F401
 from jobs import make_job
 from safetensors.torch import load_file, save_file
 
+from ltx_neuron import build
 from ltx_neuron.errors import UserError
 from ltx_neuron.hub import RELEASED
 from ltx_neuron.job import Job, Size
@@ -304,7 +305,10 @@ def test_a_lora_on_both_sides_is_sharded_into_both(tiny, tmp_path):
 
     def made(checkpoint: Path, *loras: Lora) -> list[dict]:
         workspace = opened(checkpoint, tiny, tmp_path / checkpoint.stem)
-        folders = [workspace.shard(model, [loras])[0] for model in ("dit", "gemma3")]
+        folders = [
+            build.make(workspace, workspace.weight_sets(model, [loras]))[0]
+            for model in ("dit", "gemma3")
+        ]
         return [load_file(f / file) for f in folders for file in (rank_file(0), HOST_FILE)]
 
     for got, wanted in zip(made(tiny.checkpoint, lora), made(by_hand), strict=True):
@@ -317,7 +321,7 @@ def test_the_command_of_missing_gemma_weights_has_the_lora(tiny, tmp_path):
     lora = Lora(written(tmp_path, connector_lora(tiny)), STRENGTH)
     with pytest.raises(UserError, match=rf"shard gemma3 .*--lora {lora.path} 0\.7"):
         workspace.weights("gemma3", workspace.text_loras(job_with(lora)))
-    workspace.shard("gemma3")
+    build.make(workspace, workspace.weight_sets("gemma3"))
     plain = workspace.weights("gemma3", workspace.text_loras(job_with(Lora(tiny.lora))))
     assert plain == workspace.weights("gemma3")  # no layer of the connectors
 
@@ -456,7 +460,10 @@ def test_tensors_of_other_models_are_left_out_as_upstream_does_and_counted(tiny,
     assert f"{len(strays)} tensors of other models" in note and "are left out" in note
     assert merged(tiny, tiny.lora).notes == []
     loras = (Lora(tmp_path / "outside.safetensors"),)
-    opened(tiny.checkpoint, tiny, tmp_path).shard("dit", (loras,))
+    build.make(
+        opened(tiny.checkpoint, tiny, tmp_path),
+        opened(tiny.checkpoint, tiny, tmp_path).weight_sets("dit", (loras,)),
+    )
     assert capsys.readouterr().out.startswith(f"{note}\n")
 
 

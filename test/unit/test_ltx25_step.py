@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.finished import of_release
 from ltx_neuron.job import Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
@@ -30,6 +29,7 @@ from ltx_neuron.sampling.conditions import (
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
 from ltx_neuron.sampling.spec import LoraFile
+from ltx_neuron.workspace import of_release
 
 # Latents after step 1 and after all, by ltx-core and ltx-pipelines 1.2.0 on the same weights,
 # images and contexts (fp32).

@@ -19,7 +19,7 @@ from helpers import locked, said_to_an_ordinary_user
 from printed import runs
 from torch import Tensor, nn
 
-from ltx_neuron import invocation
+from ltx_neuron import build, invocation
 from ltx_neuron.backends import manifest, registry
 from ltx_neuron.backends.export import (
     TorchDistComm,
@@ -36,7 +36,7 @@ from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import resolve
-from ltx_neuron.workspace import Workspace
+from ltx_neuron.workspace import Need, Workspace
 
 ROWS = Field((4, 8), torch.float32)
 INPUTS = {"x": ROWS, "video_latent": ROWS}
@@ -140,10 +140,11 @@ def test_a_second_compile_of_the_same_graphs_waits_for_the_first_and_takes_them(
 ):
     compile_graphs, second = registry.compile_program, []
     identity = {"kind": "graphs", "model": "toy", "tp": 1, "dtype": "float32"}
+    need = Need("graphs", identity, "compile", program=lambda: program(2, 3))
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 1, "float32")
 
     def compiled() -> list:
-        return workspace._compile([identity], [lambda: program(2, 3)])
+        return build.make(workspace, [need])
 
     def meanwhile(*how) -> None:
         assert not second, "both compiled"

@@ -12,6 +12,7 @@ from jobs import make_job
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ltx_neuron import build
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.loading import upsampler_spec
 from ltx_neuron.host.models import HostModels
@@ -151,8 +152,9 @@ def test_the_released_repository_has_a_file_of_every_kind():
 def test_the_tiny_files_have_the_weights_of_every_model_of_the_ranks(split):
     opened = workspace(split.distilled)
     for model in ("dit", "gemma3", "vae"):
-        for source in opened.sources_of(model, ()):
-            assert opened.weight_bytes(source) > 0  # UserError unless the tensors are the model's
+        for need in opened.weight_sets(model):
+            # UserError unless the tensors are the model's
+            assert build.weight_bytes(opened, need) > 0
     names = {*opened.source("dit").names}
     assert "keyframes_abs_pos_embedding" in names
     assert "transformer_blocks.0.audio_ff.net.2.bias" in names

@@ -12,7 +12,7 @@ from jobs import make_job, replace
 from plans import counted_once  # noqa: F401
 from tiny.config import released_config
 
-from ltx_neuron import plan
+from ltx_neuron import build, plan
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.transformer import transformer_config
@@ -434,7 +434,7 @@ def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
     ):
         Engine(workspace, Recorder(), RunOptions(neuron_gemma=True)).preflight.check([job])
     with pytest.raises(UserError, match="the text encoder at tp 4 needs 2.15 GB a core"):
-        workspace.compile_text()
+        build.make(workspace, workspace.text_graphs())
     assert list(tmp_path.iterdir()) == []
     enough = Workspace(tiny.checkpoint, PROFILES["cpu"], tmp_path, 4, "float32", tiny.gemma_root)
     with pytest.raises(UserError, match="no dit graphs"):

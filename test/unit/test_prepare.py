@@ -1,17 +1,15 @@
 """ltx-neuron prepare: what a generation needs, what is said of it beforehand, and when it stops.
 What it makes: test/slow/test_prepare.py."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from engines import opened_workspace
 from helpers import picture_frames, tone, write_film, write_sound
 from jobs import make_job
 
-from ltx_neuron import errors, files, invocation
-from ltx_neuron.commands import dispatch, prepare
+from ltx_neuron import build, errors, files, invocation
+from ltx_neuron.commands import dispatch
 from ltx_neuron.commands.prepare import Part, Preparation, parts_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_seconds
@@ -107,12 +105,12 @@ def test_the_two_forms_of_the_vae_s_convolutions_have_graphs_of_their_own(tiny, 
     for form in ("conv2d", "conv3d"):
         settings = ["resident=true", f"vae_convolution={form}"]
         workspace = opened_workspace(tiny, tmp_path, settings=settings)
-        graphs = (workspace.tile_identities(job.latent_shape), workspace.encoder_identities(job))
-        made[form] = [[*each.values()] for each in graphs]
+        graphs = workspace.decoder_graphs(job.latent_shape), workspace.encoder_graphs(job)
+        made[form] = [[need.identity for need in each] for each in graphs]
     for two, three in zip(*made.values(), strict=True):
         assert two and all(each not in three for each in two)
     with pytest.raises(UserError, match=r"compile vae .* --profile-set vae_convolution=conv3d"):
-        workspace.tile_programs(job.latent_shape)
+        workspace.programs(workspace.decoder_graphs(job.latent_shape))
 
 
 def test_the_size_of_weights_is_known_before_they_are_written(tiny, tmp_path):
@@ -179,8 +177,8 @@ def test_graphs_that_the_ranks_compile_are_there_when_these_have_compiled_them(
     workspace = opened_workspace(tiny, tmp_path, settings=["compile_backend=inductor"])
     part = parts_of(workspace, [make_job("", SMALL)], RunOptions())[1]._replace(make=lambda: None)
     # Their manifests are whole.
-    monkeypatch.setattr(workspace, "is_made", lambda identity: True)
-    monkeypatch.setattr(prepare.artifacts, "find", lambda *_: None)
+    monkeypatch.setattr(workspace, "is_made", lambda need: True)
+    monkeypatch.setattr(workspace, "find", lambda *_: None)
     first = Preparation(workspace, [part], "prepare")
     assert first.missing
     first.run()
@@ -255,15 +253,13 @@ def test_one_that_is_stopped_says_how_to_go_on(typed, monkeypatch, capsys):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Workspace, "shard", stop)
+    monkeypatch.setattr(build, "shard_weights", stop)
     assert code_of("prepare", *typed) == 130
     said = capsys.readouterr().err
     assert f"to continue, type: {invocation.command('prepare', *typed)}" in said
 
 
-def test_generate_names_prepare_with_its_own_flags_and_a_script_names_scripts(
-    typed, tmp_path, monkeypatch, capsys
-):
+def test_generate_names_prepare_with_its_own_flags(typed, tmp_path, capsys):
     rest = ["--seed", "4", "--prompt", "rain", "--output-path", str(tmp_path / "a.mp4")]
     assert code_of("generate", *typed, *rest) == 2
     said = capsys.readouterr().err
@@ -274,7 +270,3 @@ def test_generate_names_prepare_with_its_own_flags_and_a_script_names_scripts(
     assert code_of("batch", *typed, str(lines), *output) == 2
     wanted = invocation.command("prepare", "--prompts-file", str(lines), *typed)
     assert f"Make them: {wanted}\n" in capsys.readouterr().err
-    script = Path(prepare.__file__).parents[2] / "generate_ltx23.py"
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    assert code_of("generate", *typed, *rest) == 2
-    assert "compile/compile_transformer.py --checkpoint-path" in capsys.readouterr().err

@@ -182,7 +182,7 @@ REMEDIES = {
     "flags/__init__.py:_guidance_settings: --guidance": (
         "generate --recipe dev --guidance video_cfg => --guidance video_cfg=3"
     ),
-    "flags/__init__.py:_check_sharding: --checkpoint-path": "shard ~--checkpoint-path",
+    "commands/shard.py:main: --checkpoint-path": "shard ~--checkpoint-path",
     "host/facts.py:read_media: --lora": (
         "generate ~--num-frames --two-stage --reference-video {film}"
     ),
@@ -372,7 +372,7 @@ def test_every_command_of_a_block_of_a_page_is_taken_by_its_parser(page):
     "commands/generate.py:-: ltx-neuron generate",
     "commands/prepare.py:-: ltx-neuron prepare",
     "commands/shard.py:main: ltx-neuron shard",
-    "commands/verify.py:-: ltx-neuron verify",
+    "commands/shard.py:-: ltx-neuron verify",
     "doctor/__main__.py:build_parser: ltx-neuron doctor",
     "plan/__main__.py:-: ltx-neuron plan",
     "serve/__main__.py:-: ltx-neuron serve",

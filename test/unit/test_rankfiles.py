@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from xxhash import xxh3_128
 
-from ltx_neuron import artifacts, residency
+from ltx_neuron import artifacts, build, residency
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json
@@ -233,7 +233,7 @@ def test_what_a_model_lacks_has_too_many_of_or_wants_otherwise_is_listed_before_
     lines = str(error.value).splitlines()[1:]
     assert [line.strip() for line in lines] == [
         "missing: new.weight",
-        "proj_out.bias: [128] a rank, wanted [3]",
+        "proj_out.bias: (128,), wanted (3,)",
         "unexpected: proj_out.weight",
     ]
 
@@ -249,7 +249,7 @@ def test_a_checkpoint_without_a_tensor_of_its_model_is_refused_by_the_workspace(
         tmp_path / "lacking.safetensors", resolve("cpu"), tmp_path / "artifacts", TP, "float32"
     )
     with pytest.raises(UserError, match=r"missing: transformer_blocks\.1\.attn1\.to_q\.weight"):
-        workspace.shard("dit")
+        build.make(workspace, workspace.weight_sets("dit"))
     assert not (tmp_path / "artifacts").exists()
 
 

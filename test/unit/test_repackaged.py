@@ -12,7 +12,7 @@ from helpers import one_thread  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import errors
+from ltx_neuron import build, errors
 from ltx_neuron.commands import dispatch
 from ltx_neuron.config.release import identified, release_of
 from ltx_neuron.errors import UserError
@@ -46,7 +46,7 @@ def read(workspace: Workspace) -> dict[tuple[str, str], torch.Tensor]:
     """Every tensor of every model, by the model and our name."""
     sources = {model: workspace.source(model) for model in MODELS}
     for model in MODELS:
-        workspace.check_weights(model)
+        build.check_weights(workspace, model)
     return {
         (m, name): source.tensor(name) for m, source in sources.items() for name in source.names
     }
@@ -170,7 +170,7 @@ def test_an_unknown_tensor_of_the_transformer_itself_is_refused(tiny, tmp_path, 
     tensors = load_file(tiny.checkpoint) | {f"{DIT}{name}": torch.ones(4)}
     save_file(tensors, path, metadata(tiny.checkpoint))
     with pytest.raises(UserError, match=f"{name}.*matches 0 rows"):
-        opened(path, tiny.gemma_root).check_weights("dit")
+        build.check_weights(opened(path, tiny.gemma_root), "dit")
 
 
 # --- in several files -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from helpers import (
 from tiny import TinySizes
 from tiny.config import released_config
 
+from ltx_neuron import build
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
@@ -309,7 +310,9 @@ def test_tokens_are_divided_where_every_rank_gets_as_many(tokens, tp, may):
 def test_what_does_not_divide_is_compiled_whole_and_said(tiny, tmp_path, capsys):
     profile = resolve("cpu", ("sequence_parallel=true", "blocks_per_graph=1"))
     workspace = Workspace(tiny.checkpoint, profile, tmp_path, TP, "float32")
-    folders = workspace.compile_dit([Bucket(18, 18, 1, 8), Bucket(24, 18, 1, 8)])
+    folders = build.make(
+        workspace, workspace.dit_graphs([Bucket(18, 18, 1, 8), Bucket(24, 18, 1, 8)])
+    )
     assert capsys.readouterr().out == (
         "18 video tokens are not divisible by 4 ranks: compiled without sequence parallelism\n"
     )

@@ -14,7 +14,6 @@ from typed import parsed, said
 from ltx_neuron import flags
 from ltx_neuron.decode import Decoder
 from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.finished import _shape_flags
 from ltx_neuron.host.conditions import check, encode
 from ltx_neuron.host.media import Sound, read_sound
 from ltx_neuron.host.models import HostModels
@@ -27,6 +26,7 @@ from ltx_neuron.resume import JobRun
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 from ltx_neuron.sampling.latents import SAMPLE_RATE
 from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.workspace import job_flags
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,9 +46,9 @@ def test_a_tail_needs_the_graphs_of_the_sum_and_is_typed_as_it_was():
     assert Job.validated(job.to_line()).describe() == job.describe()
     line = job.describe()
     assert (line["num_frames"], line["tail_frames"]) == (17, 8)
-    words = [*map(str, _shape_flags(job))]
+    words = [*map(str, job_flags(job))]
     assert "--num-frames 17" in " ".join(words) and "--tail-frames 8" in " ".join(words)
-    assert "--tail-frames" not in map(str, _shape_flags(WHOLE))
+    assert "--tail-frames" not in map(str, job_flags(WHOLE))
     assert flags.shape(parsed(*words, compiles=True), "distilled").buckets == job.buckets
     assert replace(job, upscale="temporal").output_frames == 33
 

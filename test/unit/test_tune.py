@@ -381,7 +381,7 @@ def choose(workspace: Workspace, run: dict, graphs: dict, size: Size = SIZE) -> 
 
 def dit_identity(workspace: Workspace, size: Size = SIZE) -> dict:
     buckets = make_job("", size).buckets
-    return workspace._dit_identity(buckets[0], workspace.dit_profile(buckets))
+    return workspace.dit_graphs(buckets)[0].identity
 
 
 def test_graph_settings_are_those_of_the_dit_and_of_its_size_alone(tiny, tmp_path):
@@ -392,7 +392,8 @@ def test_graph_settings_are_those_of_the_dit_and_of_its_size_alone(tiny, tmp_pat
     ours = dit_identity(workspace)
     assert (ours["attention"], ours["blocks_per_graph"]) == ("matmul", 1)
     assert dit_identity(workspace, Size(96, 64, 9)) == dit_identity(plain, Size(96, 64, 9))
-    assert workspace.text_identities([64]) == plain.text_identities([64])
+    of_text = ([n.identity for n in w.text_graphs([64])] for w in (workspace, plain))
+    assert next(of_text) == next(of_text)
     assert workspace.profile.attention == "sdpa" and workspace.profile.threads == 2
     assert workspace.identity["rank_threads"] == 2
 

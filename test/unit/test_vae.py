@@ -1,4 +1,4 @@
-"""Our forward of the video decoder against ltx-core's, on the same modules."""
+"""The video decoder on the host against ltx-core's, with the same weights."""
 
 from pathlib import Path
 
@@ -6,33 +6,49 @@ import pytest
 import torch
 from helpers import fp32_bound, generator, one_thread, randn, randomised, rel  # noqa: F401
 from tiny import TinySizes
-from tiny.config import merge, released_config, tiny_config
+from tiny.config import merge, tiny_config
 from torch import nn
 
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.host import vae, winograd
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, arithmetic, bfloat16_speed
-from ltx_neuron.host.vae import FastVideoDecoder
+from ltx_neuron.host.vae import HostVideoModel, host_decoder
+from ltx_neuron.models.video_decoder import DepthToSpace
 
 # What tiles multiply roundings by: see test_vae_winograd. A frame, pixel or channel in the wrong
 # place leaves 0.1.
 AMPLIFICATION = 3.3**3
 LATENTS = [(1, 1, 1), (2, 3, 1), (3, 2, 5)]
-# Not the released order, nor its factors.
-OTHER_ORDER = [
-    ["res_x", {"num_layers": 2}],
-    ["compress_space", {"multiplier": 1}],
-    ["compress_all", {"multiplier": 4}],
-    ["res_x", {"num_layers": 1}],
-    ["compress_time", {"multiplier": 2}],
-]
+# Not the released order, nor its divisors of the channels.
+OTHER = {
+    "decoder_blocks": [
+        ["res_x", {"num_layers": 2}],
+        ["compress_all", {"multiplier": 2}],
+        ["compress_space", {"multiplier": 1}],
+        ["compress_all", {"multiplier": 4}],
+        ["res_x", {"num_layers": 1}],
+        ["compress_all", {"multiplier": 2}],
+    ],
+    "patch_size": 2,
+    "decoder_base_channels": 8,
+}
+
+
+def config_of(**changes) -> dict:
+    return merge(tiny_config(TinySizes()), {"vae": changes})
 
 
 def ltx_decoder(**changes) -> nn.Module:
     """ltx-core's decoder of the tiny config with changes, with random weights."""
     from ltx_core.model.video_vae import VideoDecoderConfigurator
 
-    return randomised(
-        VideoDecoderConfigurator.from_config(merge(tiny_config(TinySizes()), {"vae": changes}))
+    return randomised(VideoDecoderConfigurator.from_config(config_of(**changes)))
+
+
+def host_like(decoder: nn.Module, arithmetic: Arithmetic = FLOAT32, **changes) -> HostVideoModel:
+    """The host's decoder with the weights of ltx-core's."""
+    return host_decoder(
+        video_decoder_config(config_of(**changes)), decoder.state_dict(), arithmetic
     )
 
 
@@ -58,32 +74,26 @@ def test_frames_equal_ltx_cores(method, size):
     latent = randn(1, 128, *size)
     wanted = decoder(latent)
     assert wanted.shape == (1, 3, 8 * size[0] - 7, 32 * size[1], 32 * size[2])
-    assert rel(FastVideoDecoder(decoder)(latent), wanted) < rounding(decoder, method)
+    assert rel(host_like(decoder)(latent), wanted) < rounding(decoder, method)
 
 
 def test_another_order_of_blocks_is_followed(method, monkeypatch):
     # Some of eight parts of an upsampling at a time, not evenly.
     monkeypatch.setattr(vae, "LARGEST_FILTERS", 3 * 32 * 16)
-    decoder = ltx_decoder(decoder_blocks=OTHER_ORDER, patch_size=2, decoder_base_channels=8)
+    decoder = ltx_decoder(**OTHER)
     latent = randn(1, 128, 2, 3, 2)
-    assert rel(FastVideoDecoder(decoder)(latent), decoder(latent)) < rounding(decoder, method)
-
-
-def test_each_latent_of_a_batch_is_decoded():
-    decoder = FastVideoDecoder(ltx_decoder())
-    latents = randn(2, 128, 1, 2, 1)
-    wanted = torch.cat([decoder(latent[None]) for latent in latents])
-    assert torch.equal(decoder(latents), wanted)
+    got = host_like(decoder, **OTHER)(latent)
+    assert rel(got, decoder(latent)) < rounding(decoder, method)
 
 
 def test_twice_the_same_latent_gives_the_same_bits(method):
-    decoder, latent = FastVideoDecoder(ltx_decoder()), randn(1, 128, 2, 2, 3)
+    decoder, latent = host_like(ltx_decoder()), randn(1, 128, 2, 2, 3)
     assert torch.equal(decoder(latent), decoder(latent))
 
 
 def test_bfloat16_weights_and_latents_are_computed_with_in_float32():
     decoder, latent = ltx_decoder().bfloat16(), randn(1, 128, 2, 2, 2).bfloat16()
-    frames = FastVideoDecoder(decoder)(latent)
+    frames = host_like(decoder)(latent)
     assert frames.dtype == torch.float32
     assert rel(frames, decoder.float()(latent.float())) < rounding(decoder)
 
@@ -109,22 +119,20 @@ def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(method, size):
     latent = randn(1, 128, *size)
     wanted = exact(latent)
     theirs = rel(decoder(latent.bfloat16()), wanted)
-    frames = FastVideoDecoder(decoder, BFLOAT16)(latent)
+    frames = host_like(decoder, BFLOAT16)(latent)
     assert frames.dtype == torch.float32
     assert 0 < rel(frames, wanted) <= theirs
 
 
 def test_twice_the_same_latent_gives_the_same_bits_in_bfloat16(method):
-    decoder, latent = FastVideoDecoder(ltx_decoder(), BFLOAT16), randn(1, 128, 2, 2, 3)
+    decoder, latent = host_like(ltx_decoder(), BFLOAT16), randn(1, 128, 2, 2, 3)
     assert torch.equal(decoder(latent), decoder(latent))
 
 
 def test_weights_laid_out_for_bfloat16_are_the_same_weights():
-    decoder = ltx_decoder().bfloat16()
-    before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
-    after = FastVideoDecoder(decoder, BFLOAT16).state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    before = ltx_decoder().bfloat16().state_dict()
+    after = host_decoder(video_decoder_config(config_of()), before, BFLOAT16).weights
+    assert all(torch.equal(before[name], after[name]) for name in after)
 
 
 def test_bfloat16_is_taken_for_a_run_in_it_where_this_cpu_is_faster_in_it():
@@ -136,72 +144,11 @@ def test_bfloat16_is_taken_for_a_run_in_it_where_this_cpu_is_faster_in_it():
     assert arithmetic("bfloat16", torch.float32) == Arithmetic(torch.bfloat16, speed)
 
 
-def test_the_released_decoder_is_known():
-    from ltx_core.model.video_vae import VideoDecoderConfigurator
-
-    with torch.device("meta"):
-        released = VideoDecoderConfigurator.from_config(released_config())
-        assert FastVideoDecoder.unknown_modules(released) == []
-
-
-def another_activation(decoder):
-    decoder.up_blocks[2].res_blocks[0].non_linearity = nn.GELU()
-
-
-def another_epsilon(decoder):
-    decoder.conv_norm_out.eps = 1e-6
-
-
-@pytest.mark.parametrize(
-    ("changes", "change", "named"),
-    [
-        ({"causal_decoder": True}, None, "decoder: VideoDecoder"),
-        ({"timestep_conditioning": True}, None, "up_blocks.0: UNetMidBlock3D"),
-        (
-            {"decoder_blocks": [["res_x", {"num_layers": 1, "inject_noise": True}]]},
-            None,
-            "res_blocks.0: ResnetBlock3D",
-        ),
-        (
-            {"decoder_blocks": [["compress_all", {"residual": True}]]},
-            None,
-            "up_blocks.0: DepthToSpaceUpsample",
-        ),
-        (
-            {"decoder_blocks": [["res_x_y", {"multiplier": 2}]]},
-            None,
-            "up_blocks.0.norm3: GroupNorm",
-        ),
-        ({"norm_layer": "group_norm"}, None, "conv_norm_out: GroupNorm"),
-        ({"spatial_padding_mode": "reflect"}, None, "conv_in.conv: Conv3d"),
-        ({}, another_activation, "up_blocks.2.res_blocks.0.non_linearity: GELU"),
-        ({}, another_epsilon, "conv_norm_out: PixelNorm"),
-    ],
-)
-def test_what_the_released_decoder_does_not_have_is_refused_by_name(changes, change, named):
-    decoder = ltx_decoder(decoder_base_channels=32, **changes)
-    if change:
-        change(decoder)
-    with pytest.raises(ValueError, match="not the released video decoder") as error:
-        FastVideoDecoder(decoder)
-    assert named in str(error.value)
-
-
-def test_weights_are_shared_with_the_decoder_it_was_made_from():
+def test_weights_are_shared_with_the_decoder_that_they_are_of():
     decoder = ltx_decoder()
-    ours = FastVideoDecoder(decoder)
-    assert ours.state_dict().keys() == decoder.state_dict().keys()
-    assert all(
-        ours.state_dict()[name].data_ptr() == tensor.data_ptr()
-        for name, tensor in decoder.state_dict().items()
-    )
-
-
-def test_no_noise_is_drawn():
-    decoder, noise = FastVideoDecoder(ltx_decoder()), generator(3)
-    before = noise.get_state()
-    decoder(randn(1, 128, 1, 1, 1), generator=noise)
-    assert torch.equal(noise.get_state(), before)
+    given, ours = decoder.state_dict(), host_like(decoder).weights
+    assert given.keys() == ours.keys()
+    assert all(ours[name].data_ptr() == tensor.data_ptr() for name, tensor in given.items())
 
 
 def resident() -> int:
@@ -218,7 +165,7 @@ def free_between(in_use: list) -> None:
 
 
 def test_memory_that_earlier_tiles_freed_is_given_back_before_the_next():
-    decoder, latent, in_use = FastVideoDecoder(ltx_decoder()), randn(1, 128, 1, 1, 1), []
+    decoder, latent, in_use = host_like(ltx_decoder()), randn(1, 128, 1, 1, 1), []
     for _ in range(2):
         free_between(in_use)
         before = resident()
@@ -228,21 +175,21 @@ def test_memory_that_earlier_tiles_freed_is_given_back_before_the_next():
 
 def test_memory_that_a_tiles_earlier_stages_freed_is_given_back_before_the_next_stage(monkeypatch):
     in_use, freed, given_back = [], [], []
-    upsample, unpatchify = vae._DecoderStage.upsample, vae.unpatchify
+    upsampled, last = vae.FUNCTIONS[DepthToSpace], vae.last
 
-    def upsample_and_free(stage, block):
+    def upsample_and_free(module, features):
         if freed:
             given_back.append(freed[-1] - resident())
-        following = upsample(stage, block)
+        following = upsampled(module, features)
         free_between(in_use)
         freed.append(resident())
         return following
 
-    def last(pixels, patch_size):
+    def at_last(module, features):
         given_back.append(freed[-1] - resident())
-        return unpatchify(pixels, patch_size)
+        return last(module, features)
 
-    monkeypatch.setattr(vae._DecoderStage, "upsample", upsample_and_free)
-    monkeypatch.setattr(vae, "unpatchify", last)
-    FastVideoDecoder(ltx_decoder())(randn(1, 128, 1, 1, 1))
+    monkeypatch.setitem(vae.FUNCTIONS, DepthToSpace, upsample_and_free)
+    monkeypatch.setattr(vae, "last", at_last)
+    host_like(ltx_decoder())(randn(1, 128, 1, 1, 1))
     assert len(given_back) == 4 and min(given_back) > 80e6

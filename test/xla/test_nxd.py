@@ -41,7 +41,7 @@ from tiny import TinySizes, make_tiny
 from tiny.config import merge, tiny_config
 from torch import Tensor
 
-from ltx_neuron import profiles
+from ltx_neuron import build, profiles
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
 from ltx_neuron.backends.export import trace as export_trace
@@ -124,10 +124,10 @@ def workspace(assets, tmp_path_factory):
     """Sharded, and compiled for a two-stage job: two buckets of the DiT, whose graph of one block
     serves both of its blocks, two of Gemma3, the connectors."""
     workspace = open_workspace(assets, tmp_path_factory.mktemp("artifacts"), CUT)
-    workspace.shard("dit")
-    workspace.shard("gemma3")
-    workspace.compile_text()
-    workspace.compile_dit(SHAPE.buckets)
+    build.make(workspace, workspace.weight_sets("dit"))
+    build.make(workspace, workspace.weight_sets("gemma3"))
+    build.make(workspace, workspace.text_graphs())
+    build.make(workspace, workspace.dit_graphs(SHAPE.buckets))
     return workspace
 
 
@@ -170,7 +170,7 @@ def test_every_context_and_latent_of_a_two_stage_job_is_the_reference_s_in_fp32(
 
 
 def test_the_whole_step_in_one_graph_is_the_reference_s_in_fp32_too(whole, assets, wanted):
-    whole.compile_dit(SHAPE.buckets)
+    build.make(whole, whole.dit_graphs(SHAPE.buckets))
     with Engine(
         whole, Recorder(), RunOptions(spatial_upsampler_path=assets.spatial_upsampler)
     ) as engine:
@@ -188,7 +188,7 @@ def test_the_whole_step_in_one_graph_is_the_reference_s_in_fp32_too(whole, asset
 def test_ranks_that_share_the_videos_tokens_are_the_reference_s_in_fp32(assets, workspace, wanted):
     """Stage 2, whose 8 tokens divide; stage 1 has 2 and stays whole."""
     divided = open_workspace(assets, workspace.artifacts, CUT, "sequence_parallel=true")
-    divided.compile_dit(SHAPE.buckets)
+    build.make(divided, divided.dit_graphs(SHAPE.buckets))
     options = RunOptions(spatial_upsampler_path=assets.spatial_upsampler)
     with Engine(divided, Recorder(), options) as engine:
         (result,) = engine.run([make_job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
@@ -211,7 +211,7 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
     assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [128, 1024]
     weights = workspace.weights("gemma3")
     with runtime.Ranks(workspace.profile, TP) as ranks:
-        ranks.load(weights, workspace.text_programs((128, 1024)), torch.float32)
+        ranks.load(weights, workspace.programs(workspace.text_graphs((128, 1024))), torch.float32)
         (held,) = ranks._sets
         assert (
             len(
@@ -345,7 +345,8 @@ def test_the_kernel_of_the_profile_is_in_the_graphs(workspace, assets, tmp_path)
     bucket, launched = SHAPE.buckets[0], {}
     for kernel in ("nki", "matmul"):
         before = nxd_stubs.NkiKernel.launched
-        open_workspace(assets, tmp_path, CUT, f"attention={kernel}").compile_dit([bucket])
+        workspace = open_workspace(assets, tmp_path, CUT, f"attention={kernel}")
+        build.make(workspace, workspace.dit_graphs([bucket]))
         launched[kernel] = nxd_stubs.NkiKernel.launched - before
     assert launched == {"nki": 6, "matmul": 0}
 
@@ -490,8 +491,8 @@ def test_compiling_again_traces_and_compiles_nothing(workspace, monkeypatch):
     """ModelBuilder V2 passes the compiler's cache by; ours is the finished folder."""
     monkeypatch.setattr(nxd_compile, "trace", lambda *_: pytest.fail("traced again"))
     before = graphs_of(workspace)
-    workspace.compile_text()
-    workspace.compile_dit(SHAPE.buckets)
+    build.make(workspace, workspace.text_graphs())
+    build.make(workspace, workspace.dit_graphs(SHAPE.buckets))
     assert graphs_of(workspace) == before
 
 
@@ -530,7 +531,7 @@ def test_flags_reach_the_compiler_without_layout_optimisation(workspace, tmp_pat
         functions, "neuron_xla_compile", lambda module_bytes, **k: said.append(k) or module_bytes
     )
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
-    workspace.compile_dit([SHAPE.buckets[0]])
+    build.make(workspace, workspace.dit_graphs([SHAPE.buckets[0]]))
     assert len(said) == 3
     for options in said:
         assert options["compiler_flags"].startswith(workspace.profile.flags("dit"))
@@ -538,7 +539,7 @@ def test_flags_reach_the_compiler_without_layout_optimisation(workspace, tmp_pat
 
 
 def program_for(config, workspace, blocks_per_graph: int) -> Program:
-    """The distilled step of stage 1, as compile_dit makes it for NxD."""
+    """The distilled step of stage 1, as build.make makes it for NxD."""
     bucket, comm = SHAPE.buckets[0], nxd_compile.XlaComm(TP)
     kernel = workspace.profile.attention
     return dit_program(config, bucket, TP, comm, workspace.dtype, blocks_per_graph, kernel)
@@ -789,7 +790,7 @@ def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
     monkeypatch.setattr(workspace, "_found", {})  # what it found elsewhere
     with pytest.raises(DeviceFailure, match="NCC_EBVF030.*\n.*blocks_per_graph=2"):
-        workspace.compile_dit([SHAPE.buckets[0]])
+        build.make(workspace, workspace.dit_graphs([SHAPE.buckets[0]]))
     assert [*tmp_path.glob("graphs/*/neuronx-cc/*/*/model/graph.hlo")]
     with pytest.raises(UserError, match="not finished"):
         workspace.dit_program_for(SHAPE, SHAPE.stages[0])
@@ -905,7 +906,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(
     job = make_job(
         prompt=PROMPT, size=Size(64, 32, 9, 24), seed=5, negative_prompt="grey", **GUIDED
     )
-    workspace.compile_dit(job.buckets)
+    build.make(workspace, workspace.dit_graphs(job.buckets))
     with Engine(workspace, Recorder()) as engine:
         loaded = []
         inner = runtime.Ranks.run
@@ -979,8 +980,8 @@ def given(assets, tmp_path_factory) -> dict[str, Job]:
 
 def latents_of(job: Job, workspace: Workspace) -> dict[str, Tensor]:
     """Stage 1's latents of a job that is given its contexts, sharded and compiled for it."""
-    workspace.shard("dit", {job.stages[0].loras})
-    workspace.compile_dit(job.buckets)
+    build.make(workspace, workspace.weight_sets("dit", {job.stages[0].loras}))
+    build.make(workspace, workspace.dit_graphs(job.buckets))
     with Engine(workspace, Recorder()) as engine:
         give_contexts(engine, job)
         (result,) = engine.run([job], decode=False)
@@ -1067,7 +1068,7 @@ def test_ranks_of_two_groups_have_the_same_latents_their_own_tokens_and_the_weig
 ):
     ours = open_workspace(assets, workspace.artifacts, CUT, "context_parallel=2")
     job = make_job(PROMPT, Size(64, 64, 9), 3)
-    ours.compile_dit(job.buckets)
+    build.make(ours, ours.dit_graphs(job.buckets))
     with Engine(ours, Recorder()) as engine:
         give_contexts(engine, job)
         list(engine.run([job], keep=True, decode=False))
@@ -1153,14 +1154,14 @@ TILES = ("vae_tile_latents=12", "vae_overlap=32", "vae_overlap_frames=8")
 def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspace):
     clip = (3, 3, 4)
     tiled = open_workspace(assets, workspace.artifacts, CUT, *TILES)
-    tiled.shard("vae")
-    tiled.compile_vae(clip)
+    build.make(tiled, tiled.weight_sets("vae"))
+    build.make(tiled, tiled.decoder_graphs(clip))
     host = HostModels(
         assets.checkpoint, tiled.checkpoint.config, torch.float32, profile=tiled.profile
     )
     latent = torch.randn(1, 128, *clip, generator=torch.Generator().manual_seed(3))
     with runtime.Ranks(tiled.profile, TP) as ranks:
-        ranks.load(tiled.weights("vae"), tiled.tile_programs(clip), torch.float32)
+        ranks.load(tiled.weights("vae"), tiled.programs(tiled.decoder_graphs(clip)), torch.float32)
         decoder, tiling = host._tiled_decoder(clip, RankTiles(ranks))
         got = torch.cat([*decoder.tiled_decode(latent, tiling)], dim=2)
         (held,) = ranks._sets
@@ -1177,12 +1178,12 @@ def test_tiles_of_a_clip_are_encoded_on_four_cores_as_the_host_does(assets, work
         monkeypatch.setattr(encoding, f"{axis}_OVERLAP", 1)
     encodes = open_workspace(assets, workspace.artifacts, CUT, "resident=true")
     job = make_job("", Size(32, 96, 17), retake=Retake("film.mkv", 0, 1))
-    encodes.shard("encoder")
-    encodes.compile_encoder(job)
+    build.make(encodes, encodes.weight_sets("encoder"))
+    build.make(encodes, encodes.encoder_graphs(job))
     host = HostModels(assets.checkpoint, encodes.config, torch.float32)
     pixels = randn(1, 3, 17, 32, 96).clip(-1, 1)
     with runtime.Ranks(encodes.profile, TP) as ranks:
-        programs = encodes.encoder_programs(job)
+        programs = encodes.programs(encodes.encoder_graphs(job))
         assert len(programs) == 2
         ranks.load(encodes.weights("encoder"), programs, torch.float32)
         got = host.encode_video(pixels, rank_tiles=RankEncoder(ranks))
@@ -1193,12 +1194,13 @@ def test_sound_on_four_cores_is_the_hosts(assets, workspace, tmp_path):
     sound = Workspace(
         assets.checkpoint, workspace.profile, tmp_path, TP, "float32", assets.gemma_root
     )
-    sound.shard("sound")
+    build.make(sound, sound.weight_sets("sound"))
     host = HostModels(assets.checkpoint, sound.checkpoint.config, torch.float32)
     size, programs = Size(), {}
     for latents in (3, 60):
-        sound.compile_sound(latents)
-        programs |= sound.sound_programs(size, latents)
+        graphs = sound.sound_graphs(latents, size)
+        build.make(sound, graphs)
+        programs |= sound.programs(graphs)
     with runtime.Ranks(sound.profile, TP) as ranks:
         ranks.load(sound.weights("sound"), programs, torch.float32)
         on_ranks = RankSound(ranks, resampling_filters(sound.vocoder))
@@ -1318,11 +1320,11 @@ def test_groups_of_ranks_mark_the_keyframes_of_their_tokens(
 def test_gemma_4_with_its_global_head_on_every_rank_encodes_as_on_the_host(split, folder):
     files = SimpleNamespace(checkpoint=split.distilled, gemma_root=split.text_encoder)
     ours = open_workspace(files, folder, CUT)
-    ours.shard("gemma3")
-    ours.compile_text()
+    build.make(ours, ours.weight_sets("gemma3"))
+    build.make(ours, ours.text_graphs())
     ids = tokenize(ours.tokenizer, PROMPT)
     with runtime.Ranks(ours.profile, TP) as ranks:
-        ranks.load(ours.weights("gemma3"), ours.text_programs((128,)), torch.float32)
+        ranks.load(ours.weights("gemma3"), ours.programs(ours.text_graphs((128,))), torch.float32)
         (held,) = ranks._sets
         full, sliding = ours.gemma.full_attention_layers[0], 0
         assert ours.gemma.attention(True).key_value_heads == 1
@@ -1340,12 +1342,12 @@ def test_frames_of_the_diffusion_decoder_on_four_cores_equal_the_hosts(split, fo
     """There are more spans than cores, and the last call leaves some cores idle."""
     files = split.distilled, resolve("trn2.3xlarge"), folder, TP, "float32"
     ours, clip, seed = Workspace(*files, video_vae_path=split.diffusion_vae), (4, 3, 3), 5
-    ours.shard("vae")
-    ours.compile_vae(clip)
+    build.make(ours, ours.weight_sets("vae"))
+    build.make(ours, ours.decoder_graphs(clip))
     host = HostModels(ours.checkpoint_path, ours.config, torch.float32, files=ours.files)
     latent = randn(1, 128, *clip, seed=3)
     with runtime.Ranks(ours.profile, TP) as ranks:
-        ranks.load(ours.weights("vae"), ours.tile_programs(clip), torch.float32)
+        ranks.load(ours.weights("vae"), ours.programs(ours.decoder_graphs(clip)), torch.float32)
         spans = RankSpans(ranks, ours.video_decoder, torch.float32)
         decoders = (
             DiffusionDecoder(each.config, clip, each) for each in (spans, host.video_decoder)

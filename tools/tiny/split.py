@@ -169,12 +169,12 @@ def _diffusion_config(vae: dict) -> dict:
 
 
 def _diffusion_weights(config: dict, seed: int) -> dict[str, Tensor]:
-    """The weights of the diffusion decoder, and the embedding that it does not read."""
+    """The weights of the diffusion decoder, and the embedding of keyframes."""
     from ltx_neuron.host.diffusion import HostSpans
 
     with torch.device("meta"):
         shapes = HostSpans(diffusion_decoder_config(config)).state_dict()
-        shapes |= {"type_emb": torch.empty(TINY_DECODER["stage_channels"][0])}
+        shapes |= {"type_emb": torch.empty(TINY_DECODER["in_channels"])}
     own = {n: like for n, like in shapes.items() if not n.startswith("per_channel_statistics.")}
     weights = random_weights(own, torch.Generator().manual_seed(seed))
     return {f"decoder.{name}": weight.bfloat16() for name, weight in weights.items()}

@@ -127,12 +127,12 @@ class Store:
 
     def _refusal(self, error: Exception) -> UserError | RunError:
         """A UserError if the user can fix the file system's error, else a RunError."""
-        said = without_user(f"{self.url}: {type(error).__name__}: {error}")
+        text = without_user(f"{self.url}: {type(error).__name__}: {error}")
         # A read-only file system has no put_file: NotImplementedError.
         of_user = PermissionError | FileNotFoundError | ValueError | NotImplementedError
         if isinstance(error, of_user) or "Credential" in type(error).__name__:
-            return UserError(f"{said}\n{_ADVICE}")
-        return RunError(f"{said}\nType the command again: it continues with the missing files")
+            return UserError(f"{text}\n{_ADVICE}")
+        return RunError(f"{text}\nType the command again: it continues with the missing files")
 
 
 @contextmanager

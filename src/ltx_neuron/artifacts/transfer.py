@@ -27,15 +27,12 @@ from ltx_neuron.weights.rankfiles import entries_in
 
 
 class Described(NamedTuple):
-    """The manifest of a folder, or a file of tuned settings.
-
-    text   its content
-    files  the folder's other files by name: "blake3" and "bytes" of weights, "sha256" of graphs
-    """
+    """The manifest of a folder, or a file of tuned settings."""
 
     name: str
-    text: bytes
+    text: bytes  # its content
     identity: dict
+    # The folder's other files by name: "blake3" and "bytes" of weights, "sha256" of graphs
     files: dict[str, dict]
 
     def missing(self, stored: dict[str, int]) -> list[str]:

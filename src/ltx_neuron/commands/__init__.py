@@ -18,7 +18,7 @@ VERBS = {
     "serve": ("serve.__main__:main", "serve OpenAI's video API, /v1/videos"),
     "shard": ("commands.shard:main", "shard the weights of one model"),
     "compile": ("commands.compile:main", "compile the graphs of one model"),
-    "verify": ("commands.verify:main", "check the sharded weights of all models"),
+    "verify": ("commands.shard:verify", "check the sharded weights of all models"),
     "plan": ("plan.__main__:main", "estimate the memory and time of a generation"),
     "doctor": ("doctor.__main__:main", "find this machine's problems and print their fixes"),
     "tune": ("tune.__main__:main", "find the fastest settings for a video size"),

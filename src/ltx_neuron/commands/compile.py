@@ -3,10 +3,12 @@
 import argparse
 from pathlib import Path
 
-from ltx_neuron import flags, invocation
+from ltx_neuron import build, flags, invocation
 from ltx_neuron.commands import choose
+from ltx_neuron.preflight import check_plans_fit
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.workspace import times
 
 # Model -> a line of help, and the description
 _MODELS = {
@@ -52,36 +54,39 @@ def _transformer(args: argparse.Namespace) -> list[Path]:
     paths = []
     for compat in COMPAT:  # stage 2 of an earlier release may have graphs of its own
         job = workspace.resolved(job.replaced(compat=compat))
-        workspace.check_plan_fits(job, neuron_gemma=False)
-        workspace.say_tuned(job.buckets_to_compile)
-        paths += workspace.compile_dit(job.buckets_to_compile, job)
+        buckets = job.buckets_to_compile
+        check_plans_fit(workspace, [job], neuron_gemma=False)
+        workspace.say_tuned(buckets)
+        paths += build.make(workspace, workspace.dit_graphs(buckets, job))
+        build.record_size(workspace, job, buckets)
     return list(dict.fromkeys(paths))
 
 
 def _gemma3(args: argparse.Namespace) -> list[Path]:
     workspace = flags.workspace(args)
     workspace.say_tuned()
-    return workspace.compile_text()
+    return build.make(workspace, workspace.text_graphs())
 
 
 def _vae(args: argparse.Namespace) -> list[Path]:
     size = flags.spec(args).size
     size.check()
-    workspace, paths = flags.workspace(args), []
+    workspace, needs = flags.workspace(args), []
     if args.video_path or args.reference_video:
         job = flags.shape(args, flags.recipe(args))
         job.check_shape()
         job = workspace.resolved(job)
         if tiles := workspace.encoder_tiles(job):
-            shapes = ", ".join("x".join(map(str, tile)) for tile in tiles)
+            shapes = ", ".join(map(times, tiles))
             print(f"tiles of the input video: {shapes} (frames x rows x columns)")
-        paths = workspace.compile_encoder(job)
+        needs += workspace.encoder_graphs(job)
     if not args.sound_only:
         clip = video_latent_shape(size.height, size.width, size.num_frames)
-        shapes = ", ".join("x".join(map(str, shape)) for shape in workspace.tile_shapes(clip))
+        shapes = ", ".join(map(times, workspace.tile_shapes(clip)))
         print(f"tiles: {shapes} latents (frames x rows x columns)")
-        paths += workspace.compile_vae(clip)
+        needs += workspace.decoder_graphs(clip)
     if workspace.profile.sound_on_ranks:
-        return [*paths, *workspace.compile_sound(size.audio_frames)]
-    print("sound: decoded by the host, without graphs")
-    return paths
+        needs += workspace.sound_graphs(size.audio_frames, size)
+    else:
+        print("sound: decoded by the host, without graphs")
+    return build.make(workspace, needs)

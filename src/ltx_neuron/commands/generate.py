@@ -69,13 +69,12 @@ def words_of(
 ) -> list[str]:
     """The typed words of some flags and their values. wanted: takes a flag's name in a
     Namespace."""
-    kept, keeps = [], False
+    result, action = [], None
     for word in words:
         if word.startswith("--"):
             action = parser._option_string_actions.get(word.partition("=")[0])
-            keeps = action is not None and wanted(action.dest)
-        kept += [word] if keeps else []
-    return kept
+        result += [word] if action is not None and wanted(action.dest) else []
+    return result
 
 
 def arguments(argv: list[str], verb: str = "generate") -> argparse.Namespace:

@@ -8,25 +8,25 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from ltx_neuron import artifacts, flags, invocation
+from ltx_neuron import build, flags, invocation
+from ltx_neuron.build import RunOptions, needs
 from ltx_neuron.commands import generate
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_space, read_json, write_json
 from ltx_neuron.format import columns, format_bytes, format_seconds
 from ltx_neuron.host.arithmetic import choices_file, this_machine
 from ltx_neuron.job import Job
-from ltx_neuron.preflight import Preflight, RunOptions, check_dfr, check_distilled_loras, sound_size
-from ltx_neuron.sampling.upscaling import upscaled
-from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.workspace import Workspace
+from ltx_neuron.preflight import Preflight, check_dfr, check_distilled_loras, check_plans_fit
+from ltx_neuron.workspace import Need, Workspace
 
 _DESCRIPTION = """Shard the weights and compile the graphs that a generation needs. Accepts all
 flags of generate, and ignores those without effect on weights and graphs."""
@@ -38,13 +38,13 @@ _SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure the write ra
 class Part(NamedTuple):
     """Weights or graphs that are made together.
 
-    folders  final folders of the identities
+    folders  their final folders
     make     makes the missing ones
     size     bytes of weights; None for graphs, whose size is unknown before compilation
     """
 
     title: str
-    identities: list[dict]
+    needs: list[Need]
     folders: list[Path]
     make: Callable[[], object]
     size: int | None = None
@@ -54,6 +54,20 @@ class Part(NamedTuple):
         """Current size on disk."""
         folders = filter(Path.is_dir, self.folders)
         return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+
+
+def parts_of(
+    workspace: Workspace, jobs: list[Job], options: RunOptions, workers: int | None = None
+) -> list[Part]:
+    """The needs of jobs by their titles, in the order of their making."""
+    parts = []
+    for title, group in groupby(needs(workspace, jobs, options), lambda need: need.title):
+        listed = [*group]
+        make, size = partial(build.make, workspace, listed, workers), None
+        if listed[0].source:
+            size = sum(build.weight_bytes(workspace, need) for need in listed)
+        parts.append(Part(title, listed, [*map(workspace.folder, listed)], make, size))
+    return parts
 
 
 class Preparation:
@@ -75,10 +89,10 @@ class Preparation:
 
     def _is_there(self, part: Part) -> bool:
         """Raises UserError for a damaged folder."""
-        made = [identity for identity in part.identities if self.workspace.is_made(identity)]
-        for identity in made:
-            artifacts.find(self.workspace.artifacts, identity, self.command)
-        if len(made) < len(part.identities):
+        finished = [need for need in part.needs if self.workspace.is_made(need)]
+        for need in finished:
+            self.workspace.find(need, self.command)
+        if len(finished) < len(part.needs):
             return False
         # The manifests do not record the ranks' compiler.
         known = {*map(str, part.folders)} <= {*self.took["folders"]}
@@ -173,60 +187,6 @@ def measured_rate(checkpoint: Path, folder: Path) -> float:
     return count / (time.monotonic() - began)
 
 
-# --- the parts of a generation --------------------------------------------------------------------
-
-
-def parts_of(
-    workspace: Workspace, jobs: list[Job], options: RunOptions, workers: int | None = None
-) -> list[Part]:
-    """The weights and graphs of the jobs, in the order of their making."""
-
-    parts = []
-
-    def add(title: str, identities: Iterable[dict], make: Callable, size: int | None = None):
-        folders = [artifacts.folder(workspace.artifacts, each) for each in identities]
-        parts.append(Part(title, [*identities], folders, make, size))
-
-    def add_weights(title: str, model: str, loras: WeightSet = ()) -> None:
-        sources = workspace.sources_of(model, loras)
-        size, make = sum(map(workspace.weight_bytes, sources)), workspace.shard
-        identities = [workspace.weights_identity(source) for source in sources]
-        add(title, identities, partial(make, model, (loras,), workers), size)
-
-    for loras in dict.fromkeys(stage.loras for job in jobs for stage in job.stages):
-        names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
-        add_weights(f"DiT weights{names}", "dit", loras)
-    for buckets, job in {tuple(job.buckets_to_compile): job for job in jobs}.items():
-        title = f"DiT graphs, {job.size}{', two stages' if job.size.two_stage else ''}"
-        make = partial(workspace.compile_dit, [*buckets], job)
-        add(title, workspace.dit_identities([*buckets]), make)
-    if options.neuron_gemma:
-        for loras in dict.fromkeys(map(workspace.text_loras, jobs)):
-            names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
-            add_weights(f"Gemma weights{names}", "gemma3", loras)
-        identities = workspace.text_identities(workspace.profile.text_buckets)
-        add("Gemma graphs", identities.values(), workspace.compile_text)
-    if options.neuron_vae:
-        add_weights("VAE weights", "vae")
-        seen = (job for job in jobs if not job.sound_only)
-        for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in seen):
-            title = f"video decoder graphs, {'x'.join(map(str, clip))} latents"
-            identities, make = workspace.tile_identities(clip), workspace.compile_vae
-            add(title, identities.values(), partial(make, clip))
-        for tiles, job in {tuple(workspace.encoder_tiles(job)): job for job in jobs}.items():
-            if tiles:
-                title = f"video encoder graphs, {', '.join('x'.join(map(str, t)) for t in tiles)}"
-                identities = workspace.encoder_identities(job).values()
-                add(title, identities, partial(workspace.compile_encoder, job))
-        sounding = jobs if workspace.profile.sound_on_ranks else []
-        decoded = (job for job in sounding if not job.sound and sound_size(job))
-        for latents in dict.fromkeys(job.audio_latents for job in decoded):
-            title = f"sound decoder graphs, {latents} latents"
-            identities, make = workspace.sound_identities(latents), workspace.compile_sound
-            add(title, identities.values(), partial(make, latents))
-    return parts
-
-
 def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
     """The jobs of the flags; prompts are ignored. Raises UserError for impossible jobs."""
     if args.prompts_file:
@@ -265,8 +225,7 @@ def main(argv: list[str]) -> None:
     if missing := preparation.missing:
         if any(part.size is None for part in missing):
             workspace.check_runtime()
-            for job in {tuple(job.buckets): job for job in jobs}.values():
-                workspace.check_plan_fits(job, options.neuron_gemma)
+            check_plans_fit(workspace, jobs, options.neuron_gemma)
         print(preparation.table(), flush=True)
         preparation.check_space()
         if args.dry_run:
@@ -277,9 +236,9 @@ def main(argv: list[str]) -> None:
             print(f"\nstopped; to continue, type: {command}", file=sys.stderr)
             raise
     for job in jobs:  # another size may have made their graphs
-        workspace.record_size(job, job.buckets_to_compile)
-    done = "all parts are finished" if missing else "everything exists, nothing to do"
-    print(f"{done}: {workspace.artifacts}\nNow type the same flags and a prompt:")
+        build.record_size(workspace, job, job.buckets_to_compile)
+    state = "all parts are finished" if missing else "everything exists, nothing to do"
+    print(f"{state}: {workspace.artifacts}\nNow type the same flags and a prompt:")
     words = generate.words_of(
         parser, parser.words, lambda dest: dest not in ("num_workers", "dry_run")
     )

@@ -67,8 +67,10 @@ class DiffusionDecoderConfig(ModelConfig):
 
 
 DIFFUSION_VAE = "CausalDiffusionVAE"
-# Tensors of its file that the decoder does not read: those for previews, an embedding for training.
+# Tensors of its file that the decoder does not read: those for previews, and an embedding, which it
+# adds to keyframes alone.
 UNREAD = r"(?:coarse_.+|type_emb)"
+EMBEDDING = "vae.decoder.type_emb"
 # The released decoder was distilled to one step, from noise to pixels.
 _ONE_STEP = {"decoder.default_num_inference_steps": 1, "model_output_type": "x0"}
 

@@ -3,15 +3,18 @@
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ltx_neuron import flags, hub, profiles
+from ltx_neuron.build import needs
 from ltx_neuron.config.gemma import gemma_config, read_config
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, finding_if, finding_of, from_error
@@ -19,19 +22,19 @@ from ltx_neuron.doctor.groups import probe
 from ltx_neuron.doctor.neuron import neuron
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.invocation import command
-from ltx_neuron.job import Job, Stage
+from ltx_neuron.job import Job
 from ltx_neuron.machine import Machine
-from ltx_neuron.preflight import Preflight
+from ltx_neuron.preflight import Preflight, check_plans_fit
 from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
-from ltx_neuron.weights.checkpoint import gemma_files
-from ltx_neuron.weights.lora import WeightSet
+from ltx_neuron.weights.checkpoint import Source, gemma_files
 from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile
 from ltx_neuron.weights.tensorfile import DTYPES
-from ltx_neuron.workspace import Workspace
+from ltx_neuron.workspace import Need, Workspace
 
 GRAPH_BYTES = 2 * 2**30  # room for compiled graphs: a guess
 _PACKAGES = {
@@ -58,14 +61,10 @@ class Examination:
     def tp(self) -> int:
         return self.profile.degree(self.args.tp_degree)
 
-    @property
-    def weight_sets(self) -> tuple[WeightSet, ...]:
-        return tuple(dict.fromkeys(stage.loras for stage in self.job.stages))
-
-    @property
-    def models(self) -> list[str]:
-        gemma, decoders = self.args.gemma_root, self.args.neuron_vae
-        return ["dit", *["gemma3"] * bool(gemma), *self.profile.vae_models * decoders]
+    def needs(self, workspace: Workspace, job: Job) -> Iterator[Need]:
+        """The weights and graphs of a job on the ranks; those of Gemma if it has a folder."""
+        options = flags.run_options(self.args)
+        return needs(workspace, [job], replace(options, neuron_gemma=bool(self.args.gemma_root)))
 
     def workspace(self) -> Workspace:
         resolved = argparse.Namespace(**vars(self.args) | {"profile": self.profile.name})
@@ -207,7 +206,7 @@ def host(examination: Examination) -> Iterator[Finding]:
     folder, need = examination.args.artifacts_dir, 0
     free = system.free_bytes(folder)
     text = f"{format_bytes(free)} free for {folder}"
-    if weights and not _rank_files_exist(examination):
+    if not all((path / MANIFEST).is_file() for path in weights):
         need = sum(weights.values()) + GRAPH_BYTES
         text += f", {format_bytes(need)} wanted for rank files and graphs"
     fix = "type --artifacts-dir with a folder of a larger disk, or delete unneeded files"
@@ -224,33 +223,23 @@ def _complete(args: argparse.Namespace) -> None:
             setattr(args, flag, getattr(args, flag) or files.find(kind))
 
 
-def weight_bytes(examination: Examination) -> dict[str, int]:
-    """Bytes of the rank files by model, of all ranks together, from the headers of the published
-    files. Empty without such files, or if they are damaged."""
+def weight_bytes(examination: Examination) -> dict[Path, int]:
+    """Bytes of the job's weight sets by folder, of all ranks together, from the headers of the
+    published files. Empty without such files, or if they are damaged."""
     if not examination.args.checkpoint_path:
         return {}
     try:
         workspace = examination.workspace()
-        sources = {model: workspace.source(model) for model in examination.models}
+        job = workspace.resolved(examination.job)
+        listed = [need for need in examination.needs(workspace, job) if need.source]
     except UserError:
         return {}  # the check `files` reports it
-    size = DTYPES[examination.args.dtype].itemsize
-    sizes = {"sound": 4}  # bytes of a float32, the sound decoder's only dtype
-    return {
-        model: sizes.get(model, size) * sum(math.prod(source.shape(n)) for n in source.names)
-        for model, source in sources.items()
-    }
 
+    def size(need: Need, source: Source) -> int:
+        itemsize = DTYPES[need.identity["dtype"]].itemsize
+        return itemsize * sum(math.prod(source.shape(name)) for name in source.names)
 
-def _rank_files_exist(examination: Examination) -> bool:
-    try:
-        workspace = examination.workspace()
-        for model in examination.models:
-            for loras in examination.weight_sets if model == "dit" else ((),):
-                workspace.weights(model, loras)
-    except UserError:
-        return False
-    return True
+    return {workspace.folder(need): size(need, need.source) for need in listed if need.source}
 
 
 def files(examination: Examination) -> Iterator[Finding]:
@@ -335,7 +324,7 @@ def fits(examination: Examination) -> Iterator[Finding]:
     def check_memory() -> str:
         text = args.gemma_root is not None
         workspace = examination.workspace()
-        workspace.check_plan_fits(workspace.resolved(examination.job), text)
+        check_plans_fit(workspace, [workspace.resolved(examination.job)], text)
         core = f"fits the {format_bytes(limit)} of a core"
         return f"{core}, according to {command('plan')}"
 
@@ -358,37 +347,19 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
 
     job = workspace.resolved(examination.job)
 
-    def dit_graphs(stage: Stage) -> str:
-        _, manifest = workspace.dit_program_for(job, stage)
-        return str(manifest.folder)
+    def found(needs: list[Need]) -> str:
+        if needs[0].source:
+            return ", ".join(map(str, workspace.find_all(needs)))
+        if needs[0].model == "dit":  # other graphs may serve a stage
+            return ", ".join(str(workspace.dit_program_for(job, s)[1].folder) for s in job.stages)
+        return f"{len(workspace.programs(needs))} are finished"
 
-    clip, sound = job.latent_shape, job.audio_latents
-    buckets = examination.profile.text_buckets
-    folders = map(workspace.dit_weights, examination.weight_sets)
-    facts = {"DiT weights": lambda: ", ".join(map(str, folders))}
-    for stage in job.stages:
-        facts[f"DiT graphs, {stage.name}"] = partial(dit_graphs, stage)
-    if args.gemma_root:
-        facts |= {
-            "Gemma weights": partial(workspace.weights, "gemma3", examination.weight_sets[0]),
-            "Gemma graphs": lambda: _finished(workspace.text_programs(buckets)),
-        }
-    if args.neuron_vae:
-        facts |= {
-            "VAE weights": partial(workspace.weights, "vae"),
-            "VAE graphs": lambda: _finished(workspace.tile_programs(clip)),
-        }
-    if args.neuron_vae and examination.profile.sound_on_ranks:
-        facts |= {
-            "sound weights": partial(workspace.weights, "sound"),
-            "sound graphs": lambda: _finished(workspace.sound_programs(size, sound)),
-        }
-    for check, fact in facts.items():
-        yield finding_of(check, fact, "todo")
-
-
-def _finished(programs: Sized) -> str:
-    return f"{len(programs)} are finished"
+    listed = examination.needs(workspace, job)
+    try:
+        for title, several in groupby(listed, lambda need: need.title.partition(",")[0]):
+            yield finding_of(title, partial(found, [*several]), "todo")
+    except UserError as error:  # of a file: the check `files` reports it
+        yield from_error("artifacts", error, "todo")
 
 
 def groups(examination: Examination) -> Iterator[Finding]:

@@ -40,8 +40,8 @@ from ltx_neuron.sampling.spec import (
     SizeFields,
     names_of,
 )
-from ltx_neuron.weights.model_files import PARTS, located, named_recipe, spatial_scale
-from ltx_neuron.workspace import Workspace, verify_finished
+from ltx_neuron.weights.model_files import KINDS, PARTS, located, named_recipe, spatial_scale
+from ltx_neuron.workspace import Workspace
 
 # --- common flags ---------------------------------------------------------------------------------
 
@@ -146,12 +146,9 @@ def group(parser: argparse.ArgumentParser, title: str) -> argparse._ActionsConta
 
 
 MODEL_FILES = {  # flags, and their files' kinds for hub.local_path
-    "checkpoint_path": None,  # the recipe
-    "gemma_root": "gemma",
-    **{f"{kind}_path": kind for kind in PARTS},
-    "spatial_upsampler_path": "spatial",
-    "temporal_upsampler_path": "temporal",
-    "duration_head_path": "duration_head",
+    kind.flag[2:].replace("-", "_"): name
+    for name, kind in KINDS.items()
+    if name not in ("", "lora")
 }
 
 
@@ -159,8 +156,9 @@ def local(args: argparse.Namespace, flag: str) -> Any:
     """The local Path of one of MODEL_FILES, None without the flag. The first call downloads the
     file of a Hub name. Raises UserError."""
     name, kind = getattr(args, flag, None), MODEL_FILES[flag]
-    recipe = getattr(args, "recipe", None) or "distilled"
-    return name and located(name, kind or recipe)
+    if kind == "transformer":
+        kind = getattr(args, "recipe", None) or "distilled"
+    return name and located(name, kind)
 
 
 def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True) -> Workspace:
@@ -576,44 +574,3 @@ def outputs(args: argparse.Namespace) -> Outputs:
         price=price(args),
         resume=args.resume,
     )
-
-
-# --- flags of sharding ----------------------------------------------------------------------------
-
-
-def add_sharding(parser: argparse.ArgumentParser) -> None:
-    """Flags of the shard commands."""
-    add = group(parser, "sharding").add_argument
-    help = "write nothing: check sharded weights against their digests and, with --checkpoint-path,"
-    help += " bit for bit against the checkpoint"
-    add("--verify", action="store_true", help=help)
-    help = "threads that write (default: one per file)"
-    advanced(add("--num-workers", type=int, metavar="N", help=help))
-
-
-def shard(model: str, args: argparse.Namespace) -> None:
-    """Run a shard command: shard or verify the weights of `model` ("dit", "gemma3" or "vae"), and
-    print the folders. Raises UserError for flags that cannot be combined."""
-    _check_sharding(args)
-    sets = spec(args).weight_sets if "lora" in args else ((),)
-    if args.checkpoint_path:
-        opened = workspace(args, writes=False, tuned=False)
-        if model == "gemma3":
-            _require_gemma(opened)
-        if args.verify:
-            for path in opened.verify(model, sets):
-                print(f"whole, and bit-identical to the source: {path}")
-        else:
-            for path in opened.shard(model, sets, args.num_workers):
-                print(f"weights: {path}")
-    else:
-        verify_finished(model, args.artifacts_dir)
-
-
-def _check_sharding(args: argparse.Namespace) -> None:
-    if args.num_workers is not None and args.num_workers < 1:
-        raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
-    if not (args.checkpoint_path or args.verify):
-        raise UserError("no weights to shard; type --checkpoint-path FILE")
-    if not args.verify:
-        check_folder(args.artifacts_dir, "--artifacts-dir DIR")

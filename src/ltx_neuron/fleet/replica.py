@@ -61,9 +61,9 @@ def engine_for(name: str, args: Namespace, capability_jobs: list, sets: Sequence
     """An engine on this node's cores, which has downloaded what it lacks. Raises UserError if this
     node cannot run the capability jobs. name: of the replica."""
     from ltx_neuron import flags
+    from ltx_neuron.build import fetch
     from ltx_neuron.errors import UserError
     from ltx_neuron.fleet.cluster import check_cores
-    from ltx_neuron.fleet.fetch import fetch
     from ltx_neuron.report.recorder import Recorder
     from ltx_neuron.run import Engine
 

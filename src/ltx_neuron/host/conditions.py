@@ -65,7 +65,7 @@ def encode_images(
     """The images with their latents (1, 128, 1, h, w) at a stage's size."""
     encoded = []
     for image in inputs.placed:
-        assert image.crf is not None  # finished.of_release
+        assert image.crf is not None  # workspace.of_release
         pixels = load_image(image.path, height, width, image.crf, host.dtype, inputs.orientation)
         encoded.append((image, host.encode_image(pixels)))
     return encoded

@@ -8,13 +8,20 @@ Memory does not depend on the clip's length. The host and the ranks run the same
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.config.diffusion import Cut, DiffusionDecoderConfig, clamped, cut, volumes
+from ltx_neuron.config.diffusion import (
+    TIME_FACTOR,
+    Cut,
+    DiffusionDecoderConfig,
+    clamped,
+    cut,
+    volumes,
+)
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.models.diffusion_decoder import MLP_RATIO, TIMESTEP_FEATURES, Neighbourhood
 from ltx_neuron.models.programs import diffusion_program
@@ -22,6 +29,7 @@ from ltx_neuron.models.programs import diffusion_program
 SPACE_FACTOR = 32  # pixels per row and column of latents
 _FRAMES = 8  # of a chunk of pixels
 _ROPE_BASE = 10000.0
+_NEAREST = 2  # planes that a frame attends to, and frames that a plane attends to
 
 Call = tuple[str, int]  # graph and first block
 Inputs = dict[str, Tensor]  # by the names of the graph's fields
@@ -32,12 +40,14 @@ class HostSpans(nn.Module):
 
     at_once = 1
 
-    def __init__(self, config: DiffusionDecoderConfig):
+    def __init__(self, config: DiffusionDecoderConfig, embeds_keyframes: bool = False):
+        """embeds_keyframes: the file has an embedding of keyframes, type_emb."""
         super().__init__()
         self.config = config
         # The modules do not depend on the clip's size.
         self.program = diffusion_program(config, config.smallest, torch.float32, "sdpa")
-        for name, shape in self.program.weights().items():
+        more = {"type_emb": (config.latent_channels,)} if embeds_keyframes else {}
+        for name, shape in (self.program.weights() | more).items():
             *path, last = name.split(".")
             module: nn.Module = self
             for part in path:
@@ -82,24 +92,40 @@ class DiffusionDecoder:
         self.config, self.clip, self.decoder = config, clip, decoder
         self.volumes = volumes(config, clip)
 
-    def pixels(self, latent: Tensor, seed: int) -> Iterator[Tensor]:
+    def pixels(
+        self, latent: Tensor, seed: int, keyframes: Mapping[int, Tensor] | None = None
+    ) -> Iterator[Tensor]:
         """Latents (1, C, F, h, w) to pixels (1, 3, N, 32h, 32w) of about -1 to 1, in chunks of
-        frames. seed: of the noise."""
+        frames.
+
+        seed       of the noise
+        keyframes  latents (1, C, 1, h, w) by frame, which the clip attends to: on the host alone,
+                   in memory that grows with the clip's length
+        """
         config, dtype = self.config, self.decoder.dtype
         frames, height, width = self.clip
         _, rows, columns = self.volumes[0]
         # Enlarge a small clip by repeating its last frame and its borders.
         above, left = (rows - height) // 2, (columns - width) // 2
         pad = left, columns - width - left, above, rows - height - above
-        padded = nn.functional.pad(latent[0].transpose(0, 1).float(), pad, mode="replicate")
-        total = self.volumes[0].frames
-        padded = torch.cat([padded, padded[-1:].expand(total - frames, -1, -1, -1)])
-        latents = padded.permute(0, 2, 3, 1).to(dtype)
 
+        def enlarged(latent: Tensor) -> Tensor:
+            padded = nn.functional.pad(latent[0].transpose(0, 1).float(), pad, mode="replicate")
+            return padded.permute(0, 2, 3, 1)
+
+        latents = enlarged(latent)
+        total = self.volumes[0].frames
+        latents = torch.cat([latents, latents[-1:].expand(total - frames, -1, -1, -1)])
         last = self.volumes[-1]
         shape = config.out_channels, last.frames, rows * SPACE_FACTOR, columns * SPACE_FACTOR
-        noise = (patches(frame, config.patch_size).to(dtype) for frame in noise_frames(shape, seed))
-        decoded = itertools.islice(self._patches(iter(latents), noise), 8 * frames - 7)
+        if keyframes:
+            planes = enlarged(torch.cat([*keyframes.values()], 2))
+            made = iter(self._joint_patches(latents, planes, torch.tensor([*keyframes]), seed))
+        else:
+            drawn = noise_frames(shape, seed)
+            noise = (patches(frame, config.patch_size).to(dtype) for frame in drawn)
+            made = self._patches(iter(latents.to(dtype)), noise)
+        decoded = itertools.islice(made, TIME_FACTOR * (frames - 1) + 1)
         top, side = above * SPACE_FACTOR, left * SPACE_FACTOR
         while chunk := [*itertools.islice(decoded, _FRAMES)]:
             video = torch.stack([unpatched(each, config.patch_size) for each in chunk], 1)[None]
@@ -175,6 +201,101 @@ class DiffusionDecoder:
                 new = times.new[part] * len(span) // times.size
                 yield from span[len(span) - new :]
 
+    # --- with keyframes ---------------------------------------------------------------------------
+
+    def _joint_patches(self, video: Tensor, planes: Tensor, frames: Tensor, seed: int) -> Tensor:
+        """Each frame's pixels in patches, (F + P, H, W, C), of a clip that attends to keyframes,
+        and then those of the keyframes, which no video shows.
+
+        The planes of the keyframes follow the clip's frames through all parts. A frame has the keys
+        of its window and of the two planes that are nearest in time; a plane has its own keys and
+        those of the two nearest frames. Windows are cut off at borders, not shifted inward.
+        Source: ltx-core 1.4 model/video_vae/keyframes.py, transformer/fallback_na/joint_eager.py.
+
+        video, planes  latents (F, h, w, C) and (P, h, w, C)
+        frames         of the planes
+        """
+        config, last, decoder = self.config, len(self.volumes) - 1, self.decoder
+        if (embedding := getattr(decoder, "type_emb", None)) is not None:
+            deviation = decoder.get_parameter("per_channel_statistics.std-of-means")
+            planes = planes + embedding.float() / deviation.float()  # of raw latents
+
+        def run(graph: str, **inputs: Tensor) -> Tensor:
+            return decoder.run(self.clip, (graph, 0), [inputs])[0]
+
+        x = run("latents_in", latent_frames=torch.cat([video, planes]).to(decoder.dtype))
+        count, left = len(video), TIME_FACTOR  # frames, and those of pixels in one of them
+        for stage, upsampling in enumerate(config.upsamplings):
+            times = torch.where(frames > 0, (frames + (left - 1) / 2) / left, 0)
+            near = self._joint_neighbourhoods(stage, count, times)
+            for block in range(config.depths[stage]):
+                x = self._joint((f"stage_{stage}", block), stage, near, x)
+            time = upsampling.stride[0]
+            x = run(f"upsample_{stage}", **{f"features_{stage}": x})
+            x = torch.cat([x[time - 1 : count * time], x[count * time + time - 1 :: time]])
+            count, left = count * time - (time - 1), left // time
+        _, height, width = self.volumes[last]
+        sides = height * config.patch_size, width * config.patch_size
+        context = torch.cat([x[: self.volumes[last].frames], x[count:]])
+        count, generator = self.volumes[last].frames, torch.Generator().manual_seed(seed)
+        noise = [
+            patches(frame, config.patch_size).to(decoder.dtype)
+            for length in (count, len(frames))
+            for frame in torch.randn(3, length, *sides, generator=generator).unbind(1)
+        ]
+        x = run("noise_in", noise=torch.stack(noise), context=context)
+        near = self._joint_neighbourhoods(last, count, frames.float())
+        timestep = timestep_features(config.timestep_scale).to(decoder.dtype)
+        for block in range(config.depths[last] - 1):
+            x = self._joint(("denoise", block), last, near, x, context, timestep=timestep)
+        call = "pixels_out", config.depths[last] - 1
+        return self._joint(call, last, near, x, timestep=timestep)
+
+    def _joint(
+        self,
+        call: Call,
+        stage: int,
+        near: Sequence[tuple[Tensor, Tensor, Inputs]],
+        x: Tensor,
+        context: Tensor | None = None,
+        **more: Tensor,
+    ) -> Tensor:
+        """A block of the frames and planes x. near: of _joint_neighbourhoods."""
+        made = []
+        for queries, keys, inputs in near:
+            check_cancelled()
+            given = {} if context is None else {"context": context[queries]}
+            given |= inputs | more | {f"region_{stage}": x[keys]}
+            made += self.decoder.run(self.clip, call, [given])
+        return torch.cat(made)
+
+    def _joint_neighbourhoods(
+        self, stage: int, count: int, times: Tensor
+    ) -> list[tuple[Tensor, Tensor, Inputs]]:
+        """Queries, keys and the data of attention of each span of `count` frames and of planes at
+        `times`, which are counted in frames of the stage."""
+        config, kernel = self.config, self.config.kernels[stage]
+        moments = torch.cat([torch.arange(count, dtype=torch.float32), times])
+        distance = (moments[:, None] - moments).abs()
+        seen = torch.eye(len(moments), dtype=torch.bool)
+        seen[:count, :count] = distance[:count, :count] <= kernel[0] // 2
+        for one, other in ((slice(count), slice(count, None)), (slice(count, None), slice(count))):
+            nearest = distance[one, other].argsort(dim=1, stable=True)[:, :_NEAREST]
+            seen[one, other] = seen[one, other].scatter(1, nearest, True)
+        pairs = zip(self.volumes[stage][1:], kernel[1:], strict=True)
+        sides = [bias(cut(length, config.tile, n), shifted=False) for length, n in pairs]
+        split, found = config.rope_split, []
+        ropes = [rope_table(n, d) for n, d in zip(self.volumes[stage][1:], split[1:], strict=True)]
+        for queries in torch.arange(len(moments)).split(config.span):
+            keys = seen[queries].any(0).nonzero()[:, 0]
+            place = (queries[:, None] == keys).float()
+            times = torch.where(seen[queries][:, keys], 0.0, _MASKED)
+            rope = rope_table(moments[keys] - moments[keys].min(), split[0])
+            data = Neighbourhood(place, times, *sides, rope, *ropes)._asdict()
+            inputs = {f"{name}_{stage}": tensor for name, tensor in data.items()}
+            found.append((queries, keys, inputs))
+        return found
+
 
 def noise_frames(shape: tuple[int, int, int, int], seed: int) -> Iterator[Tensor]:
     """The frames (C, H, W) of noise (C, F, H, W), float32. Their bits are those of one torch.randn
@@ -225,23 +346,27 @@ def neighbourhoods(
     ]
 
 
-def bias(parts: Cut) -> Tensor:
-    """(parts, size, window): 0 where a query attends to a key, otherwise _MASKED."""
+def bias(parts: Cut, shifted: bool = True) -> Tensor:
+    """(parts, size, window): 0 where a query attends to a key, otherwise _MASKED. shifted: windows
+    are shifted inward at borders, not cut off."""
     made = torch.full((len(parts.starts), parts.size, parts.window), _MASKED)
     for part, (start, first) in enumerate(zip(parts.starts, parts.windows, strict=True)):
         for query in range(parts.size):
             key = start + query - parts.kernel // 2
-            key = clamped(key, parts.length - parts.kernel) - first
-            made[part, query, key : key + parts.kernel] = 0
+            if shifted:
+                key = clamped(key, parts.length - parts.kernel)
+            made[part, query, max(key - first, 0) : key - first + parts.kernel] = 0
     return made
 
 
-def rope_table(positions: int, channels: int) -> Tensor:
-    """Cosines and sines (2, positions, channels / 2) fp32. Positions count from the beginning of a
-    region, because attention depends on their differences only."""
+def rope_table(positions: int | Tensor, channels: int) -> Tensor:
+    """Cosines and sines (2, positions, channels / 2) fp32 of so many positions, or of these. They
+    count from the beginning of a region, because attention depends on their differences only."""
     exponents = torch.arange(0, channels, 2, dtype=torch.float64) / channels
     frequencies = (_ROPE_BASE**-exponents).float()
-    phases = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
+    if isinstance(positions, int):
+        positions = torch.arange(positions, dtype=torch.float32)
+    phases = positions[:, None] * frequencies
     return torch.stack([phases.cos(), phases.sin()])
 
 
@@ -286,11 +411,14 @@ def decode_flops(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> 
 
 
 def decode_bytes(
-    config: DiffusionDecoderConfig, clip: tuple[int, int, int], dtype: torch.dtype
+    config: DiffusionDecoderConfig,
+    clip: tuple[int, int, int],
+    dtype: torch.dtype,
+    keyframes: bool = False,
 ) -> int:
     """Peak bytes, with weights, of decoding latents (F, h, w) to uint8 frames that are written
-    immediately. Only the latent's bytes depend on the clip's length."""
-    kept = working = 0
+    immediately. Only the latent's bytes depend on the clip's length, unless there are keyframes."""
+    kept = working = whole = 0
     for stage, (volume, depth) in enumerate(zip(volumes(config, clip), config.depths, strict=True)):
         frame, kernel = volume.rows * volume.columns * config.channels[stage], config.kernels[stage]
         window = cut(volume.frames, config.span, kernel[0]).window
@@ -301,8 +429,12 @@ def decode_bytes(
         strip = 2 * keys * config.channels[stage] + _OF_BIAS * queries * keys
         strip *= len(columns.starts) * window
         working = max(working, _OF_REGION * window * frame + strip)
+        # The features of the whole clip, those that a block has computed, and both in one tensor.
+        whole = max(whole, 3 * volume.frames * frame)
         if stage == len(config.channels) - 1:  # the context, until the last block has read it
+            whole += volume.frames * frame
             kept += min(volume.frames, depth * (kernel[0] // 2 + config.span)) * frame
+    kept = whole if keyframes else kept
     weights = sum(
         prod(shape)
         for shape in diffusion_program(config, config.smallest, dtype).weights().values()

@@ -3,7 +3,6 @@
 # ltx-core's from_config is a class method that names the class that it builds as its own.
 # pyright: reportAttributeAccessIssue=false
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -16,13 +15,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
-from ltx_neuron.config.diffusion import UNREAD, diffusion_decoder_config, is_diffusion_vae
+from ltx_neuron.config.diffusion import (
+    EMBEDDING,
+    UNREAD,
+    diffusion_decoder_config,
+    is_diffusion_vae,
+)
 from ltx_neuron.config.release import Release
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.finite import finite
-from ltx_neuron.weights.model_files import ModelFiles, check_release
-from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.weights.model_files import ModelFiles, check_release, config_of, described
+from ltx_neuron.weights.tensorfile import TensorFile, missing_and_unexpected
 from ltx_neuron.weights.weight_file import WeightFile
 
 
@@ -123,19 +127,12 @@ class ModelSpec(NamedTuple):
         shapes = file.shapes
         if shapes.keys().isdisjoint(expected):
             return [f"none of its {len(expected)} tensors"]
-        own_prefix, problems = next(iter(self.prefixes.values())), []
-        for name in shapes:
-            own = name.startswith(own_prefix) and not re.fullmatch(self.unread, name)
-            if own and name not in expected:
-                problems.append(f"unexpected {name}")
-        for name, shape in expected.items():
-            if name not in shapes:
-                problems.append(f"missing {name}")
-            elif shapes[name] != shape:
-                problems.append(f"wrong shape {name}: got {shapes[name]}, wanted {shape}")
-            elif problem := file.weight_problem(name):
-                problems.append(f"{name}: {problem}")
-        return problems
+        prefix = next(iter(self.prefixes.values()))
+        model = {n for n in shapes if n.startswith(prefix) and not re.fullmatch(self.unread, n)}
+        stored = {name: shapes[name] for name in model | shapes.keys() & expected.keys()}
+        unreadable = ((n, file.weight_problem(n)) for n in expected if n in shapes)
+        problems = missing_and_unexpected(expected, stored)
+        return [*problems, *(f"{name}: {problem}" for name, problem in unreadable if problem)]
 
     def _name_in_file(self, name: str) -> str:
         """The name in the file of a tensor of the module: its longest known prefix replaced."""
@@ -186,8 +183,9 @@ def checkpoint_spec(
     if name == "video_decoder" and is_diffusion_vae(config):
         from ltx_neuron.host.diffusion import HostSpans
 
-        decoder = diffusion_decoder_config(config, spec._file().shapes)
-        return spec._replace(build=partial(HostSpans, decoder), unread=prefix + UNREAD)
+        names = spec._file().shapes
+        build = partial(HostSpans, diffusion_decoder_config(config, names), EMBEDDING in names)
+        return spec._replace(build=build, unread=prefix + UNREAD)
     return spec
 
 
@@ -223,23 +221,15 @@ def _upsampler_config(
             f" {download}"
         )
     file = TensorFile(path, f"{download}\nand pass it with {flag} FILE")
-    try:
-        config = {**json.loads(file.metadata.get("config", "{}"))}
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{path}: the 'config' metadata is not a JSON object: {error}\n"
-            f"Download it again: {download}"
-        ) from None
     if release:
         check_release(file, flag, release, download)
+    config = config_of(file)
     kinds = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
     scale = config.get("spatial_scale", 2.0)
     if kinds != [kind] or (kind == "spatial" and scale not in (2.0, 1.5)):
-        got = "a file without one"
-        if kinds:
-            got = f"a {' and '.join(kinds)} one (spatial scale {scale})"
+        scaled = f" (spatial scale {scale})" * bool(kinds)
         raise UserError(
-            f"{flag}: wanted a {kind} latent upsampler of factor 2, got {got}: {path}\n"
-            f"pass the published {kind} x2 file with {flag} FILE: {download}"
+            f"{flag}: wanted a {kind} latent upsampler of factor 2, got {described(file)}{scaled}:"
+            f" {path}\npass the published {kind} x2 file with {flag} FILE: {download}"
         )
     return config

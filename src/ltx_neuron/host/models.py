@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.sound import SPAN_LATENTS, SPAN_ROWS, audio_decoder_config, vocoder_config
+from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import Background, wait_for
@@ -23,6 +24,8 @@ from ltx_neuron.host.media import Sound
 from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
 from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.model_files import ModelFiles
+
+Config = TypeVar("Config")
 
 
 def lay_channels_last(module: torch.nn.Module) -> None:
@@ -125,7 +128,11 @@ class HostModels:
 
     # Without torch.no_grad, which would keep a generator's last item; no weight has gradients.
     def decode_video(
-        self, latent: torch.Tensor, rank_tiles: Any = None, seed: int = 0
+        self,
+        latent: torch.Tensor,
+        rank_tiles: Any = None,
+        seed: int = 0,
+        keyframes: Mapping[int, torch.Tensor] | None = None,
     ) -> Iterator[torch.Tensor]:
         """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames, lazily, in chunks in order of
         time, each uint8 (N, 32h, 32w, 3).
@@ -139,6 +146,7 @@ class HostModels:
         rank_tiles  decodes on the ranks: backends.tiles.RankTiles, or RankSpans for the diffusion
                     decoder
         seed        of the diffusion decoder's noise
+        keyframes   latents (1, 128, 1, h, w) by frame; the diffusion decoder reads them on the host
         """
         frames, height, width = latent.shape[2:]
         clip, spec = (frames, height, width), self._spec("video_decoder")
@@ -146,17 +154,9 @@ class HostModels:
             from ltx_neuron.host.diffusion import DiffusionDecoder
 
             spans: Any = rank_tiles or self.video_decoder
-            chunks = DiffusionDecoder(spans.config, clip, spans).pixels(latent, seed)
+            chunks = DiffusionDecoder(spans.config, clip, spans).pixels(latent, seed, keyframes)
         else:
-            decoder, tiling = self._tiled_decoder(clip, rank_tiles)
-            from ltx_neuron.host.vae import FastVideoDecoder
-
-            latent = latent.to(
-                torch.float32 if isinstance(decoder, FastVideoDecoder) else self.dtype
-            )
-            # The 2.3 decoder draws no noise; a decoder that does stays reproducible.
-            generator = torch.Generator().manual_seed(0)
-            chunks = decoder.tiled_decode(latent, tiling, generator=generator)
+            chunks = self._decoded_in_tiles(latent, rank_tiles)
         for frames in chunks:
             if not frames.shape[2]:  # the next tiles begin at the same frame
                 continue
@@ -167,18 +167,26 @@ class HostModels:
             yield chunk
             del chunk
 
-    def _tiled_decoder(
-        self, clip: tuple[int, int, int], rank_tiles: Callable | None
-    ) -> tuple[Any, Any]:
+    def _decoded_in_tiles(self, latent: torch.Tensor, rank_tiles: Any) -> Iterator[torch.Tensor]:
+        """Chunks of pixels of the convolutional decoder, on the host or on the ranks."""
         self._spec("video_decoder")  # imports ltx-core before all others
         from ltx_neuron.host import tiles
+        from ltx_neuron.host.vae import HostVideoModel
 
-        if not rank_tiles:
-            profile = self.profile or Profile
-            return self.video_decoder, tiles.tiling(profile, self.tiles_1_0_0)
-        assert self.profile  # of the ranks
-        decoder = tiles.TiledDecoder(rank_tiles, rank_tiles.at_once)
-        return decoder, tiles.tiling_for_ranks(self.profile, clip, rank_tiles.tp)
+        tiling = tiles.tiling(self.profile or Profile, self.tiles_1_0_0)
+        if rank_tiles:
+            assert self.profile  # of the ranks
+            frames, height, width = latent.shape[2:]
+            clip = frames, height, width
+            tiling = tiles.tiling_for_ranks(self.profile, clip, rank_tiles.tp)
+            decoder = tiles.TiledDecoder(rank_tiles, rank_tiles.at_once)
+        elif isinstance(self.video_decoder, HostVideoModel):
+            return tiles.TiledDecoder(partial(map, self.video_decoder)).tiled_decode(latent, tiling)
+        else:
+            decoder: Any = self.video_decoder
+        # The 2.3 decoder draws no noise; a decoder that does stays reproducible.
+        generator = torch.Generator().manual_seed(0)
+        return decoder.tiled_decode(latent.to(self.dtype), tiling, generator=generator)
 
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor, rank_sound=None) -> torch.Tensor:
@@ -226,26 +234,31 @@ class HostModels:
 
     @cached_property
     def video_encoder(self) -> torch.nn.Module:
-        """A FastVideoEncoder, or ltx-core's without an arithmetic or the released structure."""
-        encoder = self._spec("video_encoder").load()
-        from ltx_neuron.host.vae import FastVideoEncoder
-
-        if self.arithmetic is None or FastVideoEncoder.unknown_modules(encoder):
+        """The ranks' model on the host if there is an arithmetic and the checkpoint's has the
+        released structure, otherwise ltx-core's."""
+        spec = self._spec("video_encoder")
+        encoder, config = spec.load(), self._released(video_encoder_config)
+        if self.arithmetic is None or config is None:
             return self._laid_out(encoder.to(self.latent_dtype))
-        return FastVideoEncoder(encoder, self.arithmetic.of_latents(self.dtype))
+        from ltx_neuron.host.vae import host_encoder
+
+        arithmetic = self.arithmetic.of_latents(self.dtype)
+        model = host_encoder(config, encoder.state_dict(), arithmetic)
+        model.register_forward_hook(spec.check_output)
+        return model
 
     @cached_property
     def video_decoder(self) -> torch.nn.Module:
-        """A FastVideoDecoder if the checkpoint's decoder has the released structure, HostSpans if
+        """The ranks' model on the host if the checkpoint's has the released structure, HostSpans if
         it is a diffusion decoder, otherwise ltx-core's in `self.dtype`."""
         decoder = self._spec("video_decoder").load()
         if is_diffusion_vae(self.config):
             return decoder.to((self.arithmetic or FLOAT32).dtype)
-        from ltx_neuron.host.vae import FastVideoDecoder
-
-        if FastVideoDecoder.unknown_modules(decoder):
+        if (config := self._released(video_decoder_config)) is None:
             return decoder.to(self.dtype)
-        return FastVideoDecoder(decoder, self.arithmetic or FLOAT32)
+        from ltx_neuron.host.vae import host_decoder
+
+        return host_decoder(config, decoder.state_dict(), self.arithmetic or FLOAT32)
 
     @cached_property
     def video_statistics(self) -> torch.nn.Module:
@@ -264,14 +277,17 @@ class HostModels:
     def vocoder(self) -> torch.nn.Module:
         return self._sound_model("vocoder", vocoder_config)
 
+    def _released(self, config_of: Callable[[Any], Config]) -> Config | None:
+        """A model's config; None if it has another structure than the released one."""
+        try:
+            return config_of(self.config)
+        except UserError:
+            return None
+
     def _sound_model(self, name: str, config_of: Callable[[Any], object]) -> torch.nn.Module:
         spec = self._spec(name)
-        model = spec.load()
-        try:
-            config = config_of(self.config)
-        except UserError:
-            return model
-        if self.audio_dtype != torch.float32:
+        model, config = spec.load(), self._released(config_of)
+        if config is None or self.audio_dtype != torch.float32:
             return model
         from ltx_neuron.host import sound
 

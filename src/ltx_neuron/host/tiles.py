@@ -4,7 +4,7 @@ frames are passed on differs.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -84,52 +84,23 @@ def tile_shape(tile: Tile) -> Shape:
     return tuple(part.stop - part.start for part in tile.in_coords[2:])
 
 
-class EagerDecoder(VideoDecoder):
-    """A decoder whose tiled decoding passes frames on as soon as no later tile changes them.
-    ltx-core's keeps a whole time span until the next one is decoded."""
-
-    def tiled_decode(
-        self,
-        latent: Tensor,
-        tiling_config: TilingConfig | None = None,
-        timestep: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
-        """As ltx-core's, with bit-identical chunks of frames."""
-        spans = self._group_tiles_by_temporal_slice(self._prepare_tiles(latent, tiling_config))
-        slices = [span[0].out_coords[2] for span in spans]
-        ends = [*(later.start for later in slices[1:]), slices[-1].stop]
-        scale, (batch, _, _, height, width) = self.video_downscale_factors, latent.shape
-        picture, shared = (height * scale.height, width * scale.width), ()
-        for span, time, end in zip(spans, slices, ends, strict=True):
-            sums = torch.zeros(batch, 3, time.stop - time.start, *picture, dtype=latent.dtype)
-            weights = self._accumulate_temporal_group_into_buffer(
-                span, sums, latent, timestep, generator
-            )
-            _add_before(shared, sums, weights)
-            done = end - time.start
-            shared = sums[:, :, done:].clone(), weights[:, :, done:].clone()
-            chunk = sums[:, :, :done] / weights[:, :, :done].clamp(min=1e-8)
-            del sums, weights  # only shared frames are kept while the next tiles are decoded
-            yield chunk
-            del chunk
-
-
 def _add_before(shared: Sequence[Tensor], *blended: Tensor) -> None:
     """Add the previous span's part to the first frames of a span."""
     for part, before in zip(blended, shared, strict=False):
         part[:, :, : before.shape[2]] += before
 
 
-class TiledDecoder(EagerDecoder):
+class TiledDecoder(VideoDecoder):
     """ltx-core's tiled decoding, with a function that decodes several tiles of one shape at once.
+    Frames are passed on as soon as no later tile changes them; ltx-core's keeps a whole time span
+    until the next one is decoded.
 
     decode   takes at most `at_once` latents of one shape, (1, 128, f, h, w) each, and returns their
              frames, (1, 3, 8f - 7, 32h, 32w) each
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list, at_once: int = 1
+        self, decode: Callable[[Sequence[Tensor]], Iterable[Tensor]] = list, at_once: int = 1
     ):
         nn.Module.__init__(self)  # without a model, because only ltx-core's tiling is used
         self.video_downscale_factors = VIDEO_SCALE_FACTORS
@@ -139,9 +110,24 @@ class TiledDecoder(EagerDecoder):
     def tiled_decode(
         self, latent: Tensor, tiling_config: TilingConfig | None = None, *how, **more
     ) -> Iterator[Tensor]:
-        """As ltx-core's; blended in float32."""
-        self._decoded = self._in_order(latent, self._prepare_tiles(latent, tiling_config))
-        yield from super().tiled_decode(latent.float(), tiling_config, *how, **more)
+        """As ltx-core's, with bit-identical chunks of frames; blended in float32."""
+        tiles = self._prepare_tiles(latent, tiling_config)
+        self._decoded, latent = self._in_order(latent, tiles), latent.float()
+        spans = self._group_tiles_by_temporal_slice(tiles)
+        slices = [span[0].out_coords[2] for span in spans]
+        ends = [*(later.start for later in slices[1:]), slices[-1].stop]
+        scale, (batch, _, _, height, width) = self.video_downscale_factors, latent.shape
+        picture, shared = (height * scale.height, width * scale.width), ()
+        for span, time, end in zip(spans, slices, ends, strict=True):
+            sums = torch.zeros(batch, 3, time.stop - time.start, *picture)
+            weights = self._accumulate_temporal_group_into_buffer(span, sums, latent, None, None)
+            _add_before(shared, sums, weights)
+            done = end - time.start
+            shared = sums[:, :, done:].clone(), weights[:, :, done:].clone()
+            chunk = sums[:, :, :done] / weights[:, :, :done].clamp(min=1e-8)
+            del sums, weights  # only shared frames are kept while the next tiles are decoded
+            yield chunk
+            del chunk
 
     def forward(self, sample: Tensor, *how) -> Tensor:
         """The next tile's frames, float32; ltx-core calls this in the order of the tiles."""

@@ -3,12 +3,8 @@ computed.
 
 The plan compares it with the host's memory before a job starts. The estimate covers every stage of
 vae.py, because the largest one depends on the size and on ltx-core's tiles. It is within 20 % of
-the measured peak at the sizes of its test.
+the measured peak at the sizes of its test. It is 0 for a structure that ltx-core's modules run.
 """
-
-# To type checkers a module's parts are Tensor | Module, not the types that are built here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportReturnType=false
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -16,15 +12,17 @@ from math import prod
 from typing import Any
 
 import torch
-from ltx_core.model.video_vae import (
-    TilingConfig,
-    VideoDecoderConfigurator,
-    VideoEncoderConfigurator,
-)
-from ltx_core.model.video_vae.resnet import UNetMidBlock3D
-from torch import nn
+from ltx_core.model.video_vae import TilingConfig
 
 from ltx_neuron.config.diffusion import diffusion_decoder_config, is_diffusion_vae
+from ltx_neuron.config.video import (
+    Resampling,
+    VideoDecoderConfig,
+    VideoEncoderConfig,
+    video_decoder_config,
+    video_encoder_config,
+)
+from ltx_neuron.errors import UserError
 from ltx_neuron.host import diffusion, encoding, tiles
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.winograd import (
@@ -37,6 +35,7 @@ from ltx_neuron.host.winograd import (
     tile_counts,
     winograd_is_faster,
 )
+from ltx_neuron.models.programs import Program, encoder_program, tile_program
 
 _FLOAT32 = 4  # bytes of a number
 _CHUNKS = 2  # of frames: one is encoded while the next one waits (background.ahead)
@@ -53,6 +52,7 @@ def decode_bytes(
     threads: int,
     arithmetic: Arithmetic = FLOAT32,
     tiling: TilingConfig | None = None,
+    keyframes: bool = False,
 ) -> int:
     """Peak bytes, with weights, of decoding a latent (F, h, w) to uint8 frames that are written at
     once. Only the latent's bytes depend on the clip's length.
@@ -61,26 +61,32 @@ def decode_bytes(
     threads     cores that compute at the same time, each with scratch memory
     arithmetic  of the decoder
     tiling      of the latent; by default every profile's; unused for the diffusion decoder
+    keyframes   whether the diffusion decoder reads them
     """
     if is_diffusion_vae(config):
-        return diffusion.decode_bytes(diffusion_decoder_config(config), latent, arithmetic.dtype)
-    with torch.device("meta"):
-        decoder = VideoDecoderConfigurator.from_config(config)
+        decoder = diffusion_decoder_config(config)
+        return diffusion.decode_bytes(decoder, latent, arithmetic.dtype, keyframes)
+    try:
+        decoder = video_decoder_config(config)
+    except UserError:
+        return 0
     cuts = tiles.cut(latent, tiling or tiles.tiling())
-    walk = _Walk(threads, arithmetic)
-    working = max(walk.decode(decoder, shape) for shape in set(map(tiles.tile_shape, cuts)))
+    peaks = _Peaks(threads, arithmetic)
+    working = max(peaks.of_decoder(decoder, shape) for shape in set(map(tiles.tile_shape, cuts)))
     # Tiles of one time span are blended into two float32 arrays, frames and their weights. The
     # frames that the next span changes are kept; the others are divided by their weights and wait.
-    spans = decoder._group_tiles_by_temporal_slice(cuts)
+    blend = tiles.TiledDecoder()
+    spans = blend._group_tiles_by_temporal_slice(cuts)
     times = [span[0].out_coords[2] for span in spans]
-    scale = decoder.video_downscale_factors
+    scale = blend.video_downscale_factors
     frame = 3 * latent[1] * scale.height * latent[2] * scale.width  # numbers of one frame
     blended = max(time.stop - time.start for time in times)
     shared = max((time.stop - later.start for time, later in pairwise(times)), default=0)
     waiting = _CHUNKS * (blended - shared) * frame * (len(spans) > 1)
     frames = 2 * _FLOAT32 * frame * (blended + shared)
     divided = 2 * _FLOAT32 * frame * (blended - shared)
-    return _weights(decoder) + waiting + frames + max(working, divided)
+    weights = _weights(tile_program(decoder, (1, 1, 1), torch.float32))
+    return weights + waiting + frames + max(working, divided)
 
 
 def encode_bytes(
@@ -100,23 +106,26 @@ def encode_bytes(
 
     Pixels are collected in float32, frame by frame, and joined before the encoding.
     """
-    with torch.device("meta"):
-        encoder = VideoEncoderConfigurator.from_config(config)
+    try:
+        encoder = video_encoder_config(config)
+    except UserError:
+        return 0
     clip = 3 * prod(pixels)
     copies = {torch.float32, dtype, arithmetic.dtype}
     given = clip * sum(copy.itemsize for copy in copies)
     sizes = [pixels] if whole else encoding.tile_counts(pixels)
-    walk = _Walk(threads, arithmetic)
-    working = max(walk.encode(encoder, size) for size in sizes)
-    return _weights(encoder) + max(2 * _FLOAT32 * clip, given + working)
+    peaks = _Peaks(threads, arithmetic)
+    working = max(peaks.of_encoder(encoder, size) for size in sizes)
+    weights = _weights(encoder_program(encoder, (1, 32, 32), torch.float32))
+    return weights + max(2 * _FLOAT32 * clip, given + working)
 
 
-def _weights(model: nn.Module) -> int:
-    return _STORED * sum(tensor.numel() for tensor in model.state_dict().values())
+def _weights(program: Program) -> int:
+    return _STORED * sum(map(prod, program.weights().values()))
 
 
-class _Walk:
-    """Simulates a model's forward (vae.py) with the shapes (F, H, W, C) of its stages."""
+class _Peaks:
+    """Peak bytes of host/vae.py for a tile, from the shapes (F, H, W, C) of its stages."""
 
     def __init__(self, threads: int, arithmetic: Arithmetic):
         self.threads, self.speed = threads, arithmetic.speed
@@ -124,50 +133,54 @@ class _Walk:
         self.itemsize = arithmetic.dtype.itemsize
         self.filters = self.pieces = 0  # bytes of scratch memory so far, which workers keep
 
-    def decode(self, decoder: nn.Module, latent: Shape) -> int:
-        """Peak bytes for a tile's latent (F, h, w)."""
-        shape, peak = self._first(decoder.conv_in.conv, latent)
-        for block in decoder.up_blocks:
-            if isinstance(block, UNetMidBlock3D):
-                peak = max(peak, self._convolution(shape, shape[3], self._maps(*[shape] * 3)))
-                continue
-            (frames, height, width, inputs), (time, down, across) = shape, block.stride
-            parts = time * down * across
-            channels = block.conv.conv.out_channels // parts
-            larger = (frames * time - (time - 1), height * down, width * across, channels)
-            outputs = channels * min(parts, max(1, LARGEST_FILTERS // (inputs * channels)))
-            weight = self.itemsize * 27 * inputs * outputs  # of some parts, copied
-            held = weight + self._maps(shape, *[larger] * 3)
-            peak = max(peak, self._convolution(shape, outputs, held))
-            shape = larger
-        outputs = decoder.conv_out.conv.out_channels
+    def of_decoder(self, config: VideoDecoderConfig, latent: Shape) -> int:
+        """latent: of a tile, (F, h, w)."""
+        shape, peak = self._first(latent, config.latent_channels, 8 * config.base_channels)
+        for block in config.up_blocks:
+            if isinstance(block, Resampling):
+                (frames, height, width, inputs), (time, down, across) = shape, block.stride
+                parts, channels = time * down * across, inputs // block.multiplier
+                larger = (frames * time - (time - 1), height * down, width * across, channels)
+                outputs = channels * min(parts, max(1, LARGEST_FILTERS // (inputs * channels)))
+                weight = self.itemsize * 27 * inputs * outputs  # of some parts, copied
+                held = weight + self._maps(shape, *[larger] * 3)
+                peak = max(peak, self._convolution(shape, outputs, held))
+                shape = larger
+            else:
+                peak = max(peak, self._residual(shape))
+        outputs = config.out_channels * config.patch_size**2
         pixels, maps = _FLOAT32 * prod(shape[:3]) * outputs, self._maps(*[shape] * 3)
         peak = max(peak, self._convolution(shape, outputs, maps + pixels))
-        # unpatchify copies the pixels, which are stacked and blended after the maps are freed.
+        # The pixels are copied into their layout, and blended after the maps are freed.
         return max(peak, self.scratch + maps + 2 * pixels, self.scratch + 3 * pixels)
 
-    def encode(self, encoder: nn.Module, pixels: Shape) -> int:
-        """Peak bytes for a clip's frames, rows and columns."""
+    def of_encoder(self, config: VideoEncoderConfig, pixels: Shape) -> int:
+        """pixels: a clip's frames, rows and columns."""
         frames, *sides = pixels
-        patches = (frames, *(side // encoder.patch_size for side in sides))
-        shape, peak = self._first(encoder.conv_in.conv, patches)
-        for block in encoder.down_blocks:
-            if isinstance(block, UNetMidBlock3D):
-                peak = max(peak, self._convolution(shape, shape[3], self._maps(*[shape] * 3)))
-                continue
-            outputs = block.conv.conv.out_channels
-            held = self._maps(shape) + _FLOAT32 * prod(shape[:3]) * outputs
-            peak = max(peak, self._convolution(shape, outputs, held))
-            smaller = [-(-size // step) for size, step in zip(shape, block.stride, strict=False)]
-            shape = (*smaller, outputs * prod(block.stride))
-            peak = max(peak, self.scratch + held + self._maps(*[shape] * 3))
-        peak = max(peak, self._convolution(shape, shape[3], self._maps(*[shape] * 3)))
-        return peak + 3 * self.itemsize * prod(pixels)  # patchify copies them
+        patches = (frames, *(side // config.patch_size for side in sides))
+        channels = config.in_channels * config.patch_size**2
+        shape, peak = self._first(patches, channels, config.latent_channels)
+        for block in config.down_blocks:
+            if isinstance(block, Resampling):
+                channels = shape[3] * block.multiplier
+                outputs = channels // prod(block.stride)
+                held = self._maps(shape) + _FLOAT32 * prod(shape[:3]) * outputs
+                peak = max(peak, self._convolution(shape, outputs, held))
+                steps = zip(shape, block.stride, strict=False)
+                shape = (*(-(-size // step) for size, step in steps), channels)
+                peak = max(peak, self.scratch + held + self._maps(*[shape] * 3))
+            else:
+                peak = max(peak, self._residual(shape))
+        peak = max(peak, self._residual(shape))
+        return peak + 3 * self.itemsize * prod(pixels)  # laid out in patches
 
-    def _first(self, conv: nn.Conv3d, size: Shape) -> tuple[Shape, int]:
+    def _first(self, size: Shape, inputs: int, outputs: int) -> tuple[Shape, int]:
         """The first stage's shape, and the bytes of its convolution."""
-        given, shape = (*size, conv.in_channels), (*size, conv.out_channels)
-        return shape, self._convolution(given, shape[3], self._maps(given, *[shape] * 3))
+        given, shape = (*size, inputs), (*size, outputs)
+        return shape, self._convolution(given, outputs, self._maps(given, *[shape] * 3))
+
+    def _residual(self, shape: Shape) -> int:
+        return self._convolution(shape, shape[3], self._maps(*[shape] * 3))
 
     @property
     def scratch(self) -> int:

@@ -19,16 +19,11 @@ from ltx_neuron.config.transformer import TransformerConfig
 
 
 class AdaLNRows(NamedTuple):
-    """Consecutive rows of a modulation table and the learned entries that are added to them.
+    """Consecutive rows of a modulation table and the learned entries that are added to them."""
 
-    row    first row of the modulation table (steps, U, MODULATION_ROWS, D)
-    entry  first entry of the learned table, a parameter of the block or of the output
-    count  how many rows, and as many entries
-    """
-
-    row: int
-    entry: int
-    count: int
+    row: int  # first row of the modulation table (steps, U, MODULATION_ROWS, D)
+    entry: int  # first entry of the learned table, a parameter of the block or of the output
+    count: int  # how many rows, and as many entries
 
     @property
     def rows(self) -> slice:

@@ -53,16 +53,11 @@ class SingleRank:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The collectives between tensor-parallel groups that divide a clip's video tokens.
+    """The collectives between tensor-parallel groups that divide a clip's video tokens."""
 
-    groups  all of these groups
-    tokens  of the clip, T; each group has `own` of them, and the last ones are padding
-    own     T' / cp
-    """
-
-    groups: Comm
-    tokens: int = 0
-    own: int = 0
+    groups: Comm  # all of these groups
+    tokens: int = 0  # of the clip, T; each group has `own` of them, and the last ones are padding
+    own: int = 0  # T' / cp
 
     def joined(self, tensor: Tensor) -> Tensor:
         """The tokens of all groups, without padding: (1, T' / cp, D) -> (1, T, D)."""
@@ -95,16 +90,12 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How the ranks divide a DiT's work.
+    """How the ranks divide a DiT's work."""
 
-    tensor   the collectives of a tensor-parallel group
-    divided  sequence parallelism: its ranks divide the video's tokens between the layers
-    context  context parallelism, or None
-    """
-
-    tensor: Comm
+    tensor: Comm  # the collectives of a tensor-parallel group
+    # Sequence parallelism: its ranks divide the video's tokens between the layers
     divided: bool = False
-    context: ContextParallel | None = None
+    context: ContextParallel | None = None  # context parallelism, or None
 
     @property
     def selects(self) -> bool:

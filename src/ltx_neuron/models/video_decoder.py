@@ -33,19 +33,20 @@ class Convolution(nn.Module):
     there (vllm-omni-neuron) and which writes the result once; neither is measured.
 
     causal  read a frame and the two before it, not one before and one after it
+    active  of the activated input
     whole   one 3D convolution
     """
 
     whole = False
 
-    def __init__(self, inputs: int, outputs: int, causal: bool = False):
+    def __init__(self, inputs: int, outputs: int, causal: bool = False, active: bool = False):
         super().__init__()
-        self.conv, self.causal = nn.Conv3d(inputs, outputs, 3), causal
+        self.conv, self.causal, self.active = nn.Conv3d(inputs, outputs, 3), causal, active
 
     def forward(self, x: Tensor) -> Tensor:
         """(F, Cin, H, W) -> (F, Cout, H, W) fp32."""
         weight, bias = self.conv.weight, self.conv.bias
-        x = x.to(weight.dtype)
+        x = (activate(x) if self.active else x).to(weight.dtype)
         if self.whole:
             ends = [x[:1]] * (1 + self.causal), [x[-1:]] * (not self.causal)
             x = torch.cat([*ends[0], x, *ends[1]]).transpose(0, 1).unsqueeze(0)
@@ -87,11 +88,11 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int, causal: bool = False):
         super().__init__()
-        self.conv1 = Convolution(channels, channels, causal)
-        self.conv2 = Convolution(channels, channels, causal)
+        self.conv1 = Convolution(channels, channels, causal, active=True)
+        self.conv2 = Convolution(channels, channels, causal, active=True)
 
     def forward(self, features: Tensor) -> Tensor:
-        change = self.conv2(activate(self.conv1(activate(features))))
+        change = self.conv2(self.conv1(features))
         return (features.float() + change).to(features.dtype)
 
 
@@ -159,10 +160,11 @@ class ConvOut(nn.Module):
     def __init__(self, config: VideoDecoderConfig, channels: int):
         super().__init__()
         self.patch, self.colours = config.patch_size, config.out_channels
-        self.conv_out = Convolution(channels, config.out_channels * config.patch_size**2)
+        outputs = config.out_channels * config.patch_size**2
+        self.conv_out = Convolution(channels, outputs, active=True)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.conv_out(activate(features))
+        x = self.conv_out(features)
         frames, _, height, width = x.shape
         # The finest axis of the channels is of rows, the next one of columns: ltx-core's unpatchify
         x = x.view(frames, self.colours, self.patch, self.patch, height, width)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ltx_neuron.config.video import Resampling, VideoEncoderConfig
-from ltx_neuron.models.video_decoder import Convolution, Statistics, activate
+from ltx_neuron.models.video_decoder import Convolution, Statistics
 from ltx_neuron.models.video_decoder import Stage as _Stage
 
 
@@ -77,10 +77,11 @@ class ConvOut(nn.Module):
     def __init__(self, config: VideoEncoderConfig, channels: int):
         super().__init__()
         self.per_channel_statistics = Statistics(config.latent_channels)
-        self.conv_out = Convolution(channels, config.latent_channels + 1, causal=True)
+        self.channels = config.latent_channels
+        self.conv_out = Convolution(channels, self.channels + 1, causal=True, active=True)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        means = self.conv_out(activate(features))[:, :-1]
+        means = self.conv_out(features)[:, : self.channels]
         std, mean = (each.float() for each in self.per_channel_statistics.viewed(-1, 1, 1))
         latent = ((means - mean) / std).transpose(0, 1).unsqueeze(0)
         # The mean is NaN or Inf if a latent is: one number for the host to check.

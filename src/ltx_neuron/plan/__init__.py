@@ -343,7 +343,7 @@ def _on_the_host(config: Mapping[str, Any], profile: Profile, job: Job, dtype: t
     tiling = tiles.tiling(profile)
     decoded = 0
     if has_vae and not job.sound_only:
-        decoded = decode_bytes(config, latent, threads, computes, tiling)
+        decoded = decode_bytes(config, latent, threads, computes, tiling, job.reads_keyframes)
     return {
         "host_bytes_to_encode": max(encoded, default=0),
         "host_bytes_to_decode": decoded,

@@ -28,21 +28,15 @@ _MOST_SECONDS = 3600.0
 
 
 class Window(NamedTuple):
-    """One window. Latents are counted from the clip's first, of the new ones from the window's.
-
-    number, count         its number and the number of windows
-    video, audio          its first latents
-    new_video, new_audio  the range of latents that it generates
-    sound_offset          seconds from the sound's beginning to the video's
-    """
+    """One window. Latents are counted from the clip's first, of the new ones from the window's."""
 
     number: int
-    count: int
-    video: int
+    count: int  # of windows
+    video: int  # its first latent
     audio: int
-    new_video: tuple[int, int]
+    new_video: tuple[int, int]  # the range of latents that it generates
     new_audio: tuple[int, int]
-    sound_offset: float
+    sound_offset: float  # seconds from the sound's beginning to the video's
 
     @property
     def key(self) -> str:
@@ -56,16 +50,11 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Extension:
-    """The kept and the new part of an extended video.
+    """The kept and the new part of an extended video."""
 
-    seconds        to generate; below 0: before the beginning
-    source_frames  of the file
-    window_frames  8k+1 frames of each window
-    """
-
-    seconds: float
-    source_frames: int
-    window_frames: int
+    seconds: float  # to generate; below 0: before the beginning
+    source_frames: int  # of the file
+    window_frames: int  # 8k+1 frames of each window
     frame_rate: float
 
     # --- frames -----------------------------------------------------------------------------------

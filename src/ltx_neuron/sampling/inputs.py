@@ -56,11 +56,17 @@ _DESCRIBED = {
     "guidance": " ".join(rules.VIDEO_GUIDANCE + rules.AUDIO_GUIDANCE),
     "detailing_scale": " ".join(LoraFields.model_fields),
 }
+# Fields that need graphs of their own.
+_OWN_GRAPHS = (
+    *("image", "video_path", "video_conditioning", "conditioning_attention_mask"),
+    *("reference_video", "reference_audio", "nag_scale", "num_generated_keyframes"),
+    *("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr"),
+)
 # Fields that a description leaves out at their defaults.
 _LATER_FIELDS = (
     *("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora", "tile"),
     *("tile_height", "tile_width", "dfr", "temporal_upsample_rounds", "temporal"),
-    *("auto_duration", "spatial_scale", "ancestral"),
+    *("auto_duration", "spatial_scale", "ancestral", "decode_with_keyframes"),
 )
 
 
@@ -110,12 +116,12 @@ class Inputs(JobFields):
 
     def with_media(self, media: Media) -> Self:
         """This job, of whose files these facts are known."""
-        self.__dict__["media"] = media
+        vars(self)["media"] = media
         return self
 
     def replaced(self, **values: Any) -> Self:
         copy = super().replaced(**values)
-        known = "media" in self.__dict__ and not values.keys() & _OF_FILES
+        known = "media" in vars(self) and not values.keys() & _OF_FILES
         return copy.with_media(self.media) if known else copy
 
     def with_paths(self, rename: Callable[[Path], str]) -> Self:
@@ -334,6 +340,23 @@ class Inputs(JobFields):
         count = 0 if without else self.num_generated_keyframes or 0
         return between_keyframes(count, self.size.num_frames)
 
+    @property
+    def reads_keyframes(self) -> bool:
+        """Whether the host's diffusion decoder reads the generated keyframes."""
+        return self.decode_with_keyframes or (bool(self.dfr) and self.rendering.holds)
+
+    def decoded_keyframes(self, tensors: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The keyframes (1, 128, 1, h, w) that it reads, by their frames. tensors: of the run."""
+        if not self.reads_keyframes:
+            return {}
+        if self.dfr:  # without those that fill the last segment
+            render = self.rendering
+            planes = render.planes(tensors, render.rounds)
+            return {frame: planes[frame] for frame in sorted(planes) if frame < render.frames}
+        upsampled = self.size.two_stage and not self.skip_stage_2
+        planes = tensors[f"s{1 + upsampled}_generated_keyframes"].split(1, dim=2)
+        return dict(zip(self.generated_keyframes(upsampled), planes, strict=True))
+
     def appended_audio(self, upsampled: bool) -> int:
         """Audio tokens appended to the clip's in a stage: in stage 1 those of the reference's
         sound, and in stage 2 of dubbing those of stage 1's sound."""
@@ -426,21 +449,13 @@ class Inputs(JobFields):
 
     @property
     def own_graphs(self) -> list[str]:
-        """The JobSpec fields of the inputs that need graphs of their own. Those of text to video
+        """The fields of the inputs that need graphs of their own. Those of text to video
         also serve a sound and an image at frame 0."""
-        inputs = {
-            "image": any(image.frame_index for image in self.images),
-            "video_path": self.retake,
-            "video_conditioning": self.references,
-            "conditioning_attention_mask": self.attention_mask,
-            "reference_video": self.dubbing,
-            "reference_audio": self.voice,
-            "nag_scale": self.nag is not None,
-            "num_generated_keyframes": self.num_generated_keyframes,
+        without = {
+            "image": not any(image.frame_index for image in self.images),
+            "nag_scale": self.nag is None,
         }
-        more = ("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr")
-        inputs |= {name: getattr(self, name) for name in more}
-        return [name for name, value in inputs.items() if value]
+        return [name for name in _OWN_GRAPHS if self.holds(name) and not without.get(name)]
 
     def describe(self) -> dict[str, Any]:
         """The settings for the sidecar and the report."""
@@ -494,13 +509,13 @@ class Inputs(JobFields):
 
     def check_strengths(self) -> None:
         """Raise FieldError for two strengths of the distilled LoRA."""
-        field = "distilled_lora_strength_stage_1"
+        field = "{distilled_lora_strength_stage_1}"
         if self.distilled_strengths[0] is None:
-            field = "distilled_lora_strength_stage_2"
+            field = "{distilled_lora_strength_stage_2}"
         typed = any(lora.strength is not None for lora in self.distilled_lora)
         if typed and self.distilled_strengths != (None, None):
             raise FieldError(
-                f"{{{field}}} replaces the strength of {{distilled_lora}}: type {{distilled_lora}}"
+                f"{field} replaces the strength of {{distilled_lora}}: type {{distilled_lora}}"
                 " PATH without a strength"
             )
 
@@ -519,6 +534,11 @@ class Inputs(JobFields):
             raise FieldError(
                 f"{{num_generated_keyframes}} {count}: wanted at most {most}, one for each frame"
                 f" between the first and the last of {frames}"
+            )
+        if self.decode_with_keyframes and COMPAT[self.compat].plain_stage_2:
+            raise FieldError(
+                f"{{decode_with_keyframes}}: {self.compat} decodes without keyframes; leave out one"
+                " of {decode_with_keyframes} {compat}"
             )
         for reference in self.references:
             reference.check(self.size)

@@ -193,7 +193,9 @@ RULES = (
     ),
     Rule("dfr", excludes="negative_prompt", when="!nag_scale"),
     Rule("num_generated_keyframes", excludes="video_path sound_only"),
+    Rule("decode_with_keyframes", excludes="upscale dfr"),  # DFR's are always read
     # What needs others.
+    Rule("decode_with_keyframes", needs="num_generated_keyframes"),
     Rule("nag_alpha", needs="nag_scale"),
     Rule("nag_tau", needs="nag_scale"),
     Rule("tile_height", needs="tile"),

@@ -378,6 +378,10 @@ class DetailFields(Fields):
         ge=0.025,
         le=1,
     )
+    decode_with_keyframes: StrictBool = _option(
+        "of --num-generated-keyframes: the diffusion decoder reads the keyframes, on the host",
+        default=False,
+    )
     reference_strength: float | None = _option(
         "strength of --reference-video, 1: its pictures, 0: noise (default: 1)",
         "STRENGTH",
@@ -449,6 +453,9 @@ class JobFields(
         "dev recipe: res_2s (HQ, for --two-stage) or gradient_estimation (default: euler)",
         default="euler",
     )
+
+    def __hash__(self) -> int:  # pydantic's, which type checkers do not see
+        return hash(tuple(getattr(self, name) for name in type(self).model_fields))
 
     @classmethod
     def validated(cls, values: Mapping[str, Any], strict: bool | None = None) -> Self:

@@ -12,9 +12,11 @@ import ipaddress
 import os
 import sys
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from ltx_neuron import errors, flags
+from ltx_neuron.build import fetch
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder, exclusive
@@ -171,7 +173,9 @@ def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry"
             engine.workspace.dit_program_for(jobs[0], stage)
     else:
         engine.preflight.check(jobs)
-        engine.workspace.check_dit_weights(reference_jobs(registry))
+        stages = chain.from_iterable(job.stages for job in reference_jobs(registry))
+        weight_set = partial(engine.workspace.weight_set, "dit")
+        engine.workspace.find_all(weight_set(stage.loras) for stage in stages)
     return registry
 
 
@@ -214,8 +218,6 @@ def be_api(args: argparse.Namespace) -> None:
     """Answer requests until a signal ends the process, with or without a worker."""
     queue, engine = open_queue(args), open_engine(args)
     if args.artifacts_url:
-        from ltx_neuron.fleet.fetch import fetch
-
         sets = [loras for job in flags.lora_sets(args).values() for loras in job.weight_sets]
         fetch(args.artifacts_url, engine.workspace, engine.options, sets)
     with exclusive(args.data_dir.absolute() / "api", "serving"):

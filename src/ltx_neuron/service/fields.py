@@ -278,6 +278,7 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     reference_audio_max_duration: float | None = described_as("reference_audio_max_duration", gt=0)
     identity_guidance_scale: float | None = described_as("identity_guidance_scale")
     num_generated_keyframes: Keyframes | None = described_as("num_generated_keyframes")
+    decode_with_keyframes: bool | None = described_as("decode_with_keyframes")
     extend: float | None = described_as("extend")
     video_conditioning: Annotated[tuple[WeightedReference, ...], BeforeValidator(_references)] = (
         Field(

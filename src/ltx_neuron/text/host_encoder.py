@@ -31,6 +31,7 @@ from ltx_neuron.text.inputs import (
 )
 from ltx_neuron.text.streamed import MappedWeights, StoredLinear, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
+from ltx_neuron.weights.tensorfile import missing_and_unexpected
 
 
 class HostTextEncoder:
@@ -55,16 +56,14 @@ class HostTextEncoder:
 
     def check(self) -> None:
         """Raise UserError with every difference of the source's tensors from the configs."""
-        problems = []
-        for name, tensor in {**self.encoder.state_dict(), **self.connectors.state_dict()}.items():
-            wanted = tuple(tensor.shape)
+        tensors = {**self.encoder.state_dict(), **self.connectors.state_dict()}
+        expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name in expected:
             if name.endswith("aggregate_embed.weight"):  # (L+1, D, H) here, (D, H * (L+1)) in files
-                wanted = (wanted[1], wanted[0] * wanted[2])
-            if name not in self.source.locations:
-                problems.append(f"missing: {name}")
-            elif self.source.shape(name) != wanted:
-                problems.append(f"{name}: {self.source.shape(name)}, wanted {wanted}")
-        if problems:
+                layers, width, hidden = expected[name]
+                expected[name] = width, layers * hidden
+        stored = {n: self.source.shape(n) for n in expected.keys() & self.source.locations.keys()}
+        if problems := missing_and_unexpected(expected, stored):
             title = "the text encoder's weights are not those its config.json describes:"
             raise UserError(
                 "\n  ".join([title, *problems])

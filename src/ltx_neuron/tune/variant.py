@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron import errors
+from ltx_neuron import build, errors
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.denoise import CompiledStep
@@ -55,7 +55,7 @@ def measure(
     torch.set_num_threads(workspace.profile.host_threads)
     began = time.perf_counter()
     buckets = job.buckets
-    folders = workspace.compile_dit(buckets)
+    folders = build.make(workspace, workspace.dit_graphs(buckets))
     compiled = time.perf_counter()
     if layers:
         folders = [first_blocks(path, layers, folder) for path in folders]
@@ -92,8 +92,9 @@ def compare_convolutions(workspace: Workspace, job: Job, rounds: int) -> None:
     latent = torch.randn(1, 128, *tile, generator=generator).to(workspace.dtype)
     for form in ("conv2d", "conv3d"):
         workspace.profile = replace(profile, vae_convolution=form)
-        workspace.compile_vae(clip)
-        programs = {name: workspace.tile_programs(clip)[name]}
+        graphs = workspace.decoder_graphs(clip)
+        build.make(workspace, graphs)
+        programs = {name: workspace.programs(graphs)[name]}
         with registry.ranks(profile, workspace.tp, workspace.compiler_cache) as ranks:
             ranks.load(workspace.weights("vae"), programs, workspace.dtype)
             ranks.put(name, tile_latent=torch.cat([latent] * ranks.size))

@@ -33,11 +33,11 @@ _SIDECARS = "tokenizer_config.json", "processor_config.json", "chat_template.jin
 _RELEASE_IN_NAME = re.compile(r"ltx-?(\d+)[._](\d+)")  # of the published files
 
 
-class Part(NamedTuple):
-    """A part that may have a file of its own.
+class Kind(NamedTuple):
+    """A kind of file.
 
     title     for messages
-    flag      of its file
+    flag      of the file
     sections  of the config that describe it
     prefixes  of its tensors in a checkpoint. Its own file may leave out the only one
     own       prefixes by which its file is known, whatever its metadata
@@ -45,41 +45,41 @@ class Part(NamedTuple):
 
     title: str
     flag: str
-    sections: tuple[str, ...]
-    prefixes: tuple[str, ...]
-    own: tuple[str, ...]
+    sections: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
 
     def is_in(self, file: TensorFile) -> bool:
         """Whether a file has all kinds of the part's tensors, with a checkpoint's names."""
         return all(any(name.startswith(each) for name in file.shapes) for each in self.prefixes)
 
 
-PARTS = {
-    "video_vae": Part(
+# Results of kind_of
+KINDS = {
+    "": Kind("file without known metadata", ""),
+    "transformer": Kind("transformer", "--checkpoint-path"),
+    "gemma": Kind("text encoder", "--gemma-root"),
+    "video_vae": Kind(
         *("video VAE", "--video-vae-path", ("vae",), ("vae.",)),
         ("per_channel_statistics.", "vae.per_channel_statistics."),
     ),
-    "audio_vae": Part(
+    "audio_vae": Kind(
         *("audio VAE", "--audio-vae-path", ("audio_vae", "vocoder")),
         *(("audio_vae.", "vocoder."), ("audio_vae.", "vocoder.")),
     ),
     # LTX-2.5's is in the file of the text encoder.
-    "text_projection": Part(
+    "text_projection": Kind(
         *("text projection", "--text-projection-path", (), (TEXT_PROJECTION,)),
         ("video_aggregate_embed.", f"{TEXT_PROJECTION}video_aggregate_embed."),
     ),
+    "spatial": Kind("spatial upsampler", "--spatial-upsampler-path"),
+    "temporal": Kind("temporal upsampler", "--temporal-upsampler-path"),
+    "duration_head": Kind("duration head", "--duration-head-path"),
+    "lora": Kind("LoRA", "--lora"),
 }
-_OWNERS = {section: kind for kind, part in PARTS.items() for section in part.sections}
-# Results of kind_of, for messages.
-_TITLES = {kind: part.title for kind, part in PARTS.items()} | {
-    "": "file without known metadata",
-    "transformer": "transformer",
-    "gemma": "text encoder",
-    "duration_head": "duration head",
-    "lora": "LoRA",
-    "spatial": "spatial upsampler",
-    "temporal": "temporal upsampler",
-}
+# Parts of a checkpoint that may have a file of their own
+PARTS = {name: kind for name, kind in KINDS.items() if kind.prefixes}
+_OWNERS = {section: name for name, part in PARTS.items() for section in part.sections}
 
 
 def kind_of(file: TensorFile) -> str:
@@ -181,7 +181,7 @@ class TextEncoderFile(WeightFile):
 def described(file: TensorFile) -> str:
     """A file's kind and release, for a message."""
     kind, version = kind_of(file), file.metadata.get("model_version")
-    named = f"{'the' if kind in PARTS else 'a'} {_TITLES[kind]}"
+    named = f"{'the' if kind in PARTS else 'a'} {KINDS[kind].title}"
     return named + (f" of LTX {version}" if version else "")
 
 
@@ -459,8 +459,8 @@ class ModelFiles:
                 whole = "folder of the whole download\nDownload the file"
             raise UserError(
                 f"--checkpoint-path {self.checkpoint.path} is the transformer of"
-                f" LTX-{self.release.version} alone: the {_TITLES[kind]} is missing\nType"
-                f" {_flag(kind)} FILE, or --checkpoint-path with the {whole}:"
+                f" LTX-{self.release.version} alone: the {KINDS[kind].title} is missing\nType"
+                f" {KINDS[kind].flag} FILE, or --checkpoint-path with the {whole}:"
                 f" {self.release.download(kind)}"
             )
         return path
@@ -483,7 +483,7 @@ class ModelFiles:
             convolutional = [path for path in found if not is_diffusion_vae(configs[path])]
             # The cached files of a Hub name must not decide which one a run takes.
             found = convolutional or ([] if self._hub_name else found)
-        return _only(found, self._folder, _flag(kind)) if found else None
+        return _only(found, self._folder, KINDS[kind].flag) if found else None
 
     def describe_decoder(self) -> str:
         """The kind of the video VAE's decoder, and its file, as text."""
@@ -513,14 +513,6 @@ class ModelFiles:
     def _beside(self) -> dict[str, list[Path]]:
         assert self._folder
         return files_in(self._folder)
-
-
-def _flag(kind: str) -> str:
-    """The flag of a kind of file."""
-    others = {"gemma": "--gemma-root", "duration_head": "--duration-head-path"}
-    if kind in PARTS:
-        return PARTS[kind].flag
-    return others.get(kind, f"--{kind}-upsampler-path")
 
 
 class _Config(Mapping[str, Any]):

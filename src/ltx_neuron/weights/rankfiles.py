@@ -14,7 +14,7 @@ from torch import Tensor
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import MANIFEST, changed, check_readable, read_json
 from ltx_neuron.weights.sharding import SOUND_ALONE
-from ltx_neuron.weights.tensorfile import DTYPE_NAMES, TensorFile, listed
+from ltx_neuron.weights.tensorfile import DTYPE_NAMES, TensorFile, listed, missing_and_unexpected
 
 HOST_FILE = "host.safetensors"
 SHARED_FILE = "ranks.safetensors"  # of all ranks, if their weights are equal
@@ -122,21 +122,15 @@ def open_rank_file(
     """An opened rank file. UserError with every difference of its tensors from `wanted` (name ->
     shape; of sound alone, a part) and `dtype`, or if the file does not match its manifest."""
     file = TensorFile(path, RESHARD)
-    stored = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
-    problems = [f"missing: {name}" for name in wanted if name not in stored]
     part = all(map(SOUND_ALONE.fullmatch, wanted))
-    known = wanted.keys() | {name for name in stored if part and not SOUND_ALONE.fullmatch(name)}
-    problems += [f"unexpected: {name}" for name in stored if name not in known]
-    for name in wanted.keys() & stored.keys():
-        if stored[name] != (tuple(wanted[name]), DTYPE_NAMES[dtype]):
-            problems.append(
-                f"{name}: {stored[name][0]} {stored[name][1]}, wanted {tuple(wanted[name])}"
-                f" {DTYPE_NAMES[dtype]}"
-            )
-    if problems:
-        raise UserError(
-            f"{path} does not have this model's weights:\n  " + "\n  ".join(sorted(problems))
-        )
+    stored = {
+        name: f"{shape} {file.dtypes[name]}"
+        for name, shape in file.shapes.items()
+        if name in wanted or not part or SOUND_ALONE.fullmatch(name)
+    }
+    expected = {name: f"{tuple(shape)} {DTYPE_NAMES[dtype]}" for name, shape in wanted.items()}
+    if problems := missing_and_unexpected(expected, stored):
+        raise UserError(f"{path} does not have this model's weights:\n  " + "\n  ".join(problems))
     _check_header(path, file)
     return file
 

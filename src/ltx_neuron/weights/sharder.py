@@ -35,7 +35,7 @@ from ltx_neuron.files import (
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import file_entries, file_names, is_finished
 from ltx_neuron.weights.sharding import COL, HOST, local_shape
-from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES, listed
+from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES, listed, missing_and_unexpected
 
 _PIECE_BYTES = 8 * 2**20  # read from the source at once
 # Pieces that are read and not yet written: enough to keep every file's thread busy, 0.1 GB.
@@ -111,14 +111,10 @@ def check_specs(
     """Raise UserError, listing every difference, unless the specs give each rank the tensors and
     shapes of `wanted`, and the host those of `host`."""
     stored = {spec.name: spec.stored for spec in specs}
-    problems = [f"missing: {name}" for name in (wanted | host).keys() - stored.keys()]
-    problems += [f"unexpected: {name}" for name in stored.keys() - (wanted | host).keys()]
-    for name, shape in (wanted | host).items():
-        if stored.get(name, shape) != tuple(shape):
-            problems.append(f"{name}: {list(stored[name])} a rank, wanted {list(shape)}")
-    if problems:
-        title = "the files do not have the weights of the model in their config:"
-        raise UserError("\n  ".join([title, *listed(sorted(problems))]))
+    expected = {name: tuple(shape) for name, shape in (wanted | host).items()}
+    if problems := missing_and_unexpected(expected, stored):
+        title = "the files do not have the weights of the model in their config (shapes of a rank):"
+        raise UserError("\n  ".join([title, *listed(problems)]))
 
 
 def shard_weights(

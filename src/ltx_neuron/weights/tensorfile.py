@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -297,6 +297,18 @@ def _populate(pages: mmap.mmap) -> None:
         if error.errno != errno.EINVAL:
             raise
         pages.madvise(mmap.MADV_WILLNEED)  # a kernel before 5.14: reads asynchronously
+
+
+def missing_and_unexpected(expected: Mapping[str, object], got: Mapping[str, object]) -> list[str]:
+    """The differences of two sets of tensors, a sorted line each. Values are shapes, by name."""
+    problems = [f"missing: {name}" for name in expected.keys() - got.keys()]
+    problems += [f"unexpected: {name}" for name in got.keys() - expected.keys()]
+    problems += [
+        f"{name}: {got[name]}, wanted {expected[name]}"
+        for name in expected.keys() & got.keys()
+        if got[name] != expected[name]
+    ]
+    return sorted(problems)
 
 
 def listed(problems: list[str]) -> list[str]:
