@@ -290,8 +290,8 @@ class DiffusionDecoder:
             keys = seen[queries].any(0).nonzero()[:, 0]
             place = (queries[:, None] == keys).float()
             times = torch.where(seen[queries][:, keys], 0.0, _MASKED)
-            rope = rope_table(moments[keys] - moments[keys].min(), split[0])
-            data = Neighbourhood(place, times, *sides, rope, *ropes)._asdict()
+            tables = [rope_table(moments[keys] - moments[keys].min(), split[0]), *ropes]
+            data = Neighbourhood(place, times, *sides, *tables)._asdict()
             inputs = {f"{name}_{stage}": tensor for name, tensor in data.items()}
             found.append((queries, keys, inputs))
         return found

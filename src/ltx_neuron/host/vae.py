@@ -7,7 +7,8 @@ space) run while a piece is in cache.
 """
 
 # To type checkers a module's parts are Tensor | Module, not the types that are built here.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 import ctypes
 import itertools
