@@ -13,7 +13,7 @@ from jobs import make_job
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import conditions
 from ltx_neuron.host.media import ffmpeg, first_frames, footage, read_sound
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ReferenceAudio, ReferenceVideo, Retake, SoundCondition
 
 # Containers round times: MP4's edit lists and Matroska to a millisecond.
@@ -172,7 +172,7 @@ def test_a_cover_is_no_picture(tmp_path):
 
 # --- every reader ---------------------------------------------------------------------------------
 
-RETAKEN = partial(Job, "", Size(64, 96, 33))
+RETAKEN = partial(make_job, "", Size(64, 96, 33))
 
 
 def jobs_of(path) -> dict:

@@ -32,7 +32,7 @@ def take_reference(path):
 
 
 def take_extended(path):
-    video_size(path, "--video-path", extend=1.0)
+    video_size(path, "--video-path", extends=True)
 
 
 def take_sound(path):
