@@ -1,5 +1,5 @@
-"""Runs jobs. `Engine.story` is one job, from its prompts to its video; `Engine.run` tells the
-stories of many jobs on the same loaded models."""
+"""Runs jobs. `Engine.generate` makes one video, from the prompts' contexts to the frames;
+`Engine.run` runs many jobs on the same loaded models."""
 
 import os
 import time
@@ -87,7 +87,7 @@ class Engine:
 
     # --- one job ----------------------------------------------------------------------------------
 
-    def story(
+    def generate(
         self,
         run: JobRun,
         compiled: Compiled,
@@ -224,7 +224,7 @@ class Engine:
                 yield from (Failure(*pair) for pair in failed)
                 runs = [resume(job) or JobRun(job) for job in jobs]
                 self._encode_prompts([run for run in runs if not run.contexts])
-                stories = {run: self.story(run, compiled, write, decode) for run in runs}
+                generations = {run: self.generate(run, compiled, write, decode) for run in runs}
                 groups = stage_groups(runs, self.workspace.dit_weights, self.residency.weights)
                 # Unless every run already has its latents.
                 if first := next((stages[0] for _, stages in groups if stages), None):
@@ -241,7 +241,7 @@ class Engine:
                     try:
                         with isolated(run, isolate):
                             for _ in stages:
-                                next(stories[run])
+                                next(generations[run])
                     except Exception:  # all jobs end: finished ones are returned first
                         yield from decodes.outcomes(wait=False)
                         raise
@@ -252,9 +252,9 @@ class Engine:
                         continue
                     if group is groups[-1] and not (keep or self.options.neuron_vae):
                         self.residency.unload_transformer()
-                    yield from decodes.end(run, stories.pop(run))
+                    yield from decodes.end(run, generations.pop(run))
                 for run in waiting:
-                    yield from decodes.end(run, stories.pop(run))
+                    yield from decodes.end(run, generations.pop(run))
                 # On the ranks, decoding ends before other jobs join; on the host it overlaps.
                 yield from decodes.outcomes(wait=self.options.neuron_vae)
                 while not (jobs := [*map(resolved, more())]) and decodes.are_running():
@@ -397,7 +397,7 @@ def stage_groups(
 
 
 class _Decodes(Background):
-    """Ends the stories of jobs in its thread, one after another.
+    """Decodes jobs in its thread, one after another.
 
     isolate  see Engine.run
     waits    `end` waits for the result
@@ -409,10 +409,10 @@ class _Decodes(Background):
         self.isolate, self.waits, self.poll = isolate, waits, poll
         self._future: Future | None = None
 
-    def end(self, run: JobRun, story: Iterator) -> Iterator[Result | Failure]:
-        """End a job's story. Yields the outcomes that are ready, in the order of submission."""
+    def end(self, run: JobRun, generation: Iterator) -> Iterator[Result | Failure]:
+        """End a job's generation. Yields the outcomes that are ready, in their order."""
         yield from self.outcomes()
-        self._future = self.submit(_outcome, run, story, self.isolate)
+        self._future = self.submit(_outcome, run, generation, self.isolate)
         if self.waits or run.error:
             yield from self.outcomes()
 
@@ -428,10 +428,10 @@ class _Decodes(Background):
         return bool(self._future) and bool(wait([self._future], POLL_SECONDS).not_done)
 
 
-def _outcome(run: JobRun, story: Iterator, isolate: bool) -> Result | Failure:
+def _outcome(run: JobRun, generation: Iterator, isolate: bool) -> Result | Failure:
     if not run.error:
         with isolated(run, isolate):
-            return next(story)
+            return next(generation)
     assert run.error
     return Failure(run.job, run.error)
 

@@ -1,5 +1,5 @@
-"""The stories of many jobs: their order, their errors, and what is kept of them. The stories are
-made up; those of real models run in test/integration."""
+"""Generations of many jobs: their order, their errors, and what is kept of them. Their steps and
+videos are made up; those of real models run in test/integration."""
 
 import threading
 import weakref
@@ -28,7 +28,7 @@ class Frames:
 
 @pytest.fixture
 def engine_of(monkeypatch):
-    """An engine whose stories are made up: engine_of(stage, decode), both called with the job."""
+    """An engine whose generations are made up: engine_of(stage, decode), both called with the job."""
     monkeypatch.setattr(module, "store_choices", lambda folder: None)
 
     def engine_of(stage=lambda job: None, decode=lambda job: None, overlap=True, **options):
@@ -52,16 +52,16 @@ def engine_of(monkeypatch):
         engine._check = lambda jobs, isolate: (jobs, [], {})
         engine._encode_prompts = lambda runs: None
 
-        def story(run, compiled, write, decoding):
+        def generate(run, compiled, write, decoding):
             for part in run.stages_left:
                 stage(run.job)
                 run.tensors[f"{part.key}_video"] = torch.zeros(1)
                 yield part
             decode(run.job)
-            result = Result(run.job, {"frames": Frames()}, 48000)  # which the story refers to
+            result = Result(run.job, {"frames": Frames()}, 48000)  # which the generation refers to
             yield result
 
-        engine.story = story
+        engine.generate = generate
         return engine
 
     return engine_of
