@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ltx_neuron import hub
 from ltx_neuron.decode import UPSCALED, Result
 from ltx_neuron.durations import with_durations
 from ltx_neuron.errors import FieldError, UserError, require
@@ -151,7 +152,7 @@ class LTXPipeline:
             duration_head_path=_located(duration_head_path, "duration_head"),
         )
         pipeline = cls(Engine(workspace, Recorder(), options), recipe)
-        pipeline.loras, pipeline.distilled_loras = tuple(loras), tuple(distilled_loras)
+        pipeline.loras, pipeline.distilled_loras = _loras(loras), _loras(distilled_loras)
         return pipeline
 
     def __enter__(self) -> "LTXPipeline":
@@ -321,7 +322,8 @@ def _check_generator(generator: torch.Generator | None) -> None:
 
 
 def _loras(files: Sequence[tuple]) -> tuple[LoraFile, ...]:
-    return tuple(LoraFile(str(path), strength) for path, strength in files)
+    """LoRAs of paths or Hub names, which are downloaded."""
+    return tuple(LoraFile(str(hub.local_path(path, "lora")), scale) for path, scale in files)
 
 
 def _several(value: Any, kind: Any) -> tuple:
