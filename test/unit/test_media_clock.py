@@ -241,7 +241,7 @@ def test_notes_are_of_every_input_by_its_flag(tmp_path):
         "--audio-path": make_job("", Size(64, 96, 25), sound=SoundCondition(path, 0.1)),
         "--reference-audio": make_job("", Size(64, 96, 25), reference_sound=voice),
         "--reference-video": make_job(
-            "", Size(64, 96, 25), reference_sound=voice, dubbing=clip_to_dub
+            "", Size(64, 96, 33), reference_sound=voice, dubbing=clip_to_dub
         ),
         "--video-path": RETAKEN(retake=Retake(path, extend=1.0, source_frames=33)),
     }
