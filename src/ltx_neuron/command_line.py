@@ -18,7 +18,6 @@ RENAMED = {
     "--blocks-per-graph": "--profile-set blocks_per_graph=",
     "--host-dtype": "--profile-set host_dtype=",
     "--ignore-tuned": "--profile-set tuned=no",
-    "--keep": "--dump-dir",
     "--no-tuned": "--profile-set tuned=no",
     "--role front": "--role api",
     "--turns": "--rounds",

@@ -47,6 +47,9 @@ LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras", "detailing_loras")  # 
 class Job(Inputs):
     """The settings of one generation."""
 
+    def __hash__(self) -> int:  # pydantic's, which type checkers do not see
+        return hash(tuple(getattr(self, name) for name in type(self).model_fields))
+
     @classmethod
     def of_size(cls, size: Size, **fields: Any) -> Self:
         """A job of a size. fields: are not validated."""

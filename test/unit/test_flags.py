@@ -117,7 +117,6 @@ EARLIER = {  # what was typed -> what is typed now
     "--blocks-per-graph 2": "--profile-set blocks_per_graph=2",
     "--host-dtype float32": "--profile-set host_dtype=float32",
     "--ignore-tuned": "--profile-set tuned=no",
-    "--keep DIR": "--dump-dir DIR",
     "--no-tuned": "--profile-set tuned=no",
     "--role front": "--role api",
     "--turns 2": "--rounds 2",

@@ -454,9 +454,6 @@ class JobFields(
         default="euler",
     )
 
-    def __hash__(self) -> int:  # pydantic's, which type checkers do not see
-        return hash(tuple(getattr(self, name) for name in type(self).model_fields))
-
     @classmethod
     def validated(cls, values: Mapping[str, Any], strict: bool | None = None) -> Self:
         """A job with these fields' values. strict: without conversions from text. Raises
