@@ -19,7 +19,7 @@ VALUES = {
     **dict.fromkeys(("video_conditioning", "conditioning_attention_mask"), ((FILE, 1.0),)),
     **dict.fromkeys(("lora", "ic_lora", "distilled_lora", "detailing_lora"), ((FILE,),)),
     **dict.fromkeys(("two_stage", "sound_only", "skip_stage_2", "stage_2_ic_lora", "tile"), True),
-    **dict.fromkeys(("images_as_guides", "dfr"), True),
+    **dict.fromkeys(("images_as_guides", "dfr", "decode_with_keyframes"), True),
     **dict.fromkeys(("height", "width", "tile_height", "tile_width"), 64),
     **dict.fromkeys(("audio_start_time", "start_time", "end_time"), 0.0),
     **dict.fromkeys(("audio_max_duration", "extend", "reference_audio_max_duration"), 1.0),

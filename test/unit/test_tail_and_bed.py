@@ -80,7 +80,7 @@ def decoded(job: Job, video, audio, rate: int = 48000, **more):
     run = JobRun(job, [Contexts(*[torch.zeros(1)] * 3, None)])
     run.tensors |= {"s1_video": video, "s1_audio": audio} | more
 
-    def frames(latent, seed):
+    def frames(latent, seed, keyframes):
         shade = (latent.mean() * 100).long() % 256
         everything = (torch.arange(8 * latent.shape[2] - 7) + shade).byte()
         for chunk in everything[:, None, None, None].expand(-1, 32, 32, 3).split(16):
