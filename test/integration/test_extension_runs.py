@@ -1,8 +1,6 @@
 """A tiny video made longer by three windows: what is kept is kept bit for bit, and the sound has no
 seam. Interrupted, killed, guided, and on more ranks: test/slow/test_extension_runs.py."""
 
-from dataclasses import replace
-
 import av
 import longer_film
 import pytest
@@ -10,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from engines import opened_workspace
 from helpers import one_thread, read_video, tone  # noqa: F401
+from jobs import replace
 from longer_film import FRAMES, RATE, joins, longer, made, source
 
 from ltx_neuron.demo import ASSETS
