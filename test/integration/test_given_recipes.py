@@ -2,8 +2,6 @@
 (test/given_oracle.py), latent for latent. What wrong ways to do them make, more of the dev recipe,
 and bfloat16: test/slow/test_given_recipes.py."""
 
-from dataclasses import replace
-
 import given_runs
 import pytest
 import torch
@@ -26,6 +24,7 @@ from given_runs import (
     told,
 )
 from helpers import STREAMS, one_thread, rel  # noqa: F401
+from jobs import replace
 
 files, workspace, opened = given_runs.files, given_runs.workspace, given_runs.opened  # fixtures
 contexts, wanted, generate = given_runs.contexts, given_runs.wanted, given_runs.generate

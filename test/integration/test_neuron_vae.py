@@ -3,10 +3,10 @@ twice. Other degrees, lengths and faults: test/slow/test_neuron_vae.py."""
 
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 from helpers import picture_frames, rel, rewrite, write_film
+from jobs import replace
 from rank_decoding import (
     FRAME_COUNTS,
     JOBS,

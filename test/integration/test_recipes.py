@@ -2,13 +2,12 @@
 for latent, through the engine that the scripts call. By the scripts, and more of each:
 test/slow/test_recipes.py."""
 
-from dataclasses import replace
-
 import oracle
 import pytest
 import recipe_runs
 import recipes_oracle
 import torch
+from jobs import replace
 from nag_oracle import Nag, guided
 from recipe_runs import (
     GUIDED,

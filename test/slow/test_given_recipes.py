@@ -1,8 +1,6 @@
 """What is given, against ltx-pipelines (test/given_oracle.py): more of the dev recipe, bfloat16.
 Each wrong way to do it is seen: ltx-pipelines makes other latents that way."""
 
-from dataclasses import replace
-
 import given_oracle
 import given_runs
 import pytest
@@ -37,6 +35,7 @@ from given_runs import (
     voiced,
 )
 from helpers import one_thread, rel  # noqa: F401
+from jobs import replace
 from nag_oracle import Nag, guided
 
 from ltx_neuron import build
