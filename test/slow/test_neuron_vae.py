@@ -32,6 +32,7 @@ from rank_decoding import (
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.errors import RunError
+from ltx_neuron.host.tiles import tiling_for_ranks
 from ltx_neuron.outputs import LOG_SUFFIX
 from ltx_neuron.preflight import RunOptions
 from ltx_neuron.report.recorder import Recorder
@@ -57,8 +58,8 @@ def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16(tiny, artif
     clip = (4, 3, 3)
     latent = randn(1, 128, *clip).bfloat16()
     with decoding(opened(tiny, artifacts, 2, "bfloat16"), clip) as made:
-        decoder, tiling = made.host._tiled_decoder(clip, made.tiles)
-        ours = torch.cat([*decoder.tiled_decode(latent, tiling)], dim=2)
+        tiling = tiling_for_ranks(made.host.profile, clip, made.tiles.tp)
+        ours = torch.cat([*made.host._decoded_in_tiles(latent, made.tiles)], dim=2)
         theirs = made.host._spec("video_decoder").load()  # ltx-core's own, as it is stored
     exact = torch.cat([*theirs.float().tiled_decode(latent.float(), tiling)], dim=2)
     theirs = torch.cat([*theirs.bfloat16().tiled_decode(latent, tiling)], dim=2).float()

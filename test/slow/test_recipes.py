@@ -1,8 +1,6 @@
 """Recipes against ltx-core (test/recipes_oracle.py) by the scripts, on two ranks, of both releases,
 and resumed; what is made otherwise is far from them."""
 
-from dataclasses import replace
-
 import pytest
 import recipe_runs
 import recipes_oracle
@@ -10,6 +8,7 @@ import torch
 from engines import sharing
 from given_runs import assert_tail_is_cut
 from helpers import rel
+from jobs import replace
 from nag_oracle import Nag, guided
 from recipe_runs import (
     AUDIO,

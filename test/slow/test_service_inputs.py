@@ -3,6 +3,7 @@ They have the bytes that the engine makes of the same files where they lie."""
 
 from contextlib import closing
 from io import BytesIO
+from pathlib import Path
 
 import given_runs
 import pytest
@@ -63,7 +64,7 @@ def test_a_service_makes_the_bytes_that_the_engine_makes(
         job = told(ic_lora(files, tiny, images=()))
         sets["pose"] = make_job(stage_1_loras=job.stage_1_loras)
         videos = [
-            {"video_url": upload(files / each.path.name), "strength": each.strength}
+            {"video_url": upload(files / Path(each.path).name), "strength": each.strength}
             for each in job.references
         ]
         mask = {"video_url": upload(files / "mask.mkv"), "strength": 0.8}

@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +57,7 @@ from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.doctor.groups import probe
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encoding
+from ltx_neuron.host import tiles as host_tiles
 from ltx_neuron.host.diffusion import DiffusionDecoder
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import cut
@@ -1162,11 +1164,12 @@ def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspa
     latent = torch.randn(1, 128, *clip, generator=torch.Generator().manual_seed(3))
     with runtime.Ranks(tiled.profile, TP) as ranks:
         ranks.load(tiled.weights("vae"), tiled.programs(tiled.decoder_graphs(clip)), torch.float32)
-        decoder, tiling = host._tiled_decoder(clip, RankTiles(ranks))
-        got = torch.cat([*decoder.tiled_decode(latent, tiling)], dim=2)
+        tiling = host_tiles.tiling_for_ranks(tiled.profile, clip, TP)
+        got = torch.cat([*host._decoded_in_tiles(latent, RankTiles(ranks))], dim=2)
         (held,) = ranks._sets
         assert len({tensors["conv_in.conv.weight"].data_ptr() for tensors in held.tensors}) == TP
-    wanted = torch.cat([*host.video_decoder.tiled_decode(latent, tiling)], dim=2)
+    on_host = host_tiles.TiledDecoder(partial(map, host.video_decoder))
+    wanted = torch.cat([*on_host.tiled_decode(latent, tiling)], dim=2)
     assert len(cut(clip, tiling)) > 1
     assert got.shape == wanted.shape and rel(got, wanted) < FP32
 
