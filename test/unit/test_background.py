@@ -94,7 +94,7 @@ def test_cancelling_ends_nested_threads_and_leaves_their_with_blocks():
         try:
             with Background() as inner, Workers() as workers:
                 inner.submit(run_for_ever)
-                workers.map(lambda _: time.sleep(0.001), range(100_000))
+                workers.map(lambda _: time.sleep(0.05), range(1000))
         finally:
             left.append(True)
 
