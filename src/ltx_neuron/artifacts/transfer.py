@@ -53,7 +53,7 @@ class Described(NamedTuple):
 
 def described(name: str, text: bytes) -> Described:
     """Parse the manifest of a name. Raises ValueError if it is damaged, of another name, or lists
-    unexpected files. tune/tuned_settings.py checks the content of tuned settings."""
+    unexpected files. artifacts/tuned_settings.py checks the content of tuned settings."""
     try:
         content, files = json.loads(text), {}
         identity = content["identity"]

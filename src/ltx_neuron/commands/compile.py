@@ -3,12 +3,13 @@
 import argparse
 from pathlib import Path
 
-from ltx_neuron import build, flags, invocation
+from ltx_neuron import flags, invocation
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import times
 from ltx_neuron.commands import choose
-from ltx_neuron.preflight import check_plans_fit
+from ltx_neuron.engine.preflight import check_plans_fit
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import video_latent_shape
-from ltx_neuron.workspace import times
 
 # Model -> a line of help, and the description
 _MODELS = {

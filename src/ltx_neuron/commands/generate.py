@@ -8,18 +8,31 @@ from pathlib import Path
 import torch
 
 from ltx_neuron import batch, flags, invocation
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.command_line import Parser, advanced
-from ltx_neuron.decode import Clip, Result
-from ltx_neuron.durations import predict_only, with_durations
+from ltx_neuron.engine.decode import Clip, Result
+from ltx_neuron.engine.durations import predict_only, with_durations
+from ltx_neuron.engine.outputs import (
+    Outputs,
+    log_path,
+    logging_failure,
+    run_identity,
+    show,
+    write_sidecar,
+)
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.resume import (
+    JobRun,
+    restore_state,
+    save_state,
+    state_path,
+    write_run_tensors,
+)
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job
-from ltx_neuron.outputs import Outputs, log_path, logging_failure, run_identity, show, write_sidecar
-from ltx_neuron.preflight import RunOptions
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import JobRun, restore_state, save_state, state_path, write_run_tensors
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
-from ltx_neuron.workspace import Workspace
 
 _DESCRIPTION = "Generate a video with sound from a prompt."
 _EXAMPLE = """ltx-neuron generate --neuron-gemma --gemma-root gemma-3-12b \\

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ltx_neuron import artifacts, invocation
 from ltx_neuron.artifacts.store import Store, names_in
 from ltx_neuron.artifacts.transfer import pull
+from ltx_neuron.artifacts.workspace import SHARDED, Need, Workspace
 from ltx_neuron.backends import manifest, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.config.sound import SPAN_LATENTS
@@ -48,7 +49,6 @@ from ltx_neuron.weights.sharder import (
     shard_weights,
 )
 from ltx_neuron.weights.tensorfile import DTYPES
-from ltx_neuron.workspace import SHARDED, Need, Workspace
 
 
 @dataclass(frozen=True)

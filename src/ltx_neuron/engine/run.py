@@ -15,29 +15,29 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ltx_neuron.artifacts.build import audio_dtype
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.build import audio_dtype
-from ltx_neuron.decode import Clip, Decoder, Result
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.denoise.start import starting_states, to_upsample
 from ltx_neuron.denoise.tiled import TiledStageRun
+from ltx_neuron.engine.decode import Clip, Decoder, Result
+from ltx_neuron.engine.preflight import Compiled, Preflight, RunOptions, say_idle_groups
+from ltx_neuron.engine.residency import Residency
+from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import conditions
 from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import POLL_SECONDS, Background, wait_for
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.preflight import Compiled, Preflight, RunOptions, say_idle_groups
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.residency import Residency
-from ltx_neuron.resume import JobRun
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.workspace import Workspace
 
 _REMEMBERED_PROMPTS = 32  # contexts have 13 MB per prompt
 

@@ -8,9 +8,10 @@ from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.build import RunOptions, needs, sound_on_ranks
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.build import RunOptions, needs, sound_on_ranks
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.diffusion import EMBEDDING, is_diffusion_vae
 from ltx_neuron.config.release import RELEASES, Release
@@ -36,7 +37,6 @@ from ltx_neuron.weights import lora
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.model_files import spatial_scale
 from ltx_neuron.weights.rankfiles import rank_path
-from ltx_neuron.workspace import Workspace
 
 Compiled = dict[tuple[int, Stage], CompiledStep]  # by id(job) and stage
 Failed = list[tuple[Job, UserError]]
