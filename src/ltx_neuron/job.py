@@ -131,8 +131,8 @@ class Job(Inputs):
         """The job as its stage sees it: in DFR with the canvas, or as the job of a window."""
         if not self.dfr or self.temporal:
             return self
-        seen = self.rendering.seen(self.placed, stage.temporal)
-        return self.resized(seen.pop("size")).replaced(**seen)
+        fields = self.rendering.fields_of(self.placed, stage.temporal)
+        return self.resized(fields.pop("size")).replaced(**fields)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

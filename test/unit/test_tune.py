@@ -514,12 +514,12 @@ def arguments(tiny, folder: Path, *more: str):
 def test_scripts_take_the_file_and_say_so_in_one_line(tiny, tmp_path, capsys):
     kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
     workspace = flags.workspace(arguments(tiny, tmp_path))
-    workspace.say_tuned(SHAPES)
-    workspace.say_tuned()
+    workspace.print_tuned(SHAPES)
+    workspace.print_tuned()
     line = f"tuned: threads=2 attention=matmul ({kept.path}; {IGNORING} ignores it)\n"
     assert capsys.readouterr().out == line
     ignored = flags.workspace(arguments(tiny, tmp_path, *IGNORING.split()))
-    ignored.say_tuned(SHAPES)
+    ignored.print_tuned(SHAPES)
     assert ignored.tuned_settings is None and capsys.readouterr().out == ""
     assert dit_identity(ignored)["attention"] == "sdpa"
 

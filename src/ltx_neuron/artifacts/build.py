@@ -88,8 +88,8 @@ def needs(workspace: Workspace, jobs: list[Job], options: RunOptions) -> Iterato
         yield from workspace.text_graphs()
     if options.neuron_vae:
         yield from map(workspace.weight_set, workspace.profile.vae_models)
-        seen = (job for job in jobs if not job.sound_only)
-        for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in seen):
+        with_picture = (job for job in jobs if not job.sound_only)
+        for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in with_picture):
             yield from workspace.decoder_graphs(clip)
         for job in {tuple(workspace.encoder_tiles(job)): job for job in jobs}.values():
             yield from workspace.encoder_graphs(job)

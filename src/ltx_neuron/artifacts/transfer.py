@@ -108,8 +108,8 @@ def selected(names: Iterable[str], only: list[str], where: object) -> list[str]:
 
 
 def _words(name: str) -> tuple[str, str, str]:
-    kind, _, own = name.partition("/")
-    return name, kind, own.partition("-")[0]
+    kind, _, identity = name.partition("/")
+    return name, kind, identity.partition("-")[0]
 
 
 def push(store: Store, artifacts: Path, only: list[str], force: bool = False) -> list[str]:

@@ -166,7 +166,7 @@ class Workspace:
             print(f"profile {self.profile.name}: {describe_backend(self.profile)}")
         self._printed_backend = True
 
-    def say_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
+    def print_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
         """Print once which tuned settings are in use, if there are any.
 
         buckets  of a further size

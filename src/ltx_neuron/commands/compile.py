@@ -57,7 +57,7 @@ def _transformer(args: argparse.Namespace) -> list[Path]:
         job = workspace.resolved(job.replaced(compat=compat))
         buckets = job.buckets_to_compile
         check_plans_fit(workspace, [job], neuron_gemma=False)
-        workspace.say_tuned(buckets)
+        workspace.print_tuned(buckets)
         paths += build.make(workspace, workspace.dit_graphs(buckets, job))
         build.record_size(workspace, job, buckets)
     return list(dict.fromkeys(paths))
@@ -65,7 +65,7 @@ def _transformer(args: argparse.Namespace) -> list[Path]:
 
 def _gemma3(args: argparse.Namespace) -> list[Path]:
     workspace = flags.workspace(args)
-    workspace.say_tuned()
+    workspace.print_tuned()
     return build.make(workspace, workspace.text_graphs())
 
 

@@ -121,7 +121,8 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     assert outputs.video
     state = state_path(outputs.video)
     with logging_failure(log_path(outputs.video), state), engine:
-        (job,) = with_durations(engine, [job])
+        if job.auto_duration:
+            (job,) = with_durations(engine, [job])
         # Called first after `run` has checked the job, so its files exist.
         identity = cache(partial(run_identity, job, workspace, options))
         engine.on_stage_end = lambda run: save_state(state, run, identity())

@@ -222,7 +222,7 @@ def main(argv: list[str]) -> None:
     Preflight.of(workspace, options).check_files(jobs)
     parts = parts_of(workspace, jobs, options, args.num_workers)
     preparation = Preparation(workspace, parts, command)
-    workspace.say_tuned()
+    workspace.print_tuned()
     if missing := preparation.missing:
         if any(part.size is None for part in missing):
             workspace.check_runtime()

@@ -23,7 +23,7 @@ from ltx_neuron.denoise import StageRun
 from ltx_neuron.denoise.start import starting_states, to_upsample
 from ltx_neuron.denoise.tiled import TiledStageRun
 from ltx_neuron.engine.decode import Clip, Decoder, Result
-from ltx_neuron.engine.preflight import Compiled, Preflight, RunOptions, say_idle_groups
+from ltx_neuron.engine.preflight import Compiled, Preflight, RunOptions
 from ltx_neuron.engine.residency import Residency
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
@@ -32,6 +32,7 @@ from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import POLL_SECONDS, Background, wait_for
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
+from ltx_neuron.plan import independent_passes
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.text import inputs
@@ -104,7 +105,7 @@ class Engine:
         for stage in run.stages_left:
             # The weights, the input sounds and videos, and the latents of the stage before.
             job, phase = run.job.of(stage), f"denoise_{stage.name}"
-            say_idle_groups(job, stage, self.workspace.profile.guidance_parallel)
+            print_idle_groups(job, stage, self.workspace.profile.guidance_parallel)
             modulation = models.use_weights(stage.loras)
             if job.has_media(stage.upsampled) and "video_latent" not in tensors:
                 with recorder.phase("encode_inputs"):
@@ -451,6 +452,16 @@ def isolated(run: JobRun, isolate: bool) -> Iterator[None]:
         if not isolate or isinstance(error, UserError) and not error.of_one_job:
             raise
         run.error = error
+
+
+def print_idle_groups(job: Job, stage: Stage, groups: int) -> None:
+    """Print how many guidance groups have nothing to do in a stage, if there are any."""
+    passes = independent_passes(job, stage)
+    if passes < groups:
+        kind = "passes" if stage.guided else "tiles"
+        runs = f"{passes} {kind}" if passes > 1 else "one pass"
+        idle = groups - passes
+        print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
 
 
 def measured_step(steps: StageRun, number: int, recorder: Recorder) -> None:

@@ -47,7 +47,7 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
     with exclusive(folder, "making"):
         results = Results(outputs.folder, lines)
         left = [line for line in lines if line.number not in results.entries]
-        preflight.say([line.job for line in left])
+        preflight.print_notes([line.job for line in left])
         if left:
             folder.mkdir(exist_ok=True)
             with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
