@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-SAMPLERS = ("euler", "res_2s", "gradient_estimation")
 # Seeds of the noise, independent of the job's seed, as upstream.
 _STEP_SEED, _SUBSTEP_SEED = -1, 9999
 _LAST_SIGMA = 0.0011  # instead of 0, because step sizes use the logarithm

@@ -33,6 +33,7 @@ from pydantic import (
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
+from ltx_neuron.sampling import samplers
 from ltx_neuron.sampling.conditions import (
     TILE,
     BedLevel,
@@ -45,7 +46,6 @@ from ltx_neuron.sampling.conditions import (
     plain,
 )
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
-from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.rules import PICTURE_FIELDS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
 from ltx_neuron.sampling.size import FRAME_RATES, AutoDuration, Size
@@ -449,7 +449,7 @@ class JobFields(
         "LTX-2.5: predict --num-frames from the prompt, between these seconds (default: 1 20)",
         "[MIN_SECONDS MAX_SECONDS]",
     )
-    sampler: Literal[tuple(SAMPLERS)] = _option(
+    sampler: Literal[samplers.CHOICES] = _option(
         "dev recipe: res_2s (HQ, for --two-stage) or gradient_estimation (default: euler)",
         default="euler",
     )
