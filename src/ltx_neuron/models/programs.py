@@ -66,17 +66,12 @@ class Program:
 
     A run is a sequence of calls. A call is (graph, first block): the graph's `transformer_blocks.j`
     (of a video VAE `res_blocks.j`) has the weights of block first + j. Most programs have one
-    run, "main".
+    run, "main"."""
 
-    modules   of the graphs by name, in the order of their calls
-    inputs    that no graph returns before another one takes them
-    returned  what the ranks divide of the fields that graphs return
-    """
-
-    modules: dict[str, nn.Module]
+    modules: dict[str, nn.Module]  # of the graphs by name, in the order of their calls
     runs: dict[str, Calls]
-    inputs: Mapping[str, Field]
-    returned: Mapping[str, Field]
+    inputs: Mapping[str, Field]  # that no graph returns before another one takes them
+    returned: Mapping[str, Field]  # what the ranks divide of the fields that graphs return
     dtype: torch.dtype = torch.float32
 
     @property

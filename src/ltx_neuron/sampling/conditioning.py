@@ -36,27 +36,23 @@ from ltx_neuron.sampling.tiles import Tile
 
 @dataclass(frozen=True)
 class LatentState:
-    """Tokens of one stream of a stage, appended ones last (ltx-core's LatentState).
+    """Tokens of one stream of a stage, appended ones last (ltx-core's LatentState)."""
 
-    latent        (1, T, C), to which noise is added: zeros, an earlier stage's latents, or a file's
-    clean_latent  (1, T, C), latents of held tokens: images, references, a retake's kept part
-    denoise_mask  (T, 1) fp32: 1 denoised freely, 0 kept as in clean_latent
-    positions     (1, 3, T) fp32: seconds, pixel row, pixel column; for audio (1, 1, T): seconds
-    frozen        the stream is an input: its sigma is 0 at every step
-    frozen_noise  initial noise of a frozen stream: with 0 it does not change, with 1 it is denoised
-                  to the held latents (ltx-pipelines 1.2.0, in a retake)
-    bias          (T, T), added to its self-attention scores; None: all tokens attend to all
-    keyframes_mask  (T, 1) fp32: 1 for tokens of latent frame 0 and of generated keyframes, which
-                  have a single pixel frame; None for audio
-    """
-
+    # (1, T, C), to which noise is added: zeros, an earlier stage's latents, or a file's
     latent: Tensor
+    # (1, T, C), latents of held tokens: images, references, a retake's kept part
     clean_latent: Tensor
-    denoise_mask: Tensor
+    denoise_mask: Tensor  # (T, 1) fp32: 1 denoised freely, 0 kept as in clean_latent
+    # (1, 3, T) fp32: seconds, pixel row, pixel column; for audio (1, 1, T): seconds
     positions: Tensor
-    frozen: bool = False
+    frozen: bool = False  # the stream is an input: its sigma is 0 at every step
+    # Initial noise of a frozen stream: with 0 it does not change, with 1 it is denoised to the held
+    # latents (ltx-pipelines 1.2.0, in a retake)
     frozen_noise: float = 0.0
+    # (T, T), added to its self-attention scores; None: all tokens attend to all
     bias: Tensor | None = None
+    # (T, 1) fp32: 1 for tokens of latent frame 0 and of generated keyframes, which have a single
+    # pixel frame; None for audio
     keyframes_mask: Tensor | None = None
 
     @property

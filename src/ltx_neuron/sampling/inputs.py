@@ -72,42 +72,31 @@ _LATER_FIELDS = (
 
 @dataclass(frozen=True)
 class Media:
-    """Facts of a job's files.
+    """Facts of a job's files."""
 
-    video       size of the file of video_path
-    clip        frames (8k+1) and frame rate of the file of reference_video
-    references  (frames, whether it is an image) of each file of video_conditioning
-    scales      ratios of stage 1's sides and frames to a reference's, from the LoRAs' metadata; of
-                sides alone to a clip to dub
-    detailing_scale  ratio of stage 2's sides to stage 1's video as a reference, from the detailing
-                LoRA's metadata
-    latents     audio latents of the sound of reference_audio or reference_video
-    """
-
-    video: Size | None = None
+    video: Size | None = None  # size of the file of video_path
+    # Frames (8k+1) and frame rate of the file of reference_video
     clip: tuple[int, float] | None = None
+    # (frames, whether it is an image) of each file of video_conditioning
     references: tuple[tuple[int, bool], ...] = ()
+    # Ratios of stage 1's sides and frames to a reference's, from the LoRAs' metadata; of sides
+    # alone to a clip to dub
     scales: tuple[int, int] = (1, 1)
+    # Ratio of stage 2's sides to stage 1's video as a reference, from the detailing LoRA's metadata
     detailing_scale: int | None = None
-    latents: int = 0
+    latents: int = 0  # audio latents of the sound of reference_audio or reference_video
 
 
 class Inputs(JobFields):
-    """The settings of one generation, with what follows from them and from the input files.
+    """The settings of one generation, with what follows from them and from the input files."""
 
-    orientation    what to apply of images' EXIF and of videos' display matrices: see compat.Compat
-    compat         a key of compat.COMPAT
-    spatial_scale  of Size
-    ancestral      the stages use the ancestral Euler sampler; the checkpoint's release determines
-                   this
-    temporal       of a job that is one window of dfr: the window
-    """
-
+    # What to apply of images' EXIF and of videos' display matrices: see compat.Compat
     orientation: str = "shown"
-    compat: str | None = None
-    spatial_scale: float = Size.spatial_scale
+    compat: str | None = None  # a key of compat.COMPAT
+    spatial_scale: float = Size.spatial_scale  # of Size
+    # The stages use the ancestral Euler sampler; the checkpoint's release determines this
     ancestral: bool = False
-    temporal: TemporalWindow | None = None
+    temporal: TemporalWindow | None = None  # of a job that is one window of dfr: the window
 
     @cached_property
     def media(self) -> Media:

@@ -33,23 +33,16 @@ _STRENGTHS = "distilled_lora_strength_stage_1 distilled_lora_strength_stage_2"
 
 
 class Rule(NamedTuple):
-    """Fields that cannot be without, or with, others. All are names, separated by spaces.
+    """Fields that cannot be without, or with, others. All are names, separated by spaces."""
 
-    fields    which of them hold is checked together
-    needs     all of these must hold
-    excludes  none of these may hold
-    when      the rule is for jobs in which all of these hold
-    why       a message in place of the standard one. THESE: the fields that hold, LIST: with
-              commas, OTHERS: what is missing or excluded
-    graphs    whether a graph depends on it
-    """
-
-    fields: str
-    needs: str = ""
-    excludes: str = ""
-    when: str = ""
+    fields: str  # which of them hold is checked together
+    needs: str = ""  # all of these must hold
+    excludes: str = ""  # none of these may hold
+    when: str = ""  # the rule is for jobs in which all of these hold
+    # A message in place of the standard one. THESE: the fields that hold, LIST: with commas,
+    # OTHERS: what is missing or excluded
     why: str = ""
-    graphs: bool = True
+    graphs: bool = True  # whether a graph depends on it
 
     @property
     def terms(self) -> set[str]:

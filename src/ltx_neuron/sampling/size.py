@@ -16,17 +16,14 @@ NO_PICTURE = 0, 0  # height and width of sound alone
 @dataclass(frozen=True)
 class Size:
     """Height, width (pixels; NO_PICTURE for sound alone), frames and frames per second of the
-    result, and whether it has two stages.
-
-    spatial_scale  ratio of stage 2's sides to stage 1's, 2 or 1.5; the upsampler's file determines
-                   it
-    """
+    result, and whether it has two stages."""
 
     height: int = 512
     width: int = 768
     num_frames: int = 121
     frame_rate: float = 24.0
     two_stage: bool = False
+    # Ratio of stage 2's sides to stage 1's, 2 or 1.5; the upsampler's file determines it
     spatial_scale: float = 2.0
 
     @property

@@ -34,20 +34,14 @@ _RELEASE_IN_NAME = re.compile(r"ltx-?(\d+)[._](\d+)")  # of the published files
 
 
 class Kind(NamedTuple):
-    """A kind of file.
+    """A kind of file."""
 
-    title     for messages
-    flag      of the file
-    sections  of the config that describe it
-    prefixes  of its tensors in a checkpoint. Its own file may leave out the only one
-    own       prefixes by which its file is known, whatever its metadata
-    """
-
-    title: str
-    flag: str
-    sections: tuple[str, ...] = ()
+    title: str  # for messages
+    flag: str  # of the file
+    sections: tuple[str, ...] = ()  # of the config that describe it
+    # Of its tensors in a checkpoint. Its own file may leave out the only one
     prefixes: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()  # prefixes by which its file is known, whatever its metadata
 
     def is_in(self, file: TensorFile) -> bool:
         """Whether a file has all kinds of the part's tensors, with a checkpoint's names."""
