@@ -24,7 +24,7 @@ from ltx_neuron.sampling.guidance import (
     default_steps,
 )
 from ltx_neuron.sampling.inputs import Inputs, Media
-from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.sampling.latents import UPSCALES, video_latent_shape
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     DISTILLED_SIGMAS,
@@ -36,7 +36,6 @@ from ltx_neuron.sampling.schedules import (
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import DETAILING, HQ_STRENGTHS, LORAS, SIZES, LoraFields, LoraFile
 from ltx_neuron.sampling.tiles import Tile
-from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.stage import Stage
 from ltx_neuron.weights.lora import Lora, WeightSet, check_guided_stage_1, identity_of
 

@@ -3,9 +3,8 @@
 from typing import NamedTuple
 
 from ltx_neuron.sampling import dfr
-from ltx_neuron.sampling.ancestral import STAGE_SEED
 from ltx_neuron.sampling.extension import Window
-from ltx_neuron.sampling.res_2s import steps_of_evaluations
+from ltx_neuron.sampling.samplers import STAGE_SEED, steps_of_evaluations
 from ltx_neuron.sampling.schedules import DISTILLED_MAX_STEPS, GUIDED_MAX_STEPS
 from ltx_neuron.weights.lora import WeightSet
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.signatures import FINITE, RESULTS, Field
-from ltx_neuron.weights.finite import finite
+from ltx_neuron.weights.tensorfile import finite
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from ltx_neuron.sampling.conditioning import reference_names
 from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio, ReferenceVideo
 from ltx_neuron.sampling.inputs import Inputs
 from ltx_neuron.sampling.size import Size
-from ltx_neuron.weights.finite import finite
+from ltx_neuron.weights.tensorfile import finite
 
 SOUND, RETAKE = "--audio-path", "--video-path"
 REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"

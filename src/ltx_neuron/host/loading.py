@@ -24,9 +24,8 @@ from ltx_neuron.config.diffusion import (
 from ltx_neuron.config.release import Release
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.hub import download_released
-from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.model_files import ModelFiles, check_release, config_of, described
-from ltx_neuron.weights.tensorfile import TensorFile, missing_and_unexpected
+from ltx_neuron.weights.tensorfile import TensorFile, finite, missing_and_unexpected
 from ltx_neuron.weights.weight_file import WeightFile
 
 

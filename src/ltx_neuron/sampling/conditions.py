@@ -147,9 +147,10 @@ class ReferenceVideo:
                 for round_to in (lambda count: max(1, math.floor(count)), math.ceil)
             )
             raise UserError(
-                f"{flag} {self.path}: the IC-LoRA takes references of 1/{self.space_scale} of stage 1's size,"
-                f" {stage_1.height}x{stage_1.width}, whose sides must be multiples of {unit}; type"
-                f" a --height and --width that are multiples of {wanted}: {lower} or {upper}"
+                f"{flag} {self.path}: the IC-LoRA takes references of 1/{self.space_scale} of stage"
+                f" 1's size, {stage_1.height}x{stage_1.width}, whose sides must be multiples of"
+                f" {unit}; type a --height and --width that are multiples of {wanted}: {lower} or"
+                f" {upper}"
             )
 
 

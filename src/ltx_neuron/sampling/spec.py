@@ -45,11 +45,11 @@ from ltx_neuron.sampling.conditions import (
     plain,
 )
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
-from ltx_neuron.sampling.res_2s import SAMPLERS
+from ltx_neuron.sampling.latents import UPSCALES
 from ltx_neuron.sampling.rules import PICTURE_FIELDS
+from ltx_neuron.sampling.samplers import SAMPLERS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
 from ltx_neuron.sampling.size import FRAME_RATES, AutoDuration, Size
-from ltx_neuron.sampling.upscaling import UPSCALES
 
 SEED = 10  # the default
 RECIPES = "distilled", "dev"

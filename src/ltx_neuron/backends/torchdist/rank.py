@@ -29,7 +29,6 @@ from ltx_neuron.backends.ranks import (
     whole_shape,
 )
 from ltx_neuron.backends.torchdist import compiled
-from ltx_neuron.backends.torchdist.groups import group_names
 from ltx_neuron.backends.torchdist.protocol import RankSettings, SharedTensor, failure_of
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_path
@@ -281,4 +280,4 @@ def _join_group(settings: RankSettings) -> tuple[Callable[[], None], dict[str, s
     def barrier() -> None:
         dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host)
 
-    return barrier, group_names(groups, profile)
+    return barrier, compiled.group_names(groups, profile)
