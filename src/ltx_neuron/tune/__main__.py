@@ -23,6 +23,9 @@ import time
 from pathlib import Path
 
 from ltx_neuron import errors, flags
+from ltx_neuron.artifacts import tuned_settings
+from ltx_neuron.artifacts.tuned_settings import Settings, TunedSettings
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.command_line import Parser
 from ltx_neuron.config.common import digest
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig
@@ -31,9 +34,7 @@ from ltx_neuron.files import exclusive
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.spec import LoraFields
-from ltx_neuron.tune import search, trials, tuned_settings, variant
-from ltx_neuron.tune.tuned_settings import Settings, TunedSettings
-from ltx_neuron.workspace import Workspace
+from ltx_neuron.tune import search, trials, variant
 
 EXAMPLE = """ltx-neuron tune --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
     --height 512 --width 768 --num-frames 121"""

@@ -20,8 +20,8 @@ from ltx_neuron.backends import mesh, nki
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.protocol import RankSettings
+from ltx_neuron.config.profiles import STACKS, Profile
 from ltx_neuron.errors import UserError
-from ltx_neuron.profiles import STACKS, Profile
 
 # One object for all graphs: a different one would cause recompilation.
 OPTIONS: dict[str, dict] = {
