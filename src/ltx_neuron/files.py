@@ -125,7 +125,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write a JSON object through whole_file."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -146,7 +145,6 @@ def _checksum(manifest: dict) -> str:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file through whole_file."""
     from safetensors.torch import save
 
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -171,7 +169,6 @@ def read_json(path: Path) -> dict:
 
 
 def has_keys(path: Path, keys: set[str]) -> bool:
-    """Whether a file is a JSON object with all of these keys."""
     try:
         return read_json(path).keys() >= keys
     except UserError:

@@ -59,7 +59,6 @@ def record_size(folder: Path, size: dict) -> None:
 
 
 def recorded_sizes(folder: Path) -> list[dict]:
-    """The video sizes for which a finished folder was compiled."""
     return read_json(folder / MANIFEST).get("sizes", [])
 
 

@@ -251,7 +251,6 @@ def broken_latents(stored: Iterable[str], download: Callable[[str], Tensor]) -> 
 
 
 def tensors_digest(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 over the concatenated bits of tensors."""
     hasher = hashlib.sha256()
     for tensor in tensors:
         # as bytes, because numpy has no bfloat16

@@ -146,7 +146,6 @@ def checkpoint_spec(
     dtype: torch.dtype | None,
     files: ModelFiles | None = None,  # of a model with one file per part
 ) -> ModelSpec:
-    """The source of one of a checkpoint's models."""
     import_ltx_core()
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics

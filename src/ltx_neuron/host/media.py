@@ -35,8 +35,6 @@ _FULL_SCALE = {"u8": 2**7, "s16": 2**15, "s32": 2**31}
 
 
 class Sound(NamedTuple):
-    """The sound of a file, or a part of it."""
-
     samples: Tensor  # float32 (channels, N), in [-1, 1] if the file's are
     rate: int  # samples per second
 

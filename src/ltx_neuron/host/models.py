@@ -168,7 +168,6 @@ class HostModels:
             del chunk
 
     def _decoded_in_tiles(self, latent: torch.Tensor, rank_tiles: Any) -> Iterator[torch.Tensor]:
-        """Chunks of pixels of the convolutional decoder, on the host or on the ranks."""
         self._spec("video_decoder")  # imports ltx-core before all others
         from ltx_neuron.host import tiles
         from ltx_neuron.host.vae import HostVideoModel

@@ -159,8 +159,6 @@ def host_spans(length: int, reach: tuple[int, int], least: int) -> list[Span]:
 
 
 class HostSpectrogram(_OnHost):
-    """The mel decoder on the host."""
-
     def __init__(self, config: AudioDecoderConfig, weights: dict[str, Tensor]):
         """weights: of the checkpoint's mel decoder, under ltx-core's names."""
         named = {f"audio_decoder.{name}": weight for name, weight in weights.items()}
@@ -175,8 +173,6 @@ class HostSpectrogram(_OnHost):
 
 
 class HostVocoder(_OnHost):
-    """The vocoder on the host."""
-
     def __init__(self, config: VocoderConfig, weights: dict[str, Tensor]):
         """weights: of the checkpoint's vocoder, under ltx-core's names."""
         named = {vocoder_name(name): weight for name, weight in weights.items()}
@@ -196,7 +192,6 @@ class HostVocoder(_OnHost):
 
 
 def vocoder_name(name: str) -> str:
-    """The name in our graphs of a vocoder's tensor."""
     return f"bwe_generator.{name}" if name.startswith("mel_stft.") else name
 
 

@@ -151,7 +151,6 @@ def write_wav(path: str | Path, waveform: torch.Tensor, sample_rate: int) -> Non
 
 
 def _sample_count(frames: int, frame_rate: float, sample_rate: int) -> int:
-    """Samples of the sound of a video with this number of frames."""
     return round(frames / exact_frame_rate(frame_rate) * sample_rate)
 
 

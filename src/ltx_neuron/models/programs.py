@@ -225,7 +225,6 @@ def dit_program(
 def _mesh(
     bucket: Bucket, tp: int, comm: Comm, sequence_parallel: bool, context: ContextParallel | None
 ) -> Mesh:
-    """The mesh of a bucket's graphs."""
     if context is None or not bucket.video_tokens:
         return Mesh(comm, sequence_parallel)
     ranks = tp if sequence_parallel else 1
@@ -254,7 +253,6 @@ def _dit_sizes(
 
 
 def _attention_sizes(stream: str, size: AttentionSize, tp: int) -> dict[str, int | Dim]:
-    """The letters of a stream's width, heads of a rank and half a head."""
     heads = Dim(size.heads // tp, split=True)
     return {f"D{stream}": size.inner, f"H{stream}": heads, f"F{stream}": size.head_dim // 2}
 

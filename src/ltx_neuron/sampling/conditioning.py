@@ -95,7 +95,6 @@ class LatentState:
         )
 
     def freeze(self, noise: float = 0.0) -> "LatentState":
-        """Keep the whole stream."""
         mask = torch.zeros_like(self.denoise_mask)
         return replace(self, denoise_mask=mask, frozen=True, frozen_noise=noise)
 
@@ -308,8 +307,8 @@ def attention_bias(
     Attention between the clip and a token has the token's weight. From the first group with weights
     on, groups do not attend to earlier groups.
     """
-    total = target_tokens + sum(count for count, _ in groups)
-    bias = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype)
+    total, limits = target_tokens + sum(count for count, _ in groups), torch.finfo(dtype)
+    bias = torch.full((total, total), limits.min, dtype=dtype)
     end, masked = target_tokens, False
     bias[:end, :end] = 0
     for count, weights in groups:
@@ -319,12 +318,10 @@ def attention_bias(
             bias[:end, :end] = 0
             continue
         bias[start:end, start:end] = 0
-        between = torch.zeros(count) if weights is None else _logarithms(weights.to(dtype))
+        between = torch.zeros(count)
+        if weights is not None:
+            weights = weights.to(dtype)
+            between = weights.clamp(min=limits.tiny).log().masked_fill(weights <= 0, limits.min)
         bias[:target_tokens, start:end] = between
         bias[start:end, :target_tokens] = between[:, None]
     return bias
-
-
-def _logarithms(weights: Tensor) -> Tensor:
-    limits = torch.finfo(weights.dtype)
-    return weights.clamp(min=limits.tiny).log().masked_fill(weights <= 0, limits.min)

@@ -128,7 +128,6 @@ class Rendering:
 
     @property
     def frames(self) -> int:
-        """Of the result."""
         return (self.size.num_frames - 1) * 2**self.rounds + 1
 
     def fields_of(self, images: Iterable[Any], window: TemporalWindow | None) -> dict[str, Any]:

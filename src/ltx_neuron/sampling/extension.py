@@ -69,7 +69,6 @@ class Extension:
 
     @property
     def num_frames(self) -> int:
-        """Frames of the result."""
         return self.source_frames + self.new_frames
 
     @property
@@ -194,7 +193,6 @@ class Extension:
 
     @property
     def window_range(self) -> tuple[int, int]:
-        """The minimum and maximum frames of a window."""
         most = TIME_SCALE * (self._available + self.new_latents - 1) + 1
         return min(most, TIME_SCALE * OVERLAP + 1), most
 

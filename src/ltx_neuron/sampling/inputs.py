@@ -205,7 +205,6 @@ class Inputs(JobFields):
 
     @cached_property
     def retake(self) -> Retake | None:
-        """The video to regenerate or extend."""
         if self.video_path is None:
             return None
         if self.extend is not None:
@@ -279,9 +278,10 @@ class Inputs(JobFields):
         default = default_guidance(self.sampler, sound, self.sound_only, voiced)
         names, streams = [field.name for field in dataclasses.fields(StreamGuidance)], []
         for stream, fields in zip(default.streams, rules.GUIDANCE, strict=True):
-            values = {name: getattr(self, of) for name, of in zip(names, fields, strict=True)}
-            values = {name: value for name, value in values.items() if value is not None}
-            streams.append(dataclasses.replace(stream, **values))
+            values = zip(names, map(self.__getattribute__, fields), strict=True)
+            streams.append(
+                dataclasses.replace(stream, **{n: x for n, x in values if x is not None})
+            )
         return Guidance(*streams)
 
     @property
@@ -311,7 +311,6 @@ class Inputs(JobFields):
         return bool(self.sound or self.retake or self.references or self.reference_sound)
 
     def stage_size(self, upsampled: bool) -> Size:
-        """A stage's size."""
         return self.size if upsampled else self.size.first
 
     def appended_references(self, upsampled: bool) -> tuple[ReferenceVideo, ...]:
@@ -398,9 +397,8 @@ class Inputs(JobFields):
             return 2
         dubbed = self.dubbing is not None
         conditions = self.images if dubbed else (*self.images, *self.appended_references(upsampled))
-        strengths = [condition.strength for condition in conditions] + [1.0] * self.details(
-            upsampled
-        )
+        strengths = [condition.strength for condition in conditions]
+        strengths += [1.0] * self.details(upsampled)
         if window := self.temporal:
             strengths += [dfr.ANCHOR] * bool(window.given)
             strengths += [1.0] * bool(window.holds and window.shared)
@@ -470,7 +468,6 @@ class Inputs(JobFields):
 
     @property
     def files(self) -> dict[str, Path]:
-        """The input files by flag."""
         return {f"{flag_of(name)} {path}": Path(path) for name, path in self.input_paths}
 
     def check_rules(self, graphs: bool = False) -> None:

@@ -29,6 +29,10 @@ _OF_FILE = (
     " one stage; leave out THESE"
 )
 _PART = "type the seconds to regenerate, for example {start_time} 0.5 {end_time} 1"
+_STANDARD = (
+    "THESE goes with NEEDS, got no OTHERS; type OTHERS as well, or leave out THESE",
+    "THESE cannot be combined with OTHERS; leave one of them out",
+)
 _STRENGTHS = "distilled_lora_strength_stage_1 distilled_lora_strength_stage_2"
 
 
@@ -56,20 +60,13 @@ class Rule(NamedTuple):
         others = [term for term in self.needs.split() if not holds(term)]
         others = others or [term for term in self.excludes.split() if holds(term)]
         if others:
-            text = (self.why or self._standard).replace("LIST", _listed(these, ", "))
-            for word, terms in (
-                ("NEEDS", self.needs.split()),
-                ("THESE", these),
-                ("OTHERS", others),
-            ):
+            text = (self.why or _STANDARD[bool(self.excludes)]).replace(
+                "LIST", _listed(these, ", ")
+            )
+            words = {"NEEDS": self.needs.split(), "THESE": these, "OTHERS": others}
+            for word, terms in words.items():
                 text = text.replace(word, _listed(terms))
             raise FieldError(text)
-
-    @property
-    def _standard(self) -> str:
-        if self.excludes:
-            return "THESE cannot be combined with OTHERS; leave one of them out"
-        return "THESE goes with NEEDS, got no OTHERS; type OTHERS as well, or leave out THESE"
 
 
 def _listed(terms: Iterable[str], separator: str = " ") -> str:

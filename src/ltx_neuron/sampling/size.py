@@ -28,7 +28,6 @@ class Size:
 
     @property
     def first(self) -> Self:
-        """The size of stage 1."""
         if not self.two_stage:
             return self
         up, down = Fraction(self.spatial_scale).as_integer_ratio()
@@ -43,7 +42,6 @@ class Size:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Height and width."""
         return self.height, self.width
 
     def __str__(self) -> str:
@@ -56,7 +54,6 @@ class Size:
 
     @property
     def audio_frames(self) -> int:
-        """Audio latents for the video's length."""
         return audio_latent_frames(self.num_frames, self.frame_rate)
 
     def check(self) -> None:

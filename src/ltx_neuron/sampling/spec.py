@@ -502,7 +502,6 @@ class JobFields(
         return paths
 
     def moved(self, rename: Callable[[Path], str]) -> Self:
-        """A copy whose input files are elsewhere."""
         rename = cache(rename)
 
         def renamed(value: Any) -> Any:
@@ -554,7 +553,6 @@ INPUT_FILES = {
 
 
 def to_flags(line: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
-    """The flags and values of some fields of a line."""
     words = []
     for name in names:
         value = line.get(name, False)
@@ -589,7 +587,6 @@ def resolve_aliases(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _field_error(mistake: Mapping[str, Any], values: Mapping[str, Any]) -> FieldError:
-    """A pydantic error of a job's values."""
     name, (got, wanted) = str(mistake["loc"][0]), got_and_wanted(mistake)
     path, part = _place(mistake, values)
     title = JobFields.model_fields[name].title or ""

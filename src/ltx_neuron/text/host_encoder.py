@@ -85,7 +85,6 @@ class HostTextEncoder:
 
     @cached_property
     def connectors(self) -> Connectors:
-        """Both connectors, whose blocks are filled with weights when they run."""
         with torch.device("meta"):
             comm: Any = SingleRank()
             connectors = Connectors(self.config, 1, comm, sdpa)

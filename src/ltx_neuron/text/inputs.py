@@ -186,7 +186,6 @@ def attention_mask(count: int) -> Tensor:
 
 
 def bucket_for(prompts: list[list[int]], buckets: tuple[int, ...]) -> int:
-    """The smallest bucket with room for the packed prompts."""
     return min(bucket for bucket in buckets if bucket >= sum(map(len, prompts)))
 
 

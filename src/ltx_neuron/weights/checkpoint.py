@@ -170,7 +170,6 @@ class Source:
         return self.locations.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a whole tensor."""
         file, key = self._find(name)
         return file.shapes[key]
 
@@ -189,7 +188,6 @@ class Source:
         return copies(self.model, name, self.locations, tp, self.heads)
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a whole tensor when it is read."""
         file, key = self._find(name)
         return math.prod(file.shapes[key]) * file.torch_dtype(key).itemsize
 

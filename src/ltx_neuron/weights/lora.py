@@ -74,7 +74,6 @@ _OLDER = re.compile(
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Whether tensors of these names are a LoRA's."""
     return any(map(_TENSOR.fullmatch, names))
 
 

@@ -160,11 +160,9 @@ class TextEncoderFile(WeightFile):
 
     @property
     def gemma_version(self) -> str | None:
-        """The version of Gemma's weights, which a transformer's file names too."""
         return self.gemma_config.get("gemma_version")
 
     def asset(self, name: str) -> bytes:
-        """The content of one of `assets`, such as tokenizer.json."""
         key = self._assets[name]
         if key is None:
             return self.metadata[name].encode()
@@ -173,7 +171,6 @@ class TextEncoderFile(WeightFile):
 
 
 def described(file: TensorFile) -> str:
-    """A file's kind and release, for a message."""
     kind, version = kind_of(file), file.metadata.get("model_version")
     named = f"{'the' if kind in PARTS else 'a'} {KINDS[kind].title}"
     return named + (f" of LTX {version}" if version else "")
@@ -336,7 +333,6 @@ class ModelFiles:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The config of all parts, as that of a whole checkpoint."""
         return _Config(self) if self.apart else self.checkpoint.config
 
     def of(self, section: str) -> PartFile | Checkpoint:
@@ -361,7 +357,6 @@ class ModelFiles:
         return {"files": fingerprints, "video_decoder": self.decoder}
 
     def flag(self, section: str) -> str:
-        """The flag of the file with a section's part."""
         kind = _OWNERS.get(section)
         return PARTS[kind].flag if kind and kind in self.apart else "--checkpoint-path"
 
@@ -432,7 +427,6 @@ class ModelFiles:
 
     @property
     def projections(self) -> WeightFile:
-        """The file with the projections of the text encoder's hidden states."""
         apart = "text_projection" in self.apart
         return self.text_encoder or (self._part("text_projection") if apart else self.checkpoint)
 
@@ -480,12 +474,10 @@ class ModelFiles:
         return _only(found, self._folder, KINDS[kind].flag) if found else None
 
     def describe_decoder(self) -> str:
-        """The kind of the video VAE's decoder, and its file, as text."""
         return f"{self.decoder}, from {self.of('vae').path}"
 
     @property
     def decoder(self) -> str:
-        """The kind of the video VAE's decoder."""
         return "diffusion" if is_diffusion_vae(self.config) else "convolutional"
 
     @cached_property

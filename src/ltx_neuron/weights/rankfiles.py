@@ -23,7 +23,6 @@ RESHARD = "shard the weights again"
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file."""
     return f"rank{rank}.safetensors"
 
 
@@ -33,7 +32,6 @@ def file_names(tp: int, shared: bool = False) -> list[str]:
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """The file of a rank in a finished weight set."""
     return folder / (SHARED_FILE if SHARED_FILE in file_entries(folder) else rank_file(rank))
 
 

@@ -165,7 +165,6 @@ def shard_weights(
 
 
 def set_bytes(specs: list[ShardSpec], tp: int, dtype: torch.dtype) -> int:
-    """Bytes of a set's files on disk."""
     return sum(file.size for file in _set_files(Path(), specs, tp, dtype))
 
 

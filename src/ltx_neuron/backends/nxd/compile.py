@@ -100,7 +100,6 @@ class XlaComm:
 
 
 def argument_name(parameter: str) -> str:
-    """The keyword of a weight input."""
     return parameter.replace(".", "__")
 
 

@@ -52,7 +52,6 @@ class Compiled:
 
 
 def runner(graph: Callable, backend: str) -> Callable:
-    """The callable with which a compile backend runs a graph."""
     return graph if backend == "export" else Compiled(graph, backend)
 
 
