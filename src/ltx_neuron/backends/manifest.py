@@ -33,11 +33,8 @@ def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
 def write_manifest(
     folder: Path, identity: dict, program: Program, graphs: dict[str, dict], **compiler: str
 ) -> None:
-    """Write the manifest of a program whose graphs are in `folder`: it is finished then.
-
-    graphs    by name, from describe_graph
-    compiler  the compiler's versions and flags
-    """
+    """Write the manifest of a program whose graphs are in `folder`: it is finished then. graphs: by
+    name, from describe_graph. compiler: the compiler's versions and flags."""
     fields = {
         name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")}
         for name, field in program.fields.items()

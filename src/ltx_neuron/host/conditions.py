@@ -461,12 +461,10 @@ def mask_divides(frames: int, latent_frames: int) -> bool:
 
 
 def token_weights(pixels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
-    """Weights (1, F*h*w) in [0, 1] of a reference's tokens, from a mask's pixels (1, 3, frames, H,
-    W) in [-1, 1]; computed in their dtype.
-
-    A token's weight is the mean grey of its area: of the first frame for the first latent frame,
-    and of an equal number of frames for each later one (see `mask_divides`).
-    """
+    """Weights (1, F*h*w) in [0, 1] of a reference's tokens, from a mask's pixels
+    (1, 3, frames, H, W) in [-1, 1]; computed in their dtype. A token's weight is the mean grey of
+    its area: of the first frame for the first latent frame, and of an equal number of frames for
+    each later one (see `mask_divides`)."""
     frames, rows, columns = latent_shape
     grey = ((pixels.mean(dim=1) + 1) / 2).clamp(0, 1)  # (1, frames, H, W)
     areas = F.interpolate(grey.transpose(0, 1), size=(rows, columns), mode="area")[:, 0]

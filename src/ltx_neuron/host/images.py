@@ -114,9 +114,7 @@ def check_image(
 
 def content_digest(path: str | Path) -> str:
     """SHA-256 of a file's bytes, which identifies a job's input independent of its name.
-
-    "unreadable" if the file cannot be read; the checks of a job raise the error.
-    """
+    "unreadable" if the file cannot be read; the checks of a job raise the error."""
     try:
         check_regular(path)
         with open(path, "rb") as file:

@@ -31,7 +31,6 @@ from ltx_neuron.weights.weight_file import WeightFile
 
 def import_ltx_core() -> None:
     """Make ltx_core.model.audio_vae importable without torchaudio. Call it before its import.
-
     ltx_core.model.audio_vae.ops imports torchaudio at its top, though only audio *encoding* uses
     it. If torchaudio is missing or does not fit the installed torch, an empty module replaces it.
     """
@@ -62,10 +61,8 @@ class ModelSpec(NamedTuple):
     file: WeightFile | None = None  # the file at `path` if it is open
 
     def build_empty(self) -> torch.nn.Module:
-        """The module on the meta device.
-
-        Raises UserError unless the file has all of its tensors, with their shapes, and no others.
-        """
+        """The module on the meta device. Raises UserError unless the file has all of its tensors,
+        with their shapes, and no others."""
         try:
             with torch.device("meta"):
                 module = self.build()

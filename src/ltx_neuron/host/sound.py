@@ -54,9 +54,7 @@ class Span(NamedTuple):
 
 def cut(length: int, window: int, reach: tuple[int, int]) -> list[Span]:
     """The spans of a sound, with windows of equal length; one span if the sound fits a window.
-
-    reach  numbers before and after a part on which it depends
-    """
+    reach: numbers before and after a part on which it depends."""
     before, after = reach
     step = window - before - after
     if length <= window or step <= 0:

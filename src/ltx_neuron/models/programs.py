@@ -62,11 +62,10 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Program:
-    """A model's graphs, runs of them, and the fields that describe every named value.
-
-    A run is a sequence of calls. A call is (graph, first block): the graph's `transformer_blocks.j`
-    (of a video VAE `res_blocks.j`) has the weights of block first + j. Most programs have one
-    run, "main"."""
+    """A model's graphs, runs of them, and the fields that describe every named value. A run is a
+    sequence of calls. A call is (graph, first block): the graph's `transformer_blocks.j`
+    (of a video VAE `res_blocks.j`) has the weights of block first + j. Most programs have one run,
+    "main"."""
 
     modules: dict[str, nn.Module]  # of the graphs by name, in the order of their calls
     runs: dict[str, Calls]
@@ -182,11 +181,8 @@ def dit_program(
 ) -> Program:
     """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step. attention is a
     key of KERNELS; sequence_parallel needs a bucket that `may_divide`. context: the collectives of
-    context parallelism; graphs of sound alone have none.
-
-    A guided bucket has two runs instead of "main": "pass" predicts x0, and "guide" combines the
-    predictions and performs the Euler step.
-    """
+    context parallelism; graphs of sound alone have none. A guided bucket has two runs instead of
+    "main": "pass" predicts x0, and "guide" combines the predictions and performs the Euler step."""
     count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
     mesh, streams = _mesh(bucket, tp, comm, sequence_parallel, context), bucket.streams
     # A guided pass ends with its prediction; "guide" needs those of all passes.
@@ -361,9 +357,8 @@ def _chained(
     modules: Mapping[str, tuple[Any, ...]], inputs: dict[str, Field], calls: Calls = ()
 ) -> Program:
     """A program of modules, each of which takes the first field that the previous one returns.
-    modules: graph -> (name in the rank files, module, names of the fields that it returns);
-    inputs: the first module's input, then others; calls: of graphs that are called more than
-    once."""
+    modules: graph -> (name in the rank files, module, names of the fields that it returns); inputs:
+    the first module's input, then others; calls: of graphs that are called more than once."""
     parts, before = {}, next(iter(inputs))
     for graph, (path, module, *outputs) in modules.items():
         parts[graph] = Part(path, module, [before], outputs)

@@ -61,10 +61,8 @@ class LatentState:
         return (1.0, *sorted(set(self.denoise_mask.flatten().tolist()) - {1.0}))
 
     def retake(self, seconds: Tensor, start: float, end: float) -> "LatentState":
-        """Keep all tokens except those whose time overlaps `start` to `end`.
-
-        seconds  start of each latent frame, and end of the last one
-        """
+        """Keep all tokens except those whose time overlaps `start` to `end`. seconds: start of each
+        latent frame, and end of the last one."""
         return self._free((seconds[1:] > start) & (seconds[:-1] < end))
 
     def at_times(self, seconds: Tensor, new: tuple[int, int]) -> "LatentState":
@@ -107,9 +105,7 @@ class LatentState:
         generated: bool = False,
     ) -> "LatentState":
         """Append tokens (1, N, C) with a denoise mask. Noise is added to `start`, or to zeros.
-
-        generated  whether they are a keyframe that the model generates
-        """
+        generated: whether they are a keyframe that the model generates."""
         mask = torch.full((tokens.shape[1], 1), denoise_mask)
         start = torch.zeros_like(tokens) if start is None else start
         marked = self.keyframes_mask
@@ -128,10 +124,8 @@ class LatentState:
         self, generator: torch.Generator, scale: float, compat_1_0_0: bool = False
     ) -> Tensor:
         """Draw noise in the latent's dtype and shape (1, T, C), appended tokens included, and mix
-        it in by `scale` (1: noise only). Returns (1, T, C) in the latent's dtype.
-
-        Noise is drawn for a frozen stream as well, because later draws depend on it.
-        """
+        it in by `scale` (1: noise only). Returns (1, T, C) in the latent's dtype. Noise is drawn
+        for a frozen stream as well, because later draws depend on it."""
         latent, clean_latent, mask = self.latent, self.clean_latent, self.denoise_mask
         if self.frozen:
             scale, clean_latent, mask = self.frozen_noise, latent, torch.ones_like(mask)
@@ -262,12 +256,10 @@ def video_state(
     positions_dtype: torch.dtype = torch.float32,
     images_as_guides: bool = False,
 ) -> LatentState:
-    """The video's state from its initial latent (1, C, F, h, w) and images (1, C, 1, h, w).
-
-    An image at frame 0 replaces the first latent frame's tokens, unless images are guides; others
-    are appended as keyframe tokens. compat_1_0_0 and positions_dtype: see
-    compat.Compat (conditioning, positions).
-    """
+    """The video's state from its initial latent (1, C, F, h, w) and images (1, C, 1, h, w). An
+    image at frame 0 replaces the first latent frame's tokens, unless images are guides; others are
+    appended as keyframe tokens. compat_1_0_0 and positions_dtype: see compat.Compat
+    (conditioning, positions)."""
     shape = frames, rows, columns = tuple(latent.shape[2:])
     # ltx-core 1.0.0 appends a keyframe's fp32 bounds to the rounded ones, and then computes all
     # mid-points in fp32.

@@ -157,11 +157,9 @@ class Extension:
     @property
     def windows(self) -> tuple[Window, ...]:
         """The windows in their order: from the known part outwards. Raises FieldError for a window
-        that is not longer than its overlap and would never reach the end.
-
-        Only the clip's first latent has one frame, so later windows have 7 frames more than their
-        sound. Frames without sound are held ones; at the new end both end together.
-        """
+        that is not longer than its overlap and would never reach the end. Only the clip's first
+        latent has one frame, so later windows have 7 frames more than their sound. Frames without
+        sound are held ones; at the new end both end together."""
         self.check()
         length, total = self.window_latents, self.video_latents
         sound_length = audio_latent_frames(self.window_frames, self.frame_rate)

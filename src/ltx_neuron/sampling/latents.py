@@ -98,11 +98,9 @@ def video_seconds(latent_frames: int, frame_rate: float) -> Tensor:
 def reference_positions(
     shape: Sequence[int], frame_rate: float, space_scale: int = 1, time_scale: int = 1
 ) -> Tensor:
-    """Mid-points (1, 3, F*h*w) of a reference video's tokens beside a clip of `frame_rate`.
-
-    One of its pixels covers space_scale pixels of the clip per side, a frame time_scale frames;
-    both end at the same time. Source: ltx-core 1.2.0 reference_video_cond.py.
-    """
+    """Mid-points (1, 3, F*h*w) of a reference video's tokens beside a clip of `frame_rate`. One of
+    its pixels covers space_scale pixels of the clip per side, a frame time_scale frames; both end
+    at the same time. Source: ltx-core 1.2.0 reference_video_cond.py."""
     bounds = video_seconds(shape[0], 1.0) / (frame_rate / time_scale)
     if time_scale != 1:
         first = video_seconds(1, frame_rate)[1]  # end of the clip's first latent frame
@@ -133,9 +131,7 @@ def _middles(bounds: Tensor) -> Tensor:
 
 def _grid(seconds: Tensor, rows: int, columns: int, pixels: int = SPACE_SCALE) -> Tensor:
     """Mid-points (1, 3, F*h*w) from those in time (F,), in the order of patchify_video's tokens.
-
-    pixels  between latent rows and columns
-    """
+    pixels: between latent rows and columns."""
 
     def midpoints(count: int) -> Tensor:
         return _middles((torch.arange(count + 1) * pixels).to(seconds.dtype))

@@ -78,11 +78,8 @@ def _listed(terms: Iterable[str], separator: str = " ") -> str:
 def check(
     holds: Callable[[str], bool], graphs: bool = False, among: Collection[str] | None = None
 ) -> None:
-    """Raise FieldError for the first rule that is broken.
-
-    graphs  check only rules on which graphs depend
-    among   check only rules on these fields alone
-    """
+    """Raise FieldError for the first rule that is broken. graphs: check only rules on which graphs
+    depend. among: check only rules on these fields alone."""
     for rule in RULES:
         if (rule.graphs or not graphs) and (among is None or rule.terms <= {*among}):
             rule.check(holds)

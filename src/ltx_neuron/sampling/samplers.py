@@ -80,11 +80,8 @@ def _phi(order: int, z: float) -> float:
 
 
 class Stream:
-    """The state of video or audio between evaluations.
-
-    latent        (1, T, C), in the model's dtype
-    clean_latent  (1, T, C), of held tokens; denoise_mask (T, 1) fp32: 1 denoised freely, 0 held
-    """
+    """The state of video or audio between evaluations. latent: (1, T, C), in the model's dtype.
+    clean_latent: (1, T, C), of held tokens; denoise_mask (T, 1) fp32: 1 denoised freely, 0 held."""
 
     def __init__(self, latent: Tensor, clean_latent: Tensor, denoise_mask: Tensor):
         self.latent, self.denoised = latent, latent
@@ -118,10 +115,8 @@ class Stream:
 
 class Res2s:
     """A stage's sampling: call `step` for each number in order; the streams have the latents.
-
     `step` calls `predict` with both latents and the evaluation's number. It returns both
-    predictions of the clean latents, in the model's dtype, with held tokens restored.
-    """
+    predictions of the clean latents, in the model's dtype, with held tokens restored."""
 
     def __init__(self, sigmas: tuple[float, ...], video: Stream, audio: Stream):
         self.streams, self.steps, self.sigmas = (video, audio), len(sigmas) - 1, extended(sigmas)
@@ -242,12 +237,10 @@ def ancestral_steps(
     seed: int,
     eta: float = 1.0,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """For each step the noise of both streams, (1, T, C), and the coefficients (2, 5).
-
-    streams  latents of video and audio; the noise has their shapes and dtypes
-    seed     of the stage's own generator, so that a resumed stage draws the same. It draws the
-             video's first in every step, and none in the last one, to sigma 0
-    """
+    """For each step the noise of both streams, (1, T, C), and the coefficients (2, 5). streams:
+    latents of video and audio; the noise has their shapes and dtypes. seed: of the stage's own
+    generator, so that a resumed stage draws the same. It draws the video's first in every step, and
+    none in the last one, to sigma 0."""
     generator = torch.Generator().manual_seed(seed % 2**64)
     for end, factors in zip(sigmas[1:], ancestral_coefficients(sigmas, frozen, eta), strict=True):
         noises = map(torch.zeros_like, streams)

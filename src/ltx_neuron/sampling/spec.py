@@ -65,11 +65,8 @@ def _option(
     names: tuple[str, ...] = (),
     **limits: Any,
 ) -> Any:
-    """A field.
-
-    value  the name of the flag's value in its help
-    names  the field's own name and its aliases
-    """
+    """A field. value: the name of the flag's value in its help. names: the field's own name and its
+    aliases."""
     alias = AliasChoices(*names) if names else None
     return Field(default, description=help, title=value, validation_alias=alias, **limits)
 
@@ -471,10 +468,8 @@ class JobFields(
 
     def updated(self, line: Mapping[str, Any]) -> Self:
         """A copy with the values of a prompts file's line, whose keys are flags without dashes.
-
         false and null mean not given. A line's images and references are added; its LoRAs, also [],
-        replace these. Raises UserError.
-        """
+        replace these. Raises UserError."""
         line = {key: None if value is False else value for key, value in line.items()}
         of_line, values = JobFields.validated(resolve_aliases(line)), {}
         if "video_path" in of_line.model_fields_set:  # its file determines the size

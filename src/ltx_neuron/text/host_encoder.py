@@ -151,11 +151,9 @@ class HostTextEncoder:
 
 
 class MappedWeights:
-    """A source's tensors as mapped pages of its files, with which modules are filled.
-
-    dtype  of the activations, to which weights are cast. In float32, matrices keep their stored
-           dtype, with which StoredLinear multiplies.
-    """
+    """A source's tensors as mapped pages of its files, with which modules are filled. dtype: of the
+    activations, to which weights are cast. In float32, matrices keep their stored dtype, with which
+    StoredLinear multiplies."""
 
     def __init__(self, source: Source, dtype: torch.dtype):
         self.source, self.dtype = source, dtype
@@ -187,9 +185,7 @@ class MappedWeights:
 class StreamedLayers(nn.ModuleList):
     """A model's layers that have weights only while they run. Iterating fills a layer, asks the
     system to read the next one's weights, and moves the layer back to the meta device afterwards.
-
-    prefix  of "<index>.<name>" in the source's names, such as "layers."
-    """
+    prefix: of "<index>.<name>" in the source's names, such as "layers."."""
 
     def __init__(self, layers: Iterable[nn.Module], prefix: str, weights: MappedWeights):
         super().__init__(layers)

@@ -29,10 +29,8 @@ DOWNLOAD = f"{CHECKPOINT_DOWNLOAD}\nand type --checkpoint-path {RELEASED[RELEASE
 
 class Checkpoint(WeightFile):
     """The single-file LTX-2.3 checkpoint, or the transformer's file of LTX-2.5. `config`, the JSON
-    in its metadata, determines all sizes of its models.
-
-    UserError for a file that is not a checkpoint, and for an unsupported version.
-    """
+    in its metadata, determines all sizes of its models. UserError for a file that is not a
+    checkpoint, and for an unsupported version."""
 
     def __init__(self, path: Path):
         super().__init__(path, DOWNLOAD)

@@ -121,13 +121,9 @@ def spatial_scale(path: str | Path | None) -> float:
 
 class TextEncoderFile(WeightFile):
     """LTX-2.5's text encoder in one file: Gemma 4, the text projections and the tokenizer.
-
-    gemma_config  Gemma's config.json, from the metadata
-    assets        names of the other files of Gemma's folder in it; `asset` reads them. They are
-                  not weights, so `shapes` leaves them out
-
-    UserError for any other file.
-    """
+    gemma_config: Gemma's config.json, from the metadata. assets: names of the other files of
+    Gemma's folder in it; `asset` reads them. They are not weights, so `shapes` leaves them out.
+    UserError for any other file."""
 
     def __init__(self, path: Path, download: str):
         super().__init__(path, download)
@@ -177,12 +173,9 @@ def described(file: TensorFile) -> str:
 
 
 class PartFile(WeightFile):
-    """A file with one of PARTS. Its tensors have the names that a checkpoint gives them.
-
-    config  from the metadata, or of the checkpoint, if that has the part's sections
-
-    UserError for a file of another part or of another release.
-    """
+    """A file with one of PARTS. Its tensors have the names that a checkpoint gives them. config:
+    from the metadata, or of the checkpoint, if that has the part's sections. UserError for a file
+    of another part or of another release."""
 
     def __init__(self, path: Path, kind: str, checkpoint: Checkpoint):
         release = checkpoint.release

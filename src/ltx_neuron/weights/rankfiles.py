@@ -78,10 +78,8 @@ def entries_in(manifest: dict) -> dict[str, dict]:
 
 def verify(folder: Path, quick: bool = False) -> list[str]:
     """Compare the files of a finished weight set with its manifest. Returns one line per differing
-    file, or the manifest's own damage. UserError if permission to read one is missing.
-
-    quick  compare sizes only
-    """
+    file, or the manifest's own damage. UserError if permission to read one is missing. quick:
+    compare sizes only."""
     problems = []
     try:
         entries = file_entries(folder)

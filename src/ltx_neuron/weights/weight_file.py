@@ -53,11 +53,9 @@ class RowScale(NamedTuple):
     group: int
 
     def dequantised(self, stored: Tensor, start: int) -> Tensor:
-        """The rows of a weight from row `start`, int8 (n, K), as bfloat16.
-
-        Products of H are whole numbers below 2**24, exact in any order of summation. So the result
-        depends neither on the number of rows nor on the CPU.
-        """
+        """The rows of a weight from row `start`, int8 (n, K), as bfloat16. Products of H are whole
+        numbers below 2**24, exact in any order of summation. So the result depends neither on the
+        number of rows nor on the CPU."""
         result = torch.empty(stored.shape, dtype=torch.bfloat16)
         rows = max(1, _PIECE // stored.shape[1])
         left, right = _halves(self.group)
@@ -97,10 +95,8 @@ def row_scale(shape: tuple[int, ...], scale: Tensor, note: dict) -> RowScale:
 
 class WeightFile(TensorFile):
     """A file of a model's weights. Tensors stored as F8_E4M3 or as int8 with scales are read as
-    bfloat16; `shapes` leaves out their scales and notes, and `others`, of other models.
-
-    UserError, with the tensors' names, for an unknown layout and for a damaged scale.
-    """
+    bfloat16; `shapes` leaves out their scales and notes, and `others`, of other models. UserError,
+    with the tensors' names, for an unknown layout and for a damaged scale."""
 
     def __init__(self, path: str | Path, download: str):
         super().__init__(path, download)
