@@ -29,12 +29,10 @@ from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, LATENTS
 from ltx_neuron.report.recorder import Counters
-from ltx_neuron.sampling import ancestral, latents
+from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState
-from ltx_neuron.sampling.gradient_estimation import Euler
-from ltx_neuron.sampling.res_2s import Res2s, Stream
-from ltx_neuron.sampling.samplers import SAMPLERS
+from ltx_neuron.sampling.samplers import SAMPLERS, Euler, Res2s, Stream, ancestral_steps
 from ltx_neuron.sampling.schedules import stream_sigmas
 from ltx_neuron.text.encoders import Contexts
 
@@ -184,7 +182,7 @@ class StageRun:
         self.step_inputs = ("step", *names)
         streams, frozen = zip(*((state.latent, state.frozen) for state in self.states), strict=True)
         inputs, (seed, eta) = (self.stage.sigmas, streams, frozen), self.stage.noise
-        steps = ancestral.steps_of(*inputs, generator.initial_seed() + seed, eta)
+        steps = ancestral_steps(*inputs, generator.initial_seed() + seed, eta)
         for number, tensors in enumerate(steps):
             for name, tensor in zip(ANCESTRAL_FIELDS, tensors, strict=True):
                 if name in names:

@@ -13,7 +13,7 @@ from ltx_neuron.denoise import StageRun
 from ltx_neuron.job import Job
 from ltx_neuron.models.signatures import LATENTS
 from ltx_neuron.sampling.conditioning import LatentState
-from ltx_neuron.sampling.gradient_estimation import Euler
+from ltx_neuron.sampling.samplers import Euler
 from ltx_neuron.sampling.tiles import blend_weights
 
 
