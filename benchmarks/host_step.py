@@ -30,20 +30,21 @@ from tiny.weights import DIFFUSION, random_weight, save
 from torch import Tensor
 from tqdm import tqdm
 
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.denoise.start import starting_states
+from ltx_neuron.engine.run import Engine, measured_step
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.programs import Program, dit_program
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine, measured_step
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -52,7 +53,6 @@ from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
-from ltx_neuron.workspace import Workspace
 
 SIZES = {"384x512x25": Size(384, 512, 25), "512x768x121": Size(512, 768, 121)}
 TINY_SIZES = {"64x64x9": Size(64, 64, 9)}

@@ -31,11 +31,11 @@ from tiny.weights import lora_weights, save
 
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import TransformerConfig, transformer_config
 from ltx_neuron.errors import run
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.model_files import ModelFiles
 
 TP = 4

@@ -31,16 +31,17 @@ from lib.harness import parser as harness_parser
 from lib.sizes import parse_size, video_tokens
 from tiny import make_tiny
 
-from ltx_neuron import build, errors
+from ltx_neuron import errors
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import registry
+from ltx_neuron.config.profiles import PROFILES, resolve
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.format import columns
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan import plan
-from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.tune.step import prepared
 from ltx_neuron.weights.checkpoint import Checkpoint
-from ltx_neuron.workspace import Workspace
 
 # 192 to 24,576 tokens.
 SIZES = ("192x256x25", "384x512x25", "512x768x57", "512x768x121", "1024x1536x57", "1024x1536x121")

@@ -20,14 +20,14 @@ from lib.harness import parser as harness_parser
 from lib.sizes import parse_size
 from tiny import TinySizes, make_tiny
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import registry
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job
-from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling import rules
 from ltx_neuron.tune.step import prepared
-from ltx_neuron.workspace import Workspace
 
 # Products of a width of 1,024 take nearly all of a step, as in the released model.
 MODEL = TinySizes(layers=2, heads=16, head_dim=64, audio_head_dim=32, connector_layers=1)

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from ltx_neuron.weights.tensorfile import TensorFile
 
-IMPORTS = "import ltx_neuron.flags, ltx_neuron.workspace"  # what the shard script imports
+IMPORTS = "import ltx_neuron.flags, ltx_neuron.artifacts.workspace"  # what the shard script imports
 
 
 def timed(command: list) -> tuple[float, float]:

@@ -64,8 +64,8 @@ def python(folder: Path, source: Path, *words: str) -> str:
 
 def generate(words: list[str]) -> None:
     """Run ltx-neuron generate to the end of its first step, and print the seconds."""
-    from ltx_neuron import run
     from ltx_neuron.commands.generate import main
+    from ltx_neuron.engine import run
 
     step = run.measured_step
 

@@ -17,10 +17,10 @@ from lint import lower
 from tiny.config import released_config
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.profiles import resolve
 
 DTYPE = torch.bfloat16
 COST = (

@@ -12,12 +12,12 @@ from lib.harness import parser as harness_parser
 from tiny.config import released_config
 
 from ltx_neuron.backends.export import cost, trace
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.sound import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.host import sound
 from ltx_neuron.host.tiles import cut, tile_shape, tiling_for_ranks
 from ltx_neuron.models.programs import Program, spectrogram_program, tile_program, waveform_program
-from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.latents import audio_latent_frames, video_latent_shape
 
 

@@ -12,15 +12,15 @@ from jobs import make_job
 from torch import Tensor
 from world import Scene
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.demo import ASSETS
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Size
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.workspace import Workspace
 
 SIZE = Size(HEIGHT, WIDTH, NUM_FRAMES, FRAME_RATE, two_stage=True)
 # All shapes, directions, speeds and grounds, said otherwise each.

@@ -8,8 +8,8 @@ from conftest import ROOT
 from device.bench import Bench
 from device.report import Budget
 
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor.system import System
-from ltx_neuron.profiles import resolve
 
 
 def rehearsal(folder: Path, minutes: float | None = None, system: System | None = None) -> Bench:

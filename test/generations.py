@@ -11,8 +11,8 @@ from conftest import Generated
 from helpers import read_video, rel
 from jobs import make_job, replace
 
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.job import Job, Size
-from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditions import ImageCondition
 
 # Sums in another order: ranks, exported graphs and fused reductions leave about 1e-6. A wrong

@@ -15,9 +15,9 @@ from helpers import STREAMS, picture_frames, rel, tone, write_film, write_sound
 from jobs import make_job, read_clip, read_voice, replace
 from PIL import Image
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job, Size
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling import extension
 from ltx_neuron.sampling.conditions import (
     AttentionMask,

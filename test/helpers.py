@@ -366,7 +366,7 @@ def started(command: list[str], until: str) -> tuple[subprocess.Popen, list[int]
 # has been read: a fast machine's whole stage would be over, and its bar never be shown at 33 %.
 UNHURRIED = """
 import runpy, sys, time
-import ltx_neuron.run as engine
+import ltx_neuron.engine.run as engine
 
 class Unhurried(engine.tqdm):
     def __iter__(self):

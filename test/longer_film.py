@@ -10,13 +10,13 @@ from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import randn, tone
 from jobs import make_job
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.host.media import first_frames
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import Retake
-from ltx_neuron.workspace import Workspace
 
 FRAMES, WINDOW, RATE = 30, 25, 24.0
 

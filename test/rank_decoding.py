@@ -11,20 +11,20 @@ import torch
 from helpers import randn, rel
 from jobs import make_job
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.tiles import RankTiles
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.commands.generate import generate
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.outputs import Outputs
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.residency import Residency
+from ltx_neuron.engine.resume import SUFFIX
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import cut, tiling
 from ltx_neuron.job import Size
-from ltx_neuron.outputs import Outputs
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.residency import Residency
-from ltx_neuron.resume import SUFFIX
-from ltx_neuron.workspace import Workspace
 
 # Tiles of 2 x 2 latents, the smallest that ltx-core takes, of 3 frames; they overlap by one.
 TILES = ("vae_tile=64", "vae_overlap=32", "vae_tile_frames=24", "vae_overlap_frames=8")

@@ -13,9 +13,9 @@ from jobs import make_job, replace
 from recipes_oracle import STREAMS
 from tiny import TinySizes, make_tiny
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job, Size
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.weights.lora import Lora

@@ -13,7 +13,8 @@ from urllib.parse import quote
 
 from jobs import make_job
 
-from ltx_neuron.build import compiled_size
+from ltx_neuron.artifacts.build import compiled_size
+from ltx_neuron.artifacts.workspace import of_release
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
@@ -22,7 +23,6 @@ from ltx_neuron.service.jobs import JobSubmitter
 from ltx_neuron.service.queue import Queue
 from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 from ltx_neuron.service.tokens import Tokens, new_token
-from ltx_neuron.workspace import of_release
 
 SMALL = Size(512, 768, 121)
 FORM = b"multipart/form-data; boundary=b"

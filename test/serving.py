@@ -16,18 +16,18 @@ import torch
 from conftest import ROOT, SCRIPT_SECONDS, once, succeeded
 from helpers import tone, wait_for, write_sound
 
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Size
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import JobSubmitter
 from ltx_neuron.service.queue import Queue
 from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 from ltx_neuron.service.tokens import new_token
 from ltx_neuron.service.worker import Worker
-from ltx_neuron.workspace import Workspace
 
 TP = 2  # as `batches`, whose weights and text encoder it takes
 SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one

@@ -11,10 +11,10 @@ from helpers import made_film
 from jobs import make_job
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job, Size
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo
 from ltx_neuron.weights.lora import Lora
 

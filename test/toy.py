@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.models.parallel import Comm, RowLinear
 from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import PROFILES
 
 TP, WIDTH = 2, 256  # wide enough that a tensor has more bytes than a command
 EQUAL = 1e-6  # fp32 sums of two halves against one sum of the whole

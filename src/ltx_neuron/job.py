@@ -1,4 +1,4 @@
-"""Job: the settings of one generation, checked before a model loads."""
+"""Job: the settings of one generation, checked before a model loads, and its stages."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import math
 import os
 from functools import cached_property
 from itertools import chain
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -15,8 +15,10 @@ from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError
 from ltx_neuron.host.facts import read_media
 from ltx_neuron.models.signatures import NO_VOICE
-from ltx_neuron.sampling import rules
+from ltx_neuron.sampling import dfr, rules
+from ltx_neuron.sampling.ancestral import STAGE_SEED
 from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.guidance import (
     IDENTITY_SCALE,
     NEGATIVE_PROMPT,
@@ -25,6 +27,7 @@ from ltx_neuron.sampling.guidance import (
 )
 from ltx_neuron.sampling.inputs import Inputs, Media
 from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.sampling.res_2s import steps_of_evaluations
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     DISTILLED_SIGMAS,
@@ -37,11 +40,66 @@ from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import DETAILING, HQ_STRENGTHS, LORAS, SIZES, LoraFields, LoraFile
 from ltx_neuron.sampling.tiles import Tile
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.stage import Stage
 from ltx_neuron.weights.lora import Lora, WeightSet, check_guided_stage_1, identity_of
 
 _RETAKE_STEPS = 40  # of the dev recipe, without --num-inference-steps
 LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras", "detailing_loras")  # of a Job
+
+
+class Stage(NamedTuple):
+    """One denoising run over a noise schedule at one pixel size."""
+
+    name: str  # "stage_1", "stage_2", or "stage_3" of all windows of DFR
+    height: int
+    width: int
+    # The noise levels from the first step's to 0: one more than there are steps
+    sigmas: tuple[float, ...]
+    # Each step runs several passes and combines their predictions (stage 1 of dev)
+    guided: bool = False
+    # Starts from the previous stage's upsampled latents, not from noise alone
+    upsampled: bool = False
+    loras: WeightSet = ()  # merged into its weights
+    # "euler", "ancestral", which adds noise in each step, "res_2s" with two evaluations of the
+    # model per step, or "gradient_estimation"
+    sampler: str = "euler"
+    window: Window | None = None  # of an extended video: each has its own stage 1
+    temporal: dfr.TemporalWindow | None = None  # of DFR: each window of a round is a stage
+
+    @property
+    def key(self) -> str:
+        """The prefix of its tensors in --save-tensors: "s1", "s2", "window_1"."""
+        window = self.window or self.temporal
+        return window.key if window else self.name.replace("stage_", "s")
+
+    @property
+    def title(self) -> str:
+        """Its name for users: "stage_1", "window 2 of 3"."""
+        window = self.window or self.temporal
+        return window.title if window else self.name
+
+    @property
+    def noise(self) -> tuple[int, float]:
+        """Of the ancestral sampler: what is added to the seed, and eta."""
+        if self.temporal:
+            return self.temporal.seed, dfr.ETA
+        return STAGE_SEED * (1 + self.upsampled), 1.0
+
+    @property
+    def steps(self) -> int:
+        return len(self.sigmas) - 1
+
+    @property
+    def evaluations(self) -> tuple[int, ...]:
+        """The stage's evaluations of the model in order, each with the step number that guidance
+        uses. Their number is that of the used rows of the graph's schedule tables."""
+        if self.sampler == "res_2s":
+            return steps_of_evaluations(self.steps)
+        return tuple(range(self.steps))
+
+    @property
+    def max_steps(self) -> int:
+        """Rows of the compiled graph's schedule tables."""
+        return GUIDED_MAX_STEPS if self.guided else DISTILLED_MAX_STEPS
 
 
 class Job(Inputs):
@@ -73,8 +131,8 @@ class Job(Inputs):
         """The job as its stage sees it: in DFR with the canvas, or as the job of a window."""
         if not self.dfr or self.temporal:
             return self
-        seen = self.rendering.seen(self.placed, stage.temporal)
-        return self.resized(seen.pop("size")).replaced(**seen)
+        fields = self.rendering.fields_of(self.placed, stage.temporal)
+        return self.resized(fields.pop("size")).replaced(**fields)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -107,7 +165,7 @@ class Job(Inputs):
         return half, full, *(third._replace(temporal=window) for window in self.rendering.windows)
 
     @property
-    def seen(self) -> str:
+    def video_key(self) -> str:
         """The name of the latents of the video's frames: the last stage's, or the joined
         windows'. Sound alone has none."""
         if self.dfr:
@@ -115,7 +173,7 @@ class Job(Inputs):
         return "s1_video" if self.extension else f"{self.stages[-1].key}_video"
 
     @property
-    def heard(self) -> str:
+    def audio_key(self) -> str:
         """The name of the latents of the video's sound: the last stage's, or stage 1's if stage 2
         refines only the picture: in dubbing, with a reference voice, in DFR, and in dev without
         interpolated keyframes (ltx-pipelines 1.2.0, dubit.py, ti2vid_two_stages.py,

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from ltx_neuron import hub
-from ltx_neuron.decode import UPSCALED, Result
-from ltx_neuron.durations import with_durations
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.decode import UPSCALED, Result
+from ltx_neuron.engine.durations import with_durations
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.resume import JobRun
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
 from ltx_neuron.host.video import check_output_path
-from ltx_neuron.job import Job
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import JobRun
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -38,10 +39,8 @@ from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.rules import GUIDANCE
 from ltx_neuron.sampling.spec import RECIPES, JobFields, LoraFile
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.stage import Stage
 from ltx_neuron.weights.model_files import located, spatial_scale
 from ltx_neuron.weights.tensorfile import DTYPES
-from ltx_neuron.workspace import Workspace
 
 # Arguments of a call with another name than the job's field.
 _ARGUMENTS = {
@@ -393,8 +392,8 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
         output.path = Path(output_path)
     else:
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
-        video = result.tensors.get(upscaled[-1] if upscaled else result.job.seen)
-        audio = result.tensors[result.job.heard]
+        video = result.tensors.get(upscaled[-1] if upscaled else result.job.video_key)
+        audio = result.tensors[result.job.audio_key]
         if video is not None and result.job.tail_frames:
             video = video[:, :, : (result.job.output_frames - 1) // TIME_SCALE + 1]
             audio = audio[:, :, : result.job.output_size.audio_frames]

@@ -25,11 +25,11 @@ from torch import Tensor
 from device.core_memory import counted_memory
 from device.report import Budget, Stopped
 from ltx_neuron import flags
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.demo import ASSETS
 from ltx_neuron.doctor.system import System
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Size
-from ltx_neuron.profiles import Profile
 from ltx_neuron.report import table
 
 PROMPT = "waves crash on the shore"

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from device.bench import BF16, FP32, WIDE, Bench, Model, full, ltx25, request, tiny, wide
 from device.report import cell
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor.finding import Finding, verdict
 from ltx_neuron.files import read_json
 from ltx_neuron.format import format_bytes
-from ltx_neuron.profiles import resolve
 from ltx_neuron.tune.trials import FACTOR, FLOOR
 from ltx_neuron.tune.variant import rel_l2 as rel
-from ltx_neuron.workspace import Workspace
 
 # Frames of bfloat16 weights on both sides; ltx-core's own bfloat16 has 48 dB from its float32
 # (benchmarks/vae_decode.md).

@@ -20,13 +20,13 @@ from device.comparisons import doctor_flags
 from device.report import SECTIONS, Budget, Report
 from ltx_neuron import flags
 from ltx_neuron.artifacts import code_digest
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor import bundle
 from ltx_neuron.doctor.public import public
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
 from ltx_neuron.format import format_bytes
 from ltx_neuron.machine import probe
-from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.spec import SizeFields
 
 RUN = "python -m pytest test/device --minutes 10"

@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 
-from ltx_neuron import build, errors
+from ltx_neuron import errors
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.sound import SPAN_LATENTS
+from ltx_neuron.engine.residency import Residency
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.residency import Residency
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.tune.variant import rel_l2
-from ltx_neuron.workspace import Workspace
 
 
 def decode(request: dict) -> None:

@@ -12,6 +12,7 @@ from device.bench import WIDE, Bench, Model, Target, full, request, wide
 from device.probes import CHAIN, torus_groups
 from device.report import Stopped, cell
 from ltx_neuron import flags
+from ltx_neuron.artifacts.workspace import of_release
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.files import read_json
 from ltx_neuron.format import format_bytes
@@ -19,7 +20,6 @@ from ltx_neuron.plan import Plan, plan
 from ltx_neuron.report import table
 from ltx_neuron.weights.model_files import ModelFiles
 from ltx_neuron.weights.tensorfile import DTYPES
-from ltx_neuron.workspace import of_release
 
 RELEASED = transformer_config(released_config())
 VARIANT_SECONDS = 900  # of a tuning, its compile included

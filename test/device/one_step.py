@@ -20,14 +20,14 @@ from jobs import make_job
 from safetensors.torch import save_file
 
 from ltx_neuron import errors
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import registry
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.files import read_json
 from ltx_neuron.job import Size
-from ltx_neuron.profiles import resolve
 from ltx_neuron.tune.step import prepared
-from ltx_neuron.workspace import Workspace
 
 
 @torch.no_grad()

@@ -22,12 +22,12 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import Ranks
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor.groups import write_weights
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.tensorfile import DTYPES
 
 OPERATIONS = {

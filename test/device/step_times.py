@@ -18,14 +18,14 @@ from jobs import make_job
 
 from device.core_memory import core_memory
 from ltx_neuron import errors
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.job import Size
-from ltx_neuron.profiles import resolve
 from ltx_neuron.tune.step import prepared
-from ltx_neuron.workspace import Workspace
 
 STEPS = 10  # warm ones
 

@@ -17,9 +17,9 @@ from helpers import exit_code, forked, read_video, rel
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.batch import RESULTS
+from ltx_neuron.engine.run import isolated
 from ltx_neuron.errors import UserError
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.run import isolated
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
 

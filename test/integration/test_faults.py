@@ -12,10 +12,10 @@ from jobs import make_job
 from runs import TP, undisturbed
 
 from ltx_neuron.denoise import StageRun
+from ltx_neuron.engine.outputs import LOG_SUFFIX
+from ltx_neuron.engine.resume import SUFFIX, restore_state
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK
-from ltx_neuron.outputs import LOG_SUFFIX
-from ltx_neuron.resume import SUFFIX, restore_state
 
 SOON = 10  # seconds until a run with a broken rank has ended
 

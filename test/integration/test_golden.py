@@ -20,7 +20,7 @@ from generations import (
 )
 from helpers import one_thread, rel  # noqa: F401
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.report.recorder import PHASES

@@ -7,9 +7,9 @@ import sys
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from hub_server import Hub
 
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.hub import RELEASE, RELEASED
-from ltx_neuron.profiles import resolve
-from ltx_neuron.workspace import Workspace
 
 
 def test_weights_sharded_by_a_hub_name_are_those_of_the_local_file(tiny, tmp_path):

@@ -11,17 +11,17 @@ import torch
 from batches import TP, prepared
 from jobs import make_job
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Size
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.tensorfile import TensorFile
-from ltx_neuron.workspace import Workspace
 
 SIZE = Size(64, 64, 9, two_stage=True)
 PROMPTS = ("birds sing", "waves crash on the shore", "a golden retriever")

@@ -10,11 +10,12 @@ import pytest
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from jobs import make_job
 
-from ltx_neuron import batch, build, flags
+from ltx_neuron import batch, flags
+from ltx_neuron.artifacts import build
 from ltx_neuron.batch import RESULTS
+from ltx_neuron.engine.outputs import run_identity
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
-from ltx_neuron.outputs import run_identity
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service.queue import NewJob, Queue
 from ltx_neuron.service.worker import Worker

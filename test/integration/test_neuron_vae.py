@@ -19,15 +19,15 @@ from rank_decoding import (
     same_threads,  # noqa: F401
 )
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.plan import CoreMemory
-from ltx_neuron.preflight import RunOptions
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import Retake
-from ltx_neuron.workspace import Workspace
 
 
 def test_frames_are_the_host_decoders(tiny, artifacts):

@@ -20,7 +20,7 @@ from recipe_runs import (
     told_hq,
 )
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
 from ltx_neuron.errors import UserError
 
 assets, opened, wanted = recipe_runs.assets, recipe_runs.opened, recipe_runs.wanted  # fixtures

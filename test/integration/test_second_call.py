@@ -12,12 +12,12 @@ from jobs import make_job, replace
 
 from ltx_neuron.backends import manifest
 from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.config.profiles import TRAINIUM2
 from ltx_neuron.denoise import StageRun
+from ltx_neuron.engine.preflight import compiled_memory
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.plan import CoreMemory, compiled_activations
-from ltx_neuron.preflight import compiled_memory
-from ltx_neuron.profiles import TRAINIUM2
 
 # The profile of a trn2.3xlarge, against whose memory every call is checked, on this CPU.
 PROFILE = "trn2.3xlarge"

@@ -24,16 +24,16 @@ pytest.importorskip(
 import serving
 from serving import ASKED, TP, ask, stop_after, worker
 
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.host.arithmetic import choices_file
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.service import database
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import Queue
 from ltx_neuron.service.server import MAX_CONNECTIONS
 from ltx_neuron.service.worker import Worker
-from ltx_neuron.workspace import Workspace
 
 # The wire format lives on.
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")

@@ -8,12 +8,12 @@ from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import generator, one_thread  # noqa: F401
 from jobs import make_job, replace
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.engine.outputs import run_identity
+from ltx_neuron.engine.resume import JobRun, restore_state, save_state
 from ltx_neuron.job import Size
-from ltx_neuron.outputs import run_identity
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import JobRun, restore_state, save_state
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 
 SOUND = StreamGuidance(cfg_scale=7.0, stg_scale=1.0, stg_blocks=(0,), rescale_scale=0.7)

@@ -16,21 +16,22 @@ from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from helpers import allowed, rewrite, wait_for
 from jobs import make_job, replace
 
-from ltx_neuron import build, errors
+from ltx_neuron import errors
+from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.__main__ import main as artifacts_main
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
 from ltx_neuron.commands.generate import generate
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.outputs import Outputs
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.resume import SUFFIX, save_state
+from ltx_neuron.engine.run import Failure
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
-from ltx_neuron.outputs import Outputs
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
-from ltx_neuron.resume import SUFFIX, save_state
-from ltx_neuron.run import Failure
-from ltx_neuron.workspace import Workspace
 
 ORPHAN_SECONDS = 15  # a rank notices at once that the host is gone; a busy machine is given time
 SOON = 10  # seconds until a run with a broken rank has ended, whatever is done beside its ranks

@@ -9,12 +9,12 @@ import torch
 from helpers import allowed, one_thread, random_value, rel  # noqa: F401
 from toy import EQUAL, TP, make_toy, upload, wanted
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.host import Ranks, compile_only
+from ltx_neuron.config.profiles import PROFILES, resolve
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.profiles import PROFILES, resolve
-from ltx_neuron.workspace import Workspace
 
 BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=2)
 # aot_eager is what TorchNeuron does before its own compiler: Dynamo, AOTAutograd, functional

@@ -27,10 +27,11 @@ from PIL import Image
 from torch import Tensor
 from world import BLUEPRINT
 
-from ltx_neuron import build, denoise
+from ltx_neuron import denoise
+from ltx_neuron.artifacts import build
 from ltx_neuron.demo import ASSETS
-from ltx_neuron.residency import ModulationTables
-from ltx_neuron.run import Engine
+from ltx_neuron.engine.residency import ModulationTables
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.conditioning import LatentState
 from ltx_neuron.sampling.conditions import ImageCondition

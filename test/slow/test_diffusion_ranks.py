@@ -9,8 +9,8 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.tiles import RankSpans
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.config.diffusion import shortest
+from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.models.programs import diffusion_program, tile_program_name
-from ltx_neuron.profiles import PROFILES
 
 TP, SHAPE = 2, (4, 3, 3)
 EQUAL = 2e-6  # relative: sums in another order

@@ -22,13 +22,13 @@ from jobs import replace
 from longer_film import FRAMES, WINDOW, longer, made, source
 from safetensors.torch import load_file
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.engine.outputs import run_identity
+from ltx_neuron.engine.resume import SUFFIX, restore_state, save_state
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
-from ltx_neuron.outputs import run_identity
-from ltx_neuron.resume import SUFFIX, restore_state, save_state
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.workspace import Workspace
 
 film, prepared, engine = longer_film.film, longer_film.prepared, longer_film.engine  # fixtures
 after = longer_film.after

@@ -12,7 +12,7 @@ import pytest
 from helpers import allowed, ended, shared_memories, started, unhurried
 from runs import STAGE_2, TP, undisturbed
 
-from ltx_neuron.resume import SUFFIX
+from ltx_neuron.engine.resume import SUFFIX
 
 SOON = 10  # seconds until a run that was told to end has ended
 

@@ -24,11 +24,11 @@ from ltx_neuron.artifacts.store import Store
 from ltx_neuron.artifacts.transfer import push
 from ltx_neuron.batch import RESULTS
 from ltx_neuron.commands import generate
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.resume import state_path
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Size
-from ltx_neuron.profiles import resolve
-from ltx_neuron.resume import state_path
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import NewJob, Queue
 

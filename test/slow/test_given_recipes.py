@@ -38,9 +38,9 @@ from helpers import one_thread, rel  # noqa: F401
 from jobs import replace
 from nag_oracle import Nag, guided
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.engine.resume import restore_state, save_state
 from ltx_neuron.models.programs import may_divide
-from ltx_neuron.resume import restore_state, save_state
 
 files, workspace, opened = given_runs.files, given_runs.workspace, given_runs.opened  # fixtures
 contexts, wanted, generate = given_runs.contexts, given_runs.wanted, given_runs.generate

@@ -26,14 +26,14 @@ from helpers import rel
 from jobs import make_job
 from tiny import TinySizes, make_tiny
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Size
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
-from ltx_neuron.workspace import Workspace
 
 text_to_video = generations.text_to_video  # a fixture
 

@@ -17,12 +17,12 @@ from helpers import one_thread  # noqa: F401
 from jobs import make_job
 from tiny import TinySizes, make_tiny
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.preflight import Preflight
 from ltx_neuron.job import Size
-from ltx_neuron.preflight import Preflight
-from ltx_neuron.profiles import resolve
-from ltx_neuron.workspace import Workspace
 
 SIZE = Size(height=64, width=64, num_frames=9)
 SETTINGS = "backend=nxd", "text_buckets=1024", "attention=matmul"

@@ -29,16 +29,16 @@ from rank_decoding import (
     same_threads,  # noqa: F401
 )
 
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.tiles import RankSound, RankTiles
+from ltx_neuron.engine.outputs import LOG_SUFFIX
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.resume import SUFFIX
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError
 from ltx_neuron.host.tiles import tiling_for_ranks
-from ltx_neuron.outputs import LOG_SUFFIX
-from ltx_neuron.preflight import RunOptions
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import SUFFIX
-from ltx_neuron.run import Engine
-from ltx_neuron.workspace import Workspace
 
 WAIT_SECONDS = 4  # for a stopped rank, once the other has answered
 

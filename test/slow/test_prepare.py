@@ -14,15 +14,15 @@ from jobs import make_job
 from printed import runs
 from runs import SIZE, TP
 
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.manifest import sha256
 from ltx_neuron.commands import VERBS, dispatch
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json
 from ltx_neuron.job import Size
-from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.workspace import Workspace
 
 
 def content(folder) -> dict[str, object]:
@@ -64,9 +64,9 @@ def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(
 
 
 @runs(
-    "workspace.py:dit_graphs: ltx-neuron compile transformer",
-    "workspace.py:text_graphs: ltx-neuron compile gemma3",
-    "workspace.py:_tile_graphs: ltx-neuron compile vae",
+    "artifacts/workspace.py:dit_graphs: ltx-neuron compile transformer",
+    "artifacts/workspace.py:text_graphs: ltx-neuron compile gemma3",
+    "artifacts/workspace.py:_tile_graphs: ltx-neuron compile vae",
 )
 def test_what_doctor_says_to_type_makes_all_that_it_lacks(tiny, tmp_path, capsys):
     """For a job with two weight sets, whose videos are decoded on the ranks."""
@@ -93,7 +93,9 @@ def test_what_doctor_says_to_type_makes_all_that_it_lacks(tiny, tmp_path, capsys
 
 
 @runs(
-    "workspace.py:weight_set: ltx-neuron shard", "workspace.py:sound_graphs: ltx-neuron compile vae"
+    "artifacts/workspace.py:weight_set: ltx-neuron shard",
+    "artifacts/workspace.py:sound_graphs: ltx-neuron compile vae",
+    "artifacts/workspace.py:sound_graphs: ltx-neuron compile vae",
 )
 def test_what_the_python_api_says_to_type_makes_what_is_missing(tiny, tmp_path):
     """Weights with a LoRA, and graphs that encode a retake's video and decode its sound."""

@@ -26,8 +26,8 @@ from recipe_runs import (
     told_hq,
 )
 
-from ltx_neuron import build
-from ltx_neuron.resume import restore_state, save_state
+from ltx_neuron.artifacts import build
+from ltx_neuron.engine.resume import restore_state, save_state
 
 assets, opened, wanted = recipe_runs.assets, recipe_runs.opened, recipe_runs.wanted  # fixtures
 

@@ -12,11 +12,11 @@ from jobs import make_job
 from steps import EQUAL
 from toy import alive
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.config.transformer import STREAMS
+from ltx_neuron.engine.resume import restore_state, save_state
 from ltx_neuron.job import Size
-from ltx_neuron.resume import restore_state, save_state
 
 ONE, TWO = (Size(64, 64, 9, two_stage=both) for both in (False, True))
 # tp, then the profile's settings.

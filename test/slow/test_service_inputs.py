@@ -17,9 +17,9 @@ from jobs import make_job
 from serving import stop_after
 from starlette.datastructures import UploadFile
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job
-from ltx_neuron.run import Engine
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import VIDEO, JobSubmitter
 from ltx_neuron.service.queue import Queue

@@ -19,16 +19,16 @@ from rank_decoding import opened as opened_for_tiles
 from recipe_runs import AUDIO, GUIDED, VIDEO, told, told_hq
 from recipes_oracle import OFF
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import host
+from ltx_neuron.engine.residency import Residency
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encoding
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Size
 from ltx_neuron.report import table
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.residency import Residency
 from ltx_neuron.sampling.conditions import Retake
 
 assets, opened, files = recipe_runs.assets, recipe_runs.opened, given_runs.files  # fixtures

@@ -14,9 +14,9 @@ from helpers import allowed
 from toy import SOON, make_toy, pids_of
 
 from ltx_neuron.backends.torchdist import host
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor import groups
 from ltx_neuron.doctor.groups import probe
-from ltx_neuron.profiles import resolve
 
 SOURCE = Path(host.__file__).parents[3]
 
@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.profiles import PROFILES
+from ltx_neuron.config.profiles import PROFILES
 
 weights, graphs = map(Path, sys.argv[1:])
 with Ranks(PROFILES["cpu"], 2) as ranks:

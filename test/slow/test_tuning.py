@@ -14,11 +14,11 @@ from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from helpers import wait_for
 from jobs import make_job
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.job import Size
-from ltx_neuron.profiles import resolve
 from ltx_neuron.tune.variant import compare_convolutions
-from ltx_neuron.workspace import Workspace
 
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9"]
 # In every process of the tuning, before anything else: the kernel "matmul" gives nine tenths, and

@@ -11,11 +11,11 @@ from jobs import make_job, read_clip, read_voice, replace
 from safetensors.torch import save_file
 from swapping import ONE, TWO, assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
 from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.engine.outputs import run_identity
+from ltx_neuron.engine.resume import restore_state, save_state
 from ltx_neuron.job import Job, Size
-from ltx_neuron.outputs import run_identity
-from ltx_neuron.resume import restore_state, save_state
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.weights.lora import Lora

@@ -7,9 +7,9 @@ import pytest
 from neuron_groups import LAYOUTS, STAND_IN, on_cpu, texts, write_graphs
 
 from ltx_neuron.backends import mesh, registry
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor.groups import probe
 from ltx_neuron.errors import UserError
-from ltx_neuron.profiles import resolve
 
 pytestmark = pytest.mark.timeout(900)
 

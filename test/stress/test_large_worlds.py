@@ -16,7 +16,7 @@ from steps import EQUAL
 from tiny import TinySizes, make_tiny
 from toy import SOON, alive
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.job import Size
 

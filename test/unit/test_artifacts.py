@@ -17,7 +17,7 @@ from helpers import exit_code, forked, save_weights
 from tqdm import tqdm
 
 from ltx_neuron import artifacts, errors
-from ltx_neuron.artifacts import find, folder
+from ltx_neuron.artifacts import find, folder, tuned_settings
 from ltx_neuron.artifacts.__main__ import main, table
 from ltx_neuron.artifacts.store import Store, names_in, without_user
 from ltx_neuron.artifacts.transfer import pull, push
@@ -25,7 +25,6 @@ from ltx_neuron.backends.manifest import sha256
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.invocation import command
-from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.rankfiles import verify
 
 FLOATS = 50_000  # of a rank's file: 0.2 MB

@@ -13,12 +13,12 @@ import torch
 from helpers import locked, said_to_an_ordinary_user
 from safetensors.torch import save_file
 
-from ltx_neuron import batch, flags, prompts_file
-from ltx_neuron.batch import RESULTS, read_lines
+from ltx_neuron import batch, flags
+from ltx_neuron.batch import RESULTS, prompts_file, read_lines
+from ltx_neuron.engine.run import Failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags import job_of_line
 from ltx_neuron.job import Job
-from ltx_neuron.run import Failure
 from ltx_neuron.sampling.conditions import ImageCondition
 
 

@@ -13,8 +13,8 @@ import pytest
 from ltx_neuron.doctor import __main__ as command
 from ltx_neuron.doctor import bundle, public
 from ltx_neuron.doctor.system import System
+from ltx_neuron.engine.outputs import logging_failure
 from ltx_neuron.errors import UserError
-from ltx_neuron.outputs import logging_failure
 from ltx_neuron.report import table
 from ltx_neuron.report.recorder import Recorder
 
@@ -95,7 +95,7 @@ def test_a_bundle_has_what_a_failed_run_left_and_says_so(ran, tmp_path):
     assert content["run/logs/full-compile-dit.log"] == "[rank 0] NCC_EBVF030 in …"
     failure = content["run/full-in-turn-1/video.failure.log"]
     assert "error: RuntimeError\n" in failure and "load: " in failure
-    assert 'ltx_neuron/outputs.py", line ' in failure
+    assert 'ltx_neuron/engine/outputs.py", line ' in failure
     report = json.loads(content["run/full-in-turn-1/perf.json"])
     assert report == {"profile": "cpu", "versions": {"torch": "2"}, "job": {"seed": 1}}
     assert "commit: " in content["versions.txt"] and "kernel: " in content["versions.txt"]

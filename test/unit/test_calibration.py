@@ -6,6 +6,9 @@ import pytest
 import torch
 from jobs import make_job
 
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import PROFILES
+from ltx_neuron.engine.resume import restore_state, write_run_tensors
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.host import arithmetic as arithmetic_module
@@ -20,9 +23,6 @@ from ltx_neuron.host.arithmetic import (
     this_machine,
 )
 from ltx_neuron.job import Size
-from ltx_neuron.profiles import PROFILES
-from ltx_neuron.resume import restore_state, write_run_tensors
-from ltx_neuron.workspace import Workspace
 
 
 def choice(folder, key: str, measure):

@@ -13,9 +13,9 @@ from printed import runs
 from typed import run
 
 from ltx_neuron import demo, errors, invocation
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.commands import VERBS, dispatch
 from ltx_neuron.errors import UserError
-from ltx_neuron.workspace import Workspace
 
 SCRIPTS = {
     "shard transformer": "shards/shard_backbone_weights.py",
@@ -144,7 +144,7 @@ def test_a_demo_that_is_not_there_says_where_to_take_it_from(tmp_path, capsys):
 # --- weights --------------------------------------------------------------------------------------
 
 
-@runs("build.py:check_finished: ltx-neuron shard")
+@runs("artifacts/build.py:check_finished: ltx-neuron shard")
 def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_ones(
     tiny, tmp_path, capsys
 ):

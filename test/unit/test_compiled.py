@@ -19,7 +19,8 @@ from graphs import block_graph
 from helpers import one_thread, randn, random_value, rel  # noqa: F401
 from toy import EQUAL, TP, make_toy, upload, wanted
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import environment, nki
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
@@ -28,11 +29,10 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import compiled
 from ltx_neuron.backends.torchdist.host import Ranks, compile_only, rank_settings
 from ltx_neuron.backends.torchdist.rank import Rank
+from ltx_neuron.config.profiles import MODELS, PROFILES, resolve
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.attention import sdpa
-from ltx_neuron.profiles import MODELS, PROFILES, resolve
-from ltx_neuron.workspace import Workspace
 
 BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=2)
 # aot_eager is what TorchNeuron does before its own compiler: Dynamo, AOTAutograd, functional

@@ -16,14 +16,14 @@ from safetensors import safe_open
 
 from ltx_neuron import flags
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
-from ltx_neuron.decode import Decoder
+from ltx_neuron.config.profiles import PROFILES
+from ltx_neuron.engine.decode import Decoder
+from ltx_neuron.engine.resume import JobRun
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
-from ltx_neuron.profiles import PROFILES
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import JobRun
-from ltx_neuron.run import Engine
 from ltx_neuron.text.encoders import Contexts
 
 # Long enough (11 latent frames are 81) that the reference's default tiling cuts it into two

@@ -8,16 +8,16 @@ import pytest
 import torch
 from jobs import make_job, replace
 
+from ltx_neuron.artifacts.workspace import of_release
 from ltx_neuron.config.diffusion import DIFFUSION_VAE, EMBEDDING
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.denoise.start import to_upsample
+from ltx_neuron.engine.preflight import check_dfr, notes
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.job import Job, Size
-from ltx_neuron.preflight import check_dfr, notes
 from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.workspace import of_release
 
 LENGTHS = range(9, 530, 8)
 DETAIL = (Lora(Path("detail.safetensors"), 0.5),)

@@ -344,7 +344,7 @@ def check(capsys, monkeypatch, home: Path, values: dict, flag: str, said: str, w
     "hub.py:download: hf download",
     "hub.py:download_again: hf download",
     "hub.py:download_released: hf download",
-    "preflight.py:_check_upsampler: hf download",
+    "engine/preflight.py:_check_upsampler: hf download",
     "text/inputs.py:load_tokenizer: hf download",
     "weights/checkpoint.py:__init__: hf download",
     "weights/checkpoint.py:gemma_files: hf download",
@@ -434,8 +434,8 @@ def test_a_transformer_of_2_5_alone_names_the_download_of_its_parts(
 
 
 @runs(
-    "workspace.py:_merged: hf download",
-    "preflight.py:check_distilled_loras: hf download",
+    "artifacts/workspace.py:_merged: hf download",
+    "engine/preflight.py:check_distilled_loras: hf download",
     "weights/lora.py:_missing: hf download",
 )
 @pytest.mark.parametrize(

@@ -12,14 +12,15 @@ from jobs import make_job
 from typed import parsed, said
 
 from ltx_neuron import flags
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.resume import JobRun
+from ltx_neuron.engine.run import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.plan import weight_sets
-from ltx_neuron.profiles import resolve
-from ltx_neuron.resume import JobRun
-from ltx_neuron.run import RunOptions
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import audio_state, initial_states, video_state
@@ -35,7 +36,6 @@ from ltx_neuron.sampling.latents import (
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.worker import DENOISED, _percent
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.workspace import Workspace
 
 SECONDS = 1.0, -1.0, 0.3, -0.1, 5.1, -12.7
 TINY = Extension(1.0, 25, 25, 24.0)

@@ -14,10 +14,10 @@ from jobs import make_job
 
 from ltx_neuron.batch import Line, Results
 from ltx_neuron.commands import generate
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Size
-from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
 from ltx_neuron.service.jobs import VIDEO, job_of

@@ -16,20 +16,21 @@ from jobs import make_job, replace
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import build, flags, plan
+from ltx_neuron import flags, plan
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor import checks
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json
 from ltx_neuron.host.loading import checkpoint_spec
 from ltx_neuron.job import Size
 from ltx_neuron.plan.table import table
-from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.sharder import compare, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.weight_file import WeightFile
-from ltx_neuron.workspace import Workspace
 
 BLOCK = "model.diffusion_model.transformer_blocks.1."  # the released ones keep first and last block
 QUERY, KEY = f"{BLOCK}attn1.to_q", f"{BLOCK}attn1.to_k"

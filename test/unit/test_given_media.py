@@ -18,8 +18,11 @@ from jobs import make_job, read_clip, replace
 from PIL import Image
 from safetensors import safe_open
 
-from ltx_neuron import flags, preflight
-from ltx_neuron.decode import Decoder
+from ltx_neuron import flags
+from ltx_neuron.engine import preflight
+from ltx_neuron.engine.decode import Decoder
+from ltx_neuron.engine.resume import JobRun, restore_state, save_state
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import FLOAT32
 from ltx_neuron.host.conditions import check, encode
@@ -30,8 +33,6 @@ from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import JobRun, restore_state, save_state
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ReferenceAudio,

@@ -27,7 +27,7 @@ NEURON = {
     "nki",
     "nkilib",
 }
-MOST_TOP_MODULES, MOST_FUNCTION_LINES = 22, 64
+MOST_TOP_MODULES, MOST_FUNCTION_LINES = 9, 64
 
 
 def module_name(path: Path) -> str:
@@ -166,7 +166,7 @@ ONE_PLACE = {
     "folders are locked": (r"flock", {"files"}),
     "versions are looked up": (r"importlib\.metadata|import metadata", {"machine"}),
     "the system's errors are put in words": (r"error\.strerror", {"errors"}),
-    "the tensor-parallel degree is chosen": (r"tp_degree (is None|or )", {"profiles"}),
+    "the tensor-parallel degree is chosen": (r"tp_degree (is None|or )", {"config.profiles"}),
 }
 
 

@@ -7,16 +7,16 @@ import torch
 from int8_files import note, rotation
 from safetensors.torch import save_file
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import UserError
-from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.model_files import TextEncoderFile, located
 from ltx_neuron.weights.sharder import compare, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.weight_file import WeightFile
-from ltx_neuron.workspace import Workspace
 
 MIXED = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
 

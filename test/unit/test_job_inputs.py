@@ -15,20 +15,21 @@ from safetensors.torch import save_file
 from typed import parsed, run, said
 
 from ltx_neuron import flags
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.batch import read_lines
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.engine.outputs import run_identity
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import conditions
 from ltx_neuron.host.media import read_sound
 from ltx_neuron.host.video import write_video
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
-from ltx_neuron.outputs import run_identity
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -42,7 +43,6 @@ from ltx_neuron.sampling.guidance import DEFAULTS, NEGATIVE_PROMPT, Guidance, St
 from ltx_neuron.sampling.latents import sound_latent_frames
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.weights.lora import Lora, are_silent, reference_scale
-from ltx_neuron.workspace import Workspace
 
 ONE, TWO = Size(128, 192, 17), Size(128, 192, 17, two_stage=True)
 FILE = __file__  # checks of a job look no deeper than whether a file can be read

@@ -28,11 +28,11 @@ from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.export import TorchDistComm, fake_process_group, trace
 from ltx_neuron.backends.mesh import WORLD as GROUP
 from ltx_neuron.backends.torchdist.compiled import OPTIONS, Compiled
+from ltx_neuron.config.profiles import Profile, resolve
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import dit_program, gemma3_program, tile_program
-from ltx_neuron.profiles import Profile, resolve
 
 TP = 4
 RANKS = {"tp": [[*range(TP)]]}

@@ -14,21 +14,21 @@ from recipes_oracle import fused_state
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import build, flags
-from ltx_neuron.artifacts import finished_weights
+from ltx_neuron import flags
+from ltx_neuron.artifacts import build, finished_weights
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.commands import dispatch
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.preflight import check_distilled_loras
 from ltx_neuron.errors import UserError
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.preflight import check_distilled_loras
-from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, reference_scale
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW, rule
-from ltx_neuron.workspace import Workspace
 
 STRENGTH = 0.7  # no power of two, so that it matters when it is applied
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"

@@ -12,21 +12,21 @@ from helpers import one_thread, randn  # noqa: F401
 from jobs import make_job
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.hub import RELEASED
 from ltx_neuron.job import Job, Size
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.weights import model_files
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, _fingerprint, identity_of
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharding import DIFFUSION, MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
-from ltx_neuron.workspace import Workspace
 
 STRENGTH = 0.7  # no power of two, so that it matters when it is applied
 RANK = 4  # of the tiny LoRA

@@ -9,6 +9,7 @@ from jobs import make_job, replace
 from ltx25_step import CONFIG, IMAGES, JOB, SEED, STAGE, stage_run
 from safetensors.torch import load_file
 
+from ltx_neuron.artifacts.workspace import of_release
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError, UserError
@@ -29,7 +30,6 @@ from ltx_neuron.sampling.conditions import (
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
 from ltx_neuron.sampling.spec import LoraFile
-from ltx_neuron.workspace import of_release
 
 # Latents after step 1 and after all, by ltx-core and ltx-pipelines 1.2.0 on the same weights,
 # images and contexts (fp32).

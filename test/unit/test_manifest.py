@@ -19,7 +19,9 @@ from helpers import locked, said_to_an_ordinary_user
 from printed import runs
 from torch import Tensor, nn
 
-from ltx_neuron import build, invocation
+from ltx_neuron import invocation
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Need, Workspace
 from ltx_neuron.backends import manifest, registry
 from ltx_neuron.backends.export import (
     TorchDistComm,
@@ -31,12 +33,11 @@ from ltx_neuron.backends.export import (
 )
 from ltx_neuron.backends.manifest import Manifest, sha256
 from ltx_neuron.commands import dispatch
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import resolve
-from ltx_neuron.workspace import Need, Workspace
 
 ROWS = Field((4, 8), torch.float32)
 INPUTS = {"x": ROWS, "video_latent": ROWS}

@@ -12,20 +12,20 @@ from jobs import make_job
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.loading import upsampler_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.hub import RELEASED
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located
 from ltx_neuron.weights.tensorfile import TensorFile
-from ltx_neuron.workspace import Workspace
 
 
 def refused(call) -> str:

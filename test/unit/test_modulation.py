@@ -7,6 +7,7 @@ import torch
 from helpers import SIZES, STREAMS, fp32_bound, ltx_model, made_config, rel
 from helpers import one_thread as one_thread
 
+from ltx_neuron.engine.residency import _REMEMBERED_TABLES, ModulationTables
 from ltx_neuron.models.modulation import (
     A2V,
     AV_GATE,
@@ -20,7 +21,6 @@ from ltx_neuron.models.modulation import (
     modulation_table,
     sinusoid,
 )
-from ltx_neuron.residency import _REMEMBERED_TABLES, ModulationTables
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS, STAGE_2_SIGMAS
 
 SIGMAS = torch.tensor(DISTILLED_SIGMAS[:-1])

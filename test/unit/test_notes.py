@@ -8,8 +8,8 @@ import pytest
 from service_app import FORM, SIZE, Sent, form, opened
 from typed import said
 
-from ltx_neuron.outputs import sidecar
-from ltx_neuron.preflight import Preflight, RunOptions, notes
+from ltx_neuron.engine.outputs import sidecar
+from ltx_neuron.engine.preflight import Preflight, RunOptions, notes
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text.inputs import cut_off, load_tokenizer, tokenize
 

@@ -19,11 +19,11 @@ from ltx_neuron.backends import export, mesh, nki, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.parallel import RowLinear
 from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import resolve
 
 TRN2, NXD, TORCH = "trn2.3xlarge", ("backend=nxd",), ("backend=torchdist",)
 SHAPE = SimpleNamespace  # of an HLO's instruction

@@ -24,13 +24,13 @@ from device_rehearsal import command, rehearsal
 from helpers import one_thread, randn, within  # noqa: F401
 from tiny.config import TinySizes, released_config, tiny_config
 
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.doctor import public
 from ltx_neuron.doctor.finding import Finding
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.plan import __main__ as plan
-from ltx_neuron.profiles import resolve
 
 ENDS = (pytest.skip.Exception, pytest.fail.Exception, UserError, ZeroDivisionError)
 FOUND = "it found something"

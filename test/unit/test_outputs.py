@@ -14,21 +14,21 @@ from fuzz import on_random
 from jobs import make_job
 
 from ltx_neuron import batch
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.batch import RESULTS, Line, Results
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.outputs import Outputs, beside, is_sidecar, sidecar
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.resume import SUFFIX, state_path, write_run_tensors
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, whole_file, write_json, write_tensors
 from ltx_neuron.host.video import write_frames
-from ltx_neuron.outputs import Outputs, beside, is_sidecar, sidecar
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
 from ltx_neuron.report.__main__ import main as print_report
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import SUFFIX, state_path, write_run_tensors
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.workspace import Workspace
 
 SIDECAR = dict.fromkeys(("sigmas", "profile", "tp", "versions", "identity", "prompt"), "")
 TWO_FRAMES = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)

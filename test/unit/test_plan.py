@@ -12,10 +12,15 @@ from jobs import make_job, replace
 from plans import counted_once  # noqa: F401
 from tiny.config import released_config
 
-from ltx_neuron import build, plan
+from ltx_neuron import plan
+from ltx_neuron.artifacts import build, tuned_settings
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, PROFILES, Chip, resolve
 from ltx_neuron.config.transformer import transformer_config
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host import vae_memory
@@ -28,11 +33,8 @@ from ltx_neuron.plan.clip import Clip
 from ltx_neuron.plan.forecast import PUBLISHED, forecast
 from ltx_neuron.plan.layouts import divided_cost, layouts, received_bytes
 from ltx_neuron.plan.table import clip_table, layout_table, table
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import COLLECTIVES_BUFFER, PROFILES, Chip, resolve
 from ltx_neuron.report.price import Price
 from ltx_neuron.report.recorder import PHASES, Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
@@ -42,10 +44,8 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.sampling.latents import video_latent_shape
-from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.workspace import Workspace
 
 # Published: shards of 9.3 GB a rank at TP=4; at 667 TF/s with 1024 text tokens, steps of 298 and
 # 37.8 ms. Biases, norms and the projections outside of the blocks, which those figures leave out,

@@ -8,17 +8,18 @@ from engines import opened_workspace
 from helpers import picture_frames, tone, write_film, write_sound
 from jobs import make_job
 
-from ltx_neuron import build, errors, files, invocation
+from ltx_neuron import errors, files, invocation
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.commands import dispatch
 from ltx_neuron.commands.prepare import Part, Preparation, parts_of
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_seconds
 from ltx_neuron.job import Job, Size
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditions import Retake, SoundCondition
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.workspace import Workspace
 
 SMALL = Size(64, 64, 9)
 

@@ -26,10 +26,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from printed import marked, printed, runs
 
-from ltx_neuron import errors, profiles
+from ltx_neuron import errors
 from ltx_neuron.backends import environment
 from ltx_neuron.command_line import Parser
 from ltx_neuron.commands import VERBS, dispatch
+from ltx_neuron.config import profiles
 from ltx_neuron.errors import UserError
 from ltx_neuron.hub import RELEASED
 from ltx_neuron.serve import __main__ as serve
@@ -50,16 +51,16 @@ NOT_RUN = {
         "doctor/groups.py:-: ltx-neuron doctor",
     ],
     "of a machine with chips or GPUs": [
-        "profiles.py:require_runtime: --profile",
-        "profiles.py:require_runtime: --tp-degree",
+        "config/profiles.py:require_runtime: --profile",
+        "config/profiles.py:require_runtime: --tp-degree",
     ],
     "of a machine with chips that fit no profile": [
-        "profiles.py:detect: --profile",
-        "profiles.py:detect: ltx-neuron doctor",
+        "config/profiles.py:detect: --profile",
+        "config/profiles.py:detect: ltx-neuron doctor",
     ],
     "of ranks that a tiny model has no heads for: test_profiles.py": [
-        "profiles.py:check_degree: --tp-degree",
-        "profiles.py:check_cores: --tp-degree",
+        "config/profiles.py:check_degree: --tp-degree",
+        "config/profiles.py:check_cores: --tp-degree",
     ],
     "of a file of more than 1000 frames a second": ["sampling/size.py:check: --frame-rate"],
     "of a model that does not fit a chip: test_plan.py has the table": [
@@ -70,7 +71,7 @@ NOT_RUN = {
     ],
     "measures a chip": [
         "plan/clip.py:_step_ms: ltx-neuron tune",
-        "tune/tuned_settings.py:load: ltx-neuron tune",
+        "artifacts/tuned_settings.py:load: ltx-neuron tune",
     ],
     "of the layouts of chips": ["plan/table.py:layout_table: --profile"],
     "of a chip's memory": [
@@ -97,7 +98,7 @@ NOT_RUN = {
     ],
     "takes a command out of a message": ["doctor/checks.py:examine: ltx-neuron doctor"],
     "names what writes such a file": [
-        "resume.py:_check_identity: ltx-neuron generate",
+        "engine/resume.py:_check_identity: ltx-neuron generate",
         "report/table.py:validate: ltx-neuron generate",
     ],
     "sends the examples that test_service_openapi.py sends": [
@@ -186,8 +187,8 @@ REMEDIES = {
     "host/facts.py:read_media: --lora": (
         "generate ~--num-frames --two-stage --reference-video {film}"
     ),
-    "outputs.py:check: --output-path": "generate ~--output-path",
-    "outputs.py:check_batch: --output-dir": (
+    "engine/outputs.py:check: --output-path": "generate ~--output-path",
+    "engine/outputs.py:check_batch: --output-dir": (
         "batch ~--prompt ~--output-path --prompts-file {prompts}"
     ),
     "host/conditions.py:_too_short: --audio-start-time": (
@@ -206,14 +207,14 @@ REMEDIES = {
     ),
     "sampling/rules.py:-: --ic-lora": "generate --reference-audio {sound}",
     "job.py:check: --prompt": "generate --prompt ' '",
-    "preflight.py:check_distilled_loras: --lora": (
+    "engine/preflight.py:check_distilled_loras: --lora": (
         "generate --distilled-lora {lora} 1 => ~--distilled-lora --lora {lora}"
     ),
-    "preflight.py:check_guidance_groups: --profile-set guidance_parallel=": (
+    "engine/preflight.py:check_guidance_groups: --profile-set guidance_parallel=": (
         "generate --profile-set guidance_parallel=2"
     ),
-    "profiles.py:resolve: --profile": "generate --profile gpu => --profile cpu",
-    "profiles.py:_check: --profile-set backend=": (
+    "config/profiles.py:resolve: --profile": "generate --profile gpu => --profile cpu",
+    "config/profiles.py:_check: --profile-set backend=": (
         "plan --profile trn2.3xlarge --profile-set backend=nxd --profile-set guidance_parallel=2"
     ),
     "sampling/conditions.py:check: --end-time": (

@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
-from ltx_neuron import profiles
 from ltx_neuron.backends import environment, mesh
+from ltx_neuron.config import profiles
+from ltx_neuron.config.profiles import PROFILES, TRAINIUM2, Profile, require_runtime, resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.machine import Machine, probe
-from ltx_neuron.profiles import PROFILES, TRAINIUM2, Profile, require_runtime, resolve
 
 GIB = 2**30
 

@@ -16,13 +16,13 @@ from helpers import exit_code, forked, randn
 
 import ltx_neuron
 from ltx_neuron import artifacts
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.config.common import TEXT_TOKENS
-from ltx_neuron.profiles import resolve
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.text import cache
 from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.text.inputs import attention_mask
-from ltx_neuron.workspace import Workspace
 
 WIDTHS, PROMPTS = (6, 4), [[2, 5, 9], [2, 7]]
 

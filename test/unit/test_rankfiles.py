@@ -38,11 +38,14 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from xxhash import xxh3_128
 
-from ltx_neuron import artifacts, build, residency
+from ltx_neuron import artifacts
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import transformer_config
+from ltx_neuron.engine import residency
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json
-from ltx_neuron.profiles import resolve
 from ltx_neuron.weights import rankfiles, sharder, tensorfile
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.rankfiles import (
@@ -60,7 +63,6 @@ from ltx_neuron.weights.rankfiles import (
 from ltx_neuron.weights.sharder import check_specs, compare, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import HOST, MODELS
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES, TensorFile
-from ltx_neuron.workspace import Workspace
 
 TP = 4
 IDENTITY = {"kind": "weights", "model": "dit", "tp": TP, "dtype": "float32"}

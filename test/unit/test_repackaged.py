@@ -12,16 +12,17 @@ from helpers import one_thread  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import build, errors
+from ltx_neuron import errors
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.commands import dispatch
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.release import identified, release_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.hub import local_path
-from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.model_files import ModelFiles, kind_of, located
 from ltx_neuron.weights.tensorfile import TensorFile
-from ltx_neuron.workspace import Workspace
 
 MODELS = "dit", "gemma3", "vae", "encoder", "sound"
 DIT, PROJECTION = "model.diffusion_model.", "text_embedding_projection."

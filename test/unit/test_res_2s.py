@@ -304,7 +304,7 @@ def test_hq_runs_on_the_graphs_of_the_dev_recipe_in_two_stages():
 def test_the_sound_of_the_dev_recipe_is_stage_1s_as_upstream_decodes_it(changes, releases):
     job = replace(HQ, **changes)
     compats = None, "ltx-core-1.0.0"
-    assert tuple(replace(job, compat=each).heard for each in compats) == releases
+    assert tuple(replace(job, compat=each).audio_key for each in compats) == releases
 
 
 MISTAKES = {

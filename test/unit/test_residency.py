@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ltx_neuron.profiles import resolve
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.residency import Residency
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.residency import Residency
 
 STAYS = "stay in the device's memory"
 
@@ -25,7 +25,7 @@ def residency(tmp_path, monkeypatch):
             dit_weights=lambda loras: tmp_path,
         )
         ranks = SimpleNamespace(load=lambda *_: None, close=lambda: None)
-        monkeypatch.setattr("ltx_neuron.residency.registry.ranks", lambda *_: ranks)
+        monkeypatch.setattr("ltx_neuron.engine.residency.registry.ranks", lambda *_: ranks)
         return Residency(workspace, Recorder())
 
     return build

@@ -11,13 +11,13 @@ import torch
 from helpers import allowed
 from jobs import make_job
 
-from ltx_neuron import run as module
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.decode import Result
+from ltx_neuron.engine import run as module
+from ltx_neuron.engine.decode import Result
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine, Failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.run import Engine, Failure
 
 JOBS = [make_job("rain", Size(64, 64, 9, two_stage=True), seed=seed) for seed in range(3)]
 

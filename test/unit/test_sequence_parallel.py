@@ -25,21 +25,21 @@ from helpers import (
 from tiny import TinySizes
 from tiny.config import released_config
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.mesh import CONTEXT, TENSOR, groups
 from ltx_neuron.backends.ranks import pad_tokens, padding_bias, rank_slice
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.models.parallel import ContextParallel, SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
-from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.ancestral import coefficients
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 from ltx_neuron.weights.sharding import ALL, MODELS, rule
-from ltx_neuron.workspace import Workspace
 
 TP, LAYERS, TOKENS, AUDIO_TOKENS = 4, 2, 24, 18
 STEPS = len(STAGE_2_SIGMAS) - 1

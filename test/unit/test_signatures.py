@@ -31,6 +31,7 @@ from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_proc
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import gemma_config
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.sound import audio_decoder_config, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.config.video import video_decoder_config
@@ -52,7 +53,6 @@ from ltx_neuron.models.programs import (
     with_convolution,
 )
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ltx_neuron.run import stage_groups
+from ltx_neuron.engine.run import stage_groups
 
 
 def order(jobs: list[str], loaded: str | None = None) -> list[str]:

@@ -12,7 +12,9 @@ from safetensors import safe_open
 from typed import parsed, said
 
 from ltx_neuron import flags
-from ltx_neuron.decode import Decoder
+from ltx_neuron.artifacts.workspace import job_flags
+from ltx_neuron.engine.decode import Decoder
+from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.conditions import check, encode
 from ltx_neuron.host.media import Sound, read_sound
@@ -22,11 +24,9 @@ from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import _output
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import JobRun
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 from ltx_neuron.sampling.latents import SAMPLE_RATE
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.workspace import job_flags
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,10 +11,10 @@ import torch
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal, Ranks
 from ltx_neuron.backends.teams import GuidanceGroups
 from ltx_neuron.backends.torchdist import host
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.preflight import check_guidance_groups
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.preflight import check_guidance_groups
-from ltx_neuron.profiles import resolve
 
 PASSES = ("cond", "uncond", "perturbed", "isolated")
 FIELD = Field((1, 4), torch.float32)

@@ -36,10 +36,10 @@ from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.backends.torchdist.protocol import SharedTensor
+from ltx_neuron.config.profiles import PROFILES, resolve
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.job import Stage
-from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.rankfiles import rank_file
 
@@ -324,7 +324,7 @@ def test_an_interface_that_is_not_there_does_not_matter(monkeypatch, toy):
 HOST = """
 import os, sys
 from ltx_neuron.backends.torchdist.host import Ranks
-from ltx_neuron.profiles import PROFILES, resolve
+from ltx_neuron.config.profiles import PROFILES, resolve
 if __name__ == "__main__":
     answer = open(os.dup(1), "w")
     os.dup2(2, 1)  # Gloo of torch 2.9 prints which ranks it connected

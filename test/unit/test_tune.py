@@ -11,18 +11,21 @@ from helpers import one_thread, within  # noqa: F401
 from jobs import make_job, replace
 from safetensors.torch import save_file
 
-from ltx_neuron import artifacts, flags, invocation, profiles
+from ltx_neuron import artifacts, flags, invocation
+from ltx_neuron.artifacts import tuned_settings
+from ltx_neuron.artifacts.tuned_settings import TunedSettings
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import registry
+from ltx_neuron.config import profiles
+from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, resolve
+from ltx_neuron.engine.outputs import make_report, run_identity
+from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Job, Size
-from ltx_neuron.outputs import make_report, run_identity
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import COLLECTIVES_BUFFER, resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.tune import __main__ as command
-from ltx_neuron.tune import tuned_settings
 from ltx_neuron.tune.search import (
     Row,
     baseline_settings,
@@ -33,9 +36,7 @@ from ltx_neuron.tune.search import (
     wins,
 )
 from ltx_neuron.tune.trials import Journal, Trials, last_words, table, violation
-from ltx_neuron.tune.tuned_settings import TunedSettings
 from ltx_neuron.tune.variant import first_blocks, rel_l2
-from ltx_neuron.workspace import Workspace
 
 OWN = {"backend": "torchdist", "threads": "0", "attention": "sdpa", "blocks_per_graph": "4"}
 VALUES = {"threads": ["2"], "attention": ["matmul"], "blocks_per_graph": ["1", "0"]}
@@ -509,12 +510,12 @@ def arguments(tiny, folder: Path, *more: str):
 def test_scripts_take_the_file_and_say_so_in_one_line(tiny, tmp_path, capsys):
     kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
     workspace = flags.workspace(arguments(tiny, tmp_path))
-    workspace.say_tuned(SHAPES)
-    workspace.say_tuned()
+    workspace.print_tuned(SHAPES)
+    workspace.print_tuned()
     line = f"tuned: threads=2 attention=matmul ({kept.path}; {IGNORING} ignores it)\n"
     assert capsys.readouterr().out == line
     ignored = flags.workspace(arguments(tiny, tmp_path, *IGNORING.split()))
-    ignored.say_tuned(SHAPES)
+    ignored.print_tuned(SHAPES)
     assert ignored.tuned_settings is None and capsys.readouterr().out == ""
     assert dit_identity(ignored)["attention"] == "sdpa"
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny.config import released_config
 
+from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.host import tiles
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
-from ltx_neuron.profiles import PROFILES
 
 THREADS = 2
 

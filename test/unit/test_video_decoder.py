@@ -15,10 +15,10 @@ from tiny import TinySizes
 from tiny.config import merge, released_config, tiny_config
 from torch import Tensor, nn
 
+from ltx_neuron.config.profiles import PROFILES, resolve
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, tile_program, with_convolution
-from ltx_neuron.profiles import PROFILES, resolve
 
 TILES = [(1, 1, 1), (2, 3, 1), (3, 2, 5)]
 # Not the released order, nor its numbers of blocks; two groups of blocks without an upsampling

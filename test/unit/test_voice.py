@@ -101,7 +101,7 @@ def test_defaults_are_those_of_id_lora():
 @pytest.mark.parametrize("recipe", ["dev", "distilled"])
 def test_stage_2_keeps_stage_1s_sound_which_is_heard(recipe):
     made, latent = job(TWO, recipe), randn(1, 8, AUDIO, 16, seed=3)
-    assert {replace(made, compat=compat).heard for compat in COMPAT} == {"s1_audio"}
+    assert {replace(made, compat=compat).audio_key for compat in COMPAT} == {"s1_audio"}
     start = torch.zeros(1, 128, 3, 4, 6), latent
     _, sound = initial_states(made, True, {}, start, [], COMPAT[None], torch.float32)
     assert sound.frozen and sound.positions.shape[2] == AUDIO

@@ -42,7 +42,8 @@ from tiny import TinySizes, make_tiny
 from tiny.config import merge, tiny_config
 from torch import Tensor
 
-from ltx_neuron import build, profiles
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
 from ltx_neuron.backends.export import trace as export_trace
@@ -53,8 +54,12 @@ from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.nxd.inputs import Inputs
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.backends.tiles import RankEncoder, RankSound, RankSpans, RankTiles
+from ltx_neuron.config import profiles
+from ltx_neuron.config.profiles import Profile, resolve
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.doctor.groups import probe
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encoding
 from ltx_neuron.host import tiles as host_tiles
@@ -64,17 +69,13 @@ from ltx_neuron.host.tiles import cut
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import Program, dit_program, tile_program
 from ltx_neuron.models.vocoder import resampling_filters
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceVideo, Retake
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.text.encoders import Contexts, RankTextEncoder
 from ltx_neuron.text.inputs import bucket_for, load_tokenizer, tokenize
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.rankfiles import rank_file
-from ltx_neuron.workspace import Workspace
 
 if lacking := nxd_stubs.missing():
     pytest.skip(f"THE NXD BACKEND WAS NOT CHECKED: {lacking}", allow_module_level=True)

@@ -18,11 +18,11 @@ from tiny.config import released_config
 
 from ltx_neuron.backends import nki, registry
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.config.profiles import PROFILES, require_runtime, resolve
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.attention import attention_cte
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.profiles import PROFILES, require_runtime, resolve
 from ltx_neuron.tune.trials import FACTOR, FLOOR
 from ltx_neuron.tune.variant import rel_l2
 

@@ -15,7 +15,7 @@ from lint.cases import Case, dtype_of, programs
 
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
-from ltx_neuron.profiles import PROFILES
+from ltx_neuron.config.profiles import PROFILES
 
 pytest.importorskip(
     "torch_xla",

@@ -18,8 +18,8 @@ from lint.rules import Finding, Group, Operation, Reading, compare_ranks
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.command_line import Parser
+from ltx_neuron.config.profiles import PROFILES, Profile, resolve
 from ltx_neuron.errors import UserError, run
-from ltx_neuron.profiles import PROFILES, Profile, resolve
 
 # The front ends. Each has a TITLE, its BACKEND and functions: `comm` returns the Comm of
 # tensor-parallel groups, `require` raises UserError if a package is missing, and `read` maps

@@ -16,6 +16,7 @@ from tiny.split import DECODER, TINY_DECODER, TRANSFORMER
 from ltx_neuron.backends import mesh, registry
 from ltx_neuron.config.diffusion import diffusion_decoder_config
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, GemmaConfig
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
@@ -32,7 +33,6 @@ from ltx_neuron.models.programs import (
     waveform_program,
     with_convolution,
 )
-from ltx_neuron.profiles import Profile
 
 FLOAT32 = "float32"  # suffix of programs that are float32 in every run
 LTX_25 = "LTX-2.5"  # begins the names of its kinds of buckets; the others are LTX-2.3's

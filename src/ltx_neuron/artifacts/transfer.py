@@ -53,7 +53,7 @@ class Described(NamedTuple):
 
 def described(name: str, text: bytes) -> Described:
     """Parse the manifest of a name. Raises ValueError if it is damaged, of another name, or lists
-    unexpected files. tune/tuned_settings.py checks the content of tuned settings."""
+    unexpected files. artifacts/tuned_settings.py checks the content of tuned settings."""
     try:
         content, files = json.loads(text), {}
         identity = content["identity"]
@@ -108,8 +108,8 @@ def selected(names: Iterable[str], only: list[str], where: object) -> list[str]:
 
 
 def _words(name: str) -> tuple[str, str, str]:
-    kind, _, own = name.partition("/")
-    return name, kind, own.partition("-")[0]
+    kind, _, identity = name.partition("/")
+    return name, kind, identity.partition("-")[0]
 
 
 def push(store: Store, artifacts: Path, only: list[str], force: bool = False) -> list[str]:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.errors import UserError
-from ltx_neuron.profiles import Profile
 
 # Plus the first core, so that engines on other cores of the machine have other ports.
 _ROOT_PORT = 61234

@@ -7,7 +7,7 @@ serves every rank; which ranks form the group is data of the process or of the c
 
 from collections.abc import Mapping
 
-from ltx_neuron.profiles import Profile
+from ltx_neuron.config.profiles import Profile
 
 # c10d's name of the default group, the same in every process. Graphs mean the tensor-parallel
 # group by it, so that those without a part for context parallelism are the same in every world.

@@ -12,11 +12,11 @@ from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.backends.teams import GuidanceGroups
 from ltx_neuron.backends.torchdist import host
+from ltx_neuron.config.profiles import PLATFORM_TARGET, Profile
 from ltx_neuron.files import exclusive
 from ltx_neuron.machine import package_version
 from ltx_neuron.models.parallel import Comm, ContextParallel
 from ltx_neuron.models.programs import Program
-from ltx_neuron.profiles import PLATFORM_TARGET, Profile
 
 
 def comm(profile: Profile, tp: int, group: str = mesh.TENSOR) -> Comm:

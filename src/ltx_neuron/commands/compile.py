@@ -3,12 +3,13 @@
 import argparse
 from pathlib import Path
 
-from ltx_neuron import build, flags, invocation
+from ltx_neuron import flags, invocation
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import times
 from ltx_neuron.commands import choose
-from ltx_neuron.preflight import check_plans_fit
+from ltx_neuron.engine.preflight import check_plans_fit
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import video_latent_shape
-from ltx_neuron.workspace import times
 
 # Model -> a line of help, and the description
 _MODELS = {
@@ -56,7 +57,7 @@ def _transformer(args: argparse.Namespace) -> list[Path]:
         job = workspace.resolved(job.replaced(compat=compat))
         buckets = job.buckets_to_compile
         check_plans_fit(workspace, [job], neuron_gemma=False)
-        workspace.say_tuned(buckets)
+        workspace.print_tuned(buckets)
         paths += build.make(workspace, workspace.dit_graphs(buckets, job))
         build.record_size(workspace, job, buckets)
     return list(dict.fromkeys(paths))
@@ -64,7 +65,7 @@ def _transformer(args: argparse.Namespace) -> list[Path]:
 
 def _gemma3(args: argparse.Namespace) -> list[Path]:
     workspace = flags.workspace(args)
-    workspace.say_tuned()
+    workspace.print_tuned()
     return build.make(workspace, workspace.text_graphs())
 
 

@@ -8,18 +8,31 @@ from pathlib import Path
 import torch
 
 from ltx_neuron import batch, flags, invocation
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.command_line import Parser, advanced
-from ltx_neuron.decode import Clip, Result
-from ltx_neuron.durations import predict_only, with_durations
+from ltx_neuron.engine.decode import Clip, Result
+from ltx_neuron.engine.durations import predict_only, with_durations
+from ltx_neuron.engine.outputs import (
+    Outputs,
+    log_path,
+    logging_failure,
+    run_identity,
+    show,
+    write_sidecar,
+)
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.resume import (
+    JobRun,
+    restore_state,
+    save_state,
+    state_path,
+    write_run_tensors,
+)
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job
-from ltx_neuron.outputs import Outputs, log_path, logging_failure, run_identity, show, write_sidecar
-from ltx_neuron.preflight import RunOptions
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import JobRun, restore_state, save_state, state_path, write_run_tensors
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
-from ltx_neuron.workspace import Workspace
 
 _DESCRIPTION = "Generate a video with sound from a prompt."
 _EXAMPLE = """ltx-neuron generate --neuron-gemma --gemma-root gemma-3-12b \\
@@ -108,7 +121,8 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     assert outputs.video
     state = state_path(outputs.video)
     with logging_failure(log_path(outputs.video), state), engine:
-        (job,) = with_durations(engine, [job])
+        if job.auto_duration:
+            (job,) = with_durations(engine, [job])
         # Called first after `run` has checked the job, so its files exist.
         identity = cache(partial(run_identity, job, workspace, options))
         engine.on_stage_end = lambda run: save_state(state, run, identity())

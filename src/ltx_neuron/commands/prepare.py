@@ -17,16 +17,17 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from ltx_neuron import build, flags, invocation
-from ltx_neuron.build import RunOptions, needs
+from ltx_neuron import flags, invocation
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.build import RunOptions, needs
+from ltx_neuron.artifacts.workspace import Need, Workspace
 from ltx_neuron.commands import generate
+from ltx_neuron.engine.preflight import Preflight, check_dfr, check_distilled_loras, check_plans_fit
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_space, read_json, write_json
 from ltx_neuron.format import columns, format_bytes, format_seconds
 from ltx_neuron.host.arithmetic import choices_file, this_machine
 from ltx_neuron.job import Job
-from ltx_neuron.preflight import Preflight, check_dfr, check_distilled_loras, check_plans_fit
-from ltx_neuron.workspace import Need, Workspace
 
 _DESCRIPTION = """Shard the weights and compile the graphs that a generation needs. Accepts all
 flags of generate, and ignores those without effect on weights and graphs."""
@@ -221,7 +222,7 @@ def main(argv: list[str]) -> None:
     Preflight.of(workspace, options).check_files(jobs)
     parts = parts_of(workspace, jobs, options, args.num_workers)
     preparation = Preparation(workspace, parts, command)
-    workspace.say_tuned()
+    workspace.print_tuned()
     if missing := preparation.missing:
         if any(part.size is None for part in missing):
             workspace.check_runtime()

@@ -3,8 +3,8 @@ those of all models."""
 
 import argparse
 
-from ltx_neuron import build, flags, invocation
-from ltx_neuron.artifacts import finished_weights
+from ltx_neuron import flags, invocation
+from ltx_neuron.artifacts import build, finished_weights
 from ltx_neuron.command_line import advanced
 from ltx_neuron.commands import choose
 from ltx_neuron.errors import UserError

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import NotFiniteError, Ranks, indexed, pad_tokens, padding_bias
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig
 from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, LATENTS
-from ltx_neuron.profiles import Profile
 from ltx_neuron.report.recorder import Counters
 from ltx_neuron.sampling import ancestral, latents
 from ltx_neuron.sampling.compat import Compat

@@ -38,7 +38,7 @@ def starting_states(
     tensors  of the job so far, with what to_upsample names
     images   each with its latent (1, 128, 1, h, w) at this stage's size
     """
-    seen, tensors = job.of(stage), dict(tensors)
+    stage_job, tensors = job.of(stage), dict(tensors)
     if stage.temporal:
         tensors |= job.rendering.start(stage.temporal, tensors)
         video, audio = tensors["video"], tensors["audio"]
@@ -48,8 +48,8 @@ def starting_states(
     elif stage.upsampled:
         video, audio = tensors["upsampled"], tensors["s1_audio"]
     else:
-        shape = stage.height, stage.width, seen.size.num_frames, seen.size.frame_rate
+        shape = stage.height, stage.width, stage_job.size.num_frames, stage_job.size.frame_rate
         video, audio = latents.zeros(*shape, dtype)
         video, audio = tensors.get("video_latent", video), tensors.get("audio_latent", audio)
     inputs = tensors, (video, audio), images, COMPAT[job.compat], dtype
-    return initial_states(seen, stage.upsampled, *inputs, stage.window)
+    return initial_states(stage_job, stage.upsampled, *inputs, stage.window)

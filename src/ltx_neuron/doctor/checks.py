@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 
-from ltx_neuron import flags, hub, profiles
-from ltx_neuron.build import needs
+from ltx_neuron import flags, hub
+from ltx_neuron.artifacts.build import needs
+from ltx_neuron.artifacts.workspace import Need, Workspace
+from ltx_neuron.config import profiles
 from ltx_neuron.config.gemma import gemma_config, read_config
+from ltx_neuron.config.profiles import Profile, resolve
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, finding_if, finding_of, from_error
 from ltx_neuron.doctor.groups import probe
 from ltx_neuron.doctor.neuron import neuron
 from ltx_neuron.doctor.system import System
+from ltx_neuron.engine.preflight import Preflight, check_plans_fit
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.format import format_bytes
@@ -28,13 +32,10 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.machine import Machine
-from ltx_neuron.preflight import Preflight, check_plans_fit
-from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
 from ltx_neuron.weights.checkpoint import Source, gemma_files
 from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile
 from ltx_neuron.weights.tensorfile import DTYPES
-from ltx_neuron.workspace import Need, Workspace
 
 GRAPH_BYTES = 2 * 2**30  # room for compiled graphs: a guess
 _PACKAGES = {

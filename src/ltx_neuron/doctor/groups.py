@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.doctor.finding import Finding
 from ltx_neuron.errors import RunError
 from ltx_neuron.invocation import command
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.sharder import ShardSpec, shard_weights
 
 WIDTH = 128  # of a row of numbers

@@ -6,10 +6,10 @@ from contextlib import suppress
 
 from ltx_neuron.backends import nki
 from ltx_neuron.backends.environment import visible_cores
+from ltx_neuron.config.profiles import STACKS, Profile
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, finding_if
 from ltx_neuron.doctor.system import System
-from ltx_neuron.profiles import STACKS, Profile
 
 DRIVER = "sudo modprobe neuron; if it finds no module: sudo apt-get install aws-neuronx-dkms"
 TOOLS = "sudo apt-get install aws-neuronx-tools && export PATH=/opt/aws/neuron/bin:$PATH"

@@ -16,15 +16,16 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
+from ltx_neuron.config.profiles import MACHINES, resolve
+from ltx_neuron.engine.outputs import Outputs
+from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.host import conditions
 from ltx_neuron.job import Job
-from ltx_neuron.outputs import Outputs
-from ltx_neuron.preflight import RunOptions
-from ltx_neuron.profiles import MACHINES, resolve
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.size import AutoDuration
@@ -41,7 +42,6 @@ from ltx_neuron.sampling.spec import (
     names_of,
 )
 from ltx_neuron.weights.model_files import KINDS, PARTS, located, named_recipe, spatial_scale
-from ltx_neuron.workspace import Workspace
 
 # --- common flags ---------------------------------------------------------------------------------
 

@@ -7,19 +7,19 @@ from contextlib import closing
 from pathlib import Path
 
 from ltx_neuron import batch, flags
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.batch import Line, Results
 from ltx_neuron.config.common import digest
+from ltx_neuron.engine.outputs import digests_of_inputs
+from ltx_neuron.engine.preflight import notes
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.job import Job
-from ltx_neuron.outputs import digests_of_inputs
-from ltx_neuron.preflight import notes
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, NewJob, Queue
-from ltx_neuron.workspace import Workspace
 
 FOLDER = ".ltx-fleet"  # in --output-dir: the queue and its jobs' files
 OWNER = "batch"
@@ -47,7 +47,7 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
     with exclusive(folder, "making"):
         results = Results(outputs.folder, lines)
         left = [line for line in lines if line.number not in results.entries]
-        preflight.say([line.job for line in left])
+        preflight.print_notes([line.job for line in left])
         if left:
             folder.mkdir(exist_ok=True)
             with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import ray
 
 from ltx_neuron.backends import environment
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.errors import UserError
-from ltx_neuron.profiles import Profile
 
 LOCAL = "local"  # the address of a private Ray on this machine
 VISIBLE = "NEURON_RT_VISIBLE_CORES"

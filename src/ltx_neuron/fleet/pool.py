@@ -19,13 +19,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ltx_neuron import hub
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.flags import MODEL_FILES
 from ltx_neuron.fleet import cluster
 from ltx_neuron.fleet.remote_queue import QueueActor
 from ltx_neuron.fleet.replica import Replica
 from ltx_neuron.job import Job
-from ltx_neuron.profiles import resolve
 from ltx_neuron.service.queue import Queue
 
 _LOOK_SECONDS = 0.5  # between two checks of the cluster

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import ray
 
+from ltx_neuron.engine.resume import state_path
 from ltx_neuron.files import whole_file
-from ltx_neuron.resume import state_path
 from ltx_neuron.service.jobs import THUMBNAIL, VIDEO
 from ltx_neuron.service.queue import Entry, Queue
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ltx_neuron.run import Engine
+    from ltx_neuron.engine.run import Engine
 
 
 class Replica:
@@ -61,11 +61,11 @@ def engine_for(name: str, args: Namespace, capability_jobs: list, sets: Sequence
     """An engine on this node's cores, which has downloaded what it lacks. Raises UserError if this
     node cannot run the capability jobs. name: of the replica."""
     from ltx_neuron import flags
-    from ltx_neuron.build import fetch
+    from ltx_neuron.artifacts.build import fetch
+    from ltx_neuron.engine.run import Engine
     from ltx_neuron.errors import UserError
     from ltx_neuron.fleet.cluster import check_cores
     from ltx_neuron.report.recorder import Recorder
-    from ltx_neuron.run import Engine
 
     options, workspace = flags.run_options(args), flags.workspace(args, writes=False)
     check_cores(workspace.profile, workspace.tp)

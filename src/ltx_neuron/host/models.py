@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ltx_neuron.config.diffusion import is_diffusion_vae
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.config.sound import SPAN_LATENTS, SPAN_ROWS, audio_decoder_config, vocoder_config
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.errors import UserError
@@ -22,7 +23,6 @@ from ltx_neuron.host.loading import (
 )
 from ltx_neuron.host.media import Sound
 from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
-from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.model_files import ModelFiles
 
 Config = TypeVar("Config")

@@ -18,8 +18,8 @@ from ltx_core.model.video_vae.tiling import Tile
 from ltx_core.types import VIDEO_SCALE_FACTORS
 from torch import Tensor, nn
 
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.host.background import check_cancelled
-from ltx_neuron.profiles import Profile
 
 Shape = tuple[int, int, int]  # latent frames, rows, columns
 # The cost of a further tile shape, which needs another set of graphs.

@@ -20,6 +20,7 @@ import torch
 from ltx_neuron.backends import export, mesh, registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
+from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, Profile, describe_backend
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
@@ -30,7 +31,6 @@ from ltx_neuron.models import programs
 from ltx_neuron.models.attention import rows_at_once
 from ltx_neuron.models.signatures import upload_bytes
 from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
-from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, describe_backend
 from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.latents import TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled

@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 
 from ltx_neuron import errors, flags
+from ltx_neuron.artifacts import tuned_settings
 from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.config.profiles import PROFILES
+from ltx_neuron.engine.preflight import Preflight
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.invocation import command
 from ltx_neuron.plan import Plan, plan, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
 from ltx_neuron.plan.layouts import Layout, layouts
 from ltx_neuron.plan.table import clip_table, layout_table, table
-from ltx_neuron.preflight import Preflight
-from ltx_neuron.profiles import PROFILES
-from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.tensorfile import DTYPES
 
 EXAMPLE = """ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge \\

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ltx_neuron import machine
 from ltx_neuron.config.diffusion import diffusion_decoder_config, is_diffusion_vae
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.config.sound import AUDIO_SCALE
 from ltx_neuron.format import format_bytes, format_flops
 from ltx_neuron.host import diffusion, tiles
@@ -30,7 +31,6 @@ from ltx_neuron.host.spectrogram import mel_sizes
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
-from ltx_neuron.profiles import Profile
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled

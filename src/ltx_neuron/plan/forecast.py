@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.format import format_flops
-from ltx_neuron.profiles import Profile
 
 # Ranges, from the faster to the slower. Share of the documented peak in matrix products: assumed.
 _LINEAR = 0.72, 0.62

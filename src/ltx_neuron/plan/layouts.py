@@ -12,13 +12,13 @@ from typing import Any
 
 from ltx_neuron.backends.export import fake_process_group, received_in_sum
 from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.profiles import CONTEXT_PARALLEL, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.config.transformer import Bucket, TransformerConfig
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import may_divide, own_tokens
 from ltx_neuron.plan import Plan, largest_bucket, step_cost, step_launches
 from ltx_neuron.plan.clip import ClipPlan
 from ltx_neuron.plan.forecast import forecast, is_measured
-from ltx_neuron.profiles import CONTEXT_PARALLEL, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.weights.tensorfile import DTYPES
 
 Range = Sequence[float]  # by the faster and by the slower of the rates

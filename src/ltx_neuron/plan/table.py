@@ -3,11 +3,11 @@
 import textwrap
 from collections.abc import Sequence
 
+from ltx_neuron.config.profiles import COLLECTIVES_BUFFER
 from ltx_neuron.format import WIDTH, format_bytes, format_flops
 from ltx_neuron.plan import ASSUMED, Plan, StagePlan
 from ltx_neuron.plan.clip import ClipPlan
 from ltx_neuron.plan.layouts import Layout, Range
-from ltx_neuron.profiles import COLLECTIVES_BUFFER
 from ltx_neuron.report.price import format_price
 
 

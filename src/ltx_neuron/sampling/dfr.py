@@ -139,7 +139,7 @@ class Rendering:
         """Of the result."""
         return (self.size.num_frames - 1) * 2**self.rounds + 1
 
-    def seen(self, images: Iterable[Any], window: TemporalWindow | None) -> dict[str, Any]:
+    def fields_of(self, images: Iterable[Any], window: TemporalWindow | None) -> dict[str, Any]:
         """The fields of a Job for a stage, or for a window, which sees the images in it."""
         size, rate = self.size, self.size.frame_rate
         if window is None:  # the sound has the length of the clip that is played

@@ -16,14 +16,14 @@ from itertools import chain
 from pathlib import Path
 
 from ltx_neuron import errors, flags
-from ltx_neuron.build import fetch
+from ltx_neuron.artifacts.build import fetch
 from ltx_neuron.command_line import Parser, advanced
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder, exclusive
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.run import Engine
 
 try:
     from ltx_neuron.service import app, jobs, media, server, sizes, tokens

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ltx_neuron import preflight
 from ltx_neuron.config.common import digest
+from ltx_neuron.engine import preflight
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import first_bytes, whole_file
 from ltx_neuron.host import conditions

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ltx_neuron.config.common import digest
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.job import Stage
-from ltx_neuron.run import Engine
 from ltx_neuron.sampling.latents import SPACE_SCALE, unpatchify_video
 
 SECONDS = 0.25  # minimum time between two pictures

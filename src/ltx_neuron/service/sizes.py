@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.job import Job
@@ -24,7 +25,6 @@ from ltx_neuron.sampling.size import NO_PICTURE, Size
 from ltx_neuron.sampling.spec import SIZES, LoraFile, VideoFields, described_as
 from ltx_neuron.service.api_error import ApiError, field_of, invalid
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.workspace import Workspace
 
 TEXT_TO_VIDEO = Job()
 NO_LORAS = {"default": TEXT_TO_VIDEO}

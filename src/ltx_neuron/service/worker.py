@@ -16,15 +16,15 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
-from ltx_neuron.decode import Clip
+from ltx_neuron.engine.decode import Clip
+from ltx_neuron.engine.outputs import code_identity, make_report, run_identity, write_sidecar
+from ltx_neuron.engine.resume import JobRun, restore_state, save_state, state_path
+from ltx_neuron.engine.run import Engine, Failure
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.outputs import code_identity, make_report, run_identity, write_sidecar
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import JobRun, restore_state, save_state, state_path
-from ltx_neuron.run import Engine, Failure
 from ltx_neuron.service.api_error import field_of
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of, public

@@ -23,6 +23,9 @@ import time
 from pathlib import Path
 
 from ltx_neuron import errors, flags
+from ltx_neuron.artifacts import tuned_settings
+from ltx_neuron.artifacts.tuned_settings import Settings, TunedSettings
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.command_line import Parser
 from ltx_neuron.config.common import digest
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig
@@ -31,9 +34,7 @@ from ltx_neuron.files import exclusive
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.spec import LoraFields
-from ltx_neuron.tune import search, trials, tuned_settings, variant
-from ltx_neuron.tune.tuned_settings import Settings, TunedSettings
-from ltx_neuron.workspace import Workspace
+from ltx_neuron.tune import search, trials, variant
 
 EXAMPLE = """ltx-neuron tune --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
     --height 512 --width 768 --num-frames 121"""
@@ -151,20 +152,19 @@ class Tuning:
         """Measure the layouts, and print the fastest. Saves nothing: the user decides."""
         workspace, cores = self.workspace, self.cores
         assert cores is not None
-        baseline, changes = search.layout_candidates(
+        baseline, layouts = search.layout_candidates(
             workspace.profile, workspace.tp, self.job, cores
         )
-        best, ms = self.fastest(baseline, ("layout",), lambda key, best: changes)
+        best, ms = self.fastest(baseline, ("layout",), lambda key, best: layouts)
         if best == baseline:
             print("the fastest: one group")
             return
-        changed = (f"{key}={value}" for key, value in best.items() if value != baseline[key])
+        changes = (f"{key}={value}" for key, value in best.items() if value != baseline[key])
+        typed = " ".join(f"--profile-set {change}" for change in changes)
         cores = search.with_settings(workspace.profile, best).cores_needed(workspace.tp)
         single = search.median_ms(self.journal.rows, baseline)
         faster = f", {single / ms:.2f} times as fast as one group" if single else ""
-        print(
-            f"the fastest: {cores} cores{faster}. To use it, type --profile-set {' --profile-set '.join(changed)}"
-        )
+        print(f"the fastest: {cores} cores{faster}. To use it, type {typed}")
 
     def keep(self, best: Settings, ms: float, baseline_ms: float | None) -> None:
         """Write the chosen settings; run settings only if they were tried, typed or fixed."""

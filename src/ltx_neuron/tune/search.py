@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from ltx_neuron import profiles
+from ltx_neuron.artifacts.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, text_of
 from ltx_neuron.backends.nki import PACKAGE
+from ltx_neuron.config import profiles
+from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, Profile
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import group_size, may_divide
 from ltx_neuron.plan import independent_passes
 from ltx_neuron.plan.layouts import layout_settings, single_group
-from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile
-from ltx_neuron.tune.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, text_of
 
 KEYS = (*RUN_KEYS, *GRAPH_KEYS)
 MARGIN = 0.02  # the smallest relative saving for which a setting replaces the profile's own

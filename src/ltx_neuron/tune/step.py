@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.on_host import HostRanks
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.config.common import TEXT_TOKENS
@@ -22,7 +23,6 @@ from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import initial_states
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.rankfiles import open_host_file
-from ltx_neuron.workspace import Workspace
 
 
 def prepared(

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from ltx_neuron.artifacts.tuned_settings import Settings
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.format import columns
 from ltx_neuron.tune.search import Row, median_ms
-from ltx_neuron.tune.tuned_settings import Settings
 from ltx_neuron.tune.variant import OUTPUTS, RESULT, rel_l2
 
 _REFERENCE = "reference.safetensors"

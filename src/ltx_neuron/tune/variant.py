@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron import build, errors
+from ltx_neuron import errors
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.denoise import CompiledStep
@@ -21,7 +23,6 @@ from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json, wri
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import tile_program_name
 from ltx_neuron.tune.step import last_step, prepared, reference
-from ltx_neuron.workspace import Workspace
 
 RESULT, OUTPUTS = "result.json", "outputs.safetensors"  # in the variant's folder
 _TIDY_SECONDS = 3.0

@@ -22,11 +22,11 @@ from torch.func import functional_call
 from ltx_neuron.backends import environment, export, mesh, nki
 from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
 from ltx_neuron.backends.neuron_errors import explained
+from ltx_neuron.config.profiles import STACKS, Profile
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import MANIFEST, whole_file
 from ltx_neuron.models.programs import Graph, Program, cut_graphs
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import STACKS, Profile
 
 # Packages that write and read the graphs: NxD's files need the same versions.
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")

@@ -23,9 +23,9 @@ from ltx_neuron.backends.nxd.buffers import Buffers, copies_needed
 from ltx_neuron.backends.nxd.compile import WRAPPED, argument_name, set_environment
 from ltx_neuron.backends.nxd.inputs import Inputs, check
 from ltx_neuron.backends.ranks import Call, NotFiniteError, calls_of
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, weight_name
-from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.rankfiles import RESHARD, load_rank_file, open_rank_file, rank_path
 from ltx_neuron.weights.tensorfile import TensorFile
 

@@ -13,8 +13,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from ltx_neuron.backends import mesh
+from ltx_neuron.config.profiles import STACKS, Profile
 from ltx_neuron.errors import UserError
-from ltx_neuron.profiles import STACKS, Profile
 
 
 def group_names(groups: mesh.Groups, profile: Profile) -> dict[str, str]:

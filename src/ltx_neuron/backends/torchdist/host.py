@@ -36,8 +36,8 @@ from ltx_neuron.backends.torchdist.protocol import (
     SharedTensor,
 )
 from ltx_neuron.backends.torchdist.rank import serve
+from ltx_neuron.config.profiles import MODELS, Profile
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.profiles import MODELS, Profile
 
 _GRACE_SECONDS = 1.0  # after the first failure: time for the others to report theirs
 _PEERS_SECONDS = 10.0  # the same, if that rank only lost another one: all but the cause do

@@ -15,8 +15,8 @@ from enum import IntEnum
 import torch
 
 from ltx_neuron.backends.neuron_errors import failure
+from ltx_neuron.config.profiles import Profile
 from ltx_neuron.errors import UserError
-from ltx_neuron.profiles import Profile
 
 
 @dataclass(frozen=True)

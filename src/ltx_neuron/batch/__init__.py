@@ -14,16 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ltx_neuron import files, prompts_file
+from ltx_neuron import files
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.batch import prompts_file
 from ltx_neuron.config.common import digest
-from ltx_neuron.decode import Clip
-from ltx_neuron.durations import with_durations
-from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_readable, write_json
-from ltx_neuron.format import few
-from ltx_neuron.host.images import content_digest
-from ltx_neuron.job import Job
-from ltx_neuron.outputs import (
+from ltx_neuron.engine.decode import Clip
+from ltx_neuron.engine.durations import with_durations
+from ltx_neuron.engine.outputs import (
     Outputs,
     beside,
     check_replaceable,
@@ -36,11 +33,15 @@ from ltx_neuron.outputs import (
     show,
     write_sidecar,
 )
-from ltx_neuron.preflight import RunOptions
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.resume import JobRun, restore_state, save_state, state_path
+from ltx_neuron.engine.run import Engine, Failure
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import check_readable, write_json
+from ltx_neuron.format import few
+from ltx_neuron.host.images import content_digest
+from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import JobRun, restore_state, save_state, state_path
-from ltx_neuron.run import Engine, Failure
-from ltx_neuron.workspace import Workspace
 
 RESULTS = "results.json"
 MAX_LINES = 100_000

@@ -13,17 +13,20 @@ from pathlib import Path
 from ltx_neuron import machine
 from ltx_neuron.artifacts import code_digest, differences
 from ltx_neuron.config.common import digest
+from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, Profile, resolve
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.invocation import command
-from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, resolve
 
 Settings = dict[str, str]  # key -> value, in the notation of --profile-set
 
 RUN_KEYS = ("backend", "compile_backend", "threads", f"environment.{COLLECTIVES_BUFFER}")
 GRAPH_KEYS = ("attention", "sequence_parallel", "blocks_per_graph", "compiler_flags.dit")
-_PACKAGES = "torch torch-neuronx torch-xla neuronx-cc neuronx-distributed nki nkilib".split()
+_PACKAGES = (
+    *("torch", "torch-neuronx", "torch-xla", "neuronx-cc"),
+    *("neuronx-distributed", "nki", "nkilib"),
+)
 
 
 def identity(profile: Profile, tp: int, dtype: str, config: str) -> dict:

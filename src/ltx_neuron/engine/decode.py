@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.host.background import Background, ahead, wait_for
 from ltx_neuron.host.conditions import with_source
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.video import cut_frames, cut_sound, write_video, write_wav
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import JobRun
 from ltx_neuron.sampling.extension import joined
 from ltx_neuron.sampling.upscaling import UPSCALES
 
@@ -103,15 +103,15 @@ class Decoder:
         if job.extension:
             tensors["s1_video"], tensors["s1_audio"] = joined(job.extension, tensors)
         if job.dfr:
-            tensors[job.seen] = job.rendering.final(tensors)
-        video = tensors.get(job.seen)
+            tensors[job.video_key] = job.rendering.final(tensors)
+        video = tensors.get(job.video_key)
         if job.upscale:
             assert video is not None  # sound alone is not upscaled
             with self.recorder.phase("upsample"):
                 for kind in UPSCALES[job.upscale]:
                     video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
-        if job.heard != f"{job.stages[-1].key}_audio" and not (job.extension or job.sound):
-            tensors["final_audio"] = tensors[job.heard].clone()
+        if job.audio_key != f"{job.stages[-1].key}_audio" and not (job.extension or job.sound):
+            tensors["final_audio"] = tensors[job.audio_key].clone()
         # An input sound is muxed unchanged.
         rate = int(tensors["waveform_rate"]) if job.sound else self.host.sample_rate
         if decode:
@@ -177,5 +177,5 @@ class Decoder:
         if job.sound:
             return tensors["waveform"]
         with self.recorder.phase("decode_audio"):
-            waveform = self.decode_audio(tensors[job.heard])
+            waveform = self.decode_audio(tensors[job.audio_key])
         return job.extension.heard(waveform, self.host.sample_rate) if job.extension else waveform

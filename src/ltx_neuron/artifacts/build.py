@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ltx_neuron import artifacts, invocation
 from ltx_neuron.artifacts.store import Store, names_in
 from ltx_neuron.artifacts.transfer import pull
+from ltx_neuron.artifacts.workspace import SHARDED, Need, Workspace
 from ltx_neuron.backends import manifest, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.config.sound import SPAN_LATENTS
@@ -48,7 +49,6 @@ from ltx_neuron.weights.sharder import (
     shard_weights,
 )
 from ltx_neuron.weights.tensorfile import DTYPES
-from ltx_neuron.workspace import SHARDED, Need, Workspace
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def needs(workspace: Workspace, jobs: list[Job], options: RunOptions) -> Iterato
         yield from workspace.text_graphs()
     if options.neuron_vae:
         yield from map(workspace.weight_set, workspace.profile.vae_models)
-        seen = (job for job in jobs if not job.sound_only)
-        for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in seen):
+        with_picture = (job for job in jobs if not job.sound_only)
+        for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in with_picture):
             yield from workspace.decoder_graphs(clip)
         for job in {tuple(workspace.encoder_tiles(job)): job for job in jobs}.values():
             yield from workspace.encoder_graphs(job)

@@ -15,29 +15,30 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ltx_neuron.artifacts.build import audio_dtype
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.build import audio_dtype
-from ltx_neuron.decode import Clip, Decoder, Result
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.denoise.start import starting_states, to_upsample
 from ltx_neuron.denoise.tiled import TiledStageRun
+from ltx_neuron.engine.decode import Clip, Decoder, Result
+from ltx_neuron.engine.preflight import Compiled, Preflight, RunOptions
+from ltx_neuron.engine.residency import Residency
+from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import conditions
 from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import POLL_SECONDS, Background, wait_for
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.preflight import Compiled, Preflight, RunOptions, say_idle_groups
+from ltx_neuron.plan import independent_passes
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.residency import Residency
-from ltx_neuron.resume import JobRun
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.workspace import Workspace
 
 _REMEMBERED_PROMPTS = 32  # contexts have 13 MB per prompt
 
@@ -104,7 +105,7 @@ class Engine:
         for stage in run.stages_left:
             # The weights, the input sounds and videos, and the latents of the stage before.
             job, phase = run.job.of(stage), f"denoise_{stage.name}"
-            say_idle_groups(job, stage, self.workspace.profile.guidance_parallel)
+            print_idle_groups(job, stage, self.workspace.profile.guidance_parallel)
             modulation = models.use_weights(stage.loras)
             if job.has_media(stage.upsampled) and "video_latent" not in tensors:
                 with recorder.phase("encode_inputs"):
@@ -451,6 +452,16 @@ def isolated(run: JobRun, isolate: bool) -> Iterator[None]:
         if not isolate or isinstance(error, UserError) and not error.of_one_job:
             raise
         run.error = error
+
+
+def print_idle_groups(job: Job, stage: Stage, groups: int) -> None:
+    """Print how many guidance groups have nothing to do in a stage, if there are any."""
+    passes = independent_passes(job, stage)
+    if passes < groups:
+        kind = "passes" if stage.guided else "tiles"
+        runs = f"{passes} {kind}" if passes > 1 else "one pass"
+        idle = groups - passes
+        print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
 
 
 def measured_step(steps: StageRun, number: int, recorder: Recorder) -> None:

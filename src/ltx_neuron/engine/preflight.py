@@ -8,9 +8,10 @@ from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 
-from ltx_neuron import build
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.build import RunOptions, needs, sound_on_ranks
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.build import RunOptions, needs, sound_on_ranks
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.diffusion import EMBEDDING, is_diffusion_vae
 from ltx_neuron.config.release import RELEASES, Release
@@ -36,7 +37,6 @@ from ltx_neuron.weights import lora
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.model_files import spatial_scale
 from ltx_neuron.weights.rankfiles import rank_path
-from ltx_neuron.workspace import Workspace
 
 Compiled = dict[tuple[int, Stage], CompiledStep]  # by id(job) and stage
 Failed = list[tuple[Job, UserError]]
@@ -63,7 +63,7 @@ class Preflight:
         self.thorough = thorough
         self.notes = lru_cache(_REMEMBERED_NOTES)(partial(notes, workspace=workspace))
         self.title_of: Callable[[Job], str] = lambda job: ""
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self.vae_stays = False
         self.vae: dict[str, dict[str, Manifest]] = {}
         self._checked_models: set[str] = set()
@@ -102,7 +102,8 @@ class Preflight:
         used, with their errors, and the compiled steps."""
         failed: Failed = []
         compiled = self.check(jobs, failed if isolate else None) if jobs else {}
-        return [job for job in jobs if not any(job is each for each, _ in failed)], failed, compiled
+        unusable = {id(job) for job, _ in failed}
+        return [job for job in jobs if id(job) not in unusable], failed, compiled
 
     def check(self, jobs: list[Job], failed: Failed | None = None) -> Compiled:
         """Check the jobs' files and settings, then their weight sets and graphs. Loads nothing.
@@ -177,7 +178,7 @@ class Preflight:
         for job in jobs:
             if job.guided:
                 job.resolved_guidance.check(workspace.transformer.num_layers)
-        self.say(jobs)
+        self.print_notes(jobs)
         return jobs
 
     def check_files(self, jobs: list[Job], planned: bool = False) -> None:
@@ -252,15 +253,15 @@ class Preflight:
         self.host.check([name for name in names if name not in self._checked_models])
         self._checked_models.update(names)
 
-    def say(self, jobs: list[Job]) -> None:
+    def print_notes(self, jobs: list[Job]) -> None:
         """Print the jobs' notes. What is true of many jobs is one line, printed once."""
         all_notes = [(note, self.title_of(job)) for job in jobs for note in self.notes(job)]
         counts = Counter(note for note, _ in all_notes)
         for note, title in all_notes:
-            if note not in self._said:
+            if note not in self._printed:
                 more = f" and {counts[note] - 1:,} more" * (counts[note] > 1)
                 print(f"{title}{more}: {note}" if title else note)
-                self._said.add(note)
+                self._printed.add(note)
 
     def upsampler(self, kind: str) -> str | Path | None:
         """The path of an upsampler that a job needs. A Hub name's is downloaded."""
@@ -312,7 +313,7 @@ class Preflight:
             model: workspace.programs(need for need in graphs if need.model == model)
             for model in ("vae", "encoder", "sound")
         }
-        workspace.say_tuned()
+        workspace.print_tuned()
         return compiled
 
     def _compiled_step(self, job: Job, stage: Stage) -> CompiledStep:
@@ -404,16 +405,6 @@ def check_guidance_groups(jobs: list[Job], groups: int) -> None:
             f" tiled one, and {has}.\nType"
             f" --profile-set guidance_parallel={most}"
         )
-
-
-def say_idle_groups(job: Job, stage: Stage, groups: int) -> None:
-    """Print how many guidance groups have nothing to do in a stage, if there are any."""
-    passes = independent_passes(job, stage)
-    if passes < groups:
-        kind = "passes" if stage.guided else "tiles"
-        runs = f"{passes} {kind}" if passes > 1 else "one pass"
-        idle = groups - passes
-        print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
 
 
 def check_plans_fit(workspace: Workspace, jobs: list[Job], neuron_gemma: bool) -> None:

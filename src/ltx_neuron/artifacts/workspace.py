@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ltx_neuron import artifacts, hub, invocation
+from ltx_neuron.artifacts import tuned_settings
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config.common import digest
@@ -25,6 +26,7 @@ from ltx_neuron.config.diffusion import (
     shortest,
 )
 from ltx_neuron.config.gemma import check_gemma_fits
+from ltx_neuron.config.profiles import Profile, describe_backend, require_runtime
 from ltx_neuron.config.release import Release
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
@@ -50,13 +52,11 @@ from ltx_neuron.models.programs import (
     waveform_program_name,
     with_convolution,
 )
-from ltx_neuron.profiles import Profile, describe_backend, require_runtime
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import ConditionFields, SizeFields, to_flags
 from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCache
 from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load_tokenizer
-from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import MergedSource, WeightSet, identity_of
 from ltx_neuron.weights.model_files import KINDS, ModelFiles, check_release, named_release
@@ -166,7 +166,7 @@ class Workspace:
             print(f"profile {self.profile.name}: {describe_backend(self.profile)}")
         self._printed_backend = True
 
-    def say_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
+    def print_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
         """Print once which tuned settings are in use, if there are any.
 
         buckets  of a further size

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
+from ltx_neuron.engine.resume import JobRun, write_run_tensors
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import require
 from ltx_neuron.files import check_outputs, check_writable
 from ltx_neuron.host.duration import DOWNLOAD, FLAG, duration_head_spec
 from ltx_neuron.job import Job
-from ltx_neuron.resume import JobRun, write_run_tensors
-from ltx_neuron.run import Engine
 
 
 def with_durations(engine: Engine, jobs: list[Job]) -> list[Job]:

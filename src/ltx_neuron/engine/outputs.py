@@ -18,6 +18,10 @@ import torch
 
 from ltx_neuron import machine
 from ltx_neuron.artifacts import code_digest
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.resume import is_state, state_path
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import (
     MARK,
@@ -32,13 +36,9 @@ from ltx_neuron.files import (
 from ltx_neuron.host.images import content_digest
 from ltx_neuron.host.video import FRAME_NAME, check_frames, check_output_path, frames_in
 from ltx_neuron.job import Job
-from ltx_neuron.preflight import RunOptions
 from ltx_neuron.report import table
 from ltx_neuron.report.price import Price
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.resume import is_state, state_path
-from ltx_neuron.run import Engine
-from ltx_neuron.workspace import Workspace
 
 LOG_SUFFIX = ".failure.log"
 _SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # they identify a sidecar

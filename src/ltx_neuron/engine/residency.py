@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
@@ -31,7 +32,6 @@ from ltx_neuron.text import inputs
 from ltx_neuron.text.encoders import RankTextEncoder
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.rankfiles import open_host_file
-from ltx_neuron.workspace import Workspace
 
 # Programs of the VAEs by name, of the models "vae", "encoder" and "sound".
 VaePrograms = Mapping[str, dict[str, Manifest]]
