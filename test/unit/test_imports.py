@@ -135,7 +135,8 @@ def test_importing_the_package_imports_nothing_else():
 def test_the_process_that_decodes_an_uploaded_picture_imports_no_torch(tmp_path):
     """A CUDA build of torch does not load within that process's memory limit."""
     Image.new("CMYK", (2, 2)).save(source := tmp_path / "a.jpg")
-    code = f"from ltx_neuron.service import picture; picture._convert({str(source)!r}, {str(tmp_path / 'b.png')!r}, 4)"
+    arguments = str(source), str(tmp_path / "b.png"), 4
+    code = f"from ltx_neuron.service import picture; picture._convert(*{arguments!r})"
     assert loaded_by(code, "torch", "PIL") == {"PIL"}
 
 
