@@ -28,12 +28,7 @@ from ltx_neuron.weights.model_files import ModelFiles
 Config = TypeVar("Config")
 
 
-def lay_channels_last(module: torch.nn.Module) -> None:
-    """Store the weights of a module's convolutions with channels last, in place."""
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for parameter in module.parameters():
-        if parameter.ndim in layouts:
-            parameter.data = parameter.data.contiguous(memory_format=layouts[parameter.ndim])
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by a weight's dimensions
 
 
 class HostModels:
@@ -188,24 +183,22 @@ class HostModels:
         [-1, 1], `sample_rate` samples per second. rank_sound: decodes spans on the ranks, as
         backends.tiles.RankSound does."""
         if rank_sound:
-            return self._decode_audio_on(rank_sound, latent.float())
+            from ltx_neuron.host import sound
+
+            latent = latent.float()
+            reach = audio_decoder_config(self.config).reach, vocoder_config(self.config).reach
+            spans = sound.cut(latent.shape[2], SPAN_LATENTS, reach[0])
+            mel = sound.spectrogram(latent, spans, rank_sound.spectrogram)
+            self._spec("audio_decoder").check_output(None, (latent,), mel)
+            spans = sound.cut(mel.shape[2], SPAN_ROWS, reach[1])
+            waveform = sound.waveform(mel, spans, rank_sound.waveform)
+            self._spec("vocoder").check_output(None, (mel,), waveform)
+            return waveform[0]
         # At the first call the vocoder is loaded while the decoder runs.
         with Background() as thread:
             vocoder = thread.submit(lambda: self.vocoder)
             mel = self.audio_decoder(latent.to(self.audio_dtype))
             return wait_for(vocoder)(mel)[0].float()
-
-    def _decode_audio_on(self, rank_sound, latent: torch.Tensor) -> torch.Tensor:
-        from ltx_neuron.host import sound
-
-        reach = audio_decoder_config(self.config).reach, vocoder_config(self.config).reach
-        spans = sound.cut(latent.shape[2], SPAN_LATENTS, reach[0])
-        mel = sound.spectrogram(latent, spans, rank_sound.spectrogram)
-        self._spec("audio_decoder").check_output(None, (latent,), mel)
-        spans = sound.cut(mel.shape[2], SPAN_ROWS, reach[1])
-        waveform = sound.waveform(mel, spans, rank_sound.waveform)
-        self._spec("vocoder").check_output(None, (mel,), waveform)
-        return waveform[0]
 
     @property
     def sample_rate(self) -> int:
@@ -299,7 +292,9 @@ class HostModels:
     def _laid_out(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module with oneDNN's fastest layout of weights (benchmarks/upsample.md)."""
         if self.arithmetic and self.latent_dtype == torch.bfloat16:
-            lay_channels_last(module)
+            for parameter in module.parameters():
+                if layout := _CHANNELS_LAST.get(parameter.ndim):
+                    parameter.data = parameter.data.contiguous(memory_format=layout)
         return module
 
     def _spec(self, name: str) -> ModelSpec:

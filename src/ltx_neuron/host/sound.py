@@ -128,8 +128,10 @@ class _OnHost(nn.Module):
         module, x = graph.module, values[graph.inputs[0]]
         length, is_stage = x.shape[self.axis], isinstance(module, Stage)
         spans = [Span(0, length, 0, length)]
-        if module.reach:
-            spans = host_spans(length, module.reach, least=1 if is_stage else 2)
+        if module.reach:  # as many spans as MORE_WORK allows
+            around, least = sum(module.reach), 1 if is_stage else 2
+            count = min(MOST_SPANS, max(least, int(MORE_WORK * length / around)))
+            spans = cut(length, -(-(length + (count - 1) * around) // count), module.reach)
         if len(spans) == 1 and is_stage:
             (x,) = workers.map(module.upsample, [x])
             # The longest filters first: the others together take as much time.
@@ -147,13 +149,6 @@ class _OnHost(nn.Module):
         (name,) = graph.outputs
         parts = [result[name] for result in results]
         return {name: join(parts, spans, module.scale, module.dropped, self.axis)}
-
-
-def host_spans(length: int, reach: tuple[int, int], least: int) -> list[Span]:
-    """A graph's spans on the host: at least `least`, and as many more as MORE_WORK allows."""
-    around = sum(reach)
-    count = min(MOST_SPANS, max(least, int(MORE_WORK * length / around)))
-    return cut(length, -(-(length + (count - 1) * around) // count), reach)
 
 
 class HostSpectrogram(_OnHost):

@@ -424,8 +424,9 @@ class X0Tail(nn.Module):
         # If tokens are held, each token has its own timestep, (T, 1).
         for stream, (mask, _) in held(inputs, self.streams).items():
             timesteps[stream] = mask * timesteps[stream]
+        # ltx-core to_denoised; a timestep is () or (T, 1).
         return {
-            stream: _denoised(x, velocities[stream], timesteps[stream])
+            stream: (x.float() - velocities[stream].float() * timesteps[stream]).to(x.dtype)
             for stream, x in by_stream(inputs, "latent", self.streams).items()
         }
 
@@ -502,11 +503,6 @@ def finished(latents: Streams) -> dict[str, Tensor]:
     # a compiler may fold a product by 0.
     finite = reduce(torch.add, (latent.float().mean((1, 2)) for latent in latents.values()))
     return {**named(latents, "latent"), "finite": finite}
-
-
-def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:
-    """x0 = x - velocity * timestep (ltx-core to_denoised), timestep () or (T, 1)."""
-    return (x.float() - velocity.float() * timestep).to(x.dtype)
 
 
 def _euler(x: Tensor, denoised: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:

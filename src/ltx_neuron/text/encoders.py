@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.transformer import TransformerConfig
+from ltx_neuron.models.programs import program_name
 from ltx_neuron.text.inputs import (
     attention_mask,
     bucket_for,
     connector_inputs,
     embedded_ids,
     encoder_inputs,
-    gemma3_program_name,
     pack_prompts,
     pad_left,
     prompt_slices,
@@ -87,7 +87,7 @@ class RankTextEncoder:
         inputs = encoder_inputs(
             torch.cat([padding, scale_embeddings(rows, self.dtype)])[None], counts, self.gemma
         )
-        program = gemma3_program_name(bucket)
+        program = program_name("gemma3", bucket)
         ranks.put(program, **inputs)
         ranks.run(program)
         names = ["video_features", "audio_features"]

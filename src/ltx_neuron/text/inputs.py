@@ -185,8 +185,3 @@ def attention_mask(count: int) -> Tensor:
 
 def bucket_for(prompts: list[list[int]], buckets: tuple[int, ...]) -> int:
     return min(bucket for bucket in buckets if bucket >= sum(map(len, prompts)))
-
-
-def gemma3_program_name(bucket: int) -> str:
-    """The name of the text encoder's program for a bucket of tokens."""
-    return f"gemma3-{bucket}"

@@ -197,19 +197,15 @@ class PartFile(WeightFile):
         self._kept = part.prefixes if connected else (*part.prefixes, *CONNECTORS)
         super().__init__(path, download)
         if isinstance(encoder := self.config.get("vae", {}).get("encoder"), dict):
-            self.config["vae"] = _flattened(self.config["vae"], encoder)
+            # With its encoder's section at the top level, as in the convolutional VAE's config.
+            names = {"out_channels": "latent_channels", "blocks": "encoder_blocks"}
+            flat = {names.get(name, name): value for name, value in encoder.items()}
+            self.config["vae"] = flat | self.config["vae"]
 
     def name_of(self, key: str) -> str | None:
         connector = f"{DIFFUSION}{key}".startswith((*CONNECTORS,))
         name = (DIFFUSION if connector else self._prefix) + key
         return name if name.startswith(self._kept) else None
-
-
-def _flattened(vae: dict, encoder: dict) -> dict:
-    """A video VAE's config with the values of its encoder's section at the top level, as in the
-    convolutional VAE's config."""
-    names = {"out_channels": "latent_channels", "blocks": "encoder_blocks"}
-    return {names.get(name, name): value for name, value in encoder.items()} | vae
 
 
 def named_release(file: TensorFile) -> Release | None:
