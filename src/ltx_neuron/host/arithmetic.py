@@ -27,6 +27,7 @@ from ltx_neuron import machine
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import exclusive, read_json, write_json
+from ltx_neuron.format import print_once
 from ltx_neuron.host.background import Workers
 
 BLAS, ONEDNN = "blas", "onednn"
@@ -288,7 +289,7 @@ def store_choices(artifacts_dir: Path) -> None:
             choices = measured | _stored_choices(path)
             write_json(path, {"machine": this_machine(), "choices": choices})
     except OSError as error:
-        _print_once(f"{path} cannot be written ({reason(error)}): measurements are not saved")
+        print_once(f"{path} cannot be written ({reason(error)}): measurements are not saved")
 
 
 def _stored_choices(path: Path) -> dict[str, Any]:
@@ -301,11 +302,6 @@ def _stored_choices(path: Path) -> dict[str, Any]:
         if content.get("machine") != this_machine() or not isinstance(choices, dict):
             raise UserError(f"{path} is from another machine")
     except UserError as error:
-        _print_once(f"{error}; measuring this machine again")
+        print_once(f"{error}; measuring this machine again")
         return {}
     return choices
-
-
-@cache
-def _print_once(line: str) -> None:
-    print(line, flush=True)

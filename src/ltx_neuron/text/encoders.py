@@ -77,12 +77,7 @@ class RankTextEncoder:
         """Features (1, n, D) of each of the prompts of a pass, and hidden_states (1, n, H, L + 1)
         if the ranks return them."""
         counts, bucket = [len(ids) for ids in prompts], bucket_for(prompts, self.buckets)
-        rows = torch.cat(
-            [
-                self.host_file.read("embed_tokens.weight", i, i + 1)
-                for i in embedded_ids(prompts, self.gemma)
-            ]
-        )
+        rows = self.host_file.rows("embed_tokens.weight", embedded_ids(prompts, self.gemma))
         padding = torch.zeros(bucket - len(rows), rows.shape[1], dtype=self.dtype)
         inputs = encoder_inputs(
             torch.cat([padding, scale_embeddings(rows, self.dtype)])[None], counts, self.gemma

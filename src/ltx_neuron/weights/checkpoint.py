@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
 from ltx_neuron.config.release import RELEASES, identified, release_of
 from ltx_neuron.errors import UserError, in_words
+from ltx_neuron.format import print_once
 from ltx_neuron.hub import RELEASE, RELEASED, download_again
 from ltx_neuron.weights.sharding import COL, COMPONENTS, DIFFUSION, KV, Model, copies, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -94,12 +95,8 @@ class Checkpoint(WeightFile):
         first = dict.fromkeys(name.partition(".")[0] for name in others)
         names = ", ".join([*first][:3]) + ", ..." * (len(first) > 3)
         if others:
-            _say(f"{self.path}: {len(others):,} tensors of other models are not read ({names})")
-
-
-@cache
-def _say(line: str) -> None:
-    print(line)
+            what = f"{len(others):,} tensors of other models are not read ({names})"
+            print_once(f"{self.path}: {what}")
 
 
 def gemma_files(root: Path) -> list[TensorFile]:
@@ -245,6 +242,5 @@ class Source:
         file.prefetch(key)
 
     def rows(self, name: str, indices: list[int]) -> Tensor:
-        """Single rows of a tensor: (rows, ...) -> (len(indices), ...)."""
         file, key = self._find(name)
-        return torch.cat([file.read(key, index, index + 1) for index in indices])
+        return file.rows(key, indices)

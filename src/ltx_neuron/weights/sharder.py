@@ -32,10 +32,11 @@ from ltx_neuron.files import (
     whole_file,
     write_checked,
 )
+from ltx_neuron.format import few
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import file_entries, file_names, is_finished
 from ltx_neuron.weights.sharding import COL, HOST, local_shape
-from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES, listed, missing_and_unexpected
+from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES, missing_and_unexpected
 
 _PIECE_BYTES = 8 * 2**20  # read from the source at once
 # Pieces that are read and not yet written: enough to keep every file's thread busy, 0.1 GB.
@@ -113,7 +114,7 @@ def check_specs(
     expected = {name: tuple(shape) for name, shape in (wanted | host).items()}
     if problems := missing_and_unexpected(expected, stored):
         title = "the files do not have the weights of the model in their config (shapes of a rank):"
-        raise UserError("\n  ".join([title, *listed(problems)]))
+        raise UserError("\n  ".join([title, *few(problems, 20)]))
 
 
 def shard_weights(

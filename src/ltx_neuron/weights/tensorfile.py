@@ -164,6 +164,10 @@ class TensorFile:
                 view, offset = view[count:], offset + count
         return self._value(name, memory.view(self._stored_dtype(name)).view(shape), start)
 
+    def rows(self, name: str, indices: list[int]) -> Tensor:
+        """Single rows of a tensor: (rows, ...) -> (len(indices), ...)."""
+        return torch.cat([self.read(name, index, index + 1) for index in indices])
+
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name)
 
@@ -303,12 +307,6 @@ def missing_and_unexpected(expected: Mapping[str, object], got: Mapping[str, obj
         if got[name] != expected[name]
     ]
     return sorted(problems)
-
-
-def listed(problems: list[str]) -> list[str]:
-    """The first twenty problems and the number of the others, for a message."""
-    more = len(problems) - 20
-    return [*problems[:20], f"and {more} more"] if more > 0 else problems
 
 
 def finite(tensor: Tensor) -> bool:
