@@ -33,17 +33,7 @@ from pydantic import (
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
-from ltx_neuron.sampling.conditions import (
-    TILE,
-    BedLevel,
-    ImageCondition,
-    Keyframes,
-    Rounds,
-    TailFrames,
-    TileSide,
-    WeightedFile,
-    plain,
-)
+from ltx_neuron.sampling import conditions
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.latents import UPSCALES
 from ltx_neuron.sampling.rules import PICTURE_FIELDS
@@ -96,14 +86,16 @@ def _image(value: Any) -> Any:
     return ArgsKwargs(tuple(value)) if isinstance(value, list) else value
 
 
-def _image_values(image: ImageCondition) -> list:
+def _image_values(image: conditions.ImageCondition) -> list:
     values = [str(image.path), image.frame_index, image.strength]
     return values if image.crf is None else [*values, image.crf]
 
 
-_Image = Annotated[ImageCondition, BeforeValidator(_image), PlainSerializer(_image_values)]
+_Image = Annotated[
+    conditions.ImageCondition, BeforeValidator(_image), PlainSerializer(_image_values)
+]
 Images = Annotated[tuple[_Image, ...], BeforeValidator(_repeats)]
-WeightedFiles = Annotated[tuple[WeightedFile, ...], BeforeValidator(_repeats)]
+WeightedFiles = Annotated[tuple[conditions.WeightedFile, ...], BeforeValidator(_repeats)]
 LoraFiles = Annotated[tuple[LoraFile, ...], BeforeValidator(_repeats)]
 
 
@@ -152,7 +144,7 @@ class Fields(BaseModel):
     def _check_list(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse a too long list before its values are validated, and True and False."""
         assert info.field_name
-        value = plain(value)
+        value = conditions.plain(value)
         field = cls.model_fields[info.field_name]
         most = next((x.max_length for x in field.metadata if isinstance(x, MaxLen)), None)
         if most is not None and isinstance(value, list) and len(value) > most:
@@ -317,21 +309,21 @@ class ConditionFields(Fields):
     tile: StrictBool = _option(
         "with --ic-lora: predict the picture in overlapping tiles", default=False
     )
-    tile_height: TileSide | None = _option(
-        f"of --tile, a multiple of 32 (default: {TILE[0]})", "PIXELS"
+    tile_height: conditions.TileSide | None = _option(
+        f"of --tile, a multiple of 32 (default: {conditions.TILE[0]})", "PIXELS"
     )
-    tile_width: TileSide | None = _option(
-        f"of --tile, a multiple of 32 (default: {TILE[1]})", "PIXELS"
+    tile_width: conditions.TileSide | None = _option(
+        f"of --tile, a multiple of 32 (default: {conditions.TILE[1]})", "PIXELS"
     )
     images_as_guides: StrictBool = _option(
         "keyframe interpolation: append every --image as a guide, also at frame 0 (dev recipe, two"
         " stages)",
         default=False,
     )
-    tail_frames: TailFrames | None = _option(
+    tail_frames: conditions.TailFrames | None = _option(
         "generate N more frames, a multiple of 8, and cut them off, with their sound", "N"
     )
-    num_generated_keyframes: Keyframes | None = _option(
+    num_generated_keyframes: conditions.Keyframes | None = _option(
         "LTX-2.5: generate N keyframes beside the clip, at equal distances, so that it"
         " follows faster motion",
         "N",
@@ -341,7 +333,7 @@ class ConditionFields(Fields):
         " --detailing-lora",
         default=False,
     )
-    temporal_upsample_rounds: Rounds | None = _option(
+    temporal_upsample_rounds: conditions.Rounds | None = _option(
         "of --dfr, at most 2: double the frame rate so many times, each time denoising in windows",
         "N",
         names=("temporal_upsample_rounds", "temporal_upscalings"),
@@ -357,7 +349,7 @@ class DetailFields(Fields):
     audio_max_duration: float | None = _option(
         "seconds of --audio-path to use (default: the video's length)", "SECONDS", gt=0
     )
-    audio_bed: BedLevel | None = _option(
+    audio_bed: conditions.BedLevel | None = _option(
         "level in dBFS of noise added to what the model hears of --audio-path, as in -50; the"
         " video's sound has none",
         "DB",
@@ -500,9 +492,9 @@ class JobFields(
         rename = cache(rename)
 
         def renamed(value: Any) -> Any:
-            if isinstance(value, WeightedFile):
+            if isinstance(value, conditions.WeightedFile):
                 return value._replace(path=rename(Path(value.path)))
-            if isinstance(value, ImageCondition):
+            if isinstance(value, conditions.ImageCondition):
                 return dataclasses.replace(value, path=rename(Path(value.path)))
             return tuple(map(renamed, value)) if isinstance(value, tuple) else rename(Path(value))
 
