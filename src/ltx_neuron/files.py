@@ -32,13 +32,10 @@ _CHECKSUM = "checksum"  # of a manifest's other fields
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
     """The path of a temporary file beside `path`. On leaving the context it is synced to the disk
-    and renamed to `path`, replacing an older file; on an error it is removed.
-
-    All finished files of this package are written so.
-
-    The temporary name is unique, so concurrent writers write separate files and the last one
-    finished is kept. A killed process leaves its temporary file, which the next writer removes.
-    """
+    and renamed to `path`, replacing an older file; on an error it is removed. All finished files of
+    this package are written so. The temporary name is unique, so concurrent writers write separate
+    files and the last one finished is kept. A killed process leaves its temporary file, which the
+    next writer removes."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)

@@ -42,13 +42,10 @@ def load_image(
     orientation: str = "shown",  # see sampling.compat.Compat
 ) -> torch.Tensor:
     """The image as pixels (1, 3, 1, height, width) in [-1, 1], as
-    ltx_pipelines.utils.media_io.load_image_conditioning.
-
-    One H.264 round trip at `crf` gives it the texture of the video frames the model was trained on
-    (0 skips it); then it is scaled to fill height x width and cropped around its centre. Alpha is
-    dropped. Raises UserError when `path` is not a readable image, or one too small or too large to
-    use.
-    """
+    ltx_pipelines.utils.media_io.load_image_conditioning. One H.264 round trip at `crf` gives it the
+    texture of the video frames the model was trained on (0 skips it); then it is scaled to fill
+    height x width and cropped around its centre. Alpha is dropped. Raises UserError when `path` is
+    not a readable image, or one too small or too large to use."""
     image = decode_image(path, orientation)
     if crf != 0:
         image = _h264_round_trip(image, crf)

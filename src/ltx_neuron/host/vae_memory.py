@@ -31,22 +31,16 @@ Shape = tuple[int, ...]
 
 
 def decode_bytes(
-    config: Mapping[str, Any],
+    config: Mapping[str, Any],  # the checkpoint's parsed `config` metadata
     latent: tuple[int, int, int],
-    threads: int,
-    arithmetic: Arithmetic = FLOAT32,
+    threads: int,  # cores that compute at the same time, each with scratch memory
+    arithmetic: Arithmetic = FLOAT32,  # of the decoder
+    # Of the latent; by default every profile's; unused for the diffusion decoder
     tiling: TilingConfig | None = None,
-    keyframes: bool = False,
+    keyframes: bool = False,  # whether the diffusion decoder reads them
 ) -> int:
     """Peak bytes, with weights, of decoding a latent (F, h, w) to uint8 frames that are written at
-    once. Only the latent's bytes depend on the clip's length.
-
-    config      the checkpoint's parsed `config` metadata
-    threads     cores that compute at the same time, each with scratch memory
-    arithmetic  of the decoder
-    tiling      of the latent; by default every profile's; unused for the diffusion decoder
-    keyframes   whether the diffusion decoder reads them
-    """
+    once. Only the latent's bytes depend on the clip's length."""
     if is_diffusion_vae(config):
         decoder = diffusion_decoder_config(config)
         return diffusion.decode_bytes(decoder, latent, arithmetic.dtype, keyframes)
@@ -77,19 +71,12 @@ def encode_bytes(
     config: Mapping[str, Any],
     pixels: tuple[int, int, int],
     threads: int,
-    arithmetic: Arithmetic = FLOAT32,
-    dtype: torch.dtype = torch.float32,
-    whole: bool = False,
+    arithmetic: Arithmetic = FLOAT32,  # of the encoder
+    dtype: torch.dtype = torch.float32,  # of the run and of the waiting pixels
+    whole: bool = False,  # encoded in one piece, not in tiles: HostModels.encode_video
 ) -> int:
     """Peak bytes, weights and pixels included, of encoding a clip of 8k+1 frames of height x width
-    pixels.
-
-    arithmetic  of the encoder
-    dtype       of the run and of the waiting pixels
-    whole       encoded in one piece, not in tiles: HostModels.encode_video
-
-    Pixels are collected in float32, frame by frame, and joined before the encoding.
-    """
+    pixels. Pixels are collected in float32, frame by frame, and joined before the encoding."""
     try:
         encoder = video.video_encoder_config(config)
     except UserError:

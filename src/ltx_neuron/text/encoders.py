@@ -41,23 +41,17 @@ class Contexts(NamedTuple):
 
 
 class RankTextEncoder:
-    """Encodes on the ranks: the sharded Gemma in buckets of tokens, then the sharded connectors.
-
-    ranks    a running backend (backends.ranks) that has loaded the programs and these weights
-    weights  folder of the rank files; its host file has embeddings and registers
-    buckets  token counts for which the text encoder is compiled
-    dtype    of the programs' inputs
-    apart    encode each prompt in a pass of its own: guidance groups do it at the same time
-    """
+    """Encodes on the ranks: the sharded Gemma in buckets of tokens, then the sharded connectors."""
 
     def __init__(
         self,
-        ranks,
-        weights: Path,
+        ranks,  # a running backend (backends.ranks) that has loaded the programs and these weights
+        weights: Path,  # folder of the rank files; its host file has embeddings and registers
         gemma: GemmaConfig,
         config: TransformerConfig,
-        buckets,
-        dtype: torch.dtype,
+        buckets,  # token counts for which the text encoder is compiled
+        dtype: torch.dtype,  # of the programs' inputs
+        # Encode each prompt in a pass of its own: guidance groups do it at the same time
         apart: bool = False,
     ):
         self.ranks, self.gemma, self.config, self.dtype = ranks, gemma, config, dtype

@@ -38,20 +38,16 @@ from ltx_neuron.weights.tensorfile import missing_and_unexpected
 
 
 class HostTextEncoder:
-    """Encodes on the host's CPU. Weights are mapped pages of their files, one layer at a time.
-
-    source     the tensors of model "gemma3": Gemma's, and the connectors' from the checkpoint
-    dtype      of the activations; in float32 runs, matrices keep their stored dtype
-    libraries  for float32 products
-    """
+    """Encodes on the host's CPU. Weights are mapped pages of their files, one layer at a time."""
 
     def __init__(
         self,
+        # The tensors of model "gemma3": Gemma's, and the connectors' from the checkpoint
         source: Source,
         gemma: GemmaConfig,
         config: TransformerConfig,
-        dtype: torch.dtype,
-        libraries: Libraries,
+        dtype: torch.dtype,  # of the activations; in float32 runs, matrices keep their stored dtype
+        libraries: Libraries,  # for float32 products
     ):
         self.libraries, self.stored_linear = libraries, StoredLinear(libraries)
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype

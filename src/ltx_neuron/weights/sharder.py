@@ -127,14 +127,10 @@ def shard_weights(
     workers: int | None = None,
 ) -> bool:
     """Write a folder of rank files and, last, its manifest. Returns False if the folder is finished
-    already, or if another process finished it while this one waited for its lock.
-
-    The source is read once, in pieces; a thread per file (at most `workers`) hashes and writes
-    them. A file's digest is blake3. A source tensor's is xxh3, which detects accidental changes
-    (not forgeries) in a quarter of the time.
-
-    UserError if the disk lacks space, before the first write.
-    """
+    already, or if another process finished it while this one waited for its lock. The source is
+    read once, in pieces; a thread per file (at most `workers`) hashes and writes them. A file's
+    digest is blake3. A source tensor's is xxh3, which detects accidental changes (not forgeries) in
+    a quarter of the time. UserError if the disk lacks space, before the first write."""
     if is_finished(folder, identity):
         return False
     with exclusive(folder, "writing"):

@@ -193,12 +193,10 @@ class TensorFile:
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of all tensors in order, or of those in `names`; threads read ahead.
-
         Tensors are mapped from the page cache. A mapping keeps a file descriptor, so neighbouring
         tensors share mappings of at least 64 MiB, which last until none of them is in use. Tensors
         that are not aligned to 64 bytes are copied, because torch is slower on them; rank files
-        have few of these, and they are small.
-        """
+        have few of these, and they are small."""
         readers, ahead = ThreadPoolExecutor(_READERS), deque()
         try:
             for group in self._groups(names):
