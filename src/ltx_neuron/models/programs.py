@@ -30,11 +30,10 @@ from ltx_neuron.models import (
     video_encoder,
     vocoder,
 )
-from ltx_neuron.models.ancestral import AncestralTail
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.diffusion_decoder import OF_SPAN, TIMESTEP_FEATURES, Neighbourhood
-from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
+from ltx_neuron.models.dit import AncestralTail, Blocks, Head, Step, Tail, X0Tail
 from ltx_neuron.models.gemma3 import Gemma3Encoder
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.modulation import MODULATION_ROWS

@@ -13,7 +13,7 @@ place of 40. Sources: ltx-pipelines 1.2.0 utils/samplers.py,
 gradient_estimating_euler_denoising_loop;
 https://openreview.net/pdf?id=o2ND9v0CeK.
 
-The ancestral Euler sampler's steps are in graphs (models/ancestral.py), and their coefficients and
+The ancestral Euler sampler's steps are in graphs (models/dit.py), and their coefficients and
 noise are here. Sources: ltx-core 1.2.0 EulerAncestralDiffusionStep, ltx-pipelines 1.4 distilled.py,
 chunks/operators.py.
 
