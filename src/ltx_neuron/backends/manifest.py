@@ -60,19 +60,14 @@ def recorded_sizes(folder: Path) -> list[dict]:
 
 
 class Manifest:
-    """A compiled program's manifest, read back.
-
-    identity  every property on which the graphs depend
-    graphs    by name, from describe_graph
-    runs      by name: a sequence of calls (graph, first block)
-    fields    shape and dtype of every named tensor
-    """
+    """A compiled program's manifest, read back."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         content = read_json(folder / MANIFEST)
-        # JSON stores tuples as lists and dtypes as names.
+        # Every property on which the graphs depend; the graphs by name, from describe_graph.
         self.identity, self.graphs = content["identity"], content["graphs"]
+        # JSON stores tuples as lists and dtypes as names.
         self.runs = {
             run: [(name, first) for name, first in calls] for run, calls in content["runs"].items()
         }

@@ -20,33 +20,24 @@ T = TypeVar("T")
 
 
 class Ranks(ABC):
-    """The ranks of one run. A context manager: leaving it closes them.
-
-    There are cp groups of tp tensor-parallel ranks, in this order. Each rank holds weights, the
-    graphs of programs, and named tensors on its device: uploads and outputs of graphs. Every method
-    raises RankError or DeviceFailure if a rank fails; the ranks cannot be used after that.
-
-    bytes_sent  total bytes of tensors uploaded so far, without weights. torchdist counts a tensor
-                once, since the ranks share its memory; nxd counts each rank's part.
-    launches    graphs that one rank has launched so far; `launch_ms` is the host's time for them in
-                milliseconds: for asynchronous launches until the last one returned, otherwise the
-                time between graphs
-    programs    the loaded programs by name
-
-    Of guidance groups (teams.py):
-
-    moment   what the host does, such as "at step 3 of stage_1", for messages
-    lost     a line for every lost group
-    pass_ms  (group, pass, milliseconds) of all runs of guided sequences so far
-    """
+    """The ranks of one run. A context manager: leaving it closes them. There are cp groups of tp
+    tensor-parallel ranks, in this order. Each rank holds weights, the graphs of programs, and named
+    tensors on its device: uploads and outputs of graphs. Every method raises RankError or
+    DeviceFailure if a rank fails; the ranks cannot be used after that."""
 
     def __init__(self, tp: int, cp: int = 1):
         self.tp, self.cp, self.size = tp, cp, tp * cp
-        self.bytes_sent = self.launches = 0
-        self.launch_ms = 0.0
-        self.programs: dict[str, Manifest] = {}
-        self.moment = ""
-        self.lost: list[str] = []
+        # Total bytes of tensors uploaded so far, without weights. torchdist counts a tensor once,
+        # since the ranks share its memory; nxd counts each rank's part.
+        self.bytes_sent = 0
+        # Graphs that one rank has launched so far, and the host's time for them: for asynchronous
+        # launches until the last one returned, otherwise the time between graphs.
+        self.launches, self.launch_ms = 0, 0.0
+        self.programs: dict[str, Manifest] = {}  # the loaded ones by name
+        # Of guidance groups (teams.py).
+        self.moment = ""  # what the host does, such as "at step 3 of stage_1", for messages
+        self.lost: list[str] = []  # a line for every lost group
+        # (group, pass, milliseconds) of all runs of guided sequences so far.
         self.pass_ms: list[tuple[int, str, float]] = []
 
     @property

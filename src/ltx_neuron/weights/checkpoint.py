@@ -123,20 +123,14 @@ def gemma_files(root: Path) -> list[TensorFile]:
 
 
 class Source:
-    """The tensors of one model under this toolkit's names, from one or several files.
-
-    model  its sharding table and its tensor names in the files
-    files  together they contain the model; they may contain other components too
-    heads  counts of attention heads by name, for tensors that are split by heads
-    notes  sentences for the user about what was merged into it
-
-    Tensors of no known component are left out: a file may have those of other models, or copies
-    (EMA). UserError for a tensor in an unsupported dtype or layout, or in two files.
-    """
+    """The tensors of one model under this toolkit's names, from one or several files. Tensors of no
+    known component are left out: a file may have those of other models, or copies (EMA). UserError
+    for a tensor in an unsupported dtype or layout, or in two files."""
 
     def __init__(self, model: Model, files: list[TensorFile], heads: dict[str, int] | None = None):
+        """heads: counts of attention heads by name, for tensors that are split by heads."""
         self.model, self.files, self.heads = model, files, heads or {}
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # sentences for the user about what was merged into it
         # Our name -> (the tensor's file, its name there).
         self.locations: dict[str, tuple[TensorFile, str]] = {}
         for file in files:

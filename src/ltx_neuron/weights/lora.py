@@ -348,10 +348,8 @@ def _scale(settings: dict, layer: str, rank: int) -> float:
 
 
 class MergedSource(Source):
-    """A model's tensors with LoRAs merged in. text_loras: those that change the connectors or the
-    text projections. rounds_once: each LoRA after the first is added without rounding its product.
-    UserError if a LoRA tensor belongs to no weight of the checkpoint or does not fit its shape, or
-    if the weight is not stored in BF16."""
+    """A model's tensors with LoRAs merged in. UserError if a LoRA tensor belongs to no weight of
+    the checkpoint or does not fit its shape, or if the weight is not stored in BF16."""
 
     def __init__(
         self,
@@ -363,9 +361,11 @@ class MergedSource(Source):
         super().__init__(model, files, heads)
         # Weight name -> what is added to it, in the order of `loras`.
         self.adapters: dict[str, list[Adapter]] = {}
+        # Those that change the connectors or the text projections.
         self.text_loras, mine = (), []
         release = getattr(files[0], "release", None)
-        self.rounds_once = bool(release and release.split)  # not run by ltx-core 1.0.0
+        # Each LoRA after the first is added without rounding its product. Not run by 1.0.0.
+        self.rounds_once = bool(release and release.split)
         for lora in loras:
             additions, others = _read(lora, files[0])
             ours = {name: x for key, x in additions.items() if (name := rename(model, key))}

@@ -121,8 +121,6 @@ def spatial_scale(path: str | Path | None) -> float:
 
 class TextEncoderFile(WeightFile):
     """LTX-2.5's text encoder in one file: Gemma 4, the text projections and the tokenizer.
-    gemma_config: Gemma's config.json, from the metadata. assets: names of the other files of
-    Gemma's folder in it; `asset` reads them. They are not weights, so `shapes` leaves them out.
     UserError for any other file."""
 
     def __init__(self, path: Path, download: str):
@@ -132,7 +130,7 @@ class TextEncoderFile(WeightFile):
                 f"--gemma-root {path}: wanted LTX-2.5's text encoder (with 'gemma_config' in its"
                 f" metadata), got {described(self)}\nDownload it: {download}"
             )
-        try:
+        try:  # Gemma's config.json
             self.gemma_config = {**json.loads(self.metadata["gemma_config"])}
         except (ValueError, TypeError) as error:
             raise UserError(
@@ -152,6 +150,7 @@ class TextEncoderFile(WeightFile):
 
     @property
     def assets(self) -> tuple[str, ...]:
+        """Names of the other files of Gemma's folder in it: no weights, so not in `shapes`."""
         return tuple(sorted(self._assets))
 
     @property
@@ -287,15 +286,8 @@ def _only(paths: list[Path], folder: Path, flag: str) -> Path:
 
 
 class ModelFiles:
-    """The files of one model.
-
-    checkpoint  the whole checkpoint, or the file of the transformer
-    apart       kinds of the parts that it lacks: each has a file of its own
-    given       files that the user named, by kind. The others are beside the transformer
-
-    UserError for a file of a part that the checkpoint has. The files of parts are opened at first
-    use.
-    """
+    """The files of one model. UserError for a file of a part that the checkpoint has. The files of
+    parts are opened at first use."""
 
     def __init__(
         self,
@@ -304,12 +296,14 @@ class ModelFiles:
         **part_paths: str | Path | None,
     ):
         """part_paths: of PARTS, as video_vae_path=FILE."""
+        # The whole checkpoint, or the file of the transformer.
         self.checkpoint = Checkpoint(Path(checkpoint_path))
         self.checkpoint.say_others()
-        parts = {name.removesuffix("_path"): path for name, path in part_paths.items()}
-        named = {"gemma": gemma_root, **parts}
-        self.given = {kind: Path(path) for kind, path in named.items() if path}
+        named = {"gemma_path": gemma_root, **part_paths}.items()
+        # Files that the user named, by kind. The others are beside the transformer.
+        self.given = {name.removesuffix("_path"): Path(path) for name, path in named if path}
         self.release = self.checkpoint.release
+        # Kinds of the parts that the checkpoint lacks: each has a file of its own.
         apart = {kind for kind, part in PARTS.items() if not part.is_in(self.checkpoint)}
         self.apart = {"video_vae", "audio_vae"} if self.release.split else apart
         self._open: dict[str, PartFile] = {}

@@ -41,18 +41,14 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 class _WeightSet:
-    """One copy of a model's weights on the cores, and the graphs that use it.
-
-    tensors  by rank, then by name; None until the first graph is loaded
-    models   by (program, graph): its loaded copies, an NxDModel each
-    inputs   by (program, graph, first block)
-    """
+    """One copy of a model's weights on the cores, and the graphs that use it."""
 
     def __init__(self, folder: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype):
         self.folder, self.wanted, self.dtype = folder, wanted, dtype
+        # By rank, then by name; None until the first graph is loaded.
         self.tensors: list[dict[str, Tensor]] | None = None
-        self.models: dict[tuple[str, str], list] = {}
-        self.inputs: dict[tuple[str, str, int], Inputs] = {}
+        self.models: dict[tuple[str, str], list] = {}  # (program, graph) -> its loaded NxDModels
+        self.inputs: dict[tuple[str, str, int], Inputs] = {}  # (program, graph, first block) -> ...
         self.manifests: dict[str, Manifest] = {}
 
     def bind(self, program: str, graph: str, copies: int, tp: int, size: int) -> None:
