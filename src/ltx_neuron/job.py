@@ -26,7 +26,7 @@ from ltx_neuron.sampling.guidance import (
 )
 from ltx_neuron.sampling.inputs import Inputs, Media
 from ltx_neuron.sampling.latents import UPSCALES, video_latent_shape
-from ltx_neuron.sampling.samplers import STAGE_SEED, steps_of_evaluations
+from ltx_neuron.sampling.samplers import SAMPLERS, STAGE_SEED
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     DISTILLED_SIGMAS,
@@ -57,9 +57,7 @@ class Stage(NamedTuple):
     # Starts from the previous stage's upsampled latents, not from noise alone
     upsampled: bool = False
     loras: WeightSet = ()  # merged into its weights
-    # "euler", "ancestral", which adds noise in each step, "res_2s" with two evaluations of the
-    # model per step, or "gradient_estimation"
-    sampler: str = "euler"
+    sampler: str = "euler"  # a key of SAMPLERS
     window: Window | None = None  # of an extended video: each has its own stage 1
     temporal: dfr.TemporalWindow | None = None  # of DFR: each window of a round is a stage
 
@@ -90,9 +88,7 @@ class Stage(NamedTuple):
     def evaluations(self) -> tuple[int, ...]:
         """The stage's evaluations of the model in order, each with the step number that guidance
         uses. Their number is that of the used rows of the graph's schedule tables."""
-        if self.sampler == "res_2s":
-            return steps_of_evaluations(self.steps)
-        return tuple(range(self.steps))
+        return SAMPLERS[self.sampler].evaluations(self.steps)
 
     @property
     def max_steps(self) -> int:

@@ -89,14 +89,14 @@ def test_a_body_however_nested_is_read_or_refused_and_nothing_else(body):
 
 
 def test_the_size_is_read_however_it_is_said():
-    assert read(size="768x512", seconds="5").wanted == RequestedSize(
+    assert read(size="768x512", seconds="5").requested_size == RequestedSize(
         height=512, width=768, seconds=5.0
     )
     as_numbers = read(width=768, height="512", num_frames="121", fps="24", two_stage="true")
-    assert as_numbers.wanted == RequestedSize(
+    assert as_numbers.requested_size == RequestedSize(
         height=512, width=768, num_frames=121, frame_rate=24.0, two_stage=True
     )
-    assert read(size="", seconds=None).wanted == RequestedSize()
+    assert read(size="", seconds=None).requested_size == RequestedSize()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_two_fields_that_say_the_same_are_refused():
 
 def test_extra_params_are_fields_as_well():
     assert read(extra_params='{"seed": 5, "fps": 25}').seed == 5
-    assert read(extra_params={"fps": 25}).wanted.frame_rate == 25
+    assert read(extra_params={"fps": 25}).requested_size.frame_rate == 25
     for other in ("[1]", [1], [], "[]", 0, "0", False, "a"):
         assert refused(extra_params=other).param == "extra_params"
     for none in (None, "", {}, "{}"):
@@ -254,7 +254,7 @@ def test_images_come_as_files_as_data_urls_and_as_openai_writes_objects_in_a_for
 
 def test_a_body_takes_a_rate_as_a_fraction_and_the_last_frame_as_minus_one():
     request = read(fps="30000/1001", images=[{"image_url": PNG_URL, "frame": -1}])
-    assert request.wanted.frame_rate == 30000 / 1001
+    assert request.requested_size.frame_rate == 30000 / 1001
     assert [held.frame for held in request.held.values()] == [-1]
     assert refused(images=[{"image_url": PNG_URL, "frame": -2}]).param == "images[0]"
 
@@ -273,7 +273,7 @@ def test_sounds_and_videos_come_as_files_as_data_urls_and_as_objects_in_a_form()
     several = [{"video_url": PNG_URL, "strength": 0.5}, {"video_url": PNG_URL}]
     for said in (several, json.dumps(several)):
         sent = read(video_conditioning=said).media
-        assert [(each.param, each.strength) for each in sent] == [
+        assert [(each.param, each.held.strength) for each in sent] == [
             ("video_conditioning[0]", 0.5),
             ("video_conditioning[1]", 1.0),
         ]

@@ -24,13 +24,8 @@ Settings = dict[str, str]  # key -> value, in the notation of --profile-set
 RUN_KEYS = ("backend", "compile_backend", "threads", f"environment.{COLLECTIVES_BUFFER}")
 GRAPH_KEYS = ("attention", "sequence_parallel", "blocks_per_graph", "compiler_flags.dit")
 _PACKAGES = (
-    "torch",
-    "torch-neuronx",
-    "torch-xla",
-    "neuronx-cc",
-    "neuronx-distributed",
-    "nki",
-    "nkilib",
+    *("torch", "torch-neuronx", "torch-xla", "neuronx-cc"),
+    *("neuronx-distributed", "nki", "nkilib"),
 )
 
 
@@ -150,14 +145,13 @@ def _read(path: Path, identity: dict) -> TunedSettings:
     try:
         if content["identity"] != identity:
             raise ValueError("its identity does not match its name")
-        sizes = {key: _checked(size) for key, size in content["sizes"].items()}
+        sizes = {
+            key: size | {name: _settings(size[name]) for name in ("settings", "run")}
+            for key, size in content["sizes"].items()
+        }
         return TunedSettings(path, identity, _settings(content["run"]), sizes)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} is not a file of tuned settings ({error})") from None
-
-
-def _checked(size: dict) -> dict:
-    return size | {name: _settings(size[name]) for name in ("settings", "run")}
 
 
 def _settings(settings: dict) -> Settings:

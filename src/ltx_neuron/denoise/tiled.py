@@ -18,7 +18,9 @@ from ltx_neuron.sampling.tiles import blend_weights
 
 
 class TiledStageRun(StageRun):
-    samplers = {"euler": Euler}
+    def _host_sampler(self) -> type[Euler]:
+        assert self.stage.sampler == "euler"
+        return Euler
 
     def _put_tokens(self, job: Job, video: LatentState, choice: Tensor) -> None:
         """Upload the inputs of each tile's tokens, under names with the tile's number."""

@@ -13,6 +13,7 @@ class Compat:
     # Differences of ltx-core 1.0.0 from later releases.
     # Images overwrite the noised latent and keyframes last eight frames (1.1.6, 1.1.2)
     conditioning: bool = False
+    skipped_uncond: bool = False  # the negative pass computes a stream that its step skips
     # Audio-video AdaLN follows the other stream's sigma, not a token's own timestep (1.1.4)
     cross_sigma: bool = False
     positions: bool = False  # video positions are rounded to the run's dtype (1.1.3)
@@ -41,6 +42,7 @@ COMPAT = {
     None: Compat(),
     "ltx-core-1.0.0": Compat(
         conditioning=True,
+        skipped_uncond=True,
         cross_sigma=True,
         positions=True,
         vocoder=True,
@@ -51,7 +53,7 @@ COMPAT = {
         orientation="stored",
     ),
     "ltx-core-1.0.0-conditioning": Compat(
-        conditioning=True, plain_stage_2=True, orientation="stored"
+        conditioning=True, skipped_uncond=True, plain_stage_2=True, orientation="stored"
     ),
     "ltx-pipelines-1.2.0": Compat(plain_stage_2=True, retake_noise=True, orientation="turned"),
 }

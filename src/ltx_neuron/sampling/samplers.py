@@ -1,5 +1,8 @@
-"""Samplers on the host. Between evaluations of the model it computes with upstream's operations in
-the same order, so that results are bit-identical.
+"""The samplers. A new one is a row of SAMPLERS and a step: a class of the host, or a tail of the
+graphs (models/programs.py).
+
+On the host: between evaluations of the model it computes with upstream's operations in the same
+order, so that results are bit-identical.
 
 res_2s (HQ): two evaluations a step, additional noise, and a last evaluation near sigma 0 whose
 prediction is the result; in float64. At 1088x1920 and 121 frames a step of stage 2 takes 1.8 to
@@ -22,11 +25,13 @@ Shapes (the batch is always 1): (1, T, C) latents of a stream's T tokens, append
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-SAMPLERS = ("euler", "res_2s", "gradient_estimation")
+from ltx_neuron.sampling.schedules import sigma_pairs
+
 # Seeds of the noise, independent of the job's seed, as upstream.
 _STEP_SEED, _SUBSTEP_SEED = -1, 9999
 _LAST_SIGMA = 0.0011  # instead of 0, because step sizes use the logarithm
@@ -265,3 +270,25 @@ def ancestral_coefficients(
     moving = torch.stack([ratio, 1.0 - ratio, alpha / alpha_down, noise, (end > 0).float()], dim=1)
     staying = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]).expand_as(moving)
     return torch.stack([staying if stays else moving for stays in frozen], dim=1)
+
+
+class Sampler(NamedTuple):
+    """How a stage steps from noise to latents.
+
+    host         steps on the host; None: the graphs step on the ranks
+    pairs        sigmas and rows of the graphs' table to the sigmas (rows, 2) of each evaluation
+    evaluations  number of steps to the step number that guidance uses in each evaluation
+    """
+
+    host: type[Euler | Res2s] | None = None
+    pairs: Callable[[tuple[float, ...], int], Tensor] = sigma_pairs
+    evaluations: Callable[[int], tuple[int, ...]] = lambda steps: tuple(range(steps))
+
+
+SAMPLERS = {
+    "euler": Sampler(),
+    "ancestral": Sampler(),  # Euler that adds noise in each step
+    "res_2s": Sampler(Res2s, evaluation_pairs, steps_of_evaluations),  # two evaluations a step
+    "gradient_estimation": Sampler(GradientEstimation),
+}
+CHOICES = ("euler", "res_2s", "gradient_estimation")  # a release selects the ancestral one

@@ -33,11 +33,10 @@ from pydantic import (
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
-from ltx_neuron.sampling import conditions
+from ltx_neuron.sampling import conditions, samplers
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.latents import UPSCALES
 from ltx_neuron.sampling.rules import PICTURE_FIELDS
-from ltx_neuron.sampling.samplers import SAMPLERS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
 from ltx_neuron.sampling.size import FRAME_RATES, AutoDuration, Size
 
@@ -438,7 +437,7 @@ class JobFields(
         "LTX-2.5: predict --num-frames from the prompt, between these seconds (default: 1 20)",
         "[MIN_SECONDS MAX_SECONDS]",
     )
-    sampler: Literal[tuple(SAMPLERS)] = _option(
+    sampler: Literal[samplers.CHOICES] = _option(
         "dev recipe: res_2s (HQ, for --two-stage) or gradient_estimation (default: euler)",
         default="euler",
     )

@@ -33,7 +33,7 @@ ERRORS = {
     507: ("storage_full",),
 }
 # Fields of a job with other names in requests.
-_SPELLED = {
+_REQUEST_NAMES = {
     "image": "images",
     "audio_path": "audio_reference",
     "video_path": "video_reference",
@@ -98,7 +98,7 @@ class ApiError(Exception):
 
 def field_of(name: str) -> str:
     """The request's name of a job's field."""
-    return _SPELLED.get(name, name)
+    return _REQUEST_NAMES.get(name, name)
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:

@@ -126,13 +126,12 @@ class Api:
     # --- videos -----------------------------------------------------------------------------------
 
     async def create(self, request: Request) -> Response:
-        entry = await self._accept(request)
-        return self._answer(entry)
+        return self._answer(await self._accept(request))
 
     async def create_and_wait(self, request: Request) -> Response:
         """/v1/videos/sync: the video itself. If the client disconnects, its job is cancelled."""
         owner, entry = request.state.owner, await self._accept(request)
-        waited, ended = 0.0, False
+        waited = 0.0
         try:
             while entry.status in OPEN:
                 if waited > self.settings.sync_seconds:
@@ -142,10 +141,9 @@ class Api:
                 await asyncio.sleep(_POLL_MS[False] / 1000)
                 waited += _POLL_MS[False] / 1000
                 entry = await run_in_threadpool(self._entry, owner, entry.id)
-            ended = True
-        finally:
-            if not ended:
-                await asyncio.shield(run_in_threadpool(self.queue.cancel, owner, entry.id))
+        except BaseException:  # the server's end cancels this task
+            await asyncio.shield(run_in_threadpool(self.queue.cancel, owner, entry.id))
+            raise
         if entry.status == FAILED:
             assert entry.error
             raise ApiError(500, entry.error["code"], entry.error["message"])
@@ -221,11 +219,10 @@ class Api:
         return FileResponse(path, media_type=kind, filename=filename, headers=headers)
 
     def _answer(self, entry: Entry) -> Response:
-        headers, ahead = {}, None
+        headers, waits = {}, entry.status == QUEUED
         if entry.status in OPEN:
-            headers["openai-poll-after-ms"] = str(_POLL_MS[entry.status == QUEUED])
-        if entry.status == QUEUED:
-            ahead = self.queue.ahead_of(entry)
+            headers["openai-poll-after-ms"] = str(_POLL_MS[waits])
+        ahead = self.queue.ahead_of(entry) if waits else None
         return JSONResponse(video_object(entry, self.settings.keep_days, ahead), headers=headers)
 
     def _entry(self, owner: str, id: str, param: str | None = None) -> Entry:
@@ -238,8 +235,8 @@ class Api:
         """Store a request's owner. Raises ApiError for a wrong token or a refused origin."""
         if refusal := request.state.refusal:
             raise refusal
-        given = request.headers.get("authorization") or cookie_authorization(request)
-        request.state.owner = self.tokens.owner_of(given)
+        authorization = request.headers.get("authorization") or cookie_authorization(request)
+        request.state.owner = self.tokens.owner_of(authorization)
         if request.state.owner is None:
             raise ApiError(401, "invalid_api_key", "send a token: Authorization: Bearer TOKEN")
 
@@ -256,8 +253,7 @@ class Api:
 
     def _model(self) -> ModelObject:
         sizes = self.jobs.sizes
-        compiled = sizes.compiled
-        default = sizes.served_default
+        compiled, default = sizes.compiled, sizes.served_default
         loras: Any = {
             name: [{"name": lora.path.name, "strength": lora.strength} for lora in job.all_loras]
             for name, job in sizes.lora_sets.items()
@@ -272,8 +268,8 @@ class Api:
             "lora_sets": loras,
             "sizes": [size.as_dict() for size in compiled],
             "inputs": {
-                field: [size.as_dict() for size in several]
-                for field, several in sizes.inputs.items()
+                field: [size.as_dict() for size in of_input]
+                for field, of_input in sizes.inputs.items()
             },
             "reference_audio_seconds": sizes.voice_seconds,
             "default": default and default.as_dict(),
@@ -281,19 +277,21 @@ class Api:
 
     def queue_state(self) -> Response:
         """The number of jobs of all owners, and the workers' states."""
-        counts, workers = self.queue.counts(), self.queue.workers().values()
+        counts = self.queue.counts()
         content = {"waiting": counts[QUEUED], "in_progress": counts[IN_PROGRESS]}
-        alive = sum(state["alive"] for state in workers)
-        return JSONResponse({"object": "queue", **content, "workers": alive})
+        return JSONResponse({"object": "queue", **content, "workers": self._live_workers()})
 
     def health(self) -> Response:
         return JSONResponse({"status": "ok"})
 
     def ready(self) -> Response:
         """Whether a worker is alive to run a new job."""
-        alive = sum(state["alive"] for state in self.queue.workers().values())
+        alive = self._live_workers()
         content = {"status": "ready" if alive else "no worker is alive", "workers": alive}
         return JSONResponse(content, 200 if alive else 503)
+
+    def _live_workers(self) -> int:
+        return sum(state["alive"] for state in self.queue.workers().values())
 
     def metrics(self) -> Response:
         return Response(self.metrics_of.text(), media_type=CONTENT_TYPE_LATEST)
@@ -359,8 +357,8 @@ def create_app(
     if page:
         add_page(app, tokens, api.authorize)
     app.router.routes += reference.routes(openapi.describe(app, jobs.model))
-    own = ApiError, HTTPException, RequestValidationError, ClientDisconnect, StorageError
-    for kind in (*own, Exception):
+    expected = ApiError, HTTPException, RequestValidationError, ClientDisconnect, StorageError
+    for kind in (*expected, Exception):
         app.add_exception_handler(kind, handle_error)
     app.add_exception_handler(OSError, handle_disk_error)
     return RequestLimits(_counting(app, api), settings.max_body_bytes, local=not tokens.hashes)
@@ -470,24 +468,24 @@ def handle_error(_: Request, error: Exception) -> Response:
     """The API's answer to an error."""
     match error:
         case ApiError():
-            told = error
+            answer = error
         case HTTPException():
             code = _CODES.get(error.status_code, "error")
-            told = ApiError(error.status_code, code, str(error.detail))
+            answer = ApiError(error.status_code, code, str(error.detail))
         case RequestValidationError():  # in the query string
             mistake = error.errors()[0]
             name, (got, wanted) = mistake["loc"][-1], got_and_wanted(mistake)
-            told = invalid(name, f"{name}: got {got}, {wanted}")
+            answer = invalid(name, f"{name}: got {got}, {wanted}")
         case ClientDisconnect():
             return Response(status_code=499)  # as nginx counts it; nobody reads it
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            told = ApiError(507, "storage_full", "the service's disk is full", retry=60)
+            answer = ApiError(507, "storage_full", "the service's disk is full", retry=60)
         case StorageError(errno=errno.EBUSY):
             message = "the queue's database is locked by another program"
-            told = ApiError(503, "storage_unavailable", message, retry=5)
+            answer = ApiError(503, "storage_unavailable", message, retry=5)
         case StorageError():
             message = "the queue's database cannot be used; the service's log says why"
-            told = ApiError(500, "storage_failed", message)
+            answer = ApiError(500, "storage_failed", message)
         case _:
-            told = ApiError(500, "internal_error", "an internal error of the service")
-    return JSONResponse(told.content, told.status, told.headers)
+            answer = ApiError(500, "internal_error", "an internal error of the service")
+    return JSONResponse(answer.content, answer.status, answer.headers)

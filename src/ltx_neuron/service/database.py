@@ -85,7 +85,11 @@ class Database:
     empty one that jobs' folders in `folder` show to have had jobs."""
 
     def __init__(self, path: Path, folder: Path):
-        self.path, self._idle, self._said = Path(path), deque[sqlite3.Connection](), -_LINE_SECONDS
+        self.path, self._idle, self._printed = (
+            Path(path),
+            deque[sqlite3.Connection](),
+            -_LINE_SECONDS,
+        )
         self.reserve, self._opened = self.path.with_name(f"{self.path.name}.reserve"), None
         try:
             with open(path, "ab") as file:  # SQLite opens what it may not write
@@ -93,11 +97,11 @@ class Database:
             if size % 512 or lost and not size:  # SQLite would read zeros, or delete its log
                 raise sqlite3.DatabaseError(f"it has {size} bytes")
             with self.writing(frees=True) as connection:
-                (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
                 if lost and not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-                    found = "it is empty"
-                if found != "ok":
-                    raise sqlite3.DatabaseError(found)
+                    state = "it is empty"
+                if state != "ok":
+                    raise sqlite3.DatabaseError(state)
                 columns = {row["name"] for row in connection.execute("PRAGMA table_info(jobs)")}
                 for old in _RENAMED.keys() & columns:
                     connection.execute(f"ALTER TABLE jobs RENAME COLUMN {old} TO {_RENAMED[old]}")
@@ -107,12 +111,15 @@ class Database:
         except (StorageError, sqlite3.DatabaseError) as error:
             if getattr(error, "errno", errno.EBADMSG) != errno.EBADMSG:
                 raise
-            kept, parts = f"{folder.parent}.damaged", path.parent.glob(f"{glob.escape(path.name)}*")
-            move = shlex.join(["mv", *map(str, parts), str(folder), kept])
+            backup, parts = (
+                f"{folder.parent}.damaged",
+                path.parent.glob(f"{glob.escape(path.name)}*"),
+            )
+            move = shlex.join(["mv", *map(str, parts), str(folder), backup])
             raise UserError(
                 f"{path} cannot be opened as the queue's database: {reason(error)}\nPut back a copy"
                 " of it. Or keep it and the finished videos elsewhere, and begin a new queue: mkdir"
-                f" {shlex.quote(kept)} && {move}\nOr type another --data-dir DIR"
+                f" {shlex.quote(backup)} && {move}\nOr type another --data-dir DIR"
             ) from None
 
     def close(self) -> None:
@@ -166,23 +173,23 @@ class Database:
             finally:
                 self._idle.append(connection)
         except (StorageError, sqlite3.Error) as error:
-            raise self._told(error) from None
+            raise self._to_storage_error(error) from None
 
     def _identity(self) -> list[int]:
         """The numbers of an open database's files; empty if one is missing or the first is empty.
         SQLite would go on with deleted files, and make new ones in other processes."""
         with suppress(FileNotFoundError):
-            found = [os.stat(f"{self.path}{end}").st_ino for end in ("", "-wal", "-shm")]
-            return found if self.path.stat().st_size else []
+            numbers = [os.stat(f"{self.path}{end}").st_ino for end in ("", "-wal", "-shm")]
+            return numbers if self.path.stat().st_size else []
         return []
 
-    def _told(self, error: Exception) -> Exception:
+    def _to_storage_error(self, error: Exception) -> Exception:
         """SQLite's error as a StorageError, printed as a line; other errors as they are."""
         name = getattr(error, "sqlite_errorname", "")
-        if number := next((each for each, kind in _ERRORS.items() if name.startswith(kind)), 0):
+        if number := next((n for n, names in _ERRORS.items() if name.startswith(names)), 0):
             error = StorageError(number, str(error), str(self.path))
-        if isinstance(error, StorageError) and time.monotonic() - self._said >= _LINE_SECONDS:
-            self._said = time.monotonic()
+        if isinstance(error, StorageError) and time.monotonic() - self._printed >= _LINE_SECONDS:
+            self._printed = time.monotonic()
             advice = "; start the service again" if error.errno == errno.EBADMSG else ""
             print(f"{self.path}: {reason(error)}{advice}", flush=True)
         return error

@@ -150,13 +150,10 @@ class Media(NamedTuple):
     held: HeldSound | HeldVideo
 
     @property
-    def strength(self) -> float | None:
-        return getattr(self.held, "strength", None)
-
-    @property
     def digest(self) -> list:
         self.held.file.seek(0)
-        return [hashlib.file_digest(self.held.file, "sha256").hexdigest(), self.strength]
+        sha256 = hashlib.file_digest(self.held.file, "sha256").hexdigest()
+        return [sha256, getattr(self.held, "strength", None)]
 
 
 def _reference(key: str) -> Callable[[Any], Any]:
@@ -233,7 +230,8 @@ def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
         if field.get("default", ...) is None:
             del field["default"]
         if "description" in field:
-            field["description"] = spelled(field["description"].partition(" (default")[0])
+            description = field["description"].partition(" (default")[0]
+            field["description"] = with_field_names(description)
 
 
 class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
@@ -303,25 +301,24 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     @property
     def held(self) -> dict[str, HeldImage]:
         """The image conditions by request field; the references are at frame 0."""
-        references = {name: getattr(self, name) for name in ("input_reference", "image_reference")}
-        several = {f"images[{index}]": image for index, image in enumerate(self.images)}
-        return {name: image for name, image in (references | several).items() if image}
+        images = {name: getattr(self, name) for name in ("input_reference", "image_reference")}
+        images |= {f"images[{index}]": image for index, image in enumerate(self.images)}
+        return {name: image for name, image in images.items() if image}
 
     @property
     def media(self) -> list[Media]:
         """The sounds and videos."""
-        found = []
+        media = []
         for name, (field, kind) in _MEDIA.items():
             value = getattr(self, name)
             if isinstance(value, tuple):
-                several = enumerate(value)
-                found += [Media(f"{name}[{n}]", field, kind, held) for n, held in several]
+                media += [Media(f"{name}[{n}]", field, kind, held) for n, held in enumerate(value)]
             elif value:
-                found.append(Media(name, field, kind, value))
-        return found
+                media.append(Media(name, field, kind, value))
+        return media
 
     @property
-    def wanted(self) -> RequestedSize:
+    def requested_size(self) -> RequestedSize:
         values = {name: getattr(self, name) for name in RequestedSize.model_fields}
         if self.size:
             values["width"], values["height"] = self.size
@@ -350,7 +347,7 @@ _NAMES = _names_of(VideoRequest)
 KNOWN = {name for names in _NAMES.values() for name in names}
 
 
-def spelled(text: str) -> str:
+def with_field_names(text: str) -> str:
     """Replace the flags in a text by request fields."""
     return _FLAG.sub(lambda match: field_of(match[1].replace("-", "_")), text)
 

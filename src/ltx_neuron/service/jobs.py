@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import shutil
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ltx_neuron.sampling.conditions import ImageCondition, WeightedFile
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.service import media, picture
 from ltx_neuron.service.api_error import ApiError, busy, field_of, invalid, too_large
-from ltx_neuron.service.fields import KNOWN, Media, VideoRequest, spelled
+from ltx_neuron.service.fields import KNOWN, VideoRequest, WeightedVideo, with_field_names
 from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.sandbox import BadFile
@@ -54,21 +54,22 @@ class JobSubmitter:
     def accept(self, request: VideoRequest, owner: str, key: str | None = None) -> Entry:
         """Store a request's job on disk. A repeated key returns the earlier job. Raises
         ApiError."""
-        with _refusing():
-            if before := self.queue.of_key(owner, key, request.digest):
-                return before
+        try:
+            if earlier := self.queue.of_key(owner, key, request.digest):
+                return earlier
             if request.model not in (None, self.model):
-                raise ApiError(
-                    404,
-                    "model_not_found",
-                    f"unknown model {request.model[:64]!r}; this service has only {self.model!r}",
-                    "model",
-                )
+                message = f"unknown model {request.model[:64]!r}; this service has only"
+                raise ApiError(404, "model_not_found", f"{message} {self.model!r}", "model")
             return self._submit(request, owner, key)
+        except QueueFull as error:
+            raise busy(str(error), "queue_full") from None
+        except KeyUsed:
+            message = "this Idempotency-Key was used for another request; send another key"
+            raise ApiError(409, "idempotency_conflict", message) from None
 
     def _submit(self, request: VideoRequest, owner: str, key: str | None) -> Entry:
         id = self.queue.new_id()
-        folder, kept = self.queue.folder_of(id), False
+        folder, is_new = self.queue.folder_of(id), False
         folder.mkdir()
         try:
             job = self._job(request, folder)
@@ -83,18 +84,16 @@ class JobSubmitter:
             line = job.with_paths(lambda path: path.name).to_line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
-            batch_key = self._batch_key(job)
-            new = NewJob(
-                id, owner, request.digest, batch_key, line, shown, key, folder_bytes(folder)
-            )
-            entry, kept = self.queue.submit(new, *self.max_queued, self.max_queued_bytes)
+            where = self._batch_key(job), line, shown, key, folder_bytes(folder)
+            new = NewJob(id, owner, request.digest, *where)
+            entry, is_new = self.queue.submit(new, *self.max_queued, self.max_queued_bytes)
             return entry
         except UserError as error:
             message = public(error.spelled(field_of), folder)
             named = [*map(field_of, error.fields), *re.findall(r"\w+", message)]
             raise invalid(next(filter(KNOWN.__contains__, named), None), message) from None
         finally:
-            if not kept:
+            if not is_new:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _job(self, request: VideoRequest, folder: Path) -> Job:
@@ -103,15 +102,15 @@ class JobSubmitter:
             ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
             for number, held in enumerate(request.held.values())
         )
-        sizes, wanted = self.sizes, request.wanted
+        sizes, requested = self.sizes, request.requested_size
         job = request.job.replaced(image=images, **self._media(request, folder))
         if request.video_reference:  # its file has the size
-            chosen = CompiledSize(Size(), wanted.recipe or sizes.default.recipe)
-            if wanted.seconds is not None:
+            chosen = CompiledSize(Size(), requested.recipe or sizes.default.recipe)
+            if requested.seconds is not None:
                 raise invalid("seconds", "seconds does not go with video_reference; leave it out")
             if abs(job.extend or 0) > (most := self.limits.seconds):
                 raise invalid("extend", f"extend {job.extend:g}: wanted at most {most:g} s")
-            job = job.replaced(**wanted.model_dump(exclude_none=True))
+            job = job.replaced(**requested.model_dump(exclude_none=True))
         elif request.reference_video:  # its file has the length
             chosen, job = self._dubbing(request, job)
         else:
@@ -121,8 +120,8 @@ class JobSubmitter:
             if request.reference_audio:
                 self._check_lora_set(request, "reference_audio", "an IC-LoRA")
             _ = job.media  # raises UserError
-            job = job.replaced(tail_frames=wanted.tail_frames)
-            chosen = sizes.choose(wanted, job)
+            job = job.replaced(tail_frames=requested.tail_frames)
+            chosen = sizes.choose(requested, job)
             job = job.resized(chosen.size)
         loras = sizes.loras(request.lora_set, chosen)
         image = self._images(request, images, folder)
@@ -131,33 +130,28 @@ class JobSubmitter:
     def _media(self, request: VideoRequest, folder: Path) -> dict[str, Any]:
         """Write a request's sounds and videos into a job's folder; return the job's fields."""
         fields: dict[str, Any] = {}
-        for number, each in enumerate(request.media):
-            path = folder / f"{each.kind}-{number}"
-            each.held.file.seek(0)
+        for number, (param, field, kind, held) in enumerate(request.media):
+            path = folder / f"{kind}-{number}"
+            held.file.seek(0)
             with open(path, "wb") as file:
-                shutil.copyfileobj(each.held.file, file)
-            reference = each.field == "video_conditioning"
-            still = reference and picture.is_picture(first_bytes(path, 12))
-            most = self.limits.bytes_of("image" if still else each.kind)
+                shutil.copyfileobj(held.file, file)
+            still = field == "video_conditioning" and picture.is_picture(first_bytes(path, 12))
+            most = self.limits.bytes_of("image" if still else kind)
             if path.stat().st_size > most:
-                raise too_large(each.param, most)
+                raise too_large(param, most)
             if still:
-                path = self._decoded(each.param, path)
+                path = self._decoded(param, path)
             else:
-                self._check_media(each, path)
-            if each.strength is None:
-                fields[each.field] = str(path)
+                try:
+                    media.check(path, kind, self.limits)
+                except BadFile as error:
+                    raise invalid(param, f"{param}: {error}", f"invalid_{kind}") from None
+            if isinstance(held, WeightedVideo):
+                file = WeightedFile(str(path), held.strength)
+                fields[field] = (*fields.get(field, ()), file)
             else:
-                file = WeightedFile(str(path), each.strength)
-                fields[each.field] = (*fields.get(each.field, ()), file)
+                fields[field] = str(path)
         return fields
-
-    def _check_media(self, each: Media, path: Path) -> None:
-        try:
-            media.check(path, each.kind, self.limits)
-        except BadFile as error:
-            message = f"{each.param}: {error}"
-            raise invalid(each.param, message, f"invalid_{each.kind}") from None
 
     def _check_lora_set(self, request: VideoRequest, field: str, lora: str) -> dict[str, Any]:
         """A job's LoRAs for a request. Raises ApiError if its set lacks the LoRA, in words, that
@@ -175,16 +169,16 @@ class JobSubmitter:
         """The size of a request for a video to dub, and its job of this size. Raises ApiError if
         its LoRA set cannot dub."""
         fields = self._check_lora_set(request, "reference_video", "a dubbing LoRA")
-        wanted = request.wanted
-        if wanted.seconds is not None:
+        requested = request.requested_size
+        if requested.seconds is not None:
             raise invalid("seconds", "seconds does not go with reference_video; leave it out")
-        length = {"num_frames": wanted.num_frames, "frame_rate": wanted.frame_rate}
+        length = {"num_frames": requested.num_frames, "frame_rate": requested.frame_rate}
         job = job.replaced(**fields, **length, two_stage=True)
         length = {"num_frames": job.size.num_frames, "frame_rate": job.size.frame_rate}
         dubbed = length | {"two_stage": True, "recipe": "distilled", "tail_frames": None}
-        chosen = self.sizes.choose(wanted.model_copy(update=dubbed), job)
-        more = wanted.model_dump(include={"two_stage", "tail_frames"}, exclude_none=True)
-        chosen = chosen._replace(recipe=wanted.recipe or chosen.recipe)
+        chosen = self.sizes.choose(requested.model_copy(update=dubbed), job)
+        more = requested.model_dump(include={"two_stage", "tail_frames"}, exclude_none=True)
+        chosen = chosen._replace(recipe=requested.recipe or chosen.recipe)
         return chosen, job.resized(chosen.size).replaced(**more)
 
     def _images(
@@ -233,21 +227,9 @@ class JobSubmitter:
         return "+".join([job.recipe, *names, *loras])
 
 
-@contextmanager
-def _refusing():
-    """Raise errors of the queue as ApiError."""
-    try:
-        yield
-    except QueueFull as error:
-        raise busy(str(error), "queue_full") from None
-    except KeyUsed:
-        message = "this Idempotency-Key was used for another request; send another key"
-        raise ApiError(409, "idempotency_conflict", message) from None
-
-
 def public(text: str, folder: Path) -> str:
     """A text for clients: with request fields for flags, and without a job's folder."""
-    return spelled(text).replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
+    return with_field_names(text).replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
 
 
 def job_of(line: dict[str, Any], folder: Path) -> Job:

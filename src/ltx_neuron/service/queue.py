@@ -48,32 +48,6 @@ _IS_OWNED = f"number = :number AND attempt = :attempt AND worker = :worker AND {
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A job: one row of the table `jobs`."""
-
-    number: int
-    id: str
-    owner: str
-    key: str | None
-    digest: str
-    status: str
-    batch_key: str
-    params: dict[str, Any]
-    public_fields: dict[str, Any]
-    progress: int
-    detail: dict[str, Any] | None
-    created_at: float
-    started_at: float | None
-    completed_at: float | None
-    error: dict[str, Any] | None
-    bytes: int
-    worker: str | None
-    lease_until: float | None
-    attempt: int
-    crash_count: int
-
-
-@dataclass(frozen=True)
 class NewJob:
     """A new job. `Queue.new_id` makes its `id`; its folder has the job's files already."""
 
@@ -85,6 +59,24 @@ class NewJob:
     public_fields: dict[str, Any]
     key: str | None = None
     bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(NewJob):
+    """A job: one row of the table `jobs`."""
+
+    number: int
+    status: str
+    progress: int
+    detail: dict[str, Any] | None
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    error: dict[str, Any] | None
+    worker: str | None
+    lease_until: float | None
+    attempt: int
+    crash_count: int
 
 
 class QueueFull(Exception):
@@ -339,12 +331,12 @@ class Queue:
             f" WHERE worker IS NOT NULL AND {where}",
             values | {"crashed": crashed},
         )
-        given_up = connection.execute(
+        lost = connection.execute(
             "UPDATE jobs SET status = 'failed', error = :error, detail = NULL, completed_at = :now"
             " WHERE status = 'in_progress' AND crash_count >= :max_crashes RETURNING id",
             {"error": json.dumps(_CRASHED), "now": self.clock(), "max_crashes": self.max_crashes},
         )
-        for (id,) in given_up.fetchall():
+        for (id,) in lost.fetchall():
             self._remove_partials(id)
 
     def renew(self, worker: str, state: dict) -> None:

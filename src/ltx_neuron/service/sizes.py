@@ -86,6 +86,10 @@ class CompiledSize(NamedTuple):
         return {self, self._replace(size=replace(size, height=size.width, width=size.height))}
 
     @property
+    def pixels(self) -> int:
+        return self.size.height * self.size.width * self.size.num_frames
+
+    @property
     def refines(self) -> bool:
         """Whether stage 2 needs the distilled LoRA."""
         return self.size.two_stage and self.recipe == "dev"
@@ -155,7 +159,7 @@ class SizeRegistry:
     ):
         self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
         self.lora_sets = lora_sets
-        self._read: dict[Path, int] | None = None  # manifests and their change times, as last read
+        self._manifests: dict[Path, int] | None = None  # their change times, as last read
         self._records: list[Record] = []
         self._recorded: list[CompiledSize] = []
         self._compiled: list[CompiledSize] = []
@@ -166,16 +170,16 @@ class SizeRegistry:
     def compiled(self) -> list[CompiledSize]:
         """Every recorded size that can run, the smallest first. Manifests are read again if one was
         added, changed or removed."""
-        found = {}
+        manifests = {}
         for path in (Path(self.workspace.artifacts) / "graphs").glob(f"*/{MANIFEST}"):
             with suppress(FileNotFoundError):
-                found[path] = path.stat().st_mtime_ns
-        if found != self._read:
+                manifests[path] = path.stat().st_mtime_ns
+        if manifests != self._manifests:
             self._records = [*_records(self.workspace.compiled_sizes())]
             offered = {self.default}.union(*(record.offered for record in self._records))
-            self._recorded = sorted(offered, key=lambda s: (s.recipe, _pixels(s.size), str(s)))
+            self._recorded = sorted(offered, key=lambda s: (s.recipe, s.pixels, str(s)))
             self._compiled = [*filter(self._fits, self._recorded)]
-            self._read = found
+            self._manifests = manifests
         return self._compiled
 
     @property
@@ -188,40 +192,36 @@ class SizeRegistry:
         """The sizes that were compiled with an input, by its request field. Those of text to video
         also serve a sound and an image at frame 0. For video_reference, the sizes that the file may
         have."""
-        found: dict[str, set[CompiledSize]] = {"audio_reference": {*self.compiled}}
+        offered: dict[str, set[CompiledSize]] = {"audio_reference": {*self.compiled}}
         for record in self._records:
             if not record.inputs:
-                found.setdefault("input_reference", set()).update(record.offered)
+                offered.setdefault("input_reference", set()).update(record.offered)
             elif {*record.inputs} <= {*_OWN_GRAPHS}:
                 for field in map(field_of, record.inputs):
-                    found.setdefault(field, set()).update(record.compiled.orientations)
+                    offered.setdefault(field, set()).update(record.compiled.orientations)
         lacking = set() if self.reference_sets else _OF_REFERENCES
         lacking |= set() if self.dubbing_sets else {"reference_video"}
-        return {
-            field: sizes
-            for field, several in found.items()
-            if field not in lacking
-            and (sizes := [s for s in self._recorded if s in several and self._can_run(s)])
-        }
+        can_run = [*filter(self._can_run, self._recorded)]
+        of_field = {field: [s for s in can_run if s in offered[field]] for field in offered}
+        return {f: sizes for f, sizes in of_field.items() if sizes and f not in lacking}
 
     @property
     def reference_sets(self) -> list[str]:
         """The names of the LoRA sets that use reference videos or voices: with a LoRA for stage 1
         alone."""
-
-        def only_first(job: Job) -> bool:
-            second = {lora.path for lora in job.stage_2_loras}
-            return any(lora.path not in second for lora in job.stage_1_loras)
-
-        return [name for name, job in self.lora_sets.items() if only_first(job)]
+        paths = {
+            name: [
+                {lora.path for lora in loras} for loras in (job.stage_1_loras, job.stage_2_loras)
+            ]
+            for name, job in self.lora_sets.items()
+        }
+        return [name for name, (first, second) in paths.items() if first - second]
 
     @property
     def voice_seconds(self) -> list[float]:
         """The compiled lengths of reference voices, in seconds."""
         _ = self.compiled  # read again
-        return sorted(
-            {_voice_seconds(record.voice) for record in self._records if record.voice > 0}
-        )
+        return sorted({_voice_seconds(r.voice) for r in self._records if r.voice > 0})
 
     @property
     def dubbing_sets(self) -> list[str]:
@@ -281,22 +281,21 @@ class SizeRegistry:
         for chosen in dict.fromkeys(filter(None, map(requested.applied, bases))):
             if self._fits(chosen, job):
                 return chosen
-        given = requested.model_dump(exclude_none=True)
-        what = ", ".join(f"{name} {value}" for name, value in given.items()) or "the default size"
-        by_seconds = "seconds" in given and not {"height", "width"} & given.keys()
+        fields = requested.model_dump(exclude_none=True)
+        what = ", ".join(f"{name} {value}" for name, value in fields.items()) or "the default size"
+        by_seconds = "seconds" in fields and not {"height", "width"} & fields.keys()
         raise self._not_compiled(what, "seconds" if by_seconds else "size", job)
 
     def check_retake(self, job: Job) -> None:
         """Raise ApiError if no graph can regenerate or extend the job's video."""
         chosen = CompiledSize(job.size, job.recipe)
         if not self._fits(chosen, job):
-            what = f"{chosen} (with extend: its windows)"
-            raise self._not_compiled(what, "video_reference", job)
+            name = f"{chosen} (with extend: its windows)"
+            raise self._not_compiled(name, "video_reference", job)
 
     def _not_compiled(self, what: str, param: str, job: Job) -> ApiError:
         """The error for a size, in words, without graphs for a job's inputs."""
-        fields = [field_of(field) for field in _OWN_GRAPHS if job.holds(field)]
-        compiled = self.compiled
+        compiled, fields = self.compiled, [field_of(f) for f in _OWN_GRAPHS if job.holds(f)]
         for field in fields:
             param = field if field in ("reference_audio", "reference_video") else param
             compiled = compiled if field == "images" else self.inputs.get(field, [])
@@ -332,10 +331,6 @@ class SizeRegistry:
 def _voice_seconds(latents: int) -> float:
     """Seconds of the shortest sound with this number of latents."""
     return (latents - 1) / AUDIO_LATENTS_PER_SECOND
-
-
-def _pixels(size: Size) -> int:
-    return size.height * size.width * size.num_frames
 
 
 def _records(recorded: Mapping[str, list]) -> Iterator[Record]:

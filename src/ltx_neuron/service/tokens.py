@@ -28,11 +28,11 @@ class Tokens:
         if path is None:
             return cls({})
         hashes = read_json(path).get("tokens")
-        right = isinstance(hashes, dict) and all(
+        valid = isinstance(hashes, dict) and all(
             _NAME.fullmatch(name) and isinstance(hash, str) and re.fullmatch("[0-9a-f]{64}", hash)
             for name, hash in hashes.items()
         )
-        if not right or not hashes:
+        if not valid or not hashes:
             raise UserError(
                 f"{path} holds no tokens; make one:"
                 f" {command('serve', '--tokens-file', path, '--new-token', 'NAME')}"
@@ -44,10 +44,10 @@ class Tokens:
         if not self.hashes:
             return LOCAL
         scheme, _, token = (authorization or "").partition(" ")
-        given = _hash(token.strip()) if scheme.lower() == "bearer" else ""
+        sent = _hash(token.strip()) if scheme.lower() == "bearer" else ""
         owner = None
         for name, hash in self.hashes.items():
-            if hmac.compare_digest(hash, given):
+            if hmac.compare_digest(hash, sent):
                 owner = name
         return owner
 

@@ -62,7 +62,7 @@ class Worker:
         self.stop = threading.Event()
         self.batch_key: str | None = None
         self._taken: dict[int, tuple[Job, Entry]] = {}  # by id(job), of the current run
-        self._seen: dict[int, dict] = {}  # each job's details: its steps' times, a preview
+        self._details: dict[int, dict] = {}  # of each job: its steps' times, a preview
         self._count, self._reported, self._failures = 0, 0.0, 0
         self._state = {"pid": os.getpid(), "batch_key": None, "videos": 0, "steps": 0, "phases": {}}
         self._state |= {"step_seconds": 0.0, "busy_seconds": 0.0, "video_seconds": 0.0}
@@ -111,7 +111,7 @@ class Worker:
                 raise
         finally:
             self._taken.clear()
-            self._seen.clear()
+            self._details.clear()
             self._keep_records()
 
     # --- taking jobs ------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Worker:
                 continue
             self._taken[id(job)] = job, entry
             times = (entry.detail or {}).get(TIMES, {})  # of stages that earlier workers finished
-            self._seen[id(job)] = {TIMES: times}
+            self._details[id(job)] = {TIMES: times}
             jobs.append(job)
         self._count += len(jobs)
         return jobs
@@ -164,9 +164,8 @@ class Worker:
         if not path.is_file():
             return None
         try:
-            run = restore_state(
-                path, job, self._identity(job), self.engine.workspace.dtype, exact=True
-            )
+            dtype = self.engine.workspace.dtype
+            run = restore_state(path, job, self._identity(job), dtype, exact=True)
         except UserError:  # saved by another version, or with other arithmetic
             return None
         print(f"{self._entry(job).id}: resumed, {len(run.stages_left)} stages left", flush=True)
@@ -179,25 +178,25 @@ class Worker:
         job, now = self.engine.job, time.monotonic()
         assert job
         entry, last = self._entry(job), number + 1 == stage.steps
-        self._see(job, stage, number)
+        self._record_step(job, stage, number)
         if not last and now - self._reported < REPORT_SECONDS:
             owned = self.queue.owns(entry)
         else:
             self._reported = now
             detail = {"stage": stage.name, "step": number + 1, "steps": stage.steps}
-            detail |= self._seen[id(job)]
+            detail |= self._details[id(job)]
             owned = self.queue.report(entry, _percent(job, stage, number + 1), detail)
         if not owned:
             raise Gone(entry.id)
 
-    def _see(self, job: Job, stage: Stage, number: int) -> None:
+    def _record_step(self, job: Job, stage: Stage, number: int) -> None:
         """Record a step's time and, at intervals, a preview."""
-        seen = self._seen[id(job)]
-        before = seen[TIMES].get(stage.name, [])[:number]
+        detail = self._details[id(job)]
+        before = detail[TIMES].get(stage.name, [])[:number]
         ms = round(self.engine.recorder.last_step(stage.name), 3)
-        seen[TIMES] = seen[TIMES] | {stage.name: [*before, ms]}
+        detail[TIMES] = detail[TIMES] | {stage.name: [*before, ms]}
         if self.previews and (picture := self.previews.after_step(stage, number)):
-            seen[PREVIEW] = base64.b64encode(picture).decode()
+            detail[PREVIEW] = base64.b64encode(picture).decode()
 
     def _stage(self, run: JobRun) -> None:
         """Save a finished stage's latents, from which another worker could resume."""
@@ -207,17 +206,24 @@ class Worker:
             self.queue.keep(entry, path.name)
         left = run.stages_left
         percent = _percent(run.job, left[0], 0) if left else DENOISED
-        detail = ({} if left else {"stage": "decode"}) | self._seen[id(run.job)]
+        detail = ({} if left else {"stage": "decode"}) | self._details[id(run.job)]
         self.queue.report(entry, percent, detail, stage_ended=True)
 
     def _write(self, clip: Clip) -> None:
-        """Write a video while it is decoded, in another thread if that overlaps denoising."""
+        """Write a video while it is decoded, in another thread if that overlaps denoising, and
+        complete its job."""
         entry, recorder = self._entry(clip.job), self.engine.recorder
         folder, chunks = self._folder(entry), self._while_owned(entry, clip.chunks)
         clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
         clip.write(folder / VIDEO, recorder)
         write_sidecar(folder / VIDEO, clip.job, self.engine)
-        self._complete(clip.job)
+        state = self._state_path(clip.job)
+        saved = state.stat().st_size if state.is_file() else 0
+        detail = {TIMES: self._details[id(clip.job)][TIMES]}
+        if not self.queue.complete(entry, folder_bytes(folder) - saved, detail):
+            raise Gone(entry.id)
+        state.unlink(missing_ok=True)
+        self._state["videos"] += 1
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
         """A clip's chunks. Raises Gone once this worker no longer owns the job."""
@@ -226,17 +232,6 @@ class Worker:
                 raise Gone(entry.id)
             yield chunk
             del chunk
-
-    def _complete(self, job: Job) -> None:
-        """Complete a job whose files are written."""
-        entry = self._entry(job)
-        folder, state = self._folder(entry), self._state_path(job)
-        kept = state.stat().st_size if state.is_file() else 0
-        detail = {TIMES: self._seen[id(job)][TIMES]}
-        if not self.queue.complete(entry, folder_bytes(folder) - kept, detail):
-            raise Gone(entry.id)
-        state.unlink(missing_ok=True)
-        self._state["videos"] += 1
 
     def _failed(self, failure: Failure) -> None:
         """Fail a job that failed alone, or release one that this worker no longer owns."""
@@ -287,8 +282,8 @@ class Worker:
 
 
 def _percent(job: Job, stage: Stage, done: int) -> int:
-    keys = [each.key for each in job.stages]  # windows share their name
-    steps = [each.steps for each in job.stages]
+    keys = [planned.key for planned in job.stages]  # windows share their name
+    steps = [planned.steps for planned in job.stages]
     before = sum(steps[: keys.index(stage.key)])
     return DENOISED * (before + done) // sum(steps)
 

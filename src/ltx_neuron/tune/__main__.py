@@ -85,8 +85,9 @@ class Tuning:
     def __init__(self, workspace: Workspace, args: argparse.Namespace, job: Job):
         self.workspace, self.args, self.job = workspace, args, job
         profile, artifacts = workspace.profile, workspace.artifacts
-        machine = profile.cores or os.cpu_count() or 1
-        self.cores = None if args.layouts is None else args.layouts or machine
+        self.cores = args.layouts
+        if self.cores == 0:
+            self.cores = profile.cores or os.cpu_count() or 1
         identity = tuned_settings.identity(
             profile, workspace.tp, workspace.dtype_name, workspace.transformer.digest
         )
@@ -133,7 +134,6 @@ class Tuning:
         """Measure the settings and print the table. Returns the best settings and the milliseconds
         of their step. Ends the process if no settings work."""
         workspace, args, journal = self.workspace, self.args, self.journal
-
         work = self.base.with_suffix(".work")
         measure = trials.Trials(args.typed, args.dtype, baseline, args.limit, work, journal).measure
         best = search.search(baseline, keys, others, args.rounds, measure)
@@ -150,21 +150,21 @@ class Tuning:
 
     def compare_layouts(self) -> None:
         """Measure the layouts, and print the fastest. Saves nothing: the user decides."""
-        workspace = self.workspace
-        assert self.cores is not None
-        where = workspace.profile, workspace.tp, self.job, self.cores
-        baseline, changes = search.layout_candidates(*where)
-        best, ms = self.fastest(baseline, ("layout",), lambda key, best: changes)
+        workspace, cores = self.workspace, self.cores
+        assert cores is not None
+        baseline, layouts = search.layout_candidates(
+            workspace.profile, workspace.tp, self.job, cores
+        )
+        best, ms = self.fastest(baseline, ("layout",), lambda key, best: layouts)
         if best == baseline:
             print("the fastest: one group")
             return
-        changed = [
-            f"--profile-set {key}={value}" for key, value in best.items() if value != baseline[key]
-        ]
+        changes = (f"{key}={value}" for key, value in best.items() if value != baseline[key])
+        typed = " ".join(f"--profile-set {change}" for change in changes)
         cores = search.with_settings(workspace.profile, best).cores_needed(workspace.tp)
         single = search.median_ms(self.journal.rows, baseline)
         faster = f", {single / ms:.2f} times as fast as one group" if single else ""
-        print(f"the fastest: {cores} cores{faster}. To use it, type {' '.join(changed)}")
+        print(f"the fastest: {cores} cores{faster}. To use it, type {typed}")
 
     def keep(self, best: Settings, ms: float, baseline_ms: float | None) -> None:
         """Write the chosen settings; run settings only if they were tried, typed or fixed."""

@@ -23,7 +23,7 @@ from ltx_neuron.plan.layouts import layout_settings, single_group
 
 KEYS = (*RUN_KEYS, *GRAPH_KEYS)
 MARGIN = 0.02  # the smallest relative saving for which a setting replaces the profile's own
-_BLOCKS = (1, 4, 8, 12, 0)
+_BLOCKS = (1, 4, 8, 12)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ def candidates(
 ) -> list[str]:
     """The values of a key to try: those that are available here and change the profile's effect."""
     divides = any(may_divide(bucket, tp, profile.context_parallel) for bucket in buckets)
-    on_neuron = profile.device == "neuron"
+    on_neuron, depth = profile.device == "neuron", layers or num_layers
+    # Graphs of so many blocks divide the depth and end after `layers` blocks; 0: of all blocks.
+    blocks = [n for n in _BLOCKS if n <= depth and num_layers % n == depth % n == 0]
+    blocks += [0] * (depth == num_layers)
     values = {
         "backend": ["nxd", "torchdist"] if on_neuron else [],
         "compile_backend": [*profiles.COMPILE_BACKENDS[profile.device]],
@@ -80,9 +83,7 @@ def candidates(
         "threads": _threads(profile.world_size(tp)) if profile.device == "cpu" else [],
         "attention": ["nki" if on_neuron else "sdpa", "matmul"],
         "sequence_parallel": ["false", "true"] if divides else [],
-        "blocks_per_graph": [
-            str(n) for n in _BLOCKS if _cuts_evenly(n, num_layers, layers or num_layers)
-        ],
+        "blocks_per_graph": [*map(str, blocks)],
     }
     # Two values that give the same number of blocks per graph give the same graphs.
     known = {None, _effect(profile, key, text_of(profile, key), tp, num_layers)}
@@ -112,13 +113,6 @@ def _threads(ranks: int) -> list[str]:
     cores = os.cpu_count() or 1
     share = max(1, cores // ranks)
     return [str(n) for n in sorted({1, max(1, share // 2), share, 2 * share, cores}) if n <= cores]
-
-
-def _cuts_evenly(blocks: int, num_layers: int, layers: int) -> bool:
-    """Whether graphs of `blocks` (0: all) divide this depth and end after `layers` blocks."""
-    if blocks == 0:
-        return layers == num_layers
-    return blocks <= layers and num_layers % blocks == layers % blocks == 0
 
 
 def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) -> object:

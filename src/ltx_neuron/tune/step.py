@@ -45,23 +45,22 @@ def prepared(
     video = randn(1, job.bucket(stage).video_tokens, config.in_channels)
     audio = randn(1, compiled.bucket.audio_tokens, config.audio_in_channels)
     widths, mask = (config.video.inner, config.audio.inner), torch.ones(1, TEXT_TOKENS)
-    of_both = [[randn(1, TEXT_TOKENS, width) for width in widths] for _ in range(2)]
     # Of the prompt and of the negative prompt.
-    contexts = [Contexts(of_video, of_audio, mask, None) for of_video, of_audio in of_both]
-    shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
-    empty = (
-        torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype),
-        torch.zeros(
-            1, latents.AUDIO_CHANNELS, job.size.audio_frames, latents.MEL_BINS, dtype=dtype
-        ),
+    contexts = [
+        Contexts(*(randn(1, TEXT_TOKENS, width) for width in widths), mask, None) for _ in range(2)
+    ]
+    zeros = latents.zeros(
+        stage.height, stage.width, job.size.num_frames, job.size.frame_rate, dtype
     )
     generator = torch.Generator().manual_seed(1)
-    held = 1, latents.VIDEO_CHANNELS, 1, *shape[1:]
-    images = [(image, torch.randn(held, generator=generator).to(dtype)) for image in job.placed]
+    image_shape = 1, latents.VIDEO_CHANNELS, 1, *zeros[0].shape[3:]
+    images = [
+        (image, torch.randn(image_shape, generator=generator).to(dtype)) for image in job.placed
+    ]
     modulation = partial(modulation_table, weights, config)
     kind = TiledStageRun if compiled.tiles else StageRun
     run = kind(on, compiled, config, dtype, modulation, COMPAT[None])
-    inputs = {}, empty, images, COMPAT[None], dtype
+    inputs = {}, zeros, images, COMPAT[None], dtype
     states = initial_states(job, stage.upsampled, *inputs, stage.window)
     run.prepare(job, stage, contexts, states, generator)
     run.video, run.audio = video, audio

@@ -2,7 +2,6 @@
 tuning continues after its last finished variant. Prints them as lines and as a table."""
 
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -15,8 +14,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from ltx_neuron.artifacts.tuned_settings import Settings
-from ltx_neuron.errors import RunError
-from ltx_neuron.files import read_json
+from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.files import read_json, write_json
 from ltx_neuron.format import columns
 from ltx_neuron.tune.search import Row, median_ms
 from ltx_neuron.tune.variant import OUTPUTS, RESULT, rel_l2
@@ -31,10 +30,11 @@ _FLOAT32 = 1e-5
 
 
 class Journal:
-    """The rows of a tuning, a JSON line each, written after each measurement. The first line is the
-    head: what rows depend on besides their settings. Rows of another head are discarded.
+    """The rows of a tuning, in a JSON file that is written after each measurement. Rows of another
+    request are discarded.
 
-    fixed  run settings that an earlier tuning of another size chose
+    request  what rows depend on besides their settings
+    fixed    run settings that an earlier tuning of another size chose
     """
 
     def __init__(self, path: Path, request: dict, fixed: Settings, force: bool = False):
@@ -42,32 +42,29 @@ class Journal:
         self.rows: list[Row] = []
         if path.is_file() and not force:
             self._restore()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [{"request": request, "fixed": self.fixed}, *map(dataclasses.asdict, self.rows)]
-        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        self._write()
 
     def _restore(self) -> None:
-        """Read the file's rows if the head matches, without a killed process's last line."""
-        head, *lines = self.path.read_text(errors="replace").split("\n")
         try:
-            content = json.loads(head)
-            rows = [Row(**json.loads(line)) for line in lines[:-1]]
-            request, fixed = content["request"], content["fixed"]
-        except (ValueError, KeyError, TypeError) as error:
+            content = read_json(self.path)
+            rows, request = [Row(**row) for row in content["rows"]], content["request"]
+            fixed = content["fixed"]
+        except (UserError, KeyError, TypeError) as error:
             print(f"{self.path} is not a journal ({error}); the tuning starts over")
             return
         if request == self.request:
             self.rows, self.fixed = rows, fixed
+
+    def _write(self) -> None:
+        rows = [*map(dataclasses.asdict, self.rows)]
+        write_json(self.path, {"request": self.request, "fixed": self.fixed, "rows": rows})
 
     def find(self, settings: Settings, repeat: int) -> Row | None:
         return next((r for r in self.rows if (r.settings, r.repeat) == (settings, repeat)), None)
 
     def add(self, row: Row) -> Row:
         self.rows.append(row)
-        with open(self.path, "a") as file:
-            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._write()
         return row
 
 
@@ -170,8 +167,6 @@ def last_words(log: str, code: int) -> str:
 
 # --- text ----------------------------------------------------------------------------------------
 
-_HEAD = ("ms a step", "runs", "cold s", "compile s", "rel L2", "variant")
-
 
 def name_of(settings: Settings, baseline: Settings) -> str:
     """The settings in which a variant differs from the profile's own."""
@@ -182,7 +177,9 @@ def name_of(settings: Settings, baseline: Settings) -> str:
 def table(rows: list[Row], baseline: Settings, best: Settings) -> str:
     """A line for each variant, in the order in which they were first measured. rel L2: the largest
     relative distance of its latents from the step in float32."""
-    lines: list[tuple[str, ...]] = [_HEAD]
+    lines: list[tuple[str, ...]] = [
+        ("ms a step", "runs", "cold s", "compile s", "rel L2", "variant")
+    ]
     for settings in map(dict, dict.fromkeys(tuple(row.settings.items()) for row in rows)):
         runs = [row for row in rows if row.settings == settings]
         verdict = next((row.problem for row in runs if row.problem), "not kept")
