@@ -60,6 +60,10 @@ def _option(
     return Field(default, description=help, title=value, validation_alias=alias, **limits)
 
 
+def _switch(help: str) -> Any:
+    return _option(help, default=False)
+
+
 def described_as(field: str, **more: Any) -> Any:
     """A field of a request, None by default, with the description of a job's."""
     return Field(default=None, description=JobFields.model_fields[field].description, **more)
@@ -216,9 +220,7 @@ class VideoFields(Fields):
 
 
 class SizeFields(VideoFields):
-    two_stage: StrictBool = _option(
-        "denoise at half the size, then double it and refine", default=False
-    )
+    two_stage: StrictBool = _switch("denoise at half the size, then double it and refine")
     image: Images = _option(
         "condition on this image at frame FRAME_IDX, -1: the last; repeatable (default: frame 0,"
         " strength 1, the release's CRF)",
@@ -227,37 +229,26 @@ class SizeFields(VideoFields):
     )
 
 
+def _loras(help: str) -> Any:
+    return _option(f"{help}; repeatable", "PATH [STRENGTH]", default=())
+
+
+def _strength(stage: int) -> Any:
+    help = f"merge --distilled-lora into both stages; its strength in stage {stage}"
+    return _option(f"{help} (default: {HQ_STRENGTHS[stage - 1]:g})", "STRENGTH")
+
+
 class LoraFields(Fields):
-    lora: LoraFiles = _option(
-        "merge a LoRA into all stages (default strength: 1); repeatable",
-        "PATH [STRENGTH]",
-        default=(),
-    )
-    ic_lora: LoraFiles = _option(
-        "merge an IC-LoRA into stage 1 (default strength: 1); repeatable",
-        "PATH [STRENGTH]",
-        default=(),
-    )
-    distilled_lora: LoraFiles = _option(
-        "dev recipe: the distilled LoRA of stage 2, or of both; repeatable",
-        "PATH [STRENGTH]",
-        default=(),
-    )
+    lora: LoraFiles = _loras("merge a LoRA into all stages (default strength: 1)")
+    ic_lora: LoraFiles = _loras("merge an IC-LoRA into stage 1 (default strength: 1)")
+    distilled_lora: LoraFiles = _loras("dev recipe: the distilled LoRA of stage 2, or of both")
     detailing_lora: LoraFiles = _option(
         f"merge the detailing LoRA into stage 2 of --dfr (default strength: {DETAILING:g})",
         "PATH [STRENGTH]",
         default=(),
     )
-    distilled_lora_strength_stage_1: float | None = _option(
-        "merge --distilled-lora into both stages; its strength in stage 1 (default:"
-        f" {HQ_STRENGTHS[0]:g})",
-        "STRENGTH",
-    )
-    distilled_lora_strength_stage_2: float | None = _option(
-        "merge --distilled-lora into both stages; its strength in stage 2 (default:"
-        f" {HQ_STRENGTHS[1]:g})",
-        "STRENGTH",
-    )
+    distilled_lora_strength_stage_1: float | None = _strength(1)
+    distilled_lora_strength_stage_2: float | None = _strength(2)
 
 
 class ConditionFields(Fields):
@@ -297,27 +288,23 @@ class ConditionFields(Fields):
         f" (default: {IDENTITY_SCALE:g})",
         "SCALE",
     )
-    sound_only: StrictBool = _option(
-        "generate the sound alone, as .wav, of --num-frames at --frame-rate (dev recipe)",
-        default=False,
+    sound_only: StrictBool = _switch(
+        "generate the sound alone, as .wav, of --num-frames at --frame-rate (dev recipe)"
     )
-    skip_stage_2: StrictBool = _option("end --two-stage after stage 1, at half size", default=False)
-    stage_2_ic_lora: StrictBool = _option(
-        "merge --ic-lora into stage 2 too, which has the references at full size", default=False
+    skip_stage_2: StrictBool = _switch("end --two-stage after stage 1, at half size")
+    stage_2_ic_lora: StrictBool = _switch(
+        "merge --ic-lora into stage 2 too, which has the references at full size"
     )
-    tile: StrictBool = _option(
-        "with --ic-lora: predict the picture in overlapping tiles", default=False
-    )
+    tile: StrictBool = _switch("with --ic-lora: predict the picture in overlapping tiles")
     tile_height: conditions.TileSide | None = _option(
         f"of --tile, a multiple of 32 (default: {conditions.TILE[0]})", "PIXELS"
     )
     tile_width: conditions.TileSide | None = _option(
         f"of --tile, a multiple of 32 (default: {conditions.TILE[1]})", "PIXELS"
     )
-    images_as_guides: StrictBool = _option(
+    images_as_guides: StrictBool = _switch(
         "keyframe interpolation: append every --image as a guide, also at frame 0 (dev recipe, two"
-        " stages)",
-        default=False,
+        " stages)"
     )
     tail_frames: conditions.TailFrames | None = _option(
         "generate N more frames, a multiple of 8, and cut them off, with their sound", "N"
@@ -327,10 +314,9 @@ class ConditionFields(Fields):
         " follows faster motion",
         "N",
     )
-    dfr: StrictBool = _option(
+    dfr: StrictBool = _switch(
         "LTX-2.5, two stages: diffusion fidelity rendering, with keyframes at equal distances and"
-        " --detailing-lora",
-        default=False,
+        " --detailing-lora"
     )
     temporal_upsample_rounds: conditions.Rounds | None = _option(
         "of --dfr, at most 2: double the frame rate so many times, each time denoising in windows",
@@ -366,9 +352,8 @@ class DetailFields(Fields):
         ge=0.025,
         le=1,
     )
-    decode_with_keyframes: StrictBool = _option(
-        "of --num-generated-keyframes: the diffusion decoder reads the keyframes, on the host",
-        default=False,
+    decode_with_keyframes: StrictBool = _switch(
+        "of --num-generated-keyframes: the diffusion decoder reads the keyframes, on the host"
     )
     reference_strength: float | None = _option(
         "strength of --reference-video, 1: its pictures, 0: noise (default: 1)",
