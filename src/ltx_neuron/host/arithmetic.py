@@ -53,13 +53,8 @@ _SPEEDS = {4.0: 8, 1.4: 2}
 
 # Environment variables that limit which instructions torch, oneDNN and MKL use.
 _LIMITS = (
-    "ATEN_CPU_CAPABILITY",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
+    *("ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "MKL_CBWR"),
+    *("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA"),
 )
 # Fields of a run's identity that are measured choices, which change only rounding.
 CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
