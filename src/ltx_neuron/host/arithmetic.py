@@ -238,9 +238,6 @@ def _convolutions() -> dict[torch.dtype, Callable[[], object]]:
     return convolutions
 
 
-# --- stored choices -------------------------------------------------------------------------------
-
-
 def this_machine() -> dict:
     """A readable description of the machine for which measurements are valid."""
     return {

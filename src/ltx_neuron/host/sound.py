@@ -178,8 +178,7 @@ def vocoder_name(name: str) -> str:
     return f"bwe_generator.{name}" if name.startswith("mel_stft.") else name
 
 
-# --- the host's functions for the vocoder's modules, with the ranks' weights ----------------------
-
+# The host's functions for the vocoder's modules, with the ranks' weights.
 # A signal (1, C, 1, T) has its channels last in memory, so it is also T rows of C. oneDNN's
 # convolutions need 0.8 to 0.9 of the time in this layout. A filter is a product with overlapping
 # windows of the rows, without a copy; a convolution before upsampling is one product.

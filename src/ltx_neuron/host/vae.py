@@ -172,9 +172,6 @@ def activate(piece: Tensor, out: Tensor) -> None:
         out.copy_(F.silu(normed, inplace=True))
 
 
-# --- the modules' functions -----------------------------------------------------------------------
-
-
 def last(module: Convolution, x: Features) -> Tensor:
     """The last convolution, (F, Cout, H, W)."""
     return x.convolved(x.active, module).permute(0, 3, 1, 2)

@@ -158,8 +158,6 @@ def audio_seconds(latent_frames: int) -> Tensor:
     return mel * _HOP / SAMPLE_RATE
 
 
-# --- latent upsamplers ----------------------------------------------------------------------------
-
 Shape = tuple[int, int, int]  # latent frames, rows and columns
 # --upscale -> the latent upsamplers that run after a one-stage run, in their order.
 UPSCALES: dict[str | None, tuple[str, ...]] = {

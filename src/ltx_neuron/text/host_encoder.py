@@ -140,9 +140,6 @@ class HostTextEncoder:
         return self.connectors(fields[0] | joined)
 
 
-# --- weights without copies -----------------------------------------------------------------------
-
-
 class MappedWeights:
     """A source's tensors as mapped pages of its files, with which modules are filled. dtype: of the
     activations, to which weights are cast. In float32, matrices keep their stored dtype, with which
