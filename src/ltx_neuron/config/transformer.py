@@ -141,6 +141,9 @@ def transformer_config(metadata: dict) -> TransformerConfig:
     return config
 
 
+KINDS = ("guided", "biased", "nag", "identity", "ancestral")  # fields of a Bucket
+
+
 @dataclass(frozen=True)
 class Bucket:
     """The shape for which a DiT step is compiled. Height and width matter only through their number
@@ -178,11 +181,4 @@ class Bucket:
         )
         named = {"video": f"v{self.video_tokens}-", "audio": f"{audio}-"}
         shape = "".join(named[s] for s in self.streams) + f"t{self.timesteps}-s{self.max_steps}"
-        kinds = {
-            "-guided": self.guided,
-            "-biased": self.biased,
-            "-nag": self.nag,
-            "-identity": self.identity,
-            "-ancestral": self.ancestral,
-        }
-        return shape + "".join(kind for kind, applies in kinds.items() if applies)
+        return shape + "".join(f"-{kind}" for kind in KINDS if getattr(self, kind))
