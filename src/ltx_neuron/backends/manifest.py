@@ -71,7 +71,10 @@ class Manifest:
         self.runs = {
             run: [(name, first) for name, first in calls] for run, calls in content["runs"].items()
         }
-        self.fields = {name: _field(described) for name, described in content["fields"].items()}
+        self.fields = {
+            name: Field(**of | {"shape": (*of["shape"],), "dtype": getattr(torch, of["dtype"])})
+            for name, of in content["fields"].items()
+        }
 
     @property
     def outputs(self) -> set[str]:
@@ -120,11 +123,6 @@ class Manifest:
         hints = cache(typing.get_type_hints)
         with mock.patch.object(typing, "get_type_hints", lambda kind, **_: hints(kind)):
             return torch.export.load(path)
-
-
-def _field(described: dict) -> Field:
-    shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
-    return Field(**{**described, "shape": shape, "dtype": dtype})
 
 
 def damaged_graphs(folder: Path) -> list[str]:

@@ -363,7 +363,11 @@ class ModelFiles:
                 f" type --gemma-root FILE\nDownload it: {download}"
             )
         file = TextEncoderFile(root, download)
-        if (wanted := self._gemma_version) not in (None, file.gemma_version):
+        wanted = None
+        with suppress(ValueError, AttributeError):  # damaged metadata
+            source = json.loads(self.checkpoint.metadata.get("gemma_source_checkpoint", "{}"))
+            wanted = source.get("gemma_version")
+        if wanted not in (None, file.gemma_version):
             raise UserError(
                 f"--gemma-root {root} has Gemma of version {file.gemma_version}, but"
                 f" --checkpoint-path {self.checkpoint.path} was trained with {wanted}\nDownload it:"
@@ -385,15 +389,6 @@ class ModelFiles:
             f" LTX-{self.release.version}, which needs the folder of Gemma3-12B\nDownload it:"
             f" {gemma_download(root)}"
         )
-
-    @property
-    def _gemma_version(self) -> str | None:
-        """The version of Gemma that the transformer's metadata names."""
-        try:
-            source = json.loads(self.checkpoint.metadata.get("gemma_source_checkpoint", "{}"))
-            return source.get("gemma_version")
-        except (ValueError, AttributeError):
-            return None
 
     @cached_property
     def gemma(self) -> GemmaConfig:

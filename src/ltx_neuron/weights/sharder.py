@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -182,16 +183,11 @@ def _write_tensors(
                 ]
                 tasks.append(hasher.submit(hashes[spec.name].update, _bytes(piece)))
                 in_flight.append(tasks)
-                if len(in_flight) > _MAX_IN_FLIGHT:
-                    _wait(in_flight.popleft())
-        for tasks in in_flight:
-            _wait(tasks)
+                for task in in_flight.popleft() if len(in_flight) > _MAX_IN_FLIGHT else ():
+                    task.result()
+        for task in chain.from_iterable(in_flight):
+            task.result()
     return {name: tensor_hash.hexdigest() for name, tensor_hash in hashes.items()}
-
-
-def _wait(tasks: list[Future]) -> None:
-    for task in tasks:
-        task.result()
 
 
 def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardSpec]) -> list[str]:
