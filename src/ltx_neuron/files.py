@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.errors import UserError, os_reason, to_user_error
 from ltx_neuron.format import format_bytes
 
 MANIFEST = "manifest.json"  # of every finished folder; written last
@@ -104,7 +104,7 @@ def _lock_at_once(descriptor: int, path: Path) -> bool:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         print(
-            f"{path.parent} cannot be locked ({reason(error)}): start nothing else that writes it"
+            f"{path.parent} cannot be locked ({os_reason(error)}): start nothing else that writes it"
         )
     return True
 
@@ -153,9 +153,9 @@ def read_json(path: Path) -> dict:
             raise UserError(f"{path} has {size} bytes, wanted at most {MAX_JSON_BYTES} of JSON")
         content = json.loads(path.read_bytes())
     except PermissionError as error:
-        raise refusal(error) from None
+        raise to_user_error(error) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {reason(error)}") from None
+        raise UserError(f"{path} cannot be read as JSON: {os_reason(error)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: got {type(content).__name__}, wanted a JSON object")
     return content
@@ -239,7 +239,7 @@ def check_readable(path: str | Path, flag: str = "", advice: str = "") -> None:
     try:
         check_regular(path)
     except OSError as error:
-        raise refusal(error, flag, advice) from None
+        raise to_user_error(error, flag, advice) from None
 
 
 def check_writable(path: Path, flag: str) -> None:

@@ -330,7 +330,7 @@ class Workspace:
         }
         names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
         title, verb, _ = SHARDED[model]
-        words = (("--lora", hub.spelled(lora.path), lora.strength) for lora in loras)
+        words = (("--lora", hub.hub_name(lora.path), lora.strength) for lora in loras)
         command = self._command(f"shard {verb}", *chain.from_iterable(words))
         return Need(f"{title} weights{names}", identity, command, source=source)
 
@@ -483,10 +483,10 @@ class Workspace:
         """The command that makes weights or graphs of this workspace."""
         if self.prepare_command:
             return self.prepare_command
-        words = ["--checkpoint-path", hub.spelled(self.checkpoint_path)]
+        words = ["--checkpoint-path", hub.hub_name(self.checkpoint_path)]
         for kind, path in self.files.given.items():
             if kind != "gemma" or verb.endswith("gemma3"):
-                words += [KINDS[kind].flag, hub.spelled(path)]
+                words += [KINDS[kind].flag, hub.hub_name(path)]
         words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]
         words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
         for setting in self._typed:

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from ltx_neuron.config import common
 from ltx_neuron.config.transformer import TransformerConfig
-from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.errors import UserError, os_reason, to_user_error
 from ltx_neuron.files import check_regular, other_format
 from ltx_neuron.hub import nearest
 
@@ -110,9 +110,9 @@ def gemma_config(root: Path) -> GemmaConfig:
         check_regular(path)
         content = json.loads(path.read_text())
     except PermissionError as error:
-        raise refusal(error, "--gemma-root") from None
+        raise to_user_error(error, "--gemma-root") from None
     except OSError as error:
-        what = f"{path}: {reason(error)}"
+        what = f"{path}: {os_reason(error)}"
         if not os.path.isdir(root):
             what = f"--gemma-root {root} is {other_format(Path(root)) or 'not a folder'}"
             what += "" if os.path.exists(root) else nearest(root)

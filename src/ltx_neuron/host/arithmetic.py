@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ltx_neuron import machine
 from ltx_neuron.config.common import digest
-from ltx_neuron.errors import UserError, reason
+from ltx_neuron.errors import UserError, os_reason
 from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.format import print_once
 from ltx_neuron.host.background import Workers
@@ -281,7 +281,7 @@ def store_choices(artifacts_dir: Path) -> None:
             choices = measured | _stored_choices(path)
             write_json(path, {"machine": this_machine(), "choices": choices})
     except OSError as error:
-        print_once(f"{path} cannot be written ({reason(error)}): measurements are not saved")
+        print_once(f"{path} cannot be written ({os_reason(error)}): measurements are not saved")
 
 
 def _stored_choices(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageCms, ImageOps
 
-from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.errors import UserError, os_reason, to_user_error
 from ltx_neuron.files import check_regular, first_bytes
 
 # The shortest and longest side that libx264 supports: one 2x2 block of colour, and 16384.
@@ -138,14 +138,14 @@ def decode_image(path: str | Path, orientation: str, flag: str = "--image") -> n
                 f"there is no image {path}: pass an existing file with {flag} FILE"
             ) from None
         except PermissionError as error:
-            raise refusal(error, flag) from None
+            raise to_user_error(error, flag) from None
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise UserError(
                 f"{path} is too large: {error}\npass a smaller image with {flag} FILE"
             ) from None
         except (OSError, SyntaxError, ValueError) as error:
             raise UserError(
-                f"{path} cannot be read as an image: {unreadable(path) or reason(error)}\n"
+                f"{path} cannot be read as an image: {unreadable(path) or os_reason(error)}\n"
                 f"pass another with {flag} FILE"
             ) from None
     height, width = picture.shape[:2]

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.errors import UserError, os_reason, to_user_error
 from ltx_neuron.files import check_readable, check_regular
 from ltx_neuron.host.images import MAX_SIDE, fill, unreadable
 from ltx_neuron.host.video import exact_frame_rate
@@ -53,9 +53,9 @@ def _opened(path: str | Path, flag: str) -> Iterator:
     except FileNotFoundError:
         raise UserError(f"there is no file {path}: {advice}") from None
     except PermissionError as error:
-        raise refusal(error, flag) from None
+        raise to_user_error(error, flag) from None
     except (FFmpegError, OSError, ValueError) as error:
-        why = unreadable(path, moves=True) or reason(error)
+        why = unreadable(path, moves=True) or os_reason(error)
         raise UserError(f"{flag} {path} cannot be read: {why}\n{advice}") from None
 
 

@@ -16,16 +16,18 @@ from blake3 import blake3
 from torch import Tensor
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
-from ltx_neuron.config.release import RELEASES, identified, release_of
-from ltx_neuron.errors import UserError, in_words
+from ltx_neuron.config.release import RELEASES, identified, parse_release
+from ltx_neuron.errors import UserError, as_user_errors
 from ltx_neuron.format import print_once
-from ltx_neuron.hub import RELEASE, RELEASED, download_again
+from ltx_neuron.hub import DEFAULT_REPO, RELEASE_FILES, download_again
 from ltx_neuron.weights.sharding import COL, COMPONENTS, DIFFUSION, KV, Model, copies, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.weights.weight_file import WeightFile
 
 SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")  # of a name, with the number of parts
-DOWNLOAD = f"{CHECKPOINT_DOWNLOAD}\nand type --checkpoint-path {RELEASED[RELEASE]['distilled']}"
+DOWNLOAD = (
+    f"{CHECKPOINT_DOWNLOAD}\nand type --checkpoint-path {RELEASE_FILES[DEFAULT_REPO]['distilled']}"
+)
 
 
 class Checkpoint(WeightFile):
@@ -73,7 +75,7 @@ class Checkpoint(WeightFile):
 
     def _parse(self, entries: dict) -> None:
         super()._parse(entries)
-        release = release_of(self.metadata.get("model_version", ""))
+        release = parse_release(self.metadata.get("model_version", ""))
         if release and release.split:
             self.download = download_again(self.path) or release.download("distilled")
 
@@ -107,7 +109,7 @@ def gemma_files(root: Path) -> list[TensorFile]:
         sets.setdefault("".join(SHARD.findall(path.name)), []).append(path)
     whole = [files for count, files in sets.items() if len(files) == int(count or 1)]
     if not paths:
-        with in_words("--gemma-root"):
+        with as_user_errors("--gemma-root"):
             os.listdir(root)  # glob hides a missing permission
         raise UserError(
             f"no model*.safetensors in --gemma-root {root}\nDownload it: {gemma_download(root)}"

@@ -25,7 +25,7 @@ from torch import Tensor
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.format import few, print_once
-from ltx_neuron.hub import RELEASED, download_released, nearest
+from ltx_neuron.hub import RELEASE_FILES, download_released, nearest
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import DIFFUSION, MODELS, Model, rename
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -97,7 +97,7 @@ class Lora:
             return f"a folder; type its file: --lora {files[0]}"
         if typed := re.fullmatch(r"(.+):(-?[.\d]+)", str(self.path)):
             return f"no such file; a strength is a word of its own: --lora {typed[1]} {typed[2]}"
-        for release, files in RELEASED.items():
+        for release, files in RELEASE_FILES.items():
             if Path(files.get("lora", "")).name == self.path.name:
                 return f"no such file\nDownload it: {download_released('lora', release)}"
         near = nearest(self.path)

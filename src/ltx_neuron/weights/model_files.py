@@ -17,7 +17,7 @@ from ltx_neuron import hub
 from ltx_neuron.config.common import gemma_download
 from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
-from ltx_neuron.config.release import Release, release_of
+from ltx_neuron.config.release import Release, parse_release
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import other_format
 from ltx_neuron.weights.checkpoint import DOWNLOAD, SHARD, Checkpoint, gemma_files
@@ -210,8 +210,8 @@ class PartFile(WeightFile):
 def named_release(file: TensorFile) -> Release | None:
     """The release of a file by its metadata or else by its name; None if neither names one."""
     named = _RELEASE_IN_NAME.search(file.path.name.lower())
-    label = release_of(file.metadata.get("model_version", ""))
-    return label or (release_of(f"{named[1]}.{named[2]}") if named else None)
+    label = parse_release(file.metadata.get("model_version", ""))
+    return label or (parse_release(f"{named[1]}.{named[2]}") if named else None)
 
 
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
@@ -220,7 +220,7 @@ def check_release(file: TensorFile, flag: str, release: Release, download: str) 
     if (found := named_release(file)) in (None, release):
         return
     version, rename = file.metadata.get("model_version", ""), ""
-    if not release_of(version):
+    if not parse_release(version):
         version = f"{found.version} by its name"
         rename = f"\nIf it is of LTX-{release.version}, rename it"
     raise UserError(
@@ -470,7 +470,7 @@ class ModelFiles:
     @cached_property
     def _hub_name(self) -> str:
         """The Hub name of the download; "" for a folder of the user's."""
-        name = hub.spelled(self._folder or "")
+        name = hub.hub_name(self._folder or "")
         return name if name != str(self._folder or "") else ""
 
     @cached_property

@@ -44,7 +44,7 @@ _PIECE_BYTES = 8 * 2**20  # read from the source at once
 _MAX_IN_FLIGHT = 12
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """The layout of a tensor that rank files store rearranged."""
 
     # Maps a rank's rows (rows, ...) of the source to the stored tensor
@@ -61,7 +61,7 @@ class ShardSpec:
     # The dimension that is split over the ranks, None for a copy on each, or sharding.HOST
     split: int | str | None
     stored: tuple[int, ...]  # shape of one rank's part in its file
-    layout: Layout | None
+    layout: TensorLayout | None
     copies: int = 1  # the number of neighbouring ranks that store the same part
 
     def bounds(self, tp: int, row_bytes: int) -> Iterator[tuple[int, int]]:
@@ -91,7 +91,7 @@ class ShardSpec:
             yield from ((rank, piece.narrow(self.split, size * rank, size)) for rank in range(tp))
 
 
-def shard_specs(source: Source, tp: int, layouts: dict[str, Layout]) -> list[ShardSpec]:
+def shard_specs(source: Source, tp: int, layouts: dict[str, TensorLayout]) -> list[ShardSpec]:
     """The spec of every tensor of a source, in the files' order: by name, but tensors whose size is
     not a multiple of the alignment come last, so that all others are aligned when they are mapped.
     UserError for a tensor that cannot be split over tp ranks."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.errors import UserError, in_words, reason, refusal
+from ltx_neuron.errors import UserError, as_user_errors, os_reason, to_user_error
 from ltx_neuron.files import check_regular, other_format
 from ltx_neuron.hub import download_again, nearest
 
@@ -71,7 +71,7 @@ class TensorFile:
                 f"no such file: {self.path}{nearest(self.path)}\nDownload it: {self.download}"
             ) from None
         except OSError as error:
-            raise refusal(error) from None
+            raise to_user_error(error) from None
         self.size = self.path.stat().st_size
         if self.size == 0:
             raise self._broken("it is empty")
@@ -140,7 +140,7 @@ class TensorFile:
         return f"stored as {stored}, which is not implemented; wanted one of {', '.join(known)}"
 
     def _open(self):
-        with in_words():
+        with as_user_errors():
             return open(self.path, "rb", buffering=0)
 
     def _broken(self, why: str) -> UserError:
@@ -262,9 +262,9 @@ class TensorFile:
             yield
         except OSError as error:
             if error.errno in _CONTENT_ERRORS:
-                raise self._broken(f"{name} cannot be read: {reason(error)}") from None
+                raise self._broken(f"{name} cannot be read: {os_reason(error)}") from None
             error.filename = str(self.path)
-            raise refusal(error) from None
+            raise to_user_error(error) from None
 
     def _ends_at(self, offset: int, name: str) -> UserError:
         return self._broken(f"it ends at byte {offset}, within a tensor ({name})")
