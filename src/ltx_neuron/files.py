@@ -103,9 +103,8 @@ def _lock_at_once(descriptor: int, path: Path) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        print(
-            f"{path.parent} cannot be locked ({os_reason(error)}): start nothing else that writes it"
-        )
+        why = os_reason(error)
+        print(f"{path.parent} cannot be locked ({why}): start nothing else that writes it")
     return True
 
 

@@ -86,7 +86,7 @@ def local_path(name: str | Path, kind: str) -> Path:
         raise UserError(f"{name} is one file; Gemma needs a whole repository\nType {repo}")
     kind = "" if file else kind
     full = str(name) if match[3] or not file else f"{name}/{file}"
-    with _in_words(full, repo, revision):
+    with _as_user_errors(full, repo, revision):
         path = _cached(repo, revision, file, kind)
         if path is None:
             file = _download(full, repo, revision, file, kind)
@@ -220,7 +220,7 @@ def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
 
 
 @contextmanager
-def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
+def _as_user_errors(name: str, repo: str, revision: str) -> Iterator[None]:
     from huggingface_hub import constants
     from huggingface_hub import errors as of
 

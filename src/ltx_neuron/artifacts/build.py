@@ -279,8 +279,6 @@ def _parts(workspace: Workspace, source: Source) -> tuple[list[Program], dict, d
         tile = (1, 1, 1) if model == "vae" else (1, 32, 32)
         return [workspace.tile_program(model, tile)], {}, {}
     arranged = ((name, arrangement(name, workspace.vocoder)) for name in source.names)
-    layouts = {
-        name: TensorLayout(arrange, split=0) for name, arrange in arranged if arrange is not None
-    }
+    layouts = {name: TensorLayout(arrange, split=0) for name, arrange in arranged if arrange}
     mel, vocoder = workspace.audio_decoder, workspace.vocoder
     return [spectrogram_program(mel, 1), waveform_program(vocoder, 1)], {}, layouts

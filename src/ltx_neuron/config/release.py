@@ -32,7 +32,7 @@ class Release:
             )
 
     def download(self, kind: str) -> str:
-        """The command that downloads the release's file of a kind of hub.RELEASE_FILES, or with it."""
+        """The command that downloads the release's file of a kind of RELEASE_FILES, or with it."""
         return download_released(kind if self.has(kind) else "distilled", self._repository)
 
     def has(self, kind: str) -> bool:

@@ -117,9 +117,9 @@ class Database:
             )
             move = shlex.join(["mv", *map(str, parts), str(folder), backup])
             raise UserError(
-                f"{path} cannot be opened as the queue's database: {os_reason(error)}\nPut back a copy"
-                " of it. Or keep it and the finished videos elsewhere, and begin a new queue: mkdir"
-                f" {shlex.quote(backup)} && {move}\nOr type another --data-dir DIR"
+                f"{path} cannot be opened as the queue's database: {os_reason(error)}\nPut back a"
+                " copy of it. Or keep it and the finished videos elsewhere, and begin a new queue:"
+                f" mkdir {shlex.quote(backup)} && {move}\nOr type another --data-dir DIR"
             ) from None
 
     def close(self) -> None:
