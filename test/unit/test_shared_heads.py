@@ -68,8 +68,7 @@ def encoded(model, tp):
     inputs = encoder_inputs(randn(1, TOKENS, model.gemma.hidden_size), [TOKENS], model.gemma)
     with torch.device("meta"):
         encoders = [
-            Gemma3Encoder(model.gemma, model.config, tp, comm, return_states=True)
-            for _ in range(tp)
+            Gemma3Encoder(model.gemma, model.config, tp, comm, states=True) for _ in range(tp)
         ]
 
     def run(encoder, weights):

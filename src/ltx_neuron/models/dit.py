@@ -106,12 +106,7 @@ class TransformerBlock(nn.Module):
     each part together, so that their sums form one group (Comm.sum)."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        tp: int,
-        mesh: Mesh,
-        kernel: Kernel,
-        streams: Names = STREAMS,
+        self, config: TransformerConfig, tp: int, mesh: Mesh, kernel: Kernel, streams: Names
     ):
         super().__init__()
         video, audio, eps = config.video, config.audio, config.norm_eps
@@ -374,7 +369,7 @@ class Blocks(nn.Module):
         mesh: Mesh,
         kernel: Kernel,
         count: int,
-        streams: Names = STREAMS,
+        streams: Names,
     ):
         super().__init__()
         self.streams = streams

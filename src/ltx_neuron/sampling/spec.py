@@ -47,12 +47,7 @@ HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
 
 
 def _option(
-    help: str | None = None,
-    value: str | None = None,
-    *,
-    default: Any = None,
-    names: tuple[str, ...] = (),
-    **limits: Any,
+    help: Any, value: str | None = None, *, default: Any = None, names: Any = (), **limits: Any
 ) -> Any:
     """A field. value: the name of the flag's value in its help. names: the field's own name and its
     aliases."""

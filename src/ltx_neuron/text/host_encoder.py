@@ -66,7 +66,7 @@ class HostTextEncoder:
         projections of its hidden states."""
         with torch.device("meta"):
             comm: Any = SingleRank()  # without what sequence parallelism needs
-            encoder = Gemma3Encoder(self.gemma, self.config, 1, comm, return_states=True)
+            encoder = Gemma3Encoder(self.gemma, self.config, 1, comm, states=True)
         encoder.layers = StreamedLayers(encoder.layers, "layers.", self.weights)
         return encoder
 

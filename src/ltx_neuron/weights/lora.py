@@ -352,13 +352,9 @@ class MergedSource(Source):
     the checkpoint or does not fit its shape, or if the weight is not stored in BF16."""
 
     def __init__(
-        self,
-        model: Model,
-        files: list[TensorFile],
-        loras: WeightSet,
-        heads: dict[str, int] | None = None,
+        self, model: Model, files: list[TensorFile], loras: WeightSet, *heads: dict[str, int]
     ):
-        super().__init__(model, files, heads)
+        super().__init__(model, files, *heads)
         # Weight name -> what is added to it, in the order of `loras`.
         self.adapters: dict[str, list[Adapter]] = {}
         # Those that change the connectors or the text projections.
