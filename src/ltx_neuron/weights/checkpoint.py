@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
@@ -163,11 +162,6 @@ class Source:
     def shape(self, name: str) -> tuple[int, ...]:
         file, key = self._find(name)
         return file.shapes[key]
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor when it is read."""
-        file, key = self._find(name)
-        return file.torch_dtype(key)
 
     def split(self, name: str) -> int | str | None:
         """The dimension in which the ranks split a tensor, None for a copy on each, or HOST."""

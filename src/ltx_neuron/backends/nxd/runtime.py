@@ -289,10 +289,9 @@ class Inputs:
     """A graph's inputs for one group of blocks, in the compiled graph's order, for all its copies.
 
     NxDModel.forward sorts, routes and transposes every input of every rank at each call. This does
-    so once, with NxD's own methods. `launch` then calls the runtime's object, as forward does.
-
-    Its lists are TorchScript's (torch.jit.script), which the runtime gets by reference. A Python
-    list would be converted, tensor by tensor, at each call.
+    so once, with NxD's own methods. `launch` then calls the runtime's object, as forward does. Its
+    lists are TorchScript's (torch.jit.script), which the runtime gets by reference. A Python list
+    would be converted, tensor by tensor, at each call.
 
     model    a loaded NxDModel; it must route these names and shapes to the graph `tag`
     fields   of the inputs that calls set
