@@ -141,7 +141,7 @@ def transformer_config(metadata: dict) -> TransformerConfig:
     return config
 
 
-KINDS = ("guided", "biased", "nag", "identity", "ancestral")  # fields of a Bucket
+BUCKET_KINDS = ("guided", "biased", "nag", "identity", "ancestral")  # fields of a Bucket
 
 
 @dataclass(frozen=True)
@@ -181,4 +181,4 @@ class Bucket:
         )
         named = {"video": f"v{self.video_tokens}-", "audio": f"{audio}-"}
         shape = "".join(named[s] for s in self.streams) + f"t{self.timesteps}-s{self.max_steps}"
-        return shape + "".join(f"-{kind}" for kind in KINDS if getattr(self, kind))
+        return shape + "".join(f"-{kind}" for kind in BUCKET_KINDS if getattr(self, kind))

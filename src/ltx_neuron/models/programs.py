@@ -20,7 +20,7 @@ from ltx_neuron.config.common import TEXT_TOKENS, AttentionSize
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig, cut, volumes
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import GENERATOR_BINS, AudioDecoderConfig, VocoderConfig
-from ltx_neuron.config.transformer import KINDS, Bucket, TransformerConfig
+from ltx_neuron.config.transformer import BUCKET_KINDS, Bucket, TransformerConfig
 from ltx_neuron.config.video import Resampling, VideoDecoderConfig, VideoEncoderConfig
 from ltx_neuron.models import (
     audio_decoder,
@@ -206,7 +206,7 @@ def dit_program(
     if bucket.guided:
         modules["guide"] = Guide(streams)
         runs = {"pass": runs["main"], "guide": (("guide", 0),)}
-    kinds = {kind: getattr(bucket, kind) for kind in KINDS} | {
+    kinds = {kind: getattr(bucket, kind) for kind in BUCKET_KINDS} | {
         "divided": mesh.selects,
         "padded": bool(mesh.context and mesh.context.padding),
         "held": bucket.audio_timesteps > 1,
