@@ -89,7 +89,7 @@ class JobSubmitter:
             entry, is_new = self.queue.submit(new, *self.max_queued, self.max_queued_bytes)
             return entry
         except UserError as error:
-            message = public(error.spelled(field_of), folder)
+            message = public(error.render(field_of), folder)
             named = [*map(field_of, error.fields), *re.findall(r"\w+", message)]
             raise invalid(next(filter(KNOWN.__contains__, named), None), message) from None
         finally:
