@@ -163,7 +163,7 @@ def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compil
     dubbing = read_clip(clip, (Lora(lora),))
     graphs = Workspace(size, **dubbing).recorded
     sizes.workspace.recorded |= graphs
-    sizes._read = None  # as when a manifest is added
+    sizes._manifests = None  # as when a manifest is added
     job, video = made(service, **dub, reference_strength="0.5", size="256x128")
     assert job.dubbing.strength == 0.5 and job.size == size
     assert Path(job.reference_sound.path).read_bytes() == files["heard.mkv"]
@@ -202,7 +202,7 @@ def test_a_voice_of_the_compiled_seconds_is_taken_and_another_is_refused_with_th
     compiled = [ReferenceAudio("x", latents) for latents in (51, 126)]  # of 2 and of 5 s
     for one in compiled:
         sizes.workspace.recorded |= Workspace(PAIR, reference_sound=one).recorded
-    sizes._read = None  # as when a manifest is added
+    sizes._manifests = None  # as when a manifest is added
     error = refused(service, **voice)
     assert (error["code"], error["param"]) == ("profile_mismatch", "reference_audio")
     assert "of 6.00 s of sound (compiled: 2.00, 5.00) is not compiled" in error["message"]

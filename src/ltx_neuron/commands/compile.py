@@ -41,8 +41,7 @@ def main(argv: list[str]) -> None:
     parser = flags.parser(_MODELS[model][1], example, gemma=gemma)
     parser.prog = invocation.command(f"compile {model}")
     if not gemma:
-        flags.add_size(parser)
-        flags.add_conditions(parser, shape_only=True)
+        flags.add_job(parser, "size", "shape")
     compiled = {"transformer": _transformer, "gemma3": _gemma3, "vae": _vae}[model]
     for path in compiled(parser.parse_args(argv)):
         print(f"graphs: {path}")

@@ -64,7 +64,9 @@ def build_parser(
     flags.add_run(parser)
     flags.add_outputs(parser)
     if verb == "generate":
-        flags.add_prediction(parser)
+        help = "LTX-2.5: print the length that the duration head predicts, and make no video"
+        add = flags.group(parser, "video").add_argument
+        advanced(add("--predict-duration", action="store_true", help=help))
     if verb == "batch":
         help = "many videos: one JSON object per line, with flags as keys"
         parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE", help=help)

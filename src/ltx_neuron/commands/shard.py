@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     parser = flags.parser(description, example, gemma, required=False)
     parser.prog = invocation.command(f"shard {model}")
     if name != "vae":
-        flags.add_loras(parser)
+        flags.add_job(parser, "loras")
     add = flags.group(parser, "sharding").add_argument
     help = "write nothing: check sharded weights against their digests and, with --checkpoint-path,"
     help += " bit for bit against the checkpoint"
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
 def verify(argv: list[str]) -> None:
     parser = flags.parser(_DESCRIPTION, _EXAMPLE, gemma=True, required=False)
     parser.prog = invocation.command("verify")
-    flags.add_loras(parser)
+    flags.add_job(parser, "loras")
     args = parser.parse_args(argv)
     models = [m for m in ("dit", "gemma3", "vae") if finished_weights(args.artifacts_dir, m)]
     if not models:

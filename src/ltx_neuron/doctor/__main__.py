@@ -43,9 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.prog = command("doctor")
     flags.add_models(parser)
     flags.add_duration_head(parser)
-    flags.add_size(parser)
-    flags.add_loras(parser)
-    flags.add_conditions(parser)
+    flags.add_job(parser, "size", "loras", "conditions")
     flags.add_fields(parser, "video", ["upscale"])
     bundle.add_flags(parser)
     parser.add_argument(

@@ -100,13 +100,6 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
         advanced(add(part.flag, type=Path, metavar="FILE", help=help))
     help = "folder of sharded weights and compiled graphs (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
-    add_profile(parser)
-    return parser
-
-
-def add_profile(parser: argparse.ArgumentParser) -> None:
-    """Flags of the hardware and the model's placement on it."""
-    add = group(parser, "model and machine").add_argument
     help = f"{', '.join(MACHINES)} (default: detected)"
     add("--profile", metavar="NAME", help=help)
     help = (
@@ -119,6 +112,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     advanced(add("--tp-degree", type=int, metavar="N", help=help))
     help = "data type of weights and activations (default: bfloat16)"
     advanced(add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help=help))
+    return parser
 
 
 def add_price(parser: argparse.ArgumentParser) -> None:
@@ -182,59 +176,42 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
     opened.compat = getattr(args, "compat", None)
     opened.spatial_scale = spatial_scale(local(args, "spatial_upsampler_path"))
     if getattr(args, "needs_gemma", False):
-        _require_gemma(opened)
+        example = "Type for example --gemma-root gemma-3-12b"
+        require(opened.gemma_root, "--gemma-root", "--checkpoint-path", example)
     if tuned:
         opened.take_tuned()
     return opened
 
 
-def _require_gemma(opened: Workspace) -> None:
-    """Raise UserError if the workspace has no text encoder."""
-    example = "Type for example --gemma-root gemma-3-12b"
-    require(opened.gemma_root, "--gemma-root", "--checkpoint-path", example)
-
-
 # --- flags of a job -------------------------------------------------------------------------------
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """Flags of one generation. A line of a prompts file accepts the same."""
-    add_fields(parser, "video", ["prompt", *SamplingFields.model_fields, "sampler"])
-    add_fields(parser, "video", ["auto_duration"])
-    add_size(parser)
-    add_guidance(parser)
-    add_loras(parser)
-    add_conditions(parser)
+# The groups and fields of each kind of a job's flags.
+_KINDS: dict[str, list[tuple[str, list[str]]]] = {
+    "sampling": [("video", ["prompt", *SamplingFields.model_fields, "sampler", "auto_duration"])],
+    "size": [("video", [*SizeFields.model_fields])],  # with the stages and the images
+    "guidance": [("guidance", [*GuidanceFields.model_fields])],
+    # Sharding merges LoRAs into weight sets; at run time they name the sets.
+    "loras": [(_INPUTS, [*LoraFields.model_fields])],
+    "conditions": [(_INPUTS, [*ConditionFields.model_fields, *DetailFields.model_fields])],
+    # Conditions that graphs depend on; the metadata of LoRAs has a reference's scale.
+    "shape": [
+        ("video", ["nag_scale"]),
+        (_INPUTS, [*ConditionFields.model_fields, "lora", "ic_lora", "detailing_lora"]),
+    ],
+}
 
 
-def add_guidance(parser: argparse.ArgumentParser) -> None:
-    """Flags of the guidance of the dev recipe."""
-    guidance = group(parser, "guidance")
-    help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
-    guidance.add_argument(
-        "--guidance", nargs="+", action="extend", default=[], metavar="KEY=VALUE ...", help=help
-    )
-    add_fields(parser, "guidance", GuidanceFields.model_fields)
-
-
-def add_size(parser: argparse.ArgumentParser) -> None:
-    """Flags of the output's size, the number of stages, and the image conditions."""
-    add_fields(parser, "video", SizeFields.model_fields)
-
-
-def add_loras(parser: argparse.ArgumentParser) -> None:
-    """Flags of LoRAs. Sharding merges them into weight sets; at run time they name the sets."""
-    add_fields(parser, _INPUTS, LoraFields.model_fields)
-
-
-def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) -> None:
-    """Flags of the inputs besides prompt and images. shape_only: only those that graphs depend on,
-    for the compile commands."""
-    if shape_only:
-        add_fields(parser, "video", ["nag_scale"])
-    add_fields(parser, _INPUTS, ConditionFields.model_fields)
-    scaled = ["lora", "ic_lora", "detailing_lora"]  # their metadata has a reference's scale
-    add_fields(parser, _INPUTS, scaled if shape_only else DetailFields.model_fields)
+def add_job(parser: argparse.ArgumentParser, *kinds: str) -> None:
+    """Flags of one generation, of some kinds or, by default, all that a line of a prompts file
+    accepts."""
+    for kind in kinds or ("sampling", "size", "guidance", "loras", "conditions"):
+        if kind == "guidance":
+            help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
+            more: Any = {"nargs": "+", "action": "extend", "default": [], "help": help}
+            group(parser, kind).add_argument("--guidance", metavar="KEY=VALUE ...", **more)
+        for title, fields in _KINDS[kind]:
+            add_fields(parser, title, fields)
 
 
 def add_fields(parser: argparse.ArgumentParser, title: str, fields: Iterable[str]) -> None:
@@ -301,7 +278,8 @@ def spec(args: argparse.Namespace) -> Job:
             )
     with _as_typed(args):
         values |= guidance | _stage_strengths(values)
-        return Job.validated(values).replaced(orientation=_orientation(args))
+        orientation = COMPAT[getattr(args, "compat", None)].orientation
+        return Job.validated(values).replaced(orientation=orientation)
 
 
 def _guidance_settings(settings: list[str]) -> dict[str, Any]:
@@ -396,8 +374,8 @@ def _check_resumed(job: Job) -> None:
 
 
 def shape(args: argparse.Namespace, recipe: str, **values: Any) -> Job:
-    """The job to compile graphs for, from the flags of `add_size` and
-    `add_conditions(shape_only=True)`. Its prompt is empty. values: in place of the flags'."""
+    """The job to compile graphs for, from the kinds size and shape of
+    `add_job`'s flags. Its prompt is empty. values: in place of the flags'."""
     job = spec(args).replaced(recipe=recipe, **values)
     if job.video_path is not None and job.extend is None:
         # The graphs do not depend on the seconds that are regenerated.
@@ -437,10 +415,6 @@ def recipe(args: argparse.Namespace) -> str:
     return named or "distilled"
 
 
-def _orientation(args: argparse.Namespace) -> str:
-    return COMPAT[getattr(args, "compat", None)].orientation
-
-
 # --- flags of a run -------------------------------------------------------------------------------
 
 
@@ -457,13 +431,6 @@ def add_duration_head(parser: argparse.ArgumentParser) -> None:
     help = "LTX-2.5: the duration head; it predicts --num-frames where that is left out"
     add = group(parser, "models").add_argument
     advanced(add("--duration-head-path", type=Path, metavar="FILE", help=help))
-
-
-def add_prediction(parser: argparse.ArgumentParser) -> None:
-    """The flag that predicts a length and generates nothing."""
-    help = "LTX-2.5: print the length that the duration head predicts, and make no video"
-    add = group(parser, "video").add_argument
-    advanced(add("--predict-duration", action="store_true", help=help))
 
 
 def check_prediction(args: argparse.Namespace) -> None:

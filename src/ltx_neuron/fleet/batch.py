@@ -9,7 +9,6 @@ from pathlib import Path
 from ltx_neuron import batch, flags
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.batch import Line, Results
-from ltx_neuron.config.common import digest
 from ltx_neuron.engine.outputs import digests_of_inputs
 from ltx_neuron.engine.preflight import notes
 from ltx_neuron.engine.run import Engine
@@ -18,7 +17,7 @@ from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.service.jobs import VIDEO
+from ltx_neuron.service.jobs import VIDEO, batch_key
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, NewJob, Queue
 
 FOLDER = ".ltx-fleet"  # in --output-dir: the queue and its jobs' files
@@ -122,11 +121,5 @@ def _submit_new(line: Line, queue: Queue) -> Entry:
         names[path] = f"file-{number}{path.suffix}"
         shutil.copyfile(path, folder / names[path])
     params = line.job.with_paths(names.__getitem__).to_line()
-    new = NewJob(id, OWNER, line.digest, _batch_key(line.job), params, {"line": line.number})
-    return queue.submit(new)[0]
-
-
-def _batch_key(job: Job) -> str:
-    """A key that jobs share if they run on the same loaded graphs and weights."""
-    loras = f"{digest(job.identity['loras'])[:8]} " if job.all_loras else ""
-    return f"{job.recipe} {loras}{' '.join(bucket.name for bucket in job.buckets)}"[:255]
+    key = batch_key(line.job, [bucket.name for bucket in line.job.buckets])
+    return queue.submit(NewJob(id, OWNER, line.digest, key, params, {"line": line.number}))[0]

@@ -31,9 +31,7 @@ EXAMPLE = """ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge \\
 def main(argv: list[str] | None = None) -> None:
     parser = flags.parser((__doc__ or "").partition("\n\n")[0], EXAMPLE, gemma=False)
     parser.prog = command("plan")
-    flags.add_size(parser)
-    flags.add_loras(parser)
-    flags.add_conditions(parser)
+    flags.add_job(parser, "size", "loras", "conditions")
     flags.add_fields(parser, "video", ["sampler", "nag_scale", "upscale", "num_inference_steps"])
     title = "The planned job besides the denoising steps, and the output's form."
     add = parser.add_argument_group("plan", title).add_argument

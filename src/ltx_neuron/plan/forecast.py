@@ -97,7 +97,7 @@ def forecast(
     ranks = profile.world_size(tp) if profile.backend == "nxd" else 0
     # The weights are read once: a lower bound of the products.
     memory_ms, score_ms = (step[k] / memory * 1e3 for k in ("weight_bytes", "score_bytes"))
-    python = [tensors * ranks * each / 1e3 for each in _TENSOR_US]
+    python = [tensors * ranks * microseconds / 1e3 for microseconds in _TENSOR_US]
     ranges = {
         "linear": [max(linear / (share * peak) * 1e3, memory_ms) for share in _LINEAR],
         "attention": [attention / (share * peak) * 1e3 + score_ms for share in _ATTENTION],

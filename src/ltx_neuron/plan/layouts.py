@@ -127,7 +127,7 @@ def layout_settings(
     yield from context
     for groups in guidance[-1:]:  # a group for each pass, and the chips that are left
         left = max_groups // groups["guidance_parallel"]
-        yield from [groups | each for each in context if each["context_parallel"] <= left][-1:]
+        yield from [groups | cp for cp in context if cp["context_parallel"] <= left][-1:]
 
 
 def name_of(layout: Profile) -> str:
@@ -148,9 +148,9 @@ def step_ms(
     """Milliseconds of a step with all its passes. cost: for one rank of a single group."""
     step = divided_cost(config, bucket, layout, plan.tp, DTYPES[plan.dtype].itemsize, cost)
     launches = step_launches(config, layout.blocks_per_graph)
-    each = forecast(layout, plan.tp, config.num_layers, step, launches)
+    of_pass = forecast(layout, plan.tp, config.num_layers, step, launches)
     rounds = -(-passes // layout.guidance_parallel)
-    return rounds * each.low, rounds * each.high
+    return rounds * of_pass.low, rounds * of_pass.high
 
 
 def divided_cost(

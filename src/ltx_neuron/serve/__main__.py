@@ -43,8 +43,7 @@ def build_parser() -> Parser:
     parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False)
     parser.prog = command("serve")
     parser.set_defaults(needs_gemma=True)
-    flags.add_size(parser)
-    flags.add_loras(parser)
+    flags.add_job(parser, "size", "loras")
     help = (
         'LoRAs that requests select as lora_set: {"NAME": {"lora": ["PATH", STRENGTH]}, ...}, with'
     )

@@ -88,11 +88,10 @@ def _file(value: Any) -> BinaryIO:
         raise ValueError("wanted data:image/png;base64,...") from None
 
 
-def _data_url(example: str) -> dict[str, str]:
-    return {"type": "string", "description": f"data:{example};base64,..."}
-
-
-_IMAGE_URL, _AUDIO_URL, _VIDEO_URL = map(_data_url, ("image/png", "audio/wav", "video/mp4"))
+_IMAGE_URL, _AUDIO_URL, _VIDEO_URL = (
+    {"type": "string", "description": f"data:{example};base64,..."}
+    for example in ("image/png", "audio/wav", "video/mp4")
+)
 
 
 class HeldImage(Fields):
@@ -361,18 +360,18 @@ def kind_of(name: str) -> str:
 def read_request(fields: Mapping[str, Any]) -> VideoRequest:
     """Read a body's fields: JSON values, or texts and files of a multipart body. Raises ApiError
     for the first wrong field."""
-    said = _merged(fields)
+    values = _merged(fields)
     try:
-        request = VideoRequest.model_validate(said)
+        request = VideoRequest.model_validate(values)
     except ValidationError as error:
         mistake = error.errors(include_url=False, include_context=False)[0]
-        raise _api_error(mistake, said) from None
+        raise _api_error(mistake, values) from None
     if (count := len(request.held)) > MAX_IMAGES:  # references included
         raise invalid("images", f"got {count} images in all, wanted at most {MAX_IMAGES}")
     return request
 
 
-def _api_error(mistake: Mapping[str, Any], said: dict[str, Any]) -> ApiError:
+def _api_error(mistake: Mapping[str, Any], values: dict[str, Any]) -> ApiError:
     """The ApiError of a pydantic error, with the field's name in the request."""
     kind, (field, *place) = mistake["type"], mistake["loc"]
     if field == "prompt":
@@ -381,7 +380,7 @@ def _api_error(mistake: Mapping[str, Any], said: dict[str, Any]) -> ApiError:
             return invalid("prompt", message, "prompt_too_long")
         message = "prompt is missing; send a text that describes the video"
         return invalid("prompt", message, "missing_field")
-    name = next((name for name in _NAMES[field] if name in said), field)
+    name = next((name for name in _NAMES[field] if name in values), field)
     # Name the field as the client sent it.
     url = {"data": "image_url", "file": f"{kind_of(name)}_url"}
     place = [url.get(part, part) for part in place]
@@ -403,7 +402,7 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid("extra_params", "extra_params: wanted a JSON object")
     if twice := sorted(merged.keys() & extra.keys()):
         raise invalid(twice[0], f"{twice[0]} is a field and a key of extra_params; leave one out")
-    said = {}
+    values = {}
     for key, value in (merged | extra).items():
         if key in UNSUPPORTED:
             if value not in (None, "", *UNSUPPORTED[key]):
@@ -414,12 +413,12 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
         elif value is None or (key, value) == ("size", "auto"):
             continue
         elif value != "" or key in ("prompt", "negative_prompt"):  # "" is a valid prompt
-            said[key] = value
+            values[key] = value
     for names in (*_EITHER, *_NAMES.values()):
-        both = [name for name in names if name in said]
+        both = [name for name in names if name in values]
         if len(both) > 1:
             raise invalid(both[0], f"{' and '.join(both)} set the same value; leave one out")
-    return said
+    return values
 
 
 def _unbracketed(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,28 +29,16 @@ VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
 PREVIEW = "preview"  # key in a running job's detail: a JPEG in base64
 
 
+@dataclasses.dataclass
 class JobSubmitter:
-    """Turns requests into jobs of the queue.
+    """Turns requests into jobs of the queue."""
 
-    model             the checkpoint's name in the API
-    max_queued        number of waiting jobs: of all owners, of one owner
-    max_queued_bytes  size of the waiting jobs' files
-    limits            of one uploaded file
-    """
-
-    def __init__(
-        self,
-        queue: Queue,
-        sizes: SizeRegistry,
-        model: str,
-        *,
-        max_queued: tuple[int, int] = (10_000, 10_000),
-        max_queued_bytes: int = 50 * 10**9,
-        limits: UploadLimits | None = None,
-    ):
-        self.queue, self.sizes, self.model = queue, sizes, model
-        self.max_queued, self.max_queued_bytes = max_queued, max_queued_bytes
-        self.limits = limits or UploadLimits()
+    queue: Queue
+    sizes: SizeRegistry
+    model: str  # the checkpoint's name in the API
+    max_queued: tuple[int, int] = 10_000, 10_000  # number of waiting jobs: of all owners, of one
+    max_queued_bytes: int = 50 * 10**9  # size of the waiting jobs' files
+    limits: UploadLimits = UploadLimits()  # of one uploaded file
 
     def accept(self, request: VideoRequest, owner: str, key: str | None = None) -> Entry:
         """Store a request's job on disk. A repeated key returns the earlier job. Raises
@@ -84,8 +73,11 @@ class JobSubmitter:
             line = job.with_paths(lambda path: path.name).to_line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
-            where = self._batch_key(job), line, shown, key, folder_bytes(folder)
-            new = NewJob(id, owner, request.digest, *where)
+            programs = self.sizes.workspace.dit_programs_for
+            buckets = (bucket for stage in job.stages for bucket, _ in programs(job, stage))
+            runs_on = batch_key(job, dict.fromkeys(bucket.name for bucket in buckets))
+            size = folder_bytes(folder)
+            new = NewJob(id, owner, request.digest, runs_on, line, shown, key, size)
             entry, is_new = self.queue.submit(new, *self.max_queued, self.max_queued_bytes)
             return entry
         except UserError as error:
@@ -218,13 +210,11 @@ class JobSubmitter:
         if job.recipe == "dev":
             job.resolved_guidance.check(self.sizes.workspace.transformer.num_layers)
 
-    def _batch_key(self, job: Job) -> str:
-        """A key of the jobs that share loaded graphs and weights."""
-        workspace = self.sizes.workspace
-        programs = (x for stage in job.stages for x in workspace.dit_programs_for(job, stage))
-        names = dict.fromkeys(bucket.name for bucket, _ in programs)
-        loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
-        return "+".join([job.recipe, *names, *loras])
+
+def batch_key(job: Job, names: Iterable[str]) -> str:
+    """A key of the jobs that share loaded graphs, by their names, and weights."""
+    loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
+    return "+".join([job.recipe, *names, *loras])
 
 
 def public(text: str, folder: Path) -> str:

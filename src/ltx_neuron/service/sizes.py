@@ -209,13 +209,11 @@ class SizeRegistry:
     def reference_sets(self) -> list[str]:
         """The names of the LoRA sets that use reference videos or voices: with a LoRA for stage 1
         alone."""
-        paths = {
-            name: [
-                {lora.path for lora in loras} for loras in (job.stage_1_loras, job.stage_2_loras)
-            ]
+        return [
+            name
             for name, job in self.lora_sets.items()
-        }
-        return [name for name, (first, second) in paths.items() if first - second]
+            if {lora.path for lora in job.stage_1_loras} - {lora.path for lora in job.stage_2_loras}
+        ]
 
     @property
     def voice_seconds(self) -> list[float]:

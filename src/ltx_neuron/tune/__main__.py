@@ -43,10 +43,9 @@ EXAMPLE = """ltx-neuron tune --checkpoint-path ltx-2.3-22b-distilled.safetensors
 def build_parser() -> Parser:
     parser = flags.parser(__doc__, EXAMPLE, gemma=False)
     parser.prog = command("tune")
-    flags.add_size(parser)
+    flags.add_job(parser, "size")
     flags.add_fields(parser, "video", ["nag_scale", "sound_only"])
-    flags.add_guidance(parser)
-    flags.add_loras(parser)
+    flags.add_job(parser, "guidance", "loras")
     add = parser.add_argument_group("tuning", "Settings to try, and limits.").add_argument
     help = f"keys of the profile to try (default: all): {', '.join(search.KEYS)}"
     add("--keys", nargs="+", default=list(search.KEYS), metavar="KEY ...", help=help)
