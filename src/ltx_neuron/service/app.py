@@ -10,7 +10,6 @@ import errno
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request
@@ -38,36 +37,21 @@ from ltx_neuron.service.jobs import (
     video_object,
 )
 from ltx_neuron.service.limits import MAX_JSON_BYTES, RequestLimits, TokenBucket
-from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
 from ltx_neuron.service.page import add_page, cookie_authorization
 from ltx_neuron.service.queue import COMPLETED, FAILED, IN_PROGRESS, OPEN, QUEUED, Entry
+from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import SizeObject
 from ltx_neuron.service.tokens import Tokens
 
 _MAX_FIELDS, _MAX_PAGE = 64, 100
+_SYNC_SECONDS = 3600.0  # the longest wait of /v1/videos/sync
 _POLL_MS = {True: 2000, False: 500}  # of a waiting job, of a running job
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # Codes of the errors that Starlette and FastAPI raise.
 _CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
 _FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Limits of the API.
-
-    price        of the machine, for the metrics
-    per_minute   new jobs of one token
-    sync_seconds timeout of /v1/videos/sync
-    """
-
-    max_body_bytes: int = 256 * 2**20
-    per_minute: float = 600.0
-    sync_seconds: float = 3600.0
-    keep_days: float = 7.0
-    price: Price | None = None
 
 
 class VideoList(TypedDict):
@@ -118,10 +102,10 @@ class QueueObject(TypedDict):
 class Api:
     """The route functions. Those that only query the database are synchronous: threads run them."""
 
-    def __init__(self, jobs: JobSubmitter, tokens: Tokens, settings: Settings):
+    def __init__(self, jobs: JobSubmitter, tokens: Tokens, price: Price | None):
         self.jobs, self.queue, self.tokens = jobs, jobs.queue, tokens
-        self.settings, self.rate = settings, TokenBucket(settings.per_minute)
-        self.metrics_of = Metrics(self.queue, settings.price)
+        self.rate = TokenBucket(jobs.limits.rate)
+        self.metrics_of = Metrics(self.queue, price)
 
     # --- videos -----------------------------------------------------------------------------------
 
@@ -134,7 +118,7 @@ class Api:
         waited = 0.0
         try:
             while entry.status in OPEN:
-                if waited > self.settings.sync_seconds:
+                if waited > _SYNC_SECONDS:
                     raise ApiError(504, "timeout", "the video took too long; use POST /v1/videos")
                 if await request.is_disconnected():
                     raise ClientDisconnect
@@ -179,7 +163,7 @@ class Api:
         owner = request.state.owner
         number = self._entry(owner, after, "after").number if after else None
         entries, more = self.queue.page(owner, number, limit, order == "desc")
-        data = [video_object(entry, self.settings.keep_days) for entry in entries]
+        data = [video_object(entry, self.jobs.limits.keep_days) for entry in entries]
         ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         content = {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1]}
         return JSONResponse(content | {"has_more": more})
@@ -223,7 +207,8 @@ class Api:
         if entry.status in OPEN:
             headers["openai-poll-after-ms"] = str(_POLL_MS[waits])
         ahead = self.queue.ahead_of(entry) if waits else None
-        return JSONResponse(video_object(entry, self.settings.keep_days, ahead), headers=headers)
+        content = video_object(entry, self.jobs.limits.keep_days, ahead)
+        return JSONResponse(content, headers=headers)
 
     def _entry(self, owner: str, id: str, param: str | None = None) -> Entry:
         entry = self.queue.get(owner, id)
@@ -298,10 +283,11 @@ class Api:
 
 
 def create_app(
-    jobs: JobSubmitter, tokens: Tokens, settings: Settings, page: bool = False
+    jobs: JobSubmitter, tokens: Tokens, price: Price | None = None, page: bool = False
 ) -> Callable:
-    """The ASGI application of a service, with a page at / or without one."""
-    api = Api(jobs, tokens, settings)
+    """The ASGI application of a service, with a page at / or without one. price: of the machine,
+    for the metrics."""
+    api = Api(jobs, tokens, price)
     # Malformed uploads must not fill the service's log.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     app = FastAPI(
@@ -361,13 +347,14 @@ def create_app(
     for kind in (*expected, Exception):
         app.add_exception_handler(kind, handle_error)
     app.add_exception_handler(OSError, handle_disk_error)
-    return RequestLimits(_counting(app, api), settings.max_body_bytes, local=not tokens.hashes)
+    most = jobs.limits.bytes_of("body")
+    return RequestLimits(_counting(app, api), most, local=not tokens.hashes)
 
 
 class _Form(MultiPartParser):
     """A parser of a multipart body that writes files to disk and refuses too large ones."""
 
-    def __init__(self, request: Request, limits: UploadLimits):
+    def __init__(self, request: Request, limits: Limits):
         sizes = {"max_files": MAX_FILES, "max_fields": _MAX_FIELDS, "max_part_size": MAX_JSON_BYTES}
         super().__init__(request.headers, request.stream(), **sizes)
         self.limits, self.received = limits, 0
@@ -384,7 +371,7 @@ class _Form(MultiPartParser):
         super().on_part_data(data, start, end)
 
 
-async def _read_body(request: Request, limits: UploadLimits) -> tuple[dict[str, Any], Any]:
+async def _read_body(request: Request, limits: Limits) -> tuple[dict[str, Any], Any]:
     """A body's fields. The second value is a form, which the caller closes, or None for JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":

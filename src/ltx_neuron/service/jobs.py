@@ -20,9 +20,9 @@ from ltx_neuron.sampling.size import Size
 from ltx_neuron.service import media, picture
 from ltx_neuron.service.api_error import ApiError, busy, field_of, invalid, too_large
 from ltx_neuron.service.fields import KNOWN, VideoRequest, WeightedVideo, with_field_names
-from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.sandbox import BadFile
+from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import CompiledSize, SizeObject, SizeRegistry
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
@@ -36,9 +36,7 @@ class JobSubmitter:
     queue: Queue
     sizes: SizeRegistry
     model: str  # the checkpoint's name in the API
-    max_queued: tuple[int, int] = 10_000, 10_000  # number of waiting jobs: of all owners, of one
-    max_queued_bytes: int = 50 * 10**9  # size of the waiting jobs' files
-    limits: UploadLimits = UploadLimits()  # of one uploaded file
+    limits: Limits = Limits()
 
     def accept(self, request: VideoRequest, owner: str, key: str | None = None) -> Entry:
         """Store a request's job on disk. A repeated key returns the earlier job. Raises
@@ -78,7 +76,9 @@ class JobSubmitter:
             runs_on = batch_key(job, dict.fromkeys(bucket.name for bucket in buckets))
             size = folder_bytes(folder)
             new = NewJob(id, owner, request.digest, runs_on, line, shown, key, size)
-            entry, is_new = self.queue.submit(new, *self.max_queued, self.max_queued_bytes)
+            limits = self.limits
+            most = limits.max_queue, limits.max_queue_per_token or limits.max_queue
+            entry, is_new = self.queue.submit(new, *most, int(limits.max_queue_gb * 1e9))
             return entry
         except UserError as error:
             message = public(error.spelled(field_of), folder)
@@ -100,7 +100,7 @@ class JobSubmitter:
             chosen = CompiledSize(Size(), requested.recipe or sizes.default.recipe)
             if requested.seconds is not None:
                 raise invalid("seconds", "seconds does not go with video_reference; leave it out")
-            if abs(job.extend or 0) > (most := self.limits.seconds):
+            if abs(job.extend or 0) > (most := self.limits.max_media_seconds):
                 raise invalid("extend", f"extend {job.extend:g}: wanted at most {most:g} s")
             job = job.replaced(**requested.model_dump(exclude_none=True))
         elif request.reference_video:  # its file has the length
@@ -188,7 +188,7 @@ class JobSubmitter:
         target = upload.with_suffix(".png")
         try:
             with whole_file(target) as partial:
-                picture.decode(upload, partial, self.limits.image_pixels)
+                picture.decode(upload, partial, self.limits.max_image_pixels)
             check_image(target)
         except BadFile as error:
             raise invalid(param, f"{param}: {error}", "invalid_image") from None
