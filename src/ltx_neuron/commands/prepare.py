@@ -52,7 +52,6 @@ class Part(NamedTuple):
 
     @property
     def bytes_there(self) -> int:
-        """Current size on disk."""
         folders = filter(Path.is_dir, self.folders)
         return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
 

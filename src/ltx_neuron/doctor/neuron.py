@@ -110,7 +110,6 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
 
 
 def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
-    """The number of free logical cores, and the processes that use the others."""
     devices, needed = system.devices(), profile.cores_needed(tp)
     if devices is None:
         in_use = [f"{name}: {_describe(users)}" for name, users in system.holders().items()]

@@ -116,7 +116,6 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
 
 
 def add_price(parser: argparse.ArgumentParser) -> None:
-    """The flag of the machine's price."""
     help = "US dollars for an hour of this machine, to report the price of a clip"
     add = group(parser, "model and machine").add_argument
     advanced(add("--price-per-hour", type=float, metavar="DOLLARS", help=help))
@@ -283,7 +282,6 @@ def spec(args: argparse.Namespace) -> Job:
 
 
 def _guidance_settings(settings: list[str]) -> dict[str, Any]:
-    """The fields that --guidance sets."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -304,7 +302,6 @@ def _guidance_settings(settings: list[str]) -> dict[str, Any]:
 
 
 def _stage_strengths(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of --distilled-lora PATH STAGE_1 STAGE_2."""
     loras = values.get("distilled_lora", [])
     pairs = {tuple(strengths) for _, *strengths in loras if len(strengths) == 2}
     if not pairs:
@@ -419,7 +416,6 @@ def recipe(args: argparse.Namespace) -> str:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Flags of a run, and of model files besides the checkpoint."""
     add_models(parser)
     add_fleet(parser)
     add_duration_head(parser)
@@ -498,7 +494,6 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Flags of a generation's output files and of resuming."""
     add = group(parser, "output").add_argument
     add(
         "--output-path", type=Path, metavar="FILE", help="the video, as .mp4, or the sound, as .wav"

@@ -65,8 +65,6 @@ _CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192, "trn3": 12}
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """A phase."""
-
     name: str
     where: str  # "host" or "device"
     seconds: float | None

@@ -7,6 +7,7 @@ ltx-neuron report run.json --max warm_step_ms.stage_1.median=300 end_to_end_seco
 """
 
 import sys
+from itertools import chain
 from pathlib import Path
 
 from ltx_neuron.command_line import Parser
@@ -35,10 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     if options.plot:
         check_outputs({"--plot": Path(options.plot)}, {path: Path(path) for path in paths})
     runs = [load(path) for path in paths]
-    sentences = []
-    for path, report in zip(paths, runs, strict=True):
-        sentences += exceeded(report, options.max, path)
-    texts = [table(report) for report in runs]
+    exceeding = (exceeded(run, options.max, path) for path, run in zip(paths, runs, strict=True))
+    sentences, texts = [*chain.from_iterable(exceeding)], [*map(table, runs)]
     if len(runs) == 2:
         texts.append(compare(*runs))
     print("\n\n".join(texts))

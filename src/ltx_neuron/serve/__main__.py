@@ -59,7 +59,6 @@ def build_parser() -> Parser:
 
 
 def add_service(parser: argparse.ArgumentParser) -> None:
-    """Flags of the address, the users and the job storage."""
     title = "The service's address, its users, and the folder of its jobs."
     add = parser.add_argument_group("service", title).add_argument
     help = "address to listen on (default: 127.0.0.1, this machine only)"
@@ -101,7 +100,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

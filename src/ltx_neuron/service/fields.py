@@ -69,7 +69,6 @@ _NOT_SUPPORTED = "feature_not_supported"
 
 
 def _file(value: Any) -> BinaryIO:
-    """The file of an upload or of a data URL."""
     if isinstance(value, UploadFile):
         value.file.seek(0)
         return value.file
@@ -172,7 +171,6 @@ def _reference(key: str) -> Callable[[Any], Any]:
 
 
 def _references(value: Any) -> Any:
-    """One reference video, or a list of them."""
     if isinstance(value, str) and not value.startswith("data:"):
         value = _json(value)
     return [*map(_reference("video_url"), value if isinstance(value, list | tuple) else [value])]
@@ -211,7 +209,6 @@ _AS_TEXT = WithJsonSchema({"type": "string", "pattern": f"^{_SIZE.pattern}$|^aut
 
 
 def _names_of(model: type[Fields]) -> dict[str, list[str]]:
-    """Every field with its accepted names."""
     return {field: names_of(field, model) for field in model.model_fields}
 
 
@@ -306,7 +303,6 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
 
     @property
     def media(self) -> list[Media]:
-        """The sounds and videos."""
         media = []
         for name, (field, kind) in _MEDIA.items():
             value = getattr(self, name)
@@ -447,7 +443,6 @@ def _json(text: str | bytes) -> Any:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """A JSON body's fields."""
     try:
         content = _json(body)
     except ValueError:

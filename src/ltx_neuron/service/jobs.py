@@ -89,7 +89,6 @@ class JobSubmitter:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _job(self, request: VideoRequest, folder: Path) -> Job:
-        """A request's job, with its files in `folder`."""
         images = tuple(
             ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
             for number, held in enumerate(request.held.values())
@@ -228,7 +227,6 @@ def job_of(line: dict[str, Any], folder: Path) -> Job:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of a folder's files in bytes."""
     total = 0
     with suppress(FileNotFoundError):
         for path in folder.iterdir():
@@ -263,7 +261,6 @@ class VideoObject(SizeObject):
 
 
 def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> VideoObject:
-    """The VideoObject of a job."""
     ended, detail = entry.completed_at, entry.detail
     if detail and PREVIEW in detail:
         detail = detail | {PREVIEW: True}  # clients download the picture separately

@@ -63,8 +63,6 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 class _Body:
-    """Receives a request's body within a size and a time limit."""
-
     def __init__(self, receive: Callable, max_bytes: int):
         self.receive, self.left, self.max_bytes = receive, max_bytes, max_bytes
         self.until, self.whole = time.monotonic() + BODY_SECONDS, False

@@ -24,8 +24,6 @@ _TOTALS = {
 
 
 class Metrics:
-    """The metrics of one service."""
-
     def __init__(self, queue: Queue, price: Price | None = None):
         self.queue, self.price, self.registry = queue, price, CollectorRegistry()
         what = "answered requests"

@@ -183,7 +183,6 @@ class Queue:
         return _entries(rows[:limit]), len(rows) > limit
 
     def ahead_of(self, entry: Entry) -> int:
-        """The number of waiting jobs before one."""
         sql = "SELECT count(*) FROM jobs WHERE status = 'queued' AND number < :number"
         return self.database.read(sql, number=entry.number)[0][0]
 
@@ -405,7 +404,6 @@ class Queue:
     # --- counts -----------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Jobs by status."""
         rows = self.database.read("SELECT status, count(*) FROM jobs GROUP BY status")
         return dict.fromkeys(STATUSES, 0) | {row[0]: row[1] for row in rows}
 

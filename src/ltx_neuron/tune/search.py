@@ -28,8 +28,6 @@ _BLOCKS = (1, 4, 8, 12)
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement of a variant."""
-
     settings: Settings
     repeat: int  # the number of earlier measurements of the same variant
     problem: str = ""  # why the search cannot choose it; empty if it can
