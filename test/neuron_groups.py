@@ -11,8 +11,7 @@ import torch
 from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.torchdist.compiled import _rename_groups
-from ltx_neuron.backends.torchdist.groups import group_names
+from ltx_neuron.backends.torchdist.compiled import _rename_groups, group_names
 from ltx_neuron.config.profiles import Profile, resolve
 from ltx_neuron.doctor import groups
 from ltx_neuron.errors import UserError

@@ -47,11 +47,9 @@ class UserError(Exception):
 
 
 class FieldError(UserError):
-    """A mistake in a job's fields, which flags, lines and requests spell differently.
-
-    text    the message, with fields in braces, as in "{seed} {got} is too large"
-    values  other values in braces
-    """
+    """A mistake in a job's fields, which flags, lines and requests spell differently. text: the
+    message, with fields in braces, as in "{seed} {got} is too large". values: other values in
+    braces."""
 
     def __init__(self, text: str, **values):
         super().__init__(text)
@@ -106,11 +104,8 @@ def reason(error: Exception) -> str:
 
 
 def refusal(error: OSError, flag: str = "", advice: str = "") -> UserError:
-    """The system's error on a path as a UserError with path, reason and remedy.
-
-    flag    the path's flag
-    advice  end of the message
-    """
+    """The system's error on a path as a UserError with path, reason and remedy. flag: the path's
+    flag. advice: end of the message."""
     path = os.fsdecode(error.filename)
     if len(path) > _MAX_SHOWN:
         path = f"{path[: _MAX_SHOWN // 2]}... ({len(path)} characters)"
@@ -133,10 +128,8 @@ def in_words(flag: str = "") -> Iterator[None]:
 
 def run(main: Callable[[], None]) -> None:
     """Run a command's main. Exits with 2 on a user's mistake, 1 on a failed run, 130 on Ctrl-C and
-    143 on SIGTERM. The system's errors on paths and a full disk count as user's mistakes.
-
-    Other errors print their traceback and exit with 1.
-    """
+    143 on SIGTERM. The system's errors on paths and a full disk count as user's mistakes. Other
+    errors print their traceback and exit with 1."""
     signal.signal(signal.SIGTERM, _terminate)
     with _forgiving_streams():
         try:

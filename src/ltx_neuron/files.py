@@ -69,13 +69,9 @@ def remove_leftovers(path: Path) -> None:
 @contextmanager
 def exclusive(folder: Path, doing: str) -> Iterator[None]:
     """Hold the lock of a folder while it is made. If another process holds it, print that once and
-    wait; the folder may be finished afterwards.
-
-    The lock is a file beside the folder with the holder's process number, removed at the end. The
-    system releases the lock of a killed process.
-
-    doing  the work on the folder, for the message of a waiting process: "compiling"
-    """
+    wait; the folder may be finished afterwards. The lock is a file beside the folder with the
+    holder's process number, removed at the end. The system releases the lock of a killed process.
+    doing: the work on the folder, for the message of a waiting process: "compiling"."""
     path, waited = folder.with_name(f".{folder.name}.lock"), False
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -125,7 +121,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write a JSON object through whole_file."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -146,7 +141,6 @@ def _checksum(manifest: dict) -> str:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file through whole_file."""
     from safetensors.torch import save
 
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -171,7 +165,6 @@ def read_json(path: Path) -> dict:
 
 
 def has_keys(path: Path, keys: set[str]) -> bool:
-    """Whether a file is a JSON object with all of these keys."""
     try:
         return read_json(path).keys() >= keys
     except UserError:
@@ -244,11 +237,8 @@ def _refused(kind: type[OSError], number: int, path: str | Path) -> OSError:
 
 
 def check_readable(path: str | Path, flag: str = "", advice: str = "") -> None:
-    """Raise UserError unless `path` is a readable regular file.
-
-    flag    of the path, for the message
-    advice  end of the message: what to type instead
-    """
+    """Raise UserError unless `path` is a readable regular file. flag: of the path, for the message.
+    advice: end of the message: what to type instead."""
     try:
         check_regular(path)
     except OSError as error:
@@ -256,10 +246,8 @@ def check_readable(path: str | Path, flag: str = "", advice: str = "") -> None:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Raise UserError if a file cannot be written to `path`. Creates nothing.
-
-    flag  the flag that chooses another path, with its value: "--output FILE"
-    """
+    """Raise UserError if a file cannot be written to `path`. Creates nothing. flag: the flag that
+    chooses another path, with its value: "--output FILE"."""
     path = Path(path)
     if os.path.isdir(path):
         raise UserError(f"{path} is a folder, wanted a file: pass a name inside it with {flag}")
@@ -271,11 +259,9 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
-    """Raise UserError if files cannot be written to `folder`, or it cannot be created.
-
-    flag  the flag that chooses another path, with its value
-    path  the user's path for the message, if it is not the folder
-    """
+    """Raise UserError if files cannot be written to `folder`, or it cannot be created. flag: the
+    flag that chooses another path, with its value. path: the user's path for the message, if it is
+    not the folder."""
     nearest = _nearest(folder)
     if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(
@@ -305,11 +291,8 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 def check_outputs(outputs: dict[str, Path], inputs: dict[str, Path]) -> None:
     """Raise UserError if an output is an input, is inside an input folder, or is another output.
-    Other spellings and symbolic links are resolved.
-
-    outputs  written files by description; the last word is the flag that changes their path
-    inputs   files and folders that are read, by flag
-    """
+    Other spellings and symbolic links are resolved. outputs: written files by description; the last
+    word is the flag that changes their path. inputs: files and folders that are read, by flag."""
     read = {_real(path): name for name, path in inputs.items()}
     for name, folder in inputs.items():  # a folder may contain links, as Hugging Face's cache
         read |= {_real(path): name for path in Path(folder).rglob("*") if path.is_symlink()}

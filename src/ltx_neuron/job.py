@@ -16,7 +16,6 @@ from ltx_neuron.errors import FieldError
 from ltx_neuron.host.facts import read_media
 from ltx_neuron.models.signatures import NO_VOICE
 from ltx_neuron.sampling import dfr, rules
-from ltx_neuron.sampling.ancestral import STAGE_SEED
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.guidance import (
@@ -26,8 +25,8 @@ from ltx_neuron.sampling.guidance import (
     default_steps,
 )
 from ltx_neuron.sampling.inputs import Inputs, Media
-from ltx_neuron.sampling.latents import video_latent_shape
-from ltx_neuron.sampling.res_2s import steps_of_evaluations
+from ltx_neuron.sampling.latents import UPSCALES, video_latent_shape
+from ltx_neuron.sampling.samplers import SAMPLERS, STAGE_SEED
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     DISTILLED_SIGMAS,
@@ -39,7 +38,6 @@ from ltx_neuron.sampling.schedules import (
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import DETAILING, HQ_STRENGTHS, LORAS, SIZES, LoraFields, LoraFile
 from ltx_neuron.sampling.tiles import Tile
-from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import Lora, WeightSet, check_guided_stage_1, identity_of
 
 _RETAKE_STEPS = 40  # of the dev recipe, without --num-inference-steps
@@ -59,9 +57,7 @@ class Stage(NamedTuple):
     # Starts from the previous stage's upsampled latents, not from noise alone
     upsampled: bool = False
     loras: WeightSet = ()  # merged into its weights
-    # "euler", "ancestral", which adds noise in each step, "res_2s" with two evaluations of the
-    # model per step, or "gradient_estimation"
-    sampler: str = "euler"
+    sampler: str = "euler"  # a key of SAMPLERS
     window: Window | None = None  # of an extended video: each has its own stage 1
     temporal: dfr.TemporalWindow | None = None  # of DFR: each window of a round is a stage
 
@@ -92,9 +88,7 @@ class Stage(NamedTuple):
     def evaluations(self) -> tuple[int, ...]:
         """The stage's evaluations of the model in order, each with the step number that guidance
         uses. Their number is that of the used rows of the graph's schedule tables."""
-        if self.sampler == "res_2s":
-            return steps_of_evaluations(self.steps)
-        return tuple(range(self.steps))
+        return SAMPLERS[self.sampler].evaluations(self.steps)
 
     @property
     def max_steps(self) -> int:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.files import read_json
 from ltx_neuron.models import signatures
-from ltx_neuron.sampling import ancestral
+from ltx_neuron.sampling import samplers
 
 
 def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(tmp_path):
@@ -74,7 +74,7 @@ def test_of_ltx25_the_compared_step_is_the_last_one_that_adds_noise(
 
     def noted(run: StageRun, number: int) -> float:
         noise = signatures.ANCESTRAL.index("noise")
-        added = ancestral.coefficients(run.stage.sigmas, (False, False))[number:, 0, noise]
+        added = samplers.ancestral_coefficients(run.stage.sigmas, (False, False))[number:, 0, noise]
         taken.append((added > 0).tolist())
         return step(run, number)
 

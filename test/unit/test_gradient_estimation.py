@@ -10,8 +10,7 @@ from ltx_pipelines.utils.samplers import gradient_estimating_euler_denoising_loo
 
 from ltx_neuron.errors import FieldError
 from ltx_neuron.job import Size
-from ltx_neuron.sampling.gradient_estimation import GradientEstimation
-from ltx_neuron.sampling.res_2s import Stream
+from ltx_neuron.sampling.samplers import GradientEstimation, Stream
 from ltx_neuron.sampling.schedules import ltx2_schedule
 
 SIGMAS = ltx2_schedule(6, 4096)

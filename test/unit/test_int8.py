@@ -40,7 +40,7 @@ def test_rank_files_of_an_int8_file_are_those_of_the_file_dequantised_beforehand
     files, split, tmp_path, monkeypatch, model, tp, strength
 ):
     monkeypatch.setattr("ltx_neuron.weights.sharder._PIECE_BYTES", 500)  # pieces of a few rows
-    monkeypatch.setattr("ltx_neuron.weights.int8._PIECE", 100)
+    monkeypatch.setattr("ltx_neuron.weights.weight_file._PIECE", 100)
     loras = (Lora(split.lora, strength),) if strength else ()
     found, wanted = (
         shard(MergedSource(MODELS[model], [file], loras), tmp_path / file.path.stem, tp)

@@ -16,7 +16,7 @@ from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.job import Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling import ancestral, latents
+from ltx_neuron.sampling import latents, samplers
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import initial_states
 from ltx_neuron.sampling.conditions import (
@@ -162,7 +162,7 @@ def test_a_step_keeps_the_variance_of_a_rectified_flow():
     """The coefficients equal the formula in double precision: sigma_down = end ** 2 / sigma, and
     noise from there up to the end, with the signal scaled by the quotient of both alphas."""
     for row, sigma, end in zip(
-        ancestral.coefficients(DISTILLED_SIGMAS, (False, False)),
+        samplers.ancestral_coefficients(DISTILLED_SIGMAS, (False, False)),
         DISTILLED_SIGMAS,
         DISTILLED_SIGMAS[1:],
         strict=False,
@@ -175,7 +175,7 @@ def test_a_step_keeps_the_variance_of_a_rectified_flow():
 
 
 def test_the_last_step_returns_the_prediction_and_a_frozen_stream_stays():
-    coefficients = ancestral.coefficients(DISTILLED_SIGMAS, (False, True))
+    coefficients = samplers.ancestral_coefficients(DISTILLED_SIGMAS, (False, True))
     assert coefficients[-1, 0].tolist() == [0, 1, 1, 0, 0]
     assert {tuple(row) for row in coefficients[:, 1].tolist()} == {(1, 0, 1, 0, 0)}
 
@@ -193,7 +193,7 @@ def test_the_noise_does_not_depend_on_what_was_drawn_before():
 @pytest.mark.parametrize("seed", [-5, 2**64 - 1])
 def test_every_seed_has_noise(seed):
     empty = [torch.zeros(1, 16, 4)] * 2
-    noise, _, _ = next(ancestral.steps_of((1.0, 0.5, 0.0), empty, (False, False), seed))
+    noise, _, _ = next(samplers.ancestral_steps((1.0, 0.5, 0.0), empty, (False, False), seed))
     wanted = torch.Generator().manual_seed(seed % 2**64)
     assert torch.equal(noise, torch.randn(1, 16, 4, generator=wanted))
 

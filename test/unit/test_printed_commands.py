@@ -44,7 +44,7 @@ NOT_RUN = {
     "of a Neuron compiler's environment": ["backends/nxd/compile.py:set_environment: unset"],
     "of Neuron's own compiler": ["backends/nki.py:-: --profile-set attention="],
     "after torch-neuronx's own choice, or the system's messages": [
-        "backends/torchdist/groups.py:group_names: --profile-set context_parallel="
+        "backends/torchdist/compiled.py:group_names: --profile-set context_parallel="
     ],
     "after an exchange of real chips that differs": [
         "doctor/groups.py:-: --profile-set context_parallel=",

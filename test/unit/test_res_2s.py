@@ -17,7 +17,7 @@ from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.dit import next_latents
 from ltx_neuron.sampling.conditions import SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
+from ltx_neuron.sampling.samplers import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     GUIDED_MAX_STEPS,

@@ -36,8 +36,8 @@ from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.models.parallel import ContextParallel, SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
-from ltx_neuron.sampling.ancestral import coefficients
 from ltx_neuron.sampling.latents import video_positions
+from ltx_neuron.sampling.samplers import ancestral_coefficients
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 from ltx_neuron.weights.sharding import ALL, MODELS, rule
 
@@ -104,7 +104,7 @@ def values(
         inputs["video_bias"] = randn(tokens, tokens, seed=10)
     if ancestral:
         inputs["keyframes_mask"] = (torch.arange(tokens) % 5 == 0).float()[:, None]
-        inputs["ancestral"] = coefficients(STAGE_2_SIGMAS, (False, False))[1]
+        inputs["ancestral"] = ancestral_coefficients(STAGE_2_SIGMAS, (False, False))[1]
         noises = randn(1, tokens, 128, seed=12), randn(1, AUDIO_TOKENS, 128, seed=13)
         inputs |= dict(zip(("video_noise", "audio_noise"), noises, strict=True))
     if guided:

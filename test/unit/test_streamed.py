@@ -11,7 +11,7 @@ from torch import nn
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import arithmetic
 from ltx_neuron.host.arithmetic import BLAS, ONEDNN, Libraries
-from ltx_neuron.text.streamed import MappedWeights, StoredLinear, StreamedLayers
+from ltx_neuron.text.host_encoder import MappedWeights, StoredLinear, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import TensorFile

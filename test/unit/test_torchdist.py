@@ -40,8 +40,8 @@ from ltx_neuron.config.profiles import PROFILES, resolve
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.job import Stage
-from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.rankfiles import rank_file
+from ltx_neuron.weights.tensorfile import finite
 
 SOURCE = Path(host.__file__).parents[3]
 SHOWS = 0.1  # another step's number, other weights or a part too few

@@ -28,12 +28,10 @@ from ltx_neuron.models.programs import Program
 
 
 class TorchDistComm:
-    """Comm over a named process group, with collectives of one tensor each, as TorchNeuron
-    lowers them.
-
-    Statistics (last dimension 1, one number per token) are reduced in one flat buffer. Activations
-    are reduced one by one, because copying 50 MB into a buffer costs more than a launch.
-    """
+    """Comm over a named process group, with collectives of one tensor each, as TorchNeuron lowers
+    them. Statistics (last dimension 1, one number per token) are reduced in one flat buffer.
+    Activations are reduced one by one, because copying 50 MB into a buffer costs more than a
+    launch."""
 
     def __init__(self, size: int, group: str = mesh.WORLD):
         self.size, self.group = size, group
@@ -70,10 +68,8 @@ def _all_reduce(tensor: Tensor, group: str) -> Tensor:
 
 def name_groups(groups: mesh.Groups, **options: Any) -> list[str]:
     """Make this process a member of named groups (mesh.groups), inside a default process group.
-    options: of new_group. Returns the names.
-
-    new_group numbers its groups, differently in each rank; graphs need the same name in all.
-    """
+    options: of new_group. Returns the names. new_group numbers its groups, differently in each
+    rank; graphs need the same name in all."""
     for name, partition in groups.items():
         # Every process takes part in making every group.
         for group in [dist.new_group(ranks, **options) for ranks in partition]:
@@ -110,11 +106,9 @@ class _Keywords(nn.Module):
 
 
 def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.ExportedProgram:
-    """Export one graph of a program with meta tensors, without computing and without weights.
-
-    Call it inside a process group of the Comm's size, fake_process_group or a real one. Raises
-    RuntimeError for a graph that creates a tensor.
-    """
+    """Export one graph of a program with meta tensors, without computing and without weights. Call
+    it inside a process group of the Comm's size, fake_process_group or a real one. Raises
+    RuntimeError for a graph that creates a tensor."""
     graph = program.graphs[name]
     fields = {name: program.fields[name] for name in graph.inputs}
     example = {

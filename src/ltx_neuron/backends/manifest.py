@@ -33,11 +33,8 @@ def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
 def write_manifest(
     folder: Path, identity: dict, program: Program, graphs: dict[str, dict], **compiler: str
 ) -> None:
-    """Write the manifest of a program whose graphs are in `folder`: it is finished then.
-
-    graphs    by name, from describe_graph
-    compiler  the compiler's versions and flags
-    """
+    """Write the manifest of a program whose graphs are in `folder`: it is finished then. graphs: by
+    name, from describe_graph. compiler: the compiler's versions and flags."""
     fields = {
         name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")}
         for name, field in program.fields.items()
@@ -59,7 +56,6 @@ def record_size(folder: Path, size: dict) -> None:
 
 
 def recorded_sizes(folder: Path) -> list[dict]:
-    """The video sizes for which a finished folder was compiled."""
     return read_json(folder / MANIFEST).get("sizes", [])
 
 

@@ -9,10 +9,8 @@ from ltx_neuron.models.programs import Program
 
 
 class HostRanks:
-    """The methods of Ranks that a stage calls, for a world of one rank and one program.
-
-    weight  returns a weight by its name
-    """
+    """The methods of Ranks that a stage calls, for a world of one rank and one program. weight:
+    returns a weight by its name."""
 
     def __init__(self, name: str, program: Program, weight: Callable[[str], Tensor]):
         self.tp, self.cp, self.programs = 1, 1, {name: program}

@@ -14,7 +14,7 @@ from torch import Tensor
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.signatures import FINITE, RESULTS, Field
-from ltx_neuron.weights.finite import finite
+from ltx_neuron.weights.tensorfile import finite
 
 T = TypeVar("T")
 
@@ -251,7 +251,6 @@ def broken_latents(stored: Iterable[str], download: Callable[[str], Tensor]) -> 
 
 
 def tensors_digest(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 over the concatenated bits of tensors."""
     hasher = hashlib.sha256()
     for tensor in tensors:
         # as bytes, because numpy has no bfloat16

@@ -66,8 +66,6 @@ class _OnRanks:
 
 
 class RankTiles(_OnRanks):
-    """Decodes tiles of a clip."""
-
     def __call__(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Latents (1, 128, f, h, w) of one shape to frames (1, 3, 8f - 7, 32h, 32w)."""
         frames, height, width = latents[0].shape[2:]
@@ -76,8 +74,6 @@ class RankTiles(_OnRanks):
 
 
 class RankEncoder(_OnRanks):
-    """Encodes tiles of a clip."""
-
     def __call__(self, tiles: Sequence[Tensor]) -> list[Tensor]:
         """Pixels (1, 3, 8f - 7, 32h, 32w) to latents (1, 128, f, h, w), those of one shape
         together."""
@@ -119,8 +115,6 @@ class RankSpans(_OnRanks):
 
 
 class RankSound(_OnRanks):
-    """Decodes spans of sound."""
-
     def __init__(
         self, ranks: Ranks, resampling: Tensor, lock: AbstractContextManager | None = None
     ):

@@ -59,8 +59,6 @@ class AttentionSize:
 
 
 class ModelConfig:
-    """Base class of all models' configurations."""
-
     # Counts of heads by name, which a tensor-parallel degree must divide.
     heads: dict[str, int] = {}
     # Fields that a later release added, with their value in earlier releases. Digests leave out a

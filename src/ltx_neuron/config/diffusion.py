@@ -142,8 +142,6 @@ def _check_stages(config: DiffusionDecoderConfig) -> None:
 
 
 class Volume(NamedTuple):
-    """Frames, rows and columns of a stage's features."""
-
     frames: int
     rows: int
     columns: int

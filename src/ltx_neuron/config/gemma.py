@@ -27,9 +27,8 @@ class GemmaAttention(NamedTuple):
 class GemmaConfig(common.ModelConfig):
     """Gemma's text model: text_config of gemma_root/config.json, with the names of transformers 4
     or 5, or of the `gemma_config` in a text encoder's file. The defaults are those of
-    google/gemma-3-12b-it, whose published file omits most values.
-
-    Gemma 4 added these fields; their defaults are Gemma 3's."""
+    google/gemma-3-12b-it, whose published file omits most values. Gemma 4 added these fields; their
+    defaults are Gemma 3's."""
 
     hidden_size: int = 3840
     intermediate_size: int = 15360
@@ -197,11 +196,8 @@ def check_gemma_fits(
     download: str = "",
 ) -> None:
     """Raise UserError unless the text encoder's hidden states fit the checkpoint's projections.
-
-    features  input width of a projection: the concatenated hidden states of the embedding and all
-              layers
-    download  the command that fetches the published text encoder, if it is a file
-    """
+    features: input width of a projection: the concatenated hidden states of the embedding and all
+    layers. download: the command that fetches the published text encoder, if it is a file."""
     if gemma.hidden_size != transformer.caption_channels:
         got = f"hidden_size {gemma.hidden_size}"
         wanted = f"{transformer.caption_channels} (caption_channels)"

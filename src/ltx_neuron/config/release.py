@@ -65,11 +65,9 @@ def _numbers(label: str) -> tuple[int, ...]:
 
 
 def identified(model_version: str, transformer: Mapping[str, Any]) -> tuple[Release | None, str]:
-    """The release of a checkpoint, None if it is not supported, and its version for messages.
-
-    The label decides if it names a supported release, or one after 2.3, whose config may be the
-    same. Otherwise the config decides: a repackaged file may have another label, or none.
-    """
+    """The release of a checkpoint, None if it is not supported, and its version for messages. The
+    label decides if it names a supported release, or one after 2.3, whose config may be the same.
+    Otherwise the config decides: a repackaged file may have another label, or none."""
     if (release := release_of(model_version)) or _numbers(model_version) > (2, 3):
         return release, model_version
     if not transformer.get("cross_attention_adaln"):

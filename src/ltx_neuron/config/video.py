@@ -70,7 +70,6 @@ def video_decoder_config(metadata: Mapping[str, Any]) -> VideoDecoderConfig:
 
 
 def video_encoder_config(metadata: Mapping[str, Any]) -> VideoEncoderConfig:
-    """The same of the encoder."""
     # Both have one channel of variance, which no latent depends on.
     variance = (metadata.get("vae") or {}).get("latent_log_var")
     wanted = _ENCODER | ({"latent_log_var": variance} if variance == "constant" else {})

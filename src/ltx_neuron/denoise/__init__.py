@@ -14,7 +14,7 @@ For one stream alone the other has no tokens, draws no noise and is not uploaded
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +29,11 @@ from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, LATENTS
 from ltx_neuron.report.recorder import Counters
-from ltx_neuron.sampling import ancestral, latents
+from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState
-from ltx_neuron.sampling.gradient_estimation import Euler, GradientEstimation
-from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
-from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
+from ltx_neuron.sampling.samplers import SAMPLERS, Euler, Res2s, Stream, ancestral_steps
+from ltx_neuron.sampling.schedules import stream_sigmas
 from ltx_neuron.text.encoders import Contexts
 
 
@@ -72,11 +71,10 @@ class StageRun:
     """One stage on the ranks: `prepare`, `start`, a `step` for each number, `result`.
 
     modulation  returns a stream's modulation table of the weight set
-    samplers    those on the host; sampler: the stage's, or None
+    sampler     the stage's on the host; None: the graphs step
     step_inputs  names of inputs that have a tensor for each step
     """
 
-    samplers: ClassVar[dict] = {"res_2s": Res2s, "gradient_estimation": GradientEstimation}
     sampler: Res2s | Euler | None = None
     step_inputs: tuple[str, ...] = ("step",)
 
@@ -151,7 +149,7 @@ class StageRun:
                 "guided_{}", torch.zeros_like(self.video), torch.zeros_like(self.audio)
             )
             evaluations = job.resolved_guidance, stage.evaluations, contexts
-            model = self.config.num_layers, self.dtype, self.compat.conditioning
+            model = self.config.num_layers, self.dtype, self.compat.skipped_uncond
             self.sequence = prepare_passes(
                 self.ranks, self.bucket, *evaluations, *model, job.identity_scale, audio_state
             )
@@ -184,7 +182,7 @@ class StageRun:
         self.step_inputs = ("step", *names)
         streams, frozen = zip(*((state.latent, state.frozen) for state in self.states), strict=True)
         inputs, (seed, eta) = (self.stage.sigmas, streams, frozen), self.stage.noise
-        steps = ancestral.steps_of(*inputs, generator.initial_seed() + seed, eta)
+        steps = ancestral_steps(*inputs, generator.initial_seed() + seed, eta)
         for number, tensors in enumerate(steps):
             for name, tensor in zip(ANCESTRAL_FIELDS, tensors, strict=True):
                 if name in names:
@@ -210,16 +208,18 @@ class StageRun:
 
     def _pairs(self, sigmas: tuple[float, ...], max_steps: int) -> Tensor:
         """(max_steps, 2): the sigmas of each evaluation."""
-        pairs_of = evaluation_pairs if self.stage.sampler == "res_2s" else sigma_pairs
-        return pairs_of(sigmas, max_steps)
+        return SAMPLERS[self.stage.sampler].pairs(sigmas, max_steps)
 
     def start(self) -> None:
         """Upload the noised latents."""
         self._upload(self.video, self.audio)
-        if sampler := self.samplers.get(self.stage.sampler):
+        if sampler := self._host_sampler():
             noised = zip((self.video, self.audio), self.states, strict=True)
             streams = [Stream(x, held.clean_latent, held.denoise_mask) for x, held in noised]
             self.sampler = sampler(self.stage.sigmas, *streams)
+
+    def _host_sampler(self) -> type[Euler | Res2s] | None:
+        return SAMPLERS[self.stage.sampler].host
 
     def _upload(self, video: Tensor, audio: Tensor) -> None:
         self._put_streams("{}_latent", video, audio)

@@ -13,12 +13,14 @@ from ltx_neuron.denoise import StageRun
 from ltx_neuron.job import Job
 from ltx_neuron.models.signatures import LATENTS
 from ltx_neuron.sampling.conditioning import LatentState
-from ltx_neuron.sampling.gradient_estimation import Euler
+from ltx_neuron.sampling.samplers import Euler
 from ltx_neuron.sampling.tiles import blend_weights
 
 
 class TiledStageRun(StageRun):
-    samplers = {"euler": Euler}
+    def _host_sampler(self) -> type[Euler]:
+        assert self.stage.sampler == "euler"
+        return Euler
 
     def _put_tokens(self, job: Job, video: LatentState, choice: Tensor) -> None:
         """Upload the inputs of each tile's tokens, under names with the tile's number."""

@@ -116,36 +116,36 @@ class Engine:
             if job.details(stage.upsampled):
                 tensors["s2_reference_latent"] = tensors["s1_video"].clone()
 
-            # The initial latents. The inputs that all steps share go to the ranks.
+            # The start of the stage. `prepare` adds the noise and uploads what all steps share.
             with recorder.phase(phase):
                 images = conditions.encode_images(host, job, stage.height, stage.width)
                 states = starting_states(run.job, stage, tensors, images, self.workspace.dtype)
-                steps = self._stage_run(compiled[id(run.job), stage], modulation, job)
-                steps.prepare(job, stage, run.contexts, states, run.generator)
-            self.job, self.stage_run = run.job, steps
+                stage_run = self._new_stage_run(compiled[id(run.job), stage], modulation, job)
+                stage_run.prepare(job, stage, run.contexts, states, run.generator)
+            self.job, self.stage_run = run.job, stage_run
             if self.options.warmup:
                 with recorder.phase("warmup"):
-                    steps.start()
-                    steps.step(0)
+                    stage_run.start()
+                    stage_run.step(0)
 
             # The steps, from noise to latents.
             with recorder.phase(phase):
-                steps.start()
+                stage_run.start()
                 numbers = range(stage.steps)
                 for number in tqdm(numbers, stage.title, unit="step", disable=not self.progress):
-                    measured_step(steps, number, recorder)
+                    measured_step(stage_run, number, recorder)
                     if self.on_step_end:
                         self.on_step_end(stage, number)
-                latents = steps.result()
-            run.finish(stage, *latents, steps.generated_keyframes())
-            steps.compiled.count(
+                latents = stage_run.result()
+            run.finish(stage, *latents, stage_run.generated_keyframes())
+            stage_run.compiled.count(
                 run.job, stage, self.workspace.profile, self.workspace.tp, recorder.counters
             )
-            steps.ranks.moment = f"after {stage.title}"
+            stage_run.ranks.moment = f"after {stage.title}"
             self.stage_run = None
             if self.on_stage_end:
                 self.on_stage_end(run)
-            del steps, states, images, latents  # not kept while stages of other jobs run
+            del stage_run, states, images, latents  # not kept while stages of other jobs run
             yield stage
 
         # Frames and waveform, and the file.
@@ -155,7 +155,7 @@ class Engine:
 
     # --- its models, on the ranks or on the host --------------------------------------------------
 
-    def _stage_run(self, compiled, modulation, job: Job) -> StageRun:
+    def _new_stage_run(self, compiled, modulation, job: Job) -> StageRun:
         ranks, workspace = self.residency.ranks, self.workspace
         assert ranks
         kind = TiledStageRun if compiled.tiles else StageRun
@@ -464,13 +464,13 @@ def print_idle_groups(job: Job, stage: Stage, groups: int) -> None:
         print(f"{stage.title} has {runs} a step: {idle} of {groups} guidance groups wait")
 
 
-def measured_step(steps: StageRun, number: int, recorder: Recorder) -> None:
+def measured_step(stage_run: StageRun, number: int, recorder: Recorder) -> None:
     """Run one step and record its times."""
-    ranks, stage, counters = steps.ranks, steps.stage, recorder.counters
+    ranks, stage, counters = stage_run.ranks, stage_run.stage, recorder.counters
     ranks.moment, ranks.pass_ms = f"at step {number + 1} of {stage.title}", []
     sent, launches, launch_ms = ranks.bytes_sent, ranks.launches, ranks.launch_ms
     start = time.perf_counter()
-    device_ms = steps.step(number)
+    device_ms = stage_run.step(number)
     total_ms = (time.perf_counter() - start) * 1e3
     recorder.step(stage.name, total_ms, min(device_ms, total_ms), ranks.pass_ms)
     counters.bytes_to_device_per_step = ranks.bytes_sent - sent

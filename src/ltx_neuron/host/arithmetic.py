@@ -161,7 +161,6 @@ def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
 
 
 def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
-    """The faster library on this CPU, for each kind of product."""
     all_libraries = itertools.product((BLAS, ONEDNN), repeat=len(Libraries._fields))
     values = [Libraries(*each)._asdict() for each in all_libraries]
     return Libraries(**_choice(artifacts_dir, "float32_products", _measured_libraries, values))

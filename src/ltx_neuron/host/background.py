@@ -54,11 +54,8 @@ class Background:
 
 
 def wait_for(future: Future, poll: Callable[[], None] = lambda: None) -> Any:
-    """The result of a Background's function, or its error.
-
-    `poll` is called every POLL_SECONDS meanwhile; its error ends the waiting. So does the
-    cancellation of the waiting thread.
-    """
+    """The result of a Background's function, or its error. `poll` is called every POLL_SECONDS
+    meanwhile; its error ends the waiting. So does the cancellation of the waiting thread."""
     while not wait([future], POLL_SECONDS).done:
         check_cancelled()
         poll()
@@ -85,12 +82,9 @@ def ahead(items: Generator[Item, None, None]) -> Generator[Item, None, None]:
 
 class Workers:
     """One thread per core, each with reusable scratch memory, because new pages cost more than
-    writing to them.
-
-    Each thread computes pieces of a result on one core, in that core's cache. torch divides each
-    operation between the cores. On a busy machine that takes several times as long, because every
-    operation waits for the slowest core.
-    """
+    writing to them. Each thread computes pieces of a result on one core, in that core's cache.
+    torch divides each operation between the cores. On a busy machine that takes several times as
+    long, because every operation waits for the slowest core."""
 
     def __init__(self, count: int | None = None):
         """count: number of threads; None: torch's."""
@@ -133,10 +127,8 @@ class Workers:
         return results
 
     def scratch(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised float32 tensor of the calling thread.
-
-        It reuses the memory of the thread's tensor with the same name.
-        """
+        """An uninitialised float32 tensor of the calling thread. It reuses the memory of the
+        thread's tensor with the same name."""
         buffers, size = vars(self._memory), math.prod(shape)
         if name not in buffers or buffers[name].numel() < size:
             buffers.pop(name, None)  # freed first, so that never both exist

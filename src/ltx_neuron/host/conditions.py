@@ -25,10 +25,17 @@ from ltx_neuron.host.spectrogram import can_resample, resample
 from ltx_neuron.host.video import aac_rate
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.conditioning import reference_names
-from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio, ReferenceVideo
+from ltx_neuron.sampling.conditions import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceAudio,
+    ReferenceVideo,
+    SoundCondition,
+)
+from ltx_neuron.sampling.extension import Extension
 from ltx_neuron.sampling.inputs import Inputs
 from ltx_neuron.sampling.size import Size
-from ltx_neuron.weights.finite import finite
+from ltx_neuron.weights.tensorfile import finite
 
 SOUND, RETAKE = "--audio-path", "--video-path"
 REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
@@ -45,7 +52,7 @@ def check(inputs: Inputs) -> None:
     for image in inputs.images:
         check_image(image.path, *inputs.size.sides, inputs.orientation)
     if inputs.sound:
-        rate = _read_sound_condition(inputs).rate
+        rate = _read_sound_condition(inputs, inputs.sound).rate
         _check_rate(inputs.sound.path, SOUND, rate, aac_rate(rate))
     if inputs.retake:
         extension, size = inputs.extension, inputs.size
@@ -65,7 +72,7 @@ def encode_images(
     """The images with their latents (1, 128, 1, h, w) at a stage's size."""
     encoded = []
     for image in inputs.placed:
-        assert image.crf is not None  # workspace.of_release
+        assert image.crf is not None  # with_release_defaults
         pixels = load_image(image.path, height, width, image.crf, host.dtype, inputs.orientation)
         encoded.append((image, host.encode_image(pixels)))
     return encoded
@@ -95,14 +102,14 @@ def encode(
         name: _encode_reference(host, inputs, reference, size, rank_tiles)
         for name, reference in zip(names, references, strict=True)
     }
-    if inputs.attention_mask and references:
-        tensors["reference_attention"] = _reference_attention(inputs, size, host.dtype)
+    if (mask := inputs.attention_mask) and references:
+        tensors["reference_attention"] = _reference_attention(inputs, mask, size, host.dtype)
     if upsampled:
         return tensors
     if inputs.sound:
-        tensors |= _encode_sound(host, inputs)
+        tensors |= _encode_sound(host, inputs, inputs.sound)
     if inputs.extension:
-        tensors |= _encode_extension(host, inputs, rank_tiles)
+        tensors |= _encode_extension(host, inputs, inputs.extension, rank_tiles)
     elif inputs.retake:
         tensors |= _encode_retake(host, inputs, rank_tiles)
     if inputs.reference_sound:
@@ -113,10 +120,9 @@ def encode(
 # --- sound ----------------------------------------------------------------------------------------
 
 
-def _encode_sound(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
-    assert inputs.sound
-    sound = _stereo(_read_sound_condition(inputs), f"{SOUND} {inputs.sound.path}")
-    mel, latent = host.encode_audio(_heard(sound, inputs))
+def _encode_sound(host: HostModels, inputs: Inputs, source: SoundCondition) -> dict[str, Tensor]:
+    sound = _stereo(_read_sound_condition(inputs, source), f"{SOUND} {source.path}")
+    mel, latent = host.encode_audio(_heard(sound, inputs, source.bed))
     return {
         "mel": mel,
         "audio_latent": _fitted(latent, inputs.size.audio_frames),
@@ -125,10 +131,9 @@ def _encode_sound(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
     }
 
 
-def _heard(sound: Sound, inputs: Inputs) -> Sound:
+def _heard(sound: Sound, inputs: Inputs, bed: float | None) -> Sound:
     """What the model hears: the input sound, then silence to the end of a tail, over the bed."""
-    assert inputs.sound
-    (samples, rate), bed = sound, inputs.sound.bed
+    samples, rate = sound
     if inputs.tail_frames:
         missing = round(inputs.size.seconds * rate) - samples.shape[1]
         samples = F.pad(samples, (0, max(0, missing)))
@@ -141,8 +146,7 @@ def _heard(sound: Sound, inputs: Inputs) -> Sound:
     return Sound(samples + 10 ** (bed / 20) * noise, latents.SAMPLE_RATE)
 
 
-def _read_sound_condition(inputs: Inputs) -> Sound:
-    assert inputs.sound
+def _read_sound_condition(inputs: Inputs, source: SoundCondition) -> Sound:
     path, start, duration = _read_sounds(inputs)[SOUND]
     sound = read_sound(path, SOUND, start, duration)
     if sound is None:
@@ -153,14 +157,13 @@ def _read_sound_condition(inputs: Inputs) -> Sound:
         )
     frames = latents.sound_latent_frames(sound.samples.shape[1], sound.rate)
     if frames < inputs.output_size.audio_frames or _is_too_short(sound):
-        raise _too_short(inputs, sound, frames)
+        raise _too_short(source, inputs.output_size, sound, frames)
     _check_format(sound, path, SOUND)
     return sound
 
 
-def _too_short(inputs: Inputs, sound: Sound, audio_frames: int) -> UserError:
-    assert inputs.sound
-    source, size, where, advice = inputs.sound, inputs.output_size, "", "pass a longer sound"
+def _too_short(source: SoundCondition, size: Size, sound: Sound, audio_frames: int) -> UserError:
+    where, advice = "", "pass a longer sound"
     if source.start_time:
         where += f" from --audio-start-time {source.start_time:g} on"
         advice += ", or type a smaller --audio-start-time"
@@ -268,7 +271,6 @@ def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | N
 
 
 def _changes(path: str | Path, flag: str, start: float, duration: float | None) -> list[str]:
-    """Where silence is added to a sound, and what of it is left out."""
     if (times := media.hearing(path, flag, start, duration)) is None:
         return []
     lines, (begins, ends, missing) = [], times
@@ -284,7 +286,6 @@ def _changes(path: str | Path, flag: str, start: float, duration: float | None) 
 
 
 def voice_flag(inputs: Inputs) -> str:
-    """The flag of the file that reference_audio is read from."""
     return DUBBED if inputs.dubbing else VOICE
 
 
@@ -334,24 +335,23 @@ def _retaken_sound(inputs: Inputs) -> Sound | None:
 # --- extended videos ------------------------------------------------------------------------------
 
 
-def _encode_extension(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict[str, Tensor]:
-    extension, dtype = inputs.extension, host.dtype
-    assert extension
-    pixels = media.pixels_of(_known_frames(inputs), *inputs.size.sides)
-    known = host.encode_video(pixels.to(dtype), rank_tiles=rank_tiles)
+def _encode_extension(
+    host: HostModels, inputs: Inputs, extension: Extension, rank_tiles: Any
+) -> dict[str, Tensor]:
+    pixels = media.pixels_of(_known_frames(inputs, extension), *inputs.size.sides)
+    known = host.encode_video(pixels.to(host.dtype), rank_tiles=rank_tiles)
     known = known[:, :, int(extension.before) :]
     video = known.new_zeros(*known.shape[:2], extension.video_latents, *known.shape[3:])
     video[:, :, extension.known_video] = known
-    mel, latent = host.encode_audio(_extended_sound(inputs))
+    mel, latent = host.encode_audio(_extended_sound(inputs, extension))
     latent = _fitted(latent, extension.audio_latents)
     audio = torch.zeros_like(latent)
     audio[:, :, extension.known_audio] = latent[:, :, extension.known_audio]
     return {"mel": mel, "video_latent": video, "audio_latent": audio}
 
 
-def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
-    extension, frames = inputs.extension, _source_frames(inputs)
-    assert extension
+def _known_frames(inputs: Inputs, extension: Extension) -> Iterator[np.ndarray]:
+    frames = _source_frames(inputs, extension)
     if not extension.before:
         return islice(frames, extension.source_frames - extension.known_frames, None)
     # The clip's first latent is one frame, and the file's latents follow it. The encoder assumes
@@ -360,26 +360,21 @@ def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
     return chain([first, first], islice(frames, extension.known_frames - 1))
 
 
-def _extended_sound(inputs: Inputs) -> Sound:
+def _extended_sound(inputs: Inputs, extension: Extension) -> Sound:
     """The file's sound, as long as its video, after silence for what is generated before it."""
-    extension, retake = inputs.extension, inputs.retake
-    assert extension and retake
-    path = retake.path
-    sound = _retaken_sound(inputs)
-    if sound is None:
-        print(f"{RETAKE} {path} has no sound: the new part continues from silence")
+    if (sound := _retaken_sound(inputs)) is None:
+        print(f"{RETAKE} {inputs.video_path} has no sound: the new part continues from silence")
         sound = Sound(torch.zeros(CHANNELS, 0), latents.SAMPLE_RATE)
-    samples, rate = _stereo(sound, f"{RETAKE} {path}")
+    samples, rate = _stereo(sound, f"{RETAKE} {inputs.video_path}")
     before = round(extension.silence * rate)
     whole = round((extension.silence + extension.source_seconds) * rate)
     return Sound(F.pad(samples, (before, whole - before - samples.shape[1])), rate)
 
 
-def _source_frames(inputs: Inputs) -> Iterator[np.ndarray]:
-    extension, retake = inputs.extension, inputs.retake
-    assert extension and retake
+def _source_frames(inputs: Inputs, extension: Extension) -> Iterator[np.ndarray]:
+    assert inputs.video_path
     with own_files():
-        yield from _frames(retake.path, RETAKE, extension.source_frames, inputs.upright)
+        yield from _frames(inputs.video_path, RETAKE, extension.source_frames, inputs.upright)
 
 
 def with_source(
@@ -389,7 +384,7 @@ def with_source(
     the new ones from `decoded`, which is read no further than needed."""
     extension = inputs.extension
     assert extension
-    taken, original = extension.decoded, map(torch.from_numpy, _source_frames(inputs))
+    taken, original = extension.decoded, map(torch.from_numpy, _source_frames(inputs, extension))
     new = islice(chain.from_iterable(decoded), taken.start, taken.stop)
     frames = chain(new, original) if extension.before else chain(original, new)
     with closing(decoded):
@@ -414,7 +409,7 @@ def _check_references(inputs: Inputs) -> None:
             _check_footage(clip.path, DUBBED, frames, (sides[0], sides[1]), inputs.upright)
     if mask := inputs.attention_mask:
         _check_footage(mask.path, MASK, 1, inputs.size.first.sides, inputs.upright)
-        _mask_frames(inputs)
+        _mask_frames(inputs, mask)
 
 
 def _encode_reference(
@@ -434,20 +429,18 @@ def _encode_reference(
     return host.encode_video(pixels.to(host.dtype), not inputs.dubbing, rank_tiles)
 
 
-def _reference_attention(inputs: Inputs, size: Size, dtype: torch.dtype) -> Tensor:
+def _reference_attention(
+    inputs: Inputs, mask: AttentionMask, size: Size, dtype: torch.dtype
+) -> Tensor:
     """(1, M): the mask's weight of each reference's token in a stage, times its strength."""
-    mask = inputs.attention_mask
-    assert mask
-    frames = _frames(mask.path, MASK, _mask_frames(inputs), inputs.upright)
+    frames = _frames(mask.path, MASK, _mask_frames(inputs, mask), inputs.upright)
     # At stage 1's size in every stage, not at the references'.
     pixels = media.pixels_of(frames, *inputs.size.first.sides).to(dtype)
     shapes = (reference.latent_shape(size) for reference in inputs.references)
     return torch.cat([token_weights(pixels, shape) for shape in shapes], dim=1) * mask.strength
 
 
-def _mask_frames(inputs: Inputs) -> int:
-    mask = inputs.attention_mask
-    assert mask
+def _mask_frames(inputs: Inputs, mask: AttentionMask) -> int:
     frames = min(media.footage(mask.path, MASK).num_frames, inputs.size.num_frames)
     for reference in inputs.references:
         latent_frames, _, _ = reference.latent_shape(inputs.size.first)
@@ -468,12 +461,10 @@ def mask_divides(frames: int, latent_frames: int) -> bool:
 
 
 def token_weights(pixels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
-    """Weights (1, F*h*w) in [0, 1] of a reference's tokens, from a mask's pixels (1, 3, frames, H,
-    W) in [-1, 1]; computed in their dtype.
-
-    A token's weight is the mean grey of its area: of the first frame for the first latent frame,
-    and of an equal number of frames for each later one (see `mask_divides`).
-    """
+    """Weights (1, F*h*w) in [0, 1] of a reference's tokens, from a mask's pixels
+    (1, 3, frames, H, W) in [-1, 1]; computed in their dtype. A token's weight is the mean grey of
+    its area: of the first frame for the first latent frame, and of an equal number of frames for
+    each later one (see `mask_divides`)."""
     frames, rows, columns = latent_shape
     grey = ((pixels.mean(dim=1) + 1) / 2).clamp(0, 1)  # (1, frames, H, W)
     areas = F.interpolate(grey.transpose(0, 1), size=(rows, columns), mode="area")[:, 0]

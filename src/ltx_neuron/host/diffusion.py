@@ -82,11 +82,8 @@ class _Frames:
 
 
 class DiffusionDecoder:
-    """Decodes clips of one size.
-
-    clip     latents (F, h, w)
-    decoder  runs the calls, at most `at_once` spans together: HostSpans or backends.tiles.RankSpans
-    """
+    """Decodes clips of one size. clip: latents (F, h, w). decoder: runs the calls, at most
+    `at_once` spans together: HostSpans or backends.tiles.RankSpans."""
 
     def __init__(self, config: DiffusionDecoderConfig, clip: tuple[int, int, int], decoder):
         self.config, self.clip, self.decoder = config, clip, decoder
@@ -96,12 +93,8 @@ class DiffusionDecoder:
         self, latent: Tensor, seed: int, keyframes: Mapping[int, Tensor] | None = None
     ) -> Iterator[Tensor]:
         """Latents (1, C, F, h, w) to pixels (1, 3, N, 32h, 32w) of about -1 to 1, in chunks of
-        frames.
-
-        seed       of the noise
-        keyframes  latents (1, C, 1, h, w) by frame, which the clip attends to: on the host alone,
-                   in memory that grows with the clip's length
-        """
+        frames. seed: of the noise. keyframes: latents (1, C, 1, h, w) by frame, which the clip
+        attends to: on the host alone, in memory that grows with the clip's length."""
         config, dtype = self.config, self.decoder.dtype
         frames, height, width = self.clip
         _, rows, columns = self.volumes[0]

@@ -34,11 +34,8 @@ class AttentionPooler(nn.Module):
 
 class DurationHead(nn.Module):
     """Seconds (1,) from the contexts (1, 1024, Dv) and (1, 1024, Da) of a prompt, after ltx-core
-    1.2.0 duration_head.py. The model predicts their logarithm.
-
-    widths    Dv and Da
-    settings  the file's `duration_head` config
-    """
+    1.2.0 duration_head.py. The model predicts their logarithm. widths: Dv and Da. settings: the
+    file's `duration_head` config."""
 
     def __init__(self, widths: tuple[int, int], settings: dict):
         super().__init__()

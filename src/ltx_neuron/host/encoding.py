@@ -24,13 +24,10 @@ class Part(NamedTuple):
 
 
 def encode_tiled(encode: Callable[[list[Tensor]], Iterable[Tensor]], pixels: Tensor) -> Tensor:
-    """The latent (1, 128, F, h, w) of pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1], encoded in
-    blended tiles. A clip of at most 80 frames and 768 pixels per side is one tile.
-
-    encode  the tiles' pixels to their latents
-
-    Source: ltx-pipelines 1.2.0, VideoEncoder.tiled_encode with its default tiles.
-    """
+    """The latent (1, 128, F, h, w) of pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1], encoded in blended
+    tiles. A clip of at most 80 frames and 768 pixels per side is one tile. encode: the tiles'
+    pixels to their latents. Source: ltx-pipelines 1.2.0, VideoEncoder.tiled_encode with its default
+    tiles."""
     latent = _latent(pixels.shape[2:])
     tiles = [*_tiles(latent)]
     total = None

@@ -36,7 +36,6 @@ def read_media(
 
 
 def _reference(path: str) -> tuple[int, bool]:
-    """The frames of a reference, and whether it is an image."""
     still = is_still(path)
     return 1 if still else footage(path, REFERENCE).num_frames, still
 

@@ -24,15 +24,13 @@ from ltx_neuron.config.diffusion import (
 from ltx_neuron.config.release import Release
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.hub import download_released
-from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.model_files import ModelFiles, check_release, config_of, described
-from ltx_neuron.weights.tensorfile import TensorFile, missing_and_unexpected
+from ltx_neuron.weights.tensorfile import TensorFile, finite, missing_and_unexpected
 from ltx_neuron.weights.weight_file import WeightFile
 
 
 def import_ltx_core() -> None:
     """Make ltx_core.model.audio_vae importable without torchaudio. Call it before its import.
-
     ltx_core.model.audio_vae.ops imports torchaudio at its top, though only audio *encoding* uses
     it. If torchaudio is missing or does not fit the installed torch, an empty module replaces it.
     """
@@ -63,10 +61,8 @@ class ModelSpec(NamedTuple):
     file: WeightFile | None = None  # the file at `path` if it is open
 
     def build_empty(self) -> torch.nn.Module:
-        """The module on the meta device.
-
-        Raises UserError unless the file has all of its tensors, with their shapes, and no others.
-        """
+        """The module on the meta device. Raises UserError unless the file has all of its tensors,
+        with their shapes, and no others."""
         try:
             with torch.device("meta"):
                 module = self.build()
@@ -147,7 +143,6 @@ def checkpoint_spec(
     dtype: torch.dtype | None,
     files: ModelFiles | None = None,  # of a model with one file per part
 ) -> ModelSpec:
-    """The source of one of a checkpoint's models."""
     import_ltx_core()
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics

@@ -35,8 +35,6 @@ _FULL_SCALE = {"u8": 2**7, "s16": 2**15, "s32": 2**31}
 
 
 class Sound(NamedTuple):
-    """The sound of a file, or a part of it."""
-
     samples: Tensor  # float32 (channels, N), in [-1, 1] if the file's are
     rate: int  # samples per second
 
@@ -157,9 +155,7 @@ def _samples(frame) -> np.ndarray:
 def footage(path: str | Path, flag: str, upright: bool = True) -> Size:
     """A video file's size. Frames are counted if the header has no number of frames. Raises
     UserError, with the command that mends it, for a file whose frames cannot be read by number.
-
-    upright  apply the display matrix, as for a phone's portrait video
-    """
+    upright: apply the display matrix, as for a phone's portrait video."""
     video = _inspected(path, flag, upright)
     if video.wrong:
         raise video.refusal(path, flag)
@@ -241,11 +237,8 @@ def _inspected(path: str | Path, flag: str, upright: bool) -> _Footage:
 
 
 def ffmpeg(path: str | Path, name: str, *options: Any, before: Iterable[Any] = ()) -> str:
-    """The command that makes a new file in the current folder, for errors.
-
-    name    the end of the new file's name, after that of the file
-    before  options of the file
-    """
+    """The command that makes a new file in the current folder, for errors. name: the end of the new
+    file's name, after that of the file. before: options of the file."""
     stem = Path(path).stem[:60]
     names = (f"{stem}-{extra}{name}" for extra in ("", *(f"{n}-" for n in range(2, 1000))))
     new = next(each for each in names if not os.path.lexists(each))

@@ -93,10 +93,8 @@ class HostModels:
         self, pixels: torch.Tensor, whole: bool = False, rank_tiles: Any = None
     ) -> torch.Tensor:
         """Encode pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1] as a latent (1, 128, F, h, w) in
-        `self.dtype`; long and large clips in tiles, unless `whole`.
-
-        rank_tiles  encodes the tiles on the ranks: backends.tiles.RankEncoder
-        """
+        `self.dtype`; long and large clips in tiles, unless `whole`. rank_tiles: encodes the tiles
+        on the ranks: backends.tiles.RankEncoder."""
         if rank_tiles and not whole:
             latent = encode_tiled(lambda tiles: map(torch.Tensor.float, rank_tiles(tiles)), pixels)
             self._spec("video_encoder").check_output(None, (pixels,), latent)
@@ -115,12 +113,9 @@ class HostModels:
 
     @torch.no_grad()
     def upsample(self, latent: torch.Tensor, kind: str = "spatial") -> torch.Tensor:
-        """Upsample a video latent (1, 128, F, h, w), in `self.dtype`.
-
-        kind  "spatial": to (1, 128, F, 2h, 2w); "temporal": to (1, 128, 2F-1, h, w)
-
-        The upsamplers work on un-normalised latents: ltx_core.model.upsampler.upsample_video.
-        """
+        """Upsample a video latent (1, 128, F, h, w), in `self.dtype`. kind: "spatial": to
+        (1, 128, F, 2h, 2w); "temporal": to (1, 128, 2F-1, h, w). The upsamplers work on
+        un-normalised latents: ltx_core.model.upsampler.upsample_video."""
         upsampler = self.spatial_upsampler if kind == "spatial" else self.temporal_upsampler
         statistics: Any = self.video_statistics
         latent = statistics.un_normalize(latent.to(self.latent_dtype))
@@ -168,7 +163,6 @@ class HostModels:
             del chunk
 
     def _decoded_in_tiles(self, latent: torch.Tensor, rank_tiles: Any) -> Iterator[torch.Tensor]:
-        """Chunks of pixels of the convolutional decoder, on the host or on the ranks."""
         self._spec("video_decoder")  # imports ltx-core before all others
         from ltx_neuron.host import tiles
         from ltx_neuron.host.vae import HostVideoModel
@@ -191,10 +185,8 @@ class HostModels:
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor, rank_sound=None) -> torch.Tensor:
         """Decode an audio latent (1, 8, Ta, 16) to a stereo waveform, float32 (2, samples) in
-        [-1, 1], `sample_rate` samples per second.
-
-        rank_sound  decodes spans on the ranks, as backends.tiles.RankSound does
-        """
+        [-1, 1], `sample_rate` samples per second. rank_sound: decodes spans on the ranks, as
+        backends.tiles.RankSound does."""
         if rank_sound:
             return self._decode_audio_on(rank_sound, latent.float())
         # At the first call the vocoder is loaded while the decoder runs.

@@ -29,10 +29,8 @@ _LOOK_AHEAD = 4
 
 
 def tiling(profile: Profile | type[Profile] = Profile, compat_1_0_0: bool = False) -> TilingConfig:
-    """The profile's tiles, or the defaults of all profiles.
-
-    compat_1_0_0  ltx-core 1.0.0's, unless --profile-set has changed the profile's
-    """
+    """The profile's tiles, or the defaults of all profiles. compat_1_0_0: ltx-core 1.0.0's, unless
+    --profile-set has changed the profile's."""
     if compat_1_0_0 and not any(setting.startswith("vae_") for setting in profile.settings):
         return TilingConfig.default()
     return _config(
@@ -93,11 +91,8 @@ def _add_before(shared: Sequence[Tensor], *blended: Tensor) -> None:
 class TiledDecoder(VideoDecoder):
     """ltx-core's tiled decoding, with a function that decodes several tiles of one shape at once.
     Frames are passed on as soon as no later tile changes them; ltx-core's keeps a whole time span
-    until the next one is decoded.
-
-    decode   takes at most `at_once` latents of one shape, (1, 128, f, h, w) each, and returns their
-             frames, (1, 3, 8f - 7, 32h, 32w) each
-    """
+    until the next one is decoded. decode: takes at most `at_once` latents of one shape,
+    (1, 128, f, h, w) each, and returns their frames, (1, 3, 8f - 7, 32h, 32w) each."""
 
     def __init__(
         self, decode: Callable[[Sequence[Tensor]], Iterable[Tensor]] = list, at_once: int = 1

@@ -109,12 +109,9 @@ def host_encoder(
 
 
 def _give_back() -> None:
-    """Return freed memory to the system.
-
-    glibc keeps freed blocks below 32 MB for every thread: 0.6 GB after twelve tiles of a long clip,
-    and 0.2 GB if this is called once per tile. Returning every block at once (M_MMAP_THRESHOLD)
-    costs a sixth to a half more CPU time.
-    """
+    """Return freed memory to the system. glibc keeps freed blocks below 32 MB for every thread:
+    0.6 GB after twelve tiles of a long clip, and 0.2 GB if this is called once per tile. Returning
+    every block at once (M_MMAP_THRESHOLD) costs a sixth to a half more CPU time."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 

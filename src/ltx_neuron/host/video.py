@@ -48,10 +48,8 @@ def check_output_path(path: str | Path, sound_only: bool = False) -> None:
 
 
 def exact_frame_rate(frame_rate: float) -> Fraction:
-    """The rate as a fraction of frames per second.
-
-    Rounded broadcast rates become exact: 29.97 is 30000/1001; 23.976 and 23.98 are 24000/1001.
-    """
+    """The rate as a fraction of frames per second. Rounded broadcast rates become exact: 29.97 is
+    30000/1001; 23.976 and 23.98 are 24000/1001."""
     if float(frame_rate).is_integer():
         return Fraction(int(frame_rate))
     broadcast = Fraction(math.ceil(frame_rate) * 1000, 1001)
@@ -151,7 +149,6 @@ def write_wav(path: str | Path, waveform: torch.Tensor, sample_rate: int) -> Non
 
 
 def _sample_count(frames: int, frame_rate: float, sample_rate: int) -> int:
-    """Samples of the sound of a video with this number of frames."""
     return round(frames / exact_frame_rate(frame_rate) * sample_rate)
 
 
@@ -176,9 +173,7 @@ def cut_sound(
 
 def write_frames(folder: str | Path, chunks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Write frames as frame_00000.png and so on. Yields each chunk, uint8 (N, H, W, 3), after it.
-
-    At the end, pictures with higher numbers from an earlier run of this toolkit are removed.
-    """
+    At the end, pictures with higher numbers from an earlier run of this toolkit are removed."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 

@@ -101,10 +101,9 @@ def convolve(
     workers: Workers,
     arithmetic: Arithmetic = FLOAT32,
 ) -> None:
-    """Convolve a map (F, H, W, Cin) with weight (Cout, Cin, 3, 3, 3) and bias (Cout).
-
-    Passes the result (F, H, W, Cout) to `write` in pieces, in any order, while they are in cache.
-    Chooses the fastest of the methods below."""
+    """Convolve a map (F, H, W, Cin) with weight (Cout, Cin, 3, 3, 3) and bias (Cout). Passes the
+    result (F, H, W, Cout) to `write` in pieces, in any order, while they are in cache. Chooses the
+    fastest of the methods below."""
     one_frame = source.shape[0] == 1 and source.bordered
     if not one_frame and winograd_is_faster(source.shape, len(weight), arithmetic.speed):
         convolve_winograd(source, weight, bias, write, workers, arithmetic.libraries.tile)
@@ -161,10 +160,8 @@ def convolve_bfloat16(
     source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece, workers: Workers
 ) -> None:
     """`convolve` with torch's conv2d, for a map in bfloat16: frames are images, and each of the
-    three taps in time is a convolution. The workers sum their results in float32.
-
-    With channels last and AMX, oneDNN is 1.1 to 4 times as fast as in conv3d.
-    """
+    three taps in time is a convolution. The workers sum their results in float32. With channels
+    last and AMX, oneDNN is 1.1 to 4 times as fast as in conv3d."""
     frames, height, width, _ = source.shape
     images = source.padded.permute(0, 3, 1, 2)  # (F + 2, Cin, H, W)
     taps = weight.to(images.dtype).unbind(2)
@@ -284,10 +281,8 @@ def _transform_input(part: Tensor, workers: Workers) -> Tensor:
 
 
 def _transform_output(products: Tensor, bias: Tensor, workers: Workers) -> Tensor:
-    """The result (4n, 4t, 4w, C), bias included, of M (6, 6, 6, n, t, w, C).
-
-    Overwrites `products`. Scratch memory is shared with `_transform_input`, which has ended.
-    """
+    """The result (4n, 4t, 4w, C), bias included, of M (6, 6, 6, n, t, w, C). Overwrites `products`.
+    Scratch memory is shared with `_transform_input`, which has ended."""
     *_, n, t, w, channels = products.shape
     in_time = workers.scratch("points", 4, 6, 6, n, t, w, channels)
     _transform_output_axis(products.unbind(2), in_time)
@@ -302,10 +297,8 @@ def _transform_output(products: Tensor, bias: Tensor, workers: Workers) -> Tenso
 
 
 def _transform_input_axis(x: Sequence[Tensor], out: Tensor) -> None:
-    """The paper's B^T for F(4, 3) along one axis: six inputs to six points.
-
-    Rows 1 and 2, and rows 3 and 4, differ only in signs, so each pair shares its two sums.
-    """
+    """The paper's B^T for F(4, 3) along one axis: six inputs to six points. Rows 1 and 2, and rows
+    3 and 4, differ only in signs, so each pair shares its two sums."""
     add(x[4], x[2], alpha=-5, out=out[0]).add_(x[0], alpha=4)
     add(x[4], x[2], alpha=-4, out=out[1])
     add(x[3], x[1], alpha=-4, out=out[2])

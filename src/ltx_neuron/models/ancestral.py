@@ -12,11 +12,8 @@ from ltx_neuron.models.dit import Fields, X0Tail, blend, finished, held
 
 class AncestralTail(X0Tail):
     """x0, blend with held tokens, step, noise, and the blend once more: the next latents, in fp32
-    until they are rounded.
-
-    The coefficients are data, so that all steps share a graph: those of the last step return the
-    prediction, those of a frozen stream its latent.
-    """
+    until they are rounded. The coefficients are data, so that all steps share a graph: those of the
+    last step return the prediction, those of a frozen stream its latent."""
 
     def forward(self, inputs: Fields) -> dict[str, Tensor]:
         masks, latents = held(inputs, self.streams), {}

@@ -38,11 +38,8 @@ def matmul(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
     """Two batched products around a softmax, with scores in fp32. Every compiler supports these
-    operations, for any head size.
-
-    mask is added to the scores, broadcast to (B, H, T, S). The scores of all heads are
-    materialized.
-    """
+    operations, for any head size. mask is added to the scores, broadcast to (B, H, T, S). The
+    scores of all heads are materialized."""
     return _attended(*_batched(query, key, value), scale, mask, query.shape[:-2]).view(query.shape)
 
 
@@ -74,10 +71,8 @@ def part_of_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention to a part of the keys, without its division: the weighted sum of the values and,
     behind it, the sum of the weights, (B, H, T, D + 1), both over exp(maximum); and the maximum of
-    each query's scores, (B, H, T, 1). All in fp32, without a kernel, so for few queries.
-
-    mask: as in `matmul`. ContextParallel.merged combines the parts.
-    """
+    each query's scores, (B, H, T, 1). All in fp32, without a kernel, so for few queries. mask: as
+    in `matmul`. ContextParallel.merged combines the parts."""
     queries, keys, values = _batched(query, key, value)
     scores = (torch.bmm(queries, keys) * scale).unflatten(0, query.shape[:-2])
     if mask is not None:
@@ -94,11 +89,8 @@ def nki(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
     """nkilib's flash kernel, with which a backend replaces `attention_cte`: (B, H, T, D) and
-    (B, H, S, D) twice -> (B, H, T, D). Head sizes up to 128.
-
-    The kernel takes no mask. With a mask, (T, S) or (1, S), this computes `matmul` for
-    `rows_at_once` queries at a time.
-    """
+    (B, H, S, D) twice -> (B, H, T, D). Head sizes up to 128. The kernel takes no mask. With a mask,
+    (T, S) or (1, S), this computes `matmul` for `rows_at_once` queries at a time."""
     if mask is not None:
         queries, keys, values = _batched(query, key, value)
         rows = rows_at_once(*queries.shape[:2])
@@ -122,11 +114,8 @@ def rows_at_once(heads: int, queries: int) -> int:
 @torch.library.custom_op("ltx_neuron::attention_cte", mutates_args=())
 def attention_cte(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attention without mask of queries (H, T, D) to keys and values (H, S, D): one operation in
-    every graph.
-
-    This reference runs without NKI. Like the kernel it computes scores, scale, softmax and sum in
-    fp32.
-    """
+    every graph. This reference runs without NKI. Like the kernel it computes scores, scale, softmax
+    and sum in fp32."""
     scores = torch.bmm(query.float(), key.float().transpose(1, 2)) * scale
     return torch.bmm(scores.softmax(-1), value.float()).to(query.dtype)
 
@@ -153,11 +142,9 @@ KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "matmul": matmul, "nki": nki}
 
 class Attention(nn.Module):
     """Gated attention with q/k RMSNorm over all heads and split RoPE; heads are split over the
-    ranks.
-
-    Source: ltx-core model/transformer/attention.py; parameters have its names. The forward pass is
-    in `attend`, which runs independent attentions together, so that their sums form one group.
-    """
+    ranks. Source: ltx-core model/transformer/attention.py; parameters have its names. The forward
+    pass is in `attend`, which runs independent attentions together, so that their sums form one
+    group."""
 
     def __init__(
         self,
@@ -277,9 +264,7 @@ class AttentionCall(NamedTuple):
 def attend(comm: Comm, *calls: AttentionCall, nag: Tensor | None = None) -> list[Tensor]:
     """Run independent attentions with two grouped sums over the ranks: one of all statistics, one
     of all outputs. Returns (B, T, query_dim) for each, or (B, T / tp, query_dim) if x is divided.
-
-    nag  (3,) fp32, of calls with a negative context, see `normalized_guidance`: one sum more
-    """
+    nag: (3,) fp32, of calls with a negative context, see `normalized_guidance`: one sum more."""
     calls = [call.gathered(comm) for call in calls]
     projections = [call.projections() for call in calls]
     # q_norm and k_norm span the heads of all ranks, so their sums of squares are summed first. The

@@ -39,7 +39,6 @@ class Convolution(nn.Module):
 
 
 def activate(x: Tensor) -> Tensor:
-    """SiLU of the RMS norm over the channels."""
     return normed_silu(x, EPS)
 
 

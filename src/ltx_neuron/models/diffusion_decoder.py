@@ -99,11 +99,8 @@ def neighbourhood_attention(
     attend: Callable[..., Tensor],
 ) -> Tensor:
     """Attention of queries (N, T, H, W, D) to keys and values (N, R, H, W, D) of N heads in their
-    windows: (T, H, W, N D).
-
-    Tiles of queries attend to the window of all their keys, with a bias that masks the keys of
-    others. attend: one of attention.KERNELS
-    """
+    windows: (T, H, W, N D). Tiles of queries attend to the window of all their keys, with a bias
+    that masks the keys of others. attend: one of attention.KERNELS."""
     _, span, height, width, size = query.shape
     tile = near.rows.shape[1], near.columns.shape[1]
     rows, columns = cut(height, tile[0], kernel[1]), cut(width, tile[1], kernel[2])
@@ -183,11 +180,8 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Neighbourhood attention and an MLP, both residual.
-
-    modulated  of the last stage, with the timestep's scales and shifts
-    gated      its residuals have a gate per channel
-    """
+    """Neighbourhood attention and an MLP, both residual. modulated: of the last stage, with the
+    timestep's scales and shifts. gated: its residuals have a gate per channel."""
 
     def __init__(
         self, config: DiffusionDecoderConfig, stage: int, attend: Callable, modulated: bool = False

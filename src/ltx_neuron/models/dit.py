@@ -102,11 +102,8 @@ class Perturbations:
 
 class TransformerBlock(nn.Module):
     """One of the 48 joint blocks: self-attention, text attention, audio-video attention and
-    feed-forward of both streams.
-
-    Parameters have the checkpoint's names. The streams pass through each part together, so that
-    their sums form one group (Comm.sum).
-    """
+    feed-forward of both streams. Parameters have the checkpoint's names. The streams pass through
+    each part together, so that their sums form one group (Comm.sum)."""
 
     def __init__(
         self,
@@ -154,10 +151,8 @@ class TransformerBlock(nn.Module):
         self, hidden: Streams, inputs: Fields, perturbations: Perturbations | None
     ) -> Streams:
         """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums; if
-        the video is divided, with five gathers and four reduce-scatters of it besides.
-
-        A guided graph has perturbations.
-        """
+        the video is divided, with five gathers and four reduce-scatters of it besides. A guided
+        graph has perturbations."""
         modulations, start = _modulations(inputs, hidden), hidden
         hidden = self._self_attention(hidden, modulations, inputs, perturbations)
         hidden = self._text_attention(hidden, modulations, inputs)
@@ -319,11 +314,8 @@ def step_one_hot(inputs: Fields) -> Tensor:
 
 class Head(nn.Module):
     """Look up the step's sigmas and modulation rows, and project the latents to the streams'
-    widths.
-
-    The step number is an input, so one graph serves every step. The head of a guided pass also
-    returns the streams that the step computes, `enabled` (2,).
-    """
+    widths. The step number is an input, so one graph serves every step. The head of a guided pass
+    also returns the streams that the step computes, `enabled` (2,)."""
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, streams: Names = STREAMS):
         super().__init__()
@@ -402,11 +394,8 @@ class Blocks(nn.Module):
 
 class X0Tail(nn.Module):
     """Prediction of the clean latents of both streams from a pass: x0 = latent - velocity *
-    timestep.
-
-    Guidance combines the x0 of passes, so a guided graph ends here, and Guide performs the Euler
-    step.
-    """
+    timestep. Guidance combines the x0 of passes, so a guided graph ends here, and Guide performs
+    the Euler step."""
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, streams: Names = STREAMS):
         super().__init__()

@@ -42,10 +42,8 @@ class GemmaRMSNorm(nn.Module):
 
 class SelfAttention(nn.Module):
     """Grouped-query attention with a norm per head. Heads and key-value heads are split over the
-    ranks.
-
-    With more ranks than key-value heads, each rank has one head, and neighbouring ranks share it.
-    """
+    ranks. With more ranks than key-value heads, each rank has one head, and neighbouring ranks
+    share it."""
 
     def __init__(self, config: GemmaConfig, size: GemmaAttention, tp: int):
         super().__init__()
@@ -125,11 +123,9 @@ class Layer(nn.Module):
 
 class AggregateEmbed(nn.Module):
     """Projection of all hidden states, layer by layer. Out-features are split over the ranks.
-
     weight (L + 1, O / tp, W): the released matrix (O, W * (L + 1)) with index d * (L + 1) + l.
     Sharding reorders it by layer (layers_first). The reference scales the input by sqrt(O / W); we
-    scale the sum.
-    """
+    scale the sum."""
 
     def __init__(self, gemma: GemmaConfig, out_features: int, tp: int):
         super().__init__()

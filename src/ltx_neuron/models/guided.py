@@ -12,11 +12,9 @@ from ltx_neuron.models.signatures import PASSES
 
 class Guide(nn.Module):
     """Combine the predictions of a step's passes in x0 space and take the Euler step. Source:
-    ltx-core guiders.py.
-
-    A pass that did not run has weight 0 and any finite tensor as its input. A stream that the step
-    skips repeats `guided_*`. Identity guidance (github.com/ID-LoRA) adds a term of the audio alone.
-    """
+    ltx-core guiders.py. A pass that did not run has weight 0 and any finite tensor as its input. A
+    stream that the step skips repeats `guided_*`. Identity guidance (github.com/ID-LoRA) adds a
+    term of the audio alone."""
 
     def __init__(self, streams: Names = STREAMS):
         super().__init__()

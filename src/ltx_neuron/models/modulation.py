@@ -151,11 +151,8 @@ def sinusoid(timesteps: Tensor) -> Tensor:
 
 
 class Modulation:
-    """The AdaLN rows of one stream at one step.
-
-    rows           (U, MODULATION_ROWS, D)
-    timestep_mask  (T, U), one-hot: the timestep of each token; not read if U = 1
-    """
+    """The AdaLN rows of one stream at one step. rows: (U, MODULATION_ROWS, D). timestep_mask:
+    (T, U), one-hot: the timestep of each token; not read if U = 1."""
 
     def __init__(self, rows: Tensor, timestep_mask: Tensor | None):
         self.rows, self.timestep_mask = rows, timestep_mask

@@ -123,11 +123,9 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Linear whose in-features are split over the ranks (weight dim 1).
-
-    `partial` gives this rank's summand; the caller sums it over the ranks, alone or grouped with
-    others, and `finish` adds the bias, once.
-    """
+    """Linear whose in-features are split over the ranks (weight dim 1). `partial` gives this rank's
+    summand; the caller sums it over the ranks, alone or grouped with others, and `finish` adds the
+    bias, once."""
 
     def __init__(self, in_features: int, out_features: int, tp: int, bias: bool = True):
         super().__init__(in_features // tp, out_features, bias=bias)
@@ -142,11 +140,9 @@ class RowLinear(nn.Linear):
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over features that are split over the ranks: its statistic is a sum over the ranks.
-
-    A norm over a rank's own features would be wrong without an error. The caller sums `statistic`
-    (..., 1) fp32.
-    """
+    """RMSNorm over features that are split over the ranks: its statistic is a sum over the ranks. A
+    norm over a rank's own features would be wrong without an error. The caller sums `statistic`
+    (..., 1) fp32."""
 
     def __init__(self, features: int, tp: int, eps: float):
         super().__init__()

@@ -62,21 +62,15 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Program:
-    """A model's graphs, runs of them, and the fields that describe every named value.
+    """A model's graphs, runs of them, and the fields that describe every named value. A run is a
+    sequence of calls. A call is (graph, first block): the graph's `transformer_blocks.j`
+    (of a video VAE `res_blocks.j`) has the weights of block first + j. Most programs have one run,
+    "main"."""
 
-    A run is a sequence of calls. A call is (graph, first block): the graph's `transformer_blocks.j`
-    (of a video VAE `res_blocks.j`) has the weights of block first + j. Most programs have one
-    run, "main".
-
-    modules   of the graphs by name, in the order of their calls
-    inputs    that no graph returns before another one takes them
-    returned  what the ranks divide of the fields that graphs return
-    """
-
-    modules: dict[str, nn.Module]
+    modules: dict[str, nn.Module]  # of the graphs by name, in the order of their calls
     runs: dict[str, Calls]
-    inputs: Mapping[str, Field]
-    returned: Mapping[str, Field]
+    inputs: Mapping[str, Field]  # that no graph returns before another one takes them
+    returned: Mapping[str, Field]  # what the ranks divide of the fields that graphs return
     dtype: torch.dtype = torch.float32
 
     @property
@@ -187,11 +181,8 @@ def dit_program(
 ) -> Program:
     """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step. attention is a
     key of KERNELS; sequence_parallel needs a bucket that `may_divide`. context: the collectives of
-    context parallelism; graphs of sound alone have none.
-
-    A guided bucket has two runs instead of "main": "pass" predicts x0, and "guide" combines the
-    predictions and performs the Euler step.
-    """
+    context parallelism; graphs of sound alone have none. A guided bucket has two runs instead of
+    "main": "pass" predicts x0, and "guide" combines the predictions and performs the Euler step."""
     count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
     mesh, streams = _mesh(bucket, tp, comm, sequence_parallel, context), bucket.streams
     # A guided pass ends with its prediction; "guide" needs those of all passes.
@@ -230,7 +221,6 @@ def dit_program(
 def _mesh(
     bucket: Bucket, tp: int, comm: Comm, sequence_parallel: bool, context: ContextParallel | None
 ) -> Mesh:
-    """The mesh of a bucket's graphs."""
     if context is None or not bucket.video_tokens:
         return Mesh(comm, sequence_parallel)
     ranks = tp if sequence_parallel else 1
@@ -259,7 +249,6 @@ def _dit_sizes(
 
 
 def _attention_sizes(stream: str, size: AttentionSize, tp: int) -> dict[str, int | Dim]:
-    """The letters of a stream's width, heads of a rank and half a head."""
     heads = Dim(size.heads // tp, split=True)
     return {f"D{stream}": size.inner, f"H{stream}": heads, f"F{stream}": size.head_dim // 2}
 
@@ -368,9 +357,8 @@ def _chained(
     modules: Mapping[str, tuple[Any, ...]], inputs: dict[str, Field], calls: Calls = ()
 ) -> Program:
     """A program of modules, each of which takes the first field that the previous one returns.
-    modules: graph -> (name in the rank files, module, names of the fields that it returns);
-    inputs: the first module's input, then others; calls: of graphs that are called more than
-    once."""
+    modules: graph -> (name in the rank files, module, names of the fields that it returns); inputs:
+    the first module's input, then others; calls: of graphs that are called more than once."""
     parts, before = {}, next(iter(inputs))
     for graph, (path, module, *outputs) in modules.items():
         parts[graph] = Part(path, module, [before], outputs)

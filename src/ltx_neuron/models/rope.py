@@ -48,11 +48,8 @@ def split_rope(
     positions: Tensor, max_pos: tuple[int, ...], inner_dim: int, heads: int, theta: float
 ) -> Rope:
     """Tables (B, H, T, D / 2) for positions (B, axes, T) in the units of max_pos. Heads take
-    consecutive bands, so ranks slice by head.
-
-    Layout within the inner dimension: frequency-major, axis-minor. Remaining entries come first and
-    have phase 0.
-    """
+    consecutive bands, so ranks slice by head. Layout within the inner dimension: frequency-major,
+    axis-minor. Remaining entries come first and have phase 0."""
     axes = positions.shape[1]
     # float64 here and fp32 below, as ltx-core rounds: see the module's docstring.
     exponents = np.linspace(0.0, 1.0, inner_dim // (2 * axes), dtype=np.float64)
@@ -91,11 +88,8 @@ def rope_tables(
     config: TransformerConfig, video_positions: Tensor, audio_positions: Tensor
 ) -> dict[str, Tensor]:
     """Cosines and sines of the DiT's self attentions and audio-video attentions, by field.
-
-    video_positions  (1, 3, Tv): seconds, pixel row, pixel column. Audio-video attention
-    uses time only, with the audio's head size.
-    audio_positions  (1, 1, Ta): seconds
-    """
+    video_positions: (1, 3, Tv): seconds, pixel row, pixel column. Audio-video attention. uses time
+    only, with the audio's head size. audio_positions: (1, 1, Ta): seconds."""
     video_max = config.positional_embedding_max_pos
     audio_max = config.audio_positional_embedding_max_pos
     cross_max = (max(video_max[0], audio_max[0]),)

@@ -149,18 +149,15 @@ NO_VOICE = "without"
 
 
 class Field(NamedTuple):
-    """Shape and dtype of a graph's tensor on one rank.
-
-    split      the dimension that the ranks of a tensor-parallel group divide; None: all have the
-               same
-    per_block  one row per block of the graph: each call receives the rows of its own blocks
-    context_split  the dimension that context-parallel groups divide, before `split`
-    """
+    """Shape and dtype of a graph's tensor on one rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # The dimension that the ranks of a tensor-parallel group divide; None: all have the same
     split: int | None = None
+    # One row per block of the graph: each call receives the rows of its own blocks
     per_block: bool = False
+    # The dimension that context-parallel groups divide, before `split`
     context_split: int | None = None
 
     @property

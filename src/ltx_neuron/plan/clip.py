@@ -32,8 +32,14 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.report.price import Price
-from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND, SPACE_SCALE, video_latent_shape
-from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
+from ltx_neuron.sampling.latents import (
+    AUDIO_LATENTS_PER_SECOND,
+    SPACE_SCALE,
+    UPSCALES,
+    upsampled,
+    upscaled,
+    video_latent_shape,
+)
 
 SHARE = 0.3  # of a chip's documented peak: assumed
 # Of the video VAE: others' decoder of 3D convolutions reached 51 % on trn2 (vllm-omni-neuron).

@@ -36,27 +36,23 @@ from ltx_neuron.sampling.tiles import Tile
 
 @dataclass(frozen=True)
 class LatentState:
-    """Tokens of one stream of a stage, appended ones last (ltx-core's LatentState).
+    """Tokens of one stream of a stage, appended ones last (ltx-core's LatentState)."""
 
-    latent        (1, T, C), to which noise is added: zeros, an earlier stage's latents, or a file's
-    clean_latent  (1, T, C), latents of held tokens: images, references, a retake's kept part
-    denoise_mask  (T, 1) fp32: 1 denoised freely, 0 kept as in clean_latent
-    positions     (1, 3, T) fp32: seconds, pixel row, pixel column; for audio (1, 1, T): seconds
-    frozen        the stream is an input: its sigma is 0 at every step
-    frozen_noise  initial noise of a frozen stream: with 0 it does not change, with 1 it is denoised
-                  to the held latents (ltx-pipelines 1.2.0, in a retake)
-    bias          (T, T), added to its self-attention scores; None: all tokens attend to all
-    keyframes_mask  (T, 1) fp32: 1 for tokens of latent frame 0 and of generated keyframes, which
-                  have a single pixel frame; None for audio
-    """
-
+    # (1, T, C), to which noise is added: zeros, an earlier stage's latents, or a file's
     latent: Tensor
+    # (1, T, C), latents of held tokens: images, references, a retake's kept part
     clean_latent: Tensor
-    denoise_mask: Tensor
+    denoise_mask: Tensor  # (T, 1) fp32: 1 denoised freely, 0 kept as in clean_latent
+    # (1, 3, T) fp32: seconds, pixel row, pixel column; for audio (1, 1, T): seconds
     positions: Tensor
-    frozen: bool = False
+    frozen: bool = False  # the stream is an input: its sigma is 0 at every step
+    # Initial noise of a frozen stream: with 0 it does not change, with 1 it is denoised to the held
+    # latents (ltx-pipelines 1.2.0, in a retake)
     frozen_noise: float = 0.0
+    # (T, T), added to its self-attention scores; None: all tokens attend to all
     bias: Tensor | None = None
+    # (T, 1) fp32: 1 for tokens of latent frame 0 and of generated keyframes, which have a single
+    # pixel frame; None for audio
     keyframes_mask: Tensor | None = None
 
     @property
@@ -65,10 +61,8 @@ class LatentState:
         return (1.0, *sorted(set(self.denoise_mask.flatten().tolist()) - {1.0}))
 
     def retake(self, seconds: Tensor, start: float, end: float) -> "LatentState":
-        """Keep all tokens except those whose time overlaps `start` to `end`.
-
-        seconds  start of each latent frame, and end of the last one
-        """
+        """Keep all tokens except those whose time overlaps `start` to `end`. seconds: start of each
+        latent frame, and end of the last one."""
         return self._free((seconds[1:] > start) & (seconds[:-1] < end))
 
     def at_times(self, seconds: Tensor, new: tuple[int, int]) -> "LatentState":
@@ -99,7 +93,6 @@ class LatentState:
         )
 
     def freeze(self, noise: float = 0.0) -> "LatentState":
-        """Keep the whole stream."""
         mask = torch.zeros_like(self.denoise_mask)
         return replace(self, denoise_mask=mask, frozen=True, frozen_noise=noise)
 
@@ -112,9 +105,7 @@ class LatentState:
         generated: bool = False,
     ) -> "LatentState":
         """Append tokens (1, N, C) with a denoise mask. Noise is added to `start`, or to zeros.
-
-        generated  whether they are a keyframe that the model generates
-        """
+        generated: whether they are a keyframe that the model generates."""
         mask = torch.full((tokens.shape[1], 1), denoise_mask)
         start = torch.zeros_like(tokens) if start is None else start
         marked = self.keyframes_mask
@@ -133,10 +124,8 @@ class LatentState:
         self, generator: torch.Generator, scale: float, compat_1_0_0: bool = False
     ) -> Tensor:
         """Draw noise in the latent's dtype and shape (1, T, C), appended tokens included, and mix
-        it in by `scale` (1: noise only). Returns (1, T, C) in the latent's dtype.
-
-        Noise is drawn for a frozen stream as well, because later draws depend on it.
-        """
+        it in by `scale` (1: noise only). Returns (1, T, C) in the latent's dtype. Noise is drawn
+        for a frozen stream as well, because later draws depend on it."""
         latent, clean_latent, mask = self.latent, self.clean_latent, self.denoise_mask
         if self.frozen:
             scale, clean_latent, mask = self.frozen_noise, latent, torch.ones_like(mask)
@@ -267,12 +256,10 @@ def video_state(
     positions_dtype: torch.dtype = torch.float32,
     images_as_guides: bool = False,
 ) -> LatentState:
-    """The video's state from its initial latent (1, C, F, h, w) and images (1, C, 1, h, w).
-
-    An image at frame 0 replaces the first latent frame's tokens, unless images are guides; others
-    are appended as keyframe tokens. compat_1_0_0 and positions_dtype: see
-    compat.Compat (conditioning, positions).
-    """
+    """The video's state from its initial latent (1, C, F, h, w) and images (1, C, 1, h, w). An
+    image at frame 0 replaces the first latent frame's tokens, unless images are guides; others are
+    appended as keyframe tokens. compat_1_0_0 and positions_dtype: see compat.Compat
+    (conditioning, positions)."""
     shape = frames, rows, columns = tuple(latent.shape[2:])
     # ltx-core 1.0.0 appends a keyframe's fp32 bounds to the rounded ones, and then computes all
     # mid-points in fp32.
@@ -312,8 +299,8 @@ def attention_bias(
     Attention between the clip and a token has the token's weight. From the first group with weights
     on, groups do not attend to earlier groups.
     """
-    total = target_tokens + sum(count for count, _ in groups)
-    bias = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype)
+    total, limits = target_tokens + sum(count for count, _ in groups), torch.finfo(dtype)
+    bias = torch.full((total, total), limits.min, dtype=dtype)
     end, masked = target_tokens, False
     bias[:end, :end] = 0
     for count, weights in groups:
@@ -323,12 +310,10 @@ def attention_bias(
             bias[:end, :end] = 0
             continue
         bias[start:end, start:end] = 0
-        between = torch.zeros(count) if weights is None else _logarithms(weights.to(dtype))
+        between = torch.zeros(count)
+        if weights is not None:
+            weights = weights.to(dtype)
+            between = weights.clamp(min=limits.tiny).log().masked_fill(weights <= 0, limits.min)
         bias[:target_tokens, start:end] = between
         bias[start:end, :target_tokens] = between[:, None]
     return bias
-
-
-def _logarithms(weights: Tensor) -> Tensor:
-    limits = torch.finfo(weights.dtype)
-    return weights.clamp(min=limits.tiny).log().masked_fill(weights <= 0, limits.min)

@@ -66,44 +66,33 @@ class ImageCondition:
 @dataclass(frozen=True)
 class SoundCondition:
     """The input sound of audio to video: `max_duration` seconds of a file from `start_time`, by
-    default the video's length.
-
-    bed  the level of white noise in what the model hears: its root mean square in dB relative to
-         full scale (1.0), so below 0. The MP4's sound has none
-    """
+    default the video's length."""
 
     path: str | Path
     start_time: float = 0.0
     max_duration: float | None = None
+    # The level of white noise in what the model hears: its root mean square in dB relative to full
+    # scale (1.0), so below 0. The MP4's sound has none
     bed: float | None = None
 
 
 @dataclass(frozen=True)
 class Retake:
     """Regenerates the seconds from `start_time` to `end_time` of a video file: its `regenerate`
-    "video", "audio" or "both". The other stream is kept whole.
-
-    extend         instead: seconds to add at its end or, below 0, before its beginning
-    source_frames  frames of the file, all kept, if it is extended
-    """
+    "video", "audio" or "both". The other stream is kept whole."""
 
     path: str | Path
     start_time: float = 0.0
     end_time: float = 0.0
     regenerate: str = "both"
-    extend: float = 0.0
-    source_frames: int = 0
+    extend: float = 0.0  # instead: seconds to add at its end or, below 0, before its beginning
+    source_frames: int = 0  # frames of the file, all kept, if it is extended
 
     def check(self, seconds: float) -> None:
         """Raise UserError for a range outside a file of `seconds`."""
-        start, end = self.start_time, self.end_time
         if self.extend:
-            if (start, end, self.regenerate) != (0, 0, "both"):
-                raise UserError(
-                    "--extend cannot be combined with --start-time, --end-time or --regenerate: it"
-                    " generates both streams of the new part; leave them out"
-                )
             return
+        start, end = self.start_time, self.end_time
         if not 0 <= start < end:
             raise UserError(
                 f"--start-time {start:g} --end-time {end:g}: wanted a start before the end, in"
@@ -120,17 +109,13 @@ class Retake:
 @dataclass(frozen=True)
 class ReferenceVideo:
     """A reference for an IC-LoRA: a video, or an image that all frames of a video show. A clip to
-    dub is one too.
-
-    strength    1: clean reference, 0: noise
-    num_frames  frames of the file
-    space_scale, time_scale  pixels and frames of the generated video per pixel and frame of the
-                reference, from the IC-LoRA's metadata
-    """
+    dub is one too."""
 
     path: str | Path
-    strength: float
-    num_frames: int
+    strength: float  # 1: clean reference, 0: noise
+    num_frames: int  # of the file
+    # Pixels and frames of the generated video per pixel and frame of the reference, from the
+    # IC-LoRA's metadata
     space_scale: int = 1
     time_scale: int = 1
     still: bool = False  # the file is an image
@@ -154,12 +139,6 @@ class ReferenceVideo:
     def check(self, size: Size, flag: str = "--video-conditioning") -> None:
         """Raise UserError for a reference that does not fit stage 1, and so stage 2, of a video of
         this size."""
-        flag = f"{flag} {self.path}"
-        counts = self.num_frames, self.space_scale, self.time_scale
-        if min(counts) < 1:
-            raise UserError(
-                f"{flag}: num_frames, space_scale and time_scale are {counts}, wanted 1 or more"
-            )
         unit = SPACE_SCALE * self.space_scale
         stage_1, wanted = size.first, size.unit * self.space_scale
         if any(side % unit for side in stage_1.sides):
@@ -168,24 +147,21 @@ class ReferenceVideo:
                 for round_to in (lambda count: max(1, math.floor(count)), math.ceil)
             )
             raise UserError(
-                f"{flag}: the IC-LoRA takes references of 1/{self.space_scale} of stage 1's size,"
-                f" {stage_1.height}x{stage_1.width}, whose sides must be multiples of {unit}; type"
-                f" a --height and --width that are multiples of {wanted}: {lower} or {upper}"
+                f"{flag} {self.path}: the IC-LoRA takes references of 1/{self.space_scale} of stage"
+                f" 1's size, {stage_1.height}x{stage_1.width}, whose sides must be multiples of"
+                f" {unit}; type a --height and --width that are multiples of {wanted}: {lower} or"
+                f" {upper}"
             )
 
 
 @dataclass(frozen=True)
 class ReferenceAudio:
-    """The sound of a file whose voice an IC-LoRA gives to the speaker.
-
-    latents         number of its audio latents
-    max_duration    seconds of the file to use, by default all of them
-    identity_scale  of identity guidance in the dev recipe; 0: off, None: the default
-    """
+    """The sound of a file whose voice an IC-LoRA gives to the speaker."""
 
     path: str | Path
-    latents: int
-    max_duration: float | None = None
+    latents: int  # number of its audio latents
+    max_duration: float | None = None  # seconds of the file to use, by default all of them
+    # Of identity guidance in the dev recipe; 0: off, None: the default
     identity_scale: float | None = None
 
 

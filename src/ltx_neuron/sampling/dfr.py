@@ -26,27 +26,19 @@ _HIGHEST_RATE, _TRAINED_RATES = 60.0, 30.0
 
 
 class TemporalWindow(NamedTuple):
-    """One window of a round. Frames of keyframes are counted from its first frame.
-
-    order      its number among the windows of all rounds
-    start      its first frame
-    latents    its number of latents
-    given      frames of the earlier keyframes that it is given
-    generated  frames of those that it generates
-    shared     its first latents, which the window before it has too
-    holds      it keeps the latents of the window before it and hears stage 1's sound (1.4);
-               otherwise it makes the shared ones anew, for itself alone, without a sound
-    """
+    """One window of a round. Frames of keyframes are counted from its first frame."""
 
     round: int
     number: int
     count: int
-    order: int
-    start: int
-    latents: int
-    given: tuple[int, ...]
-    generated: tuple[int, ...]
-    shared: int
+    order: int  # its number among the windows of all rounds
+    start: int  # its first frame
+    latents: int  # its number of latents
+    given: tuple[int, ...]  # frames of the earlier keyframes that it is given
+    generated: tuple[int, ...]  # frames of those that it generates
+    shared: int  # its first latents, which the window before it has too
+    # It keeps the latents of the window before it and hears stage 1's sound (1.4); otherwise it
+    # makes the shared ones anew, for itself alone, without a sound
     holds: bool
 
     @property
@@ -136,7 +128,6 @@ class Rendering:
 
     @property
     def frames(self) -> int:
-        """Of the result."""
         return (self.size.num_frames - 1) * 2**self.rounds + 1
 
     def fields_of(self, images: Iterable[Any], window: TemporalWindow | None) -> dict[str, Any]:

@@ -69,7 +69,6 @@ class Extension:
 
     @property
     def num_frames(self) -> int:
-        """Frames of the result."""
         return self.source_frames + self.new_frames
 
     @property
@@ -158,11 +157,9 @@ class Extension:
     @property
     def windows(self) -> tuple[Window, ...]:
         """The windows in their order: from the known part outwards. Raises FieldError for a window
-        that is not longer than its overlap and would never reach the end.
-
-        Only the clip's first latent has one frame, so later windows have 7 frames more than their
-        sound. Frames without sound are held ones; at the new end both end together.
-        """
+        that is not longer than its overlap and would never reach the end. Only the clip's first
+        latent has one frame, so later windows have 7 frames more than their sound. Frames without
+        sound are held ones; at the new end both end together."""
         self.check()
         length, total = self.window_latents, self.video_latents
         sound_length = audio_latent_frames(self.window_frames, self.frame_rate)
@@ -194,7 +191,6 @@ class Extension:
 
     @property
     def window_range(self) -> tuple[int, int]:
-        """The minimum and maximum frames of a window."""
         most = TIME_SCALE * (self._available + self.new_latents - 1) + 1
         return min(most, TIME_SCALE * OVERLAP + 1), most
 

@@ -39,8 +39,6 @@ class StreamGuidance:
 
 @dataclass(frozen=True)
 class Guidance:
-    """Both streams' guidance."""
-
     video: StreamGuidance
     audio: StreamGuidance
 

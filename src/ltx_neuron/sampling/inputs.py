@@ -72,42 +72,31 @@ _LATER_FIELDS = (
 
 @dataclass(frozen=True)
 class Media:
-    """Facts of a job's files.
+    """Facts of a job's files."""
 
-    video       size of the file of video_path
-    clip        frames (8k+1) and frame rate of the file of reference_video
-    references  (frames, whether it is an image) of each file of video_conditioning
-    scales      ratios of stage 1's sides and frames to a reference's, from the LoRAs' metadata; of
-                sides alone to a clip to dub
-    detailing_scale  ratio of stage 2's sides to stage 1's video as a reference, from the detailing
-                LoRA's metadata
-    latents     audio latents of the sound of reference_audio or reference_video
-    """
-
-    video: Size | None = None
+    video: Size | None = None  # size of the file of video_path
+    # Frames (8k+1) and frame rate of the file of reference_video
     clip: tuple[int, float] | None = None
+    # (frames, whether it is an image) of each file of video_conditioning
     references: tuple[tuple[int, bool], ...] = ()
+    # Ratios of stage 1's sides and frames to a reference's, from the LoRAs' metadata; of sides
+    # alone to a clip to dub
     scales: tuple[int, int] = (1, 1)
+    # Ratio of stage 2's sides to stage 1's video as a reference, from the detailing LoRA's metadata
     detailing_scale: int | None = None
-    latents: int = 0
+    latents: int = 0  # audio latents of the sound of reference_audio or reference_video
 
 
 class Inputs(JobFields):
-    """The settings of one generation, with what follows from them and from the input files.
+    """The settings of one generation, with what follows from them and from the input files."""
 
-    orientation    what to apply of images' EXIF and of videos' display matrices: see compat.Compat
-    compat         a key of compat.COMPAT
-    spatial_scale  of Size
-    ancestral      the stages use the ancestral Euler sampler; the checkpoint's release determines
-                   this
-    temporal       of a job that is one window of dfr: the window
-    """
-
+    # What to apply of images' EXIF and of videos' display matrices: see compat.Compat
     orientation: str = "shown"
-    compat: str | None = None
-    spatial_scale: float = Size.spatial_scale
+    compat: str | None = None  # a key of compat.COMPAT
+    spatial_scale: float = Size.spatial_scale  # of Size
+    # The stages use the ancestral Euler sampler; the checkpoint's release determines this
     ancestral: bool = False
-    temporal: TemporalWindow | None = None
+    temporal: TemporalWindow | None = None  # of a job that is one window of dfr: the window
 
     @cached_property
     def media(self) -> Media:
@@ -216,7 +205,6 @@ class Inputs(JobFields):
 
     @cached_property
     def retake(self) -> Retake | None:
-        """The video to regenerate or extend."""
         if self.video_path is None:
             return None
         if self.extend is not None:
@@ -290,9 +278,10 @@ class Inputs(JobFields):
         default = default_guidance(self.sampler, sound, self.sound_only, voiced)
         names, streams = [field.name for field in dataclasses.fields(StreamGuidance)], []
         for stream, fields in zip(default.streams, rules.GUIDANCE, strict=True):
-            values = {name: getattr(self, of) for name, of in zip(names, fields, strict=True)}
-            values = {name: value for name, value in values.items() if value is not None}
-            streams.append(dataclasses.replace(stream, **values))
+            values = zip(names, map(self.__getattribute__, fields), strict=True)
+            streams.append(
+                dataclasses.replace(stream, **{n: x for n, x in values if x is not None})
+            )
         return Guidance(*streams)
 
     @property
@@ -322,7 +311,6 @@ class Inputs(JobFields):
         return bool(self.sound or self.retake or self.references or self.reference_sound)
 
     def stage_size(self, upsampled: bool) -> Size:
-        """A stage's size."""
         return self.size if upsampled else self.size.first
 
     def appended_references(self, upsampled: bool) -> tuple[ReferenceVideo, ...]:
@@ -409,9 +397,8 @@ class Inputs(JobFields):
             return 2
         dubbed = self.dubbing is not None
         conditions = self.images if dubbed else (*self.images, *self.appended_references(upsampled))
-        strengths = [condition.strength for condition in conditions] + [1.0] * self.details(
-            upsampled
-        )
+        strengths = [condition.strength for condition in conditions]
+        strengths += [1.0] * self.details(upsampled)
         if window := self.temporal:
             strengths += [dfr.ANCHOR] * bool(window.given)
             strengths += [1.0] * bool(window.holds and window.shared)
@@ -481,7 +468,6 @@ class Inputs(JobFields):
 
     @property
     def files(self) -> dict[str, Path]:
-        """The input files by flag."""
         return {f"{flag_of(name)} {path}": Path(path) for name, path in self.input_paths}
 
     def check_rules(self, graphs: bool = False) -> None:

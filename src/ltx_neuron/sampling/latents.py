@@ -98,11 +98,9 @@ def video_seconds(latent_frames: int, frame_rate: float) -> Tensor:
 def reference_positions(
     shape: Sequence[int], frame_rate: float, space_scale: int = 1, time_scale: int = 1
 ) -> Tensor:
-    """Mid-points (1, 3, F*h*w) of a reference video's tokens beside a clip of `frame_rate`.
-
-    One of its pixels covers space_scale pixels of the clip per side, a frame time_scale frames;
-    both end at the same time. Source: ltx-core 1.2.0 reference_video_cond.py.
-    """
+    """Mid-points (1, 3, F*h*w) of a reference video's tokens beside a clip of `frame_rate`. One of
+    its pixels covers space_scale pixels of the clip per side, a frame time_scale frames; both end
+    at the same time. Source: ltx-core 1.2.0 reference_video_cond.py."""
     bounds = video_seconds(shape[0], 1.0) / (frame_rate / time_scale)
     if time_scale != 1:
         first = video_seconds(1, frame_rate)[1]  # end of the clip's first latent frame
@@ -133,9 +131,7 @@ def _middles(bounds: Tensor) -> Tensor:
 
 def _grid(seconds: Tensor, rows: int, columns: int, pixels: int = SPACE_SCALE) -> Tensor:
     """Mid-points (1, 3, F*h*w) from those in time (F,), in the order of patchify_video's tokens.
-
-    pixels  between latent rows and columns
-    """
+    pixels: between latent rows and columns."""
 
     def midpoints(count: int) -> Tensor:
         return _middles((torch.arange(count + 1) * pixels).to(seconds.dtype))
@@ -163,3 +159,29 @@ def audio_seconds(latent_frames: int) -> Tensor:
     mel = torch.arange(latent_frames + 1, dtype=torch.float32) * _MEL_FRAMES_PER_LATENT
     mel = (mel + 1 - _MEL_FRAMES_PER_LATENT).clip(min=0)
     return mel * _HOP / SAMPLE_RATE
+
+
+# --- latent upsamplers ----------------------------------------------------------------------------
+
+Shape = tuple[int, int, int]  # latent frames, rows and columns
+# --upscale -> the latent upsamplers that run after a one-stage run, in their order.
+UPSCALES: dict[str | None, tuple[str, ...]] = {
+    "spatial": ("spatial",),
+    "temporal": ("temporal",),
+    "both": ("spatial", "temporal"),
+}
+
+
+def upscaled(latent: Shape, upscale: str | None) -> Shape:
+    """The shape of the decoded video latent."""
+    for kind in UPSCALES.get(upscale, ()):
+        latent = upsampled(latent, kind)
+    return latent
+
+
+def upsampled(latent: Shape, kind: str) -> Shape:
+    """The shape of the output of the "spatial" or "temporal" upsampler."""
+    frames, height, width = latent
+    if kind == "temporal":
+        return 2 * frames - 1, height, width
+    return frames, 2 * height, 2 * width

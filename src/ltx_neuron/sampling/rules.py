@@ -29,27 +29,24 @@ _OF_FILE = (
     " one stage; leave out THESE"
 )
 _PART = "type the seconds to regenerate, for example {start_time} 0.5 {end_time} 1"
+_STANDARD = (
+    "THESE goes with NEEDS, got no OTHERS; type OTHERS as well, or leave out THESE",
+    "THESE cannot be combined with OTHERS; leave one of them out",
+)
 _STRENGTHS = "distilled_lora_strength_stage_1 distilled_lora_strength_stage_2"
 
 
 class Rule(NamedTuple):
-    """Fields that cannot be without, or with, others. All are names, separated by spaces.
+    """Fields that cannot be without, or with, others. All are names, separated by spaces."""
 
-    fields    which of them hold is checked together
-    needs     all of these must hold
-    excludes  none of these may hold
-    when      the rule is for jobs in which all of these hold
-    why       a message in place of the standard one. THESE: the fields that hold, LIST: with
-              commas, OTHERS: what is missing or excluded
-    graphs    whether a graph depends on it
-    """
-
-    fields: str
-    needs: str = ""
-    excludes: str = ""
-    when: str = ""
+    fields: str  # which of them hold is checked together
+    needs: str = ""  # all of these must hold
+    excludes: str = ""  # none of these may hold
+    when: str = ""  # the rule is for jobs in which all of these hold
+    # A message in place of the standard one. THESE: the fields that hold, LIST: with commas,
+    # OTHERS: what is missing or excluded
     why: str = ""
-    graphs: bool = True
+    graphs: bool = True  # whether a graph depends on it
 
     @property
     def terms(self) -> set[str]:
@@ -63,20 +60,13 @@ class Rule(NamedTuple):
         others = [term for term in self.needs.split() if not holds(term)]
         others = others or [term for term in self.excludes.split() if holds(term)]
         if others:
-            text = (self.why or self._standard).replace("LIST", _listed(these, ", "))
-            for word, terms in (
-                ("NEEDS", self.needs.split()),
-                ("THESE", these),
-                ("OTHERS", others),
-            ):
+            text = (self.why or _STANDARD[bool(self.excludes)]).replace(
+                "LIST", _listed(these, ", ")
+            )
+            words = {"NEEDS": self.needs.split(), "THESE": these, "OTHERS": others}
+            for word, terms in words.items():
                 text = text.replace(word, _listed(terms))
             raise FieldError(text)
-
-    @property
-    def _standard(self) -> str:
-        if self.excludes:
-            return "THESE cannot be combined with OTHERS; leave one of them out"
-        return "THESE goes with NEEDS, got no OTHERS; type OTHERS as well, or leave out THESE"
 
 
 def _listed(terms: Iterable[str], separator: str = " ") -> str:
@@ -88,11 +78,8 @@ def _listed(terms: Iterable[str], separator: str = " ") -> str:
 def check(
     holds: Callable[[str], bool], graphs: bool = False, among: Collection[str] | None = None
 ) -> None:
-    """Raise FieldError for the first rule that is broken.
-
-    graphs  check only rules on which graphs depend
-    among   check only rules on these fields alone
-    """
+    """Raise FieldError for the first rule that is broken. graphs: check only rules on which graphs
+    depend. among: check only rules on these fields alone."""
     for rule in RULES:
         if (rule.graphs or not graphs) and (among is None or rule.terms <= {*among}):
             rule.check(holds)

@@ -35,10 +35,8 @@ SCHEDULE_TOKENS = _TOKENS[1]
 
 def ltx2_schedule(steps: int, tokens: int = SCHEDULE_TOKENS) -> tuple[float, ...]:
     """Sigmas of the dev recipe, from 1 to 0, the last nonzero 0.1. Source: ltx-core LTX2Scheduler.
-
     Upstream's pipelines pass no latent, so the shift is that of 4096 tokens for every size. Only HQ
-    passes stage 1's number of tokens, F * h * w, without keyframes.
-    """
+    passes stage 1's number of tokens, F * h * w, without keyframes."""
     slope = (_SHIFTS[1] - _SHIFTS[0]) / (_TOKENS[1] - _TOKENS[0])
     shift = tokens * slope + (_SHIFTS[0] - slope * _TOKENS[0])
     sigmas = torch.linspace(1.0, 0.0, steps + 1)

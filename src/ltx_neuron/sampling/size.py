@@ -16,22 +16,18 @@ NO_PICTURE = 0, 0  # height and width of sound alone
 @dataclass(frozen=True)
 class Size:
     """Height, width (pixels; NO_PICTURE for sound alone), frames and frames per second of the
-    result, and whether it has two stages.
-
-    spatial_scale  ratio of stage 2's sides to stage 1's, 2 or 1.5; the upsampler's file determines
-                   it
-    """
+    result, and whether it has two stages."""
 
     height: int = 512
     width: int = 768
     num_frames: int = 121
     frame_rate: float = 24.0
     two_stage: bool = False
+    # Ratio of stage 2's sides to stage 1's, 2 or 1.5; the upsampler's file determines it
     spatial_scale: float = 2.0
 
     @property
     def first(self) -> Self:
-        """The size of stage 1."""
         if not self.two_stage:
             return self
         up, down = Fraction(self.spatial_scale).as_integer_ratio()
@@ -46,7 +42,6 @@ class Size:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Height and width."""
         return self.height, self.width
 
     def __str__(self) -> str:
@@ -59,7 +54,6 @@ class Size:
 
     @property
     def audio_frames(self) -> int:
-        """Audio latents for the video's length."""
         return audio_latent_frames(self.num_frames, self.frame_rate)
 
     def check(self) -> None:

@@ -33,6 +33,7 @@ from pydantic import (
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
+from ltx_neuron.sampling import samplers
 from ltx_neuron.sampling.conditions import (
     TILE,
     BedLevel,
@@ -45,11 +46,10 @@ from ltx_neuron.sampling.conditions import (
     plain,
 )
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
-from ltx_neuron.sampling.res_2s import SAMPLERS
+from ltx_neuron.sampling.latents import UPSCALES
 from ltx_neuron.sampling.rules import PICTURE_FIELDS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
 from ltx_neuron.sampling.size import FRAME_RATES, AutoDuration, Size
-from ltx_neuron.sampling.upscaling import UPSCALES
 
 SEED = 10  # the default
 RECIPES = "distilled", "dev"
@@ -65,11 +65,8 @@ def _option(
     names: tuple[str, ...] = (),
     **limits: Any,
 ) -> Any:
-    """A field.
-
-    value  the name of the flag's value in its help
-    names  the field's own name and its aliases
-    """
+    """A field. value: the name of the flag's value in its help. names: the field's own name and its
+    aliases."""
     alias = AliasChoices(*names) if names else None
     return Field(default, description=help, title=value, validation_alias=alias, **limits)
 
@@ -449,7 +446,7 @@ class JobFields(
         "LTX-2.5: predict --num-frames from the prompt, between these seconds (default: 1 20)",
         "[MIN_SECONDS MAX_SECONDS]",
     )
-    sampler: Literal[tuple(SAMPLERS)] = _option(
+    sampler: Literal[samplers.CHOICES] = _option(
         "dev recipe: res_2s (HQ, for --two-stage) or gradient_estimation (default: euler)",
         default="euler",
     )
@@ -471,10 +468,8 @@ class JobFields(
 
     def updated(self, line: Mapping[str, Any]) -> Self:
         """A copy with the values of a prompts file's line, whose keys are flags without dashes.
-
         false and null mean not given. A line's images and references are added; its LoRAs, also [],
-        replace these. Raises UserError.
-        """
+        replace these. Raises UserError."""
         line = {key: None if value is False else value for key, value in line.items()}
         of_line, values = JobFields.validated(resolve_aliases(line)), {}
         if "video_path" in of_line.model_fields_set:  # its file determines the size
@@ -502,7 +497,6 @@ class JobFields(
         return paths
 
     def moved(self, rename: Callable[[Path], str]) -> Self:
-        """A copy whose input files are elsewhere."""
         rename = cache(rename)
 
         def renamed(value: Any) -> Any:
@@ -554,7 +548,6 @@ INPUT_FILES = {
 
 
 def to_flags(line: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
-    """The flags and values of some fields of a line."""
     words = []
     for name in names:
         value = line.get(name, False)
@@ -589,7 +582,6 @@ def resolve_aliases(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _field_error(mistake: Mapping[str, Any], values: Mapping[str, Any]) -> FieldError:
-    """A pydantic error of a job's values."""
     name, (got, wanted) = str(mistake["loc"][0]), got_and_wanted(mistake)
     path, part = _place(mistake, values)
     title = JobFields.model_fields[name].title or ""

@@ -29,7 +29,6 @@ HOST_ENCODER_CODE = (
     "weights/model_files",
     "weights/sharding",
     "weights/weight_file",
-    "weights/int8",
     "weights/tensorfile",
 )
 RANK_ENCODER_CODE = ("config", "models", "text", "weights", "backends")

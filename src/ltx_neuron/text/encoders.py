@@ -102,7 +102,6 @@ class RankTextEncoder:
     def _connect(
         self, features: dict[str, Tensor], registers: dict[str, Tensor], ranks
     ) -> Contexts:
-        """Contexts of one prompt from its features."""
         ranks.put("connectors", **connector_inputs(features, registers, self.config))
         ranks.run("connectors")
         video, audio = (ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))

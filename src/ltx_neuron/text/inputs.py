@@ -50,10 +50,8 @@ def load_tokenizer(gemma_root: Path):
 
 
 def embedded_tokenizer(file: TextEncoderFile):
-    """The tokenizer in a text encoder's file. Raises UserError if it is broken.
-
-    As in ltx-core, the class in tokenizer_config.json is not used: tokenizer.json has all rules.
-    """
+    """The tokenizer in a text encoder's file. Raises UserError if it is broken. As in ltx-core, the
+    class in tokenizer_config.json is not used: tokenizer.json has all rules."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -186,7 +184,6 @@ def attention_mask(count: int) -> Tensor:
 
 
 def bucket_for(prompts: list[list[int]], buckets: tuple[int, ...]) -> int:
-    """The smallest bucket with room for the packed prompts."""
     return min(bucket for bucket in buckets if bucket >= sum(map(len, prompts)))
 
 

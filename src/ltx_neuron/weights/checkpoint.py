@@ -29,10 +29,8 @@ DOWNLOAD = f"{CHECKPOINT_DOWNLOAD}\nand type --checkpoint-path {RELEASED[RELEASE
 
 class Checkpoint(WeightFile):
     """The single-file LTX-2.3 checkpoint, or the transformer's file of LTX-2.5. `config`, the JSON
-    in its metadata, determines all sizes of its models.
-
-    UserError for a file that is not a checkpoint, and for an unsupported version.
-    """
+    in its metadata, determines all sizes of its models. UserError for a file that is not a
+    checkpoint, and for an unsupported version."""
 
     def __init__(self, path: Path):
         super().__init__(path, DOWNLOAD)
@@ -170,7 +168,6 @@ class Source:
         return self.locations.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a whole tensor."""
         file, key = self._find(name)
         return file.shapes[key]
 
@@ -189,7 +186,6 @@ class Source:
         return copies(self.model, name, self.locations, tp, self.heads)
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a whole tensor when it is read."""
         file, key = self._find(name)
         return math.prod(file.shapes[key]) * file.torch_dtype(key).itemsize
 

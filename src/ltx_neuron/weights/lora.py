@@ -74,7 +74,6 @@ _OLDER = re.compile(
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Whether tensors of these names are a LoRA's."""
     return any(map(_TENSOR.fullmatch, names))
 
 
@@ -363,14 +362,10 @@ def _scale(settings: dict, layer: str, rank: int) -> float:
 
 
 class MergedSource(Source):
-    """A model's tensors with LoRAs merged in.
-
-    text_loras   those that change the connectors or the text projections
-    rounds_once  each LoRA after the first is added without rounding its product
-
+    """A model's tensors with LoRAs merged in. text_loras: those that change the connectors or the
+    text projections. rounds_once: each LoRA after the first is added without rounding its product.
     UserError if a LoRA tensor belongs to no weight of the checkpoint or does not fit its shape, or
-    if the weight is not stored in BF16.
-    """
+    if the weight is not stored in BF16."""
 
     def __init__(
         self,

@@ -34,20 +34,14 @@ _RELEASE_IN_NAME = re.compile(r"ltx-?(\d+)[._](\d+)")  # of the published files
 
 
 class Kind(NamedTuple):
-    """A kind of file.
+    """A kind of file."""
 
-    title     for messages
-    flag      of the file
-    sections  of the config that describe it
-    prefixes  of its tensors in a checkpoint. Its own file may leave out the only one
-    own       prefixes by which its file is known, whatever its metadata
-    """
-
-    title: str
-    flag: str
-    sections: tuple[str, ...] = ()
+    title: str  # for messages
+    flag: str  # of the file
+    sections: tuple[str, ...] = ()  # of the config that describe it
+    # Of its tensors in a checkpoint. Its own file may leave out the only one
     prefixes: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()  # prefixes by which its file is known, whatever its metadata
 
     def is_in(self, file: TensorFile) -> bool:
         """Whether a file has all kinds of the part's tensors, with a checkpoint's names."""
@@ -127,13 +121,9 @@ def spatial_scale(path: str | Path | None) -> float:
 
 class TextEncoderFile(WeightFile):
     """LTX-2.5's text encoder in one file: Gemma 4, the text projections and the tokenizer.
-
-    gemma_config  Gemma's config.json, from the metadata
-    assets        names of the other files of Gemma's folder in it; `asset` reads them. They are
-                  not weights, so `shapes` leaves them out
-
-    UserError for any other file.
-    """
+    gemma_config: Gemma's config.json, from the metadata. assets: names of the other files of
+    Gemma's folder in it; `asset` reads them. They are not weights, so `shapes` leaves them out.
+    UserError for any other file."""
 
     def __init__(self, path: Path, download: str):
         super().__init__(path, download)
@@ -166,11 +156,9 @@ class TextEncoderFile(WeightFile):
 
     @property
     def gemma_version(self) -> str | None:
-        """The version of Gemma's weights, which a transformer's file names too."""
         return self.gemma_config.get("gemma_version")
 
     def asset(self, name: str) -> bytes:
-        """The content of one of `assets`, such as tokenizer.json."""
         key = self._assets[name]
         if key is None:
             return self.metadata[name].encode()
@@ -179,19 +167,15 @@ class TextEncoderFile(WeightFile):
 
 
 def described(file: TensorFile) -> str:
-    """A file's kind and release, for a message."""
     kind, version = kind_of(file), file.metadata.get("model_version")
     named = f"{'the' if kind in PARTS else 'a'} {KINDS[kind].title}"
     return named + (f" of LTX {version}" if version else "")
 
 
 class PartFile(WeightFile):
-    """A file with one of PARTS. Its tensors have the names that a checkpoint gives them.
-
-    config  from the metadata, or of the checkpoint, if that has the part's sections
-
-    UserError for a file of another part or of another release.
-    """
+    """A file with one of PARTS. Its tensors have the names that a checkpoint gives them. config:
+    from the metadata, or of the checkpoint, if that has the part's sections. UserError for a file
+    of another part or of another release."""
 
     def __init__(self, path: Path, kind: str, checkpoint: Checkpoint):
         release = checkpoint.release
@@ -342,7 +326,6 @@ class ModelFiles:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The config of all parts, as that of a whole checkpoint."""
         return _Config(self) if self.apart else self.checkpoint.config
 
     def of(self, section: str) -> PartFile | Checkpoint:
@@ -367,7 +350,6 @@ class ModelFiles:
         return {"files": fingerprints, "video_decoder": self.decoder}
 
     def flag(self, section: str) -> str:
-        """The flag of the file with a section's part."""
         kind = _OWNERS.get(section)
         return PARTS[kind].flag if kind and kind in self.apart else "--checkpoint-path"
 
@@ -438,7 +420,6 @@ class ModelFiles:
 
     @property
     def projections(self) -> WeightFile:
-        """The file with the projections of the text encoder's hidden states."""
         apart = "text_projection" in self.apart
         return self.text_encoder or (self._part("text_projection") if apart else self.checkpoint)
 
@@ -486,12 +467,10 @@ class ModelFiles:
         return _only(found, self._folder, KINDS[kind].flag) if found else None
 
     def describe_decoder(self) -> str:
-        """The kind of the video VAE's decoder, and its file, as text."""
         return f"{self.decoder}, from {self.of('vae').path}"
 
     @property
     def decoder(self) -> str:
-        """The kind of the video VAE's decoder."""
         return "diffusion" if is_diffusion_vae(self.config) else "convolutional"
 
     @cached_property

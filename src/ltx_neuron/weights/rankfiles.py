@@ -23,7 +23,6 @@ RESHARD = "shard the weights again"
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file."""
     return f"rank{rank}.safetensors"
 
 
@@ -33,7 +32,6 @@ def file_names(tp: int, shared: bool = False) -> list[str]:
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """The file of a rank in a finished weight set."""
     return folder / (SHARED_FILE if SHARED_FILE in file_entries(folder) else rank_file(rank))
 
 
@@ -80,10 +78,8 @@ def entries_in(manifest: dict) -> dict[str, dict]:
 
 def verify(folder: Path, quick: bool = False) -> list[str]:
     """Compare the files of a finished weight set with its manifest. Returns one line per differing
-    file, or the manifest's own damage. UserError if permission to read one is missing.
-
-    quick  compare sizes only
-    """
+    file, or the manifest's own damage. UserError if permission to read one is missing. quick:
+    compare sizes only."""
     problems = []
     try:
         entries = file_entries(folder)

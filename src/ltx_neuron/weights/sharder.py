@@ -92,8 +92,7 @@ class ShardSpec:
 def shard_specs(source: Source, tp: int, layouts: dict[str, Layout]) -> list[ShardSpec]:
     """The spec of every tensor of a source, in the files' order: by name, but tensors whose size is
     not a multiple of the alignment come last, so that all others are aligned when they are mapped.
-    UserError for a tensor that cannot be split over tp ranks.
-    """
+    UserError for a tensor that cannot be split over tp ranks."""
     specs = []
     for name in sorted(source.names):
         shape, split, layout = source.shape(name), source.split(name), layouts.get(name)
@@ -165,7 +164,6 @@ def shard_weights(
 
 
 def set_bytes(specs: list[ShardSpec], tp: int, dtype: torch.dtype) -> int:
-    """Bytes of a set's files on disk."""
     return sum(file.size for file in _set_files(Path(), specs, tp, dtype))
 
 
@@ -251,10 +249,8 @@ def _files(
 
 
 class _File:
-    """A file of a weight set: its header and, while it is written, its content's digest.
-
-    rank  its number, or HOST
-    """
+    """A file of a weight set: its header and, while it is written, its content's digest. rank: its
+    number, or HOST."""
 
     def __init__(self, path: Path, rank: str, specs: list[ShardSpec], dtype: torch.dtype):
         self.path, self.dtype, end = path, dtype, 0

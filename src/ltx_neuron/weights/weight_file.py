@@ -6,20 +6,27 @@ bfloat16 file. Layouts, by the other tensors of a weight X.weight:
   released, cast     none: weights and biases were cast without a scale
   ComfyUI            X.scale_weight for X.weight_scale and a marker scaled_fp8 in the file, or
                      X.comfy_quant, JSON with the name of the format
-X.input_scale (ComfyUI: X.scale_input) is for activations, which stay in bfloat16 here. int8 is in
-weights/int8.py; nvfp4, with X.weight_scale_2, is refused.
+X.input_scale (ComfyUI: X.scale_input) is for activations, which stay in bfloat16 here. nvfp4, with
+X.weight_scale_2, is refused.
+
+Lightricks' int8-convrot files have a scale per row. Source: ComfyUI comfy/ops.py (format
+"int8_tensorwise") and comfy-kitchen tensor/int8_utils.py. A weight (N, K) has `weight_scale`,
+float32 (N, 1) or one number, and a note `comfy_quant`. With "convrot" each group of K's features
+was multiplied by H, a symmetric matrix with entries +-1 and H H = group size * 1, over the root of
+the group size, before it was rounded; so H undoes it.
 """
 
 import json
+from functools import cache, reduce
 from math import inf, prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.weights import int8
 from ltx_neuron.weights.tensorfile import WEIGHT_DTYPES, TensorFile, listed
 
 FLOAT8, _FORMAT = "F8_E4M3", "float8_e4m3fn"  # as safetensors and torch name it
@@ -29,14 +36,67 @@ _NOTE, _MARKER = "comfy_quant", "scaled_fp8"
 _FIELDS = {"format", "full_precision_matrix_mult"}  # of a note; neither changes a weight
 _NVFP4 = "weight_scale_2"  # the second scale that nvfp4 alone has
 _PIECE = 2**18  # weights dequantised at once: their indices fit in a core's cache
+INT8, INT8_FORMAT = "I8", "int8_tensorwise"  # as safetensors and ComfyUI name it
+# Of a note; the last three change no weight.
+_INT8_FIELDS = {"format", "convrot", "convrot_groupsize"}
+_INT8_FIELDS |= {"params", "per_row", "full_precision_matrix_mult"}
+_GROUPS = {4**power: power for power in range(1, 7)}  # group size -> factors of H
+_GROUP = 256  # ComfyUI's default
+_FACTOR = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]).float()
+
+
+class RowScale(NamedTuple):
+    """The scale of an int8 weight, float32 (N, 1) or (1, 1), and the number of input features that
+    were rotated together; 1 without a rotation."""
+
+    scale: Tensor
+    group: int
+
+    def dequantised(self, stored: Tensor, start: int) -> Tensor:
+        """The rows of a weight from row `start`, int8 (n, K), as bfloat16. Products of H are whole
+        numbers below 2**24, exact in any order of summation. So the result depends neither on the
+        number of rows nor on the CPU."""
+        result = torch.empty(stored.shape, dtype=torch.bfloat16)
+        rows = max(1, _PIECE // stored.shape[1])
+        left, right = _halves(self.group)
+        for first in range(0, len(stored), rows):
+            whole = stored[first : first + rows]
+            values = whole.float()
+            if self.group > 1:
+                values = left @ values.view(-1, len(left), len(right)) @ right
+            scale = self.scale[start + first :][: len(whole)] if len(self.scale) > 1 else self.scale
+            result[first : first + rows] = values.view(whole.shape) * (scale / self.group**0.5)
+        return result
+
+
+@cache
+def _halves(group: int) -> tuple[Tensor, Tensor]:
+    """Two matrices whose Kronecker product is H: 16 times fewer products than H for 256."""
+    power = _GROUPS.get(group, 0)
+    sizes = power // 2, power - power // 2
+    left, right = (reduce(torch.kron, [_FACTOR] * size, torch.ones(1, 1)) for size in sizes)
+    return left, right
+
+
+def row_scale(shape: tuple[int, ...], scale: Tensor, note: dict) -> RowScale:
+    """The scale of a weight (N, K). ValueError, with a message, for an unknown or damaged one."""
+    values = {**(params if isinstance(params := note.get("params"), dict) else {}), **note}
+    group = values.get("convrot_groupsize", _GROUP) if values.get("convrot") else 1
+    known = group == 1 or (group in _GROUPS and len(shape) == 2 and shape[1] % group == 0)
+    if note.keys() - _INT8_FIELDS or not known:
+        raise ValueError(f"quantised as {note} with shape {list(shape)}, not implemented")
+    if scale.numel() != 1 and tuple(scale.shape) != (shape[0], 1):
+        wanted = f"[{shape[0]}, 1] or one number"
+        raise ValueError(f"int8 with a scale of shape {list(scale.shape)}, wanted {wanted}")
+    if not ((scale > 0) & (scale < inf)).all():
+        raise ValueError("int8 with a scale that is not a finite number above 0")
+    return RowScale(scale.reshape(-1, 1), group)
 
 
 class WeightFile(TensorFile):
     """A file of a model's weights. Tensors stored as F8_E4M3 or as int8 with scales are read as
-    bfloat16; `shapes` leaves out their scales and notes, and `others`, of other models.
-
-    UserError, with the tensors' names, for an unknown layout and for a damaged scale.
-    """
+    bfloat16; `shapes` leaves out their scales and notes, and `others`, of other models. UserError,
+    with the tensors' names, for an unknown layout and for a damaged scale."""
 
     def __init__(self, path: str | Path, download: str):
         super().__init__(path, download)
@@ -46,7 +106,7 @@ class WeightFile(TensorFile):
             values = getattr(self, attribute)
             setattr(self, attribute, {name: values[key] for key, name in names.items()})
         # Float8 tensor -> its scale, float32 without dimensions; None if it has none.
-        self.scales: dict[str, Tensor | int8.RowScale | None] = {}
+        self.scales: dict[str, Tensor | RowScale | None] = {}
         float8, dropped, problems = [], [], []
         beside: dict[str, dict[str, str]] = {}  # weight -> names of its scales and note
         for key in self.shapes:
@@ -82,7 +142,7 @@ class WeightFile(TensorFile):
                     [f"{self.path} has weights that cannot be read:", *listed(sorted(problems))]
                 )
                 + "\nWanted: BF16, or F8_E4M3 with one number as weight_scale, or without scales,"
-                f" or I8 with {int8.FORMAT}; the published file: {self.download}"
+                f" or I8 with {INT8_FORMAT}; the published file: {self.download}"
             )
         for key in dropped:
             del self.shapes[key], self.dtypes[key]
@@ -101,7 +161,7 @@ class WeightFile(TensorFile):
 
     def _scale(
         self, key: str, beside: dict[str, str], fields: dict | None, wanted: bool
-    ) -> Tensor | int8.RowScale | None:
+    ) -> Tensor | RowScale | None:
         """The scale of a float8 or int8 tensor. ValueError, with a message, if a `wanted` scale is
         missing, or if a scale or note is damaged or of an unknown layout."""
         if _NOTE in beside:
@@ -110,10 +170,10 @@ class WeightFile(TensorFile):
             except (ValueError, TypeError):
                 raise ValueError(f"{beside[_NOTE]} is not a JSON object") from None
         scales = [beside[part] for part in _SCALES if part in beside]
-        whole = self.dtypes.get(key) == int8.INT8 and len(scales) == 1
-        if whole and fields and fields.get("format") == int8.FORMAT:
+        whole = self.dtypes.get(key) == INT8 and len(scales) == 1
+        if whole and fields and fields.get("format") == INT8_FORMAT:
             try:
-                return int8.row_scale(self.shapes[key], self.read(scales[0]).float(), fields)
+                return row_scale(self.shapes[key], self.read(scales[0]).float(), fields)
             except ValueError as problem:
                 raise ValueError(f"{key} is {problem}") from None
         if fields and (fields.get("format") != _FORMAT or fields.keys() - _FIELDS):
@@ -149,14 +209,14 @@ class WeightFile(TensorFile):
         if name not in self.scales:
             return stored
         scale = self.scales[name]
-        if isinstance(scale, int8.RowScale):
+        if isinstance(scale, RowScale):
             return scale.dequantised(stored, start)
         return _dequantised(stored, scale)
 
     @property
     def quantised(self) -> str:
         """How its quantised tensors are stored, such as "int8"; empty if it has none."""
-        kinds = {isinstance(scale, int8.RowScale) for scale in self.scales.values()}
+        kinds = {isinstance(scale, RowScale) for scale in self.scales.values()}
         return " and ".join(["float8", "int8"][kind] for kind in sorted(kinds))
 
     def describe_quantised(self) -> str:

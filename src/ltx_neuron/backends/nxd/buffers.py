@@ -25,9 +25,7 @@ from ltx_neuron.backends.ranks import Call
 
 class Buffers:
     """Named tensors, each a list with one tensor per rank, and the loaded copies that own them.
-
-    tensors  by name
-    owners   (program, graph, number of the copy) by name; an upload has no owner
+    tensors: by name. owners: (program, graph, number of the copy) by name; an upload has no owner.
     """
 
     def __init__(self):

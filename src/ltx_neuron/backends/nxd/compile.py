@@ -51,10 +51,8 @@ def set_environment(profile: Profile) -> None:
 
 class XlaComm:
     """Comm that sums the small tensors of a call in one variadic all-reduce and every large one
-    separately. On meta tensors it returns only shapes.
-
-    groups  lists of the ranks that form its groups; None: NxD's tensor-parallel ones
-    """
+    separately. On meta tensors it returns only shapes. groups: lists of the ranks that form its
+    groups; None: NxD's tensor-parallel ones."""
 
     def __init__(self, size: int, groups: list[list[int]] | None = None):
         self.size, self.groups = size, groups
@@ -100,7 +98,6 @@ class XlaComm:
 
 
 def argument_name(parameter: str) -> str:
-    """The keyword of a weight input."""
     return parameter.replace(".", "__")
 
 

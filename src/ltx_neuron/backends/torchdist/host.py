@@ -60,12 +60,10 @@ def rank_settings(
 
 
 def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
-    """Compile programs' graphs into `cache` in a separate process, once for all ranks.
-
-    Raises RunError if it fails or takes longer than the profile allows. On Neuron, where this was
-    not tested, a failure prints a message, and ranks compile missing graphs at their first run.
-    Raises UserError if the compiler does not know the layout's groups.
-    """
+    """Compile programs' graphs into `cache` in a separate process, once for all ranks. Raises
+    RunError if it fails or takes longer than the profile allows. On Neuron, where this was not
+    tested, a failure prints a message, and ranks compile missing graphs at their first run. Raises
+    UserError if the compiler does not know the layout's groups."""
     settings = rank_settings(profile, tp, 0, cache)
     if profile.device == "neuron":
         settings.environment["TORCH_NEURONX_COMPILE_ONLY"] = "1"
@@ -93,11 +91,9 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
 
 def start_server(profile: Profile, tp: int, cache: Path | None) -> None:
     """Start the server whose forks are the ranks of a CPU, if it does not run yet. Returns at once:
-    the server then imports what every rank needs while the host reads files and prompts.
-
-    Does nothing for other devices. A forked child cannot use a Neuron or CUDA runtime, and
-    TorchNeuron reads a rank's variables, such as its core, while it is imported.
-    """
+    the server then imports what every rank needs while the host reads files and prompts. Does
+    nothing for other devices. A forked child cannot use a Neuron or CUDA runtime, and TorchNeuron
+    reads a rank's variables, such as its core, while it is imported."""
     if profile.device == "cpu":
         forkserver.set_forkserver_preload([serve.__module__, "torch._export.serde.serialize"])
         with _inherited(rank_settings(profile, tp, 0, cache).environment):

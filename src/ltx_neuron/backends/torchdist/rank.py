@@ -29,7 +29,6 @@ from ltx_neuron.backends.ranks import (
     whole_shape,
 )
 from ltx_neuron.backends.torchdist import compiled
-from ltx_neuron.backends.torchdist.groups import group_names
 from ltx_neuron.backends.torchdist.protocol import RankSettings, SharedTensor, failure_of
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_path
@@ -40,11 +39,9 @@ _CLOSING_SECONDS = 0.1  # within which the system closes a killed process's file
 
 class Rank:
     """The state of one rank process: weights, programs and named tensors. Its public methods are
-    the host's commands. Only copies and compiled graphs run on the device.
-
-    barrier  waits until every rank has called it
-    groups   the names of groups in graph files -> those in this process's graphs
-    """
+    the host's commands. Only copies and compiled graphs run on the device. barrier: waits until
+    every rank has called it. groups: the names of groups in graph files -> those in this process's
+    graphs."""
 
     def __init__(
         self,
@@ -86,10 +83,8 @@ class Rank:
     def load(
         self, weights: Path, wanted: dict, programs: dict[str, Path], dtype: torch.dtype
     ) -> None:
-        """Load a folder of rank files, and the program folders that use it.
-
-        wanted  this rank's shape of each weight
-        """
+        """Load a folder of rank files, and the program folders that use it. wanted: this rank's
+        shape of each weight."""
         tensors = self._load_weights(weights, wanted, dtype)
         for name, folder in programs.items():
             manifest = self.programs[name] = Manifest(folder)
@@ -139,10 +134,8 @@ class Rank:
         gc.collect()
 
     def put(self, program: str, uploads: list[tuple]) -> None:
-        """Keep this rank's parts of whole tensors in shared memory.
-
-        uploads  (name, its field, shape, shared memory)
-        """
+        """Keep this rank's parts of whole tensors in shared memory. uploads:
+        (name, its field, shape, shared memory)."""
         for whole, like, shape, memory in uploads:
             field = self.programs[program].fields[like]
             with SharedTensor(shape, field.dtype, memory) as shared:
@@ -281,4 +274,4 @@ def _join_group(settings: RankSettings) -> tuple[Callable[[], None], dict[str, s
     def barrier() -> None:
         dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host)
 
-    return barrier, group_names(groups, profile)
+    return barrier, compiled.group_names(groups, profile)

@@ -1,23 +1,37 @@
-"""The res_2s sampler of upstream's HQ pipeline: two evaluations of the model per step, additional
-noise, and a last evaluation near sigma 0 whose prediction is the result.
+"""The samplers. A new one is a row of SAMPLERS and a step: a class of the host, or a tail of the
+graphs (models/programs.py).
 
-Source: ltx-pipelines utils/{samplers,res2s}.py, ltx-core components/diffusion_steps.py.
+On the host: between evaluations of the model it computes with upstream's operations in the same
+order, so that results are bit-identical.
 
-Between evaluations the host computes in float64, with upstream's operations in the same order, so
-results are bit-identical. At 1088x1920 and 121 frames a step of stage 2 takes 1.8 to 3.2 s of one
-host thread, sends each rank 17 MB of bf16 latents and reads 17 MB of predictions, besides two
-evaluations of 1.7 PFLOP.
+res_2s (HQ): two evaluations a step, additional noise, and a last evaluation near sigma 0 whose
+prediction is the result; in float64. At 1088x1920 and 121 frames a step of stage 2 takes 1.8 to
+3.2 s of one host thread, sends each rank 17 MB of bf16 latents and reads 17 MB of predictions,
+besides two evaluations of 1.7 PFLOP. Sources: ltx-pipelines utils/{samplers,res2s}.py, ltx-core
+components/diffusion_steps.py.
 
-Shapes: T tokens of a stream, (1, T, C) latents.
+Euler and gradient estimation: one evaluation a step, in fp32. Gradient estimation corrects the
+velocity by its change since the step before, so that 20 to 30 steps of the dev recipe suffice in
+place of 40. Sources: ltx-pipelines 1.2.0 utils/samplers.py,
+gradient_estimating_euler_denoising_loop;
+https://openreview.net/pdf?id=o2ND9v0CeK.
+
+The ancestral Euler sampler's steps are in graphs (models/ancestral.py), and their coefficients and
+noise are here. Sources: ltx-core 1.2.0 EulerAncestralDiffusionStep, ltx-pipelines 1.4 distilled.py,
+chunks/operators.py.
+
+Shapes (the batch is always 1): (1, T, C) latents of a stream's T tokens, appended ones included.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-SAMPLERS = ("euler", "res_2s", "gradient_estimation")
+from ltx_neuron.sampling.schedules import sigma_pairs
+
 # Seeds of the noise, independent of the job's seed, as upstream.
 _STEP_SEED, _SUBSTEP_SEED = -1, 9999
 _LAST_SIGMA = 0.0011  # instead of 0, because step sizes use the logarithm
@@ -71,11 +85,8 @@ def _phi(order: int, z: float) -> float:
 
 
 class Stream:
-    """The state of video or audio between evaluations.
-
-    latent        (1, T, C), in the model's dtype
-    clean_latent  (1, T, C), of held tokens; denoise_mask (T, 1) fp32: 1 denoised freely, 0 held
-    """
+    """The state of video or audio between evaluations. latent: (1, T, C), in the model's dtype.
+    clean_latent: (1, T, C), of held tokens; denoise_mask (T, 1) fp32: 1 denoised freely, 0 held."""
 
     def __init__(self, latent: Tensor, clean_latent: Tensor, denoise_mask: Tensor):
         self.latent, self.denoised = latent, latent
@@ -109,10 +120,8 @@ class Stream:
 
 class Res2s:
     """A stage's sampling: call `step` for each number in order; the streams have the latents.
-
     `step` calls `predict` with both latents and the evaluation's number. It returns both
-    predictions of the clean latents, in the model's dtype, with held tokens restored.
-    """
+    predictions of the clean latents, in the model's dtype, with held tokens restored."""
 
     def __init__(self, sigmas: tuple[float, ...], video: Stream, audio: Stream):
         self.streams, self.steps, self.sigmas = (video, audio), len(sigmas) - 1, extended(sigmas)
@@ -176,3 +185,114 @@ def _normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
     noise = (noise - noise.mean()) / noise.std()
     noise = noise - noise.mean(dim=(-2, -1), keepdim=True)
     return noise / noise.std(dim=(-2, -1), keepdim=True)
+
+
+# --- Euler and gradient estimation ----------------------------------------------------------------
+
+_GAMMA = 2.0  # the weight of the velocity's change
+
+
+class Euler:
+    """A stage's sampling, as Res2s."""
+
+    corrects = False  # the velocity
+
+    def __init__(self, sigmas: tuple[float, ...], video: Stream, audio: Stream):
+        self.streams, self.sigmas = (video, audio), torch.tensor(sigmas)
+        self._velocities: list[Tensor | None] = [None, None]
+
+    def step(self, number: int, predict: Predict) -> None:
+        """Run a step of one evaluation. The last step's prediction is the result."""
+        sigma, sigma_next = self.sigmas[number : number + 2]
+        video, audio = (stream.latent for stream in self.streams)
+        predictions = predict(video, audio, number)
+        for index, (stream, x0) in enumerate(zip(self.streams, predictions, strict=True)):
+            sample, stream.denoised = stream.latent, x0
+            if sigma_next == 0:
+                stream.latent = x0
+                continue
+            velocity = _velocity(sample, x0, sigma)
+            previous, self._velocities[index] = self._velocities[index], velocity
+            if self.corrects and previous is not None:
+                change = velocity - previous
+                corrected = _GAMMA * change + previous
+                x0 = (sample.float() - corrected.float() * sigma).to(sample.dtype)
+                velocity = _velocity(sample, x0, sigma)
+            moved = sample.float() + velocity.float() * (sigma_next - sigma)
+            stream.latent = moved.to(sample.dtype)
+
+
+class GradientEstimation(Euler):
+    corrects = True
+
+
+def _velocity(sample: Tensor, x0: Tensor, sigma: Tensor) -> Tensor:
+    return ((sample.float() - x0.float()) / sigma).to(sample.dtype)
+
+
+# --- the ancestral Euler sampler ------------------------------------------------------------------
+
+STAGE_SEED = 10_000  # times the stage's number, added to the seed of the initial noise
+
+
+def ancestral_steps(
+    sigmas: tuple[float, ...],
+    streams: Sequence[Tensor],
+    frozen: Iterable[bool],
+    seed: int,
+    eta: float = 1.0,
+) -> Iterator[tuple[Tensor, ...]]:
+    """For each step the noise of both streams, (1, T, C), and the coefficients (2, 5). streams:
+    latents of video and audio; the noise has their shapes and dtypes. seed: of the stage's own
+    generator, so that a resumed stage draws the same. It draws the video's first in every step, and
+    none in the last one, to sigma 0."""
+    generator = torch.Generator().manual_seed(seed % 2**64)
+    for end, factors in zip(sigmas[1:], ancestral_coefficients(sigmas, frozen, eta), strict=True):
+        noises = map(torch.zeros_like, streams)
+        if end:
+            noises = (torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in streams)
+        yield *noises, factors
+
+
+def ancestral_coefficients(
+    sigmas: tuple[float, ...], frozen: Iterable[bool], eta: float = 1.0
+) -> Tensor:
+    """(steps, 2, 5) fp32, of video and of audio: each step's coefficients of the ancestral Euler
+    sampler, in the order of signatures.ANCESTRAL.
+
+    A step denoises to sigma_down, below its end (eta 0: its end), and adds noise up to the end.
+    This preserves the variance of a rectified flow (alpha = 1 - sigma). A frozen stream does not
+    change. The operations are upstream's, in upstream's order.
+    """
+    values = torch.tensor(sigmas, dtype=torch.float32)
+    sigma, end = values[:-1], values[1:]
+    down = end * (1.0 + (end / sigma - 1.0) * eta)
+    ratio = down / sigma
+    alpha, alpha_down = 1.0 - end, 1.0 - down
+    noise = (end**2 - down**2 * alpha**2 / alpha_down**2).clamp(min=0) ** 0.5
+    # At sigma 0 the step returns the prediction.
+    moving = torch.stack([ratio, 1.0 - ratio, alpha / alpha_down, noise, (end > 0).float()], dim=1)
+    staying = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]).expand_as(moving)
+    return torch.stack([staying if stays else moving for stays in frozen], dim=1)
+
+
+class Sampler(NamedTuple):
+    """How a stage steps from noise to latents.
+
+    host         steps on the host; None: the graphs step on the ranks
+    pairs        sigmas and rows of the graphs' table to the sigmas (rows, 2) of each evaluation
+    evaluations  number of steps to the step number that guidance uses in each evaluation
+    """
+
+    host: type[Euler | Res2s] | None = None
+    pairs: Callable[[tuple[float, ...], int], Tensor] = sigma_pairs
+    evaluations: Callable[[int], tuple[int, ...]] = lambda steps: tuple(range(steps))
+
+
+SAMPLERS = {
+    "euler": Sampler(),
+    "ancestral": Sampler(),  # Euler that adds noise in each step
+    "res_2s": Sampler(Res2s, evaluation_pairs, steps_of_evaluations),  # two evaluations a step
+    "gradient_estimation": Sampler(GradientEstimation),
+}
+CHOICES = ("euler", "res_2s", "gradient_estimation")  # a release selects the ancestral one
