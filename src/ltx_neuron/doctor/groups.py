@@ -115,10 +115,10 @@ def _probed(ranks: Ranks, name: str, partition: list[list[int]]) -> Finding:
     rows = torch.arange(float(ranks.size * size)).view(ranks.size, size)
     ranks.put(name, rows=rows.flatten()[:, None].expand(-1, WIDTH))
     ranks.run(name)
-    wanted = expected(rows, partition)
+    results_of = expected(rows, partition)
     for output in outputs:
         results = ranks.get(name, output).view(ranks.size, -1, WIDTH)
-        for rank, (mine, right) in enumerate(zip(results, wanted[output], strict=True)):
+        for rank, (mine, right) in enumerate(zip(results, results_of[output], strict=True)):
             if not torch.equal(mine, right[:, None].expand(-1, WIDTH)):
                 text, got = f"{output} on rank {rank} is wrong", mine[:, 0]
                 if output == "gathered" and sorted(got.tolist()) == sorted(right.tolist()):

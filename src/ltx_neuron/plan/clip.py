@@ -133,7 +133,8 @@ class Clip:
         if self.profile.device != "neuron":
             return []
         files, loaded = self.plan.disk_bytes, {row.name for row in rows}
-        loads = [self._gemma3("once")] * self.neuron_gemma + [self._transformer("once")]
+        models = ["gemma3"] * self.neuron_gemma + ["transformer"]
+        loads = (self._load(model, "once") for model in models)
         disk = f"{format_bytes(files)} of rank files at 125 MiB/s, a gp3 volume as it comes (AWS)"
         graphs = "graphs to the ranks (vllm-omni-neuron); up to 175 s (NxD Inference's LTX-2.3)"
         return [
@@ -183,20 +184,17 @@ class Clip:
         if profile.resident:
             return rows
         why = "one model at a time"
-        return [self._gemma3(why), *rows, self._transformer(why)]
+        return [self._load("gemma3", why), *rows, self._load("transformer", why)]
 
-    def _gemma3(self, why: str) -> PhaseRow:
-        return self._load("load_gemma3", self.plan.gemma3_weight_bytes_per_rank, why)
-
-    def _transformer(self, why: str) -> PhaseRow:
-        return self._load("load_transformer", self.plan.dit_weight_bytes_per_rank, why)
-
-    def _load(self, name: str, rank_bytes: int, why: str) -> PhaseRow:
-        size, profile = self.plan.ranks * rank_bytes, self.profile
+    def _load(self, model: str, why: str) -> PhaseRow:
+        plan, profile, name = self.plan, self.profile, f"load_{model}"
+        of_gemma = model == "gemma3"
+        size = plan.gemma3_weight_bytes_per_rank if of_gemma else plan.dit_weight_bytes_per_rank
+        size *= plan.ranks
         what = f"{format_bytes(size)} to the ranks, {why}"
         if profile.chip is None:
             return self._host(name, size, "copy", what)
-        seconds = size / (_LOAD * max(1, profile.chips_of(self.plan.ranks)))
+        seconds = size / (_LOAD * max(1, profile.chips_of(plan.ranks)))
         return PhaseRow(name, "host", seconds, f"{what}, at {_LOAD / 1e9} GB/s a chip (Difflet)")
 
     def _inputs(self) -> list[PhaseRow]:
@@ -251,7 +249,7 @@ class Clip:
                 if weight_sets(job) > 1 and (not window or window.round == 1):
                     new, old = (1, 2) if window else (2, 1)
                     why = f"stage {new}'s weight set replaces stage {old}'s"
-                    rows.append(self._transformer(why))
+                    rows.append(self._load("transformer", why))
                 rows.append(self._upsampling(latent, "temporal" if window else "spatial"))
                 frames += (frames - 1) * bool(window)
             rows += [*self._images(stage), self._steps(stage)]

@@ -71,11 +71,11 @@ def layouts(
             for bucket, count in zip(buckets, passes, strict=True)
         ]
         seconds = tuple(
-            sum(s.evaluations * ms / 1e3 for s, ms in zip(plan.stages, each, strict=True))
-            for each in zip(*steps, strict=True)
+            sum(s.evaluations * ms / 1e3 for s, ms in zip(plan.stages, of_stages, strict=True))
+            for of_stages in zip(*steps, strict=True)
         )
         chips = int(profile.chips_of(layout.cores_needed(tp)))
-        chip_seconds = tuple(chips * each for each in seconds)
+        chip_seconds = tuple(chips * value for value in seconds)
         single = rows[0].chip_seconds if rows else chip_seconds
         rows.append(
             Layout(
@@ -84,7 +84,7 @@ def layouts(
                 chips=chips,
                 at_once=profile.chips // chips,
                 step_ms=steps[-1],
-                clip_seconds=tuple(others + each for each in seconds),
+                clip_seconds=tuple(others + value for value in seconds),
                 chip_seconds=chip_seconds,
                 efficiency=tuple(a / b for a, b in zip(single, chip_seconds, strict=True)),
                 measured=is_measured(layout, tp, max(bucket.video_tokens for bucket in buckets)),

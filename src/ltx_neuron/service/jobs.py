@@ -1,10 +1,10 @@
 """Converts a request to a queued job, and a queued job to a Job for the engine."""
 
-import dataclasses
 import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
 PREVIEW = "preview"  # key in a running job's detail: a JPEG in base64
 
 
-@dataclasses.dataclass
+@dataclass
 class JobSubmitter:
     """Turns requests into jobs of the queue."""
 
@@ -90,8 +90,8 @@ class JobSubmitter:
 
     def _job(self, request: VideoRequest, folder: Path) -> Job:
         images = tuple(
-            ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
-            for number, held in enumerate(request.held.values())
+            ImageCondition(str(folder / f"image-{n}.png"), held.frame, held.strength, held.crf)
+            for n, held in enumerate(request.held.values())
         )
         sizes, requested = self.sizes, request.requested_size
         job = request.job.replaced(image=images, **self._media(request, folder))
@@ -115,8 +115,11 @@ class JobSubmitter:
             chosen = sizes.choose(requested, job)
             job = job.resized(chosen.size)
         loras = sizes.loras(request.lora_set, chosen)
-        image = self._images(request, images, folder)
-        return sizes.workspace.resolved(job.replaced(**loras, recipe=chosen.recipe, image=image))
+        for image, (param, held) in zip(images, request.held.items(), strict=True):
+            upload = Path(image.path).with_suffix(".upload")
+            upload.write_bytes(held.data)
+            self._decoded(param, upload)
+        return sizes.workspace.resolved(job.replaced(**loras, recipe=chosen.recipe))
 
     def _media(self, request: VideoRequest, folder: Path) -> dict[str, Any]:
         """Write a request's sounds and videos into a job's folder; return the job's fields."""
@@ -171,16 +174,6 @@ class JobSubmitter:
         more = requested.model_dump(include={"two_stage", "tail_frames"}, exclude_none=True)
         chosen = chosen._replace(recipe=requested.recipe or chosen.recipe)
         return chosen, job.resized(chosen.size).replaced(**more)
-
-    def _images(
-        self, request: VideoRequest, images: tuple[ImageCondition, ...], folder: Path
-    ) -> tuple[ImageCondition, ...]:
-        """Decode the images into a job's folder; return them as conditions."""
-        for image, (param, held) in zip(images, request.held.items(), strict=True):
-            upload = (folder / image.path).with_suffix(".upload")
-            upload.write_bytes(held.data)
-            self._decoded(param, upload)
-        return tuple(dataclasses.replace(image, path=str(folder / image.path)) for image in images)
 
     def _decoded(self, param: str, upload: Path) -> Path:
         """Replace an uploaded picture by a PNG, whose path is returned."""

@@ -108,9 +108,9 @@ def matrix_of(engine: Engine) -> Tensor:
         matrix = torch.tensor(read_json(path)["matrix"])
         if matrix.shape == (129, 3):
             return matrix
-    there = "video_encoder" in vars(host)
+    loaded = "video_encoder" in vars(host)
     matrix = fitted(host.encode_image)
-    if not there:  # free it: few jobs have an image
+    if not loaded:  # free it: few jobs have an image
         vars(host).pop("video_encoder", None)
     with suppress(OSError):  # read-only folder: the next worker fits the matrix again
         write_json(path, {"matrix": matrix.tolist()})
@@ -131,8 +131,8 @@ def fitted(encode: Callable[[Tensor], Tensor]) -> Tensor:
     known = with_one(torch.cat(latents)).double()
     ridge = _RIDGE * torch.eye(known.shape[1], dtype=torch.double)
     ridge[-1, -1] = 0  # no penalty on the constant
-    wanted = torch.cat(colours).double()
-    return torch.linalg.solve(known.T @ known + ridge, known.T @ wanted).float()
+    targets = torch.cat(colours).double()
+    return torch.linalg.solve(known.T @ known + ridge, known.T @ targets).float()
 
 
 def clouds(side: int, generator: torch.Generator) -> Tensor:
