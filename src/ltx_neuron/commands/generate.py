@@ -58,8 +58,8 @@ def build_parser(
     verb: str = "generate", description: str = _DESCRIPTION, example: str = _EXAMPLE
 ) -> Parser:
     """verb: generate, batch or prepare; help of prepare shows only flags of weights and graphs."""
-    parser = flags.parser(description, example, gemma=True)
-    parser.prog, parser.typical = invocation.command(verb), _TYPICAL.get(verb, "")
+    parser = flags.parser(description, example, gemma=True, verb=verb)
+    parser.typical = _TYPICAL.get(verb, "")
     flags.add_job(parser)
     flags.add_run(parser)
     flags.add_outputs(parser)

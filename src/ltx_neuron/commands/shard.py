@@ -3,7 +3,7 @@ those of all models."""
 
 import argparse
 
-from ltx_neuron import flags, invocation
+from ltx_neuron import flags
 from ltx_neuron.artifacts import build, finished_weights
 from ltx_neuron.command_line import advanced
 from ltx_neuron.commands import choose
@@ -39,8 +39,7 @@ def main(argv: list[str]) -> None:
     name, gemma = "dit" if model == "transformer" else model, model == "gemma3"
     example = f"ltx-neuron shard {model} --checkpoint-path ltx-2.3-22b-distilled.safetensors"
     example += " \\\n    --gemma-root gemma-3-12b" * gemma
-    parser = flags.parser(_MODELS[model][1], example, gemma, required=False)
-    parser.prog = invocation.command(f"shard {model}")
+    parser = flags.parser(_MODELS[model][1], example, gemma, required=False, verb=f"shard {model}")
     if name != "vae":
         flags.add_job(parser, "loras")
     add = flags.group(parser, "sharding").add_argument
@@ -70,8 +69,7 @@ def main(argv: list[str]) -> None:
 
 
 def verify(argv: list[str]) -> None:
-    parser = flags.parser(_DESCRIPTION, _EXAMPLE, gemma=True, required=False)
-    parser.prog = invocation.command("verify")
+    parser = flags.parser(_DESCRIPTION, _EXAMPLE, gemma=True, required=False, verb="verify")
     flags.add_job(parser, "loras")
     args = parser.parse_args(argv)
     models = [m for m in ("dit", "gemma3", "vae") if finished_weights(args.artifacts_dir, m)]

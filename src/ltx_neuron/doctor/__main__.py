@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from ltx_neuron.doctor.finding import Finding, table
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import run
-from ltx_neuron.invocation import command
 
 if TYPE_CHECKING:
     from ltx_neuron.machine import Machine
@@ -39,8 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
         " \\\n    --gemma-root gemma-3-12b",
         gemma=True,
         required=False,
+        verb="doctor",
     )
-    parser.prog = command("doctor")
     flags.add_models(parser)
     flags.add_duration_head(parser)
     flags.add_job(parser, "size", "loras", "conditions")

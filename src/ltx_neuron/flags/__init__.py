@@ -25,6 +25,7 @@ from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.host import conditions
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.compat import COMPAT
@@ -78,14 +79,17 @@ _MOST_USED = {
 }
 
 
-def parser(description: str | None, example: str, gemma: bool, required: bool = True) -> Parser:
+def parser(
+    description: str | None, example: str, gemma: bool, required: bool = True, verb: str = ""
+) -> Parser:
     """A parser with the flags common to all commands.
 
     gemma     whether the command also reads Gemma's folder
     required  whether the checkpoint is required, and Gemma too unless the checkpoint's download has
               it
     """
-    parser = Parser(description=description, epilog=f"example:\n  {example}")
+    prog, epilog = command(verb), f"example:\n  {example}"
+    parser = Parser(prog=prog, description=description, epilog=epilog)
     add = group(parser, "model and machine").add_argument
     names = ("--checkpoint-path", "--distilled-checkpoint-path", "--model-path")
     help = "checkpoint: a file, a Hub name, or the folder of LTX-2.5's files"
@@ -336,8 +340,8 @@ def job(args: argparse.Namespace) -> Job:
 
 def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
     """A function from a line of a prompts file to its Job. The command's flags are the defaults."""
-    command = spec(args)
-    return lambda line: _job(args, command.updated(line))
+    defaults = spec(args)
+    return lambda line: _job(args, defaults.updated(line))
 
 
 def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = None) -> list[Line]:
@@ -386,14 +390,14 @@ def shape(args: argparse.Namespace, recipe: str, **values: Any) -> Job:
 def lora_sets(args: argparse.Namespace) -> dict[str, Job]:
     """A job with the LoRAs of each name in requests: "default" for the command's LoRAs, and the
     sets of --lora-sets."""
-    command, known = spec(args), ", ".join(LORAS).replace("_", "-")
-    sets = {"default": command}
+    default, known = spec(args), ", ".join(LORAS).replace("_", "-")
+    sets = {"default": default}
     for name, line in (read_json(args.lora_sets) if args.lora_sets else {}).items():
         if not isinstance(line, dict) or {key.replace("-", "_") for key in line} - {*LORAS}:
             raise UserError(
                 f"--lora-sets {args.lora_sets}: {name!r}: wanted an object with the keys {known}"
             )
-        sets[name] = command.updated(line)
+        sets[name] = default.updated(line)
     for job in sets.values():
         _ = job.weight_sets  # raises UserError
     return sets

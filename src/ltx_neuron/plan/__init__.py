@@ -11,7 +11,7 @@ assumptions, and the output prints them.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -393,7 +393,9 @@ def _stage(
     cp = profile.context_parallel
     divides = profile.sequence_parallel and programs.may_divide(bucket, tp, cp)
     program, step = step_cost(config, bucket, profile, tp, dtype, divides)
-    flops = step["flops"]
+    flops, graphs = step["flops"], program.graphs.values()
+    inputs = {name for graph in graphs for name in graph.inputs}
+    uploaded = program.fields, inputs, {name for graph in graphs for name in graph.outputs}
     undivided = step_cost(config, bucket, profile, tp, dtype)[1] if divides else {}
     whole = undivided and _between_ranks(undivided, profile, tp)
     compute_ms = memory_ms = score_ms = ideal_ms = expected = None
@@ -430,8 +432,8 @@ def _stage(
         activation_bytes_per_core=step["peak_bytes"],
         score_bytes_per_core=_score_bytes(config, bucket, profile, tp)[0],
         score_ms=score_ms,
-        upload_bytes=_upload_bytes(program)
-        + (len(buckets) - 1) * _upload_bytes(program, TILE_INPUTS),
+        upload_bytes=upload_bytes(*uploaded)
+        + (len(buckets) - 1) * upload_bytes(*uploaded, TILE_INPUTS),
     )
 
 
@@ -529,14 +531,6 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
         "between_groups": {"count": step["context_collectives"], "bytes": step["context_bytes"]},
         "elementwise_bytes_per_step": step["elementwise_bytes"],
     }
-
-
-def _upload_bytes(program: programs.Program, only: Collection[str] = ()) -> int:
-    """As in signatures.upload_bytes."""
-    graphs = program.graphs.values()
-    inputs = {name for graph in graphs for name in graph.inputs}
-    outputs = {name for graph in graphs for name in graph.outputs}
-    return upload_bytes(program.fields, inputs, outputs, only)
 
 
 def _nearest(

@@ -17,7 +17,6 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.engine.preflight import Preflight
 from ltx_neuron.host.arithmetic import arithmetic
-from ltx_neuron.invocation import command
 from ltx_neuron.plan import Plan, plan, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
 from ltx_neuron.plan.layouts import Layout, layouts
@@ -29,8 +28,8 @@ EXAMPLE = """ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge \\
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = flags.parser((__doc__ or "").partition("\n\n")[0], EXAMPLE, gemma=False)
-    parser.prog = command("plan")
+    description = (__doc__ or "").partition("\n\n")[0]
+    parser = flags.parser(description, EXAMPLE, gemma=False, verb="plan")
     flags.add_job(parser, "size", "loras", "conditions")
     flags.add_fields(parser, "video", ["sampler", "nag_scale", "upscale", "num_inference_steps"])
     title = "The planned job besides the denoising steps, and the output's form."

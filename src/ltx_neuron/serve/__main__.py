@@ -40,8 +40,7 @@ _SWEEP_SECONDS = 30.0  # between two deletions of old jobs
 
 
 def build_parser() -> Parser:
-    parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False)
-    parser.prog = command("serve")
+    parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False, verb="serve")
     parser.set_defaults(needs_gemma=True)
     flags.add_job(parser, "size", "loras")
     help = (

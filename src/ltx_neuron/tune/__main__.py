@@ -31,7 +31,6 @@ from ltx_neuron.config.common import digest
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
-from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.spec import LoraFields
 from ltx_neuron.tune import search, trials, variant
@@ -41,8 +40,7 @@ EXAMPLE = """ltx-neuron tune --checkpoint-path ltx-2.3-22b-distilled.safetensors
 
 
 def build_parser() -> Parser:
-    parser = flags.parser(__doc__, EXAMPLE, gemma=False)
-    parser.prog = command("tune")
+    parser = flags.parser(__doc__, EXAMPLE, gemma=False, verb="tune")
     flags.add_job(parser, "size")
     flags.add_fields(parser, "video", ["nag_scale", "sound_only"])
     flags.add_job(parser, "guidance", "loras")
