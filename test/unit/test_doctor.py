@@ -660,7 +660,9 @@ def test_artifacts_that_are_damaged_block_and_those_that_are_missing_do_not(tmp_
     identity = {"kind": "graphs", "model": "dit", "tp": 4, "dtype": "float32"}
 
     def found() -> Finding:
-        return finding_of("DiT graphs", partial(artifacts.find, tmp_path, identity, "make"), "todo")
+        return finding_of(
+            "DiT graphs", partial(artifacts.find, tmp_path, identity, "make"), missing="todo"
+        )
 
     assert found().state == "todo"
     artifacts.folder(tmp_path, identity).mkdir(parents=True)

@@ -103,8 +103,6 @@ class Preparation:
         ranks = profile.backend == "torchdist" and profile.compile_backend != "export"
         return ranks and part.size is None
 
-    # --- the estimate -----------------------------------------------------------------------------
-
     def table(self) -> str:
         rows = [["part", "size on disk", "time", "state"]]
         for part in self.parts:
@@ -152,8 +150,6 @@ class Preparation:
         """Raise UserError if the disk has no room for the missing weights."""
         needed = sum(max(0, (part.size or 0) - part.bytes_there) for part in self.missing)
         check_space(self.place, needed, "the weights need")
-
-    # --- making -----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Make the missing parts in order, and record the seconds of each."""

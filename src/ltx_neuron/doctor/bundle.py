@@ -166,9 +166,6 @@ def pack(path: Path, texts: Mapping[str, str], files: Iterable[Found]) -> list[s
     return lines
 
 
-# --- the machine ----------------------------------------------------------------------------------
-
-
 def facts(system: System, artifacts: Iterable[Path]) -> dict[str, str]:
     """Texts about the machine and its packages, by name."""
     kernel_log = (system.output("dmesg") or "").splitlines()

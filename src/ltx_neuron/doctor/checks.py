@@ -33,7 +33,7 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.machine import Machine
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
-from ltx_neuron.weights.checkpoint import Source, gemma_files
+from ltx_neuron.weights.checkpoint import gemma_files
 from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -225,18 +225,17 @@ def weight_bytes(examination: Examination) -> dict[Path, int]:
     published files. Empty without such files, or if they are damaged."""
     if not examination.args.checkpoint_path:
         return {}
+    sizes = {}
     try:
         workspace = examination.workspace()
-        job = workspace.resolved(examination.job)
-        listed = [need for need in examination.needs(workspace, job) if need.source]
+        for need in examination.needs(workspace, workspace.resolved(examination.job)):
+            if source := need.source:
+                numbers = sum(math.prod(source.shape(name)) for name in source.names)
+                itemsize = DTYPES[need.identity["dtype"]].itemsize
+                sizes[workspace.folder(need)] = numbers * itemsize
     except UserError:
         return {}  # the check `files` reports it
-
-    def size(need: Need, source: Source) -> int:
-        itemsize = DTYPES[need.identity["dtype"]].itemsize
-        return itemsize * sum(math.prod(source.shape(name)) for name in source.names)
-
-    return {workspace.folder(need): size(need, need.source) for need in listed if need.source}
+    return sizes
 
 
 def files(examination: Examination) -> Iterator[Finding]:
@@ -258,16 +257,10 @@ def files(examination: Examination) -> Iterator[Finding]:
     others = {name: ("needed", lambda: "whole") for name in checks if name not in named}
     for name, (path, describe) in (named | others).items():
         if path:
-            yield finding_of(name, partial(_fact, checks.get(name), describe))
+            yield finding_of(name, checks.get(name, lambda: None), describe)
         else:
             typed = "--checkpoint-path FILE" if name == "checkpoint" else "--gemma-root DIR"
             yield Finding(name, "note", f"not checked: type {typed}")
-
-
-def _fact(check: Callable[[], object] | None, describe: Callable[[], str]) -> str:
-    if check:
-        check()
-    return describe()
 
 
 def _checkpoint(examination: Examination) -> str:
@@ -350,7 +343,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
     listed = examination.needs(workspace, job)
     try:
         for title, group in groupby(listed, lambda need: need.title.partition(",")[0]):
-            yield finding_of(title, partial(describe, [*group]), "todo")
+            yield finding_of(title, partial(describe, [*group]), missing="todo")
     except UserError as error:  # of a file: the check `files` reports it
         yield from_error("artifacts", error, "todo")
 

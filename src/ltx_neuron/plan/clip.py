@@ -335,13 +335,11 @@ class Clip:
         return self._host("encode_mp4", pixels, "encode_mp4", what)
 
 
-# --- FLOPs of the host's models: convolutions count as direct ones --------------------------------
-
-
 def _counted(
     from_config: Callable[[Any], torch.nn.Module], config: Mapping[str, Any], *shape: int
 ) -> int:
-    """FLOPs of one of ltx-core's modules for a tensor (1, *shape), on the meta device."""
+    """FLOPs of one of ltx-core's modules for a tensor (1, *shape), on the meta device.
+    Convolutions count as direct ones."""
     with torch.device("meta"):
         module = from_config(config)
         with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -107,8 +107,6 @@ class Api:
         self.rate = TokenBucket(jobs.limits.rate)
         self.metrics_of = Metrics(self.queue, price)
 
-    # --- videos -----------------------------------------------------------------------------------
-
     async def create(self, request: Request) -> Response:
         return self._answer(await self._accept(request))
 
@@ -224,8 +222,6 @@ class Api:
         request.state.owner = self.tokens.owner_of(authorization)
         if request.state.owner is None:
             raise ApiError(401, "invalid_api_key", "send a token: Authorization: Bearer TOKEN")
-
-    # --- models, queue and health -----------------------------------------------------------------
 
     def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})

@@ -96,9 +96,6 @@ def previews_of(engine: Engine) -> Previews | None:
         return None
 
 
-# --- the matrix -----------------------------------------------------------------------------------
-
-
 def matrix_of(engine: Engine) -> Tensor:
     """The checkpoint's matrix (129, 3): cached, or fitted now."""
     workspace, host = engine.workspace, engine.host

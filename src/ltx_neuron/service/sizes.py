@@ -157,8 +157,6 @@ class SizeRegistry:
         self._recorded: list[CompiledSize] = []
         self._compiled: list[CompiledSize] = []
 
-    # --- the compiled sizes -----------------------------------------------------------------------
-
     @property
     def compiled(self) -> list[CompiledSize]:
         """Every recorded size that can run, the smallest first. Manifests are read again if one was
@@ -260,8 +258,6 @@ class SizeRegistry:
         except UserError:  # absent, damaged, or with other blocks_per_graph
             return False
         return True
-
-    # --- selection --------------------------------------------------------------------------------
 
     def choose(self, requested: RequestedSize, job: Job = TEXT_TO_VIDEO) -> CompiledSize:
         """The size of a request with a job's inputs. It has the values given. Omitted ones are the

@@ -80,9 +80,6 @@ def last_step(run: StageRun) -> dict[str, Tensor]:
     return {f"{key}_{name}": results[name].contiguous() for name in run.bucket.streams}
 
 
-# --- the reference --------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, Tensor]:
     """The expected latents of every stage's last step: computed in float32 on this machine's CPU

@@ -165,9 +165,6 @@ def last_words(log: str, code: int) -> str:
     return (errors or lines or [f"ended with exit code {code} and no output"])[-1]
 
 
-# --- text ----------------------------------------------------------------------------------------
-
-
 def name_of(settings: Settings, baseline: Settings) -> str:
     """The settings in which a variant differs from the profile's own."""
     changed = [f"{key}={value}" for key, value in settings.items() if value != baseline[key]]
