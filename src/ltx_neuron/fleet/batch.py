@@ -4,7 +4,6 @@ cluster's replicas run them. --output-dir gets the same files as from one machin
 import shutil
 from argparse import Namespace
 from contextlib import closing
-from pathlib import Path
 
 from ltx_neuron import batch, flags
 from ltx_neuron.artifacts.workspace import Workspace
@@ -50,18 +49,13 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
         if left:
             folder.mkdir(exist_ok=True)
             with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
-                _make(left, args, workspace, queue, outputs.folder, results)
+                _make(left, args, workspace, queue, results)
         shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
     batch.end(outputs.folder, [results.entries[line.number] for line in lines])
 
 
 def _make(
-    lines: list[Line],
-    args: Namespace,
-    workspace: Workspace,
-    queue: Queue,
-    folder: Path,
-    results: Results,
+    lines: list[Line], args: Namespace, workspace: Workspace, queue: Queue, results: Results
 ) -> None:
     notes_of = {line.number: notes(line.job, workspace) for line in lines}
     left = _submit(lines, queue)
@@ -81,7 +75,7 @@ def _make(
                 assert entry.error
                 results.failed(line, RunError(entry.error["message"]))
             elif entry.status == COMPLETED:
-                result, video = queue.folder_of(id) / VIDEO, folder / line.file
+                result, video = queue.folder_of(id) / VIDEO, results.path.with_name(line.file)
                 # With the user's own paths.
                 sidecar = read_json(result.with_suffix(".json")) | line.job.describe()
                 sidecar |= {"inputs": digests_of_inputs(line.job), "notes": notes_of[line.number]}

@@ -34,11 +34,7 @@ class Replica:
         self.stopped.set()
 
     def run(self, capability_jobs: list, sets: Sequence = ()) -> None:
-        """Run jobs until `stop` is called. Raises UserError if this machine cannot.
-
-        capability_jobs  jobs that it must be able to run
-        sets             weight sets that other jobs need
-        """
+        """Run jobs until `stop` is called. Raises UserError if this machine cannot. See Pool."""
         from ltx_neuron.fleet.cluster import check_cores
         from ltx_neuron.fleet.remote_queue import RemoteQueue
         from ltx_neuron.service.worker import Worker

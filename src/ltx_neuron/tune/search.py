@@ -84,13 +84,11 @@ def candidates(
         "blocks_per_graph": [*map(str, blocks)],
     }
     # Two values that give the same number of blocks per graph give the same graphs.
-    known = {None, _effect(profile, key, text_of(profile, key), tp, num_layers)}
-    changing = []
+    effects: dict[object, str] = {}
     for value in values[key]:
-        if (effect := _effect(profile, key, value, tp, num_layers)) not in known:
-            known.add(effect)
-            changing.append(value)
-    return changing
+        effects.setdefault(_effect(profile, key, value, tp, num_layers), value)
+    own = _effect(profile, key, text_of(profile, key), tp, num_layers)
+    return [value for effect, value in effects.items() if effect not in (None, own)]
 
 
 LAYOUT = "backend", "guidance_parallel", "context_parallel", "blocks_per_graph"
