@@ -71,8 +71,7 @@ def _make(
         for id, line in list(left.items()):
             entry = queue.get(OWNER, id)
             assert entry
-            if entry.status == FAILED:
-                assert entry.error
+            if entry.error:
                 results.failed(line, RunError(entry.error["message"]))
             elif entry.status == COMPLETED:
                 result, video = queue.folder_of(id) / VIDEO, results.path.with_name(line.file)

@@ -39,7 +39,7 @@ from ltx_neuron.service.jobs import (
 from ltx_neuron.service.limits import MAX_JSON_BYTES, RequestLimits, TokenBucket
 from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
 from ltx_neuron.service.page import add_page, cookie_authorization
-from ltx_neuron.service.queue import COMPLETED, FAILED, IN_PROGRESS, OPEN, QUEUED, Entry
+from ltx_neuron.service.queue import COMPLETED, IN_PROGRESS, OPEN, QUEUED, Entry
 from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import SizeObject
 from ltx_neuron.service.tokens import Tokens
@@ -126,9 +126,8 @@ class Api:
         except BaseException:  # the server's end cancels this task
             await asyncio.shield(run_in_threadpool(self.queue.cancel, owner, entry.id))
             raise
-        if entry.status == FAILED:
-            assert entry.error
-            raise ApiError(500, entry.error["code"], entry.error["message"])
+        if error := entry.error:
+            raise ApiError(500, error["code"], error["message"])
         return self._file(entry, "video")
 
     async def _accept(self, request: Request) -> Entry:
@@ -179,9 +178,8 @@ class Api:
             code = "feature_not_supported" if variant == "spritesheet" else "invalid_value"
             known = ", ".join((*_FILES, PREVIEW))
             raise invalid("variant", f"variant: wanted one of {known}", code)
-        if entry.status == FAILED:
-            assert entry.error
-            raise ApiError(409, "video_failed", f"this video failed: {entry.error['message']}")
+        if error := entry.error:
+            raise ApiError(409, "video_failed", f"this video failed: {error['message']}")
         if entry.status != COMPLETED:
             message = f"this video is {entry.status} ({entry.progress} %); poll it until completed"
             raise ApiError(409, "not_ready", message)

@@ -145,10 +145,9 @@ class Tuning:
         assert ms is not None  # of a variant without a problem
         return best, ms
 
-    def compare_layouts(self) -> None:
+    def compare_layouts(self, cores: int) -> None:
         """Measure the layouts, and print the fastest. Saves nothing: the user decides."""
-        workspace, cores = self.workspace, self.cores
-        assert cores is not None
+        workspace = self.workspace
         baseline, layouts = search.layout_candidates(
             workspace.profile, workspace.tp, self.job, cores
         )
@@ -209,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     with exclusive(workspace.artifacts / "tuned", "tuning in"):
         tuning = Tuning(workspace, args, job)
-        tuning.run() if tuning.cores is None else tuning.compare_layouts()
+        tuning.run() if tuning.cores is None else tuning.compare_layouts(tuning.cores)
 
 
 if __name__ == "__main__":

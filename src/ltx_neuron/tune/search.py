@@ -7,7 +7,7 @@ misses gains that need two keys at once; trying all combinations would take hund
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from ltx_neuron.artifacts.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, text_of
@@ -34,14 +34,14 @@ class Row:
     compile_seconds: float = 0.0
     load_seconds: float = 0.0
     # Stage -> milliseconds of its steps, the cold step first
-    steps_ms: dict[str, list[float]] | None = None
-    counts: dict[str, int] | None = None  # stage -> its steps in a generation
-    rel_l2: dict[str, float] | None = None  # tensor -> relative L2 distance from the reference
+    steps_ms: dict[str, list[float]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # stage -> its steps in a generation
+    # Tensor -> relative L2 distance from the reference
+    rel_l2: dict[str, float] = field(default_factory=dict)
 
     @property
     def step_ms(self) -> float:
         """Milliseconds of a warm step: a generation's mean of the stages' medians."""
-        assert self.steps_ms and self.counts  # the measurement was completed
         medians = {name: statistics.median(times[1:]) for name, times in self.steps_ms.items()}
         total = sum(self.counts[name] * median for name, median in medians.items())
         return total / sum(self.counts.values())
