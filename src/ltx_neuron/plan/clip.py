@@ -32,14 +32,7 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.report.price import Price
-from ltx_neuron.sampling.latents import (
-    AUDIO_LATENTS_PER_SECOND,
-    SPACE_SCALE,
-    UPSCALES,
-    upsampled,
-    upscaled,
-    video_latent_shape,
-)
+from ltx_neuron.sampling import latents
 
 SHARE = 0.3  # of a chip's documented peak: assumed
 # Of the video VAE: others' decoder of 3D convolutions reached 51 % on trn2 (vllm-omni-neuron).
@@ -215,10 +208,12 @@ class Clip:
             import_ltx_core()  # this part of it needs torchaudio
             from ltx_core.model.audio_vae import AudioEncoderConfigurator
 
-            latents = voice.latents if voice else size.audio_frames
-            shape = 2, AUDIO_SCALE * latents, mel_sizes(self.config).bins
+            length = voice.latents if voice else size.audio_frames
+            shape = 2, AUDIO_SCALE * length, mel_sizes(self.config).bins
             flops = _counted(AudioEncoderConfigurator.from_config, self.config, *shape)
-            what = f"sound, {format_flops(flops)}, {latents / AUDIO_LATENTS_PER_SECOND:.1f} s"
+            what = (
+                f"sound, {format_flops(flops)}, {length / latents.AUDIO_LATENTS_PER_SECOND:.1f} s"
+            )
             rows.append(self._host("encode_inputs", flops, "encode_video float32", what))
         return rows
 
@@ -245,7 +240,7 @@ class Clip:
             window = of_stages[number].temporal
             if number and not job.extension and not (window and window.number):
                 before = self.plan.stages[number - 1]
-                latent = video_latent_shape(before.height, before.width, frames)
+                latent = latents.video_latent_shape(before.height, before.width, frames)
                 if weight_sets(job) > 1 and (not window or window.round == 1):
                     new, old = (1, 2) if window else (2, 1)
                     why = f"stage {new}'s weight set replaces stage {old}'s"
@@ -254,9 +249,9 @@ class Clip:
                 frames += (frames - 1) * bool(window)
             rows += [*self._images(stage), self._steps(stage)]
         latent = self.job.latent_shape
-        for kind in UPSCALES.get(self.job.upscale, ()):
+        for kind in latents.UPSCALES.get(self.job.upscale, ()):
             rows.append(self._upsampling(latent, kind))
-            latent = upsampled(latent, kind)
+            latent = latents.upsampled(latent, kind)
         return rows
 
     def _steps(self, stage: StagePlan) -> PhaseRow:
@@ -291,7 +286,7 @@ class Clip:
 
     @property
     def _latent(self) -> tuple[int, int, int]:
-        return upscaled(self.job.latent_shape, self.job.upscale)
+        return latents.upscaled(self.job.latent_shape, self.job.upscale)
 
     def _video(self) -> PhaseRow:
         clip, text, share = self._latent, "diffusion", SHARE
@@ -330,7 +325,7 @@ class Clip:
     def _mp4(self) -> PhaseRow:
         _, rows, columns = self._latent
         frames, tail = self.job.output_frames, self.job.tail_frames
-        pixels = frames * rows * columns * SPACE_SCALE**2
+        pixels = frames * rows * columns * latents.SPACE_SCALE**2
         what = f"{frames} frames" + (f"; the tail of {tail} is cut off" if tail else "")
         return self._host("encode_mp4", pixels, "encode_mp4", what)
 

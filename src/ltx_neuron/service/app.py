@@ -28,14 +28,7 @@ from ltx_neuron.service import openapi, reference
 from ltx_neuron.service.api_error import ApiError, invalid, too_large
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.fields import MAX_FILES, kind_of, parse_json, read_request
-from ltx_neuron.service.jobs import (
-    PREVIEW,
-    THUMBNAIL,
-    VIDEO,
-    JobSubmitter,
-    VideoObject,
-    video_object,
-)
+from ltx_neuron.service.jobs import FILES, PREVIEW, JobSubmitter, VideoObject, video_object
 from ltx_neuron.service.limits import MAX_JSON_BYTES, RequestLimits, TokenBucket
 from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
 from ltx_neuron.service.page import add_page, cookie_authorization
@@ -51,7 +44,6 @@ _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # Codes of the errors that Starlette and FastAPI raise.
 _CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
-_FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
 
 
 class VideoList(TypedDict):
@@ -174,9 +166,9 @@ class Api:
         entry = self._entry(request.state.owner, id)
         if variant == PREVIEW:
             return _preview(entry)
-        if variant not in _FILES:
+        if variant not in FILES:
             code = "feature_not_supported" if variant == "spritesheet" else "invalid_value"
-            known = ", ".join((*_FILES, PREVIEW))
+            known = ", ".join((*FILES, PREVIEW))
             raise invalid("variant", f"variant: wanted one of {known}", code)
         if error := entry.error:
             raise ApiError(409, "video_failed", f"this video failed: {error['message']}")
@@ -190,7 +182,7 @@ class Api:
         raise invalid(None, message, "feature_not_supported")
 
     def _file(self, entry: Entry, variant: str) -> Response:
-        name, kind = _FILES[variant]
+        name, kind = FILES[variant]
         path = self.queue.folder_of(entry.id) / name
         if not path.is_file():
             raise _not_found(entry.id)

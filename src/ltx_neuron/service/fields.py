@@ -24,17 +24,9 @@ from starlette.datastructures import UploadFile
 
 from ltx_neuron.config.common import digest
 from ltx_neuron.job import Job
+from ltx_neuron.sampling import spec
 from ltx_neuron.sampling.conditions import Crf, FrameIndex, Keyframes, Strength, TileSide
-from ltx_neuron.sampling.spec import (
-    DetailFields,
-    Fields,
-    GuidanceFields,
-    JobFields,
-    SamplingFields,
-    described_as,
-    got_and_wanted,
-    names_of,
-)
+from ltx_neuron.sampling.spec import described_as
 from ltx_neuron.service.api_error import ApiError, field_of, invalid
 from ltx_neuron.service.sizes import RequestedSize
 
@@ -93,7 +85,7 @@ _IMAGE_URL, _AUDIO_URL, _VIDEO_URL = (
 )
 
 
-class HeldImage(Fields):
+class HeldImage(spec.Fields):
     """An image condition, not yet decoded."""
 
     data: Annotated[
@@ -104,7 +96,7 @@ class HeldImage(Fields):
     crf: Crf | None = None  # the release's
 
 
-class HeldSound(Fields):
+class HeldSound(spec.Fields):
     """A sound, not yet decoded."""
 
     file: Annotated[Any, BeforeValidator(_file), WithJsonSchema(_AUDIO_URL)] = Field(
@@ -112,7 +104,7 @@ class HeldSound(Fields):
     )
 
 
-class HeldVideo(Fields):
+class HeldVideo(spec.Fields):
     """A video, not yet decoded."""
 
     file: Annotated[Any, BeforeValidator(_file), WithJsonSchema(_VIDEO_URL)] = Field(
@@ -208,11 +200,11 @@ MaskReference = Annotated[
 _AS_TEXT = WithJsonSchema({"type": "string", "pattern": f"^{_SIZE.pattern}$|^auto$"})
 
 
-def _names_of(model: type[Fields]) -> dict[str, list[str]]:
-    return {field: names_of(field, model) for field in model.model_fields}
+def _names_of(model: type[spec.Fields]) -> dict[str, list[str]]:
+    return {field: spec.names_of(field, model) for field in model.model_fields}
 
 
-def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
+def _finish_schema(schema: dict[str, Any], model: type[spec.Fields]) -> None:
     """Complete the schema: add all names of a field, remove the flags' defaults."""
     for field, names in _names_of(model).items():
         for other in names[1:]:
@@ -230,7 +222,7 @@ def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
             field["description"] = with_field_names(description)
 
 
-class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
+class VideoRequest(spec.GuidanceFields, spec.DetailFields, spec.SamplingFields, RequestedSize):
     """The body of POST /v1/videos. Omitted size fields are the service's default or, if that has no
     graphs, a compiled size's."""
 
@@ -322,7 +314,7 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     @property
     def job(self) -> Job:
         """The job without the size and the files."""
-        names = JobFields.model_fields.keys() & VideoRequest.model_fields.keys()
+        names = spec.JobFields.model_fields.keys() & VideoRequest.model_fields.keys()
         names -= RequestedSize.model_fields.keys() | _MEDIA.keys()
         return Job(**self.model_dump(include=names, exclude_none=True))
 
@@ -382,7 +374,7 @@ def _api_error(mistake: Mapping[str, Any], values: dict[str, Any]) -> ApiError:
     place = [url.get(part, part) for part in place]
     param = f"{name}[{place.pop(0)}]" if name in _LISTS and place else name
     code = _NOT_SUPPORTED if kind == _NOT_SUPPORTED else "invalid_value"
-    got, wanted = got_and_wanted(mistake)
+    got, wanted = spec.got_and_wanted(mistake)
     return invalid(param, f"{'.'.join(map(str, (param, *place)))}: got {got}, {wanted}", code)
 
 

@@ -26,6 +26,8 @@ from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import CompiledSize, SizeObject, SizeRegistry
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
+# By the API's name: a finished job's file, and its type.
+FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
 PREVIEW = "preview"  # key in a running job's detail: a JPEG in base64
 
 
