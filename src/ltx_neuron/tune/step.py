@@ -45,9 +45,10 @@ def prepared(
     video = randn(1, job.bucket(stage).video_tokens, config.in_channels)
     audio = randn(1, compiled.bucket.audio_tokens, config.audio_in_channels)
     widths, mask = (config.video.inner, config.audio.inner), torch.ones(1, TEXT_TOKENS)
+    pairs = [[randn(1, TEXT_TOKENS, width) for width in widths] for _ in range(2)]
     # Of the prompt and of the negative prompt.
     contexts = [
-        Contexts(*(randn(1, TEXT_TOKENS, width) for width in widths), mask, None) for _ in range(2)
+        Contexts(video_context, audio_context, mask, None) for video_context, audio_context in pairs
     ]
     zeros = latents.zeros(
         stage.height, stage.width, job.size.num_frames, job.size.frame_rate, dtype
