@@ -37,12 +37,9 @@ _SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure the write ra
 
 
 class Part(NamedTuple):
-    """Weights or graphs that are made together.
-
-    folders  their final folders
-    make     makes the missing ones
-    size     bytes of weights; None for graphs, whose size is unknown before compilation
-    """
+    """Weights or graphs that are made together. folders: their final folders. make: makes the
+    missing ones. size: bytes of weights; None for graphs, whose size is unknown before
+    compilation."""
 
     title: str
     needs: list[Need]
@@ -71,10 +68,8 @@ def parts_of(
 
 
 class Preparation:
-    """The parts of a workspace. Finds the missing ones and makes them.
-
-    command  what the user types to continue
-    """
+    """The parts of a workspace. Finds the missing ones and makes them. command: what the user types
+    to continue."""
 
     def __init__(self, workspace: Workspace, parts: list[Part], command: str):
         self.workspace, self.parts, self.command = workspace, parts, command

@@ -89,12 +89,8 @@ def check_target(path: Path) -> None:
 
 
 def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> Iterator[Found]:
-    """The files to pack, the most important first.
-
-    work_dir   of test/device
-    artifacts  folders of weights and graphs
-    added      files, and folders of other runs
-    """
+    """The files to pack, the most important first. work_dir: of test/device. artifacts: folders of
+    weights and graphs. added: files, and folders of other runs."""
     logs, debug = ("**/*.log",), os.environ.get("TORCH_NEURONX_DEBUG_DIR")
     rows: list[tuple[str, Path, tuple[str, ...], Callable[[str], str]]] = [
         ("run", work_dir, ("report.md",), public),

@@ -27,10 +27,8 @@ def from_error(check: str, error: UserError, state: State = "blocks") -> Finding
 
 
 def finding_of(check: str, *steps: Callable[[], object], missing: State = "blocks") -> Finding:
-    """The finding of functions that may raise UserError; the last returns the fact.
-
-    missing  the state after an error; errors of damaged or unreadable files always block
-    """
+    """The finding of functions that may raise UserError; the last returns the fact. missing: the
+    state after an error; errors of damaged or unreadable files always block."""
     try:
         *_, fact = (step() for step in steps)
         return Finding(check, "ok", str(fact))

@@ -24,11 +24,8 @@ _LNC_FILE = "/opt/aws/neuron/logical_nc_config"
 
 
 def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Finding]:
-    """All findings of this module: none without Neuron chips, unless the profile needs them.
-
-    tp     ranks
-    chips  Neuron chips of the machine
-    """
+    """All findings of this module: none without Neuron chips, unless the profile needs them. tp:
+    ranks. chips: Neuron chips of the machine."""
     if not chips:
         if profile.device == "neuron":
             text = f"no Neuron device (/dev/neuron*); profile {profile.name} needs one"
@@ -143,10 +140,8 @@ def _describe(processes: Iterable[tuple[int, str]]) -> str:
 
 
 def lnc(profile: Profile, system: System) -> Finding:
-    """Whether the runtime's LNC (physical cores per logical core) matches the compiled graphs.
-
-    The runtime reads it from the environment or else from its file. neuron-ls shows the default.
-    """
+    """Whether the runtime's LNC (physical cores per logical core) matches the compiled graphs. The
+    runtime reads it from the environment or else from its file. neuron-ls shows the default."""
     wanted = str(profile.lnc)
     listed = sorted({str(device.lnc) for device in system.devices() or () if device.lnc})
     variables = "NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"

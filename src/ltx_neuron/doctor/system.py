@@ -123,9 +123,7 @@ class System:
 
     def holders(self) -> dict[str, list[tuple[int, str]]]:
         """(pid, command) of the processes that have a chip's device file open, by the file's name.
-
-        This needs no neuron-ls. Only root sees the processes of other users.
-        """
+        This needs no neuron-ls. Only root sees the processes of other users."""
         opened = set()
         for link in (self.root / "proc").glob("[0-9]*/fd/*"):
             with contextlib.suppress(OSError):

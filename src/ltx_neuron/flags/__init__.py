@@ -82,12 +82,9 @@ _MOST_USED = {
 def parser(
     description: str | None, example: str, gemma: bool, required: bool = True, verb: str = ""
 ) -> Parser:
-    """A parser with the flags common to all commands.
-
-    gemma     whether the command also reads Gemma's folder
-    required  whether the checkpoint is required, and Gemma too unless the checkpoint's download has
-              it
-    """
+    """A parser with the flags common to all commands. gemma: whether the command also reads Gemma's
+    folder. required: whether the checkpoint is required, and Gemma too unless the checkpoint's
+    download has it."""
     prog, epilog = command(verb), f"example:\n  {example}"
     parser = Parser(prog=prog, description=description, epilog=epilog)
     add = group(parser, "model and machine").add_argument
@@ -159,11 +156,9 @@ def local(args: argparse.Namespace, flag: str) -> Any:
 
 
 def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True) -> Workspace:
-    """The checkpoint, profile and artifacts of the common flags.
-
-    writes  whether the command writes into the artifacts folder; if so, check that it can
-    tuned   whether to use tuned settings; commands that compile or run graphs do
-    """
+    """The checkpoint, profile and artifacts of the common flags. writes: whether the command writes
+    into the artifacts folder; if so, check that it can. tuned: whether to use tuned settings;
+    commands that compile or run graphs do."""
     profile = resolve(args.profile, tuple(args.profile_set))
     if writes:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
@@ -404,10 +399,8 @@ def lora_sets(args: argparse.Namespace) -> dict[str, Job]:
 
 
 def recipe(args: argparse.Namespace) -> str:
-    """The recipe of --recipe, else of the checkpoint's file name, else distilled.
-
-    The checkpoint's metadata does not distinguish them.
-    """
+    """The recipe of --recipe, else of the checkpoint's file name, else distilled. The checkpoint's
+    metadata does not distinguish them."""
     if args.recipe:
         return args.recipe
     named = named_recipe(args.checkpoint_path)
@@ -479,10 +472,8 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
 
 
 def check_fleet(args: argparse.Namespace, many: object = True) -> None:
-    """Raise UserError for fleet flags without --ray, or if Ray is not installed.
-
-    many  false for a single job
-    """
+    """Raise UserError for fleet flags without --ray, or if Ray is not installed. many: false for a
+    single job."""
     if args.ray and not many:
         raise UserError("--ray needs --prompts-file: a single video runs on one machine")
     for flag in ("replicas", "artifacts_url"):

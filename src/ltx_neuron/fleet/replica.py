@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """The Ray actor. Its methods run in threads, so that `stop` can be called during `run`.
-
-    name         of this worker in the queue
-    queue_actor  the QueueActor
-    lease        of the queue, in seconds
-    args         the command's flags; paths are the same on all machines
-    """
+    """The Ray actor. Its methods run in threads, so that `stop` can be called during `run`. name:
+    of this worker in the queue. queue_actor: the QueueActor. lease: of the queue, in seconds. args:
+    the command's flags; paths are the same on all machines."""
 
     def __init__(self, name: str, queue_actor, lease: float, args: Namespace):
         forget_rays_threads()

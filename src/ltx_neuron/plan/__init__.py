@@ -244,11 +244,9 @@ def plan(
     gemma: GemmaConfig | None = GEMMA_3_12B,
     parts: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Plan a generation, of any prompt. UserError for sizes and TP degrees that cannot be.
-
-    gemma  the text encoder's config; None if the host encodes the prompt
-    parts  the config of all parts of the model; None: the checkpoint's
-    """
+    """Plan a generation, of any prompt. UserError for sizes and TP degrees that cannot be. gemma:
+    the text encoder's config; None if the host encodes the prompt. parts: the config of all parts
+    of the model; None: the checkpoint's."""
     job.check_shape()
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)

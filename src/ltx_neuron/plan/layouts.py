@@ -104,11 +104,9 @@ def single_group(profile: Profile) -> Profile:
 def layout_settings(
     base: Profile, tp: int, max_groups: int, passes: int, buckets: Sequence[Bucket]
 ) -> Iterator[dict[str, Any]]:
-    """The fields of each layout's profile, from one tensor-parallel group on.
-
-    max_groups  number of tensor-parallel groups for which there are cores
-    buckets     of the stages; context parallelism divides their video tokens
-    """
+    """The fields of each layout's profile, from one tensor-parallel group on. max_groups: number of
+    tensor-parallel groups for which there are cores. buckets: of the stages; context parallelism
+    divides their video tokens."""
     video = all(bucket.video_tokens for bucket in buckets)
     yield {}
     guidance = [

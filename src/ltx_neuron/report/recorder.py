@@ -53,11 +53,8 @@ class Counters:
 
 class _PeakMemory:
     """The highest sum, in bytes, of the resident memory of this process and its descendants while
-    the block runs, sampled by a thread.
-
-    Pages that several processes share count once for each. A process that starts within the block
-    and ends before the next listing is missed.
-    """
+    the block runs, sampled by a thread. Pages that several processes share count once for each. A
+    process that starts within the block and ends before the next listing is missed."""
 
     SAMPLE_SECONDS = 0.05
     # Listing descendants reads the whole process table, far slower than reading their sizes.
@@ -118,12 +115,9 @@ class _Phase:
 
 class Recorder:
     """Collects one run's times, by time.perf_counter, from its construction to `report()`, and its
-    price if the machine's is known.
-
-    A thread has at most one phase at a time. Each moment counts for one phase, so that phases and
-    residual add up to the total: for the phase of the thread that made the recorder if it has one,
-    otherwise for the phase that began first.
-    """
+    price if the machine's is known. A thread has at most one phase at a time. Each moment counts
+    for one phase, so that phases and residual add up to the total: for the phase of the thread that
+    made the recorder if it has one, otherwise for the phase that began first."""
 
     def __init__(self, price: Price | None = None) -> None:
         self.counters, self.price = Counters(), price
@@ -141,10 +135,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as one of PHASES and sample its peak memory.
-
-        Raises ValueError for an unknown name and RuntimeError inside another phase of this thread.
-        """
+        """Time the block as one of PHASES and sample its peak memory. Raises ValueError for an
+        unknown name and RuntimeError inside another phase of this thread."""
         if name not in PHASES:
             raise ValueError(f"unknown phase {name!r}; phases are {', '.join(PHASES)}")
         thread = threading.get_ident()
@@ -218,10 +210,7 @@ class Recorder:
 
     def report(self, job: dict, profile: str, tp: int, versions: dict, identity: dict) -> dict:
         """The latency report, schema 1, of the run up to now, with running phases of other threads.
-
-        versions  of packages
-        identity  digests of the weights, graphs and code
-        """
+        versions: of packages. identity: digests of the weights, graphs and code."""
         if phase := self._open.get(threading.get_ident()):
             raise RuntimeError(f"report() was called inside phase {phase.name}")
         with self._counted_to_now() as now:

@@ -191,10 +191,8 @@ def _text(number: float | None) -> str:
 
 
 def exceeded(report: dict, limits: list[str], source: str = "report") -> list[str]:
-    """One sentence for every limit "NAME=VALUE" that the report exceeds.
-
-    Raises UserError for a limit of another form, or for a name without a number in the report.
-    """
+    """One sentence for every limit "NAME=VALUE" that the report exceeds. Raises UserError for a
+    limit of another form, or for a name without a number in the report."""
     measured, sentences = numbers(report), []
     for limit in limits:
         name, _, text = limit.partition("=")

@@ -399,11 +399,9 @@ def _not_found(id: str, param: str | None = None) -> ApiError:
 
 def _counting(app: Callable, api: Api) -> Callable:
     """The application, with its answers counted for /metrics. BaseHTTPMiddleware would wrap errors
-    raised while a body is received into an ExceptionGroup.
-
-    Starlette answers an unexpected error and raises it again. uvicorn would then close a connection
-    that may carry the client's next request. So the error is logged here and not raised again.
-    """
+    raised while a body is received into an ExceptionGroup. Starlette answers an unexpected error
+    and raises it again. uvicorn would then close a connection that may carry the client's next
+    request. So the error is logged here and not raised again."""
 
     async def counted(scope: dict, receive: Callable, send: Callable) -> None:
         answered = False

@@ -127,12 +127,8 @@ class WeightedReference(WeightedVideo):
 
 
 class Media(NamedTuple):
-    """A sound or a video of a request.
-
-    param  its request field
-    field  the job's field
-    kind   "audio" or "video"
-    """
+    """A sound or a video of a request. param: its request field. field: the job's field. kind:
+    "audio" or "video"."""
 
     param: str
     field: str

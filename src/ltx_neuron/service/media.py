@@ -20,10 +20,8 @@ _CPU_SECONDS = 120
 
 
 def check(source: Path, kind: str, limits: Limits) -> None:
-    """Raise sandbox.BadFile unless a file is a sound or a video within the limits.
-
-    kind  "audio" or "video"; a video's sound is decoded too
-    """
+    """Raise sandbox.BadFile unless a file is a sound or a video within the limits. kind: "audio" or
+    "video"; a video's sound is decoded too."""
     arguments = source, kind, limits.max_media_seconds, limits.max_video_pixels
     sandbox.run("ltx_neuron.service.media", *arguments, seconds=_CPU_SECONDS)
 

@@ -32,11 +32,9 @@ _RIDGE = 1.0  # ridge regularization
 
 
 class Previews:
-    """Previews of the video that an engine denoises, at most one every SECONDS.
-
-    A step longer than SECONDS reads the latents back from the ranks once: 1.6 MB for 121 frames of
-    768x512 in bfloat16. Shorter steps do so twice every SECONDS.
-    """
+    """Previews of the video that an engine denoises, at most one every SECONDS. A step longer than
+    SECONDS reads the latents back from the ranks once: 1.6 MB for 121 frames of 768x512 in
+    bfloat16. Shorter steps do so twice every SECONDS."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
         self.engine, self.clock, self.matrix = engine, clock, matrix_of(engine)
@@ -115,10 +113,8 @@ def matrix_of(engine: Engine) -> Tensor:
 
 
 def fitted(encode: Callable[[Tensor], Tensor]) -> Tensor:
-    """The least-squares matrix (129, 3) from latents to the mean colours of their pixels.
-
-    encode  pixels (1, 3, 1, H, W) in [-1, 1] to latents (1, 128, 1, H/32, W/32)
-    """
+    """The least-squares matrix (129, 3) from latents to the mean colours of their pixels. encode:
+    pixels (1, 3, 1, H, W) in [-1, 1] to latents (1, 128, 1, H/32, W/32)."""
     generator = torch.Generator().manual_seed(_SEED)
     latents, colours = [], []
     for _ in range(_PICTURES):

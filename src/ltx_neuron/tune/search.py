@@ -156,14 +156,10 @@ Others = Callable[[str, Settings], list[Settings]]  # a key, and the best settin
 def search(
     baseline: Settings, keys: tuple[str, ...], others: Others, rounds: int, measure: Measure
 ) -> Settings:
-    """Run the search; returns the best settings.
-
-    All values of a key are measured once. The fastest valid one is then measured against the best
-    settings so far in `rounds` alternating rounds. It replaces them if it is faster in every round,
-    by more than their own runs differ and by at least MARGIN.
-
-    others  returns the changes to try for a key
-    """
+    """Run the search; returns the best settings. All values of a key are measured once. The fastest
+    valid one is then measured against the best settings so far in `rounds` alternating rounds. It
+    replaces them if it is faster in every round, by more than their own runs differ and by at least
+    MARGIN. others: returns the changes to try for a key."""
     best, measured = baseline, {}
 
     def again(settings: Settings) -> Row:

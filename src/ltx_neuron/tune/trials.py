@@ -31,11 +31,8 @@ _FLOAT32 = 1e-5
 
 class Journal:
     """The rows of a tuning, in a JSON file that is written after each measurement. Rows of another
-    request are discarded.
-
-    request  what rows depend on besides their settings
-    fixed    run settings that an earlier tuning of another size chose
-    """
+    request are discarded. request: what rows depend on besides their settings. fixed: run settings
+    that an earlier tuning of another size chose."""
 
     def __init__(self, path: Path, request: dict, fixed: Settings, force: bool = False):
         self.path, self.request, self.fixed = path, request, fixed
@@ -131,10 +128,8 @@ class Trials:
 
 def violation(errors: dict[str, float], baseline: dict[str, float], dtype: str) -> str:
     """The tensor that exceeds its tolerance by the largest factor, as text; "" if none does.
-
-    errors    relative L2 of each tensor from the float32 reference
-    baseline  the same for the profile's own settings, if they ran: in bfloat16, the rounding error
-    """
+    errors: relative L2 of each tensor from the float32 reference. baseline: the same for the
+    profile's own settings, if they ran: in bfloat16, the rounding error."""
     tolerances = dict.fromkeys(errors, _FLOAT32 if dtype == "float32" else _MOST)
     if dtype != "float32" and baseline:
         tolerances = {name: min(_MOST, FACTOR * baseline[name] + FLOOR) for name in errors}
