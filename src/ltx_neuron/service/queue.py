@@ -304,8 +304,8 @@ class Queue:
         self.remove_cancelled()
 
     def release_worker(self, worker: str | None, crashed: bool = False) -> None:
-        """Release the jobs of a worker that ended or restarted; its totals remain. worker: None
-        for all of them; the caller holds the lock of the data folder's one worker. crashed: whether it
+        """Release the jobs of a worker that ended or restarted; its totals remain. worker: None for
+        all of them; the caller holds the lock of the data folder's one worker. crashed: whether it
         crashed, which counts for the jobs that it had begun."""
         with self.database.writing(frees=True) as connection:
             its = "worker = coalesce(:worker, worker)"
