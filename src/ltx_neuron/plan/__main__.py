@@ -18,7 +18,7 @@ from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.engine.preflight import Preflight
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.plan import Plan, plan, text_weights
-from ltx_neuron.plan.clip import Clip, ClipPlan
+from ltx_neuron.plan.clip import ClipPlan, ClipPlanner
 from ltx_neuron.plan.layouts import Layout, layouts
 from ltx_neuron.plan.table import clip_table, layout_table, table
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -71,7 +71,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)
     identity = tuned_settings.identity(profile, tp, args.dtype, config.digest)
     tuned = tuned_settings.load(args.artifacts_dir, identity)
-    clip = Clip(
+    clip = ClipPlanner(
         result,
         files.config,
         weights,

@@ -87,7 +87,7 @@ class ClipPlan:
 
 
 @dataclass(frozen=True)
-class Clip:
+class ClipPlanner:
     """The planned job, and the settings of its run."""
 
     plan: Plan

@@ -27,7 +27,7 @@ _BLOCKS = (1, 4, 8, 12)
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     settings: Settings
     repeat: int  # the number of earlier measurements of the same variant
     problem: str = ""  # why the search cannot choose it; empty if it can
@@ -47,7 +47,7 @@ class Row:
         return total / sum(self.counts.values())
 
 
-def median_ms(rows: list[Row], settings: Settings) -> float | None:
+def median_ms(rows: list[Measurement], settings: Settings) -> float | None:
     """Milliseconds of a variant's warm step: the median of its runs; None if no run succeeded."""
     times = [row.step_ms for row in rows if row.settings == settings and row.steps_ms]
     return statistics.median(times) if times else None
@@ -149,7 +149,7 @@ def check_layers(layers: int | None, profile: Profile, num_layers: int) -> None:
         )
 
 
-Measure = Callable[[Settings, int], Row]  # settings, the number of their earlier measurements
+Measure = Callable[[Settings, int], Measurement]  # settings, their earlier measurements
 Others = Callable[[str, Settings], list[Settings]]  # a key, and the best settings so far
 
 
@@ -162,7 +162,7 @@ def search(
     MARGIN. others: returns the changes to try for a key."""
     best, measured = baseline, {}
 
-    def again(settings: Settings) -> Row:
+    def again(settings: Settings) -> Measurement:
         key = tuple(settings.items())
         measured[key] = measured.get(key, -1) + 1
         return measure(settings, measured[key])
@@ -185,11 +185,11 @@ def search(
     return best
 
 
-def _faster(pair: tuple[Row, Row]) -> bool:
+def _faster(pair: tuple[Measurement, Measurement]) -> bool:
     return not any(row.problem for row in pair) and pair[1].step_ms < pair[0].step_ms
 
 
-def wins(pairs: list[tuple[Row, Row]]) -> bool:
+def wins(pairs: list[tuple[Measurement, Measurement]]) -> bool:
     """Whether the second of each pair is faster than the first by more than the noise."""
     if not all(map(_faster, pairs)):
         return False

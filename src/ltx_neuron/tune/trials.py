@@ -17,7 +17,7 @@ from ltx_neuron.artifacts.tuned_settings import Settings
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.format import columns
-from ltx_neuron.tune.search import Row, median_ms
+from ltx_neuron.tune.search import Measurement, median_ms
 from ltx_neuron.tune.variant import OUTPUTS, RESULT, rel_l2
 
 _REFERENCE = "reference.safetensors"
@@ -36,7 +36,7 @@ class Journal:
 
     def __init__(self, path: Path, request: dict, fixed: Settings, force: bool = False):
         self.path, self.request, self.fixed = path, request, fixed
-        self.rows: list[Row] = []
+        self.rows: list[Measurement] = []
         if path.is_file() and not force:
             self._restore()
         self._write()
@@ -44,7 +44,7 @@ class Journal:
     def _restore(self) -> None:
         try:
             content = read_json(self.path)
-            rows, request = [Row(**row) for row in content["rows"]], content["request"]
+            rows, request = [Measurement(**row) for row in content["rows"]], content["request"]
             fixed = content["fixed"]
         except (UserError, KeyError, TypeError) as error:
             print(f"{self.path} is not a journal ({error}); the tuning starts over")
@@ -56,10 +56,10 @@ class Journal:
         rows = [*map(dataclasses.asdict, self.rows)]
         write_json(self.path, {"request": self.request, "fixed": self.fixed, "rows": rows})
 
-    def find(self, settings: Settings, repeat: int) -> Row | None:
+    def find(self, settings: Settings, repeat: int) -> Measurement | None:
         return next((r for r in self.rows if (r.settings, r.repeat) == (settings, repeat)), None)
 
-    def add(self, row: Row) -> Row:
+    def add(self, row: Measurement) -> Measurement:
         self.rows.append(row)
         self._write()
         return row
@@ -76,11 +76,11 @@ class Trials:
     folder: Path  # for the processes' outputs
     journal: Journal
 
-    def measure(self, settings: Settings, repeat: int) -> Row:
+    def measure(self, settings: Settings, repeat: int) -> Measurement:
         """A variant's row: from the journal, or measured by a new process."""
         if row := self.journal.find(settings, repeat):
             return row
-        path, row = self.folder / _REFERENCE, Row(settings, repeat)
+        path, row = self.folder / _REFERENCE, Measurement(settings, repeat)
         if not path.is_file():  # RunError ends the tuning
             print("computing the reference step in float32 on the host", flush=True)
             shutil.move(self._run("reference", self.baseline, None) / OUTPUTS, path)
@@ -166,7 +166,7 @@ def name_of(settings: Settings, baseline: Settings) -> str:
     return " ".join(changed) or "the profile's own"
 
 
-def table(rows: list[Row], baseline: Settings, best: Settings) -> str:
+def table(rows: list[Measurement], baseline: Settings, best: Settings) -> str:
     """A line for each variant, in the order in which they were first measured. rel L2: the largest
     relative distance of its latents from the step in float32."""
     lines: list[tuple[str, ...]] = [
