@@ -28,26 +28,22 @@ if TYPE_CHECKING:
     from ltx_neuron.machine import Machine
 
 
+EXAMPLE = """ltx-neuron doctor --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
+    --gemma-root gemma-3-12b"""
+
+
 def build_parser() -> argparse.ArgumentParser:
     from ltx_neuron import flags
     from ltx_neuron.doctor import bundle
 
-    parser = flags.parser(
-        __doc__,
-        "ltx-neuron doctor --checkpoint-path ltx-2.3-22b-distilled.safetensors"
-        " \\\n    --gemma-root gemma-3-12b",
-        gemma=True,
-        required=False,
-        verb="doctor",
-    )
+    parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False, verb="doctor")
     flags.add_models(parser)
     flags.add_duration_head(parser)
     flags.add_job(parser, "size", "loras", "conditions")
     flags.add_fields(parser, "video", ["upscale"])
     bundle.add_flags(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
-    )
+    help = "print one JSON object instead of the table"
+    parser.add_argument("--json", action="store_true", help=help)
     return parser
 
 

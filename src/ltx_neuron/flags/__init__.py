@@ -490,9 +490,8 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     add = group(parser, "output").add_argument
-    add(
-        "--output-path", type=Path, metavar="FILE", help="the video, as .mp4, or the sound, as .wav"
-    )
+    help = "the video, as .mp4, or the sound, as .wav"
+    add("--output-path", type=Path, metavar="FILE", help=help)
     help = "folder for the videos of --prompts-file and results.json"
     add("--output-dir", type=Path, metavar="DIR", help=help)
     help = "continue an interrupted run from the state beside --output-path, or decode the latents"

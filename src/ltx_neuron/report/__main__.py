@@ -23,14 +23,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("report", metavar="FILE", help="latency report of a run, JSON")
     parser.add_argument("other", nargs="?", metavar="FILE", help="a second report to compare with")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the step times")
-    parser.add_argument(
-        "--max",
-        metavar="NAME=VALUE ...",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="limits of values in each report, by their dotted names",
-    )
+    limits: dict = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=VALUE ..."}
+    help = "limits of values in each report, by their dotted names"
+    parser.add_argument("--max", help=help, **limits)
     options = parser.parse_args(argv)
     paths = [path for path in (options.report, options.other) if path]
     if options.plot:
