@@ -109,9 +109,8 @@ class Preparation:
         lines = columns(rows, left=(0, -1))
         if weights := sum(part.size or 0 for part in self.missing):
             rate, source = self.rate
-            lines.append(
-                f"\n{format_bytes(weights)} of weights at {format_bytes(rate)} a second ({source})"
-            )
+            size = f"{format_bytes(weights)} of weights"
+            lines.append(f"\n{size} at {format_bytes(rate)} a second ({source})")
         return "\n".join(lines)
 
     @cached_property

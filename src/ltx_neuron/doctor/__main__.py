@@ -74,10 +74,8 @@ def main(
 def show(findings: list[Finding], as_json: bool) -> None:
     """Print the findings; exit with 1 if one blocks."""
     can_run = all(finding.state != "blocks" for finding in findings)
-    content = {
-        "can_run": can_run,
-        "findings": [dataclasses.asdict(finding) for finding in findings],
-    }
+    listed = [dataclasses.asdict(finding) for finding in findings]
+    content = {"can_run": can_run, "findings": listed}
     print(json.dumps(content, indent=1) if as_json else table(findings))
     if not can_run:
         sys.exit(1)

@@ -218,10 +218,12 @@ class Recorder:
             phases = [phase.entry() for phase in (*self._ended, *self._open.values())]
         warm = {stage: _warm_step(steps) for stage, steps in self._steps.items()}
         last_stage = max(filter(self._steps.get, self._steps), default=STAGES[0])
-        flops = self.counters.flops_per_step
+        counters, output = self.counters, (len(self._finished), sum(self._finished))
+        flops, median = counters.flops_per_step, warm[last_stage]["median"]
         flops = flops.get(last_stage) if isinstance(flops, dict) else flops
-        output = len(self._finished), sum(self._finished)
-        peak, median = self.counters.peak_flops, warm[last_stage]["median"]
+        peak = counters.peak_flops
+        percent = 100 * flops / (median / 1000) / peak if flops and median and peak else None
+        swaps = {"count": counters.weight_swaps, "seconds": counters.weight_swap_seconds}
         return {
             "schema": 1,
             "job": job,
@@ -234,17 +236,12 @@ class Recorder:
                 stage: [total for total, _ in steps] for stage, steps in self._steps.items()
             },
             "warm_step_ms": warm,
-            "bytes_to_device_per_step": self.counters.bytes_to_device_per_step,
-            "launches_per_step": dict(self.counters.launches_per_step),
-            "collectives_per_step": dict(self.counters.collectives_per_step),
+            "bytes_to_device_per_step": counters.bytes_to_device_per_step,
+            "launches_per_step": dict(counters.launches_per_step),
+            "collectives_per_step": dict(counters.collectives_per_step),
             "flops_per_step": flops,
-            "weight_swaps": {
-                "count": self.counters.weight_swaps,
-                "seconds": self.counters.weight_swap_seconds,
-            },
-            "percent_of_peak": (
-                100 * flops / (median / 1000) / peak if flops and median and peak else None
-            ),
+            "weight_swaps": swaps,
+            "percent_of_peak": percent,
             **self._guidance_groups(),
             "end_to_end_seconds": end_to_end,
             "residual_seconds": end_to_end - sum(phase["seconds"] for phase in phases),

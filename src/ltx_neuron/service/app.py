@@ -374,9 +374,8 @@ async def _read_body(request: Request, limits: Limits) -> tuple[dict[str, Any], 
         raise ApiError(400, "invalid_body", "the body is not valid multipart/form-data") from None
     fields: dict[str, Any] = {}
     if len(form) == 1 and next(iter(form)).lstrip().startswith("{"):  # curl -d
-        raise ApiError(
-            415, "unsupported_media_type", "send JSON with Content-Type: application/json"
-        )
+        message = "send JSON with Content-Type: application/json"
+        raise ApiError(415, "unsupported_media_type", message)
     for key, value in form.multi_items():
         if key in fields:
             raise invalid(key[:64], f"{key[:64]} is sent twice; leave one out")

@@ -187,10 +187,8 @@ class JobSubmitter:
         except BadFile as error:
             raise invalid(param, f"{param}: {error}", "invalid_image") from None
         except UserError:  # only the size of our own PNG can be wrong
-            message = (
-                f"{param}: a video cannot have its size; wanted {MIN_SIDE} to {MAX_SIDE} pixels on"
-                " each side"
-            )
+            sides = f"wanted {MIN_SIDE} to {MAX_SIDE} pixels on each side"
+            message = f"{param}: a video cannot have its size; {sides}"
             raise invalid(param, message, "invalid_image") from None
         finally:
             upload.unlink()

@@ -169,9 +169,8 @@ def name_of(settings: Settings, baseline: Settings) -> str:
 def table(rows: list[Measurement], baseline: Settings, best: Settings) -> str:
     """A line for each variant, in the order in which they were first measured. rel L2: the largest
     relative distance of its latents from the step in float32."""
-    lines: list[tuple[str, ...]] = [
-        ("ms a step", "runs", "cold s", "compile s", "rel L2", "variant")
-    ]
+    head = "ms a step", "runs", "cold s", "compile s", "rel L2", "variant"
+    lines: list[tuple[str, ...]] = [head]
     for settings in map(dict, dict.fromkeys(tuple(row.settings.items()) for row in rows)):
         runs = [row for row in rows if row.settings == settings]
         verdict = next((row.problem for row in runs if row.problem), "not kept")
