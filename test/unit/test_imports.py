@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from PIL import Image
 
 SRC = ROOT / "src"
 PACKAGE = SRC / "ltx_neuron"
@@ -129,6 +130,14 @@ def loaded_by(code: str, *names: str) -> set[str]:
 
 def test_importing_the_package_imports_nothing_else():
     assert loaded_by("import ltx_neuron", "torch", "numpy", "ltx_core", "transformers") == set()
+
+
+def test_the_process_that_decodes_an_uploaded_picture_imports_no_torch(tmp_path):
+    """A CUDA build of torch does not load within that process's memory limit."""
+    Image.new("CMYK", (2, 2)).save(source := tmp_path / "a.jpg")
+    arguments = str(source), str(tmp_path / "b.png"), 4
+    code = f"from ltx_neuron.service import picture; picture._convert(*{arguments!r})"
+    assert loaded_by(code, "torch", "PIL") == {"PIL"}
 
 
 def test_the_package_gives_the_pipeline_and_no_other_name():

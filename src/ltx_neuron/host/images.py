@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageCms, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_regular, first_bytes
+from ltx_neuron.host.colors import in_srgb
 
 # The shortest and longest side that libx264 supports: one 2x2 block of colour, and 16384.
 MIN_SIDE, MAX_SIDE = 2, 16384
@@ -158,23 +159,6 @@ def decode_image(path: str | Path, orientation: str, flag: str = "--image") -> n
             f" pass another with {flag} FILE"
         )
     return picture
-
-
-def in_srgb(image: Image.Image) -> Image.Image:
-    """An image as RGB without alpha. Applies its embedded colour profile, such as a phone's Display
-    P3, unless that is damaged (ltx-pipelines 1.2.0, media_io/decode.py)."""
-    profile = image.info.get("icc_profile")
-    if opaque := {"RGBA": "RGB", "P": "RGB", "LA": "L"}.get(image.mode):
-        image = image.convert(opaque)
-    if profile:
-        try:
-            own, srgb = ImageCms.ImageCmsProfile(BytesIO(profile)), ImageCms.createProfile("sRGB")
-            image = ImageCms.profileToProfile(image, own, srgb, outputMode="RGB") or image
-        except (ImageCms.PyCMSError, OSError, ValueError) as error:
-            print(f"the image's colour profile is ignored: {error}")
-    image = image.convert("RGB")
-    image.info.pop("icc_profile", None)
-    return image
 
 
 def _opened(path: str | Path) -> Image.Image:

@@ -30,7 +30,7 @@ def decode(source: Path, target: Path, max_pixels: int = MAX_PIXELS) -> None:
 def _convert(source: str, target: str, max_pixels: int) -> None:
     from PIL import Image
 
-    from ltx_neuron.host.images import in_srgb
+    from ltx_neuron.host.colors import in_srgb
 
     Image.MAX_IMAGE_PIXELS = None  # max_pixels is checked before decoding
     try:
