@@ -476,7 +476,7 @@ def step_cost(
     tp: int,
     dtype: torch.dtype,
     sequence_parallel: bool = False,
-) -> tuple[programs.Program, dict[str, int]]:
+) -> tuple[programs.Program, dict[str, Any]]:
     """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima
     for peak_bytes and the largest collective. moved_bytes: sent by the rank in its
     tensor-parallel group. weight_bytes, weight_tensors: its weights. inputs: the most other
