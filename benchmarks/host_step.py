@@ -52,7 +52,7 @@ from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.weights.sharder import shard_specs, shard_weights
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 
 SIZES = {"384x512x25": Size(384, 512, 25), "512x768x121": Size(512, 768, 121)}
 TINY_SIZES = {"64x64x9": Size(64, 64, 9)}
@@ -106,7 +106,7 @@ class Ours:
         self.cases = cases
         self.workspace = Workspace(checkpoint, resolve("cpu"), folder / "artifacts", tp, "bfloat16")
         self.engine = Engine(self.workspace, Recorder())
-        source = Source(MODELS["dit"], [self.workspace.checkpoint])
+        source = Source(SHARDED_MODELS["dit"], [self.workspace.checkpoint])
         self.weights = folder / "weights"
         shard_weights(
             source, self.weights, {"model": "dit", "tp": tp}, tp, DTYPE, shard_specs(source, tp, {})

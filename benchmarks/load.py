@@ -39,7 +39,7 @@ from ltx_neuron.artifacts import LAYOUT
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import open_rank_file, rank_file
 from ltx_neuron.weights.sharder import shard_specs, shard_weights
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
 BUFFER_BYTES = 16 * 2**20
@@ -63,7 +63,7 @@ class RandomSource(Source):
 def rank_files(folder: Path, blocks: int, tp: int) -> list[Path]:
     """Write the rank files of a DiT of so many blocks, with random bytes; returns their paths."""
     checkpoint = write_sparse_checkpoint(folder / "sparse.safetensors", blocks)
-    source = RandomSource(MODELS["dit"], [TensorFile(checkpoint, "")])
+    source = RandomSource(SHARDED_MODELS["dit"], [TensorFile(checkpoint, "")])
     identity = {"kind": "weights", "model": "dit", "tp": tp, "dtype": "bfloat16", "layout": LAYOUT}
     shard_weights(
         source, folder / "weights", identity, tp, torch.bfloat16, shard_specs(source, tp, {})

@@ -42,7 +42,7 @@ from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.tune.variant import rel_l2
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import DTYPES
 
 REFERENCE = "ltx-core"
@@ -144,7 +144,7 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
     dtype, checkpoint = DTYPES[args.dtype], Checkpoint(write_release(folder, args.tiny))
     gemma, config = gemma_config(folder), transformer_config(checkpoint.config)
     libraries = fastest_libraries()
-    source = Source(MODELS["gemma3"], [checkpoint, *gemma_files(folder)])
+    source = Source(SHARDED_MODELS["gemma3"], [checkpoint, *gemma_files(folder)])
     ours = HostTextEncoder(source, gemma, config, dtype, libraries)
     reference = Reference(folder, checkpoint, dtype)
     generator = torch.Generator().manual_seed(3)

@@ -14,10 +14,10 @@ from jobs import make_job
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.tiles import RankTiles
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.commands.generate import generate
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.outputs import Outputs
+from ltx_neuron.engine.outputs import OutputPaths
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.residency import Residency
 from ltx_neuron.engine.resume import SUFFIX
@@ -135,15 +135,15 @@ def check_sound(workspace: Workspace, *lengths: int) -> None:
 
 def make(workspace: Workspace, video: Path, **outputs) -> None:
     """What generate_ltx23.py does for a job, in this process."""
-    generate(JOBS[0], workspace, RunOptions(neuron_vae=True), Outputs(video=video, **outputs))
+    generate(JOBS[0], workspace, RunOptions(neuron_vae=True), OutputPaths(video=video, **outputs))
 
 
 def at_the_first_tiles(
     patch: pytest.MonkeyPatch,
-    act: Callable[[Ranks], None],
+    act: Callable[[TorchDistRanks], None],
     decoder: type = RankTiles,
     method: str = "__call__",
-) -> list[Ranks]:
+) -> list[TorchDistRanks]:
     """Have something happen to the ranks before they get their first tiles, or their first spans of
     sound. Returns them, once they are there."""
     decode, seen = getattr(decoder, method), []
@@ -158,6 +158,6 @@ def at_the_first_tiles(
     return seen
 
 
-def check_nothing_is_left(folder: Path, ranks: list[Ranks], *more: str) -> None:
+def check_nothing_is_left(folder: Path, ranks: list[TorchDistRanks], *more: str) -> None:
     assert sorted(path.name for path in folder.iterdir()) == sorted([f"fox{SUFFIX}", *more])
     assert not any(process.is_alive() for process in ranks[0]._processes)

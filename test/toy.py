@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.models.parallel import Comm, RowLinear
 from ltx_neuron.models.programs import Program
@@ -66,7 +66,7 @@ def make_toy(
     )
 
 
-def upload(ranks: Ranks, toy, name: str = "toy") -> None:
+def upload(ranks: TorchDistRanks, toy, name: str = "toy") -> None:
     """All that a run of the toy takes."""
     ranks.put(name, x=toy.x, table=toy.table)
     ranks.put_numbers(name, "step", STEPS)
@@ -101,15 +101,15 @@ def assert_all_end(pids: list[int]) -> None:
     assert alive(pids) == []
 
 
-def pids_of(ranks: Ranks) -> list[int]:
+def pids_of(ranks: TorchDistRanks) -> list[int]:
     pids = [process.pid for process in ranks._processes]
     assert len(pids) == TP and alive(pids) == pids
     return pids
 
 
-def ready(toy) -> Ranks:
+def ready(toy) -> TorchDistRanks:
     """Ranks of their own, that a test may break."""
-    ranks = Ranks(PROFILES["cpu"], TP)
+    ranks = TorchDistRanks(PROFILES["cpu"], TP)
     ranks.load(toy.folders[1], toy.programs, torch.float32)
     upload(ranks, toy)
     return ranks

@@ -24,7 +24,7 @@ from ltx_neuron.sampling.guidance import (
     SHORT_NEGATIVE_PROMPT,
     default_steps,
 )
-from ltx_neuron.sampling.inputs import Inputs, Media
+from ltx_neuron.sampling.inputs import JobInputs, Media
 from ltx_neuron.sampling.latents import UPSCALES, video_latent_shape
 from ltx_neuron.sampling.samplers import SAMPLERS, STAGE_SEED
 from ltx_neuron.sampling.schedules import (
@@ -96,7 +96,7 @@ class Stage(NamedTuple):
         return GUIDED_MAX_STEPS if self.guided else DISTILLED_MAX_STEPS
 
 
-class Job(Inputs):
+class Job(JobInputs):
     """The settings of one generation."""
 
     def __hash__(self) -> int:  # pydantic's, which type checkers do not see

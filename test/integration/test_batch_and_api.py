@@ -15,7 +15,7 @@ from batches import SIZE, TP, children, flags_of, lines, opened, prepared, undis
 from helpers import exit_code, forked, read_video, rel
 
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.batch import RESULTS
 from ltx_neuron.engine.run import isolated
 from ltx_neuron.errors import UserError
@@ -174,9 +174,9 @@ def test_the_callback_hears_of_every_step(api):
 
 def test_models_stay_loaded_between_calls_and_the_prompt_encoded(api, monkeypatch):
     api("birds sing", **SIZE, output_type="latent")
-    loaded, load = [], Ranks.load
+    loaded, load = [], TorchDistRanks.load
     monkeypatch.setattr(
-        Ranks,
+        TorchDistRanks,
         "load",
         lambda ranks, weights, *how: loaded.append(weights) or load(ranks, weights, *how),
     )

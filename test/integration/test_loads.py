@@ -13,7 +13,7 @@ from jobs import make_job
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
@@ -67,7 +67,7 @@ def events(scripts, tiny) -> list[Event]:
     build.make(workspace, workspace.dit_graphs(jobs[0].buckets))
 
     events = []
-    recorder, call, read = Watched(events), Ranks._call, TensorFile.read
+    recorder, call, read = Watched(events), TorchDistRanks._call, TensorFile.read
 
     def seen_call(ranks, method, **arguments):
         if "weights" in arguments:
@@ -81,7 +81,7 @@ def events(scripts, tiny) -> list[Event]:
         return read(file, name, start, stop)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "_call", seen_call)
+        patch.setattr(TorchDistRanks, "_call", seen_call)
         patch.setattr(TensorFile, "read", seen_read)
         options = RunOptions(neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler)
         with Engine(workspace, recorder, options) as engine:

@@ -21,7 +21,7 @@ from rank_decoding import (
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
@@ -66,13 +66,13 @@ def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(
 ):
     """The host decodes sound unless the profile places it on the ranks."""
     workspace, phases, loaded = prepared(tiny, artifacts, setting, *sound), Phases(), []
-    call = Ranks._call
+    call = TorchDistRanks._call
 
     def seen(ranks, method, **arguments):
         loaded.append(arguments.get("weights"))
         return call(ranks, method, **arguments)
 
-    monkeypatch.setattr(Ranks, "_call", seen)
+    monkeypatch.setattr(TorchDistRanks, "_call", seen)
     with Engine(workspace, phases, RunOptions(neuron_vae=True)) as engine:
         engine.progress = False
         results = list(engine.run(JOBS))
@@ -91,7 +91,7 @@ def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(
 def test_the_host_decodes_sound_while_the_ranks_decode_pictures(tiny, artifacts, monkeypatch):
     """Each waits for the other to have begun, so that one after the other would never end."""
     workspace, both = prepared(tiny, artifacts, "overlap_decode=true"), threading.Barrier(2)
-    recorder, run = Recorder(), Ranks.run
+    recorder, run = Recorder(), TorchDistRanks.run
     met = []
 
     def meet(what: str) -> None:
@@ -104,7 +104,7 @@ def test_the_host_decodes_sound_while_the_ranks_decode_pictures(tiny, artifacts,
             meet("pictures on the ranks")
         return run(ranks, program, *given, **numbers)
 
-    monkeypatch.setattr(Ranks, "run", pictures)
+    monkeypatch.setattr(TorchDistRanks, "run", pictures)
     with Engine(workspace, recorder, RunOptions(neuron_vae=True)) as engine:
         engine.progress, decode = False, engine.host.decode_audio
 

@@ -11,7 +11,7 @@ from batches import SIZE, opened, prepared
 from jobs import make_job, replace
 
 from ltx_neuron.backends import manifest
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.config.profiles import TRAINIUM2
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.engine.preflight import compiled_memory
@@ -53,7 +53,7 @@ def counted(monkeypatch):
     monkeypatch.setattr(manifest, "_digests", {})
     count(torch.export, "export", "export")
     count(manifest.hashlib, "file_digest", "hash a file")
-    count(Ranks, "load", "load on the ranks")
+    count(TorchDistRanks, "load", "load on the ranks")
     return counts
 
 

@@ -25,10 +25,10 @@ from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
 from ltx_neuron.commands.generate import generate
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.outputs import Outputs
+from ltx_neuron.engine.outputs import OutputPaths
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.resume import SUFFIX, save_state
-from ltx_neuron.engine.run import Failure
+from ltx_neuron.engine.run import JobFailure
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
@@ -92,7 +92,7 @@ def test_an_error_while_decoding_is_that_jobs_failure_and_the_next_one_is_made(
     first, second, third = engine.run(jobs(3), keep=True, isolate=True)
     assert torch.equal(first.frames, wanted[0]) and torch.equal(third.frames, wanted[2])
     assert (
-        isinstance(second, Failure)
+        isinstance(second, JobFailure)
         and isinstance(second.error, ZeroDivisionError)
         and second.job.seed == 1
     )
@@ -302,7 +302,7 @@ def test_nan_after_the_latents_fails_the_run_which_keeps_them(
     job, spec = make_job("birds sing", Size(**SIZE)), HostModels._spec
 
     def run(**how) -> None:
-        errors.run(lambda: generate(job, workspace, RunOptions(), Outputs(video=video, **how)))
+        errors.run(lambda: generate(job, workspace, RunOptions(), OutputPaths(video=video, **how)))
 
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -342,7 +342,7 @@ def test_pulled_artifacts_verify_and_make_the_bits_of_those_that_were_pushed(
         make_job(line["prompt"], Size(**SIZE)),
         workspace,
         RunOptions(neuron_gemma=True),
-        Outputs(video=video),
+        OutputPaths(video=video),
     )
     assert video.read_bytes() == videos(batch)["0001.mp4"]
 

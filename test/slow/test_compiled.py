@@ -12,7 +12,7 @@ from toy import EQUAL, TP, make_toy, upload, wanted
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.torchdist.host import Ranks, compile_only
+from ltx_neuron.backends.torchdist.host import TorchDistRanks, compile_only
 from ltx_neuron.config.profiles import PROFILES, resolve
 from ltx_neuron.config.transformer import Bucket
 
@@ -48,7 +48,7 @@ class Slow:
 
 
 def test_a_rank_may_be_late_while_it_compiles(toy):
-    with Ranks(TRACED, TP) as ranks:
+    with TorchDistRanks(TRACED, TP) as ranks:
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         upload(ranks, toy)
         ranks._pipes[1] = Slow(ranks._pipes[1], seconds=3.0)
@@ -65,14 +65,14 @@ def test_what_was_compiled_without_ranks_is_not_compiled_again_in_them(toy, tmp_
     compile_only([manifest.folder for manifest in toy.programs.values()], INDUCTOR, TP, tmp_path)
     before = sources(tmp_path)
     assert before
-    with Ranks(INDUCTOR, TP, tmp_path) as ranks:
+    with TorchDistRanks(INDUCTOR, TP, tmp_path) as ranks:
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         upload(ranks, toy)
         ranks.run("toy", step=3)
         assert rel(ranks.get("toy", "y"), wanted(toy, 3)) < EQUAL
     assert before < sources(tmp_path)  # the ranks compile their first sum of ones besides
     again = sources(tmp_path)
-    with Ranks(INDUCTOR, TP, tmp_path):
+    with TorchDistRanks(INDUCTOR, TP, tmp_path):
         assert sources(tmp_path) == again
 
 
@@ -109,7 +109,7 @@ def a_step(ranks, dit, seed: int) -> dict:
 def test_a_compiled_dit_has_the_interpreters_results_for_every_prompt_seed_and_schedule(dit):
     latents = {}
     for profile in (PROFILES["cpu"], TRACED):
-        with Ranks(profile, TP) as ranks:
+        with TorchDistRanks(profile, TP) as ranks:
             ranks.load(dit[0], dit[1], torch.float32)
             latents[profile.compile_backend] = []
             for seed in (1, 2, 3):

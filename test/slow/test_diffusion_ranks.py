@@ -7,7 +7,7 @@ from helpers import one_thread, rel, save_weights  # noqa: F401
 from ltx_neuron.backends.export import compile_program, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.tiles import RankSpans
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.config.diffusion import shortest
 from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.models.programs import diffusion_program, program_name
@@ -26,7 +26,7 @@ def test_frames_equal_the_hosts(tmp_path, one_thread):  # noqa: F811
         compile_program(program, tmp_path / "graphs", {}, torch.float32)
     programs = {program_name("vae", *clip): Manifest(tmp_path / "graphs")}
     weights = save_weights(tmp_path / "weights", *[diffusion_vae.weights(config)] * TP)
-    with Ranks(PROFILES["cpu"], TP) as ranks:
+    with TorchDistRanks(PROFILES["cpu"], TP) as ranks:
         ranks.load(weights, programs, torch.float32)
         decoder, put = RankSpans(ranks, config, torch.float32), ranks.put
         fields, puts = program.fields, []

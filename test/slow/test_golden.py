@@ -28,7 +28,7 @@ from tiny import TinySizes, make_tiny
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
@@ -85,13 +85,13 @@ def test_sizes_nobody_tuned_to_equal_ltx_core(scripts, tmp_path):
 def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(
     scripts, tiny, text_to_video, monkeypatch
 ):
-    alone, compared, hashes = text_to_video.tensors, [], Ranks.hashes
+    alone, compared, hashes = text_to_video.tensors, [], TorchDistRanks.hashes
 
     def spy(ranks, *names):
         compared.append((names, found := hashes(ranks, *names)))
         return found
 
-    monkeypatch.setattr(Ranks, "hashes", spy)
+    monkeypatch.setattr(TorchDistRanks, "hashes", spy)
     size = Size(height=128, width=192, num_frames=17, frame_rate=24.0, two_stage=True)
     jobs = [make_job(prompt, size, seed) for prompt, seed in ((WAVES, 11), (PUPPY, 10))]
     setup, threads = scripts(tiny), torch.get_num_threads()

@@ -132,7 +132,7 @@ def library(tmp_path_factory):
     yield neuronx_distributed
     sys.modules.pop("neuronx_distributed")
     patch.undo()
-    runtime.Ranks._started = None
+    runtime.NxdRanks._started = None
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def assert_same(got: dict, want: dict) -> None:
     assert {name for name, tensor in want.items() if not torch.equal(got[name], tensor)} == set()
 
 
-def groups_of(engine) -> list[host.Ranks]:
+def groups_of(engine) -> list[host.TorchDistRanks]:
     return [*engine.residency.ranks.groups.values()]
 
 
@@ -140,7 +140,7 @@ def test_hq_on_two_groups_is_that_of_one_though_the_group_of_stage_2_dies(
 def kill_in(patch: pytest.MonkeyPatch, group: int, sequence: str, step: int) -> None:
     """Have the last rank of a group be killed while that sequence runs: it stops before, and dies
     when the other rank waits for it, or is done."""
-    run = host.Ranks.run
+    run = host.TorchDistRanks.run
 
     def killed(ranks, program, name="main", **numbers):
         if (ranks.group, name, numbers.get("step")) == (group, sequence, step):
@@ -149,7 +149,7 @@ def kill_in(patch: pytest.MonkeyPatch, group: int, sequence: str, step: int) -> 
             threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
         return run(ranks, program, name, **numbers)
 
-    patch.setattr(host.Ranks, "run", killed)
+    patch.setattr(host.TorchDistRanks, "run", killed)
 
 
 def kill_after(engine, group: int, step: int):
@@ -222,13 +222,13 @@ def test_more_groups_than_passes_are_refused_before_anything_starts(opened):
 def test_prompts_on_two_groups_have_the_contexts_of_one(tiny, artifacts, monkeypatch):
     """Whether or not one group encodes them in one pass."""
     short, long = [[7, 8, 9], [5] * 20], [[11] * 700, [12] * 500]
-    made, run, ran_on = [], host.Ranks.run, {0: set(), 1: set()}
+    made, run, ran_on = [], host.TorchDistRanks.run, {0: set(), 1: set()}
 
     def recorded(ranks, program, *sequence, **numbers):
         ran_on[ranks.group].add(program)
         return run(ranks, program, *sequence, **numbers)
 
-    monkeypatch.setattr(host.Ranks, "run", recorded)
+    monkeypatch.setattr(host.TorchDistRanks, "run", recorded)
     for settings in ((), TWO):
         workspace = opened_workspace(tiny, artifacts, tp=2, settings=settings)
         build.make(workspace, workspace.weight_sets("gemma3"))

@@ -14,8 +14,8 @@ from ltx_neuron.host.background import (
     Background,
     Cancelled,
     Workers,
-    ahead,
     check_cancelled,
+    prefetch,
     wait_for,
 )
 
@@ -188,7 +188,7 @@ def counted(count: int, made: list[int]):
 
 def test_of_what_is_made_ahead_one_item_waits_while_the_next_is_made():
     made, seen = [], []
-    with closing(ahead(counted(6, made))) as items:
+    with closing(prefetch(counted(6, made))) as items:
         for item in items:
             time.sleep(0.02)  # of three: one is taken, one waits, one is made and finds no room
             seen.append((item, max(made)))
@@ -197,7 +197,7 @@ def test_of_what_is_made_ahead_one_item_waits_while_the_next_is_made():
 
 
 def test_an_error_of_what_is_made_ahead_comes_after_the_items_before_it():
-    with closing(ahead(1 // (2 - number) for number in range(5))) as items:
+    with closing(prefetch(1 // (2 - number) for number in range(5))) as items:
         assert (next(items), next(items)) == (0, 1)
         with pytest.raises(ZeroDivisionError):
             next(items)
@@ -206,7 +206,7 @@ def test_an_error_of_what_is_made_ahead_comes_after_the_items_before_it():
 @pytest.mark.parametrize("error", [None, OSError(28, "No space left on device")])
 def test_who_takes_no_more_ends_what_is_made_ahead_at_once(error):
     made, refused = [], pytest.raises(OSError) if error else nullcontext()
-    with within(SOON), refused, closing(ahead(counted(1000, made))) as items:
+    with within(SOON), refused, closing(prefetch(counted(1000, made))) as items:
         assert next(items) == 0
         if error:
             raise error
@@ -222,7 +222,7 @@ def test_who_waits_for_what_is_made_ahead_can_be_cancelled():
         yield
 
     def take() -> None:
-        with closing(ahead(slow())) as items:
+        with closing(prefetch(slow())) as items:
             next(items)
 
     with within(SOON), Background() as thread:
@@ -241,6 +241,6 @@ def test_what_is_made_ahead_is_closed_in_the_thread_that_made_it():
         finally:
             threads.append(threading.get_ident())
 
-    with closing(ahead(items())) as made:
+    with closing(prefetch(items())) as made:
         next(made)
     assert len({*threads}) == 1 and threads[0] != threading.get_ident()

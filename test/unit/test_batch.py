@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ltx_neuron import batch, flags
 from ltx_neuron.batch import RESULTS, prompts_file, read_lines
-from ltx_neuron.engine.run import Failure
+from ltx_neuron.engine.run import JobFailure
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags import job_of_line
 from ltx_neuron.job import Job
@@ -429,7 +429,7 @@ class FakePipeline:
                     raise ValueError("it broke")
                 write(outcome)
             except Exception as error:  # an error of it is the job's
-                outcome = Failure(job, error)
+                outcome = JobFailure(job, error)
             yield outcome
 
 

@@ -27,9 +27,9 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import compiled
-from ltx_neuron.backends.torchdist.host import Ranks, compile_only, rank_settings
+from ltx_neuron.backends.torchdist.host import TorchDistRanks, compile_only, rank_settings
 from ltx_neuron.backends.torchdist.rank import Rank
-from ltx_neuron.config.profiles import MODELS, PROFILES, resolve
+from ltx_neuron.config.profiles import COMPILED_MODELS, PROFILES, resolve
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.attention import sdpa
@@ -63,7 +63,7 @@ def dit(tiny, artifacts):
 
 
 def test_a_compiled_graph_runs_on_new_inputs_steps_and_weights(toy):
-    with Ranks(TRACED, TP) as ranks:
+    with TorchDistRanks(TRACED, TP) as ranks:
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         assert rel(run_toy(ranks, toy, 3), wanted(toy, 3)) < EQUAL
         assert rel(run_toy(ranks, toy, 5), wanted(toy, 5)) < EQUAL
@@ -224,7 +224,7 @@ def test_no_kernel_is_made_for_a_graph_without_the_operation():
 
 
 def test_a_rank_without_its_device_says_so():
-    with pytest.raises(RankError, match=r"rank 0 of 1 failed"), Ranks(resolve("cuda"), 1):
+    with pytest.raises(RankError, match=r"rank 0 of 1 failed"), TorchDistRanks(resolve("cuda"), 1):
         pass
 
 
@@ -296,7 +296,7 @@ def test_a_user_may_give_a_slow_first_run_more_time(monkeypatch):
 
 def test_each_model_has_compiler_flags_of_its_own_in_the_form_that_torchneuron_takes():
     """It splits them at white space and adds --model-type, --auto-cast and --lnc itself."""
-    told = {model: environment.of_compiler(TRN2, model) for model in MODELS}
+    told = {model: environment.of_compiler(TRN2, model) for model in COMPILED_MODELS}
     assert told["dit"] == {
         "NEURON_COMPILER_OPT_LEVEL": "-O1",
         "NEURON_CC_FLAGS": "--tensorizer-options=--enable-ccop-compute-overlap",
@@ -325,7 +325,7 @@ def test_a_compiler_that_is_started_without_a_shell_gets_what_a_shell_would_give
     stub = tmp_path / "neuronx-cc"
     stub.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
     stub.chmod(0o755)
-    for model in MODELS:
+    for model in COMPILED_MODELS:
         told = environment.of_compiler(TRN2, model)
         ours = "--model-type transformer --auto-cast=none --lnc 2 "
         line = f"{stub} {ours}{told['NEURON_CC_FLAGS']} {told['NEURON_COMPILER_OPT_LEVEL']}"

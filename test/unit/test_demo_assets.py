@@ -7,7 +7,7 @@ from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.demo import ASSETS
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.lora import Lora, MergedSource
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -17,4 +17,4 @@ def test_the_demos_files_are_what_they_are_called():
     check_gemma_fits(gemma_config(ASSETS.gemma_root), config, ASSETS.gemma_root)
     upsampler = json.loads(TensorFile(ASSETS.spatial_upsampler, "").metadata["config"])
     assert upsampler["spatial_upsample"] and not upsampler["temporal_upsample"]
-    assert MergedSource(MODELS["dit"], [checkpoint], (Lora(ASSETS.style_lora),)).adapters
+    assert MergedSource(SHARDED_MODELS["dit"], [checkpoint], (Lora(ASSETS.style_lora),)).adapters

@@ -29,7 +29,7 @@ from ltx_neuron.plan.table import table
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.sharder import compare, shard_specs, shard_weights
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.weight_file import WeightFile
 
 BLOCK = "model.diffusion_model.transformer_blocks.1."  # the released ones keep first and last block
@@ -124,7 +124,7 @@ def test_rank_files_are_those_of_the_file_dequantised_beforehand(
 ):
     loras = (Lora(tiny.lora, strength),) if strength else ()
     found, wanted = (
-        shard(MergedSource(MODELS["dit"], [file], loras), tmp_path / file.path.suffix, tp)
+        shard(MergedSource(SHARDED_MODELS["dit"], [file], loras), tmp_path / file.path.suffix, tp)
         for file in pair
     )
     assert found == wanted and len(found) == tp + 1
@@ -132,16 +132,16 @@ def test_rank_files_are_those_of_the_file_dequantised_beforehand(
 
 def test_rank_files_in_float32_hold_the_bfloat16_values(pair, tmp_path):
     found, wanted = (
-        shard(Source(MODELS["dit"], [file]), tmp_path / file.path.suffix, 2, torch.float32)
+        shard(Source(SHARDED_MODELS["dit"], [file]), tmp_path / file.path.suffix, 2, torch.float32)
         for file in pair
     )
     assert found == wanted
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SHARDED_MODELS)
 def test_every_way_to_read_a_tensor_gives_the_dequantised_one(pair, tiny, model):
     files = gemma_files(tiny.gemma_root) if model == "gemma3" else []
-    found, wanted = (Source(MODELS[model], [file, *files]) for file in pair)
+    found, wanted = (Source(SHARDED_MODELS[model], [file, *files]) for file in pair)
     assert found.locations.keys() == wanted.locations.keys()
     for name in wanted.names:
         tensor = wanted.tensor(name)
@@ -194,7 +194,7 @@ def test_half_the_bytes_of_a_weight_are_read_and_never_more_than_a_piece(
         return read[-1]
 
     file = Checkpoint(scaled)
-    source = Source(MODELS["dit"], [file])
+    source = Source(SHARDED_MODELS["dit"], [file])
     monkeypatch.setattr(os, "preadv", counted)
     shard(source, tmp_path, 4)
     sizes = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
@@ -219,7 +219,7 @@ def test_an_fp8_file_has_its_own_identity_and_is_verified(scaled, tiny, tmp_path
     assert "weights" not in plain.identity
     other = tmp_path / "other.safetensors"
     rewrite(scaled, other, lambda tensors: tensors[f"{QUERY}.weight_scale"].mul_(2))
-    damaged = Source(MODELS["dit"], [Checkpoint(other)])
+    damaged = Source(SHARDED_MODELS["dit"], [Checkpoint(other)])
     assert damaged.fingerprint != source.fingerprint
     problems = compare(damaged, folder, torch.bfloat16, specs)
     name = "transformer_blocks.1.attn1.to_q.weight differs from the source"
@@ -333,7 +333,7 @@ def test_weights_in_another_small_dtype_are_refused_by_name(tmp_path, dtype, sto
     save_file({f"{QUERY}.weight": torch.ones(8, 4).to(dtype)}, path)
     said = f"{QUERY}.weight is stored as {stored}, which is not implemented; wanted.*F8_E4M3"
     with pytest.raises(UserError, match=f"{said}(?s:.*)DOWNLOAD"):
-        Source(MODELS["dit"], [WeightFile(path, "DOWNLOAD")])
+        Source(SHARDED_MODELS["dit"], [WeightFile(path, "DOWNLOAD")])
 
 
 # --- what is said ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.model_files import TextEncoderFile, located
 from ltx_neuron.weights.sharder import compare, shard_specs, shard_weights
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.weight_file import WeightFile
 
 MIXED = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
@@ -43,7 +43,7 @@ def test_rank_files_of_an_int8_file_are_those_of_the_file_dequantised_beforehand
     monkeypatch.setattr("ltx_neuron.weights.weight_file._PIECE", 100)
     loras = (Lora(split.lora, strength),) if strength else ()
     found, wanted = (
-        shard(MergedSource(MODELS[model], [file], loras), tmp_path / file.path.stem, tp)
+        shard(MergedSource(SHARDED_MODELS[model], [file], loras), tmp_path / file.path.stem, tp)
         for file in files[model]
     )
     assert found == wanted and len(found) == tp + 1
@@ -53,7 +53,7 @@ def test_rank_files_of_an_int8_file_are_those_of_the_file_dequantised_beforehand
 
 @pytest.mark.parametrize("model", ["dit", "gemma3"])
 def test_every_way_to_read_an_int8_tensor_gives_the_dequantised_one(files, model):
-    found, wanted = (Source(MODELS[model], [file]) for file in files[model])
+    found, wanted = (Source(SHARDED_MODELS[model], [file]) for file in files[model])
     assert found.locations.keys() == wanted.locations.keys()
     for name in wanted.names:
         tensor = wanted.tensor(name)

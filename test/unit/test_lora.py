@@ -29,7 +29,7 @@ from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, reference_scale
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharder import shard_specs, shard_weights
-from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW, rule
+from ltx_neuron.weights.sharding import COL, HOST, ROW, SHARDED_MODELS, rule
 
 STRENGTH = 0.7  # no power of two, so that it matters when it is applied
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
@@ -54,14 +54,14 @@ def other_lora(tiny, tmp_path_factory):
 
 def merged(tiny, *loras) -> MergedSource:
     return MergedSource(
-        MODELS["dit"],
+        SHARDED_MODELS["dit"],
         [Checkpoint(tiny.checkpoint)],
         tuple(Lora(Path(path), s) for path, s in loras),
     )
 
 
 def plain(tiny) -> Source:
-    return Source(MODELS["dit"], [Checkpoint(tiny.checkpoint)])
+    return Source(SHARDED_MODELS["dit"], [Checkpoint(tiny.checkpoint)])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -147,7 +147,7 @@ def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, tmp_path):
         held = load_file(tmp_path / rank_file(rank))
         checked |= held.keys()
         for name, weight in held.items():
-            split, whole = rule(MODELS["dit"], name), wanted[name]
+            split, whole = rule(SHARDED_MODELS["dit"], name), wanted[name]
             part = whole.chunk(tp, dim=split)[rank] if split in (COL, ROW) else whole
             assert same_bits(weight, part.contiguous()), (name, rank)
     assert checked == wanted.keys()
@@ -180,7 +180,7 @@ def test_every_tensor_of_the_lora_is_used_gates_adaln_and_projections_too(tiny):
         "av_ca_a2v_gate",
     ):
         assert any(part in name for name in wanted), part
-    assert {rule(MODELS["dit"], name) for name in wanted} == {COL, ROW, None, HOST}
+    assert {rule(SHARDED_MODELS["dit"], name) for name in wanted} == {COL, ROW, None, HOST}
 
 
 def tensors_of(file, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,7 +308,9 @@ def test_a_base_weight_that_is_not_bf16_is_refused(tiny, tmp_path):
     with safe_open(tiny.checkpoint, "pt") as file:
         save_file(weights, tmp_path / "wide.safetensors", file.metadata())
     with pytest.raises(UserError, match=r"attn1\.to_q\.weight is not stored in BF16"):
-        MergedSource(MODELS["dit"], [Checkpoint(tmp_path / "wide.safetensors")], (Lora(tiny.lora),))
+        MergedSource(
+            SHARDED_MODELS["dit"], [Checkpoint(tmp_path / "wide.safetensors")], (Lora(tiny.lora),)
+        )
 
 
 def test_a_strength_that_is_no_number_is_refused():

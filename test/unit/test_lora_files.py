@@ -25,7 +25,7 @@ from ltx_neuron.weights import model_files
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, _fingerprint, identity_of
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
-from ltx_neuron.weights.sharding import DIFFUSION, MODELS
+from ltx_neuron.weights.sharding import DIFFUSION, SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
 STRENGTH = 0.7  # no power of two, so that it matters when it is applied
@@ -55,7 +55,9 @@ def written(folder: Path, tensors: dict, metadata: dict | None = None) -> Path:
 
 
 def merged(tiny, path: Path, strength: float = STRENGTH, model: str = "dit") -> MergedSource:
-    return MergedSource(MODELS[model], [Checkpoint(tiny.checkpoint)], (Lora(path, strength),))
+    return MergedSource(
+        SHARDED_MODELS[model], [Checkpoint(tiny.checkpoint)], (Lora(path, strength),)
+    )
 
 
 def differing(a: Source, b: Source) -> list[str]:
@@ -205,7 +207,7 @@ def test_a_name_that_two_weights_share_without_dots_is_refused(tiny, tmp_path):
     tensors, _ = SAME["kohya"](load_file(tiny.lora))
     path = written(tmp_path, tensors)
     with pytest.raises(UserError, match=r"0_attn1_to_q\.lora_down\.weight: matches no weight"):
-        MergedSource(MODELS["dit"], twins, (Lora(path),))
+        MergedSource(SHARDED_MODELS["dit"], twins, (Lora(path),))
 
 
 # --- connectors -----------------------------------------------------------------------------------
@@ -275,11 +277,11 @@ def test_a_lora_on_the_connectors_is_merged_into_the_text_side_alone(tiny, tmp_p
     tensors, _ = respelled(layer, **parts)(plain)
     path = written(tmp_path, tensors)
     by_hand = by_hand_of(tiny, tmp_path)
-    wanted = Source(MODELS["gemma3"], [Checkpoint(by_hand)])
+    wanted = Source(SHARDED_MODELS["gemma3"], [Checkpoint(by_hand)])
     got = merged(tiny, path, model="gemma3")
     assert differing(got, wanted) == [] and len(got.adapters) == 3
     assert all(torch.equal(got.read_mapped(n), wanted.tensor(n)) for n in got.adapters)
-    unmerged = Source(MODELS["gemma3"], [Checkpoint(tiny.checkpoint)])
+    unmerged = Source(SHARDED_MODELS["gemma3"], [Checkpoint(tiny.checkpoint)])
     assert len(differing(unmerged, wanted)) == 3
     dit = merged(tiny, path)
     assert dit.adapters == {} and dit.lora_identity == []  # the plain weight set
@@ -377,7 +379,7 @@ def test_lokr_loha_and_differences_are_merged_by_their_formula(tiny, tmp_path, m
     seeds = iter(range(9))
     tensors, delta = method(lambda *shape: randn(*shape, seed=next(seeds)).bfloat16() / 4)
     path = written(tmp_path, {f"diffusion_model.{QUERY}.{x}": t for x, t in tensors.items()})
-    before = Source(MODELS["dit"], [Checkpoint(tiny.checkpoint)]).tensor(f"{QUERY}.weight")
+    before = Source(SHARDED_MODELS["dit"], [Checkpoint(tiny.checkpoint)]).tensor(f"{QUERY}.weight")
     added = torch.from_numpy(STRENGTH * delta).bfloat16()
     source = merged(tiny, path)
     assert source.adapters.keys() == {f"{QUERY}.weight"}
@@ -399,7 +401,10 @@ def test_differences_of_biases_and_norms_are_added_beside_products(tiny, tmp_pat
             "transformer_blocks.0.attn2.k_norm.weight"
         ),
     }
-    plain, before = merged(tiny, tiny.lora), Source(MODELS["dit"], [Checkpoint(tiny.checkpoint)])
+    plain, before = (
+        merged(tiny, tiny.lora),
+        Source(SHARDED_MODELS["dit"], [Checkpoint(tiny.checkpoint)]),
+    )
     made = {
         key: randn(*before.shape(name), seed=seed).bfloat16()
         for seed, (key, name) in enumerate(changes.items())

@@ -31,7 +31,7 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling.latents import audio_positions, video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
-from ltx_neuron.weights.sharding import MODELS, rule
+from ltx_neuron.weights.sharding import SHARDED_MODELS, rule
 
 TOKENS, STEPS = 24, len(STAGE_2_SIGMAS) - 1
 FP32 = 1e-5
@@ -94,7 +94,7 @@ def our_latents(
     given = step_values() | {"nag": torch.tensor(nag), "rank_one_hot": torch.eye(tp)} | changed
 
     def part(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        split = rule(MODELS["dit"], name)
+        split = rule(SHARDED_MODELS["dit"], name)
         return tensor.chunk(tp, dim=split)[rank] if isinstance(split, int) else tensor
 
     def run(rank: int) -> dict[str, torch.Tensor]:

@@ -110,7 +110,7 @@ def test_small_tensors_are_summed_together_and_large_ones_alone(monkeypatch):
 def test_replicas_of_one_machine_have_communicators_of_their_own(monkeypatch):
     """The runtime of replicas on other cores would meet at one address otherwise."""
     large = resolve("trn2.48xlarge")
-    monkeypatch.setattr(runtime.Ranks, "_started", None)
+    monkeypatch.setattr(runtime.NxdRanks, "_started", None)
     with (
         mock.patch.dict(os.environ, {"NEURON_RT_VISIBLE_CORES": "48-51"}),
         socket.socket() as other,
@@ -118,12 +118,12 @@ def test_replicas_of_one_machine_have_communicators_of_their_own(monkeypatch):
         os.environ.pop("NEURON_RT_ROOT_COMM_ID", None)
         other.bind(("127.0.0.1", 61234 + 48))
         with pytest.raises(UserError, match="port 61282 is taken: another run holds core 48"):
-            runtime.Ranks(large, 4)
+            runtime.NxdRanks(large, 4)
         other.close()
-        runtime.Ranks(large, 4).close()
+        runtime.NxdRanks(large, 4).close()
         assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "127.0.0.1:61282"
         os.environ["NEURON_RT_ROOT_COMM_ID"] = "10.0.0.1:5000"  # the user's own
-        runtime.Ranks(large, 4).close()
+        runtime.NxdRanks(large, 4).close()
         assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:5000"
 
 

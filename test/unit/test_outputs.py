@@ -17,7 +17,7 @@ from ltx_neuron import batch
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.batch import RESULTS, Line, Results
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.outputs import Outputs, beside, is_sidecar, sidecar
+from ltx_neuron.engine.outputs import OutputPaths, is_sidecar, sibling_files, sidecar
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.resume import SUFFIX, state_path, write_run_tensors
 from ltx_neuron.engine.run import Engine
@@ -34,7 +34,7 @@ SIDECAR = dict.fromkeys(("sigmas", "profile", "tp", "versions", "identity", "pro
 TWO_FRAMES = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
 
 
-def refused(outputs: Outputs, **inputs) -> str:
+def refused(outputs: OutputPaths, **inputs) -> str:
     """What the check says; inputs are flags without dashes."""
     with pytest.raises(UserError) as error:
         outputs.check({f"--{name}": path for name, path in inputs.items()})
@@ -64,7 +64,7 @@ def test_an_output_that_is_linked_with_an_input_is_refused(tmp_path):
     image = tmp_path / "image.png"
     image.write_bytes(b"an image")
     (tmp_path / "out.mp4").symlink_to(image)
-    said = refused(Outputs(video=tmp_path / "out.mp4"), image=image)
+    said = refused(OutputPaths(video=tmp_path / "out.mp4"), image=image)
     assert said == (
         f"--image and --output-path are the same file {tmp_path}/out.mp4; pass another"
         " --output-path"
@@ -76,7 +76,7 @@ def test_an_output_in_a_folder_that_is_linked_is_refused(tmp_path):
     (tmp_path / "artifacts").mkdir()
     (tmp_path / "linked").symlink_to("artifacts")
     for spelled in ("linked/out.mp4", "linked/../artifacts/new/out.mp4"):
-        said = refused(Outputs(video=tmp_path / spelled), artifacts=tmp_path / "artifacts")
+        said = refused(OutputPaths(video=tmp_path / spelled), artifacts=tmp_path / "artifacts")
         assert "is in the input folder of --artifacts" in said
 
 
@@ -84,7 +84,7 @@ def test_an_output_over_a_file_that_a_folder_links_to_is_refused(tmp_path):
     (tmp_path / "gemma").mkdir()
     (tmp_path / "blob").write_bytes(b"weights")
     (tmp_path / "gemma" / "model.safetensors").symlink_to(tmp_path / "blob")
-    outputs = Outputs(video=tmp_path / "out.mp4", tensors=tmp_path / "blob")
+    outputs = OutputPaths(video=tmp_path / "out.mp4", tensors=tmp_path / "blob")
     assert "--gemma and --save-tensors are the same file" in refused(
         outputs, gemma=tmp_path / "gemma"
     )
@@ -95,19 +95,19 @@ def test_a_link_in_a_folder_that_is_read_is_not_replaced(tmp_path):
     link = tmp_path / "artifacts" / "out.mp4"
     link.symlink_to(tmp_path / "elsewhere.mp4")
     assert "is in the input folder" in refused(
-        Outputs(video=link), artifacts=tmp_path / "artifacts"
+        OutputPaths(video=link), artifacts=tmp_path / "artifacts"
     )
 
 
 def test_two_outputs_in_one_file_or_one_in_the_other_are_refused(tmp_path):
     video = tmp_path / "out.mp4"
-    same = refused(Outputs(video=video, tensors=tmp_path / "out.resume.safetensors"))
+    same = refused(OutputPaths(video=video, tensors=tmp_path / "out.resume.safetensors"))
     assert "the state of --output-path and --save-tensors are the same file" in same
     for tensors, report in (("new", "new/report.json"), ("new/tensors", "new")):
-        outputs = Outputs(video=video, tensors=tmp_path / tensors, report=tmp_path / report)
+        outputs = OutputPaths(video=video, tensors=tmp_path / tensors, report=tmp_path / report)
         assert f"{tmp_path}/new is a file for one of " in refused(outputs)
-    assert "and a folder for the other" in refused(Outputs(video=video, frames=video))
-    log = Outputs(video=video, report=tmp_path / "out.failure.log")
+    assert "and a folder for the other" in refused(OutputPaths(video=video, frames=video))
+    log = OutputPaths(video=video, report=tmp_path / "out.failure.log")
     assert "the log of --output-path and --perf-dump-path" in refused(log)
     assert os.listdir(tmp_path) == []
 
@@ -115,7 +115,7 @@ def test_two_outputs_in_one_file_or_one_in_the_other_are_refused(tmp_path):
 def test_what_lies_apart_is_accepted_and_nothing_is_made(tmp_path):
     for folder in ("artifacts", "artifacts of mine"):
         (tmp_path / folder).mkdir()
-    outputs = Outputs(
+    outputs = OutputPaths(
         video=tmp_path / "artifacts of mine" / "out.mp4",
         frames=tmp_path / "frames",
         tensors=tmp_path / "artifacts.safetensors",
@@ -163,13 +163,13 @@ def test_a_sidecar_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
     latency_report = {key: SIDECAR[key] for key in ("profile", "tp", "versions", "identity")}
     for content in ("{}", "[]", "", "my notes", json.dumps(latency_report | {"schema": 1})):
         path.write_text(content)
-        said = refused(Outputs(video=tmp_path / "out.mp4"))
+        said = refused(OutputPaths(video=tmp_path / "out.mp4"))
         assert said == (
             f"{path} exists and this toolkit did not write it; move it or choose another"
             " --output-path"
         )
     path.write_text(json.dumps(SIDECAR))
-    Outputs(video=tmp_path / "out.mp4").check({})
+    OutputPaths(video=tmp_path / "out.mp4").check({})
 
 
 def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
@@ -183,28 +183,30 @@ def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
 def test_a_state_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
     path = tmp_path / "out.resume.safetensors"
     path.write_bytes(b"weights of mine")
-    assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
+    assert f"{path} exists and this toolkit did not" in refused(OutputPaths(tmp_path / "out.mp4"))
     write_tensors(path, {"a": torch.zeros(1)}, {})
-    assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
+    assert f"{path} exists and this toolkit did not" in refused(OutputPaths(tmp_path / "out.mp4"))
     write_run_tensors(path, {"a": torch.zeros(1)}, {})  # as --save-tensors does
-    assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
+    assert f"{path} exists and this toolkit did not" in refused(OutputPaths(tmp_path / "out.mp4"))
     write_state(path)
-    Outputs(tmp_path / "out.mp4").check({})
+    OutputPaths(tmp_path / "out.mp4").check({})
 
 
 def test_a_log_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
     path = tmp_path / "out.failure.log"
     for content in (b"", b"ltx-neuronal notes\n", b"notes\nltx-neuron\n", b"\xff\xfe"):
         path.write_bytes(content)
-        assert f"{path} exists and this toolkit did not" in refused(Outputs(tmp_path / "out.mp4"))
+        assert f"{path} exists and this toolkit did not" in refused(
+            OutputPaths(tmp_path / "out.mp4")
+        )
     path.write_text(f"{MARK}\nall was well\n")
-    Outputs(tmp_path / "out.mp4").check({})
+    OutputPaths(tmp_path / "out.mp4").check({})
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("absent")])
 def test_what_is_no_file_is_not_replaced(tmp_path, make):
     make(tmp_path / "out.json")
-    assert "this toolkit did not write it" in refused(Outputs(tmp_path / "out.mp4"))
+    assert "this toolkit did not write it" in refused(OutputPaths(tmp_path / "out.mp4"))
 
 
 # --- frames ---------------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ def test_an_image_in_the_folder_of_frames_is_refused(tmp_path):
     (tmp_path / "soft.png").symlink_to("fr/frame_00001.png")
     for image in ("fr/frame_00001.png", "fr/../fr/frame_00001.png", "soft.png"):
         said = refused(
-            Outputs(tmp_path / "out.mp4", frames=tmp_path / "fr"), image=tmp_path / image
+            OutputPaths(tmp_path / "out.mp4", frames=tmp_path / "fr"), image=tmp_path / image
         )
         assert "--image and frame_00001.png of --save-frames are the same file" in said
 
@@ -225,7 +227,7 @@ def test_pictures_of_others_are_neither_written_over_nor_removed(tmp_path):
     list(write_frames(folder, [TWO_FRAMES]))
     (folder / "frame_00300.png").write_bytes(b"\x89PNG of others")
     (folder / "notes.txt").write_text("kept")
-    said = refused(Outputs(tmp_path / "out.mp4", frames=folder))
+    said = refused(OutputPaths(tmp_path / "out.mp4", frames=folder))
     assert said == (
         f"{folder}/frame_00300.png exists and this toolkit did not write it; pass an empty"
         " folder with --save-frames DIR"
@@ -237,13 +239,15 @@ def test_pictures_of_others_are_neither_written_over_nor_removed(tmp_path):
 def test_frames_of_an_earlier_run_are_replaced_beside_files_of_others(tmp_path):
     list(write_frames(tmp_path, [TWO_FRAMES]))
     (tmp_path / "notes.txt").write_text("kept")
-    Outputs(tmp_path / "out.mp4", frames=tmp_path).check({})
+    OutputPaths(tmp_path / "out.mp4", frames=tmp_path).check({})
 
 
 def test_no_other_output_has_the_name_of_a_frame(tmp_path):
     frames = tmp_path / "fr"
     for name in ("tensors", "report"):
-        outputs = Outputs(tmp_path / "out.mp4", frames=frames, **{name: frames / "frame_00099.png"})
+        outputs = OutputPaths(
+            tmp_path / "out.mp4", frames=frames, **{name: frames / "frame_00099.png"}
+        )
         assert "frame_00099.png of --save-frames are the same file" in refused(outputs)
 
 
@@ -346,7 +350,7 @@ def plant(root: Path, checkpoint: Path) -> None:
     for name, target in HARD.items():
         os.link(root / target, root / name)
     list(write_frames(root / "fr", [TWO_FRAMES.repeat(2, 1, 1, 1)]))
-    for path in beside(root / "out" / "ours.mp4").values():
+    for path in sibling_files(root / "out" / "ours.mp4").values():
         write_one(path)
 
 
@@ -388,7 +392,7 @@ def opened(folder: Path, artifacts: Path) -> Workspace:
     return Workspace(model, resolve("cpu"), artifacts, 1, "float32", gemma)
 
 
-def draw(chance: random.Random, root: Path) -> tuple[Outputs, dict[str, Path]]:
+def draw(chance: random.Random, root: Path) -> tuple[OutputPaths, dict[str, Path]]:
     """Outputs, and the inputs of a run as the real run lists them."""
 
     def path() -> Path:
@@ -409,10 +413,10 @@ def draw(chance: random.Random, root: Path) -> tuple[Outputs, dict[str, Path]]:
     read = preflight.files_read([make_job("rain", images=held, loras=(Lora(lora, 1.0),))])
     if chance.random() < 0.2:
         folder = root / chance.choice(FOLDERS)
-        return Outputs(folder=folder, report=sometimes(path())), read | {
+        return OutputPaths(folder=folder, report=sometimes(path())), read | {
             "--prompts-file": root / spelled / "jobs.jsonl"
         }
-    outputs = Outputs(
+    outputs = OutputPaths(
         video=root / chance.choice(FOLDERS) / f"{chance.choice(STEMS)}.mp4",
         frames=sometimes(root / chance.choice(FOLDERS), 0.4),
         tensors=sometimes(path()),
@@ -422,7 +426,7 @@ def draw(chance: random.Random, root: Path) -> tuple[Outputs, dict[str, Path]]:
     return outputs, read
 
 
-def run_of(outputs: Outputs, read: dict[str, Path]) -> None:
+def run_of(outputs: OutputPaths, read: dict[str, Path]) -> None:
     """Check and write as a run does. Raises UserError where it refuses."""
     written = [path for path in (outputs.tensors, outputs.report) if path]
     if outputs.folder:
@@ -435,7 +439,7 @@ def run_of(outputs: Outputs, read: dict[str, Path]) -> None:
         videos = [outputs.video]
         outputs.check(read)
     for video in videos:
-        written += [video, *beside(video).values()]
+        written += [video, *sibling_files(video).values()]
     for path in written:
         write_one(path)
     if outputs.frames:

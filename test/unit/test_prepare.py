@@ -12,7 +12,7 @@ from ltx_neuron import errors, files, invocation
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.commands import dispatch
-from ltx_neuron.commands.prepare import Part, Preparation, parts_of
+from ltx_neuron.commands.prepare import ArtifactGroup, Preparation, parts_of
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import UserError
@@ -166,7 +166,7 @@ def test_damaged_records_stop_nothing(tiny, tmp_path):
 
 def test_on_neuron_the_time_of_compiling_is_not_measured(tiny, tmp_path):
     workspace = Workspace(tiny.checkpoint, resolve("trn2.3xlarge"), tmp_path, 4, "bfloat16")
-    part = Part("DiT graphs", [], [], print)
+    part = ArtifactGroup("DiT graphs", [], [], print)
     preparation = Preparation(workspace, [part], "prepare")
     preparation.missing = [part]
     assert "not measured" in rows(preparation)["DiT graphs"]

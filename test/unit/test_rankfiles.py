@@ -61,7 +61,7 @@ from ltx_neuron.weights.rankfiles import (
     verify,
 )
 from ltx_neuron.weights.sharder import check_specs, compare, shard_specs, shard_weights
-from ltx_neuron.weights.sharding import HOST, MODELS
+from ltx_neuron.weights.sharding import HOST, SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES, TensorFile
 
 TP = 4
@@ -72,7 +72,7 @@ SLOWEST = 1.0  # seconds until a damaged file is refused, whatever is wrong with
 @pytest.fixture(scope="module")
 def source(tiny):
     checkpoint = Checkpoint(tiny.checkpoint)
-    return Source(MODELS["dit"], [checkpoint], transformer_config(checkpoint.config).heads)
+    return Source(SHARDED_MODELS["dit"], [checkpoint], transformer_config(checkpoint.config).heads)
 
 
 @pytest.fixture(scope="module")
@@ -876,7 +876,7 @@ def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(copy, tmp_pa
 def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_still_read(
     tiny, tmp_path
 ):
-    source = Source(MODELS["vae"], [Checkpoint(tiny.checkpoint)])
+    source = Source(SHARDED_MODELS["vae"], [Checkpoint(tiny.checkpoint)])
     specs, identity = shard_specs(source, TP, {}), IDENTITY | {"model": "vae"}
     folder, old = tmp_path / "weights", tmp_path / "old"
     assert shard_weights(source, folder, identity, TP, torch.float32, specs)

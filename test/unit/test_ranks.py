@@ -10,7 +10,11 @@ from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.models.signatures import Field
 
-BACKENDS = {"torchdist": host.Ranks, "nxd": runtime.Ranks, "guidance groups": teams.GuidanceGroups}
+BACKENDS = {
+    "torchdist": host.TorchDistRanks,
+    "nxd": runtime.NxdRanks,
+    "guidance groups": teams.GuidanceGroups,
+}
 METHODS = [
     name
     for name, member in vars(ranks.Ranks).items()

@@ -15,7 +15,7 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.engine import run as module
 from ltx_neuron.engine.decode import Result
 from ltx_neuron.engine.preflight import RunOptions
-from ltx_neuron.engine.run import Engine, Failure
+from ltx_neuron.engine.run import Engine, JobFailure
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 
@@ -76,7 +76,7 @@ def fails(seed: int, error: Exception):
 
 
 def outcomes(results) -> list:
-    return [(r.job.seed, isinstance(r, Failure)) for r in results]
+    return [(r.job.seed, isinstance(r, JobFailure)) for r in results]
 
 
 @pytest.mark.parametrize("where", ["stage", "decode"])

@@ -39,7 +39,7 @@ from ltx_neuron.models.programs import dit_program, may_divide
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.samplers import ancestral_coefficients
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
-from ltx_neuron.weights.sharding import ALL, MODELS, rule
+from ltx_neuron.weights.sharding import ALL, SHARDED_MODELS, rule
 
 TP, LAYERS, TOKENS, AUDIO_TOKENS = 4, 2, 24, 18
 STEPS = len(STAGE_2_SIGMAS) - 1
@@ -119,7 +119,7 @@ def cut(weights: dict, rank: int, tp: int) -> dict[str, torch.Tensor]:
     """A rank's weights of the DiT; those of the host are left out by name."""
     parts = {}
     for name, tensor in weights.items():
-        split = rule(MODELS["dit"], name)
+        split = rule(SHARDED_MODELS["dit"], name)
         if split == ALL:
             parts[name] = tensor
         elif isinstance(split, int):

@@ -22,7 +22,16 @@ from ltx_neuron.models.programs import connector_program, dit_program, gemma3_pr
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharder import TensorLayout, shard_specs, shard_weights
-from ltx_neuron.weights.sharding import ALL, COL, HOST, MODELS, ROW, local_shape, rename, rule
+from ltx_neuron.weights.sharding import (
+    ALL,
+    COL,
+    HOST,
+    ROW,
+    SHARDED_MODELS,
+    local_shape,
+    rename,
+    rule,
+)
 from ltx_neuron.weights.tensorfile import TensorFile
 
 TP = 4
@@ -55,7 +64,7 @@ def released_shapes() -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def rows(model: str, name: str) -> list:
-    return [pattern for pattern in MODELS[model].table if re.fullmatch(pattern, name)]
+    return [pattern for pattern in SHARDED_MODELS[model].table if re.fullmatch(pattern, name)]
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +72,8 @@ def sources(tiny):
     """The tensors of both models of the tiny assets."""
     checkpoint = Checkpoint(tiny.checkpoint)
     return {
-        "dit": Source(MODELS["dit"], [checkpoint]),
-        "gemma3": Source(MODELS["gemma3"], [checkpoint, *gemma_files(tiny.gemma_root)]),
+        "dit": Source(SHARDED_MODELS["dit"], [checkpoint]),
+        "gemma3": Source(SHARDED_MODELS["gemma3"], [checkpoint, *gemma_files(tiny.gemma_root)]),
     }
 
 
@@ -119,13 +128,13 @@ def test_no_row_of_a_table_is_without_a_tensor(sources):
     for model, source in sources.items():
         used = {pattern for name in source.locations for pattern in rows(model, name)}
         later = {"keyframes_abs_pos_embedding"}  # LTX-2.5's
-        assert set(MODELS[model].table) - later == used
+        assert set(SHARDED_MODELS[model].table) - later == used
 
 
 def test_every_dimension_that_a_row_splits_can_be_split_in_the_released_model():
     for model, shapes in released_shapes().items():
         for name, shape in shapes.items():
-            split = rule(MODELS[model], name)
+            split = rule(SHARDED_MODELS[model], name)
             for tp in (4, 8, 16, 32):
                 local = local_shape(shape, split, tp, name)
                 assert (
@@ -152,7 +161,7 @@ def test_every_dimension_that_a_row_splits_can_be_split_in_the_released_model():
 )
 def test_a_tensor_is_split_as_the_computation_wants_it(name, split):
     assert name in released_shapes()["dit"]
-    assert rule(MODELS["dit"], name) == split
+    assert rule(SHARDED_MODELS["dit"], name) == split
 
 
 @pytest.mark.parametrize(
@@ -165,23 +174,25 @@ def test_a_tensor_is_split_as_the_computation_wants_it(name, split):
 )
 def test_a_tensor_that_nobody_knows_stops_the_sharder(name, tmp_path):
     with pytest.raises(UserError, match=f"(?s){re.escape(name)}.*0 rows of the dit"):
-        rule(MODELS["dit"], name)
+        rule(SHARDED_MODELS["dit"], name)
     path = tmp_path / "one.safetensors"
     save_file({f"model.diffusion_model.{name}": torch.ones(4, 4)}, path)
-    source = Source(MODELS["dit"], [TensorFile(path, "")])
+    source = Source(SHARDED_MODELS["dit"], [TensorFile(path, "")])
     with pytest.raises(UserError, match=re.escape(name)):
         shard_specs(source, 2, {})
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tensor_that_two_rows_match_stops_the_sharder():
-    model = MODELS["dit"]._replace(table={**MODELS["dit"].table, r"proj_out\.\w+": COL})
+    model = SHARDED_MODELS["dit"]._replace(
+        table={**SHARDED_MODELS["dit"].table, r"proj_out\.\w+": COL}
+    )
     with pytest.raises(UserError, match="matches 2 rows"):
         rule(model, "proj_out.weight")
 
 
 def test_a_tensor_of_another_model_is_left_out():
-    assert rename(MODELS["dit"], "text_model.proj.weight") is None
+    assert rename(SHARDED_MODELS["dit"], "text_model.proj.weight") is None
 
 
 def test_a_tensor_found_in_two_files_stops_the_sharder(tmp_path):
@@ -192,7 +203,7 @@ def test_a_tensor_found_in_two_files_stops_the_sharder(tmp_path):
         UserError,
         match=r"(?s)'norm\.weight' is in two places.*one\.safetensors and .*two\.safetensors",
     ):
-        Source(MODELS["gemma3"], [TensorFile(path, "") for path in files])
+        Source(SHARDED_MODELS["gemma3"], [TensorFile(path, "") for path in files])
 
 
 def whole_again(name, split, parts, arranged):
@@ -288,7 +299,7 @@ def test_a_tensor_that_does_not_divide_is_refused_by_name():
 def test_a_rank_of_the_released_model_holds_9_gigabytes_of_four():
     sizes = {}
     for name, shape in released_shapes()["dit"].items():
-        split = rule(MODELS["dit"], name)
+        split = rule(SHARDED_MODELS["dit"], name)
         if split != HOST:
             sizes[name] = 2 * torch.Size(local_shape(shape, split, TP, name)).numel()
     assert round(sum(sizes.values()) / 1e9, 1) == 9.3

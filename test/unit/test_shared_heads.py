@@ -23,7 +23,7 @@ from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.model_files import TextEncoderFile
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.weights.sharder import TensorLayout, shard_specs, shard_weights
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 
 HEADS, KEY_VALUE_HEADS, TOKENS = 8, 2, 12
 DEGREES = (1, 4, 8)  # a rank holds 2 heads, 1 shared by two ranks, 1 shared by four
@@ -48,7 +48,7 @@ def model(request, tmp_path_factory):
         for name in [name for name in checkpoint.shapes if name in file.shapes]:
             del checkpoint.shapes[name]  # the file has the projections
     config = transformer_config(checkpoint.config)
-    source = Source(MODELS["gemma3"], [checkpoint, *files], config.heads | gemma.heads)
+    source = Source(SHARDED_MODELS["gemma3"], [checkpoint, *files], config.heads | gemma.heads)
     layout = TensorLayout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
     layouts = {f"{stream}_aggregate_embed.weight": layout for stream in ("video", "audio")}
     for tp in DEGREES:

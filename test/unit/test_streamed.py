@@ -10,10 +10,10 @@ from torch import nn
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import arithmetic
-from ltx_neuron.host.arithmetic import BLAS, ONEDNN, Libraries
+from ltx_neuron.host.arithmetic import BLAS, ONEDNN, MatmulLibraries
 from ltx_neuron.text.host_encoder import MappedWeights, StoredLinear, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
 LAYERS, WIDTH = 3, 24
@@ -40,7 +40,7 @@ def stored(request, tmp_path):
     tensors = {name: tensor.to(request.param) for name, tensor in tensors.items()}
     path = tmp_path / "model.safetensors"
     save_file({f"language_model.model.{name}": tensor for name, tensor in tensors.items()}, path)
-    return Source(MODELS["gemma3"], [TensorFile(path, "made here")]), tensors
+    return Source(SHARDED_MODELS["gemma3"], [TensorFile(path, "made here")]), tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["in bf16", "in fp32"])
@@ -114,7 +114,7 @@ def test_products_are_those_of_the_weights_cast_to_fp32(
     x = randn(2, rows, WIDTH)
     layer.weight = nn.Parameter(layer.weight.to(weight), requires_grad=False)
     wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    with StoredLinear(Libraries(library, library)):
+    with StoredLinear(MatmulLibraries(library, library)):
         got = layer(x)
     assert got.dtype == torch.float32 and rel(got, wanted) < EQUAL
 
@@ -122,5 +122,5 @@ def test_products_are_those_of_the_weights_cast_to_fp32(
 def test_activations_of_another_dtype_are_multiplied_as_ever():
     x, weight = randn(3, WIDTH).bfloat16(), randn(5, WIDTH).bfloat16()
     wanted = nn.functional.linear(x, weight)
-    with StoredLinear(Libraries()):
+    with StoredLinear(MatmulLibraries()):
         assert torch.equal(nn.functional.linear(x, weight), wanted)

@@ -17,7 +17,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer, tokenize
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.model_files import TextEncoderFile
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 
 PROMPT = "a golden retriever puppy runs across a sunny green meadow"
 
@@ -113,7 +113,9 @@ def test_files_with_the_names_of_transformers_and_of_comfyui_give_equal_weights(
         for name, tensor in load_file(path).items()
     }
     save(nested, renamed, TextEncoderFile(path, "").metadata)
-    flat, other = (Source(MODELS["gemma3"], [TextEncoderFile(p, "")]) for p in (path, nested))
+    flat, other = (
+        Source(SHARDED_MODELS["gemma3"], [TextEncoderFile(p, "")]) for p in (path, nested)
+    )
     assert set(flat.names) == set(other.names)
     assert {"layers.0.layer_scalar", "video_aggregate_embed.bias", "norm.weight"} < set(flat.names)
     assert all(torch.equal(flat.tensor(name), other.tensor(name)) for name in flat.names)

@@ -19,12 +19,12 @@ from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import gemma_config
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.arithmetic import Libraries
+from ltx_neuron.host.arithmetic import MatmulLibraries
 from ltx_neuron.sampling.guidance import NEGATIVE_PROMPT
 from ltx_neuron.text import inputs
 from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 
 # Four layers of a width of 32 and at most 256 tokens: the sums of an attention have more, masked,
 # summands
@@ -37,10 +37,10 @@ PUPPY, NIGHT = "a golden retriever puppy runs across a sunny green meadow", "nig
 @pytest.fixture(scope="module")
 def encoder(tiny):
     checkpoint = Checkpoint(tiny.checkpoint)
-    source = Source(MODELS["gemma3"], [checkpoint, *gemma_files(tiny.gemma_root)])
+    source = Source(SHARDED_MODELS["gemma3"], [checkpoint, *gemma_files(tiny.gemma_root)])
     config = transformer_config(checkpoint.config)
     return HostTextEncoder(
-        source, gemma_config(tiny.gemma_root), config, torch.float32, Libraries()
+        source, gemma_config(tiny.gemma_root), config, torch.float32, MatmulLibraries()
     )
 
 

@@ -34,7 +34,7 @@ from toy import (
 
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
 from ltx_neuron.backends.torchdist import host
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.backends.torchdist.protocol import SharedTensor
 from ltx_neuron.config.profiles import PROFILES, resolve
 from ltx_neuron.denoise import StageRun
@@ -64,7 +64,7 @@ def toy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def started():
     """Two ranks, for all tests that leave them in good health."""
-    with Ranks(PROFILES["cpu"], TP) as ranks:
+    with TorchDistRanks(PROFILES["cpu"], TP) as ranks:
         pids = pids_of(ranks)
         yield ranks
         os.kill(pids[1], signal.SIGSTOP)  # leaving the block ends even a rank that does not answer
@@ -200,7 +200,7 @@ def test_an_unloaded_model_may_be_loaded_again(ranks, toy):
 def test_unloading_frees_weights_and_tensors_and_a_ranks_own_error_reaches_the_host(tmp_path):
     width = 4096
     toy, weight_bytes = make_toy(tmp_path, width), 4 * width * width // TP
-    with Ranks(PROFILES["cpu"], TP) as ranks:
+    with TorchDistRanks(PROFILES["cpu"], TP) as ranks:
         pids = pids_of(ranks)
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         upload(ranks, toy)
@@ -221,7 +221,7 @@ def test_unloading_frees_weights_and_tensors_and_a_ranks_own_error_reaches_the_h
 def test_an_error_of_one_rank_is_said_by_its_number_and_ends_all(toy, tmp_path):
     right = load_file(toy.folders[1] / rank_file(0))
     save_weights(tmp_path, right, {"up.weight": torch.ones(8, 4)})
-    with Ranks(PROFILES["cpu"], TP) as ranks:
+    with TorchDistRanks(PROFILES["cpu"], TP) as ranks:
         pids = pids_of(ranks)
         os.kill(pids[0], signal.SIGSTOP)  # would neither answer nor end by itself
         with pytest.raises(RankRefusal) as error:
@@ -255,7 +255,7 @@ def test_a_rank_killed_in_a_run_is_named_and_leaves_no_process(toy):
 
 def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explained(toy, tmp_path):
     weights = Path(shutil.copytree(toy.folders[1], tmp_path / "weights"))
-    with Ranks(PROFILES["cpu"], TP) as ranks:
+    with TorchDistRanks(PROFILES["cpu"], TP) as ranks:
         ranks.load(weights, toy.programs, torch.float32)
         upload(ranks, toy)
         os.truncate(weights / rank_file(1), 0)
@@ -273,7 +273,7 @@ def test_a_stopped_rank_is_named_when_others_have_waited_for_it_too_long(
     """The others raise in their collective, and all but the stopped rank have then answered."""
     monkeypatch.setattr(host, "_PEERS_SECONDS", 1.0)
     before = shared_memories()
-    with Ranks(resolve("cpu", ("first_run_seconds=3",)), TP) as ranks:
+    with TorchDistRanks(resolve("cpu", ("first_run_seconds=3",)), TP) as ranks:
         pids = pids_of(ranks)
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         upload(ranks, toy)
@@ -311,7 +311,7 @@ def test_a_rank_that_cannot_be_started_is_said_in_a_sentence(monkeypatch):
     with pytest.raises(
         RankError, match="rank 0 of 2 could not be started: (?s:.*)killed the process"
     ):
-        Ranks(PROFILES["cpu"], TP)
+        TorchDistRanks(PROFILES["cpu"], TP)
 
 
 def test_an_interface_that_is_not_there_does_not_matter(monkeypatch, toy):

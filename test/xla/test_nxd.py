@@ -213,7 +213,7 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
     ids = [tokenize(load_tokenizer(assets.gemma_root), prompt) for prompt in prompts]
     assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [128, 1024]
     weights = workspace.weights("gemma3")
-    with runtime.Ranks(workspace.profile, TP) as ranks:
+    with runtime.NxdRanks(workspace.profile, TP) as ranks:
         ranks.load(weights, workspace.programs(workspace.text_graphs((128, 1024))), torch.float32)
         (held,) = ranks._sets
         assert (
@@ -286,7 +286,7 @@ def test_the_weights_of_all_buckets_are_uploaded_once(workspace, monkeypatch):
     monkeypatch.setattr(
         torch.ops.neuron, "_parallel_load", lambda parts: uploads.append(parts) or load(parts)
     )
-    with runtime.Ranks(workspace.profile, TP) as ranks:
+    with runtime.NxdRanks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
         (held,) = ranks._sets
         (parts,) = uploads
@@ -399,7 +399,7 @@ def program_of(generated) -> str:
     return next(name for name in generated.ranks.programs if name.startswith(f"v{tokens}-"))
 
 
-def one_step(ranks: runtime.Ranks, program: str, **changed) -> Tensor:
+def one_step(ranks: runtime.NxdRanks, program: str, **changed) -> Tensor:
     """Rank 0's video latent after a step; every named tensor is then what it was."""
     held = ranks._buffers
     tensors, owners = dict(held.tensors), dict(held.owners)
@@ -632,7 +632,7 @@ def test_a_rank_file_that_is_not_the_model_s_is_refused_though_nxd_would_take_it
 ):
     parts = [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
     spoil(parts[2])
-    with runtime.Ranks(workspace.profile, TP) as ranks, pytest.raises(UserError, match=said):
+    with runtime.NxdRanks(workspace.profile, TP) as ranks, pytest.raises(UserError, match=said):
         ranks.load(
             save_weights(tmp_path / "weights", *parts), dit_manifests(workspace), torch.float32
         )
@@ -644,7 +644,7 @@ def dit_manifests(workspace) -> dict:
 
 
 def test_unloading_frees_weights_graphs_and_tensors(workspace):
-    with runtime.Ranks(workspace.profile, TP) as ranks:
+    with runtime.NxdRanks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
         (held,) = ranks._sets
         watched = [weakref.ref(model) for copies in held.models.values() for model in copies]
@@ -664,7 +664,7 @@ def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(work
         save_weights(tmp_path / "weights", *parts),
         dit_manifests(workspace).items(),
     )
-    with runtime.Ranks(workspace.profile, TP) as ranks:
+    with runtime.NxdRanks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dict([first, second]), torch.float32)
         (held,) = ranks._sets
         leaving = [
@@ -692,7 +692,7 @@ def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspac
     doubled = save_weights(
         tmp_path / "weights", *({name: t * 2 for name, t in part.items()} for part in parts)
     )
-    with runtime.Ranks(workspace.profile, TP) as ranks:
+    with runtime.NxdRanks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
         (held,) = ranks._sets
         addresses = [t.data_ptr() for t in held.tensors[1].values()]
@@ -713,7 +713,7 @@ def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspac
 
 def test_this_process_cannot_drive_another_number_of_ranks(workspace, generated):
     with pytest.raises(UserError, match="already drives 4 ranks and cannot drive 2"):
-        runtime.Ranks(workspace.profile, 2)
+        runtime.NxdRanks(workspace.profile, 2)
 
 
 def test_a_graph_for_another_number_of_ranks_is_refused(workspace, monkeypatch):
@@ -726,7 +726,7 @@ def test_a_graph_for_another_number_of_ranks_is_refused(workspace, monkeypatch):
         classmethod(lambda cls, path: setattr(m := load(cls, path), "world_size", 2) or m),
     )
     with (
-        runtime.Ranks(workspace.profile, TP) as ranks,
+        runtime.NxdRanks(workspace.profile, TP) as ranks,
         pytest.raises(UserError, match="compiled for 2 ranks, wanted 4"),
     ):
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
@@ -762,7 +762,7 @@ def test_a_failure_of_the_runtime_says_what_to_do(workspace, monkeypatch, call):
     else:
         monkeypatch.setattr(nxd_stubs, "_replicated", fail)
     with (
-        runtime.Ranks(workspace.profile, TP) as ranks,
+        runtime.NxdRanks(workspace.profile, TP) as ranks,
         pytest.raises(DeviceFailure, match=re.escape(said)) as failed,
     ):
         ranks.load(workspace.dit_weights(), manifests := dit_manifests(workspace), torch.float32)
@@ -912,7 +912,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(
     build.make(workspace, workspace.dit_graphs(job.buckets))
     with Engine(workspace, Recorder()) as engine:
         loaded = []
-        inner = runtime.Ranks.run
+        inner = runtime.NxdRanks.run
 
         def counted(ranks, program, sequence="main", **numbers):
             before = copies_of(ranks)
@@ -921,7 +921,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(
             return milliseconds
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runtime.Ranks, "run", counted)
+            patch.setattr(runtime.NxdRanks, "run", counted)
             (result,) = engine.run([job], decode=False)
     assert loaded == [(copies, copies)] * job.num_inference_steps
     launches = engine.recorder.counters.launches_per_step
@@ -933,7 +933,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(
     assert max(distances.values()) < FP32
 
 
-def copies_of(ranks: runtime.Ranks) -> dict[str, int]:
+def copies_of(ranks: runtime.NxdRanks) -> dict[str, int]:
     """How often each graph of the one weight set is loaded."""
     (held,) = ranks._sets
     return {graph: len(models) for (_, graph), models in held.models.items()}
@@ -1045,7 +1045,7 @@ LAYOUTS = {
 def eight_ranks(monkeypatch):
     """A process drives one number of ranks, and keeps its launch in the environment. Profiles of
     Trainium refuse groups of two ranks."""
-    monkeypatch.setattr(runtime.Ranks, "_started", None)
+    monkeypatch.setattr(runtime.NxdRanks, "_started", None)
     monkeypatch.setattr(Profile, "check_degree", lambda profile, tp: None)
     monkeypatch.setattr(profiles, "_check", lambda profile: None)
     for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_ROOT_COMM_ID"):
@@ -1163,7 +1163,7 @@ def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspa
         assets.checkpoint, tiled.checkpoint.config, torch.float32, profile=tiled.profile
     )
     latent = torch.randn(1, 128, *clip, generator=torch.Generator().manual_seed(3))
-    with runtime.Ranks(tiled.profile, TP) as ranks:
+    with runtime.NxdRanks(tiled.profile, TP) as ranks:
         ranks.load(tiled.weights("vae"), tiled.programs(tiled.decoder_graphs(clip)), torch.float32)
         tiling = host_tiles.tiling_for_ranks(tiled.profile, clip, TP)
         got = torch.cat([*host._decoded_in_tiles(latent, RankTiles(ranks))], dim=2)
@@ -1186,7 +1186,7 @@ def test_tiles_of_a_clip_are_encoded_on_four_cores_as_the_host_does(assets, work
     build.make(encodes, encodes.encoder_graphs(job))
     host = HostModels(assets.checkpoint, encodes.config, torch.float32)
     pixels = randn(1, 3, 17, 32, 96).clip(-1, 1)
-    with runtime.Ranks(encodes.profile, TP) as ranks:
+    with runtime.NxdRanks(encodes.profile, TP) as ranks:
         programs = encodes.programs(encodes.encoder_graphs(job))
         assert len(programs) == 2
         ranks.load(encodes.weights("encoder"), programs, torch.float32)
@@ -1205,7 +1205,7 @@ def test_sound_on_four_cores_is_the_hosts(assets, workspace, tmp_path):
         graphs = sound.sound_graphs(latents, size)
         build.make(sound, graphs)
         programs |= sound.programs(graphs)
-    with runtime.Ranks(sound.profile, TP) as ranks:
+    with runtime.NxdRanks(sound.profile, TP) as ranks:
         ranks.load(sound.weights("sound"), programs, torch.float32)
         on_ranks = RankSound(ranks, resampling_filters(sound.vocoder))
         for latents in (3, 60):
@@ -1237,7 +1237,7 @@ def test_a_vae_stages_blocks_are_one_graph_that_takes_the_weights_of_each(worksp
     (stage,) = (name for name in manifest.graphs if name.startswith("residual"))
     assert sum(name == stage for name, _ in manifest.runs["main"]) == 2
     folder = save_weights(tmp_path / "weights", *[weights] * TP)
-    with runtime.Ranks(workspace.profile, TP) as ranks:
+    with runtime.NxdRanks(workspace.profile, TP) as ranks:
         ranks.load(folder, {"vae": manifest}, torch.float32)
         ranks.put("vae", tile_latent=tiles)
         ranks.run("vae")
@@ -1327,7 +1327,7 @@ def test_gemma_4_with_its_global_head_on_every_rank_encodes_as_on_the_host(split
     build.make(ours, ours.weight_sets("gemma3"))
     build.make(ours, ours.text_graphs())
     ids = tokenize(ours.tokenizer, PROMPT)
-    with runtime.Ranks(ours.profile, TP) as ranks:
+    with runtime.NxdRanks(ours.profile, TP) as ranks:
         ranks.load(ours.weights("gemma3"), ours.programs(ours.text_graphs((128,))), torch.float32)
         (held,) = ranks._sets
         full, sliding = ours.gemma.full_attention_layers[0], 0
@@ -1350,7 +1350,7 @@ def test_frames_of_the_diffusion_decoder_on_four_cores_equal_the_hosts(split, fo
     build.make(ours, ours.decoder_graphs(clip))
     host = HostModels(ours.checkpoint_path, ours.config, torch.float32, files=ours.files)
     latent = randn(1, 128, *clip, seed=3)
-    with runtime.Ranks(ours.profile, TP) as ranks:
+    with runtime.NxdRanks(ours.profile, TP) as ranks:
         ranks.load(ours.weights("vae"), ours.programs(ours.decoder_graphs(clip)), torch.float32)
         spans = RankSpans(ranks, ours.video_decoder, torch.float32)
         decoders = (

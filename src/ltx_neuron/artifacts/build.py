@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ltx_neuron import artifacts, invocation
 from ltx_neuron.artifacts.store import Store, names_in
 from ltx_neuron.artifacts.transfer import pull
-from ltx_neuron.artifacts.workspace import SHARDED, Need, Workspace
+from ltx_neuron.artifacts.workspace import SHARD_COMMANDS, Need, Workspace
 from ltx_neuron.backends import manifest, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.config.sound import SPAN_LATENTS
@@ -214,8 +214,8 @@ def check_bytes(workspace: Workspace, needs: Iterable[Need]) -> list[Path]:
 
 def check_finished(model: str, artifacts_dir: Path) -> None:
     """Compare every finished weight set of a model with its manifest."""
-    verb = SHARDED[model][1]
-    models = [name for name, (_, others, _) in SHARDED.items() if others == verb]
+    verb = SHARD_COMMANDS[model][1]
+    models = [name for name, (_, others, _) in SHARD_COMMANDS.items() if others == verb]
     folders = [path for name in models for path in artifacts.finished_weights(artifacts_dir, name)]
     if not folders:
         raise UserError(

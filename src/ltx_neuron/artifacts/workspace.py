@@ -57,11 +57,11 @@ from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import MergedSource, WeightSet, identity_of
 from ltx_neuron.weights.model_files import KINDS, ModelFiles, check_release, named_release
-from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
 # Model -> its title, its name in the shard command, and the config section of a VAE's file
-SHARDED = {
+SHARD_COMMANDS = {
     "dit": ("DiT", "transformer", ""),
     "gemma3": ("Gemma", "gemma3", ""),
     "vae": ("VAE", "vae", "vae"),
@@ -195,9 +195,9 @@ class Workspace:
                 source = self._merged(loras)
             elif model == "gemma3":
                 files += self.files.text_files()
-                source = MergedSource(MODELS[model], files, loras, heads | self.gemma.heads)
+                source = MergedSource(SHARDED_MODELS[model], files, loras, heads | self.gemma.heads)
             else:
-                source = Source(MODELS[model], [self.files.of(SHARDED[model][2])])
+                source = Source(SHARDED_MODELS[model], [self.files.of(SHARD_COMMANDS[model][2])])
             self._sources[model, loras] = source
         return self._sources[model, loras]
 
@@ -208,7 +208,9 @@ class Workspace:
         releases = {lora: named_release(file) or release for lora, file in files.items()}
         others = {lora: other for lora, other in releases.items() if other is not release}
         try:
-            source = MergedSource(MODELS["dit"], [self.checkpoint], loras, self.transformer.heads)
+            source = MergedSource(
+                SHARDED_MODELS["dit"], [self.checkpoint], loras, self.transformer.heads
+            )
         except UserError:
             for lora in others:
                 check_release(files[lora], "--lora", release, release.download("lora"))
@@ -329,7 +331,7 @@ class Workspace:
             "loras": getattr(source, "lora_identity", []),
         }
         names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
-        title, verb, _ = SHARDED[model]
+        title, verb, _ = SHARD_COMMANDS[model]
         words = (("--lora", hub.hub_name(lora.path), lora.strength) for lora in loras)
         command = self._command(f"shard {verb}", *chain.from_iterable(words))
         return Need(f"{title} weights{names}", identity, command, source=source)

@@ -78,7 +78,7 @@ def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> N
 def ranks(profile: Profile, tp: int, cache: Path) -> Ranks:
     """The started ranks of a run. cache: the folder of `precompile`."""
     if profile.backend == "nxd":
-        return runtime.Ranks(profile, tp)
+        return runtime.NxdRanks(profile, tp)
     numbers = range(profile.guidance_parallel)
-    groups = [partial(host.Ranks, profile, tp, cache, number) for number in numbers]
+    groups = [partial(host.TorchDistRanks, profile, tp, cache, number) for number in numbers]
     return GuidanceGroups(groups) if len(groups) > 1 else groups[0]()

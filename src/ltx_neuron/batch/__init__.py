@@ -18,11 +18,10 @@ from ltx_neuron import files
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.batch import prompts_file
 from ltx_neuron.config.common import digest
-from ltx_neuron.engine.decode import Clip
+from ltx_neuron.engine.decode import DecodedClip
 from ltx_neuron.engine.durations import with_durations
 from ltx_neuron.engine.outputs import (
-    Outputs,
-    beside,
+    OutputPaths,
     check_replaceable,
     is_log,
     log_path,
@@ -31,11 +30,12 @@ from ltx_neuron.engine.outputs import (
     not_ours,
     run_identity,
     show,
+    sibling_files,
     write_sidecar,
 )
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.resume import JobRun, restore_state, save_state, state_path
-from ltx_neuron.engine.run import Engine, Failure
+from ltx_neuron.engine.run import Engine, JobFailure
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable, write_json
 from ltx_neuron.format import few
@@ -127,12 +127,12 @@ def generate(
     prompts_file: Path,
     workspace: Workspace,
     options: RunOptions,
-    outputs: Outputs,
+    outputs: OutputPaths,
 ) -> None:
     """Make the videos of a prompts file's lines. Exits with 1 if one failed."""
     recorder = Recorder(outputs.price)
 
-    def save(clip: Clip, path: Path) -> None:
+    def save(clip: DecodedClip, path: Path) -> None:
         clip.write(path, recorder)
         write_sidecar(path, clip.job, engine)
 
@@ -181,7 +181,7 @@ def run(
     lines: list[Line],
     engine: Engine,
     folder: Path,
-    write: Callable[[Clip, Path], None],
+    write: Callable[[DecodedClip, Path], None],
     identity_of: Callable[[Job], dict],
 ) -> list[dict]:
     """Run the unfinished lines. Returns every line's entry, in the file's order.
@@ -212,7 +212,7 @@ def run(
         return run
 
     # Jobs end one after another in any thread, so this never runs concurrently.
-    def finish(clip: Clip) -> None:
+    def finish(clip: DecodedClip) -> None:
         line = line_of(clip.job)
         write(clip, folder / line.file)
         results.done(line)
@@ -222,7 +222,7 @@ def run(
     jobs = [line.job for line in pending.values()]
     if jobs:
         for outcome in engine.run(jobs, isolate=True, resume=resume, write=finish):
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, JobFailure):
                 results.failed(line_of(outcome.job), outcome.error)
     return [results.entries[line.number] for line in lines]
 
@@ -248,7 +248,7 @@ def check_outputs(
     outputs |= {"--perf-dump-path": report} if report else {}
     for line in lines:
         video = folder / line.file
-        for path in (video, *beside(video).values()):
+        for path in (video, *sibling_files(video).values()):
             outputs[f"{path.name} of --output-dir"] = path
     files.check_outputs(outputs, inputs)
     if os.path.lexists(log) and not is_log(log):
@@ -257,7 +257,7 @@ def check_outputs(
     for line in lines:
         video = folder / line.file
         check_replaceable(video, "--output-dir")
-        ours = line.file in done or any(map(os.path.lexists, beside(video).values()))
+        ours = line.file in done or any(map(os.path.lexists, sibling_files(video).values()))
         if os.path.lexists(video) and not ours:
             raise not_ours(video, "--output-dir")
 

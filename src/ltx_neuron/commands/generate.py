@@ -11,10 +11,10 @@ from ltx_neuron import batch, flags, invocation
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.engine import resume
-from ltx_neuron.engine.decode import Clip, Result
+from ltx_neuron.engine.decode import DecodedClip, Result
 from ltx_neuron.engine.durations import predict_only, with_durations
 from ltx_neuron.engine.outputs import (
-    Outputs,
+    OutputPaths,
     log_path,
     logging_failure,
     run_identity,
@@ -109,7 +109,7 @@ def batch_main(argv: list[str]) -> None:
     run(arguments(argv, "batch"))
 
 
-def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outputs) -> None:
+def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: OutputPaths) -> None:
     """Make one video. User's mistakes raise UserError before a model loads."""
     job, recorder = workspace.resolved(job), Recorder(outputs.price)
     engine = Engine(workspace, recorder, options)
@@ -126,7 +126,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         def resumed(job: Job) -> resume.JobRun | None:
             return interrupted_run(job, outputs, identity(), workspace.dtype)
 
-        def write(clip: Clip) -> None:
+        def write(clip: DecodedClip) -> None:
             assert outputs.video
             # Each file appears under its name only when whole.
             if outputs.frames:
@@ -144,7 +144,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
 
 
 def interrupted_run(
-    job: Job, outputs: Outputs, identity: dict, dtype: torch.dtype
+    job: Job, outputs: OutputPaths, identity: dict, dtype: torch.dtype
 ) -> resume.JobRun | None:
     """The run that --resume selects; None for a new one."""
     assert outputs.video

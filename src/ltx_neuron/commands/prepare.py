@@ -36,7 +36,7 @@ _EXAMPLE = """ltx-neuron prepare --neuron-gemma --gemma-root gemma-3-12b \\
 _SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure the write rate
 
 
-class Part(NamedTuple):
+class ArtifactGroup(NamedTuple):
     """Weights or graphs that are made together. folders: their final folders. make: makes the
     missing ones. size: bytes of weights; None for graphs, whose size is unknown before
     compilation."""
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 def parts_of(
     workspace: Workspace, jobs: list[Job], options: RunOptions, workers: int | None = None
-) -> list[Part]:
+) -> list[ArtifactGroup]:
     """The needs of jobs by their titles, in the order of their making."""
     parts = []
     for title, group in groupby(needs(workspace, jobs, options), lambda need: need.title):
@@ -63,7 +63,7 @@ def parts_of(
         make, size = partial(build.make, workspace, listed, workers), None
         if listed[0].source:
             size = sum(build.weight_bytes(workspace, need) for need in listed)
-        parts.append(Part(title, listed, [*map(workspace.folder, listed)], make, size))
+        parts.append(ArtifactGroup(title, listed, [*map(workspace.folder, listed)], make, size))
     return parts
 
 
@@ -71,7 +71,7 @@ class Preparation:
     """The parts of a workspace. Finds the missing ones and makes them. command: what the user types
     to continue."""
 
-    def __init__(self, workspace: Workspace, parts: list[Part], command: str):
+    def __init__(self, workspace: Workspace, parts: list[ArtifactGroup], command: str):
         self.workspace, self.parts, self.command = workspace, parts, command
         # Records of this machine: "rate", bytes of weights per second; "seconds" of parts;
         # "folders" of graphs that the ranks' compiler has compiled.
@@ -82,7 +82,7 @@ class Preparation:
             self.took |= read_json(self._file)
         self.missing = [part for part in parts if not self._is_there(part)]
 
-    def _is_there(self, part: Part) -> bool:
+    def _is_there(self, part: ArtifactGroup) -> bool:
         """Raises UserError for a damaged folder."""
         finished = [need for need in part.needs if self.workspace.is_made(need)]
         for need in finished:
@@ -93,7 +93,7 @@ class Preparation:
         known = {*map(str, part.folders)} <= {*self.took["folders"]}
         return known or not self._compiled_by_ranks(part)
 
-    def _compiled_by_ranks(self, part: Part) -> bool:
+    def _compiled_by_ranks(self, part: ArtifactGroup) -> bool:
         profile = self.workspace.profile
         ranks = profile.backend == "torchdist" and profile.compile_backend != "export"
         return ranks and part.size is None
@@ -120,7 +120,7 @@ class Preparation:
             return self.took["rate"], "as last time"
         return measured_rate(self.workspace.checkpoint_path, self.place), "of a copied sample"
 
-    def _expected(self, part: Part) -> str:
+    def _expected(self, part: ArtifactGroup) -> str:
         if part.size is not None:
             return f"about {format_seconds(part.size / self.rate[0])}"
         if self.workspace.profile.device == "neuron":
@@ -128,7 +128,7 @@ class Preparation:
         seconds = self.took["seconds"].get(self._key(part))
         return f"about {format_seconds(seconds)}" if seconds else "not known yet"
 
-    def _key(self, part: Part) -> str:
+    def _key(self, part: ArtifactGroup) -> str:
         """A key of a part's graphs that does not depend on the code's version."""
         names = (path.name.rpartition("-")[0] for path in part.folders)
         profile = self.workspace.profile

@@ -172,7 +172,7 @@ def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tupl
     return next(n for n in range(1, frames + 1) if shapes(n) == wanted), rows, columns
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     """An axis in parts of equal size. Each part has a window with the keys of its queries.
 
     length, kernel   number of positions of the axis, and of neighbours of a position
@@ -195,13 +195,13 @@ class Cut(NamedTuple):
         return [end - before for before, end in zip([0, *ends], ends, strict=False)]
 
 
-def cut(length: int, size: int, kernel: int) -> Cut:
+def cut(length: int, size: int, kernel: int) -> AxisCut:
     """Cut an axis of at least `kernel` positions into parts of at most `size`."""
     size = min(size, length)
     window = min(size + kernel - 1, length)
     starts = [*range(0, length - size, size), length - size]
     windows = [clamped(start - kernel // 2, length - window) for start in starts]
-    return Cut(length, kernel, size, window, starts, windows)
+    return AxisCut(length, kernel, size, window, starts, windows)
 
 
 def clamped(position: int, last: int) -> int:

@@ -219,7 +219,7 @@ class Profile:
 
 _HINTS = typing.get_type_hints(Profile)
 # Models with their own compiler flags.
-MODELS = ("dit", "gemma3", "connectors", "vae", "encoder", "sound")
+COMPILED_MODELS = ("dit", "gemma3", "connectors", "vae", "encoder", "sound")
 _GIB = 2**30
 TRAINIUM2 = Chip(
     cores=8,
@@ -602,7 +602,7 @@ def _changed(profile: Profile, setting: str) -> Profile:
             f"--profile-set {setting}: wanted key=value, as in --profile-set attention=matmul"
         )
     table, _, entry = key.partition(".")
-    flags = [f"compiler_flags.{model}" for model in MODELS]
+    flags = [f"compiler_flags.{model}" for model in COMPILED_MODELS]
     if key in flags or (table == "environment" and entry):
         entries = dict(getattr(profile, table)) | {entry: text}
         return dataclasses.replace(profile, **{table: tuple(entries.items())})

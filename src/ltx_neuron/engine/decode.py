@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.engine.resume import JobRun
-from ltx_neuron.host.background import Background, ahead, wait_for
+from ltx_neuron.host.background import Background, prefetch, wait_for
 from ltx_neuron.host.conditions import with_source
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.video import cut_frames, cut_sound, write_video, write_wav
@@ -24,7 +24,7 @@ UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}
 
 
 @dataclass
-class Clip:
+class DecodedClip:
     """One job's video or sound, which is decoded as its chunks are read."""
 
     job: Job
@@ -61,12 +61,12 @@ class Result:
         """float32 (2, samples); None for latents only."""
         return self.tensors.get("waveform")
 
-    def clip(self) -> Clip:
+    def clip(self) -> DecodedClip:
         """The video as a Clip, if its frames were kept."""
         frames, waveform = self.frames, self.waveform
         assert waveform is not None and (frames is not None or self.job.sound_only)
         chunks = iter(() if frames is None else (frames,))
-        return Clip(self.job, chunks, lambda: waveform, self.sample_rate)
+        return DecodedClip(self.job, chunks, lambda: waveform, self.sample_rate)
 
 
 class Decoder:
@@ -82,16 +82,16 @@ class Decoder:
         self,
         host: HostModels,
         recorder: Recorder,
-        ahead: bool,
+        prefetch: bool,
         decode_video: Callable[..., Iterator[Tensor]] | None = None,
         decode_audio: Callable[[Tensor], Tensor] | None = None,
     ):
-        self.host, self.recorder, self.ahead = host, recorder, ahead
+        self.host, self.recorder, self.ahead = host, recorder, prefetch
         self.decode_video = decode_video or host.decode_video
         self.decode_audio = decode_audio or host.decode_audio
 
     def result(
-        self, run: JobRun, write: Callable[[Clip], None] | None = None, decode: bool = True
+        self, run: JobRun, write: Callable[[DecodedClip], None] | None = None, decode: bool = True
     ) -> Result:
         """The result of a run with all latents.
 
@@ -127,7 +127,7 @@ class Decoder:
     @contextmanager
     def _clip(
         self, job: Job, video: Tensor | None, tensors: dict[str, Tensor], rate: int
-    ) -> Iterator[Clip]:
+    ) -> Iterator[DecodedClip]:
         """A job's clip. If cores are free, pictures are decoded ahead, and sound in parallel."""
         chunks = self._pictures(video, job.seed, job.decoded_keyframes(tensors))
         sound = cache(partial(self._sound, job, tensors))
@@ -141,7 +141,7 @@ class Decoder:
             future = None
             if self.ahead:
                 future = stack.enter_context(Background()).submit(sound)
-                chunks = ahead(chunks)
+                chunks = prefetch(chunks)
             stack.enter_context(closing(chunks))
 
             def waveform() -> Tensor:
@@ -149,7 +149,7 @@ class Decoder:
                     return wait_for(future) if future else sound()
 
             ready = future.done if future else lambda: False
-            yield Clip(job, self._awaited(chunks), waveform, rate, ready)
+            yield DecodedClip(job, self._awaited(chunks), waveform, rate, ready)
 
     def _pictures(
         self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor]

@@ -47,7 +47,7 @@ _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
 
 
 @dataclass(frozen=True)
-class Outputs:
+class OutputPaths:
     """Output files of a generation, and the state to resume from."""
 
     # The MP4, or the WAV of sound alone; beside it a JSON of the same name and, during the run, its
@@ -71,7 +71,7 @@ class Outputs:
         check_output_path(self.video, sound_only)
         if sound_only and self.frames:
             raise UserError("--sound-only makes no picture: leave out --save-frames")
-        siblings = beside(self.video).items()
+        siblings = sibling_files(self.video).items()
         named = {
             "--output-path": self.video,
             **{f"the {kind} of --output-path": path for kind, path in siblings},
@@ -124,14 +124,14 @@ def log_path(video: Path) -> Path:
     return video.with_suffix(LOG_SUFFIX)
 
 
-def beside(video: Path) -> dict[str, Path]:
+def sibling_files(video: Path) -> dict[str, Path]:
     """The files that a run always writes beside its video, by kind."""
     return {"JSON": video.with_suffix(".json"), "state": state_path(video), "log": log_path(video)}
 
 
 def check_replaceable(video: Path, flag: str) -> None:
     """Raise UserError if a run would replace a file beside the video that no run wrote."""
-    for kind, path in beside(video).items():
+    for kind, path in sibling_files(video).items():
         if os.path.lexists(path) and not (path.is_file() and _IS_OURS[kind](path)):
             raise not_ours(path, flag)
 
@@ -224,7 +224,7 @@ def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
     return recorder.report(job, workspace.profile.name, workspace.tp, versions, identity)
 
 
-def show(report: dict, outputs: Outputs) -> None:
+def show(report: dict, outputs: OutputPaths) -> None:
     """Print the latency table, and write the report if requested."""
     if outputs.report:
         write_json(outputs.report, report)

@@ -22,7 +22,7 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.denoise.start import starting_states, to_upsample
 from ltx_neuron.denoise.tiled import TiledStageRun
-from ltx_neuron.engine.decode import Clip, Decoder, Result
+from ltx_neuron.engine.decode import DecodedClip, Decoder, Result
 from ltx_neuron.engine.preflight import Compiled, Preflight, RunOptions
 from ltx_neuron.engine.residency import Residency
 from ltx_neuron.engine.resume import JobRun
@@ -44,7 +44,7 @@ _REMEMBERED_PROMPTS = 32  # contexts have 13 MB per prompt
 
 
 @dataclass
-class Failure:
+class JobFailure:
     """The error of one job of a batch."""
 
     job: Job
@@ -92,7 +92,7 @@ class Engine:
         self,
         run: JobRun,
         compiled: Compiled,
-        write: Callable[[Clip], None] | None = None,
+        write: Callable[[DecodedClip], None] | None = None,
         decode: bool = True,
     ) -> Iterator[Stage | Result]:
         """One job, whose prompts are encoded, up to its video. Yields every stage when it has
@@ -199,9 +199,9 @@ class Engine:
         decode: bool = True,
         isolate: bool = False,
         resume: Callable[[Job], JobRun | None] = lambda job: None,
-        write: Callable[[Clip], None] | None = None,
+        write: Callable[[DecodedClip], None] | None = None,
         more: Callable[[], list[Job]] = list,
-    ) -> Iterator[Result | Failure]:
+    ) -> Iterator[Result | JobFailure]:
         """Generate every job. Jobs finish in order, except that stages of one weight set run
         together, so that weights are swapped least often.
 
@@ -222,7 +222,7 @@ class Engine:
         jobs, failed, compiled = self._check([*map(resolved, jobs)], isolate)
         with self._session(keep), self._decodes(isolate) as decodes:
             while jobs or failed:
-                yield from (Failure(*pair) for pair in failed)
+                yield from (JobFailure(*pair) for pair in failed)
                 runs = [resume(job) or JobRun(job) for job in jobs]
                 self._encode_prompts([run for run in runs if not run.contexts])
                 generations = {run: self.generate(run, compiled, write, decode) for run in runs}
@@ -410,14 +410,14 @@ class _Decodes(Background):
         self.isolate, self.waits, self.poll = isolate, waits, poll
         self._future: Future | None = None
 
-    def end(self, run: JobRun, generation: Iterator) -> Iterator[Result | Failure]:
+    def end(self, run: JobRun, generation: Iterator) -> Iterator[Result | JobFailure]:
         """End a job's generation. Yields the outcomes that are ready, in their order."""
         yield from self.outcomes()
         self._future = self.submit(_outcome, run, generation, self.isolate)
         if self.waits or run.error:
             yield from self.outcomes()
 
-    def outcomes(self, wait: bool = True) -> Iterator[Result | Failure]:
+    def outcomes(self, wait: bool = True) -> Iterator[Result | JobFailure]:
         """The last job's outcome; without `wait`, only if it is ready."""
         if self._future and (wait or self._future.done()):
             future, self._future = self._future, None
@@ -429,12 +429,12 @@ class _Decodes(Background):
         return bool(self._future) and bool(wait([self._future], POLL_SECONDS).not_done)
 
 
-def _outcome(run: JobRun, generation: Iterator, isolate: bool) -> Result | Failure:
+def _outcome(run: JobRun, generation: Iterator, isolate: bool) -> Result | JobFailure:
     if not run.error:
         with isolated(run, isolate):
             return next(generation)
     assert run.error
-    return Failure(run.job, run.error)
+    return JobFailure(run.job, run.error)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.config.profiles import MACHINES, resolve
-from ltx_neuron.engine.outputs import Outputs
+from ltx_neuron.engine.outputs import OutputPaths
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
@@ -520,8 +520,8 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     )
 
 
-def outputs(args: argparse.Namespace) -> Outputs:
-    return Outputs(
+def outputs(args: argparse.Namespace) -> OutputPaths:
+    return OutputPaths(
         video=args.output_path,
         folder=args.output_dir,
         frames=args.save_frames,

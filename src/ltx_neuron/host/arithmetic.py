@@ -62,7 +62,7 @@ CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
 _choices: dict[Path, dict[str, Any]] = {}
 
 
-class Libraries(NamedTuple):
+class MatmulLibraries(NamedTuple):
     """BLAS or ONEDNN, by kind of product."""
 
     few: str = ONEDNN  # few rows of activations with a large weight: Gemma3's layers
@@ -75,7 +75,7 @@ class Arithmetic(NamedTuple):
 
     dtype: torch.dtype = torch.float32  # of the video decoder's feature maps and convolutions
     speed: int = 1  # of convolutions in it, relative to float32 on this CPU: 1, 2 or 8
-    libraries: Libraries = Libraries()  # for products of float32 matrices
+    libraries: MatmulLibraries = MatmulLibraries()  # for products of float32 matrices
 
     def of_latents(self, dtype: torch.dtype) -> "Arithmetic":
         """The arithmetic of encoder and upsamplers for a run in `dtype`. A float32 run makes
@@ -111,7 +111,7 @@ class StoredProducts:
     """Products of float32 activations with weights of any dtype, which are cast in pieces that
     fit the CPU's cache. The memory is reused, because new pages cost more than writing to them."""
 
-    def __init__(self, libraries: Libraries):
+    def __init__(self, libraries: MatmulLibraries):
         self._libraries, self._cast_buffer = libraries, torch.empty(0)
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -156,10 +156,12 @@ def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
     return _choice(artifacts_dir, "bfloat16_speed", _measured_speed, (1, *_SPEEDS.values()))
 
 
-def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
-    all_libraries = itertools.product((BLAS, ONEDNN), repeat=len(Libraries._fields))
-    values = [Libraries(*each)._asdict() for each in all_libraries]
-    return Libraries(**_choice(artifacts_dir, "float32_products", _measured_libraries, values))
+def fastest_libraries(artifacts_dir: Path | None = None) -> MatmulLibraries:
+    all_libraries = itertools.product((BLAS, ONEDNN), repeat=len(MatmulLibraries._fields))
+    values = [MatmulLibraries(*each)._asdict() for each in all_libraries]
+    return MatmulLibraries(
+        **_choice(artifacts_dir, "float32_products", _measured_libraries, values)
+    )
 
 
 @cache
@@ -174,7 +176,7 @@ def _measured_speed() -> int:
 
 @cache
 def _measured_libraries() -> dict[str, str]:
-    products = {kind: _products(kind) for kind in Libraries._fields}
+    products = {kind: _products(kind) for kind in MatmulLibraries._fields}
     return _on_one_core(lambda: {kind: _fastest(each) for kind, each in products.items()})
 
 
@@ -188,7 +190,7 @@ def _products(kind: str) -> dict[str, Callable[[], object]]:
             product = partial(multiply, x, weight, out, library)
             functions[library] = lambda product=product: [product() for _ in range(_TILES)]
         else:
-            products = StoredProducts(Libraries(library, library))
+            products = StoredProducts(MatmulLibraries(library, library))
             functions[library] = partial(products.multiply, x, weight.bfloat16(), out)
     return functions
 

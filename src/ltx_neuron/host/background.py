@@ -62,7 +62,7 @@ def wait_for(future: Future, poll: Callable[[], None] = lambda: None) -> Any:
     return future.result()
 
 
-def ahead(items: Generator[Item, None, None]) -> Generator[Item, None, None]:
+def prefetch(items: Generator[Item, None, None]) -> Generator[Item, None, None]:
     """The items of a generator that runs in a separate thread, so that one item waits while the
     next one is made. Closing this generator cancels that one, and closes it in its thread."""
     end: Any = object()

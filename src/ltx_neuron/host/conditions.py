@@ -33,7 +33,7 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.sampling.extension import Extension
-from ltx_neuron.sampling.inputs import Inputs
+from ltx_neuron.sampling.inputs import JobInputs
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.tensorfile import finite
 
@@ -47,7 +47,7 @@ _TOO_SHORT = 512 / latents.SAMPLE_RATE  # seconds: half a frame of the spectrogr
 
 
 @own_files()
-def check(inputs: Inputs) -> None:
+def check(inputs: JobInputs) -> None:
     """Raise UserError for files that cannot be encoded. Reads only the headers of videos."""
     for image in inputs.images:
         check_image(image.path, *inputs.size.sides, inputs.orientation)
@@ -67,7 +67,7 @@ def check(inputs: Inputs) -> None:
 
 @own_files()
 def encode_images(
-    host: HostModels, inputs: Inputs, height: int, width: int
+    host: HostModels, inputs: JobInputs, height: int, width: int
 ) -> list[tuple[ImageCondition, Tensor]]:
     """The images with their latents (1, 128, 1, h, w) at a stage's size."""
     encoded = []
@@ -80,7 +80,7 @@ def encode_images(
 
 @own_files()
 def encode(
-    host: HostModels, inputs: Inputs, upsampled: bool = False, rank_tiles: Any = None
+    host: HostModels, inputs: JobInputs, upsampled: bool = False, rank_tiles: Any = None
 ) -> dict[str, Tensor]:
     """Tensors of a job's input sound and videos by name, for a stage. Missing inputs have no
     entries. upsampled: for stage 2, which has only references. rank_tiles: encodes tiles on the
@@ -120,7 +120,7 @@ def encode(
 # --- sound ----------------------------------------------------------------------------------------
 
 
-def _encode_sound(host: HostModels, inputs: Inputs, source: SoundCondition) -> dict[str, Tensor]:
+def _encode_sound(host: HostModels, inputs: JobInputs, source: SoundCondition) -> dict[str, Tensor]:
     sound = _stereo(_read_sound_condition(inputs, source), f"{SOUND} {source.path}")
     mel, latent = host.encode_audio(_heard(sound, inputs, source.bed))
     return {
@@ -131,7 +131,7 @@ def _encode_sound(host: HostModels, inputs: Inputs, source: SoundCondition) -> d
     }
 
 
-def _heard(sound: Sound, inputs: Inputs, bed: float | None) -> Sound:
+def _heard(sound: Sound, inputs: JobInputs, bed: float | None) -> Sound:
     """What the model hears: the input sound, then silence to the end of a tail, over the bed."""
     samples, rate = sound
     if inputs.tail_frames:
@@ -146,7 +146,7 @@ def _heard(sound: Sound, inputs: Inputs, bed: float | None) -> Sound:
     return Sound(samples + 10 ** (bed / 20) * noise, latents.SAMPLE_RATE)
 
 
-def _read_sound_condition(inputs: Inputs, source: SoundCondition) -> Sound:
+def _read_sound_condition(inputs: JobInputs, source: SoundCondition) -> Sound:
     path, start, duration = _read_sounds(inputs)[SOUND]
     sound = read_sound(path, SOUND, start, duration)
     if sound is None:
@@ -229,7 +229,7 @@ def read_reference_audio(path: str | Path, max_duration: float | None, flag: str
     return sound
 
 
-def notes(inputs: Inputs) -> list[str]:
+def notes(inputs: JobInputs) -> list[str]:
     """What a job changes of its files, in sentences: silence that is added, sound and pictures that
     are left out. Also a voice much shorter or longer than those of the training."""
     lines = [
@@ -256,7 +256,7 @@ def notes(inputs: Inputs) -> list[str]:
     return lines
 
 
-def _read_sounds(inputs: Inputs) -> dict[str, tuple[str | Path, float, float | None]]:
+def _read_sounds(inputs: JobInputs) -> dict[str, tuple[str | Path, float, float | None]]:
     read = {}
     if sound := inputs.sound:
         seconds = inputs.size.seconds if sound.max_duration is None else sound.max_duration
@@ -285,7 +285,7 @@ def _changes(path: str | Path, flag: str, start: float, duration: float | None) 
     return lines
 
 
-def voice_flag(inputs: Inputs) -> str:
+def voice_flag(inputs: JobInputs) -> str:
     return DUBBED if inputs.dubbing else VOICE
 
 
@@ -306,7 +306,7 @@ def _encode_reference_audio(
 # --- retake ---------------------------------------------------------------------------------------
 
 
-def _encode_retake(host: HostModels, inputs: Inputs, rank_tiles: Any) -> dict[str, Tensor]:
+def _encode_retake(host: HostModels, inputs: JobInputs, rank_tiles: Any) -> dict[str, Tensor]:
     assert inputs.retake
     path = inputs.retake.path
     frames = _frames(path, RETAKE, inputs.size.num_frames, inputs.upright)
@@ -323,7 +323,7 @@ def _fitted(latent: Tensor, frames: int) -> Tensor:
     return F.pad(latent, (0, 0, 0, frames - latent.shape[2])).contiguous()
 
 
-def _retaken_sound(inputs: Inputs) -> Sound | None:
+def _retaken_sound(inputs: JobInputs) -> Sound | None:
     path, start, duration = _read_sounds(inputs)[RETAKE]
     sound = read_sound(path, RETAKE, start, duration)
     if sound is None or _is_too_short(sound):
@@ -336,7 +336,7 @@ def _retaken_sound(inputs: Inputs) -> Sound | None:
 
 
 def _encode_extension(
-    host: HostModels, inputs: Inputs, extension: Extension, rank_tiles: Any
+    host: HostModels, inputs: JobInputs, extension: Extension, rank_tiles: Any
 ) -> dict[str, Tensor]:
     pixels = media.pixels_of(_known_frames(inputs, extension), *inputs.size.sides)
     known = host.encode_video(pixels.to(host.dtype), rank_tiles=rank_tiles)
@@ -350,7 +350,7 @@ def _encode_extension(
     return {"mel": mel, "video_latent": video, "audio_latent": audio}
 
 
-def _known_frames(inputs: Inputs, extension: Extension) -> Iterator[np.ndarray]:
+def _known_frames(inputs: JobInputs, extension: Extension) -> Iterator[np.ndarray]:
     frames = _source_frames(inputs, extension)
     if not extension.before:
         return islice(frames, extension.source_frames - extension.known_frames, None)
@@ -360,7 +360,7 @@ def _known_frames(inputs: Inputs, extension: Extension) -> Iterator[np.ndarray]:
     return chain([first, first], islice(frames, extension.known_frames - 1))
 
 
-def _extended_sound(inputs: Inputs, extension: Extension) -> Sound:
+def _extended_sound(inputs: JobInputs, extension: Extension) -> Sound:
     """The file's sound, as long as its video, after silence for what is generated before it."""
     if (sound := _retaken_sound(inputs)) is None:
         print(f"{RETAKE} {inputs.video_path} has no sound: the new part continues from silence")
@@ -371,14 +371,14 @@ def _extended_sound(inputs: Inputs, extension: Extension) -> Sound:
     return Sound(F.pad(samples, (before, whole - before - samples.shape[1])), rate)
 
 
-def _source_frames(inputs: Inputs, extension: Extension) -> Iterator[np.ndarray]:
+def _source_frames(inputs: JobInputs, extension: Extension) -> Iterator[np.ndarray]:
     assert inputs.video_path
     with own_files():
         yield from _frames(inputs.video_path, RETAKE, extension.source_frames, inputs.upright)
 
 
 def with_source(
-    inputs: Inputs, decoded: Generator[Tensor, None, None]
+    inputs: JobInputs, decoded: Generator[Tensor, None, None]
 ) -> Generator[Tensor, None, None]:
     """The frames of an extended video, in chunks, uint8 (N, H, W, 3): the file's, bit for bit, and
     the new ones from `decoded`, which is read no further than needed."""
@@ -395,7 +395,7 @@ def with_source(
 # --- references -----------------------------------------------------------------------------------
 
 
-def _check_references(inputs: Inputs) -> None:
+def _check_references(inputs: JobInputs) -> None:
     for reference in inputs.references:
         _, height, width = reference.pixels(inputs.size.first)
         sides = height, width
@@ -413,7 +413,7 @@ def _check_references(inputs: Inputs) -> None:
 
 
 def _encode_reference(
-    host: HostModels, inputs: Inputs, reference: ReferenceVideo, size: Size, rank_tiles: Any
+    host: HostModels, inputs: JobInputs, reference: ReferenceVideo, size: Size, rank_tiles: Any
 ) -> Tensor:
     """The latent of every time_scale-th frame after frame 0; of an IC-LoRA never in tiles."""
     flag = DUBBED if inputs.dubbing else REFERENCE
@@ -430,7 +430,7 @@ def _encode_reference(
 
 
 def _reference_attention(
-    inputs: Inputs, mask: AttentionMask, size: Size, dtype: torch.dtype
+    inputs: JobInputs, mask: AttentionMask, size: Size, dtype: torch.dtype
 ) -> Tensor:
     """(1, M): the mask's weight of each reference's token in a stage, times its strength."""
     frames = _frames(mask.path, MASK, _mask_frames(inputs, mask), inputs.upright)
@@ -440,7 +440,7 @@ def _reference_attention(
     return torch.cat([token_weights(pixels, shape) for shape in shapes], dim=1) * mask.strength
 
 
-def _mask_frames(inputs: Inputs, mask: AttentionMask) -> int:
+def _mask_frames(inputs: JobInputs, mask: AttentionMask) -> int:
     frames = min(media.footage(mask.path, MASK).num_frames, inputs.size.num_frames)
     for reference in inputs.references:
         latent_frames, _, _ = reference.latent_shape(inputs.size.first)

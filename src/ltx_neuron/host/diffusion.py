@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ltx_neuron.config.diffusion import (
     TIME_FACTOR,
-    Cut,
+    AxisCut,
     DiffusionDecoderConfig,
     clamped,
     cut,
@@ -153,11 +153,11 @@ class DiffusionDecoder:
         given = {f"region_{last}": features}
         yield from self._stream(("pixels_out", blocks - 1), times, given, near)
 
-    def _spans(self, stage: int) -> Cut:
+    def _spans(self, stage: int) -> AxisCut:
         """The spans of a stage's frames for calls without attention."""
         return cut(self.volumes[stage].frames, self.config.span, 1)
 
-    def _attention_spans(self, stage: int) -> tuple[Cut, list[Inputs]]:
+    def _attention_spans(self, stage: int) -> tuple[AxisCut, list[Inputs]]:
         """The spans of a stage's frames, and the data of each span's neighbourhood."""
         (frames, *sides), kernel = self.volumes[stage], self.config.kernels[stage]
         times = cut(frames, self.config.span, kernel[0])
@@ -168,7 +168,7 @@ class DiffusionDecoder:
     def _stream(
         self,
         call: Call,
-        times: Cut,
+        times: AxisCut,
         frames: dict[str, Iterator[Tensor]],
         of_spans: Sequence[Inputs] = (),
     ) -> Iterator[Tensor]:
@@ -325,7 +325,7 @@ _MASKED = -1e4
 
 
 def neighbourhoods(
-    config: DiffusionDecoderConfig, stage: int, times: Cut, rows: int, columns: int
+    config: DiffusionDecoderConfig, stage: int, times: AxisCut, rows: int, columns: int
 ) -> list[Neighbourhood]:
     """The Neighbourhood of every span of a stage. times: the cut of its frames."""
     lengths, kernel = (times.window, rows, columns), config.kernels[stage]
@@ -339,7 +339,7 @@ def neighbourhoods(
     ]
 
 
-def bias(parts: Cut, shifted: bool = True) -> Tensor:
+def bias(parts: AxisCut, shifted: bool = True) -> Tensor:
     """(parts, size, window): 0 where a query attends to a key, otherwise _MASKED. shifted: windows
     are shifted inward at borders, not cut off."""
     made = torch.full((len(parts.starts), parts.size, parts.window), _MASKED)

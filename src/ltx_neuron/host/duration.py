@@ -10,7 +10,7 @@ from torch.nn.functional import gelu
 
 from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.loading import ModelSpec
+from ltx_neuron.host.loading import ModelFile
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.model_files import check_release, config_of, described, kind_of
@@ -63,7 +63,7 @@ class DurationHead(nn.Module):
 
 def duration_head_spec(
     path: str | Path, checkpoint: Checkpoint, transformer: TransformerConfig
-) -> ModelSpec:
+) -> ModelFile:
     """The source of a checkpoint's duration head. Raises UserError for a file without one, and for
     a head of another release or of other widths."""
     file = WeightFile(path, f"{DOWNLOAD}\nand pass it with {FLAG} FILE")
@@ -86,7 +86,7 @@ def duration_head_spec(
             f"{FLAG} {path} reads contexts of widths {widths}, but those of --checkpoint-path"
             f" {checkpoint.path} have widths {wanted}\nPass the head that was published with it"
         )
-    return ModelSpec(
+    return ModelFile(
         name="duration head",
         path=path,
         flag=FLAG,

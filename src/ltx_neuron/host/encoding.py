@@ -15,7 +15,7 @@ TIME_TILE, TIME_OVERLAP = 80 // TIME_SCALE, 24 // TIME_SCALE
 SPACE_TILE, SPACE_OVERLAP = 768 // SPACE_SCALE, 64 // SPACE_SCALE
 
 
-class Part(NamedTuple):
+class TileSpan(NamedTuple):
     """A tile's latents along an axis, and their weights for blending."""
 
     start: int
@@ -28,8 +28,8 @@ def encode_tiled(encode: Callable[[list[Tensor]], Iterable[Tensor]], pixels: Ten
     tiles. A clip of at most 80 frames and 768 pixels per side is one tile. encode: the tiles'
     pixels to their latents. Source: ltx-pipelines 1.2.0, VideoEncoder.tiled_encode with its default
     tiles."""
-    frames, *sides = pixels.shape[2:]
-    latent = video_latent_shape(*sides, frames)
+    frames, height, width = pixels.shape[2:]
+    latent = video_latent_shape(height, width, frames)
     tiles = [*_tiles(latent)]
     total = None
     cut = [_cut(pixels, *tile) for tile in tiles]
@@ -43,7 +43,7 @@ def encode_tiled(encode: Callable[[list[Tensor]], Iterable[Tensor]], pixels: Ten
     return total
 
 
-def _cut(pixels: Tensor, time: Part, row: Part, column: Part) -> Tensor:
+def _cut(pixels: Tensor, time: TileSpan, row: TileSpan, column: TileSpan) -> Tensor:
     """A tile's pixels. The first latent of a tile, like that of a clip, is one frame."""
     return pixels[
         :,
@@ -56,25 +56,25 @@ def _cut(pixels: Tensor, time: Part, row: Part, column: Part) -> Tensor:
 
 def tile_counts(pixels: Sequence[int]) -> Counter[tuple[int, int, int]]:
     """The number of tiles of each size (frames, rows, columns) for a clip of `pixels`."""
-    frames, *sides = pixels
-    tiles = _tiles(video_latent_shape(*sides, frames))
+    frames, height, width = pixels
+    tiles = _tiles(video_latent_shape(height, width, frames))
     lengths = ([part.stop - part.start for part in tile] for tile in tiles)
     return Counter(
         ((f - 1) * TIME_SCALE + 1, h * SPACE_SCALE, w * SPACE_SCALE) for f, h, w in lengths
     )
 
 
-def _tiles(latent: tuple[int, int, int]) -> Iterator[tuple[Part, Part, Part]]:
+def _tiles(latent: tuple[int, int, int]) -> Iterator[tuple[TileSpan, TileSpan, TileSpan]]:
     times = parts(latent[0], TIME_TILE, TIME_OVERLAP, causal=True)
     rows, columns = (parts(length, SPACE_TILE, SPACE_OVERLAP) for length in latent[1:])
     return itertools.product(times, rows, columns)
 
 
-def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[Part]:
+def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[TileSpan]:
     """The tiles along an axis of `length` latents. In overlaps, weights add up to 1. causal: later
     tiles begin one latent earlier, with weight 0, because a first latent has one frame."""
     if length <= tile:
-        return [Part(0, length, torch.ones(length))]
+        return [TileSpan(0, length, torch.ones(length))]
     earlier, found = int(causal), []
     for start in range(0, length - overlap, tile - overlap):
         first, last = start == 0, start + tile >= length
@@ -86,5 +86,5 @@ def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[Pa
             weights[: overlap + earlier] = ramp[1 - earlier :]
         if not last:
             weights[len(weights) - overlap :] *= torch.linspace(1, 0, overlap + 2)[1:-1]
-        found.append(Part(begin, stop, weights))
+        found.append(TileSpan(begin, stop, weights))
     return found

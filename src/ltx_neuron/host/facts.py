@@ -5,13 +5,13 @@ from ltx_neuron.files import check_readable
 from ltx_neuron.host.conditions import DUBBED, REFERENCE, RETAKE, VOICE, read_reference_audio
 from ltx_neuron.host.images import is_still
 from ltx_neuron.host.media import footage, video_size
-from ltx_neuron.sampling.inputs import Inputs, Media
+from ltx_neuron.sampling.inputs import JobInputs, Media
 from ltx_neuron.sampling.latents import TIME_SCALE, sound_latent_frames
 from ltx_neuron.weights.lora import WeightSet, detailing_scale, dubbing_scale, reference_scale
 
 
 def read_media(
-    inputs: Inputs, loras: WeightSet, ic_loras: WeightSet, detailing_loras: WeightSet
+    inputs: JobInputs, loras: WeightSet, ic_loras: WeightSet, detailing_loras: WeightSet
 ) -> Media:
     """The facts of the input files and of their LoRAs' metadata. Raises UserError for a file whose
     size, length or sound cannot be used."""
@@ -39,7 +39,7 @@ def read_media(
     return Media(video, clip, references, scales, detailing, _latents(inputs))
 
 
-def _latents(inputs: Inputs) -> int:
+def _latents(inputs: JobInputs) -> int:
     """The audio latents of a voice, or of the sound of a clip to dub."""
     path, flag = inputs.reference_video, DUBBED
     if path is None:
@@ -52,7 +52,7 @@ def _latents(inputs: Inputs) -> int:
     return sound_latent_frames(sound.samples.shape[1], sound.rate)
 
 
-def _clip(inputs: Inputs) -> tuple[int, float]:
+def _clip(inputs: JobInputs) -> tuple[int, float]:
     """The frames, 8k+1, and the frame rate of a video to dub."""
     path = inputs.reference_video
     assert path

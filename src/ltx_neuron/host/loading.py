@@ -43,7 +43,7 @@ def import_ltx_core() -> None:
         sys.modules["torchaudio"] = stub
 
 
-class ModelSpec(NamedTuple):
+class ModelFile(NamedTuple):
     """The source of one model: its file, its constructor, and its tensors' names in the file."""
 
     name: str  # for messages, like flag and download
@@ -142,7 +142,7 @@ def checkpoint_spec(
     config: Mapping[str, Any],  # the checkpoint's
     dtype: torch.dtype | None,
     files: ModelFiles | None = None,  # of a model with one file per part
-) -> ModelSpec:
+) -> ModelFile:
     import_ltx_core()
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics
@@ -165,7 +165,7 @@ def checkpoint_spec(
     if files:
         flag, file = files.flag(section), files.of(section)
         path, download = file.path, file.download
-    spec = ModelSpec(
+    spec = ModelFile(
         name=name.replace("_", " "),
         path=path,
         flag=flag,
@@ -186,7 +186,7 @@ def checkpoint_spec(
 
 def upsampler_spec(
     kind: str, path: str | Path | None, dtype: torch.dtype, release: Release | None = None
-) -> ModelSpec:
+) -> ModelFile:
     """The source of the "spatial" or "temporal" upsampler. UserError unless the file is one of that
     kind, by factor 2 (spatial also 1.5), and not of another release than `release`."""
     import_ltx_core()
@@ -211,7 +211,7 @@ def upsampler_spec(
             f"{flag}: wanted a {kind} latent upsampler of factor 2, got {described(file)}{scaled}:"
             f" {path}\npass the published {kind} x2 file with {flag} FILE: {download}"
         )
-    return ModelSpec(
+    return ModelFile(
         name=f"{kind} upsampler",
         path=path,
         flag=flag,

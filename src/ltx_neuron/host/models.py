@@ -16,7 +16,7 @@ from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import Background, wait_for
 from ltx_neuron.host.encoding import encode_tiled
 from ltx_neuron.host.loading import (
-    ModelSpec,
+    ModelFile,
     checkpoint_spec,
     import_ltx_core,  # noqa: F401 - other modules import it from here
     upsampler_spec,
@@ -282,7 +282,7 @@ class HostModels:
                     parameter.data = parameter.data.contiguous(memory_format=layout)
         return module
 
-    def _spec(self, name: str) -> ModelSpec:
+    def _spec(self, name: str) -> ModelFile:
         kind, _, model = name.rpartition("_")
         if model == "upsampler":
             release = self.files and self.files.release

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ltx_neuron.config.sound import AUDIO_SCALE, AudioDecoderConfig, VocoderConfig
 from ltx_neuron.host.background import Workers
 from ltx_neuron.models import vocoder
-from ltx_neuron.models.programs import Part, Program, spectrogram_program, waveform_program
+from ltx_neuron.models.programs import DecoderGraph, Program, spectrogram_program, waveform_program
 
 # Rows of a mel spectrogram that the host processes at a time: about 10 s of sound.
 WINDOW = 1024
@@ -112,11 +112,11 @@ class _OnHost(nn.Module):
         return values[graph.outputs[0]]
 
     def _computed(
-        self, graph: Part, values: dict[str, Tensor], workers: Workers
+        self, graph: DecoderGraph, values: dict[str, Tensor], workers: Workers
     ) -> dict[str, Tensor]:
         """A graph's outputs, computed by threads on one core each."""
         module, x = graph.module, values[graph.inputs[0]]
-        length, is_stage = x.shape[self.axis], isinstance(module, vocoder.Stage)
+        length, is_stage = x.shape[self.axis], isinstance(module, vocoder.VocoderStage)
         spans = [Span(0, length, 0, length)]
         if module.reach:  # as many spans as MORE_WORK allows
             around, least = sum(module.reach), 1 if is_stage else 2
@@ -188,7 +188,7 @@ def vocoder_name(name: str) -> str:
 def compute_on_host(graph: nn.Module) -> None:
     """Reorder the weights of a vocoder's graph for the host, and replace its functions."""
     for module in [*graph.modules()]:
-        if isinstance(module, vocoder.Convolution):
+        if isinstance(module, vocoder.VocoderConvolution):
             module.weight.data = module.weight.transpose(1, 2).contiguous().transpose(1, 2)
         elif isinstance(module, vocoder.Upsample):
             by_sample = module.weight.squeeze(2).unflatten(0, (-1, module.stride))

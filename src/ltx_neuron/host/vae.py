@@ -32,7 +32,7 @@ from ltx_neuron.host.winograd import (
 )
 from ltx_neuron.models import video_decoder, video_encoder
 from ltx_neuron.models.programs import Program, encoder_program, tile_program
-from ltx_neuron.models.video_decoder import EPS, Convolution, DepthToSpace, Residual
+from ltx_neuron.models.video_decoder import EPS, DepthToSpace, Residual, VideoConvolution
 from ltx_neuron.models.video_encoder import SpaceToDepth
 
 
@@ -46,9 +46,9 @@ class HostVideoModel(nn.Module):
         self.program, self.arithmetic = program, arithmetic
         self.weights = {name: self._laid_out(weights[name]) for name in program.weights()}
         for module in [part for graph in program.modules.values() for part in graph.modules()]:
-            if isinstance(module, video_decoder.ConvIn | video_encoder.ConvIn):
+            if isinstance(module, video_decoder.DecoderConvIn | video_encoder.EncoderConvIn):
                 module.conv_in.forward = partial(self._first, module.conv_in)
-            elif isinstance(module, video_decoder.ConvOut | video_encoder.ConvOut):
+            elif isinstance(module, video_decoder.DecoderConvOut | video_encoder.EncoderConvOut):
                 module.conv_out.forward = partial(last, module.conv_out)
             elif function := FUNCTIONS.get(type(module)):
                 module.forward = partial(function, module)
@@ -64,7 +64,7 @@ class HostVideoModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalised latents (1, 128, f, h, w) to frames (1, 3, 8f - 7, 32h, 32w) in about [-1, 1],
         or such frames to latents; float32."""
-        _give_back()
+        _trim_heap()
         with Workers() as self.workers:
             for call in self.program.runs["main"]:
                 graph: Any = self.program.modules[call[0]]
@@ -73,10 +73,10 @@ class HostVideoModel(nn.Module):
                 del values
                 if made is not x:  # another stage: this one's features are freed
                     x = made
-                    _give_back()
+                    _trim_heap()
         return x.contiguous()
 
-    def _first(self, module: Convolution, x: Tensor) -> "Features":
+    def _first(self, module: VideoConvolution, x: Tensor) -> "Features":
         """The first stage's features: the convolution of the model's input (F, C, H, W)."""
         frames, channels, *sides = x.shape
         source = FeatureMap((frames, *sides, channels), self.arithmetic.dtype, module.causal)
@@ -108,7 +108,7 @@ def host_encoder(
     return HostVideoModel(encoder_program(config, (1, 32, 32), torch.float32), named, arithmetic)
 
 
-def _give_back() -> None:
+def _trim_heap() -> None:
     """Return freed memory to the system. glibc keeps freed blocks below 32 MB for every thread:
     0.6 GB after twelve tiles of a long clip, and 0.2 GB if this is called once per tile. Returning
     every block at once (M_MMAP_THRESHOLD) costs a sixth to a half more CPU time."""
@@ -143,7 +143,7 @@ class Features:
     def convolve(self, source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece) -> None:
         convolve(source, weight, bias, write, *self.shared[1:])
 
-    def convolved(self, source: FeatureMap, module: Convolution) -> Tensor:
+    def convolved(self, source: FeatureMap, module: VideoConvolution) -> Tensor:
         """The whole convolution of a map, float32 (F, H, W, Cout)."""
         weight, bias = module.conv.weight, module.conv.bias
         result = torch.empty(*source.shape[:3], len(weight))
@@ -172,7 +172,7 @@ def activate(piece: Tensor, out: Tensor) -> None:
         out.copy_(F.silu(normed, inplace=True))
 
 
-def last(module: Convolution, x: Features) -> Tensor:
+def last(module: VideoConvolution, x: Features) -> Tensor:
     """The last convolution, (F, Cout, H, W)."""
     return x.convolved(x.active, module).permute(0, 3, 1, 2)
 

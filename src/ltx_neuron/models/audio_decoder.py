@@ -23,7 +23,7 @@ from ltx_neuron.models.video_decoder import activate as normed_silu
 EPS = 1e-6  # of PixelNorm
 
 
-class Convolution(nn.Module):
+class AudioConvolution(nn.Module):
     """A 3 x 3 convolution with zeros around a row's bins, and two rows of zeros before the first
     row; or a 1 x 1 convolution."""
 
@@ -48,9 +48,11 @@ class Residual(nn.Module):
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
-        self.conv1 = Convolution(inputs, outputs)
-        self.conv2 = Convolution(outputs, outputs)
-        self.nin_shortcut = Convolution(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.conv1 = AudioConvolution(inputs, outputs)
+        self.conv2 = AudioConvolution(outputs, outputs)
+        self.nin_shortcut = (
+            AudioConvolution(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         change = self.conv2(activate(self.conv1(activate(x))))
@@ -63,7 +65,7 @@ class Upsample(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.conv = Convolution(channels, channels)
+        self.conv = AudioConvolution(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         _, channels, rows, bins = x.shape
@@ -71,7 +73,7 @@ class Upsample(nn.Module):
         return self.conv(x.reshape(1, channels, 2 * rows, 2 * bins))[:, :, 1:]
 
 
-class ConvIn(nn.Module):
+class AudioConvIn(nn.Module):
     """A span's latents, un-normalised and convolved, and the middle blocks."""
 
     reach, scale, dropped = (10, 0), 1, 0
@@ -80,7 +82,7 @@ class ConvIn(nn.Module):
         super().__init__()
         self.shape = config.latent_channels, 1, config.latent_bins
         self.per_channel_statistics = Statistics(config.base_channels)
-        self.conv_in = Convolution(config.latent_channels, channels)
+        self.conv_in = AudioConvolution(config.latent_channels, channels)
         self.mid = nn.ModuleDict({f"block_{n}": Residual(channels, channels) for n in (1, 2)})
 
     def forward(self, latent: Tensor) -> Tensor:
@@ -109,14 +111,14 @@ class Level(nn.Module):
         return self.upsample(x)
 
 
-class ConvOut(nn.Module):
+class AudioConvOut(nn.Module):
     """The finest map, normed, activated and convolved: the spectrogram."""
 
     reach = None  # computed as a whole
 
     def __init__(self, config: AudioDecoderConfig, channels: int):
         super().__init__()
-        self.conv_out = Convolution(channels, config.out_channels)
+        self.conv_out = AudioConvolution(channels, config.out_channels)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         mel = self.conv_out(activate(x))

@@ -295,7 +295,7 @@ def tile_program(
 def with_convolution(program: Program, form: str) -> Program:
     """A video VAE's program with its convolutions in a form: Profile.vae_convolution."""
     for part in (part for graph in program.modules.values() for part in graph.modules()):
-        if isinstance(part, video_decoder.Convolution):
+        if isinstance(part, video_decoder.VideoConvolution):
             part.whole = form == "conv3d"
     return program
 
@@ -345,7 +345,7 @@ def _chained(
     the first module's input, then others; calls: of graphs that are called more than once."""
     parts, before = {}, next(iter(inputs))
     for graph, (path, module, *outputs) in modules.items():
-        parts[graph] = Part(path, module, [before], outputs)
+        parts[graph] = DecoderGraph(path, module, [before], outputs)
         before = outputs[0]
     runs = {"main": calls or tuple((graph, 0) for graph in parts)}
     return Program(parts, runs, inputs, _own(), next(iter(inputs.values())).dtype)
@@ -356,7 +356,7 @@ def _own() -> Mapping[str, Field]:
     return defaultdict(lambda: Field.of_ranks((), torch.float32))
 
 
-class Part(nn.Module):
+class DecoderGraph(nn.Module):
     """A graph of a decoder: a module under its name in the rank files, such as
     "audio_decoder.up.0", and the fields that are its arguments and its results."""
 
@@ -412,7 +412,7 @@ def diffusion_program(
         modules["pixels_out"] = parts.PixelsOut(config, attend), inputs, ["patches", FINITE]
     final = config.depths[last] - 1
     calls |= {"denoise": range(final), "pixels_out": [final]}
-    graphs = {name: Part("decoder", *part) for name, part in modules.items()}
+    graphs = {name: DecoderGraph("decoder", *part) for name, part in modules.items()}
     named = [(name, first) for name in graphs for first in calls.get(name, [0])]
     runs = {call_name(*call): (call,) for call in named}
     return Program(graphs, runs, _diffusion_inputs(config, clip, dtype), _own(), dtype)
@@ -452,12 +452,17 @@ def spectrogram_program(config: AudioDecoderConfig, latents: int) -> Program:
     widths = [config.base_channels * config.multipliers[level] for level in levels]
     path, before = "audio_decoder", (widths[0], *widths)
     with torch.device("meta"):
-        modules = {"mel_in": (path, audio_decoder.ConvIn(config, widths[0]), "features_0")}
+        modules = {"mel_in": (path, audio_decoder.AudioConvIn(config, widths[0]), "features_0")}
         for stage, level in enumerate(levels, 1):
             sizes = before[stage - 1], widths[stage - 1], config.blocks
             module = audio_decoder.Level(*sizes, level > 0)
             modules[f"mel_level_{level}"] = f"{path}.up.{level}", module, f"features_{stage}"
-        modules["mel_out"] = path, audio_decoder.ConvOut(config, widths[-1]), "span_mel", FINITE
+        modules["mel_out"] = (
+            path,
+            audio_decoder.AudioConvOut(config, widths[-1]),
+            "span_mel",
+            FINITE,
+        )
     shape = 1, config.latent_channels, latents, config.latent_bins
     return _chained(modules, {"span_latent": Field.of_ranks(shape, torch.float32)})
 
@@ -474,7 +479,11 @@ def waveform_program(config: VocoderConfig, rows: int) -> Program:
             results = ["low_waveform"] if inner else ["span_waveform", FINITE]
             modules[f"{name}_in"] = name, pre, next(features)
             for number in range(len(generator.rates)):
-                modules[f"{name}_{number}"] = name, vocoder.Stage(generator, number), next(features)
+                modules[f"{name}_{number}"] = (
+                    name,
+                    vocoder.VocoderStage(generator, number),
+                    next(features),
+                )
             modules[f"{name}_out"] = name, post, *results
     inputs = {
         "span_mel": Field.of_ranks((1, 2, rows, GENERATOR_BINS), torch.float32),

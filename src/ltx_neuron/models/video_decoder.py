@@ -23,7 +23,7 @@ from ltx_neuron.config.video import Resampling, VideoDecoderConfig
 EPS = 1e-8  # of PixelNorm
 
 
-class Convolution(nn.Module):
+class VideoConvolution(nn.Module):
     """A 3x3x3 convolution that pads with zeros in space and repeats the first and last frame in
     time.
 
@@ -88,8 +88,8 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int, causal: bool = False):
         super().__init__()
-        self.conv1 = Convolution(channels, channels, causal, active=True)
-        self.conv2 = Convolution(channels, channels, causal, active=True)
+        self.conv1 = VideoConvolution(channels, channels, causal, active=True)
+        self.conv2 = VideoConvolution(channels, channels, causal, active=True)
 
     def forward(self, features: Tensor) -> Tensor:
         change = self.conv2(self.conv1(features))
@@ -103,7 +103,7 @@ class DepthToSpace(nn.Module):
     def __init__(self, channels: int, upsampling: Resampling):
         super().__init__()
         self.stride, self.channels = upsampling.stride, channels // upsampling.multiplier
-        self.conv = Convolution(channels, math.prod(self.stride) * self.channels)
+        self.conv = VideoConvolution(channels, math.prod(self.stride) * self.channels)
 
     def forward(self, features: Tensor) -> Tensor:
         time, down, across = self.stride
@@ -129,13 +129,13 @@ class Statistics(nn.Module):
         return tuple(parameter.view(shape) for parameter in self.parameters())
 
 
-class ConvIn(nn.Module):
+class DecoderConvIn(nn.Module):
     """A tile's latents (1, C, f, h, w), un-normalised and convolved: the first stage's features."""
 
     def __init__(self, config: VideoDecoderConfig):
         super().__init__()
         self.per_channel_statistics = Statistics(config.latent_channels)
-        self.conv_in = Convolution(config.latent_channels, 8 * config.base_channels)
+        self.conv_in = VideoConvolution(config.latent_channels, 8 * config.base_channels)
 
     def forward(self, latent: Tensor) -> Tensor:
         std, mean = (each.float() for each in self.per_channel_statistics.viewed(-1, 1, 1))
@@ -143,7 +143,7 @@ class ConvIn(nn.Module):
         return self.conv_in(x).to(latent.dtype)
 
 
-class Stage(nn.Module):
+class VideoStage(nn.Module):
     """A stage's residual block, under the name of its first one."""
 
     def __init__(self, channels: int, causal: bool = False):
@@ -154,14 +154,14 @@ class Stage(nn.Module):
         return self.res_blocks[0](features)
 
 
-class ConvOut(nn.Module):
+class DecoderConvOut(nn.Module):
     """The last stage's features, normed, activated, convolved, and laid out as pixels."""
 
     def __init__(self, config: VideoDecoderConfig, channels: int):
         super().__init__()
         self.patch, self.colours = config.patch_size, config.out_channels
         outputs = config.out_channels * config.patch_size**2
-        self.conv_out = Convolution(channels, outputs, active=True)
+        self.conv_out = VideoConvolution(channels, outputs, active=True)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         x = self.conv_out(features)

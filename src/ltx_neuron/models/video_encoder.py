@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from ltx_neuron.config.video import Resampling, VideoEncoderConfig
-from ltx_neuron.models.video_decoder import Convolution, Statistics
-from ltx_neuron.models.video_decoder import Stage as _Stage
+from ltx_neuron.models.video_decoder import Statistics, VideoConvolution
+from ltx_neuron.models.video_decoder import VideoStage as _Stage
 
 
-class ConvIn(nn.Module):
+class EncoderConvIn(nn.Module):
     """A tile's pixels (1, colours, F, H, W) in patches, convolved: the first stage's features."""
 
     def __init__(self, config: VideoEncoderConfig):
         super().__init__()
         self.patch = config.patch_size
-        self.conv_in = Convolution(
+        self.conv_in = VideoConvolution(
             config.in_channels * self.patch**2, config.latent_channels, causal=True
         )
 
@@ -35,7 +35,7 @@ class ConvIn(nn.Module):
         return self.conv_in(x).to(pixels.dtype)
 
 
-class Stage(_Stage):
+class EncoderStage(_Stage):
     """A stage's residual block, causal in time."""
 
     def __init__(self, channels: int):
@@ -52,7 +52,7 @@ class SpaceToDepth(nn.Module):
         self.stride = resampling.stride
         self.channels = channels * resampling.multiplier
         outputs = self.channels // math.prod(self.stride)
-        self.conv = Convolution(channels, outputs, causal=True)
+        self.conv = VideoConvolution(channels, outputs, causal=True)
 
     def forward(self, features: Tensor) -> Tensor:
         averaged = self._to_channels(features.float())
@@ -70,7 +70,7 @@ class SpaceToDepth(nn.Module):
         return x.permute(0, 2, 1, 4, 6, 3, 5).reshape(frames, -1, height, width)
 
 
-class ConvOut(nn.Module):
+class EncoderConvOut(nn.Module):
     """The last stage's features, normed, activated, convolved, and normalised as latents
     (1, C, F, H, W). The convolution's last channel, a variance, is not used."""
 
@@ -78,7 +78,7 @@ class ConvOut(nn.Module):
         super().__init__()
         self.per_channel_statistics = Statistics(config.latent_channels)
         self.channels = config.latent_channels
-        self.conv_out = Convolution(channels, self.channels + 1, causal=True, active=True)
+        self.conv_out = VideoConvolution(channels, self.channels + 1, causal=True, active=True)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         means = self.conv_out(features)[:, : self.channels]

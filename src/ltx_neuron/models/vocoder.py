@@ -28,7 +28,7 @@ FILTER = 12  # taps of an activation's filters
 EPS = 1e-9  # of an activation's beta
 
 
-class Convolution(nn.Conv1d):
+class VocoderConvolution(nn.Conv1d):
     """A convolution in time that keeps the length."""
 
     def __init__(self, inputs: int, outputs: int, taps: int, dilation: int = 1, bias: bool = True):
@@ -128,8 +128,10 @@ class AMPBlock(nn.Module):
 
     def __init__(self, channels: int, taps: int, dilations: tuple[int, ...]):
         super().__init__()
-        self.convs1 = nn.ModuleList(Convolution(channels, channels, taps, d) for d in dilations)
-        self.convs2 = nn.ModuleList(Convolution(channels, channels, taps) for _ in dilations)
+        self.convs1 = nn.ModuleList(
+            VocoderConvolution(channels, channels, taps, d) for d in dilations
+        )
+        self.convs2 = nn.ModuleList(VocoderConvolution(channels, channels, taps) for _ in dilations)
         self.acts1 = nn.ModuleList(Activation(channels) for _ in dilations)
         self.acts2 = nn.ModuleList(Activation(channels) for _ in dilations)
 
@@ -148,14 +150,14 @@ class ConvPre(nn.Module):
 
     def __init__(self, config: GeneratorConfig):
         super().__init__()
-        self.conv_pre = Convolution(2 * GENERATOR_BINS, config.channels, 7)
+        self.conv_pre = VocoderConvolution(2 * GENERATOR_BINS, config.channels, 7)
 
     def forward(self, mel: Tensor) -> Tensor:
         """(1, 2, T, bins) -> (1, C, 1, T)"""
         return self.conv_pre(mel.transpose(2, 3).flatten(1, 2).unsqueeze(2))
 
 
-class Stage(nn.Module):
+class VocoderStage(nn.Module):
     """A generator's upsampling, and the mean of the residual blocks after it."""
 
     def __init__(self, config: GeneratorConfig, number: int):
@@ -196,7 +198,7 @@ class ConvPost(nn.Module):
         super().__init__()
         self.clamped, channels = config.clamped, config.channels // 2 ** len(config.rates)
         self.act_post = Activation(channels)
-        self.conv_post = Convolution(channels, 2, 7, bias=False)
+        self.conv_post = VocoderConvolution(channels, 2, 7, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_post(self.act_post(x))

@@ -34,7 +34,7 @@ from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
 from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.latents import TIME_SCALE, upscaled, video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.sharding import HOST, MODELS, SOUND_ALONE, local_shape, rule
+from ltx_neuron.weights.sharding import HOST, SHARDED_MODELS, SOUND_ALONE, local_shape, rule
 from ltx_neuron.weights.tensorfile import DTYPES
 
 ASSUMED = {
@@ -351,7 +351,7 @@ def _dit_bytes(
     checkpoint: Checkpoint, tp: int, dtype: torch.dtype, used: re.Pattern = re.compile(".*")
 ) -> dict[str, int]:
     """Bytes of the weights of a rank, its blocks and the host. used: names to count."""
-    model = MODELS["dit"]
+    model = SHARDED_MODELS["dit"]
     source, totals = Source(model, [checkpoint]), {"rank": 0, "blocks": 0, "host": 0}
     for name in filter(used.fullmatch, source.locations):
         split = rule(model, name)

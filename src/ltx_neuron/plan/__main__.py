@@ -19,7 +19,7 @@ from ltx_neuron.engine.preflight import Preflight
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.plan import Plan, plan, text_weights
 from ltx_neuron.plan.clip import ClipPlan, ClipPlanner
-from ltx_neuron.plan.layouts import Layout, layouts
+from ltx_neuron.plan.layouts import ChipLayout, layouts
 from ltx_neuron.plan.table import clip_table, layout_table, table
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
+def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[ChipLayout]]:
     """The plan of the parsed flags, that of a whole clip's time, and the machine's layouts."""
     workspace = flags.workspace(args, writes=False, tuned=False)
     profile, tp = workspace.profile, workspace.tp

@@ -58,7 +58,7 @@ def barrier_ms(profile: Profile, tp: int) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ForecastPart:
     """Milliseconds, from and to, and their source as text."""
 
     name: str
@@ -74,7 +74,7 @@ class Forecast:
     low: float
     middle: float
     high: float
-    parts: list[Part]
+    parts: list[ForecastPart]
 
 
 def forecast(
@@ -122,7 +122,7 @@ def forecast(
             + f"; NxD's Python, {tensors} tensors of {ranks} ranks, on a CPU" * bool(ranks)
         ),
     }
-    parts = [Part(name, low, high, sources[name]) for name, (low, high) in ranges.items()]
+    parts = [ForecastPart(name, low, high, sources[name]) for name, (low, high) in ranges.items()]
     low, high = map(sum, zip(*ranges.values(), strict=True))
     return Forecast(low, (low + high) / 2, high, parts)
 

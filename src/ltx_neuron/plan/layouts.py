@@ -25,7 +25,7 @@ Range = Sequence[float]  # by the faster and by the slower of the rates
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChipLayout:
     """A division of a machine's chips."""
 
     name: str
@@ -41,7 +41,7 @@ class Layout:
 
 def layouts(
     plan: Plan, clip: ClipPlan, config: TransformerConfig, job: Job, profile: Profile
-) -> list[Layout]:
+) -> list[ChipLayout]:
     """The layouts of a planned job; the first has one tensor-parallel group. Empty for a machine
     with one chip or without documented limits, and for groups that are not whole chips."""
     chip, tp = profile.chip, plan.tp
@@ -63,7 +63,7 @@ def layouts(
     )
     groups = (base.cores or 0) // tp
     chips_field = {} if base.chips == PROFILES[base.machine].chips else {"chips": base.chips}
-    rows: list[Layout] = []
+    rows: list[ChipLayout] = []
     for settings in layout_settings(base, tp, groups, max(passes), buckets):
         layout = dataclasses.replace(base, **settings)
         steps = [
@@ -78,7 +78,7 @@ def layouts(
         chip_seconds = tuple(chips * value for value in seconds)
         single = rows[0].chip_seconds if rows else chip_seconds
         rows.append(
-            Layout(
+            ChipLayout(
                 name=name_of(layout) or ("one chip" if chips == 1 else f"{chips} chips"),
                 settings=tuple(f"{key}={value}" for key, value in (chips_field | settings).items()),
                 chips=chips,

@@ -8,7 +8,7 @@ from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.format import WIDTH, format_bytes, format_flops
 from ltx_neuron.plan import ASSUMED, Plan, StagePlan
 from ltx_neuron.plan.clip import ClipPlan, PhaseRow
-from ltx_neuron.plan.layouts import Layout, Range
+from ltx_neuron.plan.layouts import ChipLayout, Range
 from ltx_neuron.report.price import format_price
 
 
@@ -173,7 +173,7 @@ _LAYOUT_LINE = "{:35}{:>5}{:>16}{:>15}{:>16}{:>13}"
 _UNMEASURED = "beyond every published measurement"
 
 
-def layout_table(layouts: Sequence[Layout], machine: str) -> str:
+def layout_table(layouts: Sequence[ChipLayout], machine: str) -> str:
     """A line for each layout, and which is best for one clip and for many. machine: its profile."""
     lines = [
         f"layouts of a {machine}: forecasts, not measured, from the faster to the slower rates",

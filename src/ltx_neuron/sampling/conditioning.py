@@ -18,7 +18,7 @@ from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import ImageCondition, held_mask
 from ltx_neuron.sampling.extension import Window
-from ltx_neuron.sampling.inputs import Inputs
+from ltx_neuron.sampling.inputs import JobInputs
 from ltx_neuron.sampling.latents import (
     SPACE_SCALE,
     audio_positions,
@@ -153,7 +153,7 @@ class LatentState:
 
 
 def initial_states(
-    inputs: Inputs,
+    inputs: JobInputs,
     # Whether this is the second stage, which has no references except a dubbed clip
     upsampled: bool,
     tensors: Mapping[str, Tensor],  # encoded inputs by their --save-tensors names

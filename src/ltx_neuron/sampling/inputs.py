@@ -87,7 +87,7 @@ class Media:
     latents: int = 0  # audio latents of the sound of reference_audio or reference_video
 
 
-class Inputs(JobFields):
+class JobInputs(JobFields):
     """The settings of one generation, with what follows from them and from the input files."""
 
     # What to apply of images' EXIF and of videos' display matrices: see compat.Compat

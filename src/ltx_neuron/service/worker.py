@@ -16,10 +16,10 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
-from ltx_neuron.engine.decode import Clip
+from ltx_neuron.engine.decode import DecodedClip
 from ltx_neuron.engine.outputs import code_identity, make_report, run_identity, write_sidecar
 from ltx_neuron.engine.resume import JobRun, restore_state, save_state, state_path
-from ltx_neuron.engine.run import Engine, Failure
+from ltx_neuron.engine.run import Engine, JobFailure
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.host.arithmetic import store_choices
@@ -96,7 +96,7 @@ class Worker:
         )
         try:
             for outcome in outcomes:
-                if isinstance(outcome, Failure):
+                if isinstance(outcome, JobFailure):
                     self._failed(outcome)
             self._failures = 0
         except Exception:
@@ -206,7 +206,7 @@ class Worker:
         detail = ({} if left else {"stage": "decode"}) | self._details[id(run.job)]
         self.queue.report(entry, percent, detail, stage_ended=True)
 
-    def _write(self, clip: Clip) -> None:
+    def _write(self, clip: DecodedClip) -> None:
         """Write a video while it is decoded, in another thread if that overlaps denoising, and
         complete its job."""
         entry, recorder = self._entry(clip.job), self.engine.recorder
@@ -230,7 +230,7 @@ class Worker:
             yield chunk
             del chunk
 
-    def _failed(self, failure: Failure) -> None:
+    def _failed(self, failure: JobFailure) -> None:
         """Fail a job that failed alone, or release one that this worker no longer owns."""
         entry, error = self._entry(failure.job), failure.error
         if isinstance(error, Gone):

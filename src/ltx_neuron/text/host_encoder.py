@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.arithmetic import Libraries, StoredProducts
+from ltx_neuron.host.arithmetic import MatmulLibraries, StoredProducts
 from ltx_neuron.models.attention import sdpa
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.gemma3 import Gemma3Encoder
@@ -38,7 +38,7 @@ class HostTextEncoder:
         gemma: GemmaConfig,
         config: TransformerConfig,
         dtype: torch.dtype,  # of the activations; in float32 runs, matrices keep their stored dtype
-        libraries: Libraries,  # for float32 products
+        libraries: MatmulLibraries,  # for float32 products
     ):
         self.libraries, self.stored_linear = libraries, StoredLinear(libraries)
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
@@ -195,7 +195,7 @@ class StoredLinear(TorchFunctionMode):
     """A context in which nn.functional.linear multiplies fp32 activations with weights of any
     dtype, in fp32 with the given libraries (host/arithmetic.py). Other functions are torch's."""
 
-    def __init__(self, libraries: Libraries):
+    def __init__(self, libraries: MatmulLibraries):
         super().__init__()
         self._products = StoredProducts(libraries)
 

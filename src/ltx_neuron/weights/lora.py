@@ -27,7 +27,7 @@ from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.format import few, print_once
 from ltx_neuron.hub import RELEASE_FILES, download_released, nearest
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.sharding import DIFFUSION, MODELS, Model, rename
+from ltx_neuron.weights.sharding import DIFFUSION, SHARDED_MODELS, Model, rename
 from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.weights.weight_file import WeightFile
 
@@ -268,7 +268,7 @@ def _spellings(checkpoint: TensorFile) -> dict[str, str]:
     """The tensors that a LoRA may change, by all spellings of their names; "" for shared ones."""
     keys: dict[str, str] = {}
     for key in checkpoint.shapes:
-        if rename(MODELS["dit"], key) or rename(MODELS["gemma3"], key):
+        if rename(SHARDED_MODELS["dit"], key) or rename(SHARDED_MODELS["gemma3"], key):
             plain = diffusers = key.removeprefix(DIFFUSION)
             for old, new in _DIFFUSERS.items():
                 diffusers = re.sub(old, new, diffusers)
@@ -368,7 +368,7 @@ class MergedSource(Source):
             mine += [lora] if ours else []
             for name, adapters in ours.items():
                 self.adapters.setdefault(name, []).extend(adapters)
-            if any(rename(MODELS["gemma3"], key) for key in additions):
+            if any(rename(SHARDED_MODELS["gemma3"], key) for key in additions):
                 self.text_loras += (lora,)
             if others:
                 number = f"{len(others)} tensors of other models, such as {others[0]}"

@@ -126,7 +126,7 @@ CONNECTORS = {
 }
 # Prefixes of all tensors of a checkpoint. Others are of other models, or copies (EMA).
 COMPONENTS = DIFFUSION, TEXT_PROJECTION, "vae.", "audio_vae.", "vocoder."
-MODELS = {
+SHARDED_MODELS = {
     model.name: model
     for model in (
         Model("dit", DIT, {DIFFUSION: ""}, (*CONNECTORS,)),

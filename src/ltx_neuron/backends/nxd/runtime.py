@@ -128,7 +128,7 @@ def _open(manifest: Manifest, graph: str, size: int):
     return model
 
 
-class Ranks(ranks.Ranks):
+class NxdRanks(ranks.Ranks):
     """The ranks of a run, driven by this process. Failures of the device raise DeviceFailure."""
 
     # Ranks of this process; the runtime's communicator cannot change its size.
@@ -136,12 +136,12 @@ class Ranks(ranks.Ranks):
 
     def __init__(self, profile: Profile, tp: int):
         super().__init__(tp, profile.context_parallel)
-        if Ranks._started not in (None, self.size):
+        if NxdRanks._started not in (None, self.size):
             raise UserError(
-                f"this process already drives {Ranks._started} ranks and cannot drive {self.size};"
-                " start a new one"
+                f"this process already drives {NxdRanks._started} ranks and cannot drive"
+                f" {self.size}; start a new one"
             )
-        Ranks._started = self.size
+        NxdRanks._started = self.size
         set_environment(profile)
         environment.set_launch(profile, tp)
         self._sets: list[_WeightSet] = []

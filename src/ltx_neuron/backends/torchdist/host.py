@@ -1,4 +1,4 @@
-"""One process per rank, controlled by `Ranks`. rank.py: the rank's side; protocol.py: messages.
+"""One process per rank, controlled by `TorchDistRanks`. rank.py: the rank's side; protocol.py: messages.
 
 Commands have a few dozen bytes, and tensors pass through shared memory; both are counted. A program
 runs only on tensors that the ranks hold, so a denoising step costs the host one command with the
@@ -36,7 +36,7 @@ from ltx_neuron.backends.torchdist.protocol import (
     SharedTensor,
 )
 from ltx_neuron.backends.torchdist.rank import serve
-from ltx_neuron.config.profiles import MODELS, Profile
+from ltx_neuron.config.profiles import COMPILED_MODELS, Profile
 from ltx_neuron.errors import RunError, UserError
 
 _GRACE_SECONDS = 1.0  # after the first failure: time for the others to report theirs
@@ -54,7 +54,7 @@ def rank_settings(
     profile: Profile, tp: int, rank: int, cache: Path | None, store: str = "", group: int = 0
 ) -> RankSettings:
     variables = environment.of_rank(profile, tp, rank, cache, group)
-    compilers = {model: environment.of_compiler(profile, model) for model in MODELS}
+    compilers = {model: environment.of_compiler(profile, model) for model in COMPILED_MODELS}
     place = group * profile.world_size(tp) + rank
     return RankSettings(profile, rank, tp, variables, compilers, store, place)
 
@@ -120,7 +120,7 @@ def _remove(folder: str, process: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Ranks(ranks.Ranks):
+class TorchDistRanks(ranks.Ranks):
     """The started rank processes of one run. cache: the ranks' folder of compiled graphs.
 
     A rank that dies ends the run within 10 s with RankError (RankRefusal if the user can correct
