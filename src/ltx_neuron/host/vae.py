@@ -46,9 +46,9 @@ class HostVideoModel(nn.Module):
         self.program, self.arithmetic = program, arithmetic
         self.weights = {name: self._laid_out(weights[name]) for name in program.weights()}
         for module in [part for graph in program.modules.values() for part in graph.modules()]:
-            if isinstance(module, video_decoder.DecoderConvIn | video_encoder.EncoderConvIn):
+            if isinstance(module, video_decoder.ConvIn | video_encoder.ConvIn):
                 module.conv_in.forward = partial(self._first, module.conv_in)
-            elif isinstance(module, video_decoder.DecoderConvOut | video_encoder.EncoderConvOut):
+            elif isinstance(module, video_decoder.ConvOut | video_encoder.ConvOut):
                 module.conv_out.forward = partial(last, module.conv_out)
             elif function := FUNCTIONS.get(type(module)):
                 module.forward = partial(function, module)

@@ -217,7 +217,7 @@ class Block(nn.Module):
         return x + (change * self.gate_mlp if self.gated else change)
 
 
-class DiffusionStage(nn.Module):
+class Stage(nn.Module):
     """A block of a stage before the last one, under the name of its first one."""
 
     def __init__(self, config: DiffusionDecoderConfig, stage: int, attend: Callable):

@@ -129,7 +129,7 @@ class Statistics(nn.Module):
         return tuple(parameter.view(shape) for parameter in self.parameters())
 
 
-class DecoderConvIn(nn.Module):
+class ConvIn(nn.Module):
     """A tile's latents (1, C, f, h, w), un-normalised and convolved: the first stage's features."""
 
     def __init__(self, config: VideoDecoderConfig):
@@ -143,7 +143,7 @@ class DecoderConvIn(nn.Module):
         return self.conv_in(x).to(latent.dtype)
 
 
-class VideoStage(nn.Module):
+class Stage(nn.Module):
     """A stage's residual block, under the name of its first one."""
 
     def __init__(self, channels: int, causal: bool = False):
@@ -154,7 +154,7 @@ class VideoStage(nn.Module):
         return self.res_blocks[0](features)
 
 
-class DecoderConvOut(nn.Module):
+class ConvOut(nn.Module):
     """The last stage's features, normed, activated, convolved, and laid out as pixels."""
 
     def __init__(self, config: VideoDecoderConfig, channels: int):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ltx_neuron.config.video import Resampling, VideoEncoderConfig
+from ltx_neuron.models.video_decoder import Stage as _Stage
 from ltx_neuron.models.video_decoder import Statistics, VideoConvolution
-from ltx_neuron.models.video_decoder import VideoStage as _Stage
 
 
-class EncoderConvIn(nn.Module):
+class ConvIn(nn.Module):
     """A tile's pixels (1, colours, F, H, W) in patches, convolved: the first stage's features."""
 
     def __init__(self, config: VideoEncoderConfig):
@@ -35,7 +35,7 @@ class EncoderConvIn(nn.Module):
         return self.conv_in(x).to(pixels.dtype)
 
 
-class EncoderStage(_Stage):
+class Stage(_Stage):
     """A stage's residual block, causal in time."""
 
     def __init__(self, channels: int):
@@ -70,7 +70,7 @@ class SpaceToDepth(nn.Module):
         return x.permute(0, 2, 1, 4, 6, 3, 5).reshape(frames, -1, height, width)
 
 
-class EncoderConvOut(nn.Module):
+class ConvOut(nn.Module):
     """The last stage's features, normed, activated, convolved, and normalised as latents
     (1, C, F, H, W). The convolution's last channel, a variance, is not used."""
 

@@ -268,21 +268,8 @@ class Api:
         return Response(self.metrics_of.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def create_app(
-    jobs: JobSubmitter, tokens: Tokens, price: Price | None = None, page: bool = False
-) -> Callable:
-    """The ASGI application of a service, with a page at / or without one. price: of the machine,
-    for the metrics."""
-    api = Api(jobs, tokens, price)
-    # Malformed uploads must not fill the service's log.
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-    app = FastAPI(
-        title="ltx-neuron",
-        description=openapi.DESCRIPTION,
-        docs_url=None,  # FastAPI's page loads scripts from another site; see reference.py
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+def _add_routes(app: FastAPI, api: Api) -> None:
+    """The routes that a token opens."""
     owned = [Depends(api.authorize)]
     new = 400, 408, 409, 413, 415, 429, 507
     for method, path, function, answer, summary, errors in (
@@ -329,6 +316,24 @@ def create_app(
             openapi_extra=openapi.body() if method == "POST" else None,
             include_in_schema=answer is not None,
         )
+
+
+def create_app(
+    jobs: JobSubmitter, tokens: Tokens, price: Price | None = None, page: bool = False
+) -> Callable:
+    """The ASGI application of a service, with a page at / or without one. price: of the machine,
+    for the metrics."""
+    api = Api(jobs, tokens, price)
+    # Malformed uploads must not fill the service's log.
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
+    app = FastAPI(
+        title="ltx-neuron",
+        description=openapi.DESCRIPTION,
+        docs_url=None,  # FastAPI's page loads scripts from another site; see reference.py
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    _add_routes(app, api)
     for path, function, summary in (
         ("/health", api.health, "Check that the process runs"),
         ("/ready", api.ready, "Check that a worker is alive, else 503"),
