@@ -109,7 +109,7 @@ NOT_RUN = {
     "shows the system's messages": ["errors.py:-: dmesg"],
     "of a machine without a network": [
         "hub.py:_as_user_errors: unset",
-        "hub.py:_in_words: hf download",
+        "hub.py:_as_user_errors: hf download",
     ],
     "reads a tensor and prints no command": ["backends/ranks.py:broken_latents: hf download"],
     "repairs a Neuron driver, its packages, cores or chips": [
