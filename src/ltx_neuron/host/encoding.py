@@ -28,8 +28,8 @@ def encode_tiled(encode: Callable[[list[Tensor]], Iterable[Tensor]], pixels: Ten
     tiles. A clip of at most 80 frames and 768 pixels per side is one tile. encode: the tiles'
     pixels to their latents. Source: ltx-pipelines 1.2.0, VideoEncoder.tiled_encode with its default
     tiles."""
-    frames, *sides = pixels.shape[2:]
-    latent = video_latent_shape(*sides, frames)
+    frames, height, width = pixels.shape[2:]
+    latent = video_latent_shape(height, width, frames)
     tiles = [*_tiles(latent)]
     total = None
     cut = [_cut(pixels, *tile) for tile in tiles]
@@ -56,8 +56,8 @@ def _cut(pixels: Tensor, time: Part, row: Part, column: Part) -> Tensor:
 
 def tile_counts(pixels: Sequence[int]) -> Counter[tuple[int, int, int]]:
     """The number of tiles of each size (frames, rows, columns) for a clip of `pixels`."""
-    frames, *sides = pixels
-    tiles = _tiles(video_latent_shape(*sides, frames))
+    frames, height, width = pixels
+    tiles = _tiles(video_latent_shape(height, width, frames))
     lengths = ([part.stop - part.start for part in tile] for tile in tiles)
     return Counter(
         ((f - 1) * TIME_SCALE + 1, h * SPACE_SCALE, w * SPACE_SCALE) for f, h, w in lengths
