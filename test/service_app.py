@@ -21,6 +21,7 @@ from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service.jobs import JobSubmitter
 from ltx_neuron.service.queue import Queue
+from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 from ltx_neuron.service.tokens import Tokens, new_token
 
@@ -143,7 +144,7 @@ class Workspace(Compiled):
 @contextmanager
 def opened(tmp_path, page: bool = False, tokens: bool = True):
     """The service on a folder, in this process."""
-    from ltx_neuron.service.app import Settings, create_app
+    from ltx_neuron.service.app import create_app
 
     workspace = Workspace(SMALL, images=(ImageCondition("x"),))
     workspace.recorded |= Workspace(SMALL).recorded
@@ -152,10 +153,10 @@ def opened(tmp_path, page: bool = False, tokens: bool = True):
     token = new_token(tmp_path / "tokens.json", "ada")
     sizes = SizeRegistry(workspace, CompiledSize(SMALL, "distilled"), upsamplers=())
     with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
-        submitter = JobSubmitter(queue, sizes, "tiny", max_queued=(10, 10))
-        settings = Settings(max_body_bytes=MOST_BODY, per_minute=1e9)
+        limits = Limits(max_queue=10, max_body_mb=MOST_BODY / 2**20, rate=1e9)
+        submitter = JobSubmitter(queue, sizes, "tiny", limits)
         owners = Tokens.load(tmp_path / "tokens.json" if tokens else None)
-        app = create_app(submitter, owners, settings, page)
+        app = create_app(submitter, owners, page=page)
         yield Service(app, queue, token.encode(), sizes, submitter)
 
 

@@ -68,7 +68,7 @@ def made(tmp_path, monkeypatch, prompts: list[str], patience: int = 9) -> list[s
     with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
         resolved = []  # by the checkpoint's release
         workspace = SimpleNamespace(resolved=lambda job: resolved.append(job) or job)
-        batch._make(left, Namespace(replicas=None), workspace, queue, tmp_path, results)
+        batch._make(left, Namespace(replicas=None), workspace, queue, results)
         assert len(resolved) == len(left)
         ids = [entry.id for entry in queue.page(batch.OWNER)[0]]
         assert sorted(folder.name for folder in queue.folder.iterdir()) == sorted(ids)

@@ -248,7 +248,7 @@ def test_a_cache_that_may_not_be_written_is_told(hub, monkeypatch, tmp_path):
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = flags.parser("", "", gemma=True, required=False)
-    flags.add_loras(parser)
+    flags.add_job(parser, "loras")
     flags.add_models(parser)
     return parser.parse_args(["--profile", "cpu", *words])
 

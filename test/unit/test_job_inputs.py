@@ -700,8 +700,7 @@ def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_p
         line = str(error.value).splitlines()[-1]
         words = shlex.split(line.partition(command("compile transformer"))[2])
         parser = flags.parser("", "", gemma=False)
-        flags.add_size(parser)
-        flags.add_conditions(parser, shape_only=True)
+        flags.add_job(parser, "size", "shape")
         args = parser.parse_args(words)
         shape = flags.shape(args, args.recipe)
         shape.check_shape()

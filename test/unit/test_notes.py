@@ -70,7 +70,7 @@ def test_a_note_of_many_jobs_is_one_line_that_is_printed_once(workspace, capsys)
     numbers = {id(job): number for number, job in enumerate(jobs, 1)}
     checks.title_of = lambda job: f"line {numbers[id(job)]}"
     for _ in range(2):
-        checks.say(jobs)
+        checks.print_notes(jobs)
     seed, cut = capsys.readouterr().out.splitlines()
     assert seed == "line 1 and 29 more: --seed -1 is a seed like any other, not a random one"
     assert cut.startswith("line 31: --prompt has 4,890 tokens")

@@ -29,7 +29,7 @@ from ltx_neuron.host.loading import checkpoint_spec
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Size
 from ltx_neuron.plan.__main__ import main
-from ltx_neuron.plan.clip import Clip
+from ltx_neuron.plan.clip import ClipPlanner
 from ltx_neuron.plan.forecast import PUBLISHED, forecast
 from ltx_neuron.plan.layouts import divided_cost, layouts, received_bytes
 from ltx_neuron.plan.table import clip_table, layout_table, table
@@ -456,7 +456,7 @@ def clip(released):
 
     def timed(of=made, size=size, **changed):
         job = changed.pop("job", None) or make_job("", size, upscale=changed.pop("upscale", None))
-        return Clip(of, config, weights, job=job, **(run | changed)).planned()
+        return ClipPlanner(of, config, weights, job=job, **(run | changed)).planned()
 
     return timed
 

@@ -182,7 +182,7 @@ REMEDIES = {
     "commands/prepare.py:jobs_of: --num-frames": (
         "prepare --checkpoint-path {split} ~--gemma-root ~--num-frames --auto-duration 1 2"
     ),
-    "flags/__init__.py:_require_gemma: --gemma-root": "generate ~--gemma-root",
+    "flags/__init__.py:workspace: --gemma-root": "generate ~--gemma-root",
     "flags/__init__.py:_guidance_settings: --guidance": (
         "generate --recipe dev --guidance video_cfg => --guidance video_cfg=3"
     ),

@@ -28,7 +28,7 @@ from ltx_neuron.sampling.conditions import (
 )
 from ltx_neuron.service.api_error import ERRORS
 from ltx_neuron.service.jobs import job_of
-from ltx_neuron.service.openapi import FORM_EXAMPLES
+from ltx_neuron.service.openapi import EXAMPLES
 from ltx_neuron.weights.lora import Lora
 
 FILM = Size(64, 96, 57)  # of the videos that are sent: longer than the parts that examples name
@@ -154,7 +154,7 @@ MORE = {
 def test_each_kind_of_job_is_taken_of_each_release(tmp_path, files, release):
     jobs = {}
     with compiled_for(tmp_path, files, release) as service:
-        for name, fields in (FORM_EXAMPLES | MORE).items():
+        for name, fields in (EXAMPLES["multipart/form-data"] | MORE).items():
             got = post(service, "/v1/videos", "multipart/form-data", fields, files)
             assert got.status == 200, (name, got.body)
             id = json.loads(got.body)["id"]

@@ -28,6 +28,7 @@ from ltx_neuron.files import exclusive
 from ltx_neuron.service import database, server
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.queue import NewJob, Queue
+from ltx_neuron.service.settings import Limits
 
 RESERVE = 8 * 2**20
 
@@ -136,7 +137,7 @@ def test_each_trouble_of_the_database_has_its_own_answer_and_one_line(
     service, kind, monkeypatch, capsys
 ):
     trouble, status, code, retry = ANSWERS[kind]
-    service.submitter.max_queued = 1000, 1000
+    service.submitter.limits = Limits()
     for _ in range(20):  # several pages
         assert post(service).status == 200
     folders = set(service.queue.folder.iterdir())

@@ -39,7 +39,7 @@ from ltx_neuron.serve.__main__ import capability_jobs, reference_jobs
 from ltx_neuron.service import media, sandbox
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.limits import MAX_JSON_BYTES
-from ltx_neuron.service.media import UploadLimits
+from ltx_neuron.service.settings import Limits
 from ltx_neuron.weights.lora import Lora
 
 FILM = Size(64, 96, 17)  # of what is made anew
@@ -163,7 +163,7 @@ def test_a_video_is_dubbed_where_graphs_for_its_length_and_its_sounds_are_compil
     dubbing = read_clip(clip, (Lora(lora),))
     graphs = Workspace(size, **dubbing).recorded
     sizes.workspace.recorded |= graphs
-    sizes._read = None  # as when a manifest is added
+    sizes._manifests = None  # as when a manifest is added
     job, video = made(service, **dub, reference_strength="0.5", size="256x128")
     assert job.dubbing.strength == 0.5 and job.size == size
     assert Path(job.reference_sound.path).read_bytes() == files["heard.mkv"]
@@ -202,7 +202,7 @@ def test_a_voice_of_the_compiled_seconds_is_taken_and_another_is_refused_with_th
     compiled = [ReferenceAudio("x", latents) for latents in (51, 126)]  # of 2 and of 5 s
     for one in compiled:
         sizes.workspace.recorded |= Workspace(PAIR, reference_sound=one).recorded
-    sizes._read = None  # as when a manifest is added
+    sizes._manifests = None  # as when a manifest is added
     error = refused(service, **voice)
     assert (error["code"], error["param"]) == ("profile_mismatch", "reference_audio")
     assert "of 6.00 s of sound (compiled: 2.00, 5.00) is not compiled" in error["message"]
@@ -296,7 +296,10 @@ def test_a_video_of_a_size_without_graphs_is_refused_with_those_that_have(servic
 
 
 def test_a_file_beyond_its_kinds_limit_is_refused_while_it_arrives(service, files):
-    service.submitter.limits = UploadLimits(image_bytes=100, audio_bytes=2000, video_bytes=1000)
+    sizes = {"image": 100, "audio": 2000, "video": 1000}
+    service.submitter.limits = Limits(
+        **{f"max_{kind}_mb": size / 2**20 for kind, size in sizes.items()}
+    )
     for field, most in (
         ("input_reference", 100),
         ("audio_reference", 2000),
@@ -309,18 +312,19 @@ def test_a_file_beyond_its_kinds_limit_is_refused_while_it_arrives(service, file
 
 def test_a_file_beyond_the_limits_of_what_it_shows_is_refused(tmp_path, files):
     for name, kind, limits, words in (
-        ("sound.wav", "audio", UploadLimits(seconds=5), "longer than 5 s"),
-        ("film.mp4", "video", UploadLimits(seconds=0.5), "longer than 0.5 s"),
-        ("film.mp4", "video", UploadLimits(video_pixels=6000), "96x64 pixels, wanted at most 6000"),
+        ("sound.wav", "audio", Limits(max_media_seconds=5), "longer than 5 s"),
+        ("film.mp4", "video", Limits(max_media_seconds=0.5), "longer than 0.5 s"),
+        ("film.mp4", "video", Limits(max_video_pixels=6000), "96x64 pixels, wanted at most 6000"),
     ):
         (tmp_path / name).write_bytes(files[name])
         with pytest.raises(sandbox.BadFile, match=words):
             media.check(tmp_path / name, kind, limits)
-        media.check(tmp_path / name, kind, UploadLimits())
+        media.check(tmp_path / name, kind, Limits())
 
 
 def test_files_of_waiting_jobs_are_counted(service, files):
-    service.submitter.max_queued_bytes = 3 * len(files["sound.wav"]) // 2
+    most = 3 * len(files["sound.wav"]) // 2
+    service.submitter.limits = Limits(max_queue_gb=most / 1e9)
     fields = {"size": SIZE, "audio_reference": files["sound.wav"]}
     assert post(service, **fields).status == 200
     got = post(service, **fields)
@@ -382,7 +386,7 @@ def test_an_image_is_a_reference_that_all_frames_show(service, files):
     cut = files["picture.png"][:60]
     error = refused(service, **sheet | {"video_conditioning[image_url]": cut})
     assert (error["code"], error["param"]) == ("invalid_image", "video_conditioning[0]")
-    service.submitter.limits = UploadLimits(image_bytes=50)
+    service.submitter.limits = Limits(max_image_mb=50 / 2**20)
     error = refused(service, 413, **sheet)
     assert (error["code"], error["param"]) == ("file_too_large", "video_conditioning[0]")
 

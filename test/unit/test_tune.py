@@ -27,7 +27,7 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.tune import __main__ as command
 from ltx_neuron.tune.search import (
-    Row,
+    Measurement,
     baseline_settings,
     candidates,
     check_layers,
@@ -43,9 +43,9 @@ VALUES = {"threads": ["2"], "attention": ["matmul"], "blocks_per_graph": ["1", "
 SIZE = Size(64, 64, 9)
 
 
-def row(ms: float, problem: str = "", settings: dict = OWN, turn: int = 0) -> Row:
-    steps = None if problem and not ms else {"stage_1": [10 * ms, ms, ms]}
-    return Row(settings, turn, problem, 1.0, 1.0, steps, {"stage_1": 8}, {"s1_video": 1e-7})
+def row(ms: float, problem: str = "", settings: dict = OWN, turn: int = 0) -> Measurement:
+    steps = {} if problem and not ms else {"stage_1": [10 * ms, ms, ms]}
+    return Measurement(settings, turn, problem, 1.0, 1.0, steps, {"stage_1": 8}, {"s1_video": 1e-7})
 
 
 def tuned(step_ms, values: dict = VALUES, turns: int = 3) -> tuple[dict, list]:
@@ -53,7 +53,7 @@ def tuned(step_ms, values: dict = VALUES, turns: int = 3) -> tuple[dict, list]:
     milliseconds of a step, or why there are none."""
     measured = []
 
-    def measure(settings: dict, turn: int) -> Row:
+    def measure(settings: dict, turn: int) -> Measurement:
         measured.append((settings, turn))
         ms = step_ms(settings, turn)
         return row(0, ms, settings, turn) if isinstance(ms, str) else row(ms, "", settings, turn)
@@ -128,7 +128,7 @@ def test_where_the_profile_s_own_setting_fails_one_that_works_takes_its_place():
 
 
 def test_stages_count_by_how_many_steps_a_generation_takes_of_them():
-    both = Row(OWN, 0, "", 0, 0, {"stage_1": [9, 10, 10], "stage_2": [9, 65, 65]}, None)
+    both = Measurement(OWN, 0, "", 0, 0, {"stage_1": [9, 10, 10], "stage_2": [9, 65, 65]})
     assert replace(both, counts={"stage_1": 8, "stage_2": 3}).step_ms == (80 + 195) / 11
 
 
@@ -149,7 +149,7 @@ RULE = {
 def test_a_variant_s_distance_is_judged_by_the_dtype_and_by_the_own_one_s(dtype, far, own, allowed):
     exact = torch.ones(4)
     errors = {"video": rel_l2(exact * (1 + far), exact)}
-    problem = violation(errors, own and {"video": own}, dtype)
+    problem = violation(errors, {"video": own} if own else {}, dtype)
     assert bool(problem) == (allowed is not None)
     if problem:
         assert problem.startswith("differs: video is ")
@@ -501,7 +501,7 @@ IGNORING = "--profile-set tuned=no"
 
 def arguments(tiny, folder: Path, *more: str):
     parser = flags.parser("", "", gemma=False)
-    flags.add_size(parser)
+    flags.add_job(parser, "size")
     common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
     common += ["--profile", "cpu", "--tp-degree", "2", "--dtype", "float32"]
     return parser.parse_args([*common, *more])

@@ -44,12 +44,8 @@ def dispatch(argv: list[str]) -> None:
 
 def choose(verb: str, choices: dict[str, str], argv: list[str]) -> tuple[str, list[str]]:
     """The first word, one of the choices, and the words after it. --help prints the choices and
-    exits.
-
-    verb     the verb that has the choices; "" for the verbs themselves
-    choices  help by choice
-    Raises UserError, with the nearest choice, for another word.
-    """
+    exits. verb: the verb that has the choices; "" for the verbs themselves. choices: help by
+    choice. Raises UserError, with the nearest choice, for another word."""
     typed, kind = invocation.command(verb), "model" if verb else "verb"
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {typed} {kind.upper()} [flags]\n")

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ltx_neuron import flags, invocation
+from ltx_neuron import flags
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import times
 from ltx_neuron.commands import choose
@@ -38,11 +38,9 @@ def main(argv: list[str]) -> None:
     size = "--gemma-root gemma-3-12b" if gemma else "--height 384 --width 512 --num-frames 25"
     checkpoint = "--checkpoint-path ltx-2.3-22b-distilled.safetensors"
     example = f"ltx-neuron compile {model} {checkpoint} \\\n    {size}"
-    parser = flags.parser(_MODELS[model][1], example, gemma=gemma)
-    parser.prog = invocation.command(f"compile {model}")
+    parser = flags.parser(_MODELS[model][1], example, gemma=gemma, verb=f"compile {model}")
     if not gemma:
-        flags.add_size(parser)
-        flags.add_conditions(parser, shape_only=True)
+        flags.add_job(parser, "size", "shape")
     compiled = {"transformer": _transformer, "gemma3": _gemma3, "vae": _vae}[model]
     for path in compiled(parser.parse_args(argv)):
         print(f"graphs: {path}")

@@ -10,6 +10,7 @@ import torch
 from ltx_neuron import batch, flags, invocation
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.command_line import Parser, advanced
+from ltx_neuron.engine import resume
 from ltx_neuron.engine.decode import Clip, Result
 from ltx_neuron.engine.durations import predict_only, with_durations
 from ltx_neuron.engine.outputs import (
@@ -21,13 +22,6 @@ from ltx_neuron.engine.outputs import (
     write_sidecar,
 )
 from ltx_neuron.engine.preflight import RunOptions
-from ltx_neuron.engine.resume import (
-    JobRun,
-    restore_state,
-    save_state,
-    state_path,
-    write_run_tensors,
-)
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job
@@ -58,13 +52,15 @@ def build_parser(
     verb: str = "generate", description: str = _DESCRIPTION, example: str = _EXAMPLE
 ) -> Parser:
     """verb: generate, batch or prepare; help of prepare shows only flags of weights and graphs."""
-    parser = flags.parser(description, example, gemma=True)
-    parser.prog, parser.typical = invocation.command(verb), _TYPICAL.get(verb, "")
+    parser = flags.parser(description, example, gemma=True, verb=verb)
+    parser.typical = _TYPICAL.get(verb, "")
     flags.add_job(parser)
     flags.add_run(parser)
     flags.add_outputs(parser)
     if verb == "generate":
-        flags.add_prediction(parser)
+        help = "LTX-2.5: print the length that the duration head predicts, and make no video"
+        add = flags.group(parser, "video").add_argument
+        advanced(add("--predict-duration", action="store_true", help=help))
     if verb == "batch":
         help = "many videos: one JSON object per line, with flags as keys"
         parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE", help=help)
@@ -119,15 +115,15 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     engine = Engine(workspace, recorder, options)
     outputs.check(engine.preflight.files_read([job]), job.sound_only)
     assert outputs.video
-    state = state_path(outputs.video)
+    state = resume.state_path(outputs.video)
     with logging_failure(log_path(outputs.video), state), engine:
         if job.auto_duration:
             (job,) = with_durations(engine, [job])
         # Called first after `run` has checked the job, so its files exist.
         identity = cache(partial(run_identity, job, workspace, options))
-        engine.on_stage_end = lambda run: save_state(state, run, identity())
+        engine.on_stage_end = lambda run: resume.save_state(state, run, identity())
 
-        def resume(job: Job) -> JobRun | None:
+        def resumed(job: Job) -> resume.JobRun | None:
             return interrupted_run(job, outputs, identity(), workspace.dtype)
 
         def write(clip: Clip) -> None:
@@ -138,10 +134,10 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
             clip.write(outputs.video, recorder)
 
         # Tensors include all frames and are written before the video.
-        (result,) = engine.run([job], resume=resume, write=None if outputs.tensors else write)
+        (result,) = engine.run([job], resume=resumed, write=None if outputs.tensors else write)
         assert isinstance(result, Result)
         if outputs.tensors:
-            write_run_tensors(outputs.tensors, result.tensors, identity())
+            resume.write_run_tensors(outputs.tensors, result.tensors, identity())
             write(result.clip())
         show(write_sidecar(outputs.video, job, engine), outputs)  # before the state is removed
     print(f"{'sound' if job.sound_only else 'video'}: {outputs.video}")
@@ -149,10 +145,10 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
 
 def interrupted_run(
     job: Job, outputs: Outputs, identity: dict, dtype: torch.dtype
-) -> JobRun | None:
+) -> resume.JobRun | None:
     """The run that --resume selects; None for a new one."""
     assert outputs.video
-    state = state_path(outputs.video)
+    state = resume.state_path(outputs.video)
     if outputs.resume is None:
         if state.is_file():
             print(
@@ -163,7 +159,7 @@ def interrupted_run(
     if outputs.resume is True and not path.is_file():
         print(f"nothing to resume: no such file {path}; starting over")
         return None
-    run = restore_state(path, job, identity, dtype)
+    run = resume.restore_state(path, job, identity, dtype)
     print(f"resuming from {path}: {run.left}")
     return run
 

@@ -37,12 +37,9 @@ _SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure the write ra
 
 
 class Part(NamedTuple):
-    """Weights or graphs that are made together.
-
-    folders  their final folders
-    make     makes the missing ones
-    size     bytes of weights; None for graphs, whose size is unknown before compilation
-    """
+    """Weights or graphs that are made together. folders: their final folders. make: makes the
+    missing ones. size: bytes of weights; None for graphs, whose size is unknown before
+    compilation."""
 
     title: str
     needs: list[Need]
@@ -52,7 +49,6 @@ class Part(NamedTuple):
 
     @property
     def bytes_there(self) -> int:
-        """Current size on disk."""
         folders = filter(Path.is_dir, self.folders)
         return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
 
@@ -72,10 +68,8 @@ def parts_of(
 
 
 class Preparation:
-    """The parts of a workspace. Finds the missing ones and makes them.
-
-    command  what the user types to continue
-    """
+    """The parts of a workspace. Finds the missing ones and makes them. command: what the user types
+    to continue."""
 
     def __init__(self, workspace: Workspace, parts: list[Part], command: str):
         self.workspace, self.parts, self.command = workspace, parts, command
@@ -104,8 +98,6 @@ class Preparation:
         ranks = profile.backend == "torchdist" and profile.compile_backend != "export"
         return ranks and part.size is None
 
-    # --- the estimate -----------------------------------------------------------------------------
-
     def table(self) -> str:
         rows = [["part", "size on disk", "time", "state"]]
         for part in self.parts:
@@ -117,9 +109,8 @@ class Preparation:
         lines = columns(rows, left=(0, -1))
         if weights := sum(part.size or 0 for part in self.missing):
             rate, source = self.rate
-            lines.append(
-                f"\n{format_bytes(weights)} of weights at {format_bytes(rate)} a second ({source})"
-            )
+            size = f"{format_bytes(weights)} of weights"
+            lines.append(f"\n{size} at {format_bytes(rate)} a second ({source})")
         return "\n".join(lines)
 
     @cached_property
@@ -153,8 +144,6 @@ class Preparation:
         """Raise UserError if the disk has no room for the missing weights."""
         needed = sum(max(0, (part.size or 0) - part.bytes_there) for part in self.missing)
         check_space(self.place, needed, "the weights need")
-
-    # --- making -----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Make the missing parts in order, and record the seconds of each."""

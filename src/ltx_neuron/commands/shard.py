@@ -3,7 +3,7 @@ those of all models."""
 
 import argparse
 
-from ltx_neuron import flags, invocation
+from ltx_neuron import flags
 from ltx_neuron.artifacts import build, finished_weights
 from ltx_neuron.command_line import advanced
 from ltx_neuron.commands import choose
@@ -13,15 +13,19 @@ from ltx_neuron.weights.lora import WeightSet
 
 # Model -> a line of help, and the description
 _MODELS = {
-    "transformer": ("the DiT, also with LoRAs merged in", "Shard the DiT's weights"),
+    "transformer": (
+        "the DiT, also with LoRAs merged in",
+        "Shard the DiT's weights into one file per rank.",
+    ),
     "gemma3": (
         "Gemma, the text projections and the connectors",
-        "Shard the weights of Gemma, the text projections and the connectors",
+        "Shard the weights of Gemma, the text projections and the connectors into one file per"
+        " rank.",
     ),
     "vae": (
         "the video VAE, for --neuron-vae",
         "For --neuron-vae, copy the weights of the video VAE, and with --profile-set"
-        " sound_on_ranks=true those of mel decoder and vocoder,",
+        " sound_on_ranks=true those of mel decoder and vocoder, into one file per model.",
     ),
 }
 _DESCRIPTION = """Check every finished weight set against its manifest. With --checkpoint-path (and
@@ -32,16 +36,12 @@ _EXAMPLE = """ltx-neuron verify --checkpoint-path ltx-2.3-22b-distilled.safetens
 
 def main(argv: list[str]) -> None:
     model, argv = choose("shard", {name: line for name, (line, _) in _MODELS.items()}, argv)
-    name = "dit" if model == "transformer" else model
-    shared = " per model" if name == "vae" else " per rank"
+    name, gemma = "dit" if model == "transformer" else model, model == "gemma3"
     example = f"ltx-neuron shard {model} --checkpoint-path ltx-2.3-22b-distilled.safetensors"
-    if name == "gemma3":
-        example += " \\\n    --gemma-root gemma-3-12b"
-    description, gemma = f"{_MODELS[model][1]} into one file{shared}.", name == "gemma3"
-    parser = flags.parser(description, example, gemma, required=False)
-    parser.prog = invocation.command(f"shard {model}")
+    example += " \\\n    --gemma-root gemma-3-12b" * gemma
+    parser = flags.parser(_MODELS[model][1], example, gemma, required=False, verb=f"shard {model}")
     if name != "vae":
-        flags.add_loras(parser)
+        flags.add_job(parser, "loras")
     add = flags.group(parser, "sharding").add_argument
     help = "write nothing: check sharded weights against their digests and, with --checkpoint-path,"
     help += " bit for bit against the checkpoint"
@@ -69,9 +69,8 @@ def main(argv: list[str]) -> None:
 
 
 def verify(argv: list[str]) -> None:
-    parser = flags.parser(_DESCRIPTION, _EXAMPLE, gemma=True, required=False)
-    parser.prog = invocation.command("verify")
-    flags.add_loras(parser)
+    parser = flags.parser(_DESCRIPTION, _EXAMPLE, gemma=True, required=False, verb="verify")
+    flags.add_job(parser, "loras")
     args = parser.parse_args(argv)
     models = [m for m in ("dit", "gemma3", "vae") if finished_weights(args.artifacts_dir, m)]
     if not models:

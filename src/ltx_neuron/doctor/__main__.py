@@ -23,34 +23,27 @@ from typing import TYPE_CHECKING
 from ltx_neuron.doctor.finding import Finding, table
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import run
-from ltx_neuron.invocation import command
 
 if TYPE_CHECKING:
     from ltx_neuron.machine import Machine
+
+
+EXAMPLE = """ltx-neuron doctor --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
+    --gemma-root gemma-3-12b"""
 
 
 def build_parser() -> argparse.ArgumentParser:
     from ltx_neuron import flags
     from ltx_neuron.doctor import bundle
 
-    parser = flags.parser(
-        __doc__,
-        "ltx-neuron doctor --checkpoint-path ltx-2.3-22b-distilled.safetensors"
-        " \\\n    --gemma-root gemma-3-12b",
-        gemma=True,
-        required=False,
-    )
-    parser.prog = command("doctor")
+    parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False, verb="doctor")
     flags.add_models(parser)
     flags.add_duration_head(parser)
-    flags.add_size(parser)
-    flags.add_loras(parser)
-    flags.add_conditions(parser)
+    flags.add_job(parser, "size", "loras", "conditions")
     flags.add_fields(parser, "video", ["upscale"])
     bundle.add_flags(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
-    )
+    help = "print one JSON object instead of the table"
+    parser.add_argument("--json", action="store_true", help=help)
     return parser
 
 
@@ -81,10 +74,8 @@ def main(
 def show(findings: list[Finding], as_json: bool) -> None:
     """Print the findings; exit with 1 if one blocks."""
     can_run = all(finding.state != "blocks" for finding in findings)
-    content = {
-        "can_run": can_run,
-        "findings": [dataclasses.asdict(finding) for finding in findings],
-    }
+    listed = [dataclasses.asdict(finding) for finding in findings]
+    content = {"can_run": can_run, "findings": listed}
     print(json.dumps(content, indent=1) if as_json else table(findings))
     if not can_run:
         sys.exit(1)

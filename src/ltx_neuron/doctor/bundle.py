@@ -17,6 +17,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,12 +89,8 @@ def check_target(path: Path) -> None:
 
 
 def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> Iterator[Found]:
-    """The files to pack, the most important first.
-
-    work_dir   of test/device
-    artifacts  folders of weights and graphs
-    added      files, and folders of other runs
-    """
+    """The files to pack, the most important first. work_dir: of test/device. artifacts: folders of
+    weights and graphs. added: files, and folders of other runs."""
     logs, debug = ("**/*.log",), os.environ.get("TORCH_NEURONX_DEBUG_DIR")
     rows: list[tuple[str, Path, tuple[str, ...], Callable[[str], str]]] = [
         ("run", work_dir, ("report.md",), public),
@@ -103,11 +100,12 @@ def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> I
         ("compiler/here", Path.cwd(), _COMPILER[:1], public),
     ]
     for number, path in enumerate(added, 1):
-        kinds = ((logs, trace), (("**/*.json",), numbers))
-        rows += [(f"added-{number}", path, *kind) for kind in kinds if path.is_dir()]
-        if not path.is_dir():
+        name = f"added-{number}"
+        if path.is_dir():
+            rows += [(name, path, logs, trace), (name, path, ("**/*.json",), numbers)]
+        else:
             allowed = numbers if path.suffix == ".json" else trace
-            rows.append((f"added-{number}", path.parent, (glob.escape(path.name),), allowed))
+            rows.append((name, path.parent, (glob.escape(path.name),), allowed))
     deep = tuple(f"**/{pattern}" for pattern in _COMPILER)
     rows += [(f"compiler/{n}", folder, deep, public) for n, folder in enumerate(artifacts, 1)]
     if debug:
@@ -164,24 +162,20 @@ def pack(path: Path, texts: Mapping[str, str], files: Iterable[Found]) -> list[s
     return lines
 
 
-# --- the machine ----------------------------------------------------------------------------------
-
-
 def facts(system: System, artifacts: Iterable[Path]) -> dict[str, str]:
     """Texts about the machine and its packages, by name."""
     kernel_log = (system.output("dmesg") or "").splitlines()
-    texts = {
-        "versions.txt": "\n".join(_versions(system)),
-        "packages.txt": "\n".join(installed_packages()),
-        "environment.txt": "\n".join(stack_environment(os.environ)),
-        "machine.txt": "\n".join(load()),
-        "neuron-ls.txt": system.output("neuron-ls") or "",
-        "driver-log.txt": "\n".join(
-            [line for line in kernel_log if "neuron" in line.lower()][-500:]
-        ),
-        "artifacts.txt": "\n".join(line for folder in artifacts for line in _artifacts(folder)),
+    lines: dict[str, Iterable[str]] = {
+        "versions.txt": _versions(system),
+        "packages.txt": installed_packages(),
+        "environment.txt": stack_environment(os.environ),
+        "machine.txt": load(),
+        "neuron-ls.txt": [system.output("neuron-ls") or ""],
+        "driver-log.txt": [line for line in kernel_log if "neuron" in line.lower()][-500:],
+        "artifacts.txt": chain.from_iterable(map(_artifacts, artifacts)),
     }
-    return {name: text + "\n" for name, text in texts.items() if text.strip()}
+    texts = {name: "\n".join([*of_file, ""]) for name, of_file in lines.items()}
+    return {name: text for name, text in texts.items() if text.strip()}
 
 
 def commit(system: System) -> str:
@@ -212,10 +206,9 @@ def _artifacts(folder: Path) -> Iterator[str]:
 def doctor(words: list[str]) -> str:
     """The doctor's output, or a line that it did not end."""
     command = [sys.executable, "-m", "ltx_neuron.doctor", *words]
+    how: dict = {"capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(
-            command, capture_output=True, timeout=DOCTOR_SECONDS, text=True, errors="replace"
-        )
+        done = subprocess.run(command, timeout=DOCTOR_SECONDS, **how)
     except subprocess.TimeoutExpired:
         return f"did not end within {DOCTOR_SECONDS} s\n"
     return f"{done.stdout}{done.stderr}\nexit code {done.returncode}\n"

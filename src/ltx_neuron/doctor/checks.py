@@ -33,7 +33,7 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.machine import Machine
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
-from ltx_neuron.weights.checkpoint import Source, gemma_files
+from ltx_neuron.weights.checkpoint import gemma_files
 from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -195,14 +195,12 @@ def host(examination: Examination) -> Iterator[Finding]:
         yield Finding("host memory", "note", text)
     else:
         text = f"{format_bytes(available)} of {format_bytes(memory.get('MemTotal', 0))} available"
-        mapped = examination.profile.maps_weights
-        if need:
-            how = "mapped" if mapped else "loaded at once"
-            text += f"; {format_bytes(need)} of one model's weights are {how}"
-            if mapped and need > available:
-                text += "; parts without room are read from the disk again"
+        how, short = "loaded at once", "blocks"
+        if examination.profile.maps_weights:
+            how, short = "mapped", "note"
+            how += "; parts without room are read from the disk again" * (need > available)
+        text += f"; {format_bytes(need)} of one model's weights are {how}" if need else ""
         fix = "end other programs, or use a machine with more memory"
-        short = "note" if mapped else "blocks"
         yield finding_if("host memory", need <= available, text, fix, short)
     folder, need = examination.args.artifacts_dir, 0
     free = system.free_bytes(folder)
@@ -218,10 +216,8 @@ def _complete(args: argparse.Namespace) -> None:
     """Set missing flags to the files beside the transformer in its download."""
     with suppress(UserError):
         files = ModelFiles(args.checkpoint_path or "", args.gemma_root)
-        kinds = {"gemma_root": "gemma"}
-        kinds |= {f"{kind}_upsampler_path": kind for kind in ("spatial", "temporal")}
-        for flag, kind in kinds.items():
-            setattr(args, flag, getattr(args, flag) or files.find(kind))
+        for flag in ("gemma_root", "spatial_upsampler_path", "temporal_upsampler_path"):
+            setattr(args, flag, getattr(args, flag) or files.find(flag.partition("_")[0]))
 
 
 def weight_bytes(examination: Examination) -> dict[Path, int]:
@@ -229,18 +225,17 @@ def weight_bytes(examination: Examination) -> dict[Path, int]:
     published files. Empty without such files, or if they are damaged."""
     if not examination.args.checkpoint_path:
         return {}
+    sizes = {}
     try:
         workspace = examination.workspace()
-        job = workspace.resolved(examination.job)
-        listed = [need for need in examination.needs(workspace, job) if need.source]
+        for need in examination.needs(workspace, workspace.resolved(examination.job)):
+            if source := need.source:
+                numbers = sum(math.prod(source.shape(name)) for name in source.names)
+                itemsize = DTYPES[need.identity["dtype"]].itemsize
+                sizes[workspace.folder(need)] = numbers * itemsize
     except UserError:
         return {}  # the check `files` reports it
-
-    def size(need: Need, source: Source) -> int:
-        itemsize = DTYPES[need.identity["dtype"]].itemsize
-        return itemsize * sum(math.prod(source.shape(name)) for name in source.names)
-
-    return {workspace.folder(need): size(need, need.source) for need in listed if need.source}
+    return sizes
 
 
 def files(examination: Examination) -> Iterator[Finding]:
@@ -262,16 +257,10 @@ def files(examination: Examination) -> Iterator[Finding]:
     others = {name: ("needed", lambda: "whole") for name in checks if name not in named}
     for name, (path, describe) in (named | others).items():
         if path:
-            yield finding_of(name, partial(_fact, checks.get(name), describe))
+            yield finding_of(name, checks.get(name, lambda: None), describe)
         else:
             typed = "--checkpoint-path FILE" if name == "checkpoint" else "--gemma-root DIR"
             yield Finding(name, "note", f"not checked: type {typed}")
-
-
-def _fact(check: Callable[[], object] | None, describe: Callable[[], str]) -> str:
-    if check:
-        check()
-    return describe()
 
 
 def _checkpoint(examination: Examination) -> str:
@@ -308,10 +297,9 @@ def _gemma(examination: Examination) -> str:
 
 
 def _upsampler(args: argparse.Namespace, kind: str) -> str:
-    path = flags.local(args, f"{kind}_upsampler_path")
-    paths: dict[str, Any] = {f"{kind}_upsampler_path": path}
-    models = HostModels(path, {}, torch.float32, **paths)
-    models.check([f"{kind}_upsampler"])
+    name: Any = f"{kind}_upsampler_path"
+    path = flags.local(args, name)
+    HostModels(path, {}, torch.float32, **{name: path}).check([f"{kind}_upsampler"])
     return f"{path} is whole"
 
 
@@ -323,11 +311,10 @@ def fits(examination: Examination) -> Iterator[Finding]:
         return
 
     def check_memory() -> str:
-        text = args.gemma_root is not None
         workspace = examination.workspace()
-        check_plans_fit(workspace, [workspace.resolved(examination.job)], text)
-        core = f"fits the {format_bytes(limit)} of a core"
-        return f"{core}, according to {command('plan')}"
+        job = workspace.resolved(examination.job)
+        check_plans_fit(workspace, [job], args.gemma_root is not None)
+        return f"fits the {format_bytes(limit)} of a core, according to {command('plan')}"
 
     yield finding_of("device memory", check_memory)
 
@@ -337,18 +324,16 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
     args = examination.args
     if not args.checkpoint_path:
         return
-    size = examination.job.size
     try:
         workspace = examination.workspace()
-        size.check()
+        examination.job.size.check()
     except UserError as error:
         if os.path.isfile(args.checkpoint_path):  # otherwise the check `files` reports it
             yield from_error("artifacts", error)
         return
-
     job = workspace.resolved(examination.job)
 
-    def found(needs: list[Need]) -> str:
+    def describe(needs: list[Need]) -> str:
         if needs[0].source:
             return ", ".join(map(str, workspace.find_all(needs)))
         if needs[0].model == "dit":  # other graphs may serve a stage
@@ -357,8 +342,8 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
 
     listed = examination.needs(workspace, job)
     try:
-        for title, several in groupby(listed, lambda need: need.title.partition(",")[0]):
-            yield finding_of(title, partial(found, [*several]), "todo")
+        for title, group in groupby(listed, lambda need: need.title.partition(",")[0]):
+            yield finding_of(title, partial(describe, [*group]), missing="todo")
     except UserError as error:  # of a file: the check `files` reports it
         yield from_error("artifacts", error, "todo")
 
@@ -372,16 +357,15 @@ def groups(examination: Examination) -> Iterator[Finding]:
 
 def can_run(examination: Examination) -> Iterator[Finding]:
     """The profiles that this machine can run, and the reasons for the others."""
-    can, cannot = [], []
+    can, cannot, machine = [], [], examination.machine
     for name in profiles.MACHINES:
-        profile, instance = resolve(name), examination.machine.instance
+        profile, instance, chips = resolve(name), machine.instance, machine.neuron_devices
         try:
-            chips = examination.machine.neuron_devices
             if profile.device == "neuron" and chips < profile.chips:
                 raise UserError(f"{profile.chips} Neuron chips wanted, found {chips}")
             if profile.device == "neuron" and instance[:4] not in ("", name[:4]):
                 raise UserError(f"this is a {instance}")
-            profiles.require_runtime(profile, profile.tp, examination.machine)
+            profiles.require_runtime(profile, profile.tp, machine)
             can.append(name)
         except UserError as error:
             cannot.append(f"{name} ({str(error).splitlines()[0].rstrip('.')})")

@@ -26,13 +26,12 @@ def from_error(check: str, error: UserError, state: State = "blocks") -> Finding
     return Finding(check, state, text, fix)
 
 
-def finding_of(check: str, fact: Callable[[], object], missing: State = "blocks") -> Finding:
-    """The finding of a function that returns a fact or raises UserError.
-
-    missing  the state after an error; errors of damaged or unreadable files always block
-    """
+def finding_of(check: str, *steps: Callable[[], object], missing: State = "blocks") -> Finding:
+    """The finding of functions that may raise UserError; the last returns the fact. missing: the
+    state after an error; errors of damaged or unreadable files always block."""
     try:
-        return Finding(check, "ok", str(fact()))
+        *_, fact = (step() for step in steps)
+        return Finding(check, "ok", str(fact))
     except NotDownloaded as error:
         return from_error(check, error, "todo")
     except UserError as error:

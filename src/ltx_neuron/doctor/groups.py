@@ -64,11 +64,8 @@ def probe(profile: Profile, tp: int) -> Iterator[Finding]:
     """A finding for each group of more than one rank, of the first guidance group. Takes the cores
     of a run. After a group that fails, the others are not probed."""
     profile = replace(profile, guidance_parallel=1)
-    groups = {
-        name: partition
-        for name, partition in mesh.groups(profile, tp).items()
-        if len(partition[0]) > 1
-    }
+    partitions = mesh.groups(profile, tp).items()
+    groups = {name: partition for name, partition in partitions if len(partition[0]) > 1}
     check, manifests = "groups", {}
     with tempfile.TemporaryDirectory(prefix="ltx-neuron-") as folder:
         folder = Path(folder)
@@ -113,24 +110,24 @@ def write_weights(folder: Path, tp: int, dtype: torch.dtype) -> Path:
 
 def _probed(ranks: Ranks, name: str, partition: list[list[int]]) -> Finding:
     size, outputs = len(partition[0]), ranks.programs[name].graphs["collectives"]["outputs"]
+    described = f"{len(partition)} group{'s' * (len(partition) > 1)} of {size} ranks"
     # Row i of rank r: the number r * size + i, exact in fp32 as are the sums.
     rows = torch.arange(float(ranks.size * size)).view(ranks.size, size)
     ranks.put(name, rows=rows.flatten()[:, None].expand(-1, WIDTH))
     ranks.run(name)
-    wanted = expected(rows, partition)
+    results_of = expected(rows, partition)
     for output in outputs:
         results = ranks.get(name, output).view(ranks.size, -1, WIDTH)
-        for rank, (mine, right) in enumerate(zip(results, wanted[output], strict=True)):
+        for rank, (mine, right) in enumerate(zip(results, results_of[output], strict=True)):
             if not torch.equal(mine, right[:, None].expand(-1, WIDTH)):
                 text, got = f"{output} on rank {rank} is wrong", mine[:, 0]
                 if output == "gathered" and sorted(got.tolist()) == sorted(right.tolist()):
-                    orders = [(each[::size] // size).int().tolist() for each in (got, right)]
-                    text = f"rank {rank} gathers from ranks {orders[0]}, wanted {orders[1]}: tokens"
+                    order, right_order = ((r[::size] // size).int().tolist() for r in (got, right))
+                    text = f"rank {rank} gathers from ranks {order}, wanted {right_order}: tokens"
                     text += " would be mixed"
-                text = f"{described(partition)}: {text}"
-                return Finding(f"group {name}", "blocks", text, ANOTHER)
+                return Finding(f"group {name}", "blocks", f"{described}: {text}", ANOTHER)
     milliseconds = statistics.median(ranks.run(name) for _ in range(RUNS))
-    text = f"{described(partition)}: {', '.join(outputs)} in {milliseconds:.2f} ms"
+    text = f"{described}: {', '.join(outputs)} in {milliseconds:.2f} ms"
     return Finding(f"group {name}", "ok", text)
 
 
@@ -141,8 +138,3 @@ def expected(rows: Tensor, partition: list[list[int]]) -> dict[str, Tensor]:
         "summed": torch.stack([rows[group].sum(0) for group in groups]),
         "gathered": torch.stack([rows[group].flatten() for group in groups]),
     }
-
-
-def described(partition: list[list[int]]) -> str:
-    groups = f"{len(partition)} group{'s' * (len(partition) > 1)}"
-    return f"{groups} of {len(partition[0])} ranks"

@@ -24,22 +24,15 @@ _LNC_FILE = "/opt/aws/neuron/logical_nc_config"
 
 
 def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Finding]:
-    """All findings of this module: none without Neuron chips, unless the profile needs them.
-
-    tp     ranks
-    chips  Neuron chips of the machine
-    """
+    """All findings of this module: none without Neuron chips, unless the profile needs them. tp:
+    ranks. chips: Neuron chips of the machine."""
     if not chips:
         if profile.device == "neuron":
-            yield Finding(
-                "driver",
-                "blocks",
-                f"no Neuron device (/dev/neuron*); profile {profile.name} needs one",
-                f"on a trn2 instance: {DRIVER}. Here: --profile cpu",
-            )
+            text = f"no Neuron device (/dev/neuron*); profile {profile.name} needs one"
+            fix = f"on a trn2 instance: {DRIVER}. Here: --profile cpu"
+            yield Finding("driver", "blocks", text, fix)
         return
-    driver = system.driver
-    text = "device files exist, but no driver is loaded"
+    text, driver = "device files exist, but no driver is loaded", system.driver
     if driver:
         text = driver + sdk.release_suffix("driver", driver)
     yield finding_if("driver", driver is not None, text, DRIVER)
@@ -53,11 +46,11 @@ def libraries(system: System) -> Finding:
     """The libraries of the runtime and of its collectives, which base images lack."""
     folder = system.root / _FOLDER
     lacking = [name for name, file in LIBRARIES.items() if not any(folder.glob(f"{file}.so*"))]
-    text = f"/{_FOLDER} has no library of {' and '.join(lacking)}; device runs need them"
+    text = ", ".join(LIBRARIES)
+    if lacking:
+        text = f"/{_FOLDER} has no library of {' and '.join(lacking)}; device runs need them"
     fix = f"sudo apt-get install {' '.join(lacking)}"
-    return finding_if(
-        "libraries", not lacking, text if lacking else ", ".join(LIBRARIES), fix, "note"
-    )
+    return finding_if("libraries", not lacking, text, fix, "note")
 
 
 def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterator[Finding]:
@@ -79,22 +72,17 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
     yield finding_if("sdk", bool(installed), text, fix, "note")
     for name, version in sdk.DECOYS.items():
         if system.version(name) == version:
-            yield Finding(
-                "sdk",
-                "blocks",
-                f"{name} {version} is a package of the public index with an SDK package's name",
-                f"pip uninstall {name}; add Neuron's own pip repository as in the Neuron setup"
-                " guide, and install again",
-            )
+            text = f"{name} {version} is a package of the public index with an SDK package's name"
+            fix = f"pip uninstall {name}; add Neuron's own pip repository as in the Neuron setup"
+            yield Finding("sdk", "blocks", text, f"{fix} guide, and install again")
     release, of_driver = sdk.release_of("compiler", compiler), sdk.release_of("driver", driver)
     if release and of_driver and of_driver < release:
-        yield Finding(
-            "sdk",
-            "note",
+        text = (
             f"the driver is of SDK {sdk.dotted(of_driver)}, the compiler of {sdk.dotted(release)}:"
-            " the runtime may refuse the graphs",
-            "sudo apt-get install --only-upgrade aws-neuronx-dkms",
+            " the runtime may refuse the graphs"
         )
+        fix = "sudo apt-get install --only-upgrade aws-neuronx-dkms"
+        yield Finding("sdk", "note", text, fix)
     if profile.attention == "nki" and (error := system.import_error(nki.PACKAGE)):
         text = f"attention=nki needs the kernels of {nki.PACKAGE}; importing it failed: {error}"
         yield Finding("nki", "blocks", text, nki.MISSING)
@@ -103,68 +91,48 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
         text = f"islpy {islpy}: neuronx-cc 2.27 fails with it (NCC_ISMP902)"
         yield Finding("islpy", "blocks", text, "pip install 'islpy<2026.2'")
     if compiler and not system.program("neuronx-cc"):
-        yield Finding(
-            "sdk",
-            "blocks",
-            f"neuronx-cc {compiler} is installed, but its program is neither in PATH nor in this"
-            " Python's folder",
-            "install it again: pip install --force-reinstall --no-deps neuronx-cc",
-        )
+        text = f"neuronx-cc {compiler} is installed, but its program is neither in PATH nor in this"
+        fix = "install it again: pip install --force-reinstall --no-deps neuronx-cc"
+        yield Finding("sdk", "blocks", f"{text} Python's folder", fix)
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
         return  # `checks.packages` reports a missing package
     state, usable = sdk.nxd_support(release)
     yield finding_if("nxd", usable, state, _OTHER_ENVIRONMENT)
     if usable and release and release >= (2, 30):
-        yield Finding(
-            "nxd",
-            "note",
+        text = (
             f"SDK 2.34 ends NxD on Trainium2: keep this environment at {sdk.dotted(sdk.NXD_LAST)}"
-            f" or older. Its successor is {STACKS['torchdist']}, in an environment of its own",
+            f" or older. Its successor is {STACKS['torchdist']}, in an environment of its own"
         )
+        yield Finding("nxd", "note", text)
 
 
 def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
-    """The number of free logical cores, and the processes that use the others."""
     devices, needed = system.devices(), profile.cores_needed(tp)
     if devices is None:
-        in_use = [
-            f"{name}: {_describe_processes(processes)}"
-            for name, processes in system.holders().items()
-        ]
-        yield Finding(
-            "cores",
-            "note",
-            "neuron-ls is missing or does not answer, so free cores are not counted; "
-            + (f"chips in use: {'; '.join(in_use)}" if in_use else "no process has a chip open"),
-            TOOLS,
-        )
+        in_use = [f"{name}: {_describe(users)}" for name, users in system.holders().items()]
+        text = "neuron-ls is missing or does not answer, so free cores are not counted; "
+        text += f"chips in use: {'; '.join(in_use)}" if in_use else "no process has a chip open"
+        yield Finding("cores", "note", text, TOOLS)
     else:
         total = sum(len(device.cores) for device in devices)
         free = sum(len(device.cores) for device in devices if not device.holders)
         holders = sorted({holder for device in devices for holder in device.holders})
         text = f"{free} of {total} logical cores are on free chips, {needed} wanted"
-        text += f"; in use by {_describe_processes(holders)}" if holders else ""
-        pids = " ".join(str(pid) for pid, _ in holders)
-        fix = (
-            f"end them: kill {pids}; wait a few seconds and type the command again"
-            if holders
-            else "type a smaller --tp-degree"
-        )
+        fix = "type a smaller --tp-degree"
+        if holders:
+            text += f"; in use by {_describe(holders)}"
+            pids = " ".join(str(pid) for pid, _ in holders)
+            fix = f"end them: kill {pids}; wait a few seconds and type the command again"
         yield finding_if("cores", free >= needed or profile.device != "neuron", text, fix)
-    visible = system.environment.get("NEURON_RT_VISIBLE_CORES", "")
-    shown = 0
+    visible, count = system.environment.get("NEURON_RT_VISIBLE_CORES", ""), 0
     with suppress(ValueError):
-        shown = len(visible_cores(visible))
-    if visible and profile.device == "neuron" and shown < needed:
-        yield Finding(
-            "cores",
-            "blocks",
-            f"NEURON_RT_VISIBLE_CORES={visible} shows {shown} cores, {needed} wanted",
-            "unset NEURON_RT_VISIBLE_CORES",
-        )
+        count = len(visible_cores(visible))
+    if visible and profile.device == "neuron" and count < needed:
+        text = f"NEURON_RT_VISIBLE_CORES={visible} shows {count} cores, {needed} wanted"
+        yield Finding("cores", "blocks", text, "unset NEURON_RT_VISIBLE_CORES")
 
 
-def _describe_processes(processes: Iterable[tuple[int, str]]) -> str:
+def _describe(processes: Iterable[tuple[int, str]]) -> str:
     return ", ".join(
         f"{pid} ({textwrap.shorten(command, 60) or 'unknown command'})"
         for pid, command in processes
@@ -172,24 +140,19 @@ def _describe_processes(processes: Iterable[tuple[int, str]]) -> str:
 
 
 def lnc(profile: Profile, system: System) -> Finding:
-    """Whether the runtime's LNC (physical cores per logical core) matches the compiled graphs.
-
-    The runtime reads it from the environment or else from its file. neuron-ls shows the default.
-    """
+    """Whether the runtime's LNC (physical cores per logical core) matches the compiled graphs. The
+    runtime reads it from the environment or else from its file. neuron-ls shows the default."""
     wanted = str(profile.lnc)
     listed = sorted({str(device.lnc) for device in system.devices() or () if device.lnc})
-    settings = {
-        name: value
-        for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
-        if (value := system.environment.get(name))
-    }
+    variables = "NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"
+    settings = {n: value for n in variables if (value := system.environment.get(n))}
     if not settings and system.lnc_file:
         settings = {_LNC_FILE: system.lnc_file}
     elif not settings and listed:
         settings = {"neuron-ls": ", ".join(listed)}
     wrong = [name for name, value in settings.items() if value != wanted]
-    text = ", ".join(f"{value} from {name}" for name, value in settings.items())
-    text = text or "not set; 2 is Trainium2's default"
+    sources = ", ".join(f"{value} from {name}" for name, value in settings.items())
+    text = sources or "not set; 2 is Trainium2's default"
     good = not wrong or profile.device != "neuron"
     if not good:
         text = f"{text}; profile {profile.name} compiles for {wanted}"

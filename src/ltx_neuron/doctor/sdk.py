@@ -1,23 +1,15 @@
 """The Neuron SDK's releases: their packages' versions, and their support of NxD."""
 
-from typing import NamedTuple
-
 from ltx_neuron.machine import version_numbers
 
 Version = tuple[int, ...]
 
-
-class Sdk(NamedTuple):
-    """A release, with the first two numbers of its compiler's and driver's versions."""
-
-    release: Version
-    compiler: Version  # neuronx-cc
-    driver: Version  # aws-neuronx-dkms
-
-
-# The package manifest of the SDK's documentation repository (n2-manifest.json, 21 August 2026); of
-# 2.33 and 2.33.1 the documentation's list of components (neuronx-cc 2.28.7631, driver 2.31.7).
-SDKS = tuple(Sdk((2, n), (2, n - 5), (2, n - 2)) for n in range(27, 34))
+# By how much a release's second number exceeds that of its compiler's version (neuronx-cc) and of
+# its driver's (aws-neuronx-dkms), from the first to the last known release. Sources: the package
+# manifest of the SDK's documentation repository (n2-manifest.json, 21 August 2026); of 2.33 and
+# 2.33.1 the documentation's list of components (neuronx-cc 2.28.7631, driver 2.31.7).
+OFFSETS = {"compiler": 5, "driver": 2}
+FIRST, LAST = (2, 27), (2, 33)
 # First release, its support of NxD's inference API (ModelBuilder), and whether the API may be used.
 # Sources: release notes of 2.27, 2.30, 2.32; announcement of 16 October 2026 (Trn2, Trn3).
 NXD_LIFECYCLE = (
@@ -57,14 +49,11 @@ def dotted(version: Version) -> str:
 
 
 def release_of(part: str, version: str | None) -> Version | None:
-    """The SDK release with this version of "compiler" or "driver"; None if it is older.
-
-    Later releases than the table's are extrapolated: so far, each raised both versions by one.
-    """
-    numbers, last = version_numbers(version)[:2], SDKS[-1]
-    if numbers > getattr(last, part):
-        return last.release[0], last.release[1] + numbers[1] - getattr(last, part)[1]
-    return next((sdk.release for sdk in SDKS if getattr(sdk, part) == numbers), None)
+    """The SDK release with this version of "compiler" or "driver"; None if it is older than FIRST.
+    One after LAST is extrapolated."""
+    major, minor = (*version_numbers(version), 0, 0)[:2]
+    release = major, minor + OFFSETS[part]
+    return release if release >= FIRST else None
 
 
 def release_suffix(part: str, version: str | None) -> str:
@@ -72,7 +61,7 @@ def release_suffix(part: str, version: str | None) -> str:
     release = release_of(part, version)
     if release is None:
         return " (of an SDK before 2.27)" if version_numbers(version) else ""
-    guessed = ", extrapolated from known releases" if release > SDKS[-1].release else ""
+    guessed = ", extrapolated from known releases" if release > LAST else ""
     return f" (SDK {dotted(release)}{guessed})"
 
 

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -35,20 +36,13 @@ class Device(NamedTuple):
 
 def output_of(*command: str) -> str | None:
     """A command's standard output; None if the command is missing, fails or takes too long."""
-    path = path_of(command[0])
-    if path is None:
+    if (path := path_of(command[0])) is None:
         return None
+    how: dict = {"capture_output": True, "text": True, "timeout": COMMAND_SECONDS, "check": True}
     try:
-        completed = subprocess.run(
-            [path, *command[1:]],
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            check=True,
-        )
+        return subprocess.run([path, *command[1:]], **how).stdout
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    return completed.stdout
 
 
 def path_of(command: str) -> str | None:
@@ -99,22 +93,14 @@ class System:
     @property
     def lnc_file(self) -> str | None:
         """The machine's LNC setting (deploy/eks/prerequisites.rst of the SDK's documentation)."""
-        lines = (self.text("opt/aws/neuron/logical_nc_config") or "").splitlines()
-        values = [
-            line.partition("=")[2].strip()
-            for line in lines
-            if line.startswith("NEURON_LOGICAL_NC_CONFIG=")
-        ]
-        return values[-1] if values else None
+        text = self.text("opt/aws/neuron/logical_nc_config") or ""
+        values = re.findall("^NEURON_LOGICAL_NC_CONFIG=(.*)", text, re.M)
+        return values[-1].strip() if values else None
 
     def memory(self) -> dict[str, int]:
         """The values of /proc/meminfo in bytes, by name."""
-        rows = (line.split() for line in (self.text("proc/meminfo") or "").splitlines())
-        return {
-            row[0].rstrip(":"): int(row[1]) * 1024
-            for row in rows
-            if len(row) > 1 and row[1].isdigit()
-        }
+        rows = re.findall(r"^(\S+):\s+(\d+)", self.text("proc/meminfo") or "", re.M)
+        return {name: int(kilobytes) * 1024 for name, kilobytes in rows}
 
     def devices(self) -> list[Device] | None:
         """The chips in `neuron-ls --json-output`; None if it is missing or not understood."""
@@ -137,9 +123,7 @@ class System:
 
     def holders(self) -> dict[str, list[tuple[int, str]]]:
         """(pid, command) of the processes that have a chip's device file open, by the file's name.
-
-        This needs no neuron-ls. Only root sees the processes of other users.
-        """
+        This needs no neuron-ls. Only root sees the processes of other users."""
         opened = set()
         for link in (self.root / "proc").glob("[0-9]*/fd/*"):
             with contextlib.suppress(OSError):

@@ -25,6 +25,7 @@ from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.host import conditions
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.compat import COMPAT
@@ -78,14 +79,14 @@ _MOST_USED = {
 }
 
 
-def parser(description: str | None, example: str, gemma: bool, required: bool = True) -> Parser:
-    """A parser with the flags common to all commands.
-
-    gemma     whether the command also reads Gemma's folder
-    required  whether the checkpoint is required, and Gemma too unless the checkpoint's download has
-              it
-    """
-    parser = Parser(description=description, epilog=f"example:\n  {example}")
+def parser(
+    description: str | None, example: str, gemma: bool, required: bool = True, verb: str = ""
+) -> Parser:
+    """A parser with the flags common to all commands. gemma: whether the command also reads Gemma's
+    folder. required: whether the checkpoint is required, and Gemma too unless the checkpoint's
+    download has it."""
+    prog, epilog = command(verb), f"example:\n  {example}"
+    parser = Parser(prog=prog, description=description, epilog=epilog)
     add = group(parser, "model and machine").add_argument
     names = ("--checkpoint-path", "--distilled-checkpoint-path", "--model-path")
     help = "checkpoint: a file, a Hub name, or the folder of LTX-2.5's files"
@@ -100,13 +101,6 @@ def parser(description: str | None, example: str, gemma: bool, required: bool = 
         advanced(add(part.flag, type=Path, metavar="FILE", help=help))
     help = "folder of sharded weights and compiled graphs (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
-    add_profile(parser)
-    return parser
-
-
-def add_profile(parser: argparse.ArgumentParser) -> None:
-    """Flags of the hardware and the model's placement on it."""
-    add = group(parser, "model and machine").add_argument
     help = f"{', '.join(MACHINES)} (default: detected)"
     add("--profile", metavar="NAME", help=help)
     help = (
@@ -119,10 +113,10 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     advanced(add("--tp-degree", type=int, metavar="N", help=help))
     help = "data type of weights and activations (default: bfloat16)"
     advanced(add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help=help))
+    return parser
 
 
 def add_price(parser: argparse.ArgumentParser) -> None:
-    """The flag of the machine's price."""
     help = "US dollars for an hour of this machine, to report the price of a clip"
     add = group(parser, "model and machine").add_argument
     advanced(add("--price-per-hour", type=float, metavar="DOLLARS", help=help))
@@ -162,11 +156,9 @@ def local(args: argparse.Namespace, flag: str) -> Any:
 
 
 def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True) -> Workspace:
-    """The checkpoint, profile and artifacts of the common flags.
-
-    writes  whether the command writes into the artifacts folder; if so, check that it can
-    tuned   whether to use tuned settings; commands that compile or run graphs do
-    """
+    """The checkpoint, profile and artifacts of the common flags. writes: whether the command writes
+    into the artifacts folder; if so, check that it can. tuned: whether to use tuned settings;
+    commands that compile or run graphs do."""
     profile = resolve(args.profile, tuple(args.profile_set))
     if writes:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
@@ -182,59 +174,42 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
     opened.compat = getattr(args, "compat", None)
     opened.spatial_scale = spatial_scale(local(args, "spatial_upsampler_path"))
     if getattr(args, "needs_gemma", False):
-        _require_gemma(opened)
+        example = "Type for example --gemma-root gemma-3-12b"
+        require(opened.gemma_root, "--gemma-root", "--checkpoint-path", example)
     if tuned:
         opened.take_tuned()
     return opened
 
 
-def _require_gemma(opened: Workspace) -> None:
-    """Raise UserError if the workspace has no text encoder."""
-    example = "Type for example --gemma-root gemma-3-12b"
-    require(opened.gemma_root, "--gemma-root", "--checkpoint-path", example)
-
-
 # --- flags of a job -------------------------------------------------------------------------------
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """Flags of one generation. A line of a prompts file accepts the same."""
-    add_fields(parser, "video", ["prompt", *SamplingFields.model_fields, "sampler"])
-    add_fields(parser, "video", ["auto_duration"])
-    add_size(parser)
-    add_guidance(parser)
-    add_loras(parser)
-    add_conditions(parser)
+# The groups and fields of each kind of a job's flags.
+_KINDS: dict[str, list[tuple[str, list[str]]]] = {
+    "sampling": [("video", ["prompt", *SamplingFields.model_fields, "sampler", "auto_duration"])],
+    "size": [("video", [*SizeFields.model_fields])],  # with the stages and the images
+    "guidance": [("guidance", [*GuidanceFields.model_fields])],
+    # Sharding merges LoRAs into weight sets; at run time they name the sets.
+    "loras": [(_INPUTS, [*LoraFields.model_fields])],
+    "conditions": [(_INPUTS, [*ConditionFields.model_fields, *DetailFields.model_fields])],
+    # Conditions that graphs depend on; the metadata of LoRAs has a reference's scale.
+    "shape": [
+        ("video", ["nag_scale"]),
+        (_INPUTS, [*ConditionFields.model_fields, "lora", "ic_lora", "detailing_lora"]),
+    ],
+}
 
 
-def add_guidance(parser: argparse.ArgumentParser) -> None:
-    """Flags of the guidance of the dev recipe."""
-    guidance = group(parser, "guidance")
-    help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
-    guidance.add_argument(
-        "--guidance", nargs="+", action="extend", default=[], metavar="KEY=VALUE ...", help=help
-    )
-    add_fields(parser, "guidance", GuidanceFields.model_fields)
-
-
-def add_size(parser: argparse.ArgumentParser) -> None:
-    """Flags of the output's size, the number of stages, and the image conditions."""
-    add_fields(parser, "video", SizeFields.model_fields)
-
-
-def add_loras(parser: argparse.ArgumentParser) -> None:
-    """Flags of LoRAs. Sharding merges them into weight sets; at run time they name the sets."""
-    add_fields(parser, _INPUTS, LoraFields.model_fields)
-
-
-def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) -> None:
-    """Flags of the inputs besides prompt and images. shape_only: only those that graphs depend on,
-    for the compile commands."""
-    if shape_only:
-        add_fields(parser, "video", ["nag_scale"])
-    add_fields(parser, _INPUTS, ConditionFields.model_fields)
-    scaled = ["lora", "ic_lora", "detailing_lora"]  # their metadata has a reference's scale
-    add_fields(parser, _INPUTS, scaled if shape_only else DetailFields.model_fields)
+def add_job(parser: argparse.ArgumentParser, *kinds: str) -> None:
+    """Flags of one generation, of some kinds or, by default, all that a line of a prompts file
+    accepts."""
+    for kind in kinds or ("sampling", "size", "guidance", "loras", "conditions"):
+        if kind == "guidance":
+            help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
+            more: Any = {"nargs": "+", "action": "extend", "default": [], "help": help}
+            group(parser, kind).add_argument("--guidance", metavar="KEY=VALUE ...", **more)
+        for title, fields in _KINDS[kind]:
+            add_fields(parser, title, fields)
 
 
 def add_fields(parser: argparse.ArgumentParser, title: str, fields: Iterable[str]) -> None:
@@ -301,11 +276,11 @@ def spec(args: argparse.Namespace) -> Job:
             )
     with _as_typed(args):
         values |= guidance | _stage_strengths(values)
-        return Job.validated(values).replaced(orientation=_orientation(args))
+        orientation = COMPAT[getattr(args, "compat", None)].orientation
+        return Job.validated(values).replaced(orientation=orientation)
 
 
 def _guidance_settings(settings: list[str]) -> dict[str, Any]:
-    """The fields that --guidance sets."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -326,7 +301,6 @@ def _guidance_settings(settings: list[str]) -> dict[str, Any]:
 
 
 def _stage_strengths(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of --distilled-lora PATH STAGE_1 STAGE_2."""
     loras = values.get("distilled_lora", [])
     pairs = {tuple(strengths) for _, *strengths in loras if len(strengths) == 2}
     if not pairs:
@@ -361,8 +335,8 @@ def job(args: argparse.Namespace) -> Job:
 
 def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
     """A function from a line of a prompts file to its Job. The command's flags are the defaults."""
-    command = spec(args)
-    return lambda line: _job(args, command.updated(line))
+    defaults = spec(args)
+    return lambda line: _job(args, defaults.updated(line))
 
 
 def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = None) -> list[Line]:
@@ -396,8 +370,8 @@ def _check_resumed(job: Job) -> None:
 
 
 def shape(args: argparse.Namespace, recipe: str, **values: Any) -> Job:
-    """The job to compile graphs for, from the flags of `add_size` and
-    `add_conditions(shape_only=True)`. Its prompt is empty. values: in place of the flags'."""
+    """The job to compile graphs for, from the kinds size and shape of
+    `add_job`'s flags. Its prompt is empty. values: in place of the flags'."""
     job = spec(args).replaced(recipe=recipe, **values)
     if job.video_path is not None and job.extend is None:
         # The graphs do not depend on the seconds that are regenerated.
@@ -411,24 +385,22 @@ def shape(args: argparse.Namespace, recipe: str, **values: Any) -> Job:
 def lora_sets(args: argparse.Namespace) -> dict[str, Job]:
     """A job with the LoRAs of each name in requests: "default" for the command's LoRAs, and the
     sets of --lora-sets."""
-    command, known = spec(args), ", ".join(LORAS).replace("_", "-")
-    sets = {"default": command}
+    default, known = spec(args), ", ".join(LORAS).replace("_", "-")
+    sets = {"default": default}
     for name, line in (read_json(args.lora_sets) if args.lora_sets else {}).items():
         if not isinstance(line, dict) or {key.replace("-", "_") for key in line} - {*LORAS}:
             raise UserError(
                 f"--lora-sets {args.lora_sets}: {name!r}: wanted an object with the keys {known}"
             )
-        sets[name] = command.updated(line)
+        sets[name] = default.updated(line)
     for job in sets.values():
         _ = job.weight_sets  # raises UserError
     return sets
 
 
 def recipe(args: argparse.Namespace) -> str:
-    """The recipe of --recipe, else of the checkpoint's file name, else distilled.
-
-    The checkpoint's metadata does not distinguish them.
-    """
+    """The recipe of --recipe, else of the checkpoint's file name, else distilled. The checkpoint's
+    metadata does not distinguish them."""
     if args.recipe:
         return args.recipe
     named = named_recipe(args.checkpoint_path)
@@ -437,15 +409,10 @@ def recipe(args: argparse.Namespace) -> str:
     return named or "distilled"
 
 
-def _orientation(args: argparse.Namespace) -> str:
-    return COMPAT[getattr(args, "compat", None)].orientation
-
-
 # --- flags of a run -------------------------------------------------------------------------------
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Flags of a run, and of model files besides the checkpoint."""
     add_models(parser)
     add_fleet(parser)
     add_duration_head(parser)
@@ -457,13 +424,6 @@ def add_duration_head(parser: argparse.ArgumentParser) -> None:
     help = "LTX-2.5: the duration head; it predicts --num-frames where that is left out"
     add = group(parser, "models").add_argument
     advanced(add("--duration-head-path", type=Path, metavar="FILE", help=help))
-
-
-def add_prediction(parser: argparse.ArgumentParser) -> None:
-    """The flag that predicts a length and generates nothing."""
-    help = "LTX-2.5: print the length that the duration head predicts, and make no video"
-    add = group(parser, "video").add_argument
-    advanced(add("--predict-duration", action="store_true", help=help))
 
 
 def check_prediction(args: argparse.Namespace) -> None:
@@ -512,10 +472,8 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
 
 
 def check_fleet(args: argparse.Namespace, many: object = True) -> None:
-    """Raise UserError for fleet flags without --ray, or if Ray is not installed.
-
-    many  false for a single job
-    """
+    """Raise UserError for fleet flags without --ray, or if Ray is not installed. many: false for a
+    single job."""
     if args.ray and not many:
         raise UserError("--ray needs --prompts-file: a single video runs on one machine")
     for flag in ("replicas", "artifacts_url"):
@@ -531,11 +489,9 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Flags of a generation's output files and of resuming."""
     add = group(parser, "output").add_argument
-    add(
-        "--output-path", type=Path, metavar="FILE", help="the video, as .mp4, or the sound, as .wav"
-    )
+    help = "the video, as .mp4, or the sound, as .wav"
+    add("--output-path", type=Path, metavar="FILE", help=help)
     help = "folder for the videos of --prompts-file and results.json"
     add("--output-dir", type=Path, metavar="DIR", help=help)
     help = "continue an interrupted run from the state beside --output-path, or decode the latents"

@@ -4,12 +4,10 @@ cluster's replicas run them. --output-dir gets the same files as from one machin
 import shutil
 from argparse import Namespace
 from contextlib import closing
-from pathlib import Path
 
 from ltx_neuron import batch, flags
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.batch import Line, Results
-from ltx_neuron.config.common import digest
 from ltx_neuron.engine.outputs import digests_of_inputs
 from ltx_neuron.engine.preflight import notes
 from ltx_neuron.engine.run import Engine
@@ -18,7 +16,7 @@ from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.service.jobs import VIDEO
+from ltx_neuron.service.jobs import VIDEO, batch_key
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, NewJob, Queue
 
 FOLDER = ".ltx-fleet"  # in --output-dir: the queue and its jobs' files
@@ -51,18 +49,13 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
         if left:
             folder.mkdir(exist_ok=True)
             with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
-                _make(left, args, workspace, queue, outputs.folder, results)
+                _make(left, args, workspace, queue, results)
         shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
     batch.end(outputs.folder, [results.entries[line.number] for line in lines])
 
 
 def _make(
-    lines: list[Line],
-    args: Namespace,
-    workspace: Workspace,
-    queue: Queue,
-    folder: Path,
-    results: Results,
+    lines: list[Line], args: Namespace, workspace: Workspace, queue: Queue, results: Results
 ) -> None:
     notes_of = {line.number: notes(line.job, workspace) for line in lines}
     left = _submit(lines, queue)
@@ -78,11 +71,10 @@ def _make(
         for id, line in list(left.items()):
             entry = queue.get(OWNER, id)
             assert entry
-            if entry.status == FAILED:
-                assert entry.error
+            if entry.error:
                 results.failed(line, RunError(entry.error["message"]))
             elif entry.status == COMPLETED:
-                result, video = queue.folder_of(id) / VIDEO, folder / line.file
+                result, video = queue.folder_of(id) / VIDEO, results.path.with_name(line.file)
                 # With the user's own paths.
                 sidecar = read_json(result.with_suffix(".json")) | line.job.describe()
                 sidecar |= {"inputs": digests_of_inputs(line.job), "notes": notes_of[line.number]}
@@ -122,11 +114,5 @@ def _submit_new(line: Line, queue: Queue) -> Entry:
         names[path] = f"file-{number}{path.suffix}"
         shutil.copyfile(path, folder / names[path])
     params = line.job.with_paths(names.__getitem__).to_line()
-    new = NewJob(id, OWNER, line.digest, _batch_key(line.job), params, {"line": line.number})
-    return queue.submit(new)[0]
-
-
-def _batch_key(job: Job) -> str:
-    """A key that jobs share if they run on the same loaded graphs and weights."""
-    loras = f"{digest(job.identity['loras'])[:8]} " if job.all_loras else ""
-    return f"{job.recipe} {loras}{' '.join(bucket.name for bucket in job.buckets)}"[:255]
+    key = batch_key(line.job, [bucket.name for bucket in line.job.buckets])
+    return queue.submit(NewJob(id, OWNER, line.digest, key, params, {"line": line.number}))[0]

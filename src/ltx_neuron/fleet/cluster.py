@@ -44,9 +44,8 @@ class Needs(NamedTuple):
         return sum(room for _, room in self._rooms())
 
     def _rooms(self) -> list[tuple[str, int]]:
-        return [
-            (address, int(has.get(self.kind, 0) // self.count)) for address, has in _living_nodes()
-        ]
+        nodes = _living_nodes()
+        return [(address, int(has.get(self.kind, 0) // self.count)) for address, has in nodes]
 
     def layout(self) -> str:
         """A line about the replicas for which the cluster has room."""

@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,34 +44,24 @@ class _Member(NamedTuple):
     began: float
 
 
+@dataclass
 class Pool:
-    """Runs a queue's jobs on a cluster, until `stop` is set.
+    """Runs a queue's jobs on a cluster, until `stop` is set."""
 
-    queue            its database and files are on this machine
-    args             flags for a replica's engine
-    capability_jobs  jobs that a replica must be able to run
-    max_replicas     None: as many as the cluster has room for
-    max_failures     consecutive early failures before run() raises, if no replica works; run() also
-                     raises if the cluster has no room at the start. None: retry forever
-    sets             further weight sets of the DiT that jobs need
-    """
+    queue: Queue  # its database and files are on this machine
+    args: Namespace  # flags for a replica's engine
+    capability_jobs: list[Job]  # that a replica must be able to run
+    max_replicas: int | None = None  # None: as many as the cluster has room for
+    # Consecutive early failures before run() raises, if no replica works; it also raises if the
+    # cluster has no room at the start. None: retry forever.
+    max_failures: int | None = None
+    sets: Sequence[tuple] = ()  # further weight sets of the DiT that jobs need
 
-    def __init__(
-        self,
-        queue: Queue,
-        args: Namespace,
-        capability_jobs: list[Job],
-        max_replicas: int | None = None,
-        max_failures: int | None = None,
-        sets: Sequence[tuple] = (),
-    ):
-        self.queue, self.args = queue, absolute(args)
-        self.capability_jobs, self.sets = capability_jobs, sets
-        self.max_replicas, self.max_failures = max_replicas or 10**6, max_failures
-        self.stop = threading.Event()
+    def __post_init__(self):
+        self.args, self.stop = absolute(self.args), threading.Event()
         self.members: dict[ray.ObjectRef, _Member] = {}  # by the reference of run()'s result
-        self.profile = profile = resolve(args.profile, tuple(args.profile_set))
-        self.tp = profile.degree(args.tp_degree)
+        self.profile = resolve(self.args.profile, tuple(self.args.profile_set))
+        self.tp = self.profile.degree(self.args.tp_degree)
         self._failures, self._not_before = 0, 0.0
         self._room: str | None = None  # the last message about the cluster's room
 
@@ -106,7 +97,7 @@ class Pool:
         self._room = text
         if time.monotonic() < self._not_before:
             return
-        while len(self.members) < min(room, self.max_replicas):
+        while len(self.members) < min(room, self.max_replicas or room):
             name = f"ray-{secrets.token_hex(4)}"
             actor = ray.remote(Replica).options(**needed.options, max_concurrency=2)
             replica = actor.remote(name, self.queue_actor, self.queue.lease, self.args)
@@ -155,7 +146,7 @@ class Pool:
 
     def _working(self) -> bool:
         states = self.queue.workers()
-        return any(states.get(each.name, {}).get("alive") for each in self.members.values())
+        return any(states.get(member.name, {}).get("alive") for member in self.members.values())
 
 
 def _reason(error: Exception | None) -> str:

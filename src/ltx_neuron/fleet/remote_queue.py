@@ -32,7 +32,6 @@ class QueueActor:
         threading.Event().wait()
 
     def call(self, method: str, *args, **more):
-        """Call one of the queue's methods."""
         return getattr(self.queue, method)(*args, **more)
 
     def claim(self, *args) -> list[tuple[Entry, dict[str, bytes]]]:
@@ -74,7 +73,6 @@ class RemoteQueue:
         self.actor, self.lease, self.scratch = actor, lease, scratch
 
     def __getattr__(self, method: str) -> Callable:
-        """Forward all other methods to the queue."""
         return partial(self._call, method)
 
     def _call(self, method: str, *args, **more):

@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """The Ray actor. Its methods run in threads, so that `stop` can be called during `run`.
-
-    name         of this worker in the queue
-    queue_actor  the QueueActor
-    lease        of the queue, in seconds
-    args         the command's flags; paths are the same on all machines
-    """
+    """The Ray actor. Its methods run in threads, so that `stop` can be called during `run`. name:
+    of this worker in the queue. queue_actor: the QueueActor. lease: of the queue, in seconds. args:
+    the command's flags; paths are the same on all machines."""
 
     def __init__(self, name: str, queue_actor, lease: float, args: Namespace):
         forget_rays_threads()
@@ -34,11 +30,7 @@ class Replica:
         self.stopped.set()
 
     def run(self, capability_jobs: list, sets: Sequence = ()) -> None:
-        """Run jobs until `stop` is called. Raises UserError if this machine cannot.
-
-        capability_jobs  jobs that it must be able to run
-        sets             weight sets that other jobs need
-        """
+        """Run jobs until `stop` is called. Raises UserError if this machine cannot. See Pool."""
         from ltx_neuron.fleet.cluster import check_cores
         from ltx_neuron.fleet.remote_queue import RemoteQueue
         from ltx_neuron.service.worker import Worker

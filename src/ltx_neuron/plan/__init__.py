@@ -11,7 +11,7 @@ assumptions, and the output prints them.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,13 +161,8 @@ class CoreMemory:
 def compiled_activations(stages: Iterable[Sequence[Manifest]]) -> int:
     """Activations (see CoreMemory) of each stage's compiled programs, one for each tile."""
     return max(
-        max(
-            max(manifest.cost(run)["peak_bytes"] for run in manifest.runs)
-            + manifest.upload_bytes()
-            - manifest.upload_bytes(TILE_INPUTS)
-            for manifest in manifests
-        )
-        + sum(manifest.upload_bytes(TILE_INPUTS) for manifest in manifests)
+        max(_peak_bytes(m) + m.upload_bytes() - m.upload_bytes(TILE_INPUTS) for m in manifests)
+        + sum(m.upload_bytes(TILE_INPUTS) for m in manifests)
         for manifests in stages
     )
 
@@ -176,13 +171,13 @@ def compiled_tile(manifests: Iterable[Manifest]) -> int:
     """CoreMemory.tile of compiled programs of the video decoder. A rank keeps every stage's
     features until those of the next tile replace them."""
     return max(
-        (
-            max(manifest.cost(run)["peak_bytes"] for run in manifest.runs)
-            + sum(field.nbytes for field in manifest.fields.values())
-            for manifest in manifests
-        ),
+        (_peak_bytes(m) + sum(field.nbytes for field in m.fields.values()) for m in manifests),
         default=0,
     )
+
+
+def _peak_bytes(manifest: Manifest) -> int:
+    return max(manifest.cost(run)["peak_bytes"] for run in manifest.runs)
 
 
 def check_fits(
@@ -200,7 +195,7 @@ def check_fits(
         return
     result = plan(checkpoint, profile, job, tp, dtype, gemma)
     resident = profile.resident and gemma is not None
-    if result.fits and (result.fits_resident or not resident):
+    if result.fits_resident if resident else result.fits:
         return
     needed = result.hbm_bytes_per_core_resident if resident else result.hbm_bytes_per_core
     if result.fits:
@@ -216,9 +211,9 @@ def does_not_fit(profile: Profile, size: Size, tp: int, needed: int, advice: str
     """The error for a generation that needs `needed` bytes per core."""
     limit = profile.memory_bytes_per_core
     return UserError(
-        f"{size} at tp {tp} needs"
-        f" {format_bytes(needed)} a core, {profile.name} has {format_bytes(limit)}"
-        f" (LNC={profile.lnc}).\n{advice}. For details type {command('plan')} with the same flags"
+        f"{size} at tp {tp} needs {format_bytes(needed)} a core, {profile.name} has"
+        f" {format_bytes(limit)} (LNC={profile.lnc}).\n{advice}. For details type"
+        f" {command('plan')} with the same flags"
     )
 
 
@@ -249,11 +244,9 @@ def plan(
     gemma: GemmaConfig | None = GEMMA_3_12B,
     parts: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Plan a generation, of any prompt. UserError for sizes and TP degrees that cannot be.
-
-    gemma  the text encoder's config; None if the host encodes the prompt
-    parts  the config of all parts of the model; None: the checkpoint's
-    """
+    """Plan a generation, of any prompt. UserError for sizes and TP degrees that cannot be. gemma:
+    the text encoder's config; None if the host encodes the prompt. parts: the config of all parts
+    of the model; None: the checkpoint's."""
     job.check_shape()
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
@@ -339,10 +332,10 @@ def _on_the_host(config: Mapping[str, Any], profile: Profile, job: Job, dtype: t
         encode_bytes(config, clip.pixels, threads, computes.of_latents(dtype), dtype, clip.whole)
         for clip in (clips if has_vae else ())
     )
-    tiling = tiles.tiling(profile)
     decoded = 0
     if has_vae and not job.sound_only:
-        decoded = decode_bytes(config, latent, threads, computes, tiling, job.reads_keyframes)
+        how = computes, tiles.tiling(profile), job.reads_keyframes
+        decoded = decode_bytes(config, latent, threads, *how)
     return {
         "host_bytes_to_encode": max(encoded, default=0),
         "host_bytes_to_decode": decoded,
@@ -362,8 +355,7 @@ def _dit_bytes(
     source, totals = Source(model, [checkpoint]), {"rank": 0, "blocks": 0, "host": 0}
     for name in filter(used.fullmatch, source.locations):
         split = rule(model, name)
-        shape = local_shape(source.shape(name), split, tp, name)
-        size = math.prod(shape) * dtype.itemsize
+        size = math.prod(local_shape(source.shape(name), split, tp, name)) * dtype.itemsize
         totals["host" if split == HOST else "rank"] += size
         if name.startswith("transformer_blocks."):
             totals["blocks"] += size
@@ -399,7 +391,9 @@ def _stage(
     cp = profile.context_parallel
     divides = profile.sequence_parallel and programs.may_divide(bucket, tp, cp)
     program, step = step_cost(config, bucket, profile, tp, dtype, divides)
-    flops = step["flops"]
+    flops, graphs = step["flops"], program.graphs.values()
+    inputs = {name for graph in graphs for name in graph.inputs}
+    uploaded = program.fields, inputs, {name for graph in graphs for name in graph.outputs}
     undivided = step_cost(config, bucket, profile, tp, dtype)[1] if divides else {}
     whole = undivided and _between_ranks(undivided, profile, tp)
     compute_ms = memory_ms = score_ms = ideal_ms = expected = None
@@ -436,14 +430,14 @@ def _stage(
         activation_bytes_per_core=step["peak_bytes"],
         score_bytes_per_core=_score_bytes(config, bucket, profile, tp)[0],
         score_ms=score_ms,
-        upload_bytes=_upload_bytes(program)
-        + (len(buckets) - 1) * _upload_bytes(program, TILE_INPUTS),
+        upload_bytes=upload_bytes(*uploaded)
+        + (len(buckets) - 1) * upload_bytes(*uploaded, TILE_INPUTS),
     )
 
 
 def _reference_tokens(job: Job, stage: Stage) -> int:
     size, references = job.stage_size(stage.upsampled), job.appended_references(stage.upsampled)
-    count = sum(math.prod(each.latent_shape(size)) for each in references)
+    count = sum(math.prod(reference.latent_shape(size)) for reference in references)
     if job.of(stage).details(stage.upsampled):  # the reference is stage 1's video
         count += math.prod(video_latent_shape(*job.size.first.sides, size.num_frames))
     if tiles := job.stage_tiles(stage):
@@ -482,32 +476,32 @@ def step_cost(
     tp: int,
     dtype: torch.dtype,
     sequence_parallel: bool = False,
-) -> tuple[programs.Program, dict[str, int]]:
+) -> tuple[programs.Program, dict[str, Any]]:
     """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima
     for peak_bytes and the largest collective. moved_bytes: sent by the rank in its
     tensor-parallel group. weight_bytes, weight_tensors: its weights. inputs: the most other
     tensors of a graph. score_bytes: to write and read attention's scores. Call it in a process
     group of the profile's."""
     counted = dataclasses.replace(profile, backend="torchdist")  # NxD's graphs are not exported
-    comm, context = registry.comm(counted, tp), registry.context(counted, tp)
-    how = tp, comm, dtype, 1, profile.attention, sequence_parallel, context
-    program = programs.dit_program(config, bucket, *how)
+    how = dtype, 1, profile.attention, sequence_parallel, registry.context(counted, tp)
+    program = programs.dit_program(config, bucket, tp, registry.comm(counted, tp), *how)
     exported = {
         name: export.trace(program, name, dtype) for name in program.graphs if name != "guide"
     }
-    costs = {name: export.cost(graph) for name, graph in exported.items()}
-    calls = [costs[name] for name, _ in next(iter(program.runs.values()))]
-    sums = {key: sum(call[key] for call in calls) for key in calls[0]}
-    moved = {name: _moved_bytes(graph, tp) for name, graph in exported.items()}
-    modules = [program.graphs[name].module for name, _ in next(iter(program.runs.values()))]
+    costs = {
+        name: export.cost(graph) | {"moved_bytes": _moved_bytes(graph, tp)}
+        for name, graph in exported.items()
+    }
+    called = [name for name, _ in next(iter(program.runs.values()))]
+    sums = {key: sum(costs[name][key] for name in called) for key in costs[called[0]]}
+    modules = [program.graphs[name].module for name in called]
     weights = [weight.numel() for module in modules for weight in module.parameters()]
     largest = {
         "weight_bytes": sum(weights) * dtype.itemsize,
         "weight_tensors": len(weights),
         "score_bytes": 2 * _score_bytes(config, bucket, profile, tp)[1] * config.num_layers,
         "inputs": max(len(graph.inputs) for graph in program.graphs.values()),
-        "moved_bytes": sum(moved[name] for name, _ in next(iter(program.runs.values()))),
-        "peak_bytes": max(call["peak_bytes"] for call in calls),
+        "peak_bytes": max(costs[name]["peak_bytes"] for name in called),
         "largest_collective_bytes": max(map(export.largest_collective, exported.values())),
     }
     return program, sums | largest
@@ -535,14 +529,6 @@ def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
         "between_groups": {"count": step["context_collectives"], "bytes": step["context_bytes"]},
         "elementwise_bytes_per_step": step["elementwise_bytes"],
     }
-
-
-def _upload_bytes(program: programs.Program, only: Collection[str] = ()) -> int:
-    """As in signatures.upload_bytes."""
-    graphs = program.graphs.values()
-    inputs = {name for graph in graphs for name in graph.inputs}
-    outputs = {name for graph in graphs for name in graph.outputs}
-    return upload_bytes(program.fields, inputs, outputs, only)
 
 
 def _nearest(

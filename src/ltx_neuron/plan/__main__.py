@@ -17,9 +17,8 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.engine.preflight import Preflight
 from ltx_neuron.host.arithmetic import arithmetic
-from ltx_neuron.invocation import command
 from ltx_neuron.plan import Plan, plan, text_weights
-from ltx_neuron.plan.clip import Clip, ClipPlan
+from ltx_neuron.plan.clip import ClipPlan, ClipPlanner
 from ltx_neuron.plan.layouts import Layout, layouts
 from ltx_neuron.plan.table import clip_table, layout_table, table
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -29,11 +28,9 @@ EXAMPLE = """ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge \\
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = flags.parser((__doc__ or "").partition("\n\n")[0], EXAMPLE, gemma=False)
-    parser.prog = command("plan")
-    flags.add_size(parser)
-    flags.add_loras(parser)
-    flags.add_conditions(parser)
+    description = (__doc__ or "").partition("\n\n")[0]
+    parser = flags.parser(description, EXAMPLE, gemma=False, verb="plan")
+    flags.add_job(parser, "size", "loras", "conditions")
     flags.add_fields(parser, "video", ["sampler", "nag_scale", "upscale", "num_inference_steps"])
     title = "The planned job besides the denoising steps, and the output's form."
     add = parser.add_argument_group("plan", title).add_argument
@@ -74,7 +71,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[Layout]]:
     computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)
     identity = tuned_settings.identity(profile, tp, args.dtype, config.digest)
     tuned = tuned_settings.load(args.artifacts_dir, identity)
-    clip = Clip(
+    clip = ClipPlanner(
         result,
         files.config,
         weights,

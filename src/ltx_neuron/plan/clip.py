@@ -32,14 +32,7 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.report.price import Price
-from ltx_neuron.sampling.latents import (
-    AUDIO_LATENTS_PER_SECOND,
-    SPACE_SCALE,
-    UPSCALES,
-    upsampled,
-    upscaled,
-    video_latent_shape,
-)
+from ltx_neuron.sampling import latents
 
 SHARE = 0.3  # of a chip's documented peak: assumed
 # Of the video VAE: others' decoder of 3D convolutions reached 51 % on trn2 (vllm-omni-neuron).
@@ -70,9 +63,7 @@ _CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192, "trn3": 12}
 
 
 @dataclass(frozen=True)
-class Row:
-    """A phase."""
-
+class PhaseRow:
     name: str
     where: str  # "host" or "device"
     seconds: float | None
@@ -83,18 +74,20 @@ class Row:
 class ClipPlan:
     """A warm clip's phases in order; None for unknown times."""
 
-    rows: list[Row]
+    rows: list[PhaseRow]
     seconds: float | None  # from the prompt to the MP4
     # Per clip of a batch, in which the ranks denoise the next clip meanwhile
     batch_seconds: float | None
     overlaps: str  # phases that run at the same time, as text
-    cold: list[Row]  # what the first clip has besides, once the ranks run; empty without Neuron
+    cold: list[
+        PhaseRow
+    ]  # what the first clip has besides, once the ranks run; empty without Neuron
     # Of a clip of a batch, as report.price.Price gives it, with --price-per-hour
     price: dict[str, float] | None
 
 
 @dataclass(frozen=True)
-class Clip:
+class ClipPlanner:
     """The planned job, and the settings of its run."""
 
     plan: Plan
@@ -109,40 +102,38 @@ class Clip:
     price: Price | None = None
 
     def planned(self) -> ClipPlan:
-        first = [*self._text(), *self._given(), *self._denoising()]
+        first = [*self._text(), *self._inputs(), *self._denoising()]
         # An input sound is muxed unchanged.
         sound = [] if self.job.sound else [self._sound()]
-        last = sound if self.job.sound_only else [*self._video(), *sound, self._mp4()]
+        last = sound if self.job.sound_only else [self._video(), *sound, self._mp4()]
         rows, seconds, batch_seconds = [*first, *last], None, None
         if all(row.seconds is not None for row in rows):
             before = sum(row.seconds or 0 for row in first)
-            device, host = (
-                sum(row.seconds or 0 for row in last if row.where == where)
-                for where in ("device", "host")
-            )
+            device = sum(row.seconds or 0 for row in last if row.where == "device")
+            host = sum(row.seconds or 0 for row in last if row.where == "host")
             seconds = before + device + host
             if self.profile.overlap_decode:
                 seconds, batch_seconds = before + max(device, host), max(before + device, host)
                 if self.neuron_vae:  # the next clip waits for the MP4
                     batch_seconds = seconds
-        cold, length = self._cold(rows), self.job.output_frames / self.job.output_frame_rate
-        price = None
+        price, length = None, self.job.output_frames / self.job.output_frame_rate
         if seconds and self.price:
             price = self.price.of(batch_seconds or seconds, 1, length)
-        return ClipPlan(rows, seconds, batch_seconds, self._overlaps(), cold, price)
+        return ClipPlan(rows, seconds, batch_seconds, self._overlaps(), self._cold(rows), price)
 
-    def _cold(self, rows: Sequence[Row]) -> list[Row]:
+    def _cold(self, rows: Sequence[PhaseRow]) -> list[PhaseRow]:
         """What the first clip has besides `rows`, with nothing in the page cache."""
         if self.profile.device != "neuron":
             return []
         files, loaded = self.plan.disk_bytes, {row.name for row in rows}
-        loads = [self._gemma3("once")] * self.neuron_gemma + [self._transformer("once")]
+        models = ["gemma3"] * self.neuron_gemma + ["transformer"]
+        loads = (self._load(model, "once") for model in models)
         disk = f"{format_bytes(files)} of rank files at 125 MiB/s, a gp3 volume as it comes (AWS)"
         graphs = "graphs to the ranks (vllm-omni-neuron); up to 175 s (NxD Inference's LTX-2.3)"
         return [
-            Row("read_weights", "host", files / _DISK, disk),
+            PhaseRow("read_weights", "host", files / _DISK, disk),
             *(row for row in loads if row.name not in loaded),
-            Row("first_step", "device", _FIRST_STEP_SECONDS, graphs),
+            PhaseRow("first_step", "device", _FIRST_STEP_SECONDS, graphs),
         ]
 
     def _overlaps(self) -> str:
@@ -162,19 +153,19 @@ class Clip:
         rate = _PEAKS[kind.rpartition(" ")[2]] * _SHARES[kind] * cpus
         return rate, f"{_SHARES[kind]:.0%} of a documented peak, not measured"
 
-    def _host(self, name: str, amount: float, kind: str, what: str) -> Row:
+    def _host(self, name: str, amount: float, kind: str, what: str) -> PhaseRow:
         rate, source = self._rate(kind)
-        return Row(name, "host", amount / rate, f"{what} ({source})")
+        return PhaseRow(name, "host", amount / rate, f"{what} ({source})")
 
-    def _at_peak(self, name: str, flops: float, what: str, share: float = SHARE) -> Row:
+    def _at_peak(self, name: str, flops: float, what: str, share: float = SHARE) -> PhaseRow:
         """A phase on the ranks, from their total FLOPs."""
         peak = self.profile.flops(self.plan.tp)
         if peak is None:
-            return Row(name, "device", None, f"{what}: this profile has no documented peak")
+            return PhaseRow(name, "device", None, f"{what}: this profile has no documented peak")
         text = f"{what} at {share:.0%} of {peak / 1e12:.0f} TFLOP/s, documented, not measured"
-        return Row(name, "device", flops / (share * peak), text)
+        return PhaseRow(name, "device", flops / (share * peak), text)
 
-    def _text(self) -> list[Row]:
+    def _text(self) -> list[PhaseRow]:
         plan, profile, weights = self.plan, self.profile, self.text_weights
         products = PROMPT_TOKENS * weights["gemma3"] + CONTEXT_TOKENS * weights["connectors"]
         flops = 2 * plan.tp * products
@@ -186,32 +177,29 @@ class Clip:
         if profile.resident:
             return rows
         why = "one model at a time"
-        return [self._gemma3(why), *rows, self._transformer(why)]
+        return [self._load("gemma3", why), *rows, self._load("transformer", why)]
 
-    def _gemma3(self, why: str) -> Row:
-        return self._load("load_gemma3", self.plan.gemma3_weight_bytes_per_rank, why)
-
-    def _transformer(self, why: str) -> Row:
-        return self._load("load_transformer", self.plan.dit_weight_bytes_per_rank, why)
-
-    def _load(self, name: str, rank_bytes: int, why: str) -> Row:
-        size, profile = self.plan.ranks * rank_bytes, self.profile
+    def _load(self, model: str, why: str) -> PhaseRow:
+        plan, profile, name = self.plan, self.profile, f"load_{model}"
+        of_gemma = model == "gemma3"
+        size = plan.gemma3_weight_bytes_per_rank if of_gemma else plan.dit_weight_bytes_per_rank
+        size *= plan.ranks
         what = f"{format_bytes(size)} to the ranks, {why}"
         if profile.chip is None:
             return self._host(name, size, "copy", what)
-        seconds = size / (_LOAD * max(1, profile.chips_of(self.plan.ranks)))
-        return Row(name, "host", seconds, f"{what}, at {_LOAD / 1e9} GB/s a chip (Difflet)")
+        seconds = size / (_LOAD * max(1, profile.chips_of(plan.ranks)))
+        return PhaseRow(name, "host", seconds, f"{what}, at {_LOAD / 1e9} GB/s a chip (Difflet)")
 
-    def _given(self) -> list[Row]:
+    def _inputs(self) -> list[PhaseRow]:
         size, rows = self.job.size, []
         for clip in self.job.encoded_clips:
             counts = Counter([clip.pixels]) if clip.whole else tile_counts(clip.pixels)
-            each = {shape: self._encoder_flops(*shape) for shape in counts}
-            flops = sum(count * each[shape] for shape, count in counts.items())
+            of_tile = {shape: self._encoder_flops(*shape) for shape in counts}
+            flops = sum(count * of_tile[shape] for shape, count in counts.items())
             shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in counts.items())
             what = f"video, {format_flops(flops)}, {shapes}"
             if self.neuron_vae and self.profile.may_keep_vae and not clip.whole:
-                flops = self._on_ranks(each, counts)
+                flops = self._on_ranks(of_tile, counts)
                 rows.append(self._at_peak("encode_inputs", flops, what, _VAE_SHARE))
             else:
                 rows.append(self._host("encode_inputs", flops, f"encode_video {self._dtype}", what))
@@ -220,14 +208,16 @@ class Clip:
             import_ltx_core()  # this part of it needs torchaudio
             from ltx_core.model.audio_vae import AudioEncoderConfigurator
 
-            latents = voice.latents if voice else size.audio_frames
-            shape = 2, AUDIO_SCALE * latents, mel_sizes(self.config).bins
+            length = voice.latents if voice else size.audio_frames
+            shape = 2, AUDIO_SCALE * length, mel_sizes(self.config).bins
             flops = _counted(AudioEncoderConfigurator.from_config, self.config, *shape)
-            what = f"sound, {format_flops(flops)}, {latents / AUDIO_LATENTS_PER_SECOND:.1f} s"
+            what = (
+                f"sound, {format_flops(flops)}, {length / latents.AUDIO_LATENTS_PER_SECOND:.1f} s"
+            )
             rows.append(self._host("encode_inputs", flops, "encode_video float32", what))
         return rows
 
-    def _images(self, stage: StagePlan) -> list[Row]:
+    def _images(self, stage: StagePlan) -> list[PhaseRow]:
         if not (count := len(self.job.images)):
             return []
         flops = count * self._encoder_flops(1, stage.height, stage.width)
@@ -242,7 +232,7 @@ class Clip:
     def _dtype(self) -> str:
         return str(self.arithmetic.dtype).removeprefix("torch.")
 
-    def _denoising(self) -> list[Row]:
+    def _denoising(self) -> list[PhaseRow]:
         rows = []
         of_stages, job = self.job.stages, self.job
         frames = job.of(of_stages[0]).size.num_frames
@@ -250,26 +240,25 @@ class Clip:
             window = of_stages[number].temporal
             if number and not job.extension and not (window and window.number):
                 before = self.plan.stages[number - 1]
-                kind = "temporal" if window else "spatial"
-                latent = video_latent_shape(before.height, before.width, frames)
+                latent = latents.video_latent_shape(before.height, before.width, frames)
                 if weight_sets(job) > 1 and (not window or window.round == 1):
-                    which = "stage 1's weight set replaces stage 2's"
-                    which = which if window else "stage 2's weight set replaces stage 1's"
-                    rows.append(self._transformer(which))
-                rows.append(self._upsampling(latent, kind))
+                    new, old = (1, 2) if window else (2, 1)
+                    why = f"stage {new}'s weight set replaces stage {old}'s"
+                    rows.append(self._load("transformer", why))
+                rows.append(self._upsampling(latent, "temporal" if window else "spatial"))
                 frames += (frames - 1) * bool(window)
             rows += [*self._images(stage), self._steps(stage)]
         latent = self.job.latent_shape
-        for kind in UPSCALES.get(self.job.upscale, ()):
+        for kind in latents.UPSCALES.get(self.job.upscale, ()):
             rows.append(self._upsampling(latent, kind))
-            latent = upsampled(latent, kind)
+            latent = latents.upsampled(latent, kind)
         return rows
 
-    def _steps(self, stage: StagePlan) -> Row:
+    def _steps(self, stage: StagePlan) -> PhaseRow:
         ms, source = self._step_ms(stage)
         name, size = f"denoise_{stage.name}", self.plan.ranks * stage.upload_bytes
         if ms is None:
-            return Row(name, "device", None, source)
+            return PhaseRow(name, "device", None, source)
         upload = size / self._rate("copy")[0]
         rounds = -(-stage.passes // self.plan.guidance_parallel)
         # Tuning measures a step with all of its passes, or one tile.
@@ -277,7 +266,7 @@ class Clip:
         passes = 1 if self.tuned_step_ms and not tiled else rounds
         runs = f"{count} x {passes} {'tiles' if tiled else 'passes'}" if passes > 1 else f"{count}"
         what = f"{runs} x {ms:.0f} ms, {source}; {format_bytes(size)} uploaded once"
-        return Row(name, "device", count * passes * ms / 1e3 + upload, what)
+        return PhaseRow(name, "device", count * passes * ms / 1e3 + upload, what)
 
     def _step_ms(self, stage: StagePlan) -> tuple[float | None, str]:
         if self.tuned_step_ms:
@@ -286,7 +275,7 @@ class Clip:
             return None, f"not measured; type {command('tune')}"
         return stage.forecast.middle, "the forecast's middle, not measured"
 
-    def _upsampling(self, latent: tuple[int, int, int], kind: str) -> Row:
+    def _upsampling(self, latent: tuple[int, int, int], kind: str) -> PhaseRow:
         # The released upsampler's: its file may be absent.
         config: dict = {f"{name}_upsample": name == kind for name in ("spatial", "temporal")}
         if kind == "spatial" and self.job.size.spatial_scale != 2:
@@ -297,60 +286,55 @@ class Clip:
 
     @property
     def _latent(self) -> tuple[int, int, int]:
-        return upscaled(self.job.latent_shape, self.job.upscale)
+        return latents.upscaled(self.job.latent_shape, self.job.upscale)
 
-    def _video(self) -> list[Row]:
-        clip, tp = self._latent, self.plan.tp
+    def _video(self) -> PhaseRow:
+        clip, text, share = self._latent, "diffusion", SHARE
         if is_diffusion_vae(self.config):
             total = diffusion.decode_flops(diffusion_decoder_config(self.config), clip)
-            what = f"{format_flops(total)}, diffusion"
-            if self.neuron_vae:
-                return [self._at_peak("decode_video", total, what)]
-            return [self._host("decode_video", total, f"decode_video {self._dtype}", what)]
-        how = tiles.tiling_for_ranks(self.profile, clip, tp) if self.neuron_vae else None
-        counts = Counter(map(tiles.tile_shape, tiles.cut(clip, how or tiles.tiling(self.profile))))
-        decoder = VideoDecoderConfigurator.from_config
-        flops = {shape: _counted(decoder, self.config, 128, *shape) for shape in counts}
-        text = " + ".join(f"{n} tiles of {'x'.join(map(str, s))}" for s, n in counts.items())
-        if len(counts) > 2:
-            text = f"{sum(counts.values())} tiles of {len(counts)} shapes"
-        if not self.neuron_vae:
-            total = sum(flops[shape] * count for shape, count in counts.items())
-            kind = f"decode_video {self._dtype}"
-            return [self._host("decode_video", total, kind, f"{format_flops(total)}, {text}")]
-        total = self._on_ranks(flops, counts)
+        else:
+            for_ranks = self.neuron_vae and tiles.tiling_for_ranks(self.profile, clip, self.plan.tp)
+            cuts = tiles.cut(clip, for_ranks or tiles.tiling(self.profile))
+            counts = Counter(map(tiles.tile_shape, cuts))
+            decoder = VideoDecoderConfigurator.from_config
+            flops = {shape: _counted(decoder, self.config, 128, *shape) for shape in counts}
+            text = " + ".join(f"{n} tiles of {'x'.join(map(str, s))}" for s, n in counts.items())
+            if len(counts) > 2:
+                text = f"{sum(counts.values())} tiles of {len(counts)} shapes"
+            total, share = sum(flops[shape] * n for shape, n in counts.items()), _VAE_SHARE
+            total = self._on_ranks(flops, counts) if self.neuron_vae else total
         what = f"{format_flops(total)}, {text}"
-        return [self._at_peak("decode_video", total, what, _VAE_SHARE)]
+        if self.neuron_vae:
+            return self._at_peak("decode_video", total, what, share)
+        return self._host("decode_video", total, f"decode_video {self._dtype}", what)
 
     def _on_ranks(self, flops: Mapping[tuple, int], counts: Mapping[tuple, int]) -> int:
         """FLOPs of tp of the ranks that share tiles, some idle. flops: of a tile of each shape."""
         rounds = {shape: math.ceil(count / self.plan.ranks) for shape, count in counts.items()}
         return sum(flops[shape] * rounds[shape] * self.plan.tp for shape in counts)
 
-    def _sound(self) -> Row:
+    def _sound(self) -> PhaseRow:
         longer, size = self.job.extension, self.job.of(self.job.stages[0]).size
         seconds = (longer or size).num_frames / size.frame_rate
         text = f"{seconds:.1f} s of sound"
         if self.neuron_vae and self.profile.sound_on_ranks:
             why = "not known: filters of 16 and 32 channels fill a 32nd of the tensor engine"
-            return Row("decode_audio", "device", None, why)
+            return PhaseRow("decode_audio", "device", None, why)
         return self._host("decode_audio", seconds, "decode_audio", text)
 
-    def _mp4(self) -> Row:
+    def _mp4(self) -> PhaseRow:
         _, rows, columns = self._latent
         frames, tail = self.job.output_frames, self.job.tail_frames
-        pixels = frames * rows * columns * SPACE_SCALE**2
+        pixels = frames * rows * columns * latents.SPACE_SCALE**2
         what = f"{frames} frames" + (f"; the tail of {tail} is cut off" if tail else "")
         return self._host("encode_mp4", pixels, "encode_mp4", what)
-
-
-# --- FLOPs of the host's models: convolutions count as direct ones --------------------------------
 
 
 def _counted(
     from_config: Callable[[Any], torch.nn.Module], config: Mapping[str, Any], *shape: int
 ) -> int:
-    """FLOPs of one of ltx-core's modules for a tensor (1, *shape), on the meta device."""
+    """FLOPs of one of ltx-core's modules for a tensor (1, *shape), on the meta device.
+    Convolutions count as direct ones."""
     with torch.device("meta"):
         module = from_config(config)
         with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -80,12 +80,8 @@ class Forecast:
 def forecast(
     profile: Profile, tp: int, blocks: int, step: Mapping[str, float], launches: int
 ) -> Forecast:
-    """The forecast of a step on a profile with documented limits.
-
-    blocks    of the transformer
-    step      its cost for one rank, as plan.step_cost counts it
-    launches  graphs that it launches
-    """
+    """The forecast of a step on a profile with documented limits. blocks: of the transformer. step:
+    its cost for one rank, as plan.step_cost counts it. launches: graphs that it launches."""
     flops, bandwidth = profile.flops(tp), profile.memory_bytes_per_second(tp)
     assert flops and bandwidth  # a profile with documented limits
     peak, memory = flops / tp, bandwidth / tp
@@ -97,7 +93,7 @@ def forecast(
     ranks = profile.world_size(tp) if profile.backend == "nxd" else 0
     # The weights are read once: a lower bound of the products.
     memory_ms, score_ms = (step[k] / memory * 1e3 for k in ("weight_bytes", "score_bytes"))
-    python = [tensors * ranks * each / 1e3 for each in _TENSOR_US]
+    python = [tensors * ranks * microseconds / 1e3 for microseconds in _TENSOR_US]
     ranges = {
         "linear": [max(linear / (share * peak) * 1e3, memory_ms) for share in _LINEAR],
         "attention": [attention / (share * peak) * 1e3 + score_ms for share in _ATTENTION],

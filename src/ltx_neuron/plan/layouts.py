@@ -71,11 +71,11 @@ def layouts(
             for bucket, count in zip(buckets, passes, strict=True)
         ]
         seconds = tuple(
-            sum(s.evaluations * ms / 1e3 for s, ms in zip(plan.stages, each, strict=True))
-            for each in zip(*steps, strict=True)
+            sum(s.evaluations * ms / 1e3 for s, ms in zip(plan.stages, of_stages, strict=True))
+            for of_stages in zip(*steps, strict=True)
         )
         chips = int(profile.chips_of(layout.cores_needed(tp)))
-        chip_seconds = tuple(chips * each for each in seconds)
+        chip_seconds = tuple(chips * value for value in seconds)
         single = rows[0].chip_seconds if rows else chip_seconds
         rows.append(
             Layout(
@@ -84,7 +84,7 @@ def layouts(
                 chips=chips,
                 at_once=profile.chips // chips,
                 step_ms=steps[-1],
-                clip_seconds=tuple(others + each for each in seconds),
+                clip_seconds=tuple(others + value for value in seconds),
                 chip_seconds=chip_seconds,
                 efficiency=tuple(a / b for a, b in zip(single, chip_seconds, strict=True)),
                 measured=is_measured(layout, tp, max(bucket.video_tokens for bucket in buckets)),
@@ -104,11 +104,9 @@ def single_group(profile: Profile) -> Profile:
 def layout_settings(
     base: Profile, tp: int, max_groups: int, passes: int, buckets: Sequence[Bucket]
 ) -> Iterator[dict[str, Any]]:
-    """The fields of each layout's profile, from one tensor-parallel group on.
-
-    max_groups  number of tensor-parallel groups for which there are cores
-    buckets     of the stages; context parallelism divides their video tokens
-    """
+    """The fields of each layout's profile, from one tensor-parallel group on. max_groups: number of
+    tensor-parallel groups for which there are cores. buckets: of the stages; context parallelism
+    divides their video tokens."""
     video = all(bucket.video_tokens for bucket in buckets)
     yield {}
     guidance = [
@@ -127,7 +125,7 @@ def layout_settings(
     yield from context
     for groups in guidance[-1:]:  # a group for each pass, and the chips that are left
         left = max_groups // groups["guidance_parallel"]
-        yield from [groups | each for each in context if each["context_parallel"] <= left][-1:]
+        yield from [groups | cp for cp in context if cp["context_parallel"] <= left][-1:]
 
 
 def name_of(layout: Profile) -> str:
@@ -148,9 +146,9 @@ def step_ms(
     """Milliseconds of a step with all its passes. cost: for one rank of a single group."""
     step = divided_cost(config, bucket, layout, plan.tp, DTYPES[plan.dtype].itemsize, cost)
     launches = step_launches(config, layout.blocks_per_graph)
-    each = forecast(layout, plan.tp, config.num_layers, step, launches)
+    of_pass = forecast(layout, plan.tp, config.num_layers, step, launches)
     rounds = -(-passes // layout.guidance_parallel)
-    return rounds * each.low, rounds * each.high
+    return rounds * of_pass.low, rounds * of_pass.high
 
 
 def divided_cost(

@@ -4,20 +4,18 @@ import textwrap
 from collections.abc import Sequence
 
 from ltx_neuron.config.profiles import COLLECTIVES_BUFFER
+from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.format import WIDTH, format_bytes, format_flops
 from ltx_neuron.plan import ASSUMED, Plan, StagePlan
-from ltx_neuron.plan.clip import ClipPlan
+from ltx_neuron.plan.clip import ClipPlan, PhaseRow
 from ltx_neuron.plan.layouts import Layout, Range
 from ltx_neuron.report.price import format_price
 
 
 def table(plan: Plan) -> str:
     """The plan, a label and a value per line."""
-    degrees = {
-        "context parallel": plan.context_parallel,
-        "guidance parallel": plan.guidance_parallel,
-    }
-    layout = "".join(f" x {name} {n}" for name, n in degrees.items() if n > 1)
+    degrees = {"context": plan.context_parallel, "guidance": plan.guidance_parallel}
+    layout = "".join(f" x {name} parallel {n}" for name, n in degrees.items() if n > 1)
     layout += f", {plan.ranks} ranks" if layout else ""
     lines = [f"profile {plan.profile}, tp {plan.tp}{layout}, {plan.dtype}", plan.backend]
     lines += [*textwrap.wrap(plan.note, WIDTH), ""]
@@ -32,27 +30,23 @@ def table(plan: Plan) -> str:
         size = f"{stage.height}x{stage.width}, " if stage.video_tokens else ""
         nag = ", two text attentions (NAG)" * stage.nag
         lines.append(f"{stage.name}: {size}{steps}, {_tokens(stage)} tokens{nag}")
-        lines += [_labelled(f"  {label}", text) for label, text in _stage_rows(stage)]
-    rows = [_labelled(label, text) for label, text in _memory_rows(plan).items()]
+        lines += [f"  {label:22}{text}" for label, text in _stage_rows(stage)]
+    rows = [f"{label:24}{text}" for label, text in _memory_rows(plan).items()]
     return "\n".join([*lines, "", *rows])
 
 
 def _tokens(stage: StagePlan) -> str:
     """The tokens of each stream that the stage has, those of references apart."""
-    counts = zip((stage.video_tokens, stage.audio_tokens), stage.reference_tokens, strict=True)
+    counts = stage.video_tokens, stage.audio_tokens
     return " and ".join(
         f"{count - reference:,} {stream}" + (f" + {reference:,} reference" if reference else "")
-        for stream, (count, reference) in zip(("video", "audio"), counts, strict=True)
+        for stream, count, reference in zip(STREAMS, counts, stage.reference_tokens, strict=True)
         if count
     )
 
 
-def _labelled(label: str, text: str) -> str:
-    return f"{label:24}{text}"
-
-
 def _stage_rows(stage: StagePlan) -> list[tuple[str, str]]:
-    reduced, whole = stage.collectives_per_step, stage.whole
+    gb, reduced, whole = format_bytes, stage.collectives_per_step, stage.whole
     on_ranks = stage.evaluations == stage.steps and stage.tiles == 1
     sent = "nothing" if on_ranks else "the latents twice"
     rows = [
@@ -63,32 +57,29 @@ def _stage_rows(stage: StagePlan) -> list[tuple[str, str]]:
             f" {_ms(stage.memory_ms)}; collectives {_ms(stage.collectives_ms)} if not hidden)",
         ),
         *_forecast_rows(stage),
-        ("collectives per step", f"{reduced['count']}, {format_bytes(reduced['bytes'])} a rank"),
-        (
-            "elementwise work",
-            f"{format_bytes(stage.elementwise_bytes_per_step)} a rank, if not fused",
-        ),
+        ("collectives per step", f"{reduced['count']}, {gb(reduced['bytes'])} a rank"),
+        ("elementwise work", f"{gb(stage.elementwise_bytes_per_step)} a rank, if not fused"),
     ]
     if (between := stage.between_groups)["count"]:
-        text = f"{between['count']} of them, {format_bytes(between['bytes'])} received a rank"
+        text = f"{between['count']} of them, {gb(between['bytes'])} received a rank"
         rows.append(("between groups", text))
     if whole:
         reduced = whole["collectives_per_step"]
         text = (
-            f"yes; without it {reduced['count']} collectives, {format_bytes(reduced['bytes'])},"
+            f"yes; without it {reduced['count']} collectives, {gb(reduced['bytes'])},"
             f" {_ms(whole['collectives_ms'])}; elementwise"
-            f" {format_bytes(whole['elementwise_bytes_per_step'])}"
+            f" {gb(whole['elementwise_bytes_per_step'])}"
         )
         rows.append(("sequence parallel", text))
     if stage.score_bytes_per_core:
         text = (
-            f"{format_bytes(stage.score_bytes_per_core)} a core in fp32, stored at least twice;"
+            f"{gb(stage.score_bytes_per_core)} a core in fp32, stored at least twice;"
             f" {_ms(stage.score_ms)} to write and read all once"
         )
         rows.append(("attention scores", text))
     return rows + [
-        ("activations a core", format_bytes(stage.activation_bytes_per_core)),
-        ("to the device", f"{format_bytes(stage.upload_bytes)} a rank once, {sent} in a step"),
+        ("activations a core", gb(stage.activation_bytes_per_core)),
+        ("to the device", f"{gb(stage.upload_bytes)} a rank once, {sent} in a step"),
     ]
 
 
@@ -98,9 +89,8 @@ def _forecast_rows(stage: StagePlan) -> list[tuple[str, str]]:
     kind = "tiles" if stage.tiles > 1 else "passes"
     each = f" of each of {stage.passes} {kind}" if stage.passes > 1 else ""
     low, middle, high = map(_two_digits, (forecast.low, forecast.middle, forecast.high))
-    rows = [
-        ("forecast step", f"{low} to {high} ms, middle {middle}{each}: a forecast, not measured")
-    ]
+    text = f"{low} to {high} ms, middle {middle}{each}: a forecast, not measured"
+    rows = [("forecast step", text)]
     if not stage.measured:
         rows.append(("", f"{_UNMEASURED}, by tokens or chips"))
     for part in forecast.parts:
@@ -111,13 +101,11 @@ def _forecast_rows(stage: StagePlan) -> list[tuple[str, str]]:
 
 
 def _memory_rows(plan: Plan) -> dict[str, str]:
-    gb = format_bytes
+    gb, blocks = format_bytes, format_bytes(plan.block_weight_bytes_per_rank)
     encode = f"{gb(plan.host_bytes_to_encode)} to encode, " if plan.host_bytes_to_encode else ""
     decode = f"{gb(plan.host_bytes_to_decode)} to decode in {plan.host_dtype}, "
     rows = {
-        "DiT weights a core": (
-            f"{gb(plan.dit_weight_bytes_per_rank)} (blocks {gb(plan.block_weight_bytes_per_rank)})"
-        ),
+        "DiT weights a core": f"{gb(plan.dit_weight_bytes_per_rank)} (blocks {blocks})",
         "Gemma weights a core": gb(plan.gemma3_weight_bytes_per_rank),
         "memory a core": (
             f"{gb(plan.hbm_bytes_per_core)} in turn, {gb(plan.hbm_bytes_per_core_resident)} both"
@@ -161,8 +149,7 @@ def _verdict(plan: Plan) -> str:
 def clip_table(clip: ClipPlan) -> str:
     """The time of a warm clip, of a first one, and the price: lines named as in a latency
     report."""
-    lines = [_clip_line("a warm clip", "where", "seconds", "from")]
-    lines += [_clip_line(row.name, row.where, _seconds(row.seconds), row.rate) for row in clip.rows]
+    lines = [_clip_line("a warm clip", "where", "seconds", "from"), *map(_phase_line, clip.rows)]
     file = "MP4" if any(row.name == "encode_mp4" for row in clip.rows) else "WAV"
     overlaps = f"overlapped: {clip.overlaps}"
     lines.append(_clip_line(f"from prompt to {file}", "", _seconds(clip.seconds), overlaps))
@@ -175,7 +162,7 @@ def clip_table(clip: ClipPlan) -> str:
         lines.append(_clip_line("price", "", "", format_price(clip.price)))
     if clip.cold:
         lines += ["", _clip_line("a cold start", "where", "seconds", "from")]
-        lines += [_clip_line(r.name, r.where, _seconds(r.seconds), r.rate) for r in clip.cold]
+        lines += map(_phase_line, clip.cold)
         text = "with the warm clip; the start of the processes comes before"
         seconds = clip.seconds and sum((row.seconds or 0 for row in clip.cold), clip.seconds)
         lines.append(_clip_line(f"to the first {file}", "", _seconds(seconds), text))
@@ -192,24 +179,25 @@ def layout_table(layouts: Sequence[Layout], machine: str) -> str:
         f"layouts of a {machine}: forecasts, not measured, from the faster to the slower rates",
         _LAYOUT_LINE.format("layout", "chips", "step, ms", "clip, s", "chip-seconds", "efficiency"),
     ]
-    for each in layouts:
+    for layout in layouts:
         ranges = (
-            _range(each.step_ms, ",.0f" if each.step_ms[1] < 10_000 else ".0f"),
-            _range(each.clip_seconds, ",.1f"),
-            _range(each.chip_seconds, ",.1f" if each.chip_seconds[1] < 1000 else ",.0f"),
-            _range(each.efficiency, ".0%"),
+            _range(layout.step_ms, ",.0f" if layout.step_ms[1] < 10_000 else ".0f"),
+            _range(layout.clip_seconds, ",.1f"),
+            _range(layout.chip_seconds, ",.1f" if layout.chip_seconds[1] < 1000 else ",.0f"),
+            _range(layout.efficiency, ".0%"),
         )
-        name = each.name + " *" * (not each.measured)
-        lines.append(_LAYOUT_LINE.format(name, each.chips, *ranges))
-    if not all(each.measured for each in layouts):
+        name = layout.name + " *" * (not layout.measured)
+        lines.append(_LAYOUT_LINE.format(name, layout.chips, *ranges))
+    measured = [layout for layout in layouts if layout.measured]
+    if len(measured) < len(layouts):
         lines.append(f"* {_UNMEASURED}, by tokens or chips")
-    measured = [each for each in layouts if each.measured]
-    shortest = min(measured or layouts, key=lambda each: sum(each.clip_seconds))
-    cheapest = min(layouts, key=lambda each: sum(each.chip_seconds))
+    shortest = min(measured or layouts, key=lambda layout: sum(layout.clip_seconds))
+    cheapest = min(layouts, key=lambda layout: sum(layout.chip_seconds))
     flags = [f"--profile-set {setting}" for setting in shortest.settings]
     typed = " ".join([f"shortest clip: {shortest.name}; type --profile {machine}", *flags])
     lines += textwrap.wrap(typed, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    hourly = [cheapest.at_once * cheapest.chips * 3600 / each for each in cheapest.chip_seconds]
+    chip_seconds_an_hour = cheapest.at_once * cheapest.chips * 3600
+    hourly = [chip_seconds_an_hour / seconds for seconds in cheapest.chip_seconds]
     lines.append(
         f"most clips: {cheapest.name} a clip, {cheapest.at_once} at once;"
         f" {_range(hourly, ',.0f')} an hour by denoising alone"
@@ -218,8 +206,12 @@ def layout_table(layouts: Sequence[Layout], machine: str) -> str:
 
 
 def _range(both: Range, form: str) -> str:
-    first, second = (format(each, form) for each in both)
+    first, second = (format(value, form) for value in both)
     return first if first == second else f"{first} to {second}"
+
+
+def _phase_line(row: PhaseRow) -> str:
+    return _clip_line(row.name, row.where, _seconds(row.seconds), row.rate)
 
 
 def _clip_line(name: str, where: str, seconds: str, source: str) -> str:

@@ -7,6 +7,7 @@ ltx-neuron report run.json --max warm_step_ms.stage_1.median=300 end_to_end_seco
 """
 
 import sys
+from itertools import chain
 from pathlib import Path
 
 from ltx_neuron.command_line import Parser
@@ -22,23 +23,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("report", metavar="FILE", help="latency report of a run, JSON")
     parser.add_argument("other", nargs="?", metavar="FILE", help="a second report to compare with")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the step times")
-    parser.add_argument(
-        "--max",
-        metavar="NAME=VALUE ...",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="limits of values in each report, by their dotted names",
-    )
+    limits: dict = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=VALUE ..."}
+    help = "limits of values in each report, by their dotted names"
+    parser.add_argument("--max", help=help, **limits)
     options = parser.parse_args(argv)
     paths = [path for path in (options.report, options.other) if path]
     if options.plot:
         check_outputs({"--plot": Path(options.plot)}, {path: Path(path) for path in paths})
     runs = [load(path) for path in paths]
-    sentences = []
-    for path, report in zip(paths, runs, strict=True):
-        sentences += exceeded(report, options.max, path)
-    texts = [table(report) for report in runs]
+    exceeding = (exceeded(run, options.max, path) for path, run in zip(paths, runs, strict=True))
+    sentences, texts = [*chain.from_iterable(exceeding)], [*map(table, runs)]
     if len(runs) == 2:
         texts.append(compare(*runs))
     print("\n\n".join(texts))

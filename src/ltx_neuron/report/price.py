@@ -17,13 +17,13 @@ class Price:
         """The price of clips that one run made in `seconds`; of none, only the machine's."""
         dollars = self.per_hour / 3600 / self.at_once * seconds
         counts = zip(_UNITS, (clips, video_seconds), strict=True)
-        each = {name: dollars / count for name, count in counts if count}
-        return {"dollars_per_hour": self.per_hour, "runs_at_once": self.at_once} | each
+        prices = {name: dollars / count for name, count in counts if count}
+        return {"dollars_per_hour": self.per_hour, "runs_at_once": self.at_once} | prices
 
 
 def format_price(price: Mapping[str, float]) -> str:
     """As $0.0027 a clip, $0.00053 a second of video; $14.56 an hour, 16 runs at once."""
-    each = [f"${price[name]:.2g} {unit}" for name, unit in _UNITS.items() if name in price]
+    prices = [f"${price[name]:.2g} {unit}" for name, unit in _UNITS.items() if name in price]
     runs = price["runs_at_once"]
     machine = f"${price['dollars_per_hour']:,.2f} an hour, {runs} run{'s' * (runs > 1)} at once"
-    return f"{', '.join(each) or 'no clip'}; {machine}"
+    return f"{', '.join(prices) or 'no clip'}; {machine}"

@@ -53,11 +53,8 @@ class Counters:
 
 class _PeakMemory:
     """The highest sum, in bytes, of the resident memory of this process and its descendants while
-    the block runs, sampled by a thread.
-
-    Pages that several processes share count once for each. A process that starts within the block
-    and ends before the next listing is missed.
-    """
+    the block runs, sampled by a thread. Pages that several processes share count once for each. A
+    process that starts within the block and ends before the next listing is missed."""
 
     SAMPLE_SECONDS = 0.05
     # Listing descendants reads the whole process table, far slower than reading their sizes.
@@ -118,12 +115,9 @@ class _Phase:
 
 class Recorder:
     """Collects one run's times, by time.perf_counter, from its construction to `report()`, and its
-    price if the machine's is known.
-
-    A thread has at most one phase at a time. Each moment counts for one phase, so that phases and
-    residual add up to the total: for the phase of the thread that made the recorder if it has one,
-    otherwise for the phase that began first.
-    """
+    price if the machine's is known. A thread has at most one phase at a time. Each moment counts
+    for one phase, so that phases and residual add up to the total: for the phase of the thread that
+    made the recorder if it has one, otherwise for the phase that began first."""
 
     def __init__(self, price: Price | None = None) -> None:
         self.counters, self.price = Counters(), price
@@ -141,10 +135,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as one of PHASES and sample its peak memory.
-
-        Raises ValueError for an unknown name and RuntimeError inside another phase of this thread.
-        """
+        """Time the block as one of PHASES and sample its peak memory. Raises ValueError for an
+        unknown name and RuntimeError inside another phase of this thread."""
         if name not in PHASES:
             raise ValueError(f"unknown phase {name!r}; phases are {', '.join(PHASES)}")
         thread = threading.get_ident()
@@ -218,10 +210,7 @@ class Recorder:
 
     def report(self, job: dict, profile: str, tp: int, versions: dict, identity: dict) -> dict:
         """The latency report, schema 1, of the run up to now, with running phases of other threads.
-
-        versions  of packages
-        identity  digests of the weights, graphs and code
-        """
+        versions: of packages. identity: digests of the weights, graphs and code."""
         if phase := self._open.get(threading.get_ident()):
             raise RuntimeError(f"report() was called inside phase {phase.name}")
         with self._counted_to_now() as now:
@@ -229,10 +218,12 @@ class Recorder:
             phases = [phase.entry() for phase in (*self._ended, *self._open.values())]
         warm = {stage: _warm_step(steps) for stage, steps in self._steps.items()}
         last_stage = max(filter(self._steps.get, self._steps), default=STAGES[0])
-        flops = self.counters.flops_per_step
+        counters, output = self.counters, (len(self._finished), sum(self._finished))
+        flops, median = counters.flops_per_step, warm[last_stage]["median"]
         flops = flops.get(last_stage) if isinstance(flops, dict) else flops
-        output = len(self._finished), sum(self._finished)
-        peak, median = self.counters.peak_flops, warm[last_stage]["median"]
+        peak = counters.peak_flops
+        percent = 100 * flops / (median / 1000) / peak if flops and median and peak else None
+        swaps = {"count": counters.weight_swaps, "seconds": counters.weight_swap_seconds}
         return {
             "schema": 1,
             "job": job,
@@ -245,17 +236,12 @@ class Recorder:
                 stage: [total for total, _ in steps] for stage, steps in self._steps.items()
             },
             "warm_step_ms": warm,
-            "bytes_to_device_per_step": self.counters.bytes_to_device_per_step,
-            "launches_per_step": dict(self.counters.launches_per_step),
-            "collectives_per_step": dict(self.counters.collectives_per_step),
+            "bytes_to_device_per_step": counters.bytes_to_device_per_step,
+            "launches_per_step": dict(counters.launches_per_step),
+            "collectives_per_step": dict(counters.collectives_per_step),
             "flops_per_step": flops,
-            "weight_swaps": {
-                "count": self.counters.weight_swaps,
-                "seconds": self.counters.weight_swap_seconds,
-            },
-            "percent_of_peak": (
-                100 * flops / (median / 1000) / peak if flops and median and peak else None
-            ),
+            "weight_swaps": swaps,
+            "percent_of_peak": percent,
             **self._guidance_groups(),
             "end_to_end_seconds": end_to_end,
             "residual_seconds": end_to_end - sum(phase["seconds"] for phase in phases),

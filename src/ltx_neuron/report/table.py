@@ -68,12 +68,9 @@ def table(report: dict) -> str:
     launches = report.get("launches_per_step")  # absent in earlier reports
     launched = launches and f"{launches['count']}, {_text(launches['host_ms'])} ms of the host"
     lines = [
-        *textwrap.wrap(f"{title(report)}  {job}", WIDTH),
-        "",
-        *_phase_lines(report),
-        "",
-        *_step_lines(report),
-        "",
+        *(*textwrap.wrap(f"{title(report)}  {job}", WIDTH), ""),
+        *(*_phase_lines(report), ""),
+        *(*_step_lines(report), ""),
         f"bytes to device per step  {report['bytes_to_device_per_step']:,}",
         *([f"launches per step         {launched}"] if launches else []),
         f"collectives per step      {collectives['count']}, {_text(collectives['bytes'] / 1e6)} MB",
@@ -126,10 +123,11 @@ def _step_lines(report: dict) -> list[str]:
 
 def _group_lines(groups: dict) -> list[str]:
     rows: list[tuple[str, ...]] = [("denoise", "guidance group", "pass", "runs", "median ms")]
-    for stage, passes in groups["passes"].items():
-        for each in passes:
-            shown = str(each["group"]), each["pass"], str(each["runs"]), _text(each["median_ms"])
-            rows.append((stage, *shown))
+    rows += [
+        (stage, str(run["group"]), run["pass"], str(run["runs"]), _text(run["median_ms"]))
+        for stage, passes in groups["passes"].items()
+        for run in passes
+    ]
     lost = [line for text in groups["lost"] for line in textwrap.wrap(text, WIDTH)]
     return [*(columns(rows) if rows[1:] else []), *lost]
 
@@ -193,10 +191,8 @@ def _text(number: float | None) -> str:
 
 
 def exceeded(report: dict, limits: list[str], source: str = "report") -> list[str]:
-    """One sentence for every limit "NAME=VALUE" that the report exceeds.
-
-    Raises UserError for a limit of another form, or for a name without a number in the report.
-    """
+    """One sentence for every limit "NAME=VALUE" that the report exceeds. Raises UserError for a
+    limit of another form, or for a name without a number in the report."""
     measured, sentences = numbers(report), []
     for limit in limits:
         name, _, text = limit.partition("=")

@@ -24,9 +24,10 @@ from ltx_neuron.files import check_folder, exclusive
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service.settings import add_limits, limits_of
 
 try:
-    from ltx_neuron.service import app, jobs, media, server, sizes, tokens
+    from ltx_neuron.service import app, jobs, server, sizes, tokens
     from ltx_neuron.service.periodic import run_periodically
     from ltx_neuron.service.queue import Queue
     from ltx_neuron.service.worker import Worker
@@ -35,16 +36,13 @@ except ImportError as missing:  # --help works without them
 
 EXAMPLE = """ltx-neuron serve --neuron-gemma --gemma-root gemma-3-12b \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors"""
-_GB = 10**9
 _SWEEP_SECONDS = 30.0  # between two deletions of old jobs
 
 
 def build_parser() -> Parser:
-    parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False)
-    parser.prog = command("serve")
+    parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False, verb="serve")
     parser.set_defaults(needs_gemma=True)
-    flags.add_size(parser)
-    flags.add_loras(parser)
+    flags.add_job(parser, "size", "loras")
     help = (
         'LoRAs that requests select as lora_set: {"NAME": {"lora": ["PATH", STRENGTH]}, ...}, with'
     )
@@ -60,7 +58,6 @@ def build_parser() -> Parser:
 
 
 def add_service(parser: argparse.ArgumentParser) -> None:
-    """Flags of the address, the users and the job storage."""
     title = "The service's address, its users, and the folder of its jobs."
     add = parser.add_argument_group("service", title).add_argument
     help = "address to listen on (default: 127.0.0.1, this machine only)"
@@ -83,44 +80,13 @@ def add_service(parser: argparse.ArgumentParser) -> None:
     advanced(add("--no-page", action="store_true", help=help))
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Flags of the limits of requests and of storage."""
-    title = "Limits of requests, and of the time and space of results."
-    group = parser.add_argument_group("limits", title)
-
-    def add(flag: str, default: float | None, metavar: str, help: str) -> None:
-        kind = float if isinstance(default, float) else int
-        if default is not None:
-            help += f" (default: {default:.9g})"
-        advanced(group.add_argument(flag, type=kind, default=default, metavar=metavar, help=help))
-
-    add("--max-queue", 1000, "N", "number of waiting jobs")
-    help = "number of waiting jobs of one token (default: as --max-queue)"
-    add("--max-queue-per-token", None, "N", help)
-    add("--rate", 600.0, "N", "new jobs a minute of one token")
-    add("--max-queue-gb", 50.0, "GB", "size of the files of all waiting jobs, in GB")
-    add("--max-body-mb", 256.0, "MIB", "size of a request, with its files, in MiB")
-    add("--max-image-pixels", 2**25, "N", "pixels of a decoded image")
-    add("--max-audio-mb", 64.0, "MIB", "size of an uploaded sound, in MiB")
-    add("--max-video-mb", 200.0, "MIB", "size of an uploaded video, in MiB")
-    add("--max-video-pixels", 4096 * 2304, "N", "pixels of a frame of an uploaded video")
-    add("--max-media-seconds", 60.0, "S", "length of an uploaded sound or video, in seconds")
-    add("--keep-days", 7.0, "DAYS", "days after which a finished job is deleted")
-    help = "size of all finished jobs, in GB; the oldest are deleted first"
-    add("--keep-gb", 50.0, "GB", help)
-
-
 def check(args: argparse.Namespace) -> None:
     """Raise UserError for invalid flags and combinations."""
     if args.checkpoint_path is None:
         raise UserError(f"--checkpoint-path is missing\nexample: {EXAMPLE}")
     if args.image:
         raise UserError("--image is not a flag of serve: requests send images; leave it out")
-    limits = [name for name in vars(args) if name.startswith(("max_", "keep_"))]
-    limits.remove("max_queue_per_token")
-    for flag in ("rate", *limits):
-        if not 0 < getattr(args, flag) < float("inf"):
-            raise UserError(f"--{flag.replace('_', '-')}: wanted a number above 0")
+    args.limits = limits_of(args)
     check_folder(args.data_dir, "--data-dir DIR")
     flags.check_fleet(args)
     new_token = "--tokens-file", "tokens.json", "--new-token", "NAME"
@@ -133,7 +99,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -223,29 +188,12 @@ def be_api(args: argparse.Namespace) -> None:
     with exclusive(args.data_dir.absolute() / "api", "serving"):
         registry = open_sizes(args, engine)
         submitter = jobs.JobSubmitter(
-            queue,
-            registry,
-            args.model_name or engine.workspace.checkpoint_path.stem,
-            max_queued=(args.max_queue, args.max_queue_per_token or args.max_queue),
-            max_queued_bytes=int(args.max_queue_gb * _GB),
-            limits=media.UploadLimits(
-                image_pixels=args.max_image_pixels,
-                audio_bytes=int(args.max_audio_mb * 2**20),
-                video_bytes=int(args.max_video_mb * 2**20),
-                seconds=args.max_media_seconds,
-                video_pixels=args.max_video_pixels,
-            ),
+            queue, registry, args.model_name or engine.workspace.checkpoint_path.stem, args.limits
         )
         assert app  # `main` refuses to run without it
-        settings = app.Settings(
-            max_body_bytes=int(args.max_body_mb * 2**20),
-            per_minute=args.rate,
-            keep_days=args.keep_days,
-            price=flags.price(args),
-        )
         owners = tokens.Tokens.load(args.tokens_file)
-        served = app.create_app(submitter, owners, settings, page=not args.no_page)
-        sweep = partial(queue.sweep, args.keep_days, int(args.keep_gb * _GB))
+        served = app.create_app(submitter, owners, flags.price(args), page=not args.no_page)
+        sweep = partial(queue.sweep, args.keep_days, int(args.keep_gb * 1e9))
         with run_periodically(sweep, _SWEEP_SECONDS, "sweep"):
             if args.role == "api":
                 server.serve(served, args.host, args.port)

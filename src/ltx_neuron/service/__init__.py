@@ -1,7 +1,8 @@
 """The service behind ltx-neuron serve: a durable queue, the API, and the workers.
 
 app.py      the routes of /v1/videos, for OpenAI's client and others
-limits.py   limits of requests; tokens.py: bearer tokens; api_error.py: errors
+settings.py the limits, each a flag of serve; limits.py: those of requests before they are read
+tokens.py   bearer tokens; api_error.py: errors
 openapi.py  /openapi.json; reference.py: the same as a page, /docs
 fields.py   a request's fields; sizes.py: its compiled size; jobs.py: its job
 picture.py  uploaded images; media.py: sounds and videos; sandbox.py: the process that decodes them

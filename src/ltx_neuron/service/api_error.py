@@ -55,10 +55,7 @@ class ErrorObject(TypedDict):
 
 
 class ApiError(Exception):
-    """A refused request.
-
-    more   further keys of the error object
-    """
+    """A refused request. more: further keys of the error object."""
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ import errno
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request
@@ -29,45 +28,22 @@ from ltx_neuron.service import openapi, reference
 from ltx_neuron.service.api_error import ApiError, invalid, too_large
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.fields import MAX_FILES, kind_of, parse_json, read_request
-from ltx_neuron.service.jobs import (
-    PREVIEW,
-    THUMBNAIL,
-    VIDEO,
-    JobSubmitter,
-    VideoObject,
-    video_object,
-)
+from ltx_neuron.service.jobs import FILES, PREVIEW, JobSubmitter, VideoObject, video_object
 from ltx_neuron.service.limits import MAX_JSON_BYTES, RequestLimits, TokenBucket
-from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
 from ltx_neuron.service.page import add_page, cookie_authorization
-from ltx_neuron.service.queue import COMPLETED, FAILED, IN_PROGRESS, OPEN, QUEUED, Entry
+from ltx_neuron.service.queue import COMPLETED, IN_PROGRESS, OPEN, QUEUED, Entry
+from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import SizeObject
 from ltx_neuron.service.tokens import Tokens
 
 _MAX_FIELDS, _MAX_PAGE = 64, 100
+_SYNC_SECONDS = 3600.0  # the longest wait of /v1/videos/sync
 _POLL_MS = {True: 2000, False: 500}  # of a waiting job, of a running job
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # Codes of the errors that Starlette and FastAPI raise.
 _CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
-_FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Limits of the API.
-
-    price        of the machine, for the metrics
-    per_minute   new jobs of one token
-    sync_seconds timeout of /v1/videos/sync
-    """
-
-    max_body_bytes: int = 256 * 2**20
-    per_minute: float = 600.0
-    sync_seconds: float = 3600.0
-    keep_days: float = 7.0
-    price: Price | None = None
 
 
 class VideoList(TypedDict):
@@ -118,12 +94,10 @@ class QueueObject(TypedDict):
 class Api:
     """The route functions. Those that only query the database are synchronous: threads run them."""
 
-    def __init__(self, jobs: JobSubmitter, tokens: Tokens, settings: Settings):
+    def __init__(self, jobs: JobSubmitter, tokens: Tokens, price: Price | None):
         self.jobs, self.queue, self.tokens = jobs, jobs.queue, tokens
-        self.settings, self.rate = settings, TokenBucket(settings.per_minute)
-        self.metrics_of = Metrics(self.queue, settings.price)
-
-    # --- videos -----------------------------------------------------------------------------------
+        self.rate = TokenBucket(jobs.limits.rate)
+        self.metrics_of = Metrics(self.queue, price)
 
     async def create(self, request: Request) -> Response:
         return self._answer(await self._accept(request))
@@ -134,7 +108,7 @@ class Api:
         waited = 0.0
         try:
             while entry.status in OPEN:
-                if waited > self.settings.sync_seconds:
+                if waited > _SYNC_SECONDS:
                     raise ApiError(504, "timeout", "the video took too long; use POST /v1/videos")
                 if await request.is_disconnected():
                     raise ClientDisconnect
@@ -144,9 +118,8 @@ class Api:
         except BaseException:  # the server's end cancels this task
             await asyncio.shield(run_in_threadpool(self.queue.cancel, owner, entry.id))
             raise
-        if entry.status == FAILED:
-            assert entry.error
-            raise ApiError(500, entry.error["code"], entry.error["message"])
+        if error := entry.error:
+            raise ApiError(500, error["code"], error["message"])
         return self._file(entry, "video")
 
     async def _accept(self, request: Request) -> Entry:
@@ -179,7 +152,7 @@ class Api:
         owner = request.state.owner
         number = self._entry(owner, after, "after").number if after else None
         entries, more = self.queue.page(owner, number, limit, order == "desc")
-        data = [video_object(entry, self.settings.keep_days) for entry in entries]
+        data = [video_object(entry, self.jobs.limits.keep_days) for entry in entries]
         ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         content = {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1]}
         return JSONResponse(content | {"has_more": more})
@@ -193,13 +166,12 @@ class Api:
         entry = self._entry(request.state.owner, id)
         if variant == PREVIEW:
             return _preview(entry)
-        if variant not in _FILES:
+        if variant not in FILES:
             code = "feature_not_supported" if variant == "spritesheet" else "invalid_value"
-            known = ", ".join((*_FILES, PREVIEW))
+            known = ", ".join((*FILES, PREVIEW))
             raise invalid("variant", f"variant: wanted one of {known}", code)
-        if entry.status == FAILED:
-            assert entry.error
-            raise ApiError(409, "video_failed", f"this video failed: {entry.error['message']}")
+        if error := entry.error:
+            raise ApiError(409, "video_failed", f"this video failed: {error['message']}")
         if entry.status != COMPLETED:
             message = f"this video is {entry.status} ({entry.progress} %); poll it until completed"
             raise ApiError(409, "not_ready", message)
@@ -210,7 +182,7 @@ class Api:
         raise invalid(None, message, "feature_not_supported")
 
     def _file(self, entry: Entry, variant: str) -> Response:
-        name, kind = _FILES[variant]
+        name, kind = FILES[variant]
         path = self.queue.folder_of(entry.id) / name
         if not path.is_file():
             raise _not_found(entry.id)
@@ -223,7 +195,8 @@ class Api:
         if entry.status in OPEN:
             headers["openai-poll-after-ms"] = str(_POLL_MS[waits])
         ahead = self.queue.ahead_of(entry) if waits else None
-        return JSONResponse(video_object(entry, self.settings.keep_days, ahead), headers=headers)
+        content = video_object(entry, self.jobs.limits.keep_days, ahead)
+        return JSONResponse(content, headers=headers)
 
     def _entry(self, owner: str, id: str, param: str | None = None) -> Entry:
         entry = self.queue.get(owner, id)
@@ -239,8 +212,6 @@ class Api:
         request.state.owner = self.tokens.owner_of(authorization)
         if request.state.owner is None:
             raise ApiError(401, "invalid_api_key", "send a token: Authorization: Bearer TOKEN")
-
-    # --- models, queue and health -----------------------------------------------------------------
 
     def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -298,10 +269,11 @@ class Api:
 
 
 def create_app(
-    jobs: JobSubmitter, tokens: Tokens, settings: Settings, page: bool = False
+    jobs: JobSubmitter, tokens: Tokens, price: Price | None = None, page: bool = False
 ) -> Callable:
-    """The ASGI application of a service, with a page at / or without one."""
-    api = Api(jobs, tokens, settings)
+    """The ASGI application of a service, with a page at / or without one. price: of the machine,
+    for the metrics."""
+    api = Api(jobs, tokens, price)
     # Malformed uploads must not fill the service's log.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     app = FastAPI(
@@ -316,8 +288,12 @@ def create_app(
     for method, path, function, answer, summary, errors in (
         ("POST", "/v1/videos", api.create, VideoObject, "Make a video", new),
         (
-            *("POST", "/v1/videos/sync", api.create_and_wait, "video/mp4"),
-            *("Make a video and wait for it; disconnecting cancels it", (*new, 504)),
+            "POST",
+            "/v1/videos/sync",
+            api.create_and_wait,
+            "video/mp4",
+            "Make a video and wait for it; disconnecting cancels it",
+            (*new, 504),
         ),
         ("POST", "/v1/videos/edits", api.unsupported, None, "", ()),
         ("POST", "/v1/videos/extensions", api.unsupported, None, "", ()),
@@ -326,8 +302,12 @@ def create_app(
         ("GET", "/v1/videos", api.list, VideoList, "List your videos", (400, 404)),
         ("GET", "/v1/videos/{id}", api.retrieve, VideoObject, "Poll a video", (404,)),
         (
-            *("GET", "/v1/videos/{id}/content", api.content, "video/mp4"),
-            *("Download a video, its thumbnail, or a preview while it is made", (400, 404, 409)),
+            "GET",
+            "/v1/videos/{id}/content",
+            api.content,
+            "video/mp4",
+            "Download a video, its thumbnail, or a preview while it is made",
+            (400, 404, 409),
         ),
         ("DELETE", "/v1/videos/{id}", api.delete, DeletedVideo, "Cancel or delete a video", (404,)),
         ("GET", "/v1/models", api.models, ModelList, "List the model, its sizes and LoRAs", ()),
@@ -361,13 +341,14 @@ def create_app(
     for kind in (*expected, Exception):
         app.add_exception_handler(kind, handle_error)
     app.add_exception_handler(OSError, handle_disk_error)
-    return RequestLimits(_counting(app, api), settings.max_body_bytes, local=not tokens.hashes)
+    most = jobs.limits.bytes_of("body")
+    return RequestLimits(_counting(app, api), most, local=not tokens.hashes)
 
 
 class _Form(MultiPartParser):
     """A parser of a multipart body that writes files to disk and refuses too large ones."""
 
-    def __init__(self, request: Request, limits: UploadLimits):
+    def __init__(self, request: Request, limits: Limits):
         sizes = {"max_files": MAX_FILES, "max_fields": _MAX_FIELDS, "max_part_size": MAX_JSON_BYTES}
         super().__init__(request.headers, request.stream(), **sizes)
         self.limits, self.received = limits, 0
@@ -384,7 +365,7 @@ class _Form(MultiPartParser):
         super().on_part_data(data, start, end)
 
 
-async def _read_body(request: Request, limits: UploadLimits) -> tuple[dict[str, Any], Any]:
+async def _read_body(request: Request, limits: Limits) -> tuple[dict[str, Any], Any]:
     """A body's fields. The second value is a form, which the caller closes, or None for JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
@@ -401,9 +382,8 @@ async def _read_body(request: Request, limits: UploadLimits) -> tuple[dict[str, 
         raise ApiError(400, "invalid_body", "the body is not valid multipart/form-data") from None
     fields: dict[str, Any] = {}
     if len(form) == 1 and next(iter(form)).lstrip().startswith("{"):  # curl -d
-        raise ApiError(
-            415, "unsupported_media_type", "send JSON with Content-Type: application/json"
-        )
+        message = "send JSON with Content-Type: application/json"
+        raise ApiError(415, "unsupported_media_type", message)
     for key, value in form.multi_items():
         if key in fields:
             raise invalid(key[:64], f"{key[:64]} is sent twice; leave one out")
@@ -426,11 +406,9 @@ def _not_found(id: str, param: str | None = None) -> ApiError:
 
 def _counting(app: Callable, api: Api) -> Callable:
     """The application, with its answers counted for /metrics. BaseHTTPMiddleware would wrap errors
-    raised while a body is received into an ExceptionGroup.
-
-    Starlette answers an unexpected error and raises it again. uvicorn would then close a connection
-    that may carry the client's next request. So the error is logged here and not raised again.
-    """
+    raised while a body is received into an ExceptionGroup. Starlette answers an unexpected error
+    and raises it again. uvicorn would then close a connection that may carry the client's next
+    request. So the error is logged here and not raised again."""
 
     async def counted(scope: dict, receive: Callable, send: Callable) -> None:
         answered = False

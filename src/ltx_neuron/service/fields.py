@@ -24,17 +24,9 @@ from starlette.datastructures import UploadFile
 
 from ltx_neuron.config.common import digest
 from ltx_neuron.job import Job
+from ltx_neuron.sampling import spec
 from ltx_neuron.sampling.conditions import Crf, FrameIndex, Keyframes, Strength, TileSide
-from ltx_neuron.sampling.spec import (
-    DetailFields,
-    Fields,
-    GuidanceFields,
-    JobFields,
-    SamplingFields,
-    described_as,
-    got_and_wanted,
-    names_of,
-)
+from ltx_neuron.sampling.spec import described_as
 from ltx_neuron.service.api_error import ApiError, field_of, invalid
 from ltx_neuron.service.sizes import RequestedSize
 
@@ -69,7 +61,6 @@ _NOT_SUPPORTED = "feature_not_supported"
 
 
 def _file(value: Any) -> BinaryIO:
-    """The file of an upload or of a data URL."""
     if isinstance(value, UploadFile):
         value.file.seek(0)
         return value.file
@@ -88,14 +79,13 @@ def _file(value: Any) -> BinaryIO:
         raise ValueError("wanted data:image/png;base64,...") from None
 
 
-def _data_url(example: str) -> dict[str, str]:
-    return {"type": "string", "description": f"data:{example};base64,..."}
+_IMAGE_URL, _AUDIO_URL, _VIDEO_URL = (
+    {"type": "string", "description": f"data:{example};base64,..."}
+    for example in ("image/png", "audio/wav", "video/mp4")
+)
 
 
-_IMAGE_URL, _AUDIO_URL, _VIDEO_URL = map(_data_url, ("image/png", "audio/wav", "video/mp4"))
-
-
-class HeldImage(Fields):
+class HeldImage(spec.Fields):
     """An image condition, not yet decoded."""
 
     data: Annotated[
@@ -106,7 +96,7 @@ class HeldImage(Fields):
     crf: Crf | None = None  # the release's
 
 
-class HeldSound(Fields):
+class HeldSound(spec.Fields):
     """A sound, not yet decoded."""
 
     file: Annotated[Any, BeforeValidator(_file), WithJsonSchema(_AUDIO_URL)] = Field(
@@ -114,7 +104,7 @@ class HeldSound(Fields):
     )
 
 
-class HeldVideo(Fields):
+class HeldVideo(spec.Fields):
     """A video, not yet decoded."""
 
     file: Annotated[Any, BeforeValidator(_file), WithJsonSchema(_VIDEO_URL)] = Field(
@@ -137,12 +127,8 @@ class WeightedReference(WeightedVideo):
 
 
 class Media(NamedTuple):
-    """A sound or a video of a request.
-
-    param  its request field
-    field  the job's field
-    kind   "audio" or "video"
-    """
+    """A sound or a video of a request. param: its request field. field: the job's field. kind:
+    "audio" or "video"."""
 
     param: str
     field: str
@@ -173,7 +159,6 @@ def _reference(key: str) -> Callable[[Any], Any]:
 
 
 def _references(value: Any) -> Any:
-    """One reference video, or a list of them."""
     if isinstance(value, str) and not value.startswith("data:"):
         value = _json(value)
     return [*map(_reference("video_url"), value if isinstance(value, list | tuple) else [value])]
@@ -211,12 +196,11 @@ MaskReference = Annotated[
 _AS_TEXT = WithJsonSchema({"type": "string", "pattern": f"^{_SIZE.pattern}$|^auto$"})
 
 
-def _names_of(model: type[Fields]) -> dict[str, list[str]]:
-    """Every field with its accepted names."""
-    return {field: names_of(field, model) for field in model.model_fields}
+def _names_of(model: type[spec.Fields]) -> dict[str, list[str]]:
+    return {field: spec.names_of(field, model) for field in model.model_fields}
 
 
-def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
+def _finish_schema(schema: dict[str, Any], model: type[spec.Fields]) -> None:
     """Complete the schema: add all names of a field, remove the flags' defaults."""
     for field, names in _names_of(model).items():
         for other in names[1:]:
@@ -234,7 +218,7 @@ def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
             field["description"] = with_field_names(description)
 
 
-class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
+class VideoRequest(spec.GuidanceFields, spec.DetailFields, spec.SamplingFields, RequestedSize):
     """The body of POST /v1/videos. Omitted size fields are the service's default or, if that has no
     graphs, a compiled size's."""
 
@@ -307,7 +291,6 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
 
     @property
     def media(self) -> list[Media]:
-        """The sounds and videos."""
         media = []
         for name, (field, kind) in _MEDIA.items():
             value = getattr(self, name)
@@ -327,7 +310,7 @@ class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     @property
     def job(self) -> Job:
         """The job without the size and the files."""
-        names = JobFields.model_fields.keys() & VideoRequest.model_fields.keys()
+        names = spec.JobFields.model_fields.keys() & VideoRequest.model_fields.keys()
         names -= RequestedSize.model_fields.keys() | _MEDIA.keys()
         return Job(**self.model_dump(include=names, exclude_none=True))
 
@@ -361,18 +344,18 @@ def kind_of(name: str) -> str:
 def read_request(fields: Mapping[str, Any]) -> VideoRequest:
     """Read a body's fields: JSON values, or texts and files of a multipart body. Raises ApiError
     for the first wrong field."""
-    said = _merged(fields)
+    values = _merged(fields)
     try:
-        request = VideoRequest.model_validate(said)
+        request = VideoRequest.model_validate(values)
     except ValidationError as error:
         mistake = error.errors(include_url=False, include_context=False)[0]
-        raise _api_error(mistake, said) from None
+        raise _api_error(mistake, values) from None
     if (count := len(request.held)) > MAX_IMAGES:  # references included
         raise invalid("images", f"got {count} images in all, wanted at most {MAX_IMAGES}")
     return request
 
 
-def _api_error(mistake: Mapping[str, Any], said: dict[str, Any]) -> ApiError:
+def _api_error(mistake: Mapping[str, Any], values: dict[str, Any]) -> ApiError:
     """The ApiError of a pydantic error, with the field's name in the request."""
     kind, (field, *place) = mistake["type"], mistake["loc"]
     if field == "prompt":
@@ -381,13 +364,13 @@ def _api_error(mistake: Mapping[str, Any], said: dict[str, Any]) -> ApiError:
             return invalid("prompt", message, "prompt_too_long")
         message = "prompt is missing; send a text that describes the video"
         return invalid("prompt", message, "missing_field")
-    name = next((name for name in _NAMES[field] if name in said), field)
+    name = next((name for name in _NAMES[field] if name in values), field)
     # Name the field as the client sent it.
     url = {"data": "image_url", "file": f"{kind_of(name)}_url"}
     place = [url.get(part, part) for part in place]
     param = f"{name}[{place.pop(0)}]" if name in _LISTS and place else name
     code = _NOT_SUPPORTED if kind == _NOT_SUPPORTED else "invalid_value"
-    got, wanted = got_and_wanted(mistake)
+    got, wanted = spec.got_and_wanted(mistake)
     return invalid(param, f"{'.'.join(map(str, (param, *place)))}: got {got}, {wanted}", code)
 
 
@@ -403,7 +386,7 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid("extra_params", "extra_params: wanted a JSON object")
     if twice := sorted(merged.keys() & extra.keys()):
         raise invalid(twice[0], f"{twice[0]} is a field and a key of extra_params; leave one out")
-    said = {}
+    values = {}
     for key, value in (merged | extra).items():
         if key in UNSUPPORTED:
             if value not in (None, "", *UNSUPPORTED[key]):
@@ -414,12 +397,12 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
         elif value is None or (key, value) == ("size", "auto"):
             continue
         elif value != "" or key in ("prompt", "negative_prompt"):  # "" is a valid prompt
-            said[key] = value
+            values[key] = value
     for names in (*_EITHER, *_NAMES.values()):
-        both = [name for name in names if name in said]
+        both = [name for name in names if name in values]
         if len(both) > 1:
             raise invalid(both[0], f"{' and '.join(both)} set the same value; leave one out")
-    return said
+    return values
 
 
 def _unbracketed(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -448,7 +431,6 @@ def _json(text: str | bytes) -> Any:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """A JSON body's fields."""
     try:
         content = _json(body)
     except ValueError:

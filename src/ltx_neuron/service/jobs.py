@@ -1,9 +1,10 @@
 """Converts a request to a queued job, and a queued job to a Job for the engine."""
 
-import dataclasses
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +20,25 @@ from ltx_neuron.sampling.size import Size
 from ltx_neuron.service import media, picture
 from ltx_neuron.service.api_error import ApiError, busy, field_of, invalid, too_large
 from ltx_neuron.service.fields import KNOWN, VideoRequest, WeightedVideo, with_field_names
-from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.sandbox import BadFile
+from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import CompiledSize, SizeObject, SizeRegistry
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
+# By the API's name: a finished job's file, and its type.
+FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
 PREVIEW = "preview"  # key in a running job's detail: a JPEG in base64
 
 
+@dataclass
 class JobSubmitter:
-    """Turns requests into jobs of the queue.
+    """Turns requests into jobs of the queue."""
 
-    model             the checkpoint's name in the API
-    max_queued        number of waiting jobs: of all owners, of one owner
-    max_queued_bytes  size of the waiting jobs' files
-    limits            of one uploaded file
-    """
-
-    def __init__(
-        self,
-        queue: Queue,
-        sizes: SizeRegistry,
-        model: str,
-        *,
-        max_queued: tuple[int, int] = (10_000, 10_000),
-        max_queued_bytes: int = 50 * 10**9,
-        limits: UploadLimits | None = None,
-    ):
-        self.queue, self.sizes, self.model = queue, sizes, model
-        self.max_queued, self.max_queued_bytes = max_queued, max_queued_bytes
-        self.limits = limits or UploadLimits()
+    queue: Queue
+    sizes: SizeRegistry
+    model: str  # the checkpoint's name in the API
+    limits: Limits = Limits()
 
     def accept(self, request: VideoRequest, owner: str, key: str | None = None) -> Entry:
         """Store a request's job on disk. A repeated key returns the earlier job. Raises
@@ -84,9 +73,14 @@ class JobSubmitter:
             line = job.with_paths(lambda path: path.name).to_line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
-            where = self._batch_key(job), line, shown, key, folder_bytes(folder)
-            new = NewJob(id, owner, request.digest, *where)
-            entry, is_new = self.queue.submit(new, *self.max_queued, self.max_queued_bytes)
+            programs = self.sizes.workspace.dit_programs_for
+            buckets = (bucket for stage in job.stages for bucket, _ in programs(job, stage))
+            runs_on = batch_key(job, dict.fromkeys(bucket.name for bucket in buckets))
+            size = folder_bytes(folder)
+            new = NewJob(id, owner, request.digest, runs_on, line, shown, key, size)
+            limits = self.limits
+            most = limits.max_queue, limits.max_queue_per_token or limits.max_queue
+            entry, is_new = self.queue.submit(new, *most, int(limits.max_queue_gb * 1e9))
             return entry
         except UserError as error:
             message = public(error.render(field_of), folder)
@@ -97,10 +91,9 @@ class JobSubmitter:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _job(self, request: VideoRequest, folder: Path) -> Job:
-        """A request's job, with its files in `folder`."""
         images = tuple(
-            ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
-            for number, held in enumerate(request.held.values())
+            ImageCondition(str(folder / f"image-{n}.png"), held.frame, held.strength, held.crf)
+            for n, held in enumerate(request.held.values())
         )
         sizes, requested = self.sizes, request.requested_size
         job = request.job.replaced(image=images, **self._media(request, folder))
@@ -108,7 +101,7 @@ class JobSubmitter:
             chosen = CompiledSize(Size(), requested.recipe or sizes.default.recipe)
             if requested.seconds is not None:
                 raise invalid("seconds", "seconds does not go with video_reference; leave it out")
-            if abs(job.extend or 0) > (most := self.limits.seconds):
+            if abs(job.extend or 0) > (most := self.limits.max_media_seconds):
                 raise invalid("extend", f"extend {job.extend:g}: wanted at most {most:g} s")
             job = job.replaced(**requested.model_dump(exclude_none=True))
         elif request.reference_video:  # its file has the length
@@ -124,8 +117,11 @@ class JobSubmitter:
             chosen = sizes.choose(requested, job)
             job = job.resized(chosen.size)
         loras = sizes.loras(request.lora_set, chosen)
-        image = self._images(request, images, folder)
-        return sizes.workspace.resolved(job.replaced(**loras, recipe=chosen.recipe, image=image))
+        for image, (param, held) in zip(images, request.held.items(), strict=True):
+            upload = Path(image.path).with_suffix(".upload")
+            upload.write_bytes(held.data)
+            self._decoded(param, upload)
+        return sizes.workspace.resolved(job.replaced(**loras, recipe=chosen.recipe))
 
     def _media(self, request: VideoRequest, folder: Path) -> dict[str, Any]:
         """Write a request's sounds and videos into a job's folder; return the job's fields."""
@@ -181,30 +177,18 @@ class JobSubmitter:
         chosen = chosen._replace(recipe=requested.recipe or chosen.recipe)
         return chosen, job.resized(chosen.size).replaced(**more)
 
-    def _images(
-        self, request: VideoRequest, images: tuple[ImageCondition, ...], folder: Path
-    ) -> tuple[ImageCondition, ...]:
-        """Decode the images into a job's folder; return them as conditions."""
-        for image, (param, held) in zip(images, request.held.items(), strict=True):
-            upload = (folder / image.path).with_suffix(".upload")
-            upload.write_bytes(held.data)
-            self._decoded(param, upload)
-        return tuple(dataclasses.replace(image, path=str(folder / image.path)) for image in images)
-
     def _decoded(self, param: str, upload: Path) -> Path:
         """Replace an uploaded picture by a PNG, whose path is returned."""
         target = upload.with_suffix(".png")
         try:
             with whole_file(target) as partial:
-                picture.decode(upload, partial, self.limits.image_pixels)
+                picture.decode(upload, partial, self.limits.max_image_pixels)
             check_image(target)
         except BadFile as error:
             raise invalid(param, f"{param}: {error}", "invalid_image") from None
         except UserError:  # only the size of our own PNG can be wrong
-            message = (
-                f"{param}: a video cannot have its size; wanted {MIN_SIDE} to {MAX_SIDE} pixels on"
-                " each side"
-            )
+            sides = f"wanted {MIN_SIDE} to {MAX_SIDE} pixels on each side"
+            message = f"{param}: a video cannot have its size; {sides}"
             raise invalid(param, message, "invalid_image") from None
         finally:
             upload.unlink()
@@ -218,13 +202,11 @@ class JobSubmitter:
         if job.recipe == "dev":
             job.resolved_guidance.check(self.sizes.workspace.transformer.num_layers)
 
-    def _batch_key(self, job: Job) -> str:
-        """A key of the jobs that share loaded graphs and weights."""
-        workspace = self.sizes.workspace
-        programs = (x for stage in job.stages for x in workspace.dit_programs_for(job, stage))
-        names = dict.fromkeys(bucket.name for bucket, _ in programs)
-        loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
-        return "+".join([job.recipe, *names, *loras])
+
+def batch_key(job: Job, names: Iterable[str]) -> str:
+    """A key of the jobs that share loaded graphs, by their names, and weights."""
+    loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
+    return "+".join([job.recipe, *names, *loras])
 
 
 def public(text: str, folder: Path) -> str:
@@ -238,7 +220,6 @@ def job_of(line: dict[str, Any], folder: Path) -> Job:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of a folder's files in bytes."""
     total = 0
     with suppress(FileNotFoundError):
         for path in folder.iterdir():
@@ -273,7 +254,6 @@ class VideoObject(SizeObject):
 
 
 def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> VideoObject:
-    """The VideoObject of a job."""
     ended, detail = entry.completed_at, entry.detail
     if detail and PREVIEW in detail:
         detail = detail | {PREVIEW: True}  # clients download the picture separately

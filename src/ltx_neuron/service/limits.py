@@ -15,11 +15,9 @@ LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 
 
 class RequestLimits:
-    """ASGI middleware: limits bodies' size and time, and refuses other sites' pages.
-
-    max_bytes  of a body; of JSON at most MAX_JSON_BYTES
-    local      without tokens: only Host names of this machine are accepted
-    """
+    """ASGI middleware: limits bodies' size and time, and refuses other sites' pages. max_bytes: of
+    a body; of JSON at most MAX_JSON_BYTES. local: without tokens, only Host names of this machine
+    are accepted."""
 
     def __init__(self, app: Callable, max_bytes: int, local: bool):
         self.app, self.max_bytes, self.local = app, max_bytes, local
@@ -63,8 +61,6 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 class _Body:
-    """Receives a request's body within a size and a time limit."""
-
     def __init__(self, receive: Callable, max_bytes: int):
         self.receive, self.left, self.max_bytes = receive, max_bytes, max_bytes
         self.until, self.whole = time.monotonic() + BODY_SECONDS, False

@@ -6,11 +6,10 @@ The container must be one of FORMATS: others, such as playlists, can refer to fu
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from ltx_neuron.service import sandbox
-from ltx_neuron.service.picture import MAX_PIXELS
+from ltx_neuron.service.settings import Limits
 
 FORMATS = {
     "audio": "WAV, MP3, FLAC, Ogg, MP4, WebM or Matroska",
@@ -20,36 +19,11 @@ _CONTAINERS = "wav,mp3,flac,ogg,mov,matroska"  # FFmpeg's names; mov is MP4 too,
 _CPU_SECONDS = 120
 
 
-@dataclass(frozen=True)
-class UploadLimits:
-    """Limits of one uploaded file.
-
-    image_pixels  of a decoded image
-    image_bytes, audio_bytes, video_bytes  of a file
-    seconds       of a sound or a video
-    video_pixels  of a frame
-    """
-
-    image_pixels: int = MAX_PIXELS
-    image_bytes: int = 32 * 2**20
-    audio_bytes: int = 64 * 2**20
-    video_bytes: int = 200 * 2**20
-    seconds: float = 60.0
-    video_pixels: int = 4096 * 2304
-
-    def bytes_of(self, kind: str) -> int:
-        """The maximum size of a file. kind: "image", "audio" or "video"."""
-        return getattr(self, f"{kind}_bytes")
-
-
-def check(source: Path, kind: str, limits: UploadLimits) -> None:
-    """Raise sandbox.BadFile unless a file is a sound or a video within the limits.
-
-    kind  "audio" or "video"; a video's sound is decoded too
-    """
-    module = "ltx_neuron.service.media"
-    arguments = source, kind, limits.seconds, limits.video_pixels
-    sandbox.run(module, *arguments, seconds=_CPU_SECONDS)
+def check(source: Path, kind: str, limits: Limits) -> None:
+    """Raise sandbox.BadFile unless a file is a sound or a video within the limits. kind: "audio" or
+    "video"; a video's sound is decoded too."""
+    arguments = source, kind, limits.max_media_seconds, limits.max_video_pixels
+    sandbox.run("ltx_neuron.service.media", *arguments, seconds=_CPU_SECONDS)
 
 
 def _decode(path: str, kind: str, max_seconds: float, max_pixels: int) -> None:

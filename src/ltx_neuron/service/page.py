@@ -60,6 +60,6 @@ def cookie_authorization(request: Request) -> str | None:
     request: browsers also add the cookie to requests from pages on other ports."""
     site = request.headers.get("sec-fetch-site", "same-origin")
     # RequestLimits compares Origin with Host. Browsers leave it out of the page's own GETs.
-    own = request.method in ("GET", "HEAD") or "origin" in request.headers
+    same_site = request.method in ("GET", "HEAD") or "origin" in request.headers
     token = request.cookies.get(_COOKIE)
-    return f"Bearer {token}" if token and own and site in ("same-origin", "none") else None
+    return f"Bearer {token}" if token and same_site and site in ("same-origin", "none") else None

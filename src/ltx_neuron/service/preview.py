@@ -32,11 +32,9 @@ _RIDGE = 1.0  # ridge regularization
 
 
 class Previews:
-    """Previews of the video that an engine denoises, at most one every SECONDS.
-
-    A step longer than SECONDS reads the latents back from the ranks once: 1.6 MB for 121 frames of
-    768x512 in bfloat16. Shorter steps do so twice every SECONDS.
-    """
+    """Previews of the video that an engine denoises, at most one every SECONDS. A step longer than
+    SECONDS reads the latents back from the ranks once: 1.6 MB for 121 frames of 768x512 in
+    bfloat16. Shorter steps do so twice every SECONDS."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
         self.engine, self.clock, self.matrix = engine, clock, matrix_of(engine)
@@ -96,9 +94,6 @@ def previews_of(engine: Engine) -> Previews | None:
         return None
 
 
-# --- the matrix -----------------------------------------------------------------------------------
-
-
 def matrix_of(engine: Engine) -> Tensor:
     """The checkpoint's matrix (129, 3): cached, or fitted now."""
     workspace, host = engine.workspace, engine.host
@@ -108,9 +103,9 @@ def matrix_of(engine: Engine) -> Tensor:
         matrix = torch.tensor(read_json(path)["matrix"])
         if matrix.shape == (129, 3):
             return matrix
-    there = "video_encoder" in vars(host)
+    loaded = "video_encoder" in vars(host)
     matrix = fitted(host.encode_image)
-    if not there:  # free it: few jobs have an image
+    if not loaded:  # free it: few jobs have an image
         vars(host).pop("video_encoder", None)
     with suppress(OSError):  # read-only folder: the next worker fits the matrix again
         write_json(path, {"matrix": matrix.tolist()})
@@ -118,10 +113,8 @@ def matrix_of(engine: Engine) -> Tensor:
 
 
 def fitted(encode: Callable[[Tensor], Tensor]) -> Tensor:
-    """The least-squares matrix (129, 3) from latents to the mean colours of their pixels.
-
-    encode  pixels (1, 3, 1, H, W) in [-1, 1] to latents (1, 128, 1, H/32, W/32)
-    """
+    """The least-squares matrix (129, 3) from latents to the mean colours of their pixels. encode:
+    pixels (1, 3, 1, H, W) in [-1, 1] to latents (1, 128, 1, H/32, W/32)."""
     generator = torch.Generator().manual_seed(_SEED)
     latents, colours = [], []
     for _ in range(_PICTURES):
@@ -131,8 +124,8 @@ def fitted(encode: Callable[[Tensor], Tensor]) -> Tensor:
     known = with_one(torch.cat(latents)).double()
     ridge = _RIDGE * torch.eye(known.shape[1], dtype=torch.double)
     ridge[-1, -1] = 0  # no penalty on the constant
-    wanted = torch.cat(colours).double()
-    return torch.linalg.solve(known.T @ known + ridge, known.T @ wanted).float()
+    targets = torch.cat(colours).double()
+    return torch.linalg.solve(known.T @ known + ridge, known.T @ targets).float()
 
 
 def clouds(side: int, generator: torch.Generator) -> Tensor:

@@ -88,13 +88,10 @@ class KeyUsed(Exception):
 
 
 class Queue:
-    """The jobs of one service: a database, and a folder for each job's files.
-
-    lease        seconds that a worker owns a job before it must renew
-    max_crashes  number of worker crashes after which a job fails
-    clock        seconds since 1970; it may be set
-    monotonic    seconds of leases: of one clock for all processes of the machine, never set
-    """
+    """The jobs of one service: a database, and a folder for each job's files. lease: seconds that a
+    worker owns a job before it must renew. max_crashes: number of worker crashes after which a job
+    fails. clock: seconds since 1970; it may be set. monotonic: seconds of leases, of one clock for
+    all processes of the machine, never set."""
 
     def __init__(
         self,
@@ -183,7 +180,6 @@ class Queue:
         return _entries(rows[:limit]), len(rows) > limit
 
     def ahead_of(self, entry: Entry) -> int:
-        """The number of waiting jobs before one."""
         sql = "SELECT count(*) FROM jobs WHERE status = 'queued' AND number < :number"
         return self.database.read(sql, number=entry.number)[0][0]
 
@@ -308,11 +304,9 @@ class Queue:
         self.remove_cancelled()
 
     def release_worker(self, worker: str | None, crashed: bool = False) -> None:
-        """Release the jobs of a worker that ended or restarted; its totals remain.
-
-        worker   None: all of them. The caller holds the lock of the data folder's one worker
-        crashed  whether it crashed, which counts for the jobs that it had begun
-        """
+        """Release the jobs of a worker that ended or restarted; its totals remain. worker: None for
+        all of them; the caller holds the lock of the data folder's one worker. crashed: whether it
+        crashed, which counts for the jobs that it had begun."""
         with self.database.writing(frees=True) as connection:
             its = "worker = coalesce(:worker, worker)"
             self._release(connection, its, crashed, worker=worker)
@@ -357,10 +351,8 @@ class Queue:
 
     def sweep(self, days: float, max_bytes: int, orphans_after: float = 3600.0) -> None:
         """Expire leases. Delete cancelled jobs, jobs that ended more than `days` ago, the oldest
-        ended jobs above `max_bytes`, and folders without a job.
-
-        orphans_after  seconds: an upload fills its folder before its job exists
-        """
+        ended jobs above `max_bytes`, and folders without a job. orphans_after: seconds; an upload
+        fills its folder before its job exists."""
         now = self.clock()
         # SQLite's integers have 64 bits.
         values = {"before": now - days * _DAY, "max_bytes": min(max_bytes, 2**63 - 1)}
@@ -405,7 +397,6 @@ class Queue:
     # --- counts -----------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Jobs by status."""
         rows = self.database.read("SELECT status, count(*) FROM jobs GROUP BY status")
         return dict.fromkeys(STATUSES, 0) | {row[0]: row[1] for row in rows}
 

@@ -51,7 +51,6 @@ def serve(app: Callable, host: str, port: int) -> None:
 
 
 def worker_name(pid: int) -> str:
-    """The queue's name for a worker process."""
     return f"{socket.gethostname()[:40]}:{pid}"
 
 

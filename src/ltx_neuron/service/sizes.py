@@ -8,7 +8,7 @@ size those of its stages.
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,30 +141,21 @@ class Record(NamedTuple):
         return int(tokens[1]) - self.compiled.size.audio_frames
 
 
+@dataclass
 class SizeRegistry:
-    """The sizes that a workspace has graphs for.
+    """The sizes that a workspace has graphs for."""
 
-    default     size and recipe of requests that omit them
-    upsamplers  kinds of available latent upsamplers; two stages need the spatial one
-    lora_sets   a job with the LoRAs by the set's name, which a request sends; "default" is for
-                requests without a name
-    """
+    workspace: Workspace
+    default: CompiledSize  # size and recipe of requests that omit them
+    upsamplers: Collection[str]  # kinds of available ones; two stages need the spatial one
+    # A job with the LoRAs by the set's name, which a request sends; "default": without a name.
+    lora_sets: Mapping[str, Job] = field(default_factory=NO_LORAS.copy)
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        default: CompiledSize,
-        upsamplers: Collection[str],
-        lora_sets: Mapping[str, Job] = NO_LORAS,
-    ):
-        self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
-        self.lora_sets = lora_sets
+    def __post_init__(self):
         self._manifests: dict[Path, int] | None = None  # their change times, as last read
         self._records: list[Record] = []
         self._recorded: list[CompiledSize] = []
         self._compiled: list[CompiledSize] = []
-
-    # --- the compiled sizes -----------------------------------------------------------------------
 
     @property
     def compiled(self) -> list[CompiledSize]:
@@ -209,13 +200,11 @@ class SizeRegistry:
     def reference_sets(self) -> list[str]:
         """The names of the LoRA sets that use reference videos or voices: with a LoRA for stage 1
         alone."""
-        paths = {
-            name: [
-                {lora.path for lora in loras} for loras in (job.stage_1_loras, job.stage_2_loras)
-            ]
+        return [
+            name
             for name, job in self.lora_sets.items()
-        }
-        return [name for name, (first, second) in paths.items() if first - second]
+            if {lora.path for lora in job.stage_1_loras} - {lora.path for lora in job.stage_2_loras}
+        ]
 
     @property
     def voice_seconds(self) -> list[float]:
@@ -270,8 +259,6 @@ class SizeRegistry:
             return False
         return True
 
-    # --- selection --------------------------------------------------------------------------------
-
     def choose(self, requested: RequestedSize, job: Job = TEXT_TO_VIDEO) -> CompiledSize:
         """The size of a request with a job's inputs. It has the values given. Omitted ones are the
         default's or, without graphs for those, another compiled size's. Raises ApiError with the
@@ -296,9 +283,9 @@ class SizeRegistry:
     def _not_compiled(self, what: str, param: str, job: Job) -> ApiError:
         """The error for a size, in words, without graphs for a job's inputs."""
         compiled, fields = self.compiled, [field_of(f) for f in _OWN_GRAPHS if job.holds(f)]
-        for field in fields:
-            param = field if field in ("reference_audio", "reference_video") else param
-            compiled = compiled if field == "images" else self.inputs.get(field, [])
+        for name in fields:
+            param = name if name in ("reference_audio", "reference_video") else param
+            compiled = compiled if name == "images" else self.inputs.get(name, [])
         what += f" with {' and '.join(fields)}" if fields else ""
         if sound := job.reference_sound:
             what += f" of {_voice_seconds(sound.latents):.2f} s of sound"

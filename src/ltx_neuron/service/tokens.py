@@ -5,6 +5,7 @@ import hmac
 import json
 import re
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 from ltx_neuron.errors import UserError
@@ -16,11 +17,11 @@ _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _PREFIX = "ltxn_"
 
 
+@dataclass(frozen=True)
 class Tokens:
     """The tokens of a file {"tokens": {name: SHA-256}}: too long to search a plain hash."""
 
-    def __init__(self, hashes: dict[str, str]):
-        self.hashes = hashes
+    hashes: dict[str, str]
 
     @classmethod
     def load(cls, path: Path | None) -> "Tokens":

@@ -49,12 +49,9 @@ class Gone(Exception):
 
 
 class Worker:
-    """Runs the queue's jobs on an engine, until `stop` is set.
-
-    queue     a Queue; on other machines a RemoteQueue
-    name      of this process in the queue
-    previews  whether to make preview pictures between steps
-    """
+    """Runs the queue's jobs on an engine, until `stop` is set. queue: a Queue; on other machines a
+    RemoteQueue. name: of this process in the queue. previews: whether to make preview pictures
+    between steps."""
 
     def __init__(self, queue: Queue, engine: Engine, name: str, previews: bool = False):
         self.queue, self.engine, self.name = queue, engine, name

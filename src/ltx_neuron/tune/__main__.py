@@ -31,7 +31,6 @@ from ltx_neuron.config.common import digest
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
-from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.spec import LoraFields
 from ltx_neuron.tune import search, trials, variant
@@ -41,12 +40,10 @@ EXAMPLE = """ltx-neuron tune --checkpoint-path ltx-2.3-22b-distilled.safetensors
 
 
 def build_parser() -> Parser:
-    parser = flags.parser(__doc__, EXAMPLE, gemma=False)
-    parser.prog = command("tune")
-    flags.add_size(parser)
+    parser = flags.parser(__doc__, EXAMPLE, gemma=False, verb="tune")
+    flags.add_job(parser, "size")
     flags.add_fields(parser, "video", ["nag_scale", "sound_only"])
-    flags.add_guidance(parser)
-    flags.add_loras(parser)
+    flags.add_job(parser, "guidance", "loras")
     add = parser.add_argument_group("tuning", "Settings to try, and limits.").add_argument
     help = f"keys of the profile to try (default: all): {', '.join(search.KEYS)}"
     add("--keys", nargs="+", default=list(search.KEYS), metavar="KEY ...", help=help)
@@ -148,10 +145,9 @@ class Tuning:
         assert ms is not None  # of a variant without a problem
         return best, ms
 
-    def compare_layouts(self) -> None:
+    def compare_layouts(self, cores: int) -> None:
         """Measure the layouts, and print the fastest. Saves nothing: the user decides."""
-        workspace, cores = self.workspace, self.cores
-        assert cores is not None
+        workspace = self.workspace
         baseline, layouts = search.layout_candidates(
             workspace.profile, workspace.tp, self.job, cores
         )
@@ -212,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     with exclusive(workspace.artifacts / "tuned", "tuning in"):
         tuning = Tuning(workspace, args, job)
-        tuning.run() if tuning.cores is None else tuning.compare_layouts()
+        tuning.run() if tuning.cores is None else tuning.compare_layouts(tuning.cores)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ misses gains that need two keys at once; trying all combinations would take hund
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from ltx_neuron.artifacts.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, text_of
@@ -27,29 +27,27 @@ _BLOCKS = (1, 4, 8, 12)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement of a variant."""
-
+class Measurement:
     settings: Settings
     repeat: int  # the number of earlier measurements of the same variant
     problem: str = ""  # why the search cannot choose it; empty if it can
     compile_seconds: float = 0.0
     load_seconds: float = 0.0
     # Stage -> milliseconds of its steps, the cold step first
-    steps_ms: dict[str, list[float]] | None = None
-    counts: dict[str, int] | None = None  # stage -> its steps in a generation
-    rel_l2: dict[str, float] | None = None  # tensor -> relative L2 distance from the reference
+    steps_ms: dict[str, list[float]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # stage -> its steps in a generation
+    # Tensor -> relative L2 distance from the reference
+    rel_l2: dict[str, float] = field(default_factory=dict)
 
     @property
     def step_ms(self) -> float:
         """Milliseconds of a warm step: a generation's mean of the stages' medians."""
-        assert self.steps_ms and self.counts  # the measurement was completed
         medians = {name: statistics.median(times[1:]) for name, times in self.steps_ms.items()}
         total = sum(self.counts[name] * median for name, median in medians.items())
         return total / sum(self.counts.values())
 
 
-def median_ms(rows: list[Row], settings: Settings) -> float | None:
+def median_ms(rows: list[Measurement], settings: Settings) -> float | None:
     """Milliseconds of a variant's warm step: the median of its runs; None if no run succeeded."""
     times = [row.step_ms for row in rows if row.settings == settings and row.steps_ms]
     return statistics.median(times) if times else None
@@ -86,13 +84,11 @@ def candidates(
         "blocks_per_graph": [*map(str, blocks)],
     }
     # Two values that give the same number of blocks per graph give the same graphs.
-    known = {None, _effect(profile, key, text_of(profile, key), tp, num_layers)}
-    changing = []
+    effects: dict[object, str] = {}
     for value in values[key]:
-        if (effect := _effect(profile, key, value, tp, num_layers)) not in known:
-            known.add(effect)
-            changing.append(value)
-    return changing
+        effects.setdefault(_effect(profile, key, value, tp, num_layers), value)
+    own = _effect(profile, key, text_of(profile, key), tp, num_layers)
+    return [value for effect, value in effects.items() if effect not in (None, own)]
 
 
 LAYOUT = "backend", "guidance_parallel", "context_parallel", "blocks_per_graph"
@@ -153,24 +149,20 @@ def check_layers(layers: int | None, profile: Profile, num_layers: int) -> None:
         )
 
 
-Measure = Callable[[Settings, int], Row]  # settings, the number of their earlier measurements
+Measure = Callable[[Settings, int], Measurement]  # settings, their earlier measurements
 Others = Callable[[str, Settings], list[Settings]]  # a key, and the best settings so far
 
 
 def search(
     baseline: Settings, keys: tuple[str, ...], others: Others, rounds: int, measure: Measure
 ) -> Settings:
-    """Run the search; returns the best settings.
-
-    All values of a key are measured once. The fastest valid one is then measured against the best
-    settings so far in `rounds` alternating rounds. It replaces them if it is faster in every round,
-    by more than their own runs differ and by at least MARGIN.
-
-    others  returns the changes to try for a key
-    """
+    """Run the search; returns the best settings. All values of a key are measured once. The fastest
+    valid one is then measured against the best settings so far in `rounds` alternating rounds. It
+    replaces them if it is faster in every round, by more than their own runs differ and by at least
+    MARGIN. others: returns the changes to try for a key."""
     best, measured = baseline, {}
 
-    def again(settings: Settings) -> Row:
+    def again(settings: Settings) -> Measurement:
         key = tuple(settings.items())
         measured[key] = measured.get(key, -1) + 1
         return measure(settings, measured[key])
@@ -193,11 +185,11 @@ def search(
     return best
 
 
-def _faster(pair: tuple[Row, Row]) -> bool:
+def _faster(pair: tuple[Measurement, Measurement]) -> bool:
     return not any(row.problem for row in pair) and pair[1].step_ms < pair[0].step_ms
 
 
-def wins(pairs: list[tuple[Row, Row]]) -> bool:
+def wins(pairs: list[tuple[Measurement, Measurement]]) -> bool:
     """Whether the second of each pair is faster than the first by more than the noise."""
     if not all(map(_faster, pairs)):
         return False

@@ -69,27 +69,19 @@ def prepared(
 
 def last_step(run: StageRun) -> dict[str, Tensor]:
     """Run a prepared stage's last step, to sigma 0, on its noise; returns its latents, (1, 128, F,
-    h, w) and (1, 8, Ta, 16).
-
-    The last step returns the model's prediction. The first step, from sigma 1 to 0.994, would
-    return almost its input.
-    """
+    h, w) and (1, 8, Ta, 16). The last step returns the model's prediction. The first step, from
+    sigma 1 to 0.994, would return almost its input."""
     run.start()
     run.step(run.stage.steps - 1)
     results, key = dict(zip(STREAMS, run.result(), strict=True)), run.stage.key
     return {f"{key}_{name}": results[name].contiguous() for name in run.bucket.streams}
 
 
-# --- the reference --------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, Tensor]:
     """The expected latents of every stage's last step: computed in float32 on this machine's CPU
-    from the checkpoint in the rank files' dtype, one block in memory at a time.
-
-    layers  run only the first `layers` blocks; None: all
-    """
+    from the checkpoint in the rank files' dtype, one block in memory at a time. layers: run only
+    the first `layers` blocks; None: all."""
     source, outputs = workspace.source("dit", job.loras), {}
 
     def weight(name: str) -> Tensor:

@@ -17,7 +17,7 @@ from ltx_neuron.artifacts.tuned_settings import Settings
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.format import columns
-from ltx_neuron.tune.search import Row, median_ms
+from ltx_neuron.tune.search import Measurement, median_ms
 from ltx_neuron.tune.variant import OUTPUTS, RESULT, rel_l2
 
 _REFERENCE = "reference.safetensors"
@@ -31,15 +31,12 @@ _FLOAT32 = 1e-5
 
 class Journal:
     """The rows of a tuning, in a JSON file that is written after each measurement. Rows of another
-    request are discarded.
-
-    request  what rows depend on besides their settings
-    fixed    run settings that an earlier tuning of another size chose
-    """
+    request are discarded. request: what rows depend on besides their settings. fixed: run settings
+    that an earlier tuning of another size chose."""
 
     def __init__(self, path: Path, request: dict, fixed: Settings, force: bool = False):
         self.path, self.request, self.fixed = path, request, fixed
-        self.rows: list[Row] = []
+        self.rows: list[Measurement] = []
         if path.is_file() and not force:
             self._restore()
         self._write()
@@ -47,7 +44,7 @@ class Journal:
     def _restore(self) -> None:
         try:
             content = read_json(self.path)
-            rows, request = [Row(**row) for row in content["rows"]], content["request"]
+            rows, request = [Measurement(**row) for row in content["rows"]], content["request"]
             fixed = content["fixed"]
         except (UserError, KeyError, TypeError) as error:
             print(f"{self.path} is not a journal ({error}); the tuning starts over")
@@ -59,10 +56,10 @@ class Journal:
         rows = [*map(dataclasses.asdict, self.rows)]
         write_json(self.path, {"request": self.request, "fixed": self.fixed, "rows": rows})
 
-    def find(self, settings: Settings, repeat: int) -> Row | None:
+    def find(self, settings: Settings, repeat: int) -> Measurement | None:
         return next((r for r in self.rows if (r.settings, r.repeat) == (settings, repeat)), None)
 
-    def add(self, row: Row) -> Row:
+    def add(self, row: Measurement) -> Measurement:
         self.rows.append(row)
         self._write()
         return row
@@ -79,11 +76,11 @@ class Trials:
     folder: Path  # for the processes' outputs
     journal: Journal
 
-    def measure(self, settings: Settings, repeat: int) -> Row:
+    def measure(self, settings: Settings, repeat: int) -> Measurement:
         """A variant's row: from the journal, or measured by a new process."""
         if row := self.journal.find(settings, repeat):
             return row
-        path, row = self.folder / _REFERENCE, Row(settings, repeat)
+        path, row = self.folder / _REFERENCE, Measurement(settings, repeat)
         if not path.is_file():  # RunError ends the tuning
             print("computing the reference step in float32 on the host", flush=True)
             shutil.move(self._run("reference", self.baseline, None) / OUTPUTS, path)
@@ -96,7 +93,7 @@ class Trials:
             reference = load_file(path)
             errors = {name: rel_l2(outputs[name], reference[name]) for name in reference}
             baseline = self.journal.find(self.baseline, 0)
-            problem = violation(errors, baseline and baseline.rel_l2, self.dtype)
+            problem = violation(errors, baseline.rel_l2 if baseline else {}, self.dtype)
             row = replace(row, **result, rel_l2=errors, problem=problem)
         again = f", run {repeat + 1}" if repeat else ""
         outcome = row.problem or f"{row.step_ms:.2f} ms a step"
@@ -129,12 +126,10 @@ class Trials:
         return folder
 
 
-def violation(errors: dict[str, float], baseline: dict[str, float] | None, dtype: str) -> str:
+def violation(errors: dict[str, float], baseline: dict[str, float], dtype: str) -> str:
     """The tensor that exceeds its tolerance by the largest factor, as text; "" if none does.
-
-    errors    relative L2 of each tensor from the float32 reference
-    baseline  the same for the profile's own settings, if they ran: in bfloat16, the rounding error
-    """
+    errors: relative L2 of each tensor from the float32 reference. baseline: the same for the
+    profile's own settings, if they ran: in bfloat16, the rounding error."""
     tolerances = dict.fromkeys(errors, _FLOAT32 if dtype == "float32" else _MOST)
     if dtype != "float32" and baseline:
         tolerances = {name: min(_MOST, FACTOR * baseline[name] + FLOOR) for name in errors}
@@ -165,21 +160,17 @@ def last_words(log: str, code: int) -> str:
     return (errors or lines or [f"ended with exit code {code} and no output"])[-1]
 
 
-# --- text ----------------------------------------------------------------------------------------
-
-
 def name_of(settings: Settings, baseline: Settings) -> str:
     """The settings in which a variant differs from the profile's own."""
     changed = [f"{key}={value}" for key, value in settings.items() if value != baseline[key]]
     return " ".join(changed) or "the profile's own"
 
 
-def table(rows: list[Row], baseline: Settings, best: Settings) -> str:
+def table(rows: list[Measurement], baseline: Settings, best: Settings) -> str:
     """A line for each variant, in the order in which they were first measured. rel L2: the largest
     relative distance of its latents from the step in float32."""
-    lines: list[tuple[str, ...]] = [
-        ("ms a step", "runs", "cold s", "compile s", "rel L2", "variant")
-    ]
+    head = "ms a step", "runs", "cold s", "compile s", "rel L2", "variant"
+    lines: list[tuple[str, ...]] = [head]
     for settings in map(dict, dict.fromkeys(tuple(row.settings.items()) for row in rows)):
         runs = [row for row in rows if row.settings == settings]
         verdict = next((row.problem for row in runs if row.problem), "not kept")
@@ -189,7 +180,6 @@ def table(rows: list[Row], baseline: Settings, best: Settings) -> str:
             verdict = "own"
         cells, first = ("-", str(len(runs)), "-", "-", "-"), runs[0]
         if (ms := median_ms(rows, settings)) is not None:
-            assert first.steps_ms and first.rel_l2
             cold = sum(times[0] for times in first.steps_ms.values()) / 1e3
             cells = f"{ms:.2f}", cells[1], f"{cold:.2f}", f"{first.compile_seconds:.1f}"
             cells += (f"{max(first.rel_l2.values()):.1e}",)

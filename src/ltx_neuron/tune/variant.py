@@ -32,12 +32,8 @@ _CUT = "main of the first blocks"
 def run(
     workspace: Workspace, job: Job, folder: Path, steps: int, layers: int | None, exact: bool
 ) -> None:
-    """Measure, and write RESULT and OUTPUTS into a folder.
-
-    steps   warm steps of each stage
-    layers  run only the first `layers` blocks; None: all
-    exact   compute the float32 reference instead
-    """
+    """Measure, and write RESULT and OUTPUTS into a folder. steps: warm steps of each stage. layers:
+    run only the first `layers` blocks; None: all. exact: compute the float32 reference instead."""
     errors.end_with_parent(_TIDY_SECONDS)
     if exact:
         outputs, result = reference(workspace, job, layers), {}
