@@ -88,12 +88,12 @@ NOT_RUN = {
     "asks for a person's token": [
         "artifacts/store.py:-: hf auth",
         "config/common.py:gemma_download: hf auth",
-        "hub.py:_in_words: hf auth",
+        "hub.py:_as_user_errors: hf auth",
     ],
     "asks for a person's keys": ["artifacts/store.py:-: aws configure"],
     "names a larger disk": [
         "hub.py:_download: hf_home",
-        "hub.py:_in_words: hf_home",
+        "hub.py:_as_user_errors: hf_home",
         "doctor/checks.py:host: --artifacts-dir",
     ],
     "takes a command out of a message": ["doctor/checks.py:examine: ltx-neuron doctor"],
@@ -107,7 +107,10 @@ NOT_RUN = {
     "names another folder": ["service/database.py:__init__: --data-dir"],
     "names the program alone: which permission is missing is the owner's": ["errors.py:-: chmod"],
     "shows the system's messages": ["errors.py:-: dmesg"],
-    "of a machine without a network": ["hub.py:_in_words: unset", "hub.py:_in_words: hf download"],
+    "of a machine without a network": [
+        "hub.py:_as_user_errors: unset",
+        "hub.py:_as_user_errors: hf download",
+    ],
     "reads a tensor and prints no command": ["backends/ranks.py:broken_latents: hf download"],
     "repairs a Neuron driver, its packages, cores or chips": [
         "backends/neuron_errors.py:-: export",
