@@ -1,5 +1,5 @@
 """What a launch costs the host on NxD: NxD's forward with every input, and the bound inputs of
-backends/nxd/inputs.py. Nothing is computed; the runtime's object is a C++ class that returns at
+backends/nxd/runtime.py. Nothing is computed; the runtime's object is a C++ class that returns at
 once.
 
     LTX_NEURON_NXD_SOURCE=<checkout of aws-neuron/neuronx-distributed> PYTHONPATH=test/xla \\
@@ -23,7 +23,7 @@ from lib.harness import parser as harness_parser
 from tiny.config import released_config
 
 from ltx_neuron.backends.nxd.compile import XlaComm, argument_name
-from ltx_neuron.backends.nxd.inputs import Inputs
+from ltx_neuron.backends.nxd.runtime import Inputs
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import dit_program

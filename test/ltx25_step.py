@@ -9,7 +9,7 @@ from jobs import make_job
 from tiny.weights import random_weights
 from torch import Tensor
 
-from ltx_neuron.backends.on_host import HostRanks
+from ltx_neuron.backends.ranks import HostRanks
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.modulation import host_weights, modulation_table

@@ -41,7 +41,7 @@ class UserError(Exception):
     fields: Sequence[str] = ()  # a job's fields in the message, in order
     of_one_job = False  # it concerns one job's own files, and no other job of a run
 
-    def spelled(self, name: Callable[[str], str]) -> str:
+    def render(self, name: Callable[[str], str]) -> str:
         """The message, with fields spelled by `name`."""
         return str(self)
 
@@ -60,11 +60,11 @@ class FieldError(UserError):
         named = [name for _, name, _, _ in Formatter().parse(self.text) if name]
         return [name for name in named if name not in self.values]
 
-    def spelled(self, name: Callable[[str], str]) -> str:
+    def render(self, name: Callable[[str], str]) -> str:
         return self.text.format(**{field: name(field) for field in self.fields}, **self.values)
 
     def __str__(self) -> str:
-        return self.spelled(flag_of)
+        return self.render(flag_of)
 
 
 def flag_of(field: str) -> str:
@@ -97,13 +97,13 @@ class Terminated(KeyboardInterrupt):
     """The process received SIGTERM. It cleans up as after Ctrl-C."""
 
 
-def reason(error: Exception) -> str:
+def os_reason(error: Exception) -> str:
     """The system's reason for refusing a path, as text; for other errors their own text."""
     text = getattr(error, "strerror", None) or str(error)
     return _SYSTEM_ERRORS.get(getattr(error, "errno", None) or 0, (text, ""))[0]
 
 
-def refusal(error: OSError, flag: str = "", advice: str = "") -> UserError:
+def to_user_error(error: OSError, flag: str = "", advice: str = "") -> UserError:
     """The system's error on a path as a UserError with path, reason and remedy. flag: the path's
     flag. advice: end of the message."""
     path = os.fsdecode(error.filename)
@@ -111,19 +111,19 @@ def refusal(error: OSError, flag: str = "", advice: str = "") -> UserError:
         path = f"{path[: _MAX_SHOWN // 2]}... ({len(path)} characters)"
     _, remedy = _SYSTEM_ERRORS.get(error.errno or 0, ("", ""))
     kind = NoPermission if isinstance(error, PermissionError) else UserError
-    lines = [f"{flag} {path}: {reason(error)}".lstrip(), *([remedy] if remedy else [])]
+    lines = [f"{flag} {path}: {os_reason(error)}".lstrip(), *([remedy] if remedy else [])]
     return kind("\n".join(lines) + advice)
 
 
 @contextmanager
-def in_words(flag: str = "") -> Iterator[None]:
-    """Convert the system's errors on paths inside the block by `refusal`."""
+def as_user_errors(flag: str = "") -> Iterator[None]:
+    """Convert the system's errors on paths inside the block by `to_user_error`."""
     try:
         yield
     except OSError as error:
         if error.filename is None:
             raise
-        raise refusal(error, flag) from None
+        raise to_user_error(error, flag) from None
 
 
 def run(main: Callable[[], None]) -> None:
@@ -142,7 +142,7 @@ def run(main: Callable[[], None]) -> None:
                 _end(2, f"error: the disk is full: {error}\n{advice}")
             if not isinstance(error.filename, str | bytes | os.PathLike):
                 raise
-            _end(2, f"error: {refusal(error)}")
+            _end(2, f"error: {to_user_error(error)}")
         except RunError as error:
             _end(1, f"error: {error}")
         except Terminated:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.errors import UserError, os_reason, to_user_error
 from ltx_neuron.format import format_bytes
 
 MANIFEST = "manifest.json"  # of every finished folder; written last
@@ -32,13 +32,10 @@ _CHECKSUM = "checksum"  # of a manifest's other fields
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
     """The path of a temporary file beside `path`. On leaving the context it is synced to the disk
-    and renamed to `path`, replacing an older file; on an error it is removed.
-
-    All finished files of this package are written so.
-
-    The temporary name is unique, so concurrent writers write separate files and the last one
-    finished is kept. A killed process leaves its temporary file, which the next writer removes.
-    """
+    and renamed to `path`, replacing an older file; on an error it is removed. All finished files of
+    this package are written so. The temporary name is unique, so concurrent writers write separate
+    files and the last one finished is kept. A killed process leaves its temporary file, which the
+    next writer removes."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
@@ -106,9 +103,8 @@ def _lock_at_once(descriptor: int, path: Path) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        print(
-            f"{path.parent} cannot be locked ({reason(error)}): start nothing else that writes it"
-        )
+        why = os_reason(error)
+        print(f"{path.parent} cannot be locked ({why}): start nothing else that writes it")
     return True
 
 
@@ -156,9 +152,9 @@ def read_json(path: Path) -> dict:
             raise UserError(f"{path} has {size} bytes, wanted at most {MAX_JSON_BYTES} of JSON")
         content = json.loads(path.read_bytes())
     except PermissionError as error:
-        raise refusal(error) from None
+        raise to_user_error(error) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {reason(error)}") from None
+        raise UserError(f"{path} cannot be read as JSON: {os_reason(error)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: got {type(content).__name__}, wanted a JSON object")
     return content
@@ -242,7 +238,7 @@ def check_readable(path: str | Path, flag: str = "", advice: str = "") -> None:
     try:
         check_regular(path)
     except OSError as error:
-        raise refusal(error, flag, advice) from None
+        raise to_user_error(error, flag, advice) from None
 
 
 def check_writable(path: Path, flag: str) -> None:

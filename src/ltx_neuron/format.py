@@ -1,6 +1,7 @@
 """Tables and numbers as every message and report of the package writes them."""
 
 from collections.abc import Sequence
+from functools import cache
 
 WIDTH = 100  # of a terminal, in characters
 
@@ -27,6 +28,11 @@ def few(lines: Sequence[str], most: int = 5) -> list[str]:
     """The first lines, and one with the number of the others."""
     more = len(lines) - most
     return [*lines[:most], *([f"and {more:,} more"] if more > 0 else [])]
+
+
+@cache
+def print_once(line: str) -> None:
+    print(line, flush=True)
 
 
 def format_bytes(count: float | None) -> str:

@@ -14,15 +14,15 @@ from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
 
-from ltx_neuron.errors import UserError, refusal
+from ltx_neuron.errors import UserError, to_user_error
 from ltx_neuron.files import free_bytes
 from ltx_neuron.format import format_bytes
 
-RELEASE = "Lightricks/LTX-2.3"
+DEFAULT_REPO = "Lightricks/LTX-2.3"
 _UPSCALERS = "latent_upscale_models"
 # The files of OWNER/REPO without FILE, from Lightricks' MODELS-LTX-2.3.md and README, also fp8.
-RELEASED: dict[str, dict[str, str]] = {
-    RELEASE: {
+RELEASE_FILES: dict[str, dict[str, str]] = {
+    DEFAULT_REPO: {
         "distilled": "ltx-2.3-22b-distilled-1.1.safetensors",
         "dev": "ltx-2.3-22b-dev.safetensors",
         "lora": "ltx-2.3-22b-distilled-lora-384-1.1.safetensors",
@@ -81,12 +81,12 @@ def local_path(name: str | Path, kind: str) -> Path:
         main = Path(name, "refs", "main")  # of a repository's folder in the cache
         return Path(name, "snapshots", main.read_text()) if main.is_file() else Path(name)
     repo, revision = match[1], match[2] or "main"
-    file = match[3] or RELEASED.get(repo, {}).get(kind, "")
+    file = match[3] or RELEASE_FILES.get(repo, {}).get(kind, "")
     if kind == "gemma" and _SHARD.fullmatch(file):
         raise UserError(f"{name} is one file; Gemma needs a whole repository\nType {repo}")
     kind = "" if file else kind
     full = str(name) if match[3] or not file else f"{name}/{file}"
-    with _in_words(full, repo, revision):
+    with _as_user_errors(full, repo, revision):
         path = _cached(repo, revision, file, kind)
         if path is None:
             file = _download(full, repo, revision, file, kind)
@@ -107,7 +107,7 @@ def _match(name: str | Path) -> re.Match | None:
     return None if is_file else match
 
 
-def spelled(path: str | Path) -> str:
+def hub_name(path: str | Path) -> str:
     """A path as the user may type it: the Hub name of a file in the Hub's cache."""
     if not (match := _CACHED.fullmatch(str(path))):
         return str(path)
@@ -124,17 +124,17 @@ def download(name: str, *options: str) -> str:
     return shlex.join(["hf", "download", repo, *([file] if file else []), *options])
 
 
-def download_released(kind: str, release: str = RELEASE) -> str:
+def download_released(kind: str, release: str = DEFAULT_REPO) -> str:
     """The hf command that downloads the released file of a kind to this folder."""
-    return download(f"{release}/{RELEASED[release][kind]}", "--local-dir", ".")
+    return download(f"{release}/{RELEASE_FILES[release][kind]}", "--local-dir", ".")
 
 
 def download_again(path: Path) -> str:
     """The hf command that downloads a missing or damaged file to its place: a file of the cache, or
     one with a published name; "" for any other file."""
     if _CACHED.fullmatch(str(path)):
-        return download(spelled(path), "--force-download")
-    for repo, files in RELEASED.items():
+        return download(hub_name(path), "--force-download")
+    for repo, files in RELEASE_FILES.items():
         for file in map(Path, files.values()):
             if path.parts[-len(file.parts) :] == file.parts:
                 folder = str(path.parents[len(file.parts) - 1])
@@ -207,7 +207,7 @@ def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
     if not file and "model_index.json" in listed:
         raise UserError(
             f"{url} is a model in diffusers' layout, which only other programs read\n"
-            f"Type {' or '.join(each for each in RELEASED if '-fp8' not in each)}"
+            f"Type {' or '.join(each for each in RELEASE_FILES if '-fp8' not in each)}"
         )
     weights = [each for each in listed if each.endswith(".safetensors")]
     if file in listed or (not file and len(weights) == 1):
@@ -220,7 +220,7 @@ def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
 
 
 @contextmanager
-def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
+def _as_user_errors(name: str, repo: str, revision: str) -> Iterator[None]:
     from huggingface_hub import constants
     from huggingface_hub import errors as of
 
@@ -234,7 +234,9 @@ def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
         fix = f"Accept it on {url}, then type hf auth login (or set HF_TOKEN)"
     except (of.RepositoryNotFoundError, of.HFValidationError):
         text = f"{name}: no such file here{nearest(name)}, and no public repository {url}"
-        fix = f"Type a path or a name such as {RELEASE}; for a private one, hf auth login first"
+        fix = (
+            f"Type a path or a name such as {DEFAULT_REPO}; for a private one, hf auth login first"
+        )
     except of.RevisionNotFoundError:
         text, fix = f"{repo} has no revision {revision}", f"Its commits: {url}/commits/main"
     except of.OfflineModeIsEnabled:
@@ -243,7 +245,7 @@ def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
         fix = f"Unset HF_HUB_OFFLINE, or type where there is a network: {download(name)}"
     except Exception as error:
         if isinstance(error, OSError) and error.filename:  # a file of the cache
-            raise refusal(error) from None
+            raise to_user_error(error) from None
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             text = f"{name}: the disk of {constants.HF_HUB_CACHE} is full"
             fix = "Free some space, or choose a larger disk with HF_HOME=DIR"

@@ -249,7 +249,7 @@ class LTXPipeline:
             job.check_rules()
             _ = job.size  # reads the files
         except FieldError as error:
-            raise UserError(error.spelled(lambda field: _ARGUMENTS.get(field, field))) from None
+            raise UserError(error.render(lambda field: _ARGUMENTS.get(field, field))) from None
         return job
 
     def _generate(

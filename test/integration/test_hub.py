@@ -9,14 +9,14 @@ from hub_server import Hub
 
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.hub import RELEASE, RELEASED
+from ltx_neuron.hub import DEFAULT_REPO, RELEASE_FILES
 
 
 def test_weights_sharded_by_a_hub_name_are_those_of_the_local_file(tiny, tmp_path):
-    hub = Hub({RELEASE: {RELEASED[RELEASE]["distilled"]: tiny.checkpoint}})
+    hub = Hub({DEFAULT_REPO: {RELEASE_FILES[DEFAULT_REPO]["distilled"]: tiny.checkpoint}})
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     flags = ["--profile", "cpu", "--tp-degree", "2", "--artifacts-dir", str(tmp_path / "artifacts")]
-    script = [ROOT / "shards/shard_backbone_weights.py", "--checkpoint-path", RELEASE, *flags]
+    script = [ROOT / "shards/shard_backbone_weights.py", "--checkpoint-path", DEFAULT_REPO, *flags]
     run = subprocess.run(
         [sys.executable, *map(str, script)],
         env=environment,
@@ -25,6 +25,6 @@ def test_weights_sharded_by_a_hub_name_are_those_of_the_local_file(tiny, tmp_pat
         text=True,
         timeout=SCRIPT_SECONDS,
     )
-    assert f"downloading {RELEASE}/" in succeeded(run).stdout
+    assert f"downloading {DEFAULT_REPO}/" in succeeded(run).stdout
     local = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path / "artifacts", 2, "bfloat16")
     assert f"weights: {local.weights('dit')}" in run.stdout

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from unit.test_docs import commands, text_of
 
 from ltx_neuron.commands import dispatch
-from ltx_neuron.hub import RELEASED
+from ltx_neuron.hub import RELEASE_FILES
 from ltx_neuron.weights.sharding import DIFFUSION
 
 PAGE, OWNER = "docs/recipes.md", "Lightricks/"
@@ -97,7 +97,7 @@ def hub_of(release: str, tiny, split, folder, typed: list[list[str]]) -> Hub:
             name = f"ltx-{short.lower()}-{version}.safetensors"
             lora(folder / name, checkpoint, repository, version)
             files[name] = folder / name
-    names = RELEASED[f"{OWNER}LTX-2.3"]
+    names = RELEASE_FILES[f"{OWNER}LTX-2.3"]
     kinds = {"distilled": tiny.checkpoint, "dev": tiny.checkpoint, "lora": tiny.lora}
     kinds |= {"spatial": tiny.spatial_upsampler}
     repositories[f"{OWNER}LTX-2.3"] = {names[kind]: path for kind, path in kinds.items()}

@@ -15,7 +15,7 @@ from ltx25_step import CONFIG, contexts, weights
 from safetensors.torch import load_file, save_file
 from split_runs import Runs
 
-from ltx_neuron.backends.on_host import HostRanks
+from ltx_neuron.backends.ranks import HostRanks
 from ltx_neuron.commands import dispatch
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import CompiledStep, StageRun

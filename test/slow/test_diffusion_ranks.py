@@ -10,7 +10,7 @@ from ltx_neuron.backends.tiles import RankSpans
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.config.diffusion import shortest
 from ltx_neuron.config.profiles import PROFILES
-from ltx_neuron.models.programs import diffusion_program, tile_program_name
+from ltx_neuron.models.programs import diffusion_program, program_name
 
 TP, SHAPE = 2, (4, 3, 3)
 EQUAL = 2e-6  # relative: sums in another order
@@ -24,7 +24,7 @@ def test_frames_equal_the_hosts(tmp_path, one_thread):  # noqa: F811
     with fake_process_group(TP):
         program = diffusion_program(config, clip, torch.float32)
         compile_program(program, tmp_path / "graphs", {}, torch.float32)
-    programs = {tile_program_name(clip): Manifest(tmp_path / "graphs")}
+    programs = {program_name("vae", *clip): Manifest(tmp_path / "graphs")}
     weights = save_weights(tmp_path / "weights", *[diffusion_vae.weights(config)] * TP)
     with Ranks(PROFILES["cpu"], TP) as ranks:
         ranks.load(weights, programs, torch.float32)

@@ -43,7 +43,7 @@ def another_process(monkeypatch):
 
     def forget():
         monkeypatch.setattr(arithmetic_module, "_choices", {})
-        for name in ("_print_once", "_measured_speed", "_measured_libraries"):
+        for name in ("print_once", "_measured_speed", "_measured_libraries"):
             getattr(arithmetic_module, name).cache_clear()
 
     return forget

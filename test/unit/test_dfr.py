@@ -233,7 +233,7 @@ REFUSED = {
 def test_what_does_not_go_together_is_refused(message, changes):
     with pytest.raises(FieldError) as error:
         replace(job(), prompt="a fox", **changes).check()
-    assert message in str(error.value.spelled(lambda field: "--" + field.replace("_", "-")))
+    assert message in str(error.value.render(lambda field: "--" + field.replace("_", "-")))
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from ltx_neuron import errors
 from ltx_neuron.commands import dispatch
-from ltx_neuron.hub import RELEASED, NotDownloaded, local_path, nearest, no_downloads
+from ltx_neuron.hub import RELEASE_FILES, NotDownloaded, local_path, nearest, no_downloads
 
 LTX, LATER = "Lightricks/LTX-2.3", "Lightricks/LTX-2.5"
 GEMMA = "google/gemma-3-12b-it-qat-q4_0-unquantized"
-PUBLISHED = RELEASED[LTX]
+PUBLISHED = RELEASE_FILES[LTX]
 
 
 @pytest.fixture
@@ -364,11 +364,11 @@ def test_what_a_printed_command_downloads_is_taken(name, home, tiny, split, caps
 
 
 VIDEO, AUDIO, HEAD = "--video-vae-path", "--audio-vae-path", "--duration-head-path"
-VAE = RELEASED[LATER]["video_vae"]
+VAE = RELEASE_FILES[LATER]["video_vae"]
 CASES_OF_2_5: dict[str, tuple[str, Callable[[Files], str], str]] = {
     "the transformer, cut": (
         CHECKPOINT,
-        lambda f: f.cut(f"ltx/{RELEASED[LATER]['distilled']}", f.split.distilled),
+        lambda f: f.cut(f"ltx/{RELEASE_FILES[LATER]['distilled']}", f.split.distilled),
         "truncated?",
     ),
     "the transformer in nvfp4": (

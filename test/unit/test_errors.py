@@ -40,7 +40,7 @@ def test_a_mistake_in_fields_is_spelled_by_whoever_tells_it_and_travels_between_
     assert error.fields == ["seed", "num_frames"]
     for same in (error, pickle.loads(pickle.dumps(error))):
         assert str(same) == "--seed {height} 5 is too large for --num-frames"
-        assert same.spelled(str.upper) == "SEED {height} 5 is too large for NUM_FRAMES"
+        assert same.render(str.upper) == "SEED {height} 5 is too large for NUM_FRAMES"
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def inputs_of(setting, prompts, tokens):
 
 def encode(setting, inputs):
     with torch.device("meta"):
-        encoder = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), return_states=True)
+        encoder = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), states=True)
     return functional_call(encoder, setting.weights, (inputs,), strict=True)
 
 
@@ -313,7 +313,7 @@ def test_embeddings_are_scaled_in_their_own_dtype():
 def test_the_encoder_returns_states_only_when_asked(setting):
     inputs = inputs_of(setting, [setting.ids], COUNT)
     with torch.device("meta"):
-        silent = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), return_states=False)
+        silent = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), states=False)
     outputs = functional_call(silent, setting.weights, (inputs,), strict=True)
     assert [*outputs] == ["video_features", "audio_features"]
     assert torch.equal(outputs["video_features"], encode(setting, inputs)["video_features"])

@@ -13,14 +13,21 @@ from jobs import make_job
 from ltx_neuron import flags
 from ltx_neuron.doctor.__main__ import main as doctor
 from ltx_neuron.errors import UserError
-from ltx_neuron.hub import RELEASED, absolute, download_again, local_path, no_downloads, spelled
+from ltx_neuron.hub import (
+    RELEASE_FILES,
+    absolute,
+    download_again,
+    hub_name,
+    local_path,
+    no_downloads,
+)
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.weights.model_files import ModelFiles
 
 LTX, GEMMA = "Lightricks/LTX-2.3", "google/gemma-3-12b-it-qat-q4_0-unquantized"
 LORA, LATER = "someone/lora", "Lightricks/LTX-2.5"
-FILES = RELEASED[LTX]
+FILES = RELEASE_FILES[LTX]
 CHECKPOINT = FILES["distilled"]
 # huggingface_hub below 1, with transformers 4: sessions keep the mode in which they began, and a
 # broken download ends the command; what has come stays, and the next command resumes there.
@@ -278,7 +285,7 @@ def test_a_pipeline_opens_by_names(hub):
 
 
 def test_all_parts_of_ltx_2_5_are_found_by_the_name_of_its_repository(hub, split, capsys):
-    files = RELEASED[LATER]
+    files = RELEASE_FILES[LATER]
     hub.repos[LATER] = {file: split.folder / file for file in files.values()}
     names = dict(checkpoint_path=LATER, profile="cpu", dtype="float32")
     with LTXPipeline.from_pretrained(**names, artifacts_dir="artifacts") as pipeline:
@@ -291,7 +298,7 @@ def test_all_parts_of_ltx_2_5_are_found_by_the_name_of_its_repository(hub, split
 
 
 def test_a_diffusion_vae_in_the_cache_decodes_only_where_it_is_typed(hub, split):
-    files, typed = RELEASED[LATER], "vae/ltx-2.5-video-vae-bf16.safetensors"
+    files, typed = RELEASE_FILES[LATER], "vae/ltx-2.5-video-vae-bf16.safetensors"
     names = [files["distilled"], files["video_vae"], typed]
     hub.repos[LATER] = {file: split.folder / file for file in names}
     checkpoint = local_path(LATER, "distilled")
@@ -308,8 +315,8 @@ def test_the_command_of_a_message_has_the_hub_name(hub, tmp_path):
 
 def test_a_name_of_another_revision_is_spelled_with_its_commit(hub):
     path = local_path(f"{LTX}@v1", "distilled")
-    assert spelled(path) == f"{LTX}@{hub.revisions['v1']}/{CHECKPOINT}"
-    assert str(local_path(spelled(path), "distilled")) == str(path)
+    assert hub_name(path) == f"{LTX}@{hub.revisions['v1']}/{CHECKPOINT}"
+    assert str(local_path(hub_name(path), "distilled")) == str(path)
 
 
 def test_a_damaged_file_of_the_cache_is_told_with_the_command_that_replaces_it(hub):

@@ -172,7 +172,7 @@ def test_a_dubbed_clip_is_a_reference_of_both_stages_before_whose_sound_is_a_voi
     assert dubbed.buckets_to_compile == dubbed.buckets
     # One weight set. What is heard is stage 1's sound.
     assert [stage.loras for stage in dubbed.stages] == [LORAS, LORAS]
-    assert dubbed.heard == "s1_audio"
+    assert dubbed.audio_key == "s1_audio"
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.7, 1.0])

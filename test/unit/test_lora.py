@@ -24,6 +24,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.sampling.spec import JobFields
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, reference_scale
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
@@ -313,7 +314,7 @@ def test_a_base_weight_that_is_not_bf16_is_refused(tiny, tmp_path):
 def test_a_strength_that_is_no_number_is_refused():
     for strength in (float("nan"), float("inf")):
         with pytest.raises(UserError, match="strength"):
-            Lora(Path("lora.safetensors"), strength)
+            JobFields.validated({"lora": [["lora.safetensors", strength]]})
 
 
 # --- identities ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.hub import RELEASED
+from ltx_neuron.hub import RELEASE_FILES
 from ltx_neuron.job import Job, Size
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.weights import model_files
@@ -541,7 +541,7 @@ def test_another_models_lora_is_refused_in_a_few_lines(tiny, tmp_path, layer):
 
 
 def missing(folder: Path) -> dict[str, tuple[Path, str]]:
-    released = Path(RELEASED["Lightricks/LTX-2.3"]["lora"]).name
+    released = Path(RELEASE_FILES["Lightricks/LTX-2.3"]["lora"]).name
     (folder / "style.safetensors").touch()
     return {
         "any": (folder / "9", "no such file; type a .safetensors file"),

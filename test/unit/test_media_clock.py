@@ -182,8 +182,8 @@ def jobs_of(path) -> dict:
     sound = make_job("", Size(64, 96, 25), sound=SoundCondition(path))
     return {
         "retake": conditions._retaken_sound(retake),
-        "extend": conditions._extended_sound(longer),
-        "sound": conditions._read_sound_condition(sound),
+        "extend": conditions._extended_sound(longer, longer.extension),
+        "sound": conditions._read_sound_condition(sound, sound.sound),
         "voice": conditions.read_reference_audio(path, None),
         "voice with a length": conditions.read_reference_audio(path, 1.0),
         "dubbing": conditions.read_reference_audio(path, None, conditions.DUBBED),
@@ -201,7 +201,7 @@ def test_every_input_reads_a_clips_sound_by_the_clips_clock(tmp_path, made):
 def test_before_an_extended_clip_is_silence_and_then_its_sound_by_its_clock(tmp_path):
     path = write_clip(tmp_path / "clip.mp4", **LATE)
     before = RETAKEN(retake=Retake(path, extend=-1.0, source_frames=33))
-    sound = conditions._extended_sound(before)
+    sound = conditions._extended_sound(before, before.extension)
     heard = first_loud(sound.samples.numpy()) / sound.rate
     assert heard == pytest.approx(before.extension.silence + FLASH / RATE, abs=EXACT)
 

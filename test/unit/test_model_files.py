@@ -20,7 +20,7 @@ from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.loading import upsampler_spec
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.hub import RELEASED
+from ltx_neuron.hub import RELEASE_FILES
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.lora import Lora
@@ -146,7 +146,7 @@ def test_the_file_of_a_text_encoder_has_config_and_tokenizer_apart_from_its_weig
 def test_the_released_repository_has_a_file_of_every_kind():
     kinds = {"distilled", "dev", "gemma", "video_vae", "audio_vae", "lora"}
     kinds |= {"spatial", "temporal", "duration_head"}
-    assert RELEASED["Lightricks/LTX-2.5"].keys() == kinds
+    assert RELEASE_FILES["Lightricks/LTX-2.5"].keys() == kinds
 
 
 def test_the_tiny_files_have_the_weights_of_every_model_of_the_ranks(split):
@@ -225,7 +225,7 @@ def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
     ):
         message = refused(lambda kind=kind: ModelFiles(transformer).path(kind))
         assert "transformer of LTX-2.5 alone" in message and flag in message
-        assert RELEASED["Lightricks/LTX-2.5"][kind] in message
+        assert RELEASE_FILES["Lightricks/LTX-2.5"][kind] in message
 
 
 def test_generated_keyframes_need_a_model_that_has_an_embedding_for_them(split, tiny):

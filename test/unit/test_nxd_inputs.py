@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ltx_neuron.backends.nxd.inputs import Inputs
+from ltx_neuron.backends.nxd.runtime import Inputs
 from ltx_neuron.models.signatures import Field
 
 RANKS = 3

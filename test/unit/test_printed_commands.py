@@ -32,7 +32,7 @@ from ltx_neuron.command_line import Parser
 from ltx_neuron.commands import VERBS, dispatch
 from ltx_neuron.config import profiles
 from ltx_neuron.errors import UserError
-from ltx_neuron.hub import RELEASED
+from ltx_neuron.hub import RELEASE_FILES
 from ltx_neuron.serve import __main__ as serve
 from ltx_neuron.service.tokens import Tokens
 from ltx_neuron.tune.search import check_layers
@@ -257,7 +257,7 @@ def paths(tiny, split, tmp_path_factory) -> Paths:
     (folder / "out").mkdir()
     names = "film.mp4", "sound.wav", "prompts.jsonl", "out"
     own = (folder / name for name in names)
-    head = split.folder / RELEASED["Lightricks/LTX-2.5"]["duration_head"]
+    head = split.folder / RELEASE_FILES["Lightricks/LTX-2.5"]["duration_head"]
     return Paths(tiny.checkpoint, tiny.gemma_root, tiny.lora, split.folder, head, *own)
 
 

@@ -17,7 +17,7 @@ from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.commands import dispatch
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.config.release import identified, release_of
+from ltx_neuron.config.release import identified, parse_release
 from ltx_neuron.errors import UserError
 from ltx_neuron.hub import local_path
 from ltx_neuron.weights.checkpoint import Checkpoint
@@ -108,7 +108,11 @@ def test_other_releases_are_named(tiny, label, without, said):
 
 
 def test_a_label_names_no_release_by_its_beginning_alone():
-    assert release_of("2.30") is None and release_of("12.3") is None and release_of("") is None
+    assert (
+        parse_release("2.30") is None
+        and parse_release("12.3") is None
+        and parse_release("") is None
+    )
 
 
 # --- tensors of other models ----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import connector_program, dit_program, gemma3_program
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
-from ltx_neuron.weights.sharder import Layout, shard_specs, shard_weights
+from ltx_neuron.weights.sharder import TensorLayout, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import ALL, COL, HOST, MODELS, ROW, local_shape, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -75,7 +75,9 @@ def layouts(tiny):
     names = [f"{stream}_aggregate_embed.weight" for stream in ("video", "audio")]
     return {
         "dit": {},
-        "gemma3": dict.fromkeys(names, Layout(lambda weight: layers_first(weight, width), split=1)),
+        "gemma3": dict.fromkeys(
+            names, TensorLayout(lambda weight: layers_first(weight, width), split=1)
+        ),
     }
 
 

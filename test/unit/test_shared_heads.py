@@ -22,7 +22,7 @@ from ltx_neuron.text.inputs import encoder_inputs
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.model_files import TextEncoderFile
 from ltx_neuron.weights.rankfiles import rank_file
-from ltx_neuron.weights.sharder import Layout, shard_specs, shard_weights
+from ltx_neuron.weights.sharder import TensorLayout, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
 
 HEADS, KEY_VALUE_HEADS, TOKENS = 8, 2, 12
@@ -49,7 +49,7 @@ def model(request, tmp_path_factory):
             del checkpoint.shapes[name]  # the file has the projections
     config = transformer_config(checkpoint.config)
     source = Source(MODELS["gemma3"], [checkpoint, *files], config.heads | gemma.heads)
-    layout = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
+    layout = TensorLayout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
     layouts = {f"{stream}_aggregate_embed.weight": layout for stream in ("video", "audio")}
     for tp in DEGREES:
         identity = {"model": "gemma3", "tp": tp, "dtype": "float32"}
@@ -68,8 +68,7 @@ def encoded(model, tp):
     inputs = encoder_inputs(randn(1, TOKENS, model.gemma.hidden_size), [TOKENS], model.gemma)
     with torch.device("meta"):
         encoders = [
-            Gemma3Encoder(model.gemma, model.config, tp, comm, return_states=True)
-            for _ in range(tp)
+            Gemma3Encoder(model.gemma, model.config, tp, comm, states=True) for _ in range(tp)
         ]
 
     def run(encoder, weights):

@@ -51,7 +51,7 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
-from ltx_neuron.backends.nxd.inputs import Inputs
+from ltx_neuron.backends.nxd.runtime import Inputs
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.backends.tiles import RankEncoder, RankSound, RankSpans, RankTiles
 from ltx_neuron.config import profiles

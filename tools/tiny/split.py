@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.config.diffusion import diffusion_decoder_config
-from ltx_neuron.hub import RELEASED
+from ltx_neuron.hub import RELEASE_FILES
 from tiny.config import TinySizes, check, tiny_config
 from tiny.gemma import GEMMA_4_VERSION, write_gemma4_file
 from tiny.weights import (
@@ -85,7 +85,7 @@ class SplitAssets(NamedTuple):
 
 def split_assets_in(directory: Path) -> SplitAssets:
     """The paths of make_split's files in a directory, with the released names."""
-    names = RELEASED["Lightricks/LTX-2.5"]
+    names = RELEASE_FILES["Lightricks/LTX-2.5"]
     kinds = "distilled", "dev", "gemma", "video_vae", "", "audio_vae", "spatial", "temporal"
     files = [names.get(kind, "") for kind in (*kinds, "duration_head", "lora")]
     files[4] = names["video_vae"].replace("-conv", "")

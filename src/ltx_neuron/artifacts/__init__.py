@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ltx_neuron.backends.manifest import damaged_graphs
 from ltx_neuron.config.common import digest
-from ltx_neuron.errors import UserError, in_words
+from ltx_neuron.errors import UserError, as_user_errors
 from ltx_neuron.files import MANIFEST, check_readable, read_json
 from ltx_neuron.weights.rankfiles import verify
 
@@ -48,7 +48,7 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
     Raises UserError with the command to type, and the fields that differ in the nearest folder.
     """
     path, what = folder(artifacts, identity), f"{identity['model']} {identity['kind']}"
-    with in_words("--artifacts-dir"):
+    with as_user_errors("--artifacts-dir"):
         finished = (path / MANIFEST).is_file()
     if finished:
         check_readable(path / MANIFEST)  # an unreadable one is not damaged

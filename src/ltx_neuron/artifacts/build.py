@@ -39,8 +39,8 @@ from ltx_neuron.sampling.latents import TIME_SCALE, upscaled
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import check_whole, file_entries, is_finished, verify
 from ltx_neuron.weights.sharder import (
-    Layout,
     ShardSpec,
+    TensorLayout,
     check_specs,
     compare,
     set_bytes,
@@ -272,13 +272,13 @@ def _parts(workspace: Workspace, source: Source) -> tuple[list[Program], dict, d
             "audio_connector.learnable_registers": (REGISTERS, config.audio_connector.inner),
         }
         # The encoder multiplies the aggregate projections layer by layer.
-        by_layer = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
+        by_layer = TensorLayout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
         layouts = {f"{stream}_aggregate_embed.weight": by_layer for stream in ("video", "audio")}
         return [encoder, connectors], host, layouts
     if model != "sound":
         tile = (1, 1, 1) if model == "vae" else (1, 32, 32)
         return [workspace.tile_program(model, tile)], {}, {}
     arranged = ((name, arrangement(name, workspace.vocoder)) for name in source.names)
-    layouts = {name: Layout(arrange, split=0) for name, arrange in arranged if arrange is not None}
+    layouts = {name: TensorLayout(arrange, split=0) for name, arrange in arranged if arrange}
     mel, vocoder = workspace.audio_decoder, workspace.vocoder
     return [spectrogram_program(mel, 1), waveform_program(vocoder, 1)], {}, layouts

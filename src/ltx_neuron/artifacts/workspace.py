@@ -41,22 +41,19 @@ from ltx_neuron.models.programs import (
     diffusion_program,
     dit_program,
     encoder_program,
-    encoder_program_name,
     gemma3_program,
     may_divide,
+    program_name,
     spectrogram_program,
-    spectrogram_program_name,
     tile_program,
-    tile_program_name,
     waveform_program,
-    waveform_program_name,
     with_convolution,
 )
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import ConditionFields, SizeFields, to_flags
 from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCache
 from ltx_neuron.text.host_encoder import HostTextEncoder
-from ltx_neuron.text.inputs import embedded_tokenizer, gemma3_program_name, load_tokenizer
+from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import MergedSource, WeightSet, identity_of
 from ltx_neuron.weights.model_files import KINDS, ModelFiles, check_release, named_release
@@ -333,7 +330,7 @@ class Workspace:
         }
         names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
         title, verb, _ = SHARDED[model]
-        words = (("--lora", hub.spelled(lora.path), lora.strength) for lora in loras)
+        words = (("--lora", hub.hub_name(lora.path), lora.strength) for lora in loras)
         command = self._command(f"shard {verb}", *chain.from_iterable(words))
         return Need(f"{title} weights{names}", identity, command, source=source)
 
@@ -399,7 +396,7 @@ class Workspace:
                 shared = self.tp, registry.comm(profile, self.tp), self.dtype
                 return gemma3_program(gemma, config, tokens, *shared, states)
 
-            return Need(title, identity, command, gemma3_program_name(tokens), program)
+            return Need(title, identity, command, program_name("gemma3", tokens), program)
 
         def connectors() -> Program:
             comm = registry.comm(profile, self.tp)
@@ -427,14 +424,13 @@ class Workspace:
         self, title: str, model: str, tiles: list[tuple[int, int, int]], flags: Iterable
     ) -> list[Need]:
         config = self.video_decoder if model == "vae" else self.video_encoder
-        name_of = tile_program_name if model == "vae" else encoder_program_name
         has_convolutions = not isinstance(config, DiffusionDecoderConfig)
         form = {"convolution": self.profile.vae_convolution} if has_convolutions else {}
         command, needs = self._command("compile vae", *flags), []
         for tile in tiles:
             identity = self._identity(model, times(tile), config.digest, **form)
             program = partial(self.tile_program, model, tile)
-            needs.append(Need(title, identity, command, name_of(tile), program))
+            needs.append(Need(title, identity, command, program_name(model, *tile), program))
         return needs
 
     def tile_program(self, model: str, tile: tuple[int, int, int]) -> Program:
@@ -455,8 +451,8 @@ class Workspace:
         command, (span, rows) = self._command("compile vae", *flags), span_sizes(latents)
         mel, vocoder, title = self.audio_decoder, self.vocoder, f"sound decoder graphs, {latents}"
         programs = {
-            spectrogram_program_name(span): (mel, partial(spectrogram_program, mel, span)),
-            waveform_program_name(rows): (vocoder, partial(waveform_program, vocoder, rows)),
+            program_name("mel", span): (mel, partial(spectrogram_program, mel, span)),
+            program_name("vocoder", rows): (vocoder, partial(waveform_program, vocoder, rows)),
         }
         identities = {n: self._identity("sound", n, of.digest) for n, (of, _) in programs.items()}
         return [
@@ -487,10 +483,10 @@ class Workspace:
         """The command that makes weights or graphs of this workspace."""
         if self.prepare_command:
             return self.prepare_command
-        words = ["--checkpoint-path", hub.spelled(self.checkpoint_path)]
+        words = ["--checkpoint-path", hub.hub_name(self.checkpoint_path)]
         for kind, path in self.files.given.items():
             if kind != "gemma" or verb.endswith("gemma3"):
-                words += [KINDS[kind].flag, hub.spelled(path)]
+                words += [KINDS[kind].flag, hub.hub_name(path)]
         words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]
         words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
         for setting in self._typed:

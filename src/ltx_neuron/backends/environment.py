@@ -167,11 +167,9 @@ def check_ports(profile: Profile, tp: int, group: int = 0) -> None:
 def set_launch(profile: Profile, tp: int) -> None:
     """Restrict this process's Neuron runtime to the cores of its launch, if the machine has more,
     and set a communicator of its own, apart from replicas on other cores. Values of the user are
-    kept. Raises UserError if another process uses the port.
-
-    NEURON_RT_NUM_CORES is never set. libnrt accepts one core or a multiple of 8 there, and runtime
-    2.30 refused 4 with LNC=2, which 2.34 accepts (observed by Difflet on trn2.3xlarge).
-    """
+    kept. Raises UserError if another process uses the port. NEURON_RT_NUM_CORES is never set.
+    libnrt accepts one core or a multiple of 8 there, and runtime 2.30 refused 4 with LNC=2, which
+    2.34 accepts (observed by Difflet on trn2.3xlarge)."""
     launch = cores(profile, tp)
     if "NEURON_RT_ROOT_COMM_ID" not in os.environ:
         _check_port(_ROOT_PORT + launch[0], launch[0])

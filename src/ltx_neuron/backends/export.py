@@ -155,18 +155,13 @@ def compile_program(program: Program, folder: Path, identity: dict, dtype: torch
     graphs = {}
     for name, graph in program.graphs.items():
         exported, path = trace(program, name, dtype), folder / graph_file(name)
-        _save(exported, path)
+        exported._example_inputs = None  # torch would store them as a pickle
+        # torch would write a path's name into the file: equal graphs would have different digests.
+        torch.export.save(exported, content := io.BytesIO())
+        with whole_file(path) as partial:
+            partial.write_bytes(content.getbuffer())
         graphs[name] = describe_graph(graph, path, cost(exported))
     write_manifest(folder, identity, program, graphs)
-
-
-def _save(exported: torch.export.ExportedProgram, path: Path) -> None:
-    exported._example_inputs = None  # torch would store them as a pickle
-    # torch would write a path's name into the file, and equal graphs would have different digests.
-    content = io.BytesIO()
-    torch.export.save(exported, content)
-    with whole_file(path) as partial:
-        partial.write_bytes(content.getbuffer())
 
 
 def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:

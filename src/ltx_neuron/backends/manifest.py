@@ -60,23 +60,21 @@ def recorded_sizes(folder: Path) -> list[dict]:
 
 
 class Manifest:
-    """A compiled program's manifest, read back.
-
-    identity  every property on which the graphs depend
-    graphs    by name, from describe_graph
-    runs      by name: a sequence of calls (graph, first block)
-    fields    shape and dtype of every named tensor
-    """
+    """A compiled program's manifest, read back."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         content = read_json(folder / MANIFEST)
-        # JSON stores tuples as lists and dtypes as names.
+        # Every property on which the graphs depend; the graphs by name, from describe_graph.
         self.identity, self.graphs = content["identity"], content["graphs"]
+        # JSON stores tuples as lists and dtypes as names.
         self.runs = {
             run: [(name, first) for name, first in calls] for run, calls in content["runs"].items()
         }
-        self.fields = {name: _field(described) for name, described in content["fields"].items()}
+        self.fields = {
+            name: Field(**of | {"shape": (*of["shape"],), "dtype": getattr(torch, of["dtype"])})
+            for name, of in content["fields"].items()
+        }
 
     @property
     def outputs(self) -> set[str]:
@@ -125,11 +123,6 @@ class Manifest:
         hints = cache(typing.get_type_hints)
         with mock.patch.object(typing, "get_type_hints", lambda kind, **_: hints(kind)):
             return torch.export.load(path)
-
-
-def _field(described: dict) -> Field:
-    shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
-    return Field(**{**described, "shape": shape, "dtype": dtype})
 
 
 def damaged_graphs(folder: Path) -> list[str]:

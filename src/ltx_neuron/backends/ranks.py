@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import FINITE, RESULTS, Field
 from ltx_neuron.weights.tensorfile import finite
 
@@ -20,33 +21,24 @@ T = TypeVar("T")
 
 
 class Ranks(ABC):
-    """The ranks of one run. A context manager: leaving it closes them.
-
-    There are cp groups of tp tensor-parallel ranks, in this order. Each rank holds weights, the
-    graphs of programs, and named tensors on its device: uploads and outputs of graphs. Every method
-    raises RankError or DeviceFailure if a rank fails; the ranks cannot be used after that.
-
-    bytes_sent  total bytes of tensors uploaded so far, without weights. torchdist counts a tensor
-                once, since the ranks share its memory; nxd counts each rank's part.
-    launches    graphs that one rank has launched so far; `launch_ms` is the host's time for them in
-                milliseconds: for asynchronous launches until the last one returned, otherwise the
-                time between graphs
-    programs    the loaded programs by name
-
-    Of guidance groups (teams.py):
-
-    moment   what the host does, such as "at step 3 of stage_1", for messages
-    lost     a line for every lost group
-    pass_ms  (group, pass, milliseconds) of all runs of guided sequences so far
-    """
+    """The ranks of one run. A context manager: leaving it closes them. There are cp groups of tp
+    tensor-parallel ranks, in this order. Each rank holds weights, the graphs of programs, and named
+    tensors on its device: uploads and outputs of graphs. Every method raises RankError or
+    DeviceFailure if a rank fails; the ranks cannot be used after that."""
 
     def __init__(self, tp: int, cp: int = 1):
         self.tp, self.cp, self.size = tp, cp, tp * cp
-        self.bytes_sent = self.launches = 0
-        self.launch_ms = 0.0
-        self.programs: dict[str, Manifest] = {}
-        self.moment = ""
-        self.lost: list[str] = []
+        # Total bytes of tensors uploaded so far, without weights. torchdist counts a tensor once,
+        # since the ranks share its memory; nxd counts each rank's part.
+        self.bytes_sent = 0
+        # Graphs that one rank has launched so far, and the host's time for them: for asynchronous
+        # launches until the last one returned, otherwise the time between graphs.
+        self.launches, self.launch_ms = 0, 0.0
+        self.programs: dict[str, Manifest] = {}  # the loaded ones by name
+        # Of guidance groups (teams.py).
+        self.moment = ""  # what the host does, such as "at step 3 of stage_1", for messages
+        self.lost: list[str] = []  # a line for every lost group
+        # (group, pass, milliseconds) of all runs of guided sequences so far.
         self.pass_ms: list[tuple[int, str, float]] = []
 
     @property
@@ -256,3 +248,45 @@ def tensors_digest(tensors: Iterable[Tensor]) -> str:
         # as bytes, because numpy has no bfloat16
         hasher.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()
+
+
+class HostRanks:
+    """The methods of Ranks that a stage calls, for a world of one rank and one program: a rank in
+    this process, which calls the modules of a program directly. weight:
+    returns a weight by its name."""
+
+    def __init__(self, name: str, program: Program, weight: Callable[[str], Tensor]):
+        self.tp, self.cp, self.programs = 1, 1, {name: program}
+        self._program, self._weight = program, weight
+        self._values: dict[str, Tensor] = {}
+        self._sequences: dict[str, list] = {}
+
+    def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
+        for name, tensor in tensors.items():
+            self._values[name] = tensor.to(self._program.fields[like or name].dtype)
+
+    put_numbers = Ranks.put_numbers
+
+    def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
+        self._sequences[sequence] = runs
+
+    def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
+        for name, number in numbers.items():
+            self._values[name] = self._values[indexed(name, number)]
+        for run, reads, writes in self._sequences.get(sequence, [(sequence, {}, {})]):
+            for graph, first in self._program.runs[run]:
+                names = self._program.graphs[graph].inputs
+                inputs = {name: self._input(name, reads.get(name, name), first) for name in names}
+                outputs = self._program.call(graph, first, self._weight, inputs)
+                self._values |= {writes.get(name, name): x for name, x in outputs.items()}
+        return 0.0
+
+    def _input(self, field: str, name: str, first: int) -> Tensor:
+        described, value = self._program.fields[field], self._values[name]
+        return value[first : first + described.shape[0]] if described.per_block else value
+
+    def get(self, program: str, name: str) -> Tensor:
+        return self._values[name]
+
+    def hashes(self, *names: str) -> list[str]:
+        return [tensors_digest(self._values[name] for name in names)]

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from ltx_neuron.backends.ranks import NotFiniteError, Ranks
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig, shortest
-from ltx_neuron.models.programs import (
-    call_name,
-    encoder_program_name,
-    spectrogram_program_name,
-    tile_program_name,
-    waveform_program_name,
-)
+from ltx_neuron.models.programs import call_name, program_name
 
 
 class _OnRanks:
@@ -68,8 +62,7 @@ class _OnRanks:
 class RankTiles(_OnRanks):
     def __call__(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Latents (1, 128, f, h, w) of one shape to frames (1, 3, 8f - 7, 32h, 32w)."""
-        frames, height, width = latents[0].shape[2:]
-        program = tile_program_name((frames, height, width))
+        program = program_name("vae", *latents[0].shape[2:])
         return self._run(program, "tile_pixels", [{"tile_latent": x} for x in latents])
 
 
@@ -80,8 +73,7 @@ class RankEncoder(_OnRanks):
         latents: dict[int, Tensor] = {}
         for shape in dict.fromkeys(tile.shape for tile in tiles):
             alike = [number for number, tile in enumerate(tiles) if tile.shape == shape]
-            frames, height, width = shape[2:]
-            program = encoder_program_name((frames, height, width))
+            program = program_name("encoder", *shape[2:])
             parts = [{"tile_pixels": tiles[number]} for number in alike]
             latents |= zip(alike, self._run(program, "tile_latent", parts), strict=True)
         return [latents[number] for number in range(len(tiles))]
@@ -105,7 +97,7 @@ class RankSpans(_OnRanks):
     ) -> list[Tensor]:
         """The output of a call, (graph, first block), for each span of a clip of latents
         (F, h, w)."""
-        program, (graph, _) = tile_program_name(shortest(self.config, clip)), call
+        program, (graph, _) = program_name("vae", *shortest(self.config, clip)), call
         manifest = self.ranks.programs[program]
         divided = {name for name, field in manifest.fields.items() if field.split is not None}
         parts = [{name: x for name, x in span.items() if name in divided} for span in spans]
@@ -124,11 +116,11 @@ class RankSound(_OnRanks):
 
     def spectrogram(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Latents (1, 8, T, 16) of one length to mel spectrograms (1, 2, 4T - 3, 64)."""
-        program = spectrogram_program_name(latents[0].shape[2])
+        program = program_name("mel", latents[0].shape[2])
         return self._run(program, "span_mel", [{"span_latent": x} for x in latents])
 
     def waveform(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """Mel spectrograms (1, 2, T, 64) of one length to waveforms (1, 2, samples)."""
-        program = waveform_program_name(mels[0].shape[2])
+        program = program_name("vocoder", mels[0].shape[2])
         parts = [{"span_mel": mel} for mel in mels]
         return self._run(program, "span_waveform", parts, resampling=self._resampling)

@@ -2,13 +2,12 @@
 
 All parts of a stage have one size, so that one graph serves all of them."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ltx_neuron.config.common import ModelConfig, check_numbers, check_values
-from ltx_neuron.config.video import Resampling
+from ltx_neuron.config.video import SCALE, Resampling, scale_of
 from ltx_neuron.errors import UserError
 
 TIME_FACTOR = 8  # frames of pixels per latent frame
@@ -133,10 +132,8 @@ def _check_stages(config: DiffusionDecoderConfig) -> None:
             if width != wanted:
                 problem = f"a stage of {wanted} channels after an upsampling to {width}"
                 break
-        strides = [upsampling.stride for upsampling in config.upsamplings]
-        factors = [math.prod(axis) for axis in zip(*strides, strict=True)]
-        got = (factors[0], *(factor * config.patch_size for factor in factors[1:]))
-        problem = problem or ("" if got == (8, 32, 32) else f"upsamplings by {got}")
+        got = scale_of(config.upsamplings, config.patch_size)
+        problem = problem or ("" if got == SCALE else f"upsamplings by {got}")
     if problem:
         raise UserError(f"checkpoint config: vae.decoder has {problem}")
 

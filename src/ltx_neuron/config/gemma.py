@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from ltx_neuron.config import common
 from ltx_neuron.config.transformer import TransformerConfig
-from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.errors import UserError, os_reason, to_user_error
 from ltx_neuron.files import check_regular, other_format
 from ltx_neuron.hub import nearest
 
@@ -56,13 +56,9 @@ class GemmaConfig(common.ModelConfig):
     replaced_tokens: tuple[tuple[int, int], ...] = ()
 
     added: ClassVar[dict[str, object]] = {
-        "global_head_dim": None,
-        "num_global_key_value_heads": None,
-        "partial_rotary_factor": 1.0,
-        "norms_add_one": True,
-        "value_norm": False,
-        "layer_scalar": False,
-        "replaced_tokens": (),
+        **{"global_head_dim": None, "num_global_key_value_heads": None, "replaced_tokens": ()},
+        **{"partial_rotary_factor": 1.0, "norms_add_one": True},
+        **{"value_norm": False, "layer_scalar": False},
     }
 
     def attention(self, full: bool) -> GemmaAttention:
@@ -102,12 +98,8 @@ GEMMA_4_12B = GemmaConfig(
 # By the model_type in a config.
 _KINDS = {"gemma3": GEMMA_3_12B, "gemma4_unified": GEMMA_4_12B}
 _NOT_IMPLEMENTED = (
-    "attn_logit_softcapping",
-    "attention_bias",
-    "enable_moe_block",
-    "num_kv_shared_layers",
-    "hidden_size_per_layer_input",
-    "use_double_wide_mlp",
+    *("attn_logit_softcapping", "attention_bias", "enable_moe_block"),
+    *("num_kv_shared_layers", "hidden_size_per_layer_input", "use_double_wide_mlp"),
 )
 
 
@@ -118,9 +110,9 @@ def gemma_config(root: Path) -> GemmaConfig:
         check_regular(path)
         content = json.loads(path.read_text())
     except PermissionError as error:
-        raise refusal(error, "--gemma-root") from None
+        raise to_user_error(error, "--gemma-root") from None
     except OSError as error:
-        what = f"{path}: {reason(error)}"
+        what = f"{path}: {os_reason(error)}"
         if not os.path.isdir(root):
             what = f"--gemma-root {root} is {other_format(Path(root)) or 'not a folder'}"
             what += "" if os.path.exists(root) else nearest(root)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, GemmaConfig
 from ltx_neuron.errors import FieldError
-from ltx_neuron.hub import RELEASED, download_released
+from ltx_neuron.hub import RELEASE_FILES, download_released
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Release:
             )
 
     def download(self, kind: str) -> str:
-        """The command that downloads the release's file of a kind of hub.RELEASED, or with it."""
+        """The command that downloads the release's file of a kind of RELEASE_FILES, or with it."""
         return download_released(kind if self.has(kind) else "distilled", self._repository)
 
     def has(self, kind: str) -> bool:
-        """Whether the release has a file of a kind of hub.RELEASED."""
-        return kind in RELEASED[self._repository]
+        """Whether the release has a file of a kind of hub.RELEASE_FILES."""
+        return kind in RELEASE_FILES[self._repository]
 
     @property
     def _repository(self) -> str:
@@ -53,7 +53,7 @@ RELEASES = (
 _LABEL = re.compile(r"(?:ltxv?[-_ ]?|v)*(\d+)[._](\d+)", re.IGNORECASE)
 
 
-def release_of(model_version: str) -> Release | None:
+def parse_release(model_version: str) -> Release | None:
     """The supported release that a file's `model_version` names: 2.3.0, v2.3, LTX-2.3-dev."""
     version = ".".join(map(str, _numbers(model_version)))
     return next((each for each in RELEASES if each.version == version), None)
@@ -68,10 +68,10 @@ def identified(model_version: str, transformer: Mapping[str, Any]) -> tuple[Rele
     """The release of a checkpoint, None if it is not supported, and its version for messages. The
     label decides if it names a supported release, or one after 2.3, whose config may be the same.
     Otherwise the config decides: a repackaged file may have another label, or none."""
-    if (release := release_of(model_version)) or _numbers(model_version) > (2, 3):
+    if (release := parse_release(model_version)) or _numbers(model_version) > (2, 3):
         return release, model_version
     if not transformer.get("cross_attention_adaln"):
         older = "2.0" if "audio_num_attention_heads" in transformer else "0.9 (LTX-Video)"
         return None, f"{older}, by its config"
-    release = release_of("2.5" if transformer.get("use_keyframes_abs_pos_embedding") else "2.3")
+    release = parse_release("2.5" if transformer.get("use_keyframes_abs_pos_embedding") else "2.3")
     return release, release.version if release else ""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ltx_neuron.config.common import ModelConfig, check_numbers, check_values
@@ -171,13 +172,8 @@ def vocoder_config(metadata: Mapping[str, Any]) -> VocoderConfig:
 
 
 def _generator(values: dict, where: str, clamped: bool) -> GeneratorConfig:
-    released = {
-        "resblock": "AMP1",
-        "activation": "snakebeta",
-        "stereo": True,
-        "use_tanh_at_final": False,
-        "use_bias_at_final": False,
-    }
+    released = {"resblock": "AMP1", "activation": "snakebeta", "stereo": True}
+    released |= {"use_tanh_at_final": False, "use_bias_at_final": False}
     _check_values(where, values, released)
     blocks = zip(values["resblock_kernel_sizes"], values["resblock_dilation_sizes"], strict=True)
     config = GeneratorConfig(
@@ -199,8 +195,7 @@ def _generator(values: dict, where: str, clamped: bool) -> GeneratorConfig:
     return config
 
 
-def _check_values(section: str, values: dict, wanted: dict) -> None:
-    check_values(section, values, wanted, "decoding sound on the ranks", _HOST_DECODES)
+_check_values = partial(check_values, by="decoding sound on the ranks", advice=_HOST_DECODES)
 
 
 def _no_sound(section: str, error: Exception) -> UserError:

@@ -1,7 +1,7 @@
 """The configurations of the video decoder and encoder on the ranks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,15 @@ class Resampling:
 
     stride: tuple[int, int, int]  # factors of frames, rows and columns
     multiplier: int  # the decoder divides the channels by it, the encoder multiplies them
+
+
+SCALE = 8, 32, 32  # frames, rows and columns of pixels per latent
+
+
+def scale_of(resamplings: Iterable[Resampling], patch_size: int) -> tuple[int, ...]:
+    """By how much changes of resolution and patches scale frames, rows and columns."""
+    time, *sides = map(math.prod, zip((1, 1, 1), *(x.stride for x in resamplings), strict=True))
+    return time, *(side * patch_size for side in sides)
 
 
 @dataclass(frozen=True)
@@ -103,13 +112,11 @@ def _check_scale(
 ) -> None:
     """Raise UserError for a number that is none, or another scale than the released one."""
     common.check_numbers(config, "checkpoint config: vae.")
-    strides = [block.stride for block in blocks if isinstance(block, Resampling)]
-    factors = [math.prod(axis) for axis in zip((1, 1, 1), *strides, strict=True)]
-    got = (factors[0], *(factor * config.patch_size for factor in factors[1:]))
-    if got != (8, 32, 32):
+    got = scale_of([block for block in blocks if isinstance(block, Resampling)], config.patch_size)
+    if got != SCALE:
         raise UserError(
             f"checkpoint config: vae.{what} by {got} in time, height and width, wanted"
-            f" (8, 32, 32){advice}"
+            f" {SCALE}{advice}"
         )
 
 

@@ -25,7 +25,7 @@ from ltx_neuron.artifacts import stored_identity
 from ltx_neuron.command_line import advanced
 from ltx_neuron.doctor.public import numbers, public, stack_environment, trace
 from ltx_neuron.doctor.system import System
-from ltx_neuron.errors import UserError, reason
+from ltx_neuron.errors import UserError, os_reason
 from ltx_neuron.files import check_regular, check_writable, whole_file
 from ltx_neuron.format import format_bytes
 from ltx_neuron.machine import installed_packages, load
@@ -150,7 +150,7 @@ def pack(path: Path, texts: Mapping[str, str], files: Iterable[Found]) -> list[s
             total += len(text)
             members[public(file.name)] = text
         except (OSError, ValueError) as error:
-            left_out.append(f"left out   {public(str(file.path))}: {public(reason(error))}")
+            left_out.append(f"left out   {public(str(file.path))}: {public(os_reason(error))}")
     contents = {name: text.encode(errors="replace") for name, text in members.items()}
     lines = [f"{len(text):>9}  {name}" for name, text in contents.items()] + left_out
     contents = {CONTENTS: "\n".join([*lines, ""]).encode(), **contents}

@@ -22,7 +22,7 @@ from ltx_neuron.host import conditions
 from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.models.programs import spectrogram_program_name
+from ltx_neuron.models.programs import program_name
 from ltx_neuron.plan import (
     CoreMemory,
     check_fits,
@@ -279,7 +279,7 @@ class Preflight:
 
     def decodes_on_ranks(self, latents: int) -> bool:
         """Whether the ranks decode a sound with this number of latents."""
-        return spectrogram_program_name(span_sizes(latents)[0]) in self.vae.get("sound", ())
+        return program_name("mel", span_sizes(latents)[0]) in self.vae.get("sound", ())
 
     def encodes_on_ranks(self, job: Job) -> bool:
         """Whether the ranks encode a job's videos."""

@@ -325,7 +325,7 @@ def _as_typed(args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except FieldError as error:
-        raise UserError(error.spelled(lambda field: typed.get(field) or flag_of(field))) from None
+        raise UserError(error.render(lambda field: typed.get(field) or flag_of(field))) from None
 
 
 def job(args: argparse.Namespace) -> Job:

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from ltx_neuron import machine
 from ltx_neuron.config.common import digest
-from ltx_neuron.errors import UserError, reason
+from ltx_neuron.errors import UserError, os_reason
 from ltx_neuron.files import exclusive, read_json, write_json
+from ltx_neuron.format import print_once
 from ltx_neuron.host.background import Workers
 
 BLAS, ONEDNN = "blas", "onednn"
@@ -52,13 +53,8 @@ _SPEEDS = {4.0: 8, 1.4: 2}
 
 # Environment variables that limit which instructions torch, oneDNN and MKL use.
 _LIMITS = (
-    "ATEN_CPU_CAPABILITY",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
+    *("ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "MKL_CBWR"),
+    *("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA"),
 )
 # Fields of a run's identity that are measured choices, which change only rounding.
 CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
@@ -242,9 +238,6 @@ def _convolutions() -> dict[torch.dtype, Callable[[], object]]:
     return convolutions
 
 
-# --- stored choices -------------------------------------------------------------------------------
-
-
 def this_machine() -> dict:
     """A readable description of the machine for which measurements are valid."""
     return {
@@ -288,7 +281,7 @@ def store_choices(artifacts_dir: Path) -> None:
             choices = measured | _stored_choices(path)
             write_json(path, {"machine": this_machine(), "choices": choices})
     except OSError as error:
-        _print_once(f"{path} cannot be written ({reason(error)}): measurements are not saved")
+        print_once(f"{path} cannot be written ({os_reason(error)}): measurements are not saved")
 
 
 def _stored_choices(path: Path) -> dict[str, Any]:
@@ -301,11 +294,6 @@ def _stored_choices(path: Path) -> dict[str, Any]:
         if content.get("machine") != this_machine() or not isinstance(choices, dict):
             raise UserError(f"{path} is from another machine")
     except UserError as error:
-        _print_once(f"{error}; measuring this machine again")
+        print_once(f"{error}; measuring this machine again")
         return {}
     return choices
-
-
-@cache
-def _print_once(line: str) -> None:
-    print(line, flush=True)

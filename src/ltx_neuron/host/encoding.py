@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
+from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 
 # Latents of a tile, and its overlap with the next one: 80 and 24 frames, 768 and 64 pixels.
 TIME_TILE, TIME_OVERLAP = 80 // TIME_SCALE, 24 // TIME_SCALE
@@ -28,7 +28,8 @@ def encode_tiled(encode: Callable[[list[Tensor]], Iterable[Tensor]], pixels: Ten
     tiles. A clip of at most 80 frames and 768 pixels per side is one tile. encode: the tiles'
     pixels to their latents. Source: ltx-pipelines 1.2.0, VideoEncoder.tiled_encode with its default
     tiles."""
-    latent = _latent(pixels.shape[2:])
+    frames, *sides = pixels.shape[2:]
+    latent = video_latent_shape(*sides, frames)
     tiles = [*_tiles(latent)]
     total = None
     cut = [_cut(pixels, *tile) for tile in tiles]
@@ -55,15 +56,12 @@ def _cut(pixels: Tensor, time: Part, row: Part, column: Part) -> Tensor:
 
 def tile_counts(pixels: Sequence[int]) -> Counter[tuple[int, int, int]]:
     """The number of tiles of each size (frames, rows, columns) for a clip of `pixels`."""
-    lengths = ([part.stop - part.start for part in tile] for tile in _tiles(_latent(pixels)))
+    frames, *sides = pixels
+    tiles = _tiles(video_latent_shape(*sides, frames))
+    lengths = ([part.stop - part.start for part in tile] for tile in tiles)
     return Counter(
         ((f - 1) * TIME_SCALE + 1, h * SPACE_SCALE, w * SPACE_SCALE) for f, h, w in lengths
     )
-
-
-def _latent(pixels: Sequence[int]) -> tuple[int, int, int]:
-    frames, height, width = pixels
-    return (frames - 1) // TIME_SCALE + 1, height // SPACE_SCALE, width // SPACE_SCALE
 
 
 def _tiles(latent: tuple[int, int, int]) -> Iterator[tuple[Part, Part, Part]]:

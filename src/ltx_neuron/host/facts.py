@@ -30,14 +30,13 @@ def read_media(
         clip, scales = _clip(inputs), (dubbing_scale(loras[0]), 1)
     elif inputs.video_conditioning:
         scales = reference_scale(ic_loras)
-    references = tuple(_reference(path) for path, _ in inputs.video_conditioning)
+    stills = {path: is_still(path) for path, _ in inputs.video_conditioning}
+    references = tuple(
+        (1 if stills[path] else footage(path, REFERENCE).num_frames, stills[path])
+        for path, _ in inputs.video_conditioning
+    )
     detailing = detailing_scale(detailing_loras)
     return Media(video, clip, references, scales, detailing, _latents(inputs))
-
-
-def _reference(path: str) -> tuple[int, bool]:
-    still = is_still(path)
-    return 1 if still else footage(path, REFERENCE).num_frames, still
 
 
 def _latents(inputs: Inputs) -> int:

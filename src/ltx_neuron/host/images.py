@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps
 
-from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.errors import UserError, os_reason, to_user_error
 from ltx_neuron.files import check_regular, first_bytes
 from ltx_neuron.host.colors import in_srgb
 
@@ -43,13 +43,10 @@ def load_image(
     orientation: str = "shown",  # see sampling.compat.Compat
 ) -> torch.Tensor:
     """The image as pixels (1, 3, 1, height, width) in [-1, 1], as
-    ltx_pipelines.utils.media_io.load_image_conditioning.
-
-    One H.264 round trip at `crf` gives it the texture of the video frames the model was trained on
-    (0 skips it); then it is scaled to fill height x width and cropped around its centre. Alpha is
-    dropped. Raises UserError when `path` is not a readable image, or one too small or too large to
-    use.
-    """
+    ltx_pipelines.utils.media_io.load_image_conditioning. One H.264 round trip at `crf` gives it the
+    texture of the video frames the model was trained on (0 skips it); then it is scaled to fill
+    height x width and cropped around its centre. Alpha is dropped. Raises UserError when `path` is
+    not a readable image, or one too small or too large to use."""
     image = decode_image(path, orientation)
     if crf != 0:
         image = _h264_round_trip(image, crf)
@@ -142,14 +139,14 @@ def decode_image(path: str | Path, orientation: str, flag: str = "--image") -> n
                 f"there is no image {path}: pass an existing file with {flag} FILE"
             ) from None
         except PermissionError as error:
-            raise refusal(error, flag) from None
+            raise to_user_error(error, flag) from None
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise UserError(
                 f"{path} is too large: {error}\npass a smaller image with {flag} FILE"
             ) from None
         except (OSError, SyntaxError, ValueError) as error:
             raise UserError(
-                f"{path} cannot be read as an image: {unreadable(path) or reason(error)}\n"
+                f"{path} cannot be read as an image: {unreadable(path) or os_reason(error)}\n"
                 f"pass another with {flag} FILE"
             ) from None
     height, width = picture.shape[:2]

@@ -193,22 +193,6 @@ def upsampler_spec(
     from ltx_core.model import upsampler
 
     download = release.download(kind) if release else download_released(kind)
-    config = _upsampler_config(kind, path, download, release)
-    assert path
-    return ModelSpec(
-        name=f"{kind} upsampler",
-        path=path,
-        flag=f"--{kind}-upsampler-path",
-        download=download,
-        build=partial(upsampler.LatentUpsamplerConfigurator.from_config, config),
-        prefixes={"": ""},
-        dtype=dtype,
-    )
-
-
-def _upsampler_config(
-    kind: str, path: str | Path | None, download: str, release: Release | None
-) -> dict:
     flag = f"--{kind}-upsampler-path"
     if path is None:
         raise UserError(
@@ -227,4 +211,12 @@ def _upsampler_config(
             f"{flag}: wanted a {kind} latent upsampler of factor 2, got {described(file)}{scaled}:"
             f" {path}\npass the published {kind} x2 file with {flag} FILE: {download}"
         )
-    return config
+    return ModelSpec(
+        name=f"{kind} upsampler",
+        path=path,
+        flag=flag,
+        download=download,
+        build=partial(upsampler.LatentUpsamplerConfigurator.from_config, config),
+        prefixes={"": ""},
+        dtype=dtype,
+    )

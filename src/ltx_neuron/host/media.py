@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.errors import UserError, os_reason, to_user_error
 from ltx_neuron.files import check_readable, check_regular
 from ltx_neuron.host.images import MAX_SIDE, fill, unreadable
 from ltx_neuron.host.video import exact_frame_rate
@@ -53,9 +53,9 @@ def _opened(path: str | Path, flag: str) -> Iterator:
     except FileNotFoundError:
         raise UserError(f"there is no file {path}: {advice}") from None
     except PermissionError as error:
-        raise refusal(error, flag) from None
+        raise to_user_error(error, flag) from None
     except (FFmpegError, OSError, ValueError) as error:
-        why = unreadable(path, moves=True) or reason(error)
+        why = unreadable(path, moves=True) or os_reason(error)
         raise UserError(f"{flag} {path} cannot be read: {why}\n{advice}") from None
 
 
@@ -303,7 +303,10 @@ def first_frames(path: str | Path, flag: str, upright: bool = True) -> Iterator[
     """All frames, uint8 (H, W, 3), whatever their times. upright: as displayed, not stored."""
     with _opened(path, flag) as container:
         for frame in container.decode(_video_stream(container, path, flag)):
-            yield _rgb(frame, upright)
+            pixels = frame.to_rgb().to_ndarray()
+            if (turns := _TURNS.get(_display(frame)) if upright else 0) is None:
+                raise ValueError("it is displayed mirrored or at an odd angle")
+            yield np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
 
 
 def pixels_of(frames: Iterable[np.ndarray], height: int, width: int) -> Tensor:
@@ -330,11 +333,3 @@ def _video_stream(container, path: str | Path, flag: str):
         raise ValueError(f"its frames have more than {MAX_SIDE} pixels on a side")
     stream.thread_type = "AUTO"
     return stream
-
-
-def _rgb(frame, upright: bool) -> np.ndarray:
-    pixels = frame.to_rgb().to_ndarray()
-    turns = _TURNS.get(_display(frame)) if upright else 0
-    if turns is None:
-        raise ValueError("it is displayed mirrored or at an odd angle")
-    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels

@@ -28,50 +28,34 @@ from ltx_neuron.weights.model_files import ModelFiles
 Config = TypeVar("Config")
 
 
-def lay_channels_last(module: torch.nn.Module) -> None:
-    """Store the weights of a module's convolutions with channels last, in place."""
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for parameter in module.parameters():
-        if parameter.ndim in layouts:
-            parameter.data = parameter.data.contiguous(memory_format=layouts[parameter.ndim])
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by a weight's dimensions
 
 
 class HostModels:
     """The models around the transformer: each is built at first use and kept until `release`.
-
-    Latents are the transformer's, normalised by the VAE's per-channel statistics:
-    video (1, 128, F, h, w) with F = (frames - 1) / 8 + 1, h = height / 32 and w = width / 32; audio
+    Latents are the transformer's, normalised by the VAE's per-channel statistics: video
+    (1, 128, F, h, w) with F = (frames - 1) / 8 + 1, h = height / 32 and w = width / 32; audio
     (1, 8, Ta, 16). Any floating dtype is accepted. Every method raises UserError if a file is
-    missing or its tensors do not match its config, and RunError if a model returns NaN or Inf.
-    """
+    missing or its tensors do not match its config, and RunError if a model returns NaN or Inf."""
 
     def __init__(
         self,
-        checkpoint_path: str | Path,
-        config: Mapping[str, Any],
-        dtype: torch.dtype,
+        checkpoint_path: str | Path,  # with every model but the upsamplers
+        config: Mapping[str, Any],  # the checkpoint's parsed `config` metadata
+        dtype: torch.dtype,  # of the latents from video encoder and upsamplers
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
+        # Of audio decoder and vocoder. bfloat16 is audible, and ltx-core uses float32
         audio_dtype: torch.dtype = torch.float32,
-        profile: Profile | None = None,
+        profile: Profile | None = None,  # determines the video's tiles; None: the defaults
+        # Of the released video decoder and encoder, and in bfloat16 of upsamplers. None: only the
+        # video decoder is ours, all others are ltx-core's
         arithmetic: Arithmetic | None = None,
-        tiles_1_0_0: bool = False,
+        tiles_1_0_0: bool = False,  # see Compat.tiles
+        # Of a model with one file per part; None: the checkpoint has all parts
         files: ModelFiles | None = None,
     ):
-        """Nothing is read yet.
-
-        checkpoint_path  the checkpoint, with every model but the upsamplers
-        config           the checkpoint's parsed `config` metadata
-        dtype            of the latents from video encoder and upsamplers
-        *_path           the upsamplers' files, or None
-        audio_dtype      of audio decoder and vocoder. bfloat16 is audible, and ltx-core uses
-        float32
-        profile          determines the video's tiles; None: the defaults
-        arithmetic       of the released video decoder and encoder, and in bfloat16 of upsamplers.
-                         None: only the video decoder is ours, all others are ltx-core's
-        tiles_1_0_0      see Compat.tiles
-        files            of a model with one file per part; None: the checkpoint has all parts
-        """
+        """Nothing is read yet."""
         self.profile, self.tiles_1_0_0 = profile, tiles_1_0_0
         self.checkpoint_path, self.files = checkpoint_path, files
         self.config = config
@@ -125,8 +109,10 @@ class HostModels:
     def decode_video(
         self,
         latent: torch.Tensor,
+        # Decodes on the ranks: backends.tiles.RankTiles, or RankSpans for the diffusion decoder
         rank_tiles: Any = None,
-        seed: int = 0,
+        seed: int = 0,  # of the diffusion decoder's noise
+        # Latents (1, 128, 1, h, w) by frame; the diffusion decoder reads them on the host
         keyframes: Mapping[int, torch.Tensor] | None = None,
     ) -> Iterator[torch.Tensor]:
         """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames, lazily, in chunks in order of
@@ -136,13 +122,7 @@ class HostModels:
         has the frames of one time span that later tiles do not change. Memory therefore does not
         depend on the length: it is that of one time span, and of the frames that the next one
         changes. The diffusion decoder decodes every clip as a whole, in memory that does not depend
-        on the length either (host/diffusion.py).
-
-        rank_tiles  decodes on the ranks: backends.tiles.RankTiles, or RankSpans for the diffusion
-                    decoder
-        seed        of the diffusion decoder's noise
-        keyframes   latents (1, 128, 1, h, w) by frame; the diffusion decoder reads them on the host
-        """
+        on the length either (host/diffusion.py)."""
         frames, height, width = latent.shape[2:]
         clip, spec = (frames, height, width), self._spec("video_decoder")
         if is_diffusion_vae(self.config):
@@ -188,24 +168,22 @@ class HostModels:
         [-1, 1], `sample_rate` samples per second. rank_sound: decodes spans on the ranks, as
         backends.tiles.RankSound does."""
         if rank_sound:
-            return self._decode_audio_on(rank_sound, latent.float())
+            from ltx_neuron.host import sound
+
+            latent = latent.float()
+            reach = audio_decoder_config(self.config).reach, vocoder_config(self.config).reach
+            spans = sound.cut(latent.shape[2], SPAN_LATENTS, reach[0])
+            mel = sound.spectrogram(latent, spans, rank_sound.spectrogram)
+            self._spec("audio_decoder").check_output(None, (latent,), mel)
+            spans = sound.cut(mel.shape[2], SPAN_ROWS, reach[1])
+            waveform = sound.waveform(mel, spans, rank_sound.waveform)
+            self._spec("vocoder").check_output(None, (mel,), waveform)
+            return waveform[0]
         # At the first call the vocoder is loaded while the decoder runs.
         with Background() as thread:
             vocoder = thread.submit(lambda: self.vocoder)
             mel = self.audio_decoder(latent.to(self.audio_dtype))
             return wait_for(vocoder)(mel)[0].float()
-
-    def _decode_audio_on(self, rank_sound, latent: torch.Tensor) -> torch.Tensor:
-        from ltx_neuron.host import sound
-
-        reach = audio_decoder_config(self.config).reach, vocoder_config(self.config).reach
-        spans = sound.cut(latent.shape[2], SPAN_LATENTS, reach[0])
-        mel = sound.spectrogram(latent, spans, rank_sound.spectrogram)
-        self._spec("audio_decoder").check_output(None, (latent,), mel)
-        spans = sound.cut(mel.shape[2], SPAN_ROWS, reach[1])
-        waveform = sound.waveform(mel, spans, rank_sound.waveform)
-        self._spec("vocoder").check_output(None, (mel,), waveform)
-        return waveform[0]
 
     @property
     def sample_rate(self) -> int:
@@ -299,7 +277,9 @@ class HostModels:
     def _laid_out(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module with oneDNN's fastest layout of weights (benchmarks/upsample.md)."""
         if self.arithmetic and self.latent_dtype == torch.bfloat16:
-            lay_channels_last(module)
+            for parameter in module.parameters():
+                if layout := _CHANNELS_LAST.get(parameter.ndim):
+                    parameter.data = parameter.data.contiguous(memory_format=layout)
         return module
 
     def _spec(self, name: str) -> ModelSpec:

@@ -21,18 +21,8 @@ from torch import Tensor, nn
 
 from ltx_neuron.config.sound import AUDIO_SCALE, AudioDecoderConfig, VocoderConfig
 from ltx_neuron.host.background import Workers
+from ltx_neuron.models import vocoder
 from ltx_neuron.models.programs import Part, Program, spectrogram_program, waveform_program
-from ltx_neuron.models.vocoder import (
-    EPS,
-    Activation,
-    Convolution,
-    MelSpectrogram,
-    Snake,
-    Stage,
-    Upsample,
-    arrangement,
-    resampling_filters,
-)
 
 # Rows of a mel spectrogram that the host processes at a time: about 10 s of sound.
 WINDOW = 1024
@@ -126,10 +116,12 @@ class _OnHost(nn.Module):
     ) -> dict[str, Tensor]:
         """A graph's outputs, computed by threads on one core each."""
         module, x = graph.module, values[graph.inputs[0]]
-        length, is_stage = x.shape[self.axis], isinstance(module, Stage)
+        length, is_stage = x.shape[self.axis], isinstance(module, vocoder.Stage)
         spans = [Span(0, length, 0, length)]
-        if module.reach:
-            spans = host_spans(length, module.reach, least=1 if is_stage else 2)
+        if module.reach:  # as many spans as MORE_WORK allows
+            around, least = sum(module.reach), 1 if is_stage else 2
+            count = min(MOST_SPANS, max(least, int(MORE_WORK * length / around)))
+            spans = cut(length, -(-(length + (count - 1) * around) // count), module.reach)
         if len(spans) == 1 and is_stage:
             (x,) = workers.map(module.upsample, [x])
             # The longest filters first: the others together take as much time.
@@ -147,13 +139,6 @@ class _OnHost(nn.Module):
         (name,) = graph.outputs
         parts = [result[name] for result in results]
         return {name: join(parts, spans, module.scale, module.dropped, self.axis)}
-
-
-def host_spans(length: int, reach: tuple[int, int], least: int) -> list[Span]:
-    """A graph's spans on the host: at least `least`, and as many more as MORE_WORK allows."""
-    around = sum(reach)
-    count = min(MOST_SPANS, max(least, int(MORE_WORK * length / around)))
-    return cut(length, -(-(length + (count - 1) * around) // count), reach)
 
 
 class HostSpectrogram(_OnHost):
@@ -175,9 +160,9 @@ class HostVocoder(_OnHost):
         """weights: of the checkpoint's vocoder, under ltx-core's names."""
         named = {vocoder_name(name): weight for name, weight in weights.items()}
         for name, weight in named.items():
-            if arrange := arrangement(name, config):
+            if arrange := vocoder.arrangement(name, config):
                 named[name] = arrange(weight)
-        constants = {"resampling": resampling_filters(config)}
+        constants = {"resampling": vocoder.resampling_filters(config)}
         super().__init__(waveform_program(config, 1), 3, named, **constants)
         for graph in self.graphs:
             compute_on_host(graph)
@@ -193,8 +178,7 @@ def vocoder_name(name: str) -> str:
     return f"bwe_generator.{name}" if name.startswith("mel_stft.") else name
 
 
-# --- the host's functions for the vocoder's modules, with the ranks' weights ----------------------
-
+# The host's functions for the vocoder's modules, with the ranks' weights.
 # A signal (1, C, 1, T) has its channels last in memory, so it is also T rows of C. oneDNN's
 # convolutions need 0.8 to 0.9 of the time in this layout. A filter is a product with overlapping
 # windows of the rows, without a copy; a convolution before upsampling is one product.
@@ -204,15 +188,15 @@ def vocoder_name(name: str) -> str:
 def compute_on_host(graph: nn.Module) -> None:
     """Reorder the weights of a vocoder's graph for the host, and replace its functions."""
     for module in [*graph.modules()]:
-        if isinstance(module, Convolution):
+        if isinstance(module, vocoder.Convolution):
             module.weight.data = module.weight.transpose(1, 2).contiguous().transpose(1, 2)
-        elif isinstance(module, Upsample):
+        elif isinstance(module, vocoder.Upsample):
             by_sample = module.weight.squeeze(2).unflatten(0, (-1, module.stride))
             module.weight.data = by_sample.permute(1, 0, 3, 2).flatten(2).flatten(0, 1)
             module.forward = partial(upsampled, module)
-        elif isinstance(module, MelSpectrogram):
+        elif isinstance(module, vocoder.MelSpectrogram):
             module.least_power = 0.0  # a CPU's square root is valid everywhere
-        elif isinstance(module, Activation):
+        elif isinstance(module, vocoder.Activation):
             down = module.downsample["lowpass"]
             module.forward = partial(
                 activated, RowFilter.of(module.upsample), module.act, RowFilter.of(down)
@@ -224,7 +208,7 @@ def rows_of(x: Tensor) -> Tensor:
     return x[0, :, 0].T.contiguous()
 
 
-def upsampled(module: Upsample, x: Tensor) -> Tensor:
+def upsampled(module: vocoder.Upsample, x: Tensor) -> Tensor:
     """The output of an Upsample, whose weight is a matrix (stride Cout, taps C)."""
     rows, (matrix, stride) = rows_of(x), (module.weight, module.stride)
     length, channels = rows.shape
@@ -273,10 +257,10 @@ class RowFilter(NamedTuple):
         return read
 
 
-def activated(up: RowFilter, snake: Snake, down: RowFilter, x: Tensor) -> Tensor:
+def activated(up: RowFilter, snake: vocoder.Snake, down: RowFilter, x: Tensor) -> Tensor:
     """The output of an Activation for a signal (1, C, 1, T)."""
     rows = rows_of(x)
     y = up(rows)[: 2 * len(rows)]
-    inverse = 1 / (snake.beta.exp() + EPS)
+    inverse = 1 / (snake.beta.exp() + vocoder.EPS)
     y.addcmul_((y * snake.alpha.exp()).sin_().square_(), inverse)
     return down(y)[: len(rows)].T[None, :, None]

@@ -117,20 +117,16 @@ def _give_back() -> None:
 
 
 class Features:
-    """The features of a stage of the graphs, all (F, H, W, C).
-
-    features  the sum of the residual blocks so far
-    active    their PixelNorm and SiLU, which the next convolution reads
-    middle    the same between the two convolutions of a residual block
-
-    causal    whether convolutions read the two frames before one, not one before and one after it
-    """
+    """The features of a stage of the graphs, all (F, H, W, C). causal: whether convolutions read
+    the two frames before one, not one before and one after it."""
 
     dtype = torch.float32  # of the graphs' outputs
 
     def __init__(
         self, shape: tuple[int, ...], causal: bool, workers: Workers, arithmetic: Arithmetic
     ):
+        # The sum of the residual blocks so far, their PixelNorm and SiLU, which the next
+        # convolution reads, and the same between the two convolutions of a residual block.
         self.features, self.active, self.middle = (
             FeatureMap(shape, arithmetic.dtype, causal) for _ in range(3)
         )
@@ -174,9 +170,6 @@ def activate(piece: Tensor, out: Tensor) -> None:
         torch.ops.aten.silu.out(normed, out=out)
     else:
         out.copy_(F.silu(normed, inplace=True))
-
-
-# --- the modules' functions -----------------------------------------------------------------------
 
 
 def last(module: Convolution, x: Features) -> Tensor:

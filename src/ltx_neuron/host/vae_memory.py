@@ -14,27 +14,11 @@ from typing import Any
 import torch
 from ltx_core.model.video_vae import TilingConfig
 
+from ltx_neuron.config import video
 from ltx_neuron.config.diffusion import diffusion_decoder_config, is_diffusion_vae
-from ltx_neuron.config.video import (
-    Resampling,
-    VideoDecoderConfig,
-    VideoEncoderConfig,
-    video_decoder_config,
-    video_encoder_config,
-)
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import diffusion, encoding, tiles
+from ltx_neuron.host import diffusion, encoding, tiles, winograd
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
-from ltx_neuron.host.winograd import (
-    LARGEST_FILTERS,
-    NUMBERS_AT_ONCE,
-    NUMBERS_IN_CACHE,
-    POINTS,
-    TILE,
-    piece_size,
-    tile_counts,
-    winograd_is_faster,
-)
 from ltx_neuron.models.programs import Program, encoder_program, tile_program
 
 _FLOAT32 = 4  # bytes of a number
@@ -42,32 +26,26 @@ _CHUNKS = 2  # of frames: one is encoded while the next one waits (background.ah
 _STORED = 2  # bytes of a weight, stored in bfloat16
 # Numbers of a tile and channel in a worker's scratch memory of a Winograd convolution: the points
 # and their products, and about 300 of the sums between.
-_TILE_SCRATCH = 2 * POINTS + 300
+_TILE_SCRATCH = 2 * winograd.POINTS + 300
 Shape = tuple[int, ...]
 
 
 def decode_bytes(
-    config: Mapping[str, Any],
+    config: Mapping[str, Any],  # the checkpoint's parsed `config` metadata
     latent: tuple[int, int, int],
-    threads: int,
-    arithmetic: Arithmetic = FLOAT32,
+    threads: int,  # cores that compute at the same time, each with scratch memory
+    arithmetic: Arithmetic = FLOAT32,  # of the decoder
+    # Of the latent; by default every profile's; unused for the diffusion decoder
     tiling: TilingConfig | None = None,
-    keyframes: bool = False,
+    keyframes: bool = False,  # whether the diffusion decoder reads them
 ) -> int:
     """Peak bytes, with weights, of decoding a latent (F, h, w) to uint8 frames that are written at
-    once. Only the latent's bytes depend on the clip's length.
-
-    config      the checkpoint's parsed `config` metadata
-    threads     cores that compute at the same time, each with scratch memory
-    arithmetic  of the decoder
-    tiling      of the latent; by default every profile's; unused for the diffusion decoder
-    keyframes   whether the diffusion decoder reads them
-    """
+    once. Only the latent's bytes depend on the clip's length."""
     if is_diffusion_vae(config):
         decoder = diffusion_decoder_config(config)
         return diffusion.decode_bytes(decoder, latent, arithmetic.dtype, keyframes)
     try:
-        decoder = video_decoder_config(config)
+        decoder = video.video_decoder_config(config)
     except UserError:
         return 0
     cuts = tiles.cut(latent, tiling or tiles.tiling())
@@ -93,21 +71,14 @@ def encode_bytes(
     config: Mapping[str, Any],
     pixels: tuple[int, int, int],
     threads: int,
-    arithmetic: Arithmetic = FLOAT32,
-    dtype: torch.dtype = torch.float32,
-    whole: bool = False,
+    arithmetic: Arithmetic = FLOAT32,  # of the encoder
+    dtype: torch.dtype = torch.float32,  # of the run and of the waiting pixels
+    whole: bool = False,  # encoded in one piece, not in tiles: HostModels.encode_video
 ) -> int:
     """Peak bytes, weights and pixels included, of encoding a clip of 8k+1 frames of height x width
-    pixels.
-
-    arithmetic  of the encoder
-    dtype       of the run and of the waiting pixels
-    whole       encoded in one piece, not in tiles: HostModels.encode_video
-
-    Pixels are collected in float32, frame by frame, and joined before the encoding.
-    """
+    pixels. Pixels are collected in float32, frame by frame, and joined before the encoding."""
     try:
-        encoder = video_encoder_config(config)
+        encoder = video.video_encoder_config(config)
     except UserError:
         return 0
     clip = 3 * prod(pixels)
@@ -133,15 +104,17 @@ class _Peaks:
         self.itemsize = arithmetic.dtype.itemsize
         self.filters = self.pieces = 0  # bytes of scratch memory so far, which workers keep
 
-    def of_decoder(self, config: VideoDecoderConfig, latent: Shape) -> int:
+    def of_decoder(self, config: video.VideoDecoderConfig, latent: Shape) -> int:
         """latent: of a tile, (F, h, w)."""
         shape, peak = self._first(latent, config.latent_channels, 8 * config.base_channels)
         for block in config.up_blocks:
-            if isinstance(block, Resampling):
+            if isinstance(block, video.Resampling):
                 (frames, height, width, inputs), (time, down, across) = shape, block.stride
                 parts, channels = time * down * across, inputs // block.multiplier
                 larger = (frames * time - (time - 1), height * down, width * across, channels)
-                outputs = channels * min(parts, max(1, LARGEST_FILTERS // (inputs * channels)))
+                outputs = channels * min(
+                    parts, max(1, winograd.LARGEST_FILTERS // (inputs * channels))
+                )
                 weight = self.itemsize * 27 * inputs * outputs  # of some parts, copied
                 held = weight + self._maps(shape, *[larger] * 3)
                 peak = max(peak, self._convolution(shape, outputs, held))
@@ -154,14 +127,14 @@ class _Peaks:
         # The pixels are copied into their layout, and blended after the maps are freed.
         return max(peak, self.scratch + maps + 2 * pixels, self.scratch + 3 * pixels)
 
-    def of_encoder(self, config: VideoEncoderConfig, pixels: Shape) -> int:
+    def of_encoder(self, config: video.VideoEncoderConfig, pixels: Shape) -> int:
         """pixels: a clip's frames, rows and columns."""
         frames, *sides = pixels
         patches = (frames, *(side // config.patch_size for side in sides))
         channels = config.in_channels * config.patch_size**2
         shape, peak = self._first(patches, channels, config.latent_channels)
         for block in config.down_blocks:
-            if isinstance(block, Resampling):
+            if isinstance(block, video.Resampling):
                 channels = shape[3] * block.multiplier
                 outputs = channels // prod(block.stride)
                 held = self._maps(shape) + _FLOAT32 * prod(shape[:3]) * outputs
@@ -192,7 +165,9 @@ class _Peaks:
         for frames, *sides, channels in shapes:
             padded = (frames + 2, *sides)
             if self.bordered:
-                padded = (count * TILE + 2 for count in tile_counts((frames, *sides)))
+                padded = (
+                    count * winograd.TILE + 2 for count in winograd.tile_counts((frames, *sides))
+                )
             numbers += prod(padded) * channels
         return self.itemsize * numbers
 
@@ -200,10 +175,12 @@ class _Peaks:
         """Bytes of a convolution of a map, with scratch memory. held: bytes of other tensors."""
         frames, height, width, inputs = shape
         weight, result = 27 * inputs * outputs, prod(shape[:3]) * outputs
-        if winograd_is_faster(shape, outputs, self.speed) and not (self.bordered and frames == 1):
-            tiles = prod(piece_size(shape, self.threads)) * tile_counts(shape)[2]
+        if winograd.winograd_is_faster(shape, outputs, self.speed) and not (
+            self.bordered and frames == 1
+        ):
+            tiles = prod(winograd.piece_size(shape, self.threads)) * winograd.tile_counts(shape)[2]
             pieces = self.threads * tiles * _TILE_SCRATCH * max(inputs, outputs)
-            self.filters = max(self.filters, _FLOAT32 * POINTS * inputs * outputs)
+            self.filters = max(self.filters, _FLOAT32 * winograd.POINTS * inputs * outputs)
             self.pieces = max(self.pieces, _FLOAT32 * pieces)
             beside = 2 * _FLOAT32 * weight  # as float32, and reordered for their transform
         elif self.bordered:
@@ -211,7 +188,7 @@ class _Peaks:
             weight = weight // 3 if frames == 1 else weight
             beside = 2 * _FLOAT32 * (weight + prod(shape) + result)
         else:
-            taps = 3 * min(result, max(NUMBERS_AT_ONCE, height * width * outputs))
-            pieces = 3 * _FLOAT32 * self.threads * min(result, NUMBERS_IN_CACHE)
+            taps = 3 * min(result, max(winograd.NUMBERS_AT_ONCE, height * width * outputs))
+            pieces = 3 * _FLOAT32 * self.threads * min(result, winograd.NUMBERS_IN_CACHE)
             beside = self.itemsize * (taps + 36 * inputs * outputs) + pieces
         return self.scratch + held + beside

@@ -66,27 +66,22 @@ def aac_rate(rate: int) -> int:
 
 def write_video(
     path: str | Path,
+    # Frames in order of time, each uint8 (N, H, W, 3), H and W even; only the one that is encoded
+    # is in memory
     chunks: Iterable[torch.Tensor],
-    frame_rate: float,
+    frame_rate: float,  # frames per second, see `exact_frame_rate`
+    # Called after a chunk if the sound is ready, and otherwise after the last one; returns float32
+    # (2, samples) in [-1, 1]. It is cut, or padded with silence, to the video's length, because
+    # decoded lengths differ by some milliseconds
     waveform: Callable[[], torch.Tensor],
-    sample_rate: int,
+    sample_rate: int,  # samples of `waveform` per second; resampled if AAC does not support it
+    # Whether `waveform` returns at once: encoded pictures wait in memory for the sound of their
+    # time
     sound_is_ready: Callable[[], bool] = lambda: False,
 ) -> None:
     """Write an MP4 with H.264 video and AAC stereo sound; equal inputs give equal bytes, for any
-    division into chunks and any time at which the sound is ready.
-
-    The file appears only when complete; a failure does not change an older file.
-
-    chunks       frames in order of time, each uint8 (N, H, W, 3), H and W even; only the one that
-                 is encoded is in memory
-    frame_rate   frames per second, see `exact_frame_rate`
-    waveform     called after a chunk if the sound is ready, and otherwise after the last one;
-                 returns float32 (2, samples) in [-1, 1]. It is cut, or padded with silence, to the
-                 video's length, because decoded lengths differ by some milliseconds
-    sample_rate  samples of `waveform` per second; resampled if AAC does not support it
-    sound_is_ready  whether `waveform` returns at once: encoded pictures wait in memory for the
-                 sound of their time
-    """
+    division into chunks and any time at which the sound is ready. The file appears only when
+    complete; a failure does not change an older file."""
     import av
 
     rate, count, samples = exact_frame_rate(frame_rate), 0, 0

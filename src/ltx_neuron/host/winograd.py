@@ -114,12 +114,10 @@ def convolve(
 
 def winograd_is_faster(shape: Sequence[int], outputs: int, speed: int = 1) -> bool:
     """Whether `convolve_winograd` is faster than `convolve_direct` for a map (F, H, W, Cin) and
-    `outputs` channels. speed: of the direct convolution, relative to float32.
-
-    Compares the products, filter transforms and map transforms with a direct convolution. The
-    factors were measured on one core, in units of a direct convolution's multiplication. The factor
-    of the products, 5, was 3 to 5, less for fewer channels.
-    """
+    `outputs` channels. speed: of the direct convolution, relative to float32. Compares the
+    products, filter transforms and map transforms with a direct convolution. The factors were
+    measured on one core, in units of a direct convolution's multiplication. The factor of the
+    products, 5, was 3 to 5, less for fewer channels."""
     *sizes, inputs = shape
     pairs = inputs * outputs
     tiled = math.prod(count * TILE for count in tile_counts(shape))

@@ -221,30 +221,21 @@ class Attention(nn.Module):
 
 
 class AttentionCall(NamedTuple):
-    """One attention to run.
-
-    x         (B, T, query_dim), input of the queries and the gates
-    context   (B, S, context_dim), input of the keys and values
-    rope      tables of the queries, and of the keys if key_rope is None
-    key_rope  tables of the keys, if they have other positions
-    keep      (), guided graphs: 1 attends, 0 passes the values through (needs T = S)
-    bias      (T, S), or (1, S) for all queries, added to the scores of all heads
-    negative  normalized attention guidance: the negative prompt's context, (B, S, context_dim)
-
-    x_divided, context_divided: a rank has T / tp of these tokens (sequence parallelism)
-    context_parallel  if tensor-parallel groups divide the tokens of the context
-    """
+    """One attention to run."""
 
     module: Attention
-    x: Tensor
-    context: Tensor
-    rope: Rope | None = None
-    key_rope: Rope | None = None
+    x: Tensor  # (B, T, query_dim), input of the queries and the gates
+    context: Tensor  # (B, S, context_dim), input of the keys and values
+    rope: Rope | None = None  # tables of the queries, and of the keys if key_rope is None
+    key_rope: Rope | None = None  # tables of the keys, if they have other positions
+    # (), guided graphs: 1 attends, 0 passes the values through (needs T = S)
     keep: Tensor | None = None
-    bias: Tensor | None = None
+    bias: Tensor | None = None  # (T, S), or (1, S) for all queries, added to all heads' scores
+    # Normalized attention guidance: the negative prompt's context, (B, S, context_dim)
     negative: Sequence[Tensor] = ()
-    x_divided: bool = False
-    context_divided: bool = False
+    x_divided: bool = False  # a rank has T / tp of these tokens (sequence parallelism), ...
+    context_divided: bool = False  # ... and of these
+    # If tensor-parallel groups divide the tokens of the context
     context_parallel: ContextParallel | None = None
 
     def gathered(self, comm: Comm) -> "AttentionCall":

@@ -36,18 +36,13 @@ MODULATION_ROWS = 7  # scale and shift of attention and MLP, and three gates tha
 
 
 class Neighbourhood(NamedTuple):
-    """The data of a span's attention.
+    """The data of a span's attention."""
 
-    place      (T, R), one-hot: where the span's frames are in their region
-    times      (T, R), 0 where a query has a key, otherwise lower than any score
-    rows, columns  (tiles, queries, keys), the same for the tiles of rows and of columns
-    *_rope     (2, positions, F): cosines and sines of the region's frames, of rows and of columns
-    """
-
-    place: Tensor
-    times: Tensor
-    rows: Tensor
-    columns: Tensor
+    place: Tensor  # (T, R), one-hot: where the span's frames are in their region
+    times: Tensor  # (T, R), 0 where a query has a key, otherwise lower than any score
+    rows: Tensor  # (tiles, queries, keys), the same for the tiles of rows
+    columns: Tensor  # and of columns
+    # (2, positions, F): cosines and sines of the region's frames, of rows and of columns
     time_rope: Tensor
     row_rope: Tensor
     column_rope: Tensor

@@ -106,12 +106,7 @@ class TransformerBlock(nn.Module):
     each part together, so that their sums form one group (Comm.sum)."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        tp: int,
-        mesh: Mesh,
-        kernel: Kernel,
-        streams: Names = STREAMS,
+        self, config: TransformerConfig, tp: int, mesh: Mesh, kernel: Kernel, streams: Names
     ):
         super().__init__()
         video, audio, eps = config.video, config.audio, config.norm_eps
@@ -374,7 +369,7 @@ class Blocks(nn.Module):
         mesh: Mesh,
         kernel: Kernel,
         count: int,
-        streams: Names = STREAMS,
+        streams: Names,
     ):
         super().__init__()
         self.streams = streams
@@ -424,8 +419,9 @@ class X0Tail(nn.Module):
         # If tokens are held, each token has its own timestep, (T, 1).
         for stream, (mask, _) in held(inputs, self.streams).items():
             timesteps[stream] = mask * timesteps[stream]
+        # ltx-core to_denoised; a timestep is () or (T, 1).
         return {
-            stream: _denoised(x, velocities[stream], timesteps[stream])
+            stream: (x.float() - velocities[stream].float() * timesteps[stream]).to(x.dtype)
             for stream, x in by_stream(inputs, "latent", self.streams).items()
         }
 
@@ -451,6 +447,28 @@ class Tail(X0Tail):
         for stream, masks in held(inputs, self.streams).items():
             denoised[stream] = blend(denoised[stream], *masks)
         return next_latents(inputs, denoised, inputs["sigma_pairs"])
+
+
+class AncestralTail(X0Tail):
+    """x0, blend with held tokens, a step below the step's end, noise up to it, and the blend once
+    more: the next latents, in fp32 until they are rounded. The coefficients are data, so that all
+    steps share a graph: those of the last step return the prediction, those of a frozen stream its
+    latent. Sources: ltx-core 1.2.0 EulerAncestralDiffusionStep, ltx-pipelines 1.2.0
+    utils/samplers.py."""
+
+    def forward(self, inputs: Fields) -> dict[str, Tensor]:
+        masks, latents = held(inputs, self.streams), {}
+        for stream, x0 in self.predictions(inputs).items():
+            x, noise = inputs[f"{stream}_latent"], inputs[f"{stream}_noise"]
+            coefficients = inputs["ancestral"][STREAMS.index(stream)]
+            of_x, of_x0, signal, of_noise, restore = coefficients.unbind(0)
+            x0 = blend(x0.float(), *masks[stream]) if stream in masks else x0.float()
+            after = signal * (of_x * x.float() + of_x0 * x0) + noise.float() * of_noise
+            if stream in masks:
+                # The noise is of all tokens. The prediction of the last step is restored already.
+                after = restore * blend(after, *masks[stream]) + (1 - restore) * after
+            latents[stream] = after.to(x.dtype)
+        return finished(latents)
 
 
 class Step(nn.ModuleDict):
@@ -502,11 +520,6 @@ def finished(latents: Streams) -> dict[str, Tensor]:
     # a compiler may fold a product by 0.
     finite = reduce(torch.add, (latent.float().mean((1, 2)) for latent in latents.values()))
     return {**named(latents, "latent"), "finite": finite}
-
-
-def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:
-    """x0 = x - velocity * timestep (ltx-core to_denoised), timestep () or (T, 1)."""
-    return (x.float() - velocity.float() * timestep).to(x.dtype)
 
 
 def _euler(x: Tensor, denoised: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:

@@ -150,15 +150,10 @@ class Gemma3Encoder(nn.Module):
     states (1, B, W, L + 1)."""
 
     def __init__(
-        self,
-        gemma: GemmaConfig,
-        config: TransformerConfig,
-        tp: int,
-        comm: Comm,
-        return_states: bool,
+        self, gemma: GemmaConfig, config: TransformerConfig, tp: int, comm: Comm, states: bool
     ):
         super().__init__()
-        self.comm, self.return_states = comm, return_states
+        self.comm, self.return_states = comm, states
         self.full_attention = set(gemma.full_attention_layers)
         self.layers = nn.ModuleList(
             Layer(gemma, gemma.attention(index in self.full_attention), tp)

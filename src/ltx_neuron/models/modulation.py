@@ -55,24 +55,19 @@ _SINUSOID = 256
 
 
 def modulation_table(
-    weights: dict[str, Tensor],
+    weights: dict[str, Tensor],  # the host tensors of the sharded DiT (adaln_single.* and so on)
     config: TransformerConfig,
-    stream: str,
-    sigmas: Tensor,
+    stream: str,  # "video" or "audio"
+    sigmas: Tensor,  # (steps,) fp32, the sigma each step starts from
+    # (U,) fp32 denoise masks: a token's timestep is mask * sigma; masks[0] must be 1
     masks: Tensor,
+    # ltx-core 1.0.0: audio-video scale and shift follow the other stream's sigma, not the token's
+    # own timestep
     cross_sigma: bool = False,
+    # The other stream's, if they differ from `sigmas`: those of a frozen stream are 0
     other_sigmas: Tensor | None = None,
 ) -> Tensor:
-    """Modulation rows of one stream, (steps, U, 17, D) fp32.
-
-    weights      the host tensors of the sharded DiT (adaln_single.* and so on)
-    stream       "video" or "audio"
-    sigmas       (steps,) fp32, the sigma each step starts from
-    masks        (U,) fp32 denoise masks: a token's timestep is mask * sigma; masks[0] must be 1
-    cross_sigma  ltx-core 1.0.0: audio-video scale and shift follow the other stream's sigma, not
-                 the token's own timestep
-    other_sigmas the other stream's, if they differ from `sigmas`: those of a frozen stream are 0
-    """
+    """Modulation rows of one stream, (steps, U, 17, D) fp32."""
     prefix, gate = {"video": ("", "a2v"), "audio": ("audio_", "v2a")}[stream]
     scale = config.timestep_scale_multiplier
     # The step's timestep and the tokens' own ones, both (steps, U). The products have

@@ -20,7 +20,7 @@ from ltx_neuron.config.common import TEXT_TOKENS, AttentionSize
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig, cut, volumes
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.sound import GENERATOR_BINS, AudioDecoderConfig, VocoderConfig
-from ltx_neuron.config.transformer import Bucket, TransformerConfig
+from ltx_neuron.config.transformer import BUCKET_KINDS, Bucket, TransformerConfig
 from ltx_neuron.config.video import Resampling, VideoDecoderConfig, VideoEncoderConfig
 from ltx_neuron.models import (
     audio_decoder,
@@ -30,11 +30,10 @@ from ltx_neuron.models import (
     video_encoder,
     vocoder,
 )
-from ltx_neuron.models.ancestral import AncestralTail
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.diffusion_decoder import OF_SPAN, TIMESTEP_FEATURES, Neighbourhood
-from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
+from ltx_neuron.models.dit import AncestralTail, Blocks, Head, Step, Tail, X0Tail
 from ltx_neuron.models.gemma3 import Gemma3Encoder
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.modulation import MODULATION_ROWS
@@ -184,7 +183,11 @@ def dit_program(
     context parallelism; graphs of sound alone have none. A guided bucket has two runs instead of
     "main": "pass" predicts x0, and "guide" combines the predictions and performs the Euler step."""
     count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
-    mesh, streams = _mesh(bucket, tp, comm, sequence_parallel, context), bucket.streams
+    mesh, streams = Mesh(comm, sequence_parallel), bucket.streams
+    if context and bucket.video_tokens:
+        ranks = tp if sequence_parallel else 1
+        own = ranks * own_tokens(bucket.video_tokens, context.groups.size * ranks)
+        mesh = replace(mesh, context=replace(context, tokens=bucket.video_tokens, own=own))
     # A guided pass ends with its prediction; "guide" needs those of all passes.
     tail = X0Tail if bucket.guided else AncestralTail if bucket.ancestral else Tail
     # Shapes are those of any rank. On the meta device the released size needs no memory.
@@ -203,29 +206,14 @@ def dit_program(
     if bucket.guided:
         modules["guide"] = Guide(streams)
         runs = {"pass": runs["main"], "guide": (("guide", 0),)}
-    kinds = {
-        "guided": bucket.guided,
+    kinds = {kind: getattr(bucket, kind) for kind in BUCKET_KINDS} | {
         "divided": mesh.selects,
         "padded": bool(mesh.context and mesh.context.padding),
         "held": bucket.audio_timesteps > 1,
-        "biased": bucket.biased,
-        "nag": bucket.nag,
-        "identity": bucket.identity,
         "keyframes": config.use_keyframes_abs_pos_embedding,
-        "ancestral": bucket.ancestral,
     }
     sizes = _dit_sizes(config, bucket, tp, mesh) | {"B": Dim(count, per_block=True)}
     return Program(modules, runs, *signatures.fields(signatures.DIT, sizes, dtype, kinds), dtype)
-
-
-def _mesh(
-    bucket: Bucket, tp: int, comm: Comm, sequence_parallel: bool, context: ContextParallel | None
-) -> Mesh:
-    if context is None or not bucket.video_tokens:
-        return Mesh(comm, sequence_parallel)
-    ranks = tp if sequence_parallel else 1
-    own = ranks * own_tokens(bucket.video_tokens, context.groups.size * ranks)
-    return Mesh(comm, sequence_parallel, replace(context, tokens=bucket.video_tokens, own=own))
 
 
 def _dit_sizes(
@@ -288,9 +276,10 @@ def connector_program(
     return Program({"connectors": connectors}, {"main": (("connectors", 0),)}, *fields, dtype)
 
 
-def tile_program_name(tile: tuple[int, int, int]) -> str:
-    """The name of the program that decodes tiles, or clips by diffusion, of latents (f, h, w)."""
-    return f"vae-{'x'.join(map(str, tile))}"
+def program_name(model: str, *sizes: int) -> str:
+    """The name of a program: "vae-4x16x24" for tiles or clips of latents (f, h, w), "encoder-..."
+    for tiles of pixels, "mel-57" and "vocoder-208" for spans of sound, "gemma3-..." for tokens."""
+    return f"{model}-{'x'.join(map(str, sizes))}"
 
 
 def tile_program(
@@ -309,11 +298,6 @@ def with_convolution(program: Program, form: str) -> Program:
         if isinstance(part, video_decoder.Convolution):
             part.whole = form == "conv3d"
     return program
-
-
-def encoder_program_name(tile: tuple[int, int, int]) -> str:
-    """The name of the program that encodes tiles of pixels (frames, rows, columns)."""
-    return f"encoder-{'x'.join(map(str, tile))}"
 
 
 def encoder_program(
@@ -462,11 +446,6 @@ def _diffusion_inputs(
     return inputs
 
 
-def spectrogram_program_name(latents: int) -> str:
-    """The name of the program that decodes spans of `latents` audio latents to mel spectrograms."""
-    return f"mel-{latents}"
-
-
 def spectrogram_program(config: AudioDecoderConfig, latents: int) -> Program:
     """The mel decoder for one span of `latents` latents per rank, a graph per level."""
     levels = [*reversed(range(len(config.multipliers)))]
@@ -481,11 +460,6 @@ def spectrogram_program(config: AudioDecoderConfig, latents: int) -> Program:
         modules["mel_out"] = path, audio_decoder.ConvOut(config, widths[-1]), "span_mel", FINITE
     shape = 1, config.latent_channels, latents, config.latent_bins
     return _chained(modules, {"span_latent": Field.of_ranks(shape, torch.float32)})
-
-
-def waveform_program_name(rows: int) -> str:
-    """The name of the program that decodes spans of `rows` spectrogram rows to waveforms."""
-    return f"vocoder-{rows}"
 
 
 def waveform_program(config: VocoderConfig, rows: int) -> Program:

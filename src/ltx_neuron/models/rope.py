@@ -72,11 +72,9 @@ def half_rope(
 ) -> Rope:
     """Gemma's tables (1, 1, T, head_dim / 2) for integer positions (T,): every head alike, linear
     scaling by `factor`. Only the first frequencies turn, a share `turning` of those of the whole
-    head; the phases of the others are 0.
-
-    fp32 throughout, as transformers computes them (modeling_gemma3.py, Gemma3RotaryEmbedding;
-    modeling_rope_utils.py, _compute_proportional_rope_parameters).
-    """
+    head; the phases of the others are 0. fp32 throughout, as transformers computes them
+    (modeling_gemma3.py, Gemma3RotaryEmbedding; modeling_rope_utils.py,
+    _compute_proportional_rope_parameters)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents / factor
     frequencies[int(turning * head_dim // 2) :] = 0

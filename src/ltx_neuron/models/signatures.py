@@ -129,8 +129,6 @@ CONNECTORS = """
 *_context                 _           returned  (1, S, D), the text
 """
 
-# Of buckets with audio_timesteps > 1: the inputs that hold audio tokens.
-AUDIO_MASKS = ("audio_timestep_mask", "audio_denoise_mask", "audio_clean_latent")
 # Of a step of the ancestral sampler: the fields that each step has its own tensors of.
 ANCESTRAL_FIELDS = ("video_noise", "audio_noise", "ancestral")
 # Its coefficients: of the latent and of the prediction in the Euler step, of their sum, of the
@@ -207,15 +205,12 @@ def fields(
             names, shape, kind = row.groups()
             for stream in STREAMS if "*" in names else ("",):
                 letters = shape.replace("*", stream[:1]).split()
-                field = _field([_dim(letter, sizes) for letter in letters], dtypes[kind])
+                dims = (int(letter) if letter.isdecimal() else sizes[letter] for letter in letters)
+                dims = [dim if isinstance(dim, Dim) else Dim(dim) for dim in dims]
+                field = _field(dims, dtypes[kind])
                 rows = returned if kind == "returned" else inputs
                 rows |= {name.replace("*", stream): field for name in names.split(", ")}
     return inputs, returned
-
-
-def _dim(letter: str, sizes: Mapping[str, int | Dim]) -> Dim:
-    size = int(letter) if letter.isdecimal() else sizes[letter]
-    return size if isinstance(size, Dim) else Dim(size)
 
 
 def _field(dims: list[Dim], dtype: torch.dtype) -> Field:

@@ -257,9 +257,6 @@ class AddWaveform(ConvPost):
         return waveform.clamp(-1, 1).squeeze(2), waveform.mean((1, 2, 3))
 
 
-# --- layout of parameters -------------------------------------------------------------------------
-
-
 def arrangement(name: str, config: VocoderConfig) -> Callable[[Tensor], Tensor] | None:
     """The function that reorders the checkpoint's tensor for a parameter; None if it is
     unchanged."""

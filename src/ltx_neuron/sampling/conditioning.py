@@ -154,22 +154,18 @@ class LatentState:
 
 def initial_states(
     inputs: Inputs,
+    # Whether this is the second stage, which has no references except a dubbed clip
     upsampled: bool,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],  # encoded inputs by their --save-tensors names
+    # (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, a file's or the previous stage's latents
     start: tuple[Tensor, Tensor],
+    # Each with its latent (1, 128, 1, h, w) at this stage's size
     images: list[tuple[ImageCondition, Tensor]],
     compat: Compat,
     dtype: torch.dtype,
-    window: Window | None = None,
+    window: Window | None = None,  # of an extended video
 ) -> tuple[LatentState, LatentState]:
-    """The initial state of a stage's video and audio.
-
-    upsampled  whether this is the second stage, which has no references except a dubbed clip
-    tensors  encoded inputs by their --save-tensors names
-    start    (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, a file's or the previous stage's latents
-    images   each with its latent (1, 128, 1, h, w) at this stage's size
-    window   of an extended video
-    """
+    """The initial state of a stage's video and audio."""
     frame_rate, shape = inputs.size.frame_rate / inputs.motion_speed, start[0].shape[2:]
     frames, rows, columns = shape
     # fp32 positions since ltx-core 1.1.3: bf16 ones shift sound by up to 28 ms.

@@ -11,7 +11,6 @@ the file's whole sound and the new part, and is decoded as a whole.
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -48,49 +47,44 @@ class Window(NamedTuple):
         return f"window {self.number} of {self.count}"
 
 
-@dataclass(frozen=True)
 class Extension:
-    """The kept and the new part of an extended video."""
+    """The kept and the new part of an extended video. A clip's first latent has one frame, the
+    others have eight.
 
-    seconds: float  # to generate; below 0: before the beginning
-    source_frames: int  # of the file
-    window_frames: int  # 8k+1 frames of each window
-    frame_rate: float
+    seconds        to generate; below 0: before the beginning
+    source_frames  of the file
+    window_frames  8k+1 frames of each window
+    """
 
-    # --- frames -----------------------------------------------------------------------------------
-
-    @property
-    def before(self) -> bool:
-        return self.seconds < 0
-
-    @property
-    def new_frames(self) -> int:
-        return round(abs(self.seconds) * self.frame_rate)
-
-    @property
-    def num_frames(self) -> int:
-        return self.source_frames + self.new_frames
-
-    @property
-    def made_frames(self) -> int:
-        """Frames of the new latents: up to 7 more than needed."""
-        return TIME_SCALE * self.new_latents - (TIME_SCALE - 1) * self.before
-
-    @property
-    def known_frames(self) -> int:
-        """Frames of the file, next to the new ones, that windows hold."""
-        return TIME_SCALE * self.known_latents - (TIME_SCALE - 1) * (not self.before)
-
-    @property
-    def _unseen(self) -> int:
-        """Frames of the file before the clip of latents, whose sound is in the clip."""
-        return 0 if self.before else self.source_frames - self.known_frames
-
-    @property
-    def decoded(self) -> slice:
-        """The new ones among the decoded frames."""
-        first = self.made_frames - self.new_frames if self.before else self.known_frames
-        return slice(first, first + self.new_frames)
+    def __init__(self, seconds: float, source_frames: int, window_frames: int, frame_rate: float):
+        self.seconds, self.frame_rate = seconds, frame_rate
+        self.source_frames, self.window_frames = source_frames, window_frames
+        self.before = before = seconds < 0
+        self.new_frames = round(abs(seconds) * frame_rate)
+        self.num_frames = source_frames + self.new_frames  # of the result
+        self.new_latents = math.ceil((self.new_frames - before) / TIME_SCALE) + before
+        # Frames of the new latents: up to 7 more than needed.
+        self.made_frames = TIME_SCALE * self.new_latents - (TIME_SCALE - 1) * before
+        # Latents of the file's frames.
+        self._available = (source_frames - (not before)) // TIME_SCALE + (not before)
+        self.window_latents = (window_frames - 1) // TIME_SCALE + 1
+        # The overlap of windows, or for few new latents as many as fill a window.
+        overlap = max(OVERLAP, self.window_latents - self.new_latents)
+        self.known_latents = min(self._available, overlap)
+        self.video_latents = self.known_latents + self.new_latents
+        # The known ones among the clip's video latents.
+        self.known_video = slice(self.new_latents, None) if before else slice(self.known_latents)
+        # Frames of the file, next to the new ones, that windows hold.
+        self.known_frames = TIME_SCALE * self.known_latents - (TIME_SCALE - 1) * (not before)
+        # Frames of the file before the clip of latents, whose sound is in the clip.
+        self._unseen = 0 if before else source_frames - self.known_frames
+        # The new ones among the decoded frames.
+        first = self.made_frames - self.new_frames if before else self.known_frames
+        self.decoded = slice(first, first + self.new_frames)
+        # New seconds before the file's sound begins.
+        self.silence = self.made_frames / frame_rate if before else 0.0
+        self.source_seconds = source_frames / frame_rate
+        self.audio_latents = audio_latent_frames(source_frames + self.made_frames, frame_rate)
 
     def heard(self, waveform: Tensor, rate: int) -> Tensor:
         """The part of the decoded sound (2, samples) that belongs to the result."""
@@ -100,50 +94,6 @@ class Extension:
         )
         return waveform[:, start:stop]
 
-    # --- latents ----------------------------------------------------------------------------------
-
-    @property
-    def new_latents(self) -> int:
-        """The number of new latents. A clip's first latent has one frame, the others have eight."""
-        first = int(self.before)
-        return math.ceil((self.new_frames - first) / TIME_SCALE) + first
-
-    @property
-    def _available(self) -> int:
-        """Latents of the file's frames."""
-        return (self.source_frames - (not self.before)) // TIME_SCALE + (not self.before)
-
-    @property
-    def window_latents(self) -> int:
-        return (self.window_frames - 1) // TIME_SCALE + 1
-
-    @property
-    def known_latents(self) -> int:
-        """The overlap of windows, or for few new latents as many as fill a window."""
-        return min(self._available, max(OVERLAP, self.window_latents - self.new_latents))
-
-    @property
-    def video_latents(self) -> int:
-        return self.known_latents + self.new_latents
-
-    @property
-    def known_video(self) -> slice:
-        """The known ones among the clip's video latents."""
-        return slice(self.new_latents, None) if self.before else slice(self.known_latents)
-
-    @property
-    def silence(self) -> float:
-        """New seconds before the file's sound begins."""
-        return self.made_frames / self.frame_rate if self.before else 0.0
-
-    @property
-    def source_seconds(self) -> float:
-        return self.source_frames / self.frame_rate
-
-    @property
-    def audio_latents(self) -> int:
-        return audio_latent_frames(self.source_frames + self.made_frames, self.frame_rate)
-
     @property
     def known_audio(self) -> slice:
         """The clip's audio latents that contain only the file's sound."""
@@ -151,8 +101,6 @@ class Extension:
         if self.before:
             return slice(int((bounds[:-1] < self.silence - 1e-6).sum()), None)
         return slice(int((bounds[1:] <= self.source_seconds + 1e-6).sum()))
-
-    # --- windows ----------------------------------------------------------------------------------
 
     @property
     def windows(self) -> tuple[Window, ...]:

@@ -76,14 +76,11 @@ def video_positions(
     dtype: torch.dtype = torch.float32,
     midpoints_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Mid-points (1, 3, F*h*w) of every token: seconds, pixel row, pixel column.
-
-    dtype and midpoints_dtype round the bounds and the mid-points: see compat.Compat.positions.
-
-    The first latent frame is one pixel frame and every later one eight ("causal"): at 24 fps .0208,
-    .2083, .5417 s. Audio-video attention compares these seconds with the audio's, so an offset here
-    shifts sound against the picture.
-    """
+    """Mid-points (1, 3, F*h*w) of every token: seconds, pixel row, pixel column. dtype and
+    midpoints_dtype round the bounds and the mid-points: see compat.Compat.positions. The first
+    latent frame is one pixel frame and every later one eight ("causal"): at 24 fps .0208, .2083,
+    .5417 s. Audio-video attention compares these seconds with the audio's, so an offset here shifts
+    sound against the picture."""
     bounds = video_seconds(shape[0], frame_rate).to(dtype).to(midpoints_dtype or dtype)
     return _grid(_middles(bounds), shape[1], shape[2])
 
@@ -160,8 +157,6 @@ def audio_seconds(latent_frames: int) -> Tensor:
     mel = (mel + 1 - _MEL_FRAMES_PER_LATENT).clip(min=0)
     return mel * _HOP / SAMPLE_RATE
 
-
-# --- latent upsamplers ----------------------------------------------------------------------------
 
 Shape = tuple[int, int, int]  # latent frames, rows and columns
 # --upscale -> the latent upsamplers that run after a one-stage run, in their order.

@@ -16,7 +16,7 @@ place of 40. Sources: ltx-pipelines 1.2.0 utils/samplers.py,
 gradient_estimating_euler_denoising_loop;
 https://openreview.net/pdf?id=o2ND9v0CeK.
 
-The ancestral Euler sampler's steps are in graphs (models/ancestral.py), and their coefficients and
+The ancestral Euler sampler's steps are in graphs (models/dit.py), and their coefficients and
 noise are here. Sources: ltx-core 1.2.0 EulerAncestralDiffusionStep, ltx-pipelines 1.4 distilled.py,
 chunks/operators.py.
 
@@ -50,12 +50,10 @@ def extended(sigmas: tuple[float, ...]) -> Tensor:
 
 def evaluation_pairs(sigmas: tuple[float, ...], max_steps: int) -> Tensor:
     """(max_steps, 2) fp32: the sigma of each of the 2n + 1 evaluations, in order, and 0. Surplus
-    rows repeat the last one and are not used.
-
-    After an Euler step to 0 the latents are the prediction, which an unguided graph does not
-    return, up to the velocity's rounding: 1e-7 of the latents in fp32; in bf16 .8 % at sigma 1 and
-    .01 % at the end. A substep's sigma is rounded to fp32 for the graphs; upstream's is float64.
-    """
+    rows repeat the last one and are not used. After an Euler step to 0 the latents are the
+    prediction, which an unguided graph does not return, up to the velocity's rounding: 1e-7 of the
+    latents in fp32; in bf16 .8 % at sigma 1 and .01 % at the end. A substep's sigma is rounded to
+    fp32 for the graphs; upstream's is float64."""
     levels = extended(sigmas)[:-1].double()
     between = (levels[:-1] * levels[1:]).sqrt()
     ordered = torch.cat([torch.stack([levels[:-1], between], dim=1).flatten(), levels[-1:]])
@@ -258,12 +256,10 @@ def ancestral_coefficients(
     sigmas: tuple[float, ...], frozen: Iterable[bool], eta: float = 1.0
 ) -> Tensor:
     """(steps, 2, 5) fp32, of video and of audio: each step's coefficients of the ancestral Euler
-    sampler, in the order of signatures.ANCESTRAL.
-
-    A step denoises to sigma_down, below its end (eta 0: its end), and adds noise up to the end.
-    This preserves the variance of a rectified flow (alpha = 1 - sigma). A frozen stream does not
-    change. The operations are upstream's, in upstream's order.
-    """
+    sampler, in the order of signatures.ANCESTRAL. A step denoises to sigma_down, below its end
+    (eta 0: its end), and adds noise up to the end. This preserves the variance of a rectified flow
+    (alpha = 1 - sigma). A frozen stream does not change. The operations are upstream's, in
+    upstream's order."""
     values = torch.tensor(sigmas, dtype=torch.float32)
     sigma, end = values[:-1], values[1:]
     down = end * (1.0 + (end / sigma - 1.0) * eta)

@@ -33,18 +33,7 @@ from pydantic import (
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
-from ltx_neuron.sampling import samplers
-from ltx_neuron.sampling.conditions import (
-    TILE,
-    BedLevel,
-    ImageCondition,
-    Keyframes,
-    Rounds,
-    TailFrames,
-    TileSide,
-    WeightedFile,
-    plain,
-)
+from ltx_neuron.sampling import conditions, samplers
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
 from ltx_neuron.sampling.latents import UPSCALES
 from ltx_neuron.sampling.rules import PICTURE_FIELDS
@@ -58,17 +47,16 @@ HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
 
 
 def _option(
-    help: str | None = None,
-    value: str | None = None,
-    *,
-    default: Any = None,
-    names: tuple[str, ...] = (),
-    **limits: Any,
+    help: Any, value: str | None = None, *, default: Any = None, names: Any = (), **limits: Any
 ) -> Any:
     """A field. value: the name of the flag's value in its help. names: the field's own name and its
     aliases."""
     alias = AliasChoices(*names) if names else None
     return Field(default, description=help, title=value, validation_alias=alias, **limits)
+
+
+def _switch(help: str) -> Any:
+    return _option(help, default=False)
 
 
 def described_as(field: str, **more: Any) -> Any:
@@ -96,14 +84,16 @@ def _image(value: Any) -> Any:
     return ArgsKwargs(tuple(value)) if isinstance(value, list) else value
 
 
-def _image_values(image: ImageCondition) -> list:
+def _image_values(image: conditions.ImageCondition) -> list:
     values = [str(image.path), image.frame_index, image.strength]
     return values if image.crf is None else [*values, image.crf]
 
 
-_Image = Annotated[ImageCondition, BeforeValidator(_image), PlainSerializer(_image_values)]
+_Image = Annotated[
+    conditions.ImageCondition, BeforeValidator(_image), PlainSerializer(_image_values)
+]
 Images = Annotated[tuple[_Image, ...], BeforeValidator(_repeats)]
-WeightedFiles = Annotated[tuple[WeightedFile, ...], BeforeValidator(_repeats)]
+WeightedFiles = Annotated[tuple[conditions.WeightedFile, ...], BeforeValidator(_repeats)]
 LoraFiles = Annotated[tuple[LoraFile, ...], BeforeValidator(_repeats)]
 
 
@@ -152,7 +142,7 @@ class Fields(BaseModel):
     def _check_list(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse a too long list before its values are validated, and True and False."""
         assert info.field_name
-        value = plain(value)
+        value = conditions.plain(value)
         field = cls.model_fields[info.field_name]
         most = next((x.max_length for x in field.metadata if isinstance(x, MaxLen)), None)
         if most is not None and isinstance(value, list) and len(value) > most:
@@ -225,9 +215,7 @@ class VideoFields(Fields):
 
 
 class SizeFields(VideoFields):
-    two_stage: StrictBool = _option(
-        "denoise at half the size, then double it and refine", default=False
-    )
+    two_stage: StrictBool = _switch("denoise at half the size, then double it and refine")
     image: Images = _option(
         "condition on this image at frame FRAME_IDX, -1: the last; repeatable (default: frame 0,"
         " strength 1, the release's CRF)",
@@ -236,37 +224,26 @@ class SizeFields(VideoFields):
     )
 
 
+def _loras(help: str) -> Any:
+    return _option(f"{help}; repeatable", "PATH [STRENGTH]", default=())
+
+
+def _strength(stage: int) -> Any:
+    help = f"merge --distilled-lora into both stages; its strength in stage {stage}"
+    return _option(f"{help} (default: {HQ_STRENGTHS[stage - 1]:g})", "STRENGTH")
+
+
 class LoraFields(Fields):
-    lora: LoraFiles = _option(
-        "merge a LoRA into all stages (default strength: 1); repeatable",
-        "PATH [STRENGTH]",
-        default=(),
-    )
-    ic_lora: LoraFiles = _option(
-        "merge an IC-LoRA into stage 1 (default strength: 1); repeatable",
-        "PATH [STRENGTH]",
-        default=(),
-    )
-    distilled_lora: LoraFiles = _option(
-        "dev recipe: the distilled LoRA of stage 2, or of both; repeatable",
-        "PATH [STRENGTH]",
-        default=(),
-    )
+    lora: LoraFiles = _loras("merge a LoRA into all stages (default strength: 1)")
+    ic_lora: LoraFiles = _loras("merge an IC-LoRA into stage 1 (default strength: 1)")
+    distilled_lora: LoraFiles = _loras("dev recipe: the distilled LoRA of stage 2, or of both")
     detailing_lora: LoraFiles = _option(
         f"merge the detailing LoRA into stage 2 of --dfr (default strength: {DETAILING:g})",
         "PATH [STRENGTH]",
         default=(),
     )
-    distilled_lora_strength_stage_1: float | None = _option(
-        "merge --distilled-lora into both stages; its strength in stage 1 (default:"
-        f" {HQ_STRENGTHS[0]:g})",
-        "STRENGTH",
-    )
-    distilled_lora_strength_stage_2: float | None = _option(
-        "merge --distilled-lora into both stages; its strength in stage 2 (default:"
-        f" {HQ_STRENGTHS[1]:g})",
-        "STRENGTH",
-    )
+    distilled_lora_strength_stage_1: float | None = _strength(1)
+    distilled_lora_strength_stage_2: float | None = _strength(2)
 
 
 class ConditionFields(Fields):
@@ -306,42 +283,37 @@ class ConditionFields(Fields):
         f" (default: {IDENTITY_SCALE:g})",
         "SCALE",
     )
-    sound_only: StrictBool = _option(
-        "generate the sound alone, as .wav, of --num-frames at --frame-rate (dev recipe)",
-        default=False,
+    sound_only: StrictBool = _switch(
+        "generate the sound alone, as .wav, of --num-frames at --frame-rate (dev recipe)"
     )
-    skip_stage_2: StrictBool = _option("end --two-stage after stage 1, at half size", default=False)
-    stage_2_ic_lora: StrictBool = _option(
-        "merge --ic-lora into stage 2 too, which has the references at full size", default=False
+    skip_stage_2: StrictBool = _switch("end --two-stage after stage 1, at half size")
+    stage_2_ic_lora: StrictBool = _switch(
+        "merge --ic-lora into stage 2 too, which has the references at full size"
     )
-    tile: StrictBool = _option(
-        "with --ic-lora: predict the picture in overlapping tiles", default=False
+    tile: StrictBool = _switch("with --ic-lora: predict the picture in overlapping tiles")
+    tile_height: conditions.TileSide | None = _option(
+        f"of --tile, a multiple of 32 (default: {conditions.TILE[0]})", "PIXELS"
     )
-    tile_height: TileSide | None = _option(
-        f"of --tile, a multiple of 32 (default: {TILE[0]})", "PIXELS"
+    tile_width: conditions.TileSide | None = _option(
+        f"of --tile, a multiple of 32 (default: {conditions.TILE[1]})", "PIXELS"
     )
-    tile_width: TileSide | None = _option(
-        f"of --tile, a multiple of 32 (default: {TILE[1]})", "PIXELS"
-    )
-    images_as_guides: StrictBool = _option(
+    images_as_guides: StrictBool = _switch(
         "keyframe interpolation: append every --image as a guide, also at frame 0 (dev recipe, two"
-        " stages)",
-        default=False,
+        " stages)"
     )
-    tail_frames: TailFrames | None = _option(
+    tail_frames: conditions.TailFrames | None = _option(
         "generate N more frames, a multiple of 8, and cut them off, with their sound", "N"
     )
-    num_generated_keyframes: Keyframes | None = _option(
+    num_generated_keyframes: conditions.Keyframes | None = _option(
         "LTX-2.5: generate N keyframes beside the clip, at equal distances, so that it"
         " follows faster motion",
         "N",
     )
-    dfr: StrictBool = _option(
+    dfr: StrictBool = _switch(
         "LTX-2.5, two stages: diffusion fidelity rendering, with keyframes at equal distances and"
-        " --detailing-lora",
-        default=False,
+        " --detailing-lora"
     )
-    temporal_upsample_rounds: Rounds | None = _option(
+    temporal_upsample_rounds: conditions.Rounds | None = _option(
         "of --dfr, at most 2: double the frame rate so many times, each time denoising in windows",
         "N",
         names=("temporal_upsample_rounds", "temporal_upscalings"),
@@ -357,7 +329,7 @@ class DetailFields(Fields):
     audio_max_duration: float | None = _option(
         "seconds of --audio-path to use (default: the video's length)", "SECONDS", gt=0
     )
-    audio_bed: BedLevel | None = _option(
+    audio_bed: conditions.BedLevel | None = _option(
         "level in dBFS of noise added to what the model hears of --audio-path, as in -50; the"
         " video's sound has none",
         "DB",
@@ -375,9 +347,8 @@ class DetailFields(Fields):
         ge=0.025,
         le=1,
     )
-    decode_with_keyframes: StrictBool = _option(
-        "of --num-generated-keyframes: the diffusion decoder reads the keyframes, on the host",
-        default=False,
+    decode_with_keyframes: StrictBool = _switch(
+        "of --num-generated-keyframes: the diffusion decoder reads the keyframes, on the host"
     )
     reference_strength: float | None = _option(
         "strength of --reference-video, 1: its pictures, 0: noise (default: 1)",
@@ -500,9 +471,9 @@ class JobFields(
         rename = cache(rename)
 
         def renamed(value: Any) -> Any:
-            if isinstance(value, WeightedFile):
+            if isinstance(value, conditions.WeightedFile):
                 return value._replace(path=rename(Path(value.path)))
-            if isinstance(value, ImageCondition):
+            if isinstance(value, conditions.ImageCondition):
                 return dataclasses.replace(value, path=rename(Path(value.path)))
             return tuple(map(renamed, value)) if isinstance(value, tuple) else rename(Path(value))
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ltx_neuron.errors import UserError, reason
+from ltx_neuron.errors import UserError, os_reason
 
 _BUSY_SECONDS = 30.0  # how long a writer waits for another process
 _LINE_SECONDS = 60.0  # between two lines about an error that lasts
@@ -82,9 +82,9 @@ class Database:
             )
             move = shlex.join(["mv", *map(str, parts), str(folder), backup])
             raise UserError(
-                f"{path} cannot be opened as the queue's database: {reason(error)}\nPut back a copy"
-                " of it. Or keep it and the finished videos elsewhere, and begin a new queue: mkdir"
-                f" {shlex.quote(backup)} && {move}\nOr type another --data-dir DIR"
+                f"{path} cannot be opened as the queue's database: {os_reason(error)}\nPut back a"
+                " copy of it. Or keep it and the finished videos elsewhere, and begin a new queue:"
+                f" mkdir {shlex.quote(backup)} && {move}\nOr type another --data-dir DIR"
             ) from None
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class Database:
         if isinstance(error, StorageError) and time.monotonic() - self._printed >= _LINE_SECONDS:
             self._printed = time.monotonic()
             advice = "; start the service again" if error.errno == errno.EBADMSG else ""
-            print(f"{self.path}: {reason(error)}{advice}", flush=True)
+            print(f"{self.path}: {os_reason(error)}{advice}", flush=True)
         return error
 
     def _connect(self) -> sqlite3.Connection:

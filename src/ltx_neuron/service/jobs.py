@@ -83,7 +83,7 @@ class JobSubmitter:
             entry, is_new = self.queue.submit(new, *most, int(limits.max_queue_gb * 1e9))
             return entry
         except UserError as error:
-            message = public(error.spelled(field_of), folder)
+            message = public(error.render(field_of), folder)
             named = [*map(field_of, error.fields), *re.findall(r"\w+", message)]
             raise invalid(next(filter(KNOWN.__contains__, named), None), message) from None
         finally:

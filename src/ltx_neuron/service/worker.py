@@ -247,7 +247,7 @@ class Worker:
         code, message = "internal_error", f"the video could not be made: {type(error).__name__}"
         if isinstance(error, UserError) and error.of_one_job:
             code = "invalid_value"
-            message = public(error.spelled(field_of), self._folder(entry))
+            message = public(error.render(field_of), self._folder(entry))
         elif isinstance(error, UserError):
             code, message = "profile_mismatch", "files that this job needs are missing"
         elif isinstance(error, RunError):

@@ -20,16 +20,9 @@ MAX_FILES = 64  # kept; each has 13 MB per prompt
 # The files and folders of this package on which contexts depend: the imports of each encoder. The
 # digest of this code is part of the encoder's identity.
 HOST_ENCODER_CODE = (
-    "config",
-    "models",
-    "text",
-    "host/arithmetic",
-    "weights/checkpoint",
-    "weights/lora",
-    "weights/model_files",
-    "weights/sharding",
-    "weights/weight_file",
-    "weights/tensorfile",
+    *("config", "models", "text", "host/arithmetic"),
+    *("weights/checkpoint", "weights/lora", "weights/model_files", "weights/sharding"),
+    *("weights/weight_file", "weights/tensorfile"),
 )
 RANK_ENCODER_CODE = ("config", "models", "text", "weights", "backends")
 

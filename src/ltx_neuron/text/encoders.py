@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.transformer import TransformerConfig
+from ltx_neuron.models.programs import program_name
 from ltx_neuron.text.inputs import (
     attention_mask,
     bucket_for,
     connector_inputs,
     embedded_ids,
     encoder_inputs,
-    gemma3_program_name,
     pack_prompts,
     pad_left,
     prompt_slices,
@@ -41,23 +41,17 @@ class Contexts(NamedTuple):
 
 
 class RankTextEncoder:
-    """Encodes on the ranks: the sharded Gemma in buckets of tokens, then the sharded connectors.
-
-    ranks    a running backend (backends.ranks) that has loaded the programs and these weights
-    weights  folder of the rank files; its host file has embeddings and registers
-    buckets  token counts for which the text encoder is compiled
-    dtype    of the programs' inputs
-    apart    encode each prompt in a pass of its own: guidance groups do it at the same time
-    """
+    """Encodes on the ranks: the sharded Gemma in buckets of tokens, then the sharded connectors."""
 
     def __init__(
         self,
-        ranks,
-        weights: Path,
+        ranks,  # a running backend (backends.ranks) that has loaded the programs and these weights
+        weights: Path,  # folder of the rank files; its host file has embeddings and registers
         gemma: GemmaConfig,
         config: TransformerConfig,
-        buckets,
-        dtype: torch.dtype,
+        buckets,  # token counts for which the text encoder is compiled
+        dtype: torch.dtype,  # of the programs' inputs
+        # Encode each prompt in a pass of its own: guidance groups do it at the same time
         apart: bool = False,
     ):
         self.ranks, self.gemma, self.config, self.dtype = ranks, gemma, config, dtype
@@ -77,17 +71,12 @@ class RankTextEncoder:
         """Features (1, n, D) of each of the prompts of a pass, and hidden_states (1, n, H, L + 1)
         if the ranks return them."""
         counts, bucket = [len(ids) for ids in prompts], bucket_for(prompts, self.buckets)
-        rows = torch.cat(
-            [
-                self.host_file.read("embed_tokens.weight", i, i + 1)
-                for i in embedded_ids(prompts, self.gemma)
-            ]
-        )
+        rows = self.host_file.rows("embed_tokens.weight", embedded_ids(prompts, self.gemma))
         padding = torch.zeros(bucket - len(rows), rows.shape[1], dtype=self.dtype)
         inputs = encoder_inputs(
             torch.cat([padding, scale_embeddings(rows, self.dtype)])[None], counts, self.gemma
         )
-        program = gemma3_program_name(bucket)
+        program = program_name("gemma3", bucket)
         ranks.put(program, **inputs)
         ranks.run(program)
         names = ["video_features", "audio_features"]

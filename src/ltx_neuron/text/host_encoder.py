@@ -22,36 +22,23 @@ from ltx_neuron.models.attention import sdpa
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.gemma3 import Gemma3Encoder
 from ltx_neuron.models.parallel import SingleRank, rms_norm
+from ltx_neuron.text import inputs
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.text.inputs import (
-    attention_mask,
-    connector_inputs,
-    embedded_ids,
-    encoder_inputs,
-    pack_prompts,
-    pad_left,
-    prompt_slices,
-    scale_embeddings,
-)
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.tensorfile import missing_and_unexpected
 
 
 class HostTextEncoder:
-    """Encodes on the host's CPU. Weights are mapped pages of their files, one layer at a time.
-
-    source     the tensors of model "gemma3": Gemma's, and the connectors' from the checkpoint
-    dtype      of the activations; in float32 runs, matrices keep their stored dtype
-    libraries  for float32 products
-    """
+    """Encodes on the host's CPU. Weights are mapped pages of their files, one layer at a time."""
 
     def __init__(
         self,
+        # The tensors of model "gemma3": Gemma's, and the connectors' from the checkpoint
         source: Source,
         gemma: GemmaConfig,
         config: TransformerConfig,
-        dtype: torch.dtype,
-        libraries: Libraries,
+        dtype: torch.dtype,  # of the activations; in float32 runs, matrices keep their stored dtype
+        libraries: Libraries,  # for float32 products
     ):
         self.libraries, self.stored_linear = libraries, StoredLinear(libraries)
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
@@ -79,7 +66,7 @@ class HostTextEncoder:
         projections of its hidden states."""
         with torch.device("meta"):
             comm: Any = SingleRank()  # without what sequence parallelism needs
-            encoder = Gemma3Encoder(self.gemma, self.config, 1, comm, return_states=True)
+            encoder = Gemma3Encoder(self.gemma, self.config, 1, comm, states=True)
         encoder.layers = StreamedLayers(encoder.layers, "layers.", self.weights)
         return encoder
 
@@ -99,17 +86,22 @@ class HostTextEncoder:
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
         with self.stored_linear:
-            packs = pack_prompts(prompts)
+            packs = inputs.pack_prompts(prompts)
             return [context for pack in packs for context in self._encode_pack(pack)]
 
     def _encode_pack(self, prompts: list[list[int]]) -> list[Contexts]:
         counts, states = [len(ids) for ids in prompts], self._states(prompts)
-        slices, features = prompt_slices(counts, states.shape[1]), self._features(states)
+        slices, features = inputs.prompt_slices(counts, states.shape[1]), self._features(states)
         contexts = self._connect(
             [{name: f[:, part] for name, f in features.items()} for part in slices]
         )
         return [
-            Contexts(video, audio, attention_mask(count), pad_left(states[:, part].transpose(2, 3)))
+            Contexts(
+                video,
+                audio,
+                inputs.attention_mask(count),
+                inputs.pad_left(states[:, part].transpose(2, 3)),
+            )
             for video, audio, count, part in zip(
                 *(c.split(1) for c in contexts.values()), counts, slices, strict=True
             )
@@ -118,11 +110,12 @@ class HostTextEncoder:
     def _states(self, prompts: list[list[int]]) -> Tensor:
         """Hidden states (1, T, L + 1, H) of packed prompts."""
         self.weights.fill(self.encoder.norm, "norm.")
-        rows = scale_embeddings(
-            self.source.rows("embed_tokens.weight", embedded_ids(prompts, self.gemma)), self.dtype
+        rows = inputs.scale_embeddings(
+            self.source.rows("embed_tokens.weight", inputs.embedded_ids(prompts, self.gemma)),
+            self.dtype,
         )[None]
-        inputs = encoder_inputs(rows, [len(ids) for ids in prompts], self.gemma)
-        return torch.stack(list(self.encoder.hidden_states(inputs)), dim=2)
+        fields = inputs.encoder_inputs(rows, [len(ids) for ids in prompts], self.gemma)
+        return torch.stack(list(self.encoder.hidden_states(fields)), dim=2)
 
     def _features(self, states: Tensor) -> dict[str, Tensor]:
         """video_features (1, T, Dv) and audio_features (1, T, Da): linear in all normed hidden
@@ -141,13 +134,10 @@ class HostTextEncoder:
         registers = {
             m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")
         }
-        inputs = [connector_inputs(each, registers, self.config) for each in features]
+        fields = [inputs.connector_inputs(each, registers, self.config) for each in features]
         tokens = ("video_tokens", "audio_tokens")
-        joined = {name: torch.cat([each[name] for each in inputs]) for name in tokens}
-        return self.connectors(inputs[0] | joined)
-
-
-# --- weights without copies -----------------------------------------------------------------------
+        joined = {name: torch.cat([each[name] for each in fields]) for name in tokens}
+        return self.connectors(fields[0] | joined)
 
 
 class MappedWeights:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ltx_neuron.config.common import TEXT_TOKENS, gemma_download
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.transformer import REGISTERS, TransformerConfig
-from ltx_neuron.errors import UserError, in_words
+from ltx_neuron.errors import UserError, as_user_errors
 from ltx_neuron.files import check_readable
 from ltx_neuron.models.rope import half_rope, split_rope
 from ltx_neuron.weights.model_files import TextEncoderFile
@@ -28,7 +28,7 @@ _MASKED = -1e9  # added to masked scores; finite, because a row of infinities wo
 
 def load_tokenizer(gemma_root: Path):
     """The tokenizer of a Gemma folder. Raises UserError if it is missing or broken."""
-    with in_words("--gemma-root"):
+    with as_user_errors("--gemma-root"):
         found = (Path(gemma_root) / "tokenizer.json").is_file()
     if not found:
         raise UserError(
@@ -185,8 +185,3 @@ def attention_mask(count: int) -> Tensor:
 
 def bucket_for(prompts: list[list[int]], buckets: tuple[int, ...]) -> int:
     return min(bucket for bucket in buckets if bucket >= sum(map(len, prompts)))
-
-
-def gemma3_program_name(bucket: int) -> str:
-    """The name of the text encoder's program for a bucket of tokens."""
-    return f"gemma3-{bucket}"

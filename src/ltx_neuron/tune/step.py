@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.backends.on_host import HostRanks
-from ltx_neuron.backends.ranks import Ranks
+from ltx_neuron.backends.ranks import HostRanks, Ranks
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.denoise import CompiledStep, StageRun

@@ -21,7 +21,7 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json, write_tensors
 from ltx_neuron.job import Job
-from ltx_neuron.models.programs import tile_program_name
+from ltx_neuron.models.programs import program_name
 from ltx_neuron.tune.step import last_step, prepared, reference
 
 RESULT, OUTPUTS = "result.json", "outputs.safetensors"  # in the variant's folder
@@ -85,7 +85,7 @@ def compare_convolutions(workspace: Workspace, job: Job, rounds: int) -> None:
     print the milliseconds. Saves nothing."""
     clip, profile, pixels = job.latent_shape, workspace.profile, []
     tile = max(workspace.tile_shapes(clip), key=math.prod)
-    name, generator = tile_program_name(tile), torch.Generator().manual_seed(0)
+    name, generator = program_name("vae", *tile), torch.Generator().manual_seed(0)
     latent = torch.randn(1, 128, *tile, generator=generator).to(workspace.dtype)
     for form in ("conv2d", "conv3d"):
         workspace.profile = replace(profile, vae_convolution=form)

@@ -8,23 +8,25 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, digest, gemma_download
-from ltx_neuron.config.release import RELEASES, identified, release_of
-from ltx_neuron.errors import UserError, in_words
-from ltx_neuron.hub import RELEASE, RELEASED, download_again
+from ltx_neuron.config.release import RELEASES, identified, parse_release
+from ltx_neuron.errors import UserError, as_user_errors
+from ltx_neuron.format import print_once
+from ltx_neuron.hub import DEFAULT_REPO, RELEASE_FILES, download_again
 from ltx_neuron.weights.sharding import COL, COMPONENTS, DIFFUSION, KV, Model, copies, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.weights.weight_file import WeightFile
 
 SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")  # of a name, with the number of parts
-DOWNLOAD = f"{CHECKPOINT_DOWNLOAD}\nand type --checkpoint-path {RELEASED[RELEASE]['distilled']}"
+DOWNLOAD = (
+    f"{CHECKPOINT_DOWNLOAD}\nand type --checkpoint-path {RELEASE_FILES[DEFAULT_REPO]['distilled']}"
+)
 
 
 class Checkpoint(WeightFile):
@@ -72,7 +74,7 @@ class Checkpoint(WeightFile):
 
     def _parse(self, entries: dict) -> None:
         super()._parse(entries)
-        release = release_of(self.metadata.get("model_version", ""))
+        release = parse_release(self.metadata.get("model_version", ""))
         if release and release.split:
             self.download = download_again(self.path) or release.download("distilled")
 
@@ -94,12 +96,8 @@ class Checkpoint(WeightFile):
         first = dict.fromkeys(name.partition(".")[0] for name in others)
         names = ", ".join([*first][:3]) + ", ..." * (len(first) > 3)
         if others:
-            _say(f"{self.path}: {len(others):,} tensors of other models are not read ({names})")
-
-
-@cache
-def _say(line: str) -> None:
-    print(line)
+            what = f"{len(others):,} tensors of other models are not read ({names})"
+            print_once(f"{self.path}: {what}")
 
 
 def gemma_files(root: Path) -> list[TensorFile]:
@@ -110,7 +108,7 @@ def gemma_files(root: Path) -> list[TensorFile]:
         sets.setdefault("".join(SHARD.findall(path.name)), []).append(path)
     whole = [files for count, files in sets.items() if len(files) == int(count or 1)]
     if not paths:
-        with in_words("--gemma-root"):
+        with as_user_errors("--gemma-root"):
             os.listdir(root)  # glob hides a missing permission
         raise UserError(
             f"no model*.safetensors in --gemma-root {root}\nDownload it: {gemma_download(root)}"
@@ -126,20 +124,14 @@ def gemma_files(root: Path) -> list[TensorFile]:
 
 
 class Source:
-    """The tensors of one model under this toolkit's names, from one or several files.
-
-    model  its sharding table and its tensor names in the files
-    files  together they contain the model; they may contain other components too
-    heads  counts of attention heads by name, for tensors that are split by heads
-    notes  sentences for the user about what was merged into it
-
-    Tensors of no known component are left out: a file may have those of other models, or copies
-    (EMA). UserError for a tensor in an unsupported dtype or layout, or in two files.
-    """
+    """The tensors of one model under this toolkit's names, from one or several files. Tensors of no
+    known component are left out: a file may have those of other models, or copies (EMA). UserError
+    for a tensor in an unsupported dtype or layout, or in two files."""
 
     def __init__(self, model: Model, files: list[TensorFile], heads: dict[str, int] | None = None):
+        """heads: counts of attention heads by name, for tensors that are split by heads."""
         self.model, self.files, self.heads = model, files, heads or {}
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # sentences for the user about what was merged into it
         # Our name -> (the tensor's file, its name there).
         self.locations: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
@@ -170,11 +162,6 @@ class Source:
     def shape(self, name: str) -> tuple[int, ...]:
         file, key = self._find(name)
         return file.shapes[key]
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor when it is read."""
-        file, key = self._find(name)
-        return file.torch_dtype(key)
 
     def split(self, name: str) -> int | str | None:
         """The dimension in which the ranks split a tensor, None for a copy on each, or HOST."""
@@ -245,6 +232,5 @@ class Source:
         file.prefetch(key)
 
     def rows(self, name: str, indices: list[int]) -> Tensor:
-        """Single rows of a tensor: (rows, ...) -> (len(indices), ...)."""
         file, key = self._find(name)
-        return torch.cat([file.read(key, index, index + 1) for index in indices])
+        return file.rows(key, indices)

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.hub import RELEASED, download_released, nearest
+from ltx_neuron.format import few, print_once
+from ltx_neuron.hub import RELEASE_FILES, download_released, nearest
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import DIFFUSION, MODELS, Model, rename
-from ltx_neuron.weights.tensorfile import TensorFile, listed
+from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.weights.weight_file import WeightFile
 
 # In an IC-LoRA's metadata: the ratios of stage 1's sides and frames to a reference's.
@@ -79,19 +80,10 @@ def is_lora(names: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file and the factor of its products. UserError for a strength that is not finite."""
+    """A LoRA file and the factor of its products."""
 
     path: Path
     strength: float = 1.0
-
-    def __post_init__(self) -> None:
-        try:
-            strength = float(self.strength)  # 1 and 1.0 are one weight set
-        except (TypeError, ValueError):
-            strength = float("nan")
-        if not abs(strength) < float("inf"):
-            raise UserError(f"--lora {self.path}: strength {self.strength} is not a finite number")
-        object.__setattr__(self, "strength", strength)
 
     def file(self) -> WeightFile:
         """The opened file. UserError where it is missing or broken."""
@@ -105,7 +97,7 @@ class Lora:
             return f"a folder; type its file: --lora {files[0]}"
         if typed := re.fullmatch(r"(.+):(-?[.\d]+)", str(self.path)):
             return f"no such file; a strength is a word of its own: --lora {typed[1]} {typed[2]}"
-        for release, files in RELEASED.items():
+        for release, files in RELEASE_FILES.items():
             if Path(files.get("lora", "")).name == self.path.name:
                 return f"no such file\nDownload it: {download_released('lora', release)}"
         near = nearest(self.path)
@@ -133,7 +125,8 @@ WeightSet = tuple[Lora, ...]  # the LoRAs to merge into the model, in this order
 
 def identity_of(loras: WeightSet) -> list:
     """[fingerprint, strength] of each LoRA, in order: the identity of a weight set."""
-    return [[_fingerprint(lora.path, _version(lora.path)), lora.strength] for lora in loras]
+    # 1 and 1.0 are one weight set.
+    return [[_fingerprint(lora.path, _version(lora.path)), float(lora.strength)] for lora in loras]
 
 
 def _version(path: Path) -> tuple[int, int] | None:
@@ -165,7 +158,9 @@ def reference_scale(loras: WeightSet) -> tuple[int, int]:
     IC-LoRAs. UserError unless each is a whole number and the same in all files. Published files of
     factor 1 have no such metadata; a line is printed once for them."""
     if loras and not any(name in lora.file().metadata for lora in loras for name in _FACTORS):
-        _say_unscaled(tuple(lora.path for lora in loras))
+        who = f"IC-LoRA{'s' * (len(loras) > 1)} {', '.join(str(lora.path) for lora in loras)}"
+        say = "has" if len(loras) == 1 else "have"
+        print_once(f"{who} {say} no reference scale: references get the size of stage 1 (factor 1)")
     space, time = (_factor(loras, name) for name in _FACTORS)
     return space, time
 
@@ -182,15 +177,6 @@ def detailing_scale(loras: WeightSet) -> int | None:
         return None
     named = any(_FACTORS[0] in lora.file().metadata for lora in loras)
     return _factor(loras, _FACTORS[0], "--detailing-lora") if named else 2
-
-
-@cache
-def _say_unscaled(paths: tuple[Path, ...]) -> None:
-    who, say = ("IC-LoRA", "has") if len(paths) == 1 else ("IC-LoRAs", "have")
-    print(
-        f"{who} {', '.join(map(str, paths))} {say} no reference scale: references get the size of"
-        " stage 1 (factor 1)"
-    )
 
 
 def are_silent(loras: WeightSet) -> bool:
@@ -348,7 +334,7 @@ def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]],
         layer = next(iter(spellings)).removesuffix("_weight")
         problems[1:] = [f"and {len(problems) - 1} more; wanted layers such as {layer}"]
     if problems or not adapters:
-        shown = listed(problems) or ["it has no lora_A / lora_B tensors of this model"]
+        shown = few(problems, 20) or ["it has no lora_A / lora_B tensors of this model"]
         title = f"--lora {file.path} is not a LoRA of this model:"
         raise UserError("\n  ".join([title, *shown]))
     return adapters, others
@@ -362,24 +348,20 @@ def _scale(settings: dict, layer: str, rank: int) -> float:
 
 
 class MergedSource(Source):
-    """A model's tensors with LoRAs merged in. text_loras: those that change the connectors or the
-    text projections. rounds_once: each LoRA after the first is added without rounding its product.
-    UserError if a LoRA tensor belongs to no weight of the checkpoint or does not fit its shape, or
-    if the weight is not stored in BF16."""
+    """A model's tensors with LoRAs merged in. UserError if a LoRA tensor belongs to no weight of
+    the checkpoint or does not fit its shape, or if the weight is not stored in BF16."""
 
     def __init__(
-        self,
-        model: Model,
-        files: list[TensorFile],
-        loras: WeightSet,
-        heads: dict[str, int] | None = None,
+        self, model: Model, files: list[TensorFile], loras: WeightSet, *heads: dict[str, int]
     ):
-        super().__init__(model, files, heads)
+        super().__init__(model, files, *heads)
         # Weight name -> what is added to it, in the order of `loras`.
         self.adapters: dict[str, list[Adapter]] = {}
+        # Those that change the connectors or the text projections.
         self.text_loras, mine = (), []
         release = getattr(files[0], "release", None)
-        self.rounds_once = bool(release and release.split)  # not run by ltx-core 1.0.0
+        # Each LoRA after the first is added without rounding its product. Not run by 1.0.0.
+        self.rounds_once = bool(release and release.split)
         for lora in loras:
             additions, others = _read(lora, files[0])
             ours = {name: x for key, x in additions.items() if (name := rename(model, key))}

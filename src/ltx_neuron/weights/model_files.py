@@ -17,7 +17,7 @@ from ltx_neuron import hub
 from ltx_neuron.config.common import gemma_download
 from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
-from ltx_neuron.config.release import Release, release_of
+from ltx_neuron.config.release import Release, parse_release
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import other_format
 from ltx_neuron.weights.checkpoint import DOWNLOAD, SHARD, Checkpoint, gemma_files
@@ -121,8 +121,6 @@ def spatial_scale(path: str | Path | None) -> float:
 
 class TextEncoderFile(WeightFile):
     """LTX-2.5's text encoder in one file: Gemma 4, the text projections and the tokenizer.
-    gemma_config: Gemma's config.json, from the metadata. assets: names of the other files of
-    Gemma's folder in it; `asset` reads them. They are not weights, so `shapes` leaves them out.
     UserError for any other file."""
 
     def __init__(self, path: Path, download: str):
@@ -132,7 +130,7 @@ class TextEncoderFile(WeightFile):
                 f"--gemma-root {path}: wanted LTX-2.5's text encoder (with 'gemma_config' in its"
                 f" metadata), got {described(self)}\nDownload it: {download}"
             )
-        try:
+        try:  # Gemma's config.json
             self.gemma_config = {**json.loads(self.metadata["gemma_config"])}
         except (ValueError, TypeError) as error:
             raise UserError(
@@ -152,6 +150,7 @@ class TextEncoderFile(WeightFile):
 
     @property
     def assets(self) -> tuple[str, ...]:
+        """Names of the other files of Gemma's folder in it: no weights, so not in `shapes`."""
         return tuple(sorted(self._assets))
 
     @property
@@ -197,7 +196,10 @@ class PartFile(WeightFile):
         self._kept = part.prefixes if connected else (*part.prefixes, *CONNECTORS)
         super().__init__(path, download)
         if isinstance(encoder := self.config.get("vae", {}).get("encoder"), dict):
-            self.config["vae"] = _flattened(self.config["vae"], encoder)
+            # With its encoder's section at the top level, as in the convolutional VAE's config.
+            names = {"out_channels": "latent_channels", "blocks": "encoder_blocks"}
+            flat = {names.get(name, name): value for name, value in encoder.items()}
+            self.config["vae"] = flat | self.config["vae"]
 
     def name_of(self, key: str) -> str | None:
         connector = f"{DIFFUSION}{key}".startswith((*CONNECTORS,))
@@ -205,18 +207,11 @@ class PartFile(WeightFile):
         return name if name.startswith(self._kept) else None
 
 
-def _flattened(vae: dict, encoder: dict) -> dict:
-    """A video VAE's config with the values of its encoder's section at the top level, as in the
-    convolutional VAE's config."""
-    names = {"out_channels": "latent_channels", "blocks": "encoder_blocks"}
-    return {names.get(name, name): value for name, value in encoder.items()} | vae
-
-
 def named_release(file: TensorFile) -> Release | None:
     """The release of a file by its metadata or else by its name; None if neither names one."""
     named = _RELEASE_IN_NAME.search(file.path.name.lower())
-    label = release_of(file.metadata.get("model_version", ""))
-    return label or (release_of(f"{named[1]}.{named[2]}") if named else None)
+    label = parse_release(file.metadata.get("model_version", ""))
+    return label or (parse_release(f"{named[1]}.{named[2]}") if named else None)
 
 
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
@@ -225,7 +220,7 @@ def check_release(file: TensorFile, flag: str, release: Release, download: str) 
     if (found := named_release(file)) in (None, release):
         return
     version, rename = file.metadata.get("model_version", ""), ""
-    if not release_of(version):
+    if not parse_release(version):
         version = f"{found.version} by its name"
         rename = f"\nIf it is of LTX-{release.version}, rename it"
     raise UserError(
@@ -291,15 +286,8 @@ def _only(paths: list[Path], folder: Path, flag: str) -> Path:
 
 
 class ModelFiles:
-    """The files of one model.
-
-    checkpoint  the whole checkpoint, or the file of the transformer
-    apart       kinds of the parts that it lacks: each has a file of its own
-    given       files that the user named, by kind. The others are beside the transformer
-
-    UserError for a file of a part that the checkpoint has. The files of parts are opened at first
-    use.
-    """
+    """The files of one model. UserError for a file of a part that the checkpoint has. The files of
+    parts are opened at first use."""
 
     def __init__(
         self,
@@ -308,12 +296,14 @@ class ModelFiles:
         **part_paths: str | Path | None,
     ):
         """part_paths: of PARTS, as video_vae_path=FILE."""
+        # The whole checkpoint, or the file of the transformer.
         self.checkpoint = Checkpoint(Path(checkpoint_path))
         self.checkpoint.say_others()
-        parts = {name.removesuffix("_path"): path for name, path in part_paths.items()}
-        named = {"gemma": gemma_root, **parts}
-        self.given = {kind: Path(path) for kind, path in named.items() if path}
+        named = {"gemma_path": gemma_root, **part_paths}.items()
+        # Files that the user named, by kind. The others are beside the transformer.
+        self.given = {name.removesuffix("_path"): Path(path) for name, path in named if path}
         self.release = self.checkpoint.release
+        # Kinds of the parts that the checkpoint lacks: each has a file of its own.
         apart = {kind for kind, part in PARTS.items() if not part.is_in(self.checkpoint)}
         self.apart = {"video_vae", "audio_vae"} if self.release.split else apart
         self._open: dict[str, PartFile] = {}
@@ -373,7 +363,11 @@ class ModelFiles:
                 f" type --gemma-root FILE\nDownload it: {download}"
             )
         file = TextEncoderFile(root, download)
-        if (wanted := self._gemma_version) not in (None, file.gemma_version):
+        wanted = None
+        with suppress(ValueError, AttributeError):  # damaged metadata
+            source = json.loads(self.checkpoint.metadata.get("gemma_source_checkpoint", "{}"))
+            wanted = source.get("gemma_version")
+        if wanted not in (None, file.gemma_version):
             raise UserError(
                 f"--gemma-root {root} has Gemma of version {file.gemma_version}, but"
                 f" --checkpoint-path {self.checkpoint.path} was trained with {wanted}\nDownload it:"
@@ -395,15 +389,6 @@ class ModelFiles:
             f" LTX-{self.release.version}, which needs the folder of Gemma3-12B\nDownload it:"
             f" {gemma_download(root)}"
         )
-
-    @property
-    def _gemma_version(self) -> str | None:
-        """The version of Gemma that the transformer's metadata names."""
-        try:
-            source = json.loads(self.checkpoint.metadata.get("gemma_source_checkpoint", "{}"))
-            return source.get("gemma_version")
-        except (ValueError, AttributeError):
-            return None
 
     @cached_property
     def gemma(self) -> GemmaConfig:
@@ -485,7 +470,7 @@ class ModelFiles:
     @cached_property
     def _hub_name(self) -> str:
         """The Hub name of the download; "" for a folder of the user's."""
-        name = hub.spelled(self._folder or "")
+        name = hub.hub_name(self._folder or "")
         return name if name != str(self._folder or "") else ""
 
     @cached_property

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import MANIFEST, changed, check_readable, read_json
+from ltx_neuron.format import few
 from ltx_neuron.weights.sharding import SOUND_ALONE
-from ltx_neuron.weights.tensorfile import DTYPE_NAMES, TensorFile, listed, missing_and_unexpected
+from ltx_neuron.weights.tensorfile import DTYPE_NAMES, TensorFile, missing_and_unexpected
 
 HOST_FILE = "host.safetensors"
 SHARED_FILE = "ranks.safetensors"  # of all ranks, if their weights are equal
@@ -166,6 +167,6 @@ def check_whole(path: Path, problems: list[str], command: str) -> None:
     """Raise UserError with the problems of a weight folder, if any. command: makes the folder."""
     if problems:
         raise UserError(
-            "\n  ".join([f"{path} is damaged:", *listed(problems)])
+            "\n  ".join([f"{path} is damaged:", *few(problems, 20)])
             + f"\nMake it again: rm -r {shlex.quote(str(path))} && {command}"
         )

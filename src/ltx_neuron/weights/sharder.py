@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -32,17 +33,18 @@ from ltx_neuron.files import (
     whole_file,
     write_checked,
 )
+from ltx_neuron.format import few
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import file_entries, file_names, is_finished
 from ltx_neuron.weights.sharding import COL, HOST, local_shape
-from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES, listed, missing_and_unexpected
+from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES, missing_and_unexpected
 
 _PIECE_BYTES = 8 * 2**20  # read from the source at once
 # Pieces that are read and not yet written: enough to keep every file's thread busy, 0.1 GB.
 _MAX_IN_FLIGHT = 12
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """The layout of a tensor that rank files store rearranged."""
 
     # Maps a rank's rows (rows, ...) of the source to the stored tensor
@@ -59,7 +61,7 @@ class ShardSpec:
     # The dimension that is split over the ranks, None for a copy on each, or sharding.HOST
     split: int | str | None
     stored: tuple[int, ...]  # shape of one rank's part in its file
-    layout: Layout | None
+    layout: TensorLayout | None
     copies: int = 1  # the number of neighbouring ranks that store the same part
 
     def bounds(self, tp: int, row_bytes: int) -> Iterator[tuple[int, int]]:
@@ -89,7 +91,7 @@ class ShardSpec:
             yield from ((rank, piece.narrow(self.split, size * rank, size)) for rank in range(tp))
 
 
-def shard_specs(source: Source, tp: int, layouts: dict[str, Layout]) -> list[ShardSpec]:
+def shard_specs(source: Source, tp: int, layouts: dict[str, TensorLayout]) -> list[ShardSpec]:
     """The spec of every tensor of a source, in the files' order: by name, but tensors whose size is
     not a multiple of the alignment come last, so that all others are aligned when they are mapped.
     UserError for a tensor that cannot be split over tp ranks."""
@@ -113,7 +115,7 @@ def check_specs(
     expected = {name: tuple(shape) for name, shape in (wanted | host).items()}
     if problems := missing_and_unexpected(expected, stored):
         title = "the files do not have the weights of the model in their config (shapes of a rank):"
-        raise UserError("\n  ".join([title, *listed(problems)]))
+        raise UserError("\n  ".join([title, *few(problems, 20)]))
 
 
 def shard_weights(
@@ -126,14 +128,10 @@ def shard_weights(
     workers: int | None = None,
 ) -> bool:
     """Write a folder of rank files and, last, its manifest. Returns False if the folder is finished
-    already, or if another process finished it while this one waited for its lock.
-
-    The source is read once, in pieces; a thread per file (at most `workers`) hashes and writes
-    them. A file's digest is blake3. A source tensor's is xxh3, which detects accidental changes
-    (not forgeries) in a quarter of the time.
-
-    UserError if the disk lacks space, before the first write.
-    """
+    already, or if another process finished it while this one waited for its lock. The source is
+    read once, in pieces; a thread per file (at most `workers`) hashes and writes them. A file's
+    digest is blake3. A source tensor's is xxh3, which detects accidental changes (not forgeries) in
+    a quarter of the time. UserError if the disk lacks space, before the first write."""
     if is_finished(folder, identity):
         return False
     with exclusive(folder, "writing"):
@@ -185,16 +183,11 @@ def _write_tensors(
                 ]
                 tasks.append(hasher.submit(hashes[spec.name].update, _bytes(piece)))
                 in_flight.append(tasks)
-                if len(in_flight) > _MAX_IN_FLIGHT:
-                    _wait(in_flight.popleft())
-        for tasks in in_flight:
-            _wait(tasks)
+                for task in in_flight.popleft() if len(in_flight) > _MAX_IN_FLIGHT else ():
+                    task.result()
+        for task in chain.from_iterable(in_flight):
+            task.result()
     return {name: tensor_hash.hexdigest() for name, tensor_hash in hashes.items()}
-
-
-def _wait(tasks: list[Future]) -> None:
-    for task in tasks:
-        task.result()
 
 
 def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardSpec]) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.errors import UserError, in_words, reason, refusal
+from ltx_neuron.errors import UserError, as_user_errors, os_reason, to_user_error
 from ltx_neuron.files import check_regular, other_format
 from ltx_neuron.hub import download_again, nearest
 
@@ -71,7 +71,7 @@ class TensorFile:
                 f"no such file: {self.path}{nearest(self.path)}\nDownload it: {self.download}"
             ) from None
         except OSError as error:
-            raise refusal(error) from None
+            raise to_user_error(error) from None
         self.size = self.path.stat().st_size
         if self.size == 0:
             raise self._broken("it is empty")
@@ -140,7 +140,7 @@ class TensorFile:
         return f"stored as {stored}, which is not implemented; wanted one of {', '.join(known)}"
 
     def _open(self):
-        with in_words():
+        with as_user_errors():
             return open(self.path, "rb", buffering=0)
 
     def _broken(self, why: str) -> UserError:
@@ -163,6 +163,10 @@ class TensorFile:
                     raise self._ends_at(offset, name)
                 view, offset = view[count:], offset + count
         return self._value(name, memory.view(self._stored_dtype(name)).view(shape), start)
+
+    def rows(self, name: str, indices: list[int]) -> Tensor:
+        """Single rows of a tensor: (rows, ...) -> (len(indices), ...)."""
+        return torch.cat([self.read(name, index, index + 1) for index in indices])
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name)
@@ -189,12 +193,10 @@ class TensorFile:
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of all tensors in order, or of those in `names`; threads read ahead.
-
         Tensors are mapped from the page cache. A mapping keeps a file descriptor, so neighbouring
         tensors share mappings of at least 64 MiB, which last until none of them is in use. Tensors
         that are not aligned to 64 bytes are copied, because torch is slower on them; rank files
-        have few of these, and they are small.
-        """
+        have few of these, and they are small."""
         readers, ahead = ThreadPoolExecutor(_READERS), deque()
         try:
             for group in self._groups(names):
@@ -260,9 +262,9 @@ class TensorFile:
             yield
         except OSError as error:
             if error.errno in _CONTENT_ERRORS:
-                raise self._broken(f"{name} cannot be read: {reason(error)}") from None
+                raise self._broken(f"{name} cannot be read: {os_reason(error)}") from None
             error.filename = str(self.path)
-            raise refusal(error) from None
+            raise to_user_error(error) from None
 
     def _ends_at(self, offset: int, name: str) -> UserError:
         return self._broken(f"it ends at byte {offset}, within a tensor ({name})")
@@ -303,12 +305,6 @@ def missing_and_unexpected(expected: Mapping[str, object], got: Mapping[str, obj
         if got[name] != expected[name]
     ]
     return sorted(problems)
-
-
-def listed(problems: list[str]) -> list[str]:
-    """The first twenty problems and the number of the others, for a message."""
-    more = len(problems) - 20
-    return [*problems[:20], f"and {more} more"] if more > 0 else problems
 
 
 def finite(tensor: Tensor) -> bool:

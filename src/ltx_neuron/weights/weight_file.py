@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.weights.tensorfile import WEIGHT_DTYPES, TensorFile, listed
+from ltx_neuron.format import few
+from ltx_neuron.weights.tensorfile import WEIGHT_DTYPES, TensorFile
 
 FLOAT8, _FORMAT = "F8_E4M3", "float8_e4m3fn"  # as safetensors and torch name it
 _SCALES = "weight_scale", "scale_weight"
@@ -139,7 +140,7 @@ class WeightFile(TensorFile):
         if problems:
             raise UserError(
                 "\n  ".join(
-                    [f"{self.path} has weights that cannot be read:", *listed(sorted(problems))]
+                    [f"{self.path} has weights that cannot be read:", *few(sorted(problems), 20)]
                 )
                 + "\nWanted: BF16, or F8_E4M3 with one number as weight_scale, or without scales,"
                 f" or I8 with {INT8_FORMAT}; the published file: {self.download}"

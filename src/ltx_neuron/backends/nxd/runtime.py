@@ -2,7 +2,7 @@
 
 Rank files are read strictly and uploaded once. A graph is bound to these weights. A graph that
 serves several groups of blocks instead receives the weights of one group with each call, as lists
-of tensors that are already on the cores (inputs.py). buffers.py decides how often a graph is loaded
+of tensors that are already on the cores (Inputs). buffers.py decides how often a graph is loaded
 and which copy runs next. Only five calls need hardware: NxDModel's load, set_weights and to_neuron,
 its runtime object's forward_ranked, and `to_core`. We did not run them on hardware.
 """
@@ -11,6 +11,7 @@ import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import is_
 from pathlib import Path
 
 import torch
@@ -21,11 +22,11 @@ from ltx_neuron.backends.manifest import Manifest, graph_file
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.backends.nxd.buffers import Buffers, copies_needed
 from ltx_neuron.backends.nxd.compile import WRAPPED, argument_name, set_environment
-from ltx_neuron.backends.nxd.inputs import Inputs, check
 from ltx_neuron.backends.ranks import Call, NotFiniteError, calls_of
 from ltx_neuron.config.profiles import Profile
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, weight_name
+from ltx_neuron.models.signatures import Field
 from ltx_neuron.weights.rankfiles import RESHARD, load_rank_file, open_rank_file, rank_path
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -41,18 +42,14 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 class _WeightSet:
-    """One copy of a model's weights on the cores, and the graphs that use it.
-
-    tensors  by rank, then by name; None until the first graph is loaded
-    models   by (program, graph): its loaded copies, an NxDModel each
-    inputs   by (program, graph, first block)
-    """
+    """One copy of a model's weights on the cores, and the graphs that use it."""
 
     def __init__(self, folder: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype):
         self.folder, self.wanted, self.dtype = folder, wanted, dtype
+        # By rank, then by name; None until the first graph is loaded.
         self.tensors: list[dict[str, Tensor]] | None = None
-        self.models: dict[tuple[str, str], list] = {}
-        self.inputs: dict[tuple[str, str, int], Inputs] = {}
+        self.models: dict[tuple[str, str], list] = {}  # (program, graph) -> its loaded NxDModels
+        self.inputs: dict[tuple[str, str, int], Inputs] = {}  # (program, graph, first block) -> ...
         self.manifests: dict[str, Manifest] = {}
 
     def bind(self, program: str, graph: str, copies: int, tp: int, size: int) -> None:
@@ -286,3 +283,67 @@ class Ranks(ranks.Ranks):
 
     def check(self) -> None:
         """Do nothing: cores that this process drives cannot fail while idle."""
+
+
+class Inputs:
+    """A graph's inputs for one group of blocks, in the compiled graph's order, for all its copies.
+
+    NxDModel.forward sorts, routes and transposes every input of every rank at each call. This does
+    so once, with NxD's own methods. `launch` then calls the runtime's object, as forward does. Its
+    lists are TorchScript's (torch.jit.script), which the runtime gets by reference. A Python list
+    would be converted, tensor by tensor, at each call.
+
+    model    a loaded NxDModel; it must route these names and shapes to the graph `tag`
+    fields   of the inputs that calls set
+    weights  of the group, by keyword: one tensor per rank
+    """
+
+    def __init__(self, model, tag: str, fields: dict[str, Field], weights: dict[str, list[Tensor]]):
+        self.tag, self.fields = tag, fields
+        self._held: dict[str, list[Tensor]] = {}  # the tensors of the last call
+        shapes = {name: field.shape for name, field in fields.items()}
+        shapes |= {name: parts[0].shape for name, parts in weights.items()}
+        marks = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        ordered, names = model.convert_dict_to_ordered_list(marks, 0)
+        if tag not in (routes := model.router(ordered, names)):
+            raise RuntimeError(f"NxD routes the inputs of {tag} to {', '.join(routes)}")
+        # Without inputs that the graph does not use.
+        flat = model.flattener_map[tag](ordered)
+        name_of = {id(mark): name for name, mark in marks.items()}
+        if not all(id(mark) in name_of for mark in flat):
+            raise RuntimeError(f"{tag}: NxD's flattener returns other tensors than it was given")
+        self._places = {name_of[id(mark)]: place for place, mark in enumerate(flat)}
+        size = model.local_ranks_size
+        self._of_ranks = [torch.jit.script([torch.empty(0)] * len(flat)) for _ in range(size)]
+        self._ranked = torch.jit.script([[torch.empty(0)]] * size)
+        for rank, tensors in enumerate(self._of_ranks):
+            self._ranked[rank] = tensors  # by reference
+        for name, parts in weights.items():
+            self._set(name, parts)
+
+    def take(self, name: str, parts: list[Tensor]) -> None:
+        """Use these tensors, one per rank, as an input from now on. RuntimeError unless they have
+        the field's shape and dtype: NxD would misread another dtype."""
+        held = self._held.get(name, ())
+        if len(held) == len(parts) and all(map(is_, held, parts)):
+            return
+        check(f"{self.tag}.{name}", parts, (self.fields[name].shape, self.fields[name].dtype))
+        self._set(name, parts)
+        self._held[name] = [*parts]
+
+    def _set(self, name: str, parts: list[Tensor]) -> None:
+        if (place := self._places.get(name)) is not None:
+            for tensors, part in zip(self._of_ranks, parts, strict=True):
+                tensors[place] = part
+
+    def launch(self, model) -> list[list[Tensor]]:
+        """Run a copy of the graph. Returns one list per output, with a tensor per rank."""
+        outputs = model.spmd_models[self.tag].forward_ranked(self._ranked)
+        return [[*parts] for parts in zip(*outputs, strict=True)]
+
+
+def check(name: str, parts: list[Tensor], wanted: tuple[tuple[int, ...], torch.dtype]) -> None:
+    """Raise RuntimeError unless the ranks' parts of a tensor have this shape and dtype."""
+    for part in parts:
+        if (tuple(part.shape), part.dtype) != wanted:
+            raise RuntimeError(f"{name}: got {tuple(part.shape)} {part.dtype}, wanted {wanted}")

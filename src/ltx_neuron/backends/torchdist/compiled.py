@@ -126,8 +126,7 @@ def compile_only(folders: list[Path], settings: RankSettings) -> None:
     sys.exit(int(failed))
 
 
-# --- the names of groups in a process's graphs ----------------------------------------------------
-
+# The names of groups in a process's graphs.
 # TorchNeuron replaces a name by ranks while it compiles, and needs every group of the name: a
 # rank's own alone is refused ("replica id #0 not seen in replica groups"). We did not run it; our
 # tests have a stand-in, written from public sources.

@@ -76,11 +76,8 @@ class RankFailure:
 
 # gloo's errors in a rank that lost another one, which is the cause, or waited for it too long.
 _LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "Wait timeout",
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+    *("Timed out waiting", "Wait timeout"),
 )
 
 

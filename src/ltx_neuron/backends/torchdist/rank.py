@@ -17,17 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends import mesh
+from ltx_neuron.backends import mesh, ranks
 from ltx_neuron.backends.export import name_groups
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import (
-    broken_latents,
-    calls_of,
-    rank_parts,
-    rank_slice,
-    tensors_digest,
-    whole_shape,
-)
 from ltx_neuron.backends.torchdist import compiled
 from ltx_neuron.backends.torchdist.protocol import RankSettings, SharedTensor, failure_of
 from ltx_neuron.models.programs import weight_name
@@ -139,7 +131,7 @@ class Rank:
         for whole, like, shape, memory in uploads:
             field = self.programs[program].fields[like]
             with SharedTensor(shape, field.dtype, memory) as shared:
-                parts = rank_parts(field, whole, shared.tensor, self.rank, self.tp)
+                parts = ranks.rank_parts(field, whole, shared.tensor, self.rank, self.tp)
                 for name, part in parts.items():
                     # A copy: devices accept no views, and the shared memory is freed soon.
                     copied = part.clone(memory_format=torch.contiguous_format)
@@ -153,7 +145,7 @@ class Rank:
         their milliseconds (see ranks.Ranks), and the names of latents with NaN or Inf."""
         runs = self.sequences.get((program, sequence), [(sequence, {}, {})])
         manifest = self.programs[program]
-        calls = calls_of(manifest, runs, numbers)
+        calls = ranks.calls_of(manifest, runs, numbers)
         os.environ.update(self.settings.compilers.get(manifest.identity.get("model"), {}))
         self._synchronize()
         start, in_graphs = time.perf_counter(), 0.0
@@ -174,7 +166,7 @@ class Rank:
             "milliseconds": milliseconds,
             "launches": len(calls),
             "launch_ms": launched * 1e3,
-            "not_finite": broken_latents(
+            "not_finite": ranks.broken_latents(
                 call.writes.values(), lambda name: self.tensors[name].cpu()
             ),
         }
@@ -195,11 +187,15 @@ class Rank:
         same = field.context_split is None and self.rank >= self.tp
         if same or (field.split is None and self.rank % self.tp):
             return
-        with SharedTensor(whole_shape(field, self.tp, self.cp), field.dtype, memory) as shared:
-            rank_slice(field, shared.tensor, self.rank, self.tp).copy_(self.tensors[name].cpu())
+        with SharedTensor(
+            ranks.whole_shape(field, self.tp, self.cp), field.dtype, memory
+        ) as shared:
+            ranks.rank_slice(field, shared.tensor, self.rank, self.tp).copy_(
+                self.tensors[name].cpu()
+            )
 
     def hash(self, names: list[str]) -> str:
-        return tensors_digest(self.tensors[name] for name in names)
+        return ranks.tensors_digest(self.tensors[name] for name in names)
 
 
 def serve(pipe: connection.Connection, settings: RankSettings) -> None:
