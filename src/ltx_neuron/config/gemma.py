@@ -56,9 +56,13 @@ class GemmaConfig(common.ModelConfig):
     replaced_tokens: tuple[tuple[int, int], ...] = ()
 
     added: ClassVar[dict[str, object]] = {
-        **{"global_head_dim": None, "num_global_key_value_heads": None, "replaced_tokens": ()},
-        **{"partial_rotary_factor": 1.0, "norms_add_one": True},
-        **{"value_norm": False, "layer_scalar": False},
+        "global_head_dim": None,
+        "num_global_key_value_heads": None,
+        "partial_rotary_factor": 1.0,
+        "norms_add_one": True,
+        "value_norm": False,
+        "layer_scalar": False,
+        "replaced_tokens": (),
     }
 
     def attention(self, full: bool) -> GemmaAttention:

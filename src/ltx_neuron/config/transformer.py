@@ -25,9 +25,14 @@ _FALSE = (
 _REQUIRED = {
     **dict.fromkeys(_TRUE, True),
     **dict.fromkeys(_FALSE, False),
-    **{"dropout": 0.0, "num_vector_embeds": None, "activation_fn": "gelu-approximate"},
-    **{"num_embeds_ada_norm": 1000, "standardization_norm": "rms_norm", "qk_norm": "rms_norm"},
-    **{"positional_embedding_type": "rope", "rope_type": "split"},
+    "dropout": 0.0,
+    "num_vector_embeds": None,
+    "activation_fn": "gelu-approximate",
+    "num_embeds_ada_norm": 1000,
+    "standardization_norm": "rms_norm",
+    "qk_norm": "rms_norm",
+    "positional_embedding_type": "rope",
+    "rope_type": "split",
     "frequencies_precision": "float64",
 }
 _DEFAULTS = {

@@ -38,13 +38,20 @@ class Compat:
     orientation: str = "shown"
 
 
-_OF_1_0_0 = (
-    *("conditioning", "cross_sigma", "positions", "vocoder", "tiles", "short_negative"),
-    *("refined_sound", "plain_stage_2", "skipped_uncond"),
-)
 COMPAT = {
     None: Compat(),
-    "ltx-core-1.0.0": Compat(**dict.fromkeys(_OF_1_0_0, True), orientation="stored"),
+    "ltx-core-1.0.0": Compat(
+        conditioning=True,
+        skipped_uncond=True,
+        cross_sigma=True,
+        positions=True,
+        vocoder=True,
+        tiles=True,
+        short_negative=True,
+        refined_sound=True,
+        plain_stage_2=True,
+        orientation="stored",
+    ),
     "ltx-core-1.0.0-conditioning": Compat(
         conditioning=True, skipped_uncond=True, plain_stage_2=True, orientation="stored"
     ),
