@@ -377,7 +377,7 @@ def test_every_command_of_a_block_of_a_page_is_taken_by_its_parser(page):
     "commands/prepare.py:-: ltx-neuron prepare",
     "commands/shard.py:main: ltx-neuron shard",
     "commands/shard.py:-: ltx-neuron verify",
-    "doctor/__main__.py:build_parser: ltx-neuron doctor",
+    "doctor/__main__.py:-: ltx-neuron doctor",
     "plan/__main__.py:-: ltx-neuron plan",
     "serve/__main__.py:-: ltx-neuron serve",
     "tune/__main__.py:-: ltx-neuron tune",
