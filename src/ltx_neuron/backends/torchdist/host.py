@@ -1,4 +1,5 @@
-"""One process per rank, controlled by `TorchDistRanks`. rank.py: the rank's side. protocol.py: messages.
+"""One process per rank, controlled by `TorchDistRanks`. rank.py is the rank's side, protocol.py has
+the messages.
 
 Commands have a few dozen bytes, and tensors pass through shared memory; both are counted. A program
 runs only on tensors that the ranks hold, so a denoising step costs the host one command with the
