@@ -33,11 +33,11 @@ import sys
 from pathlib import Path
 import torch
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.config.profiles import PROFILES
 
 weights, graphs = map(Path, sys.argv[1:])
-with Ranks(PROFILES["cpu"], 2) as ranks:
+with TorchDistRanks(PROFILES["cpu"], 2) as ranks:
     ranks.load(weights, {"toy": Manifest(graphs)}, torch.float32)
     ranks.put("toy", x=torch.zeros(1, 4, 256), table=torch.zeros(1, 4, 256))
     ranks.put_numbers("toy", "step", 2)

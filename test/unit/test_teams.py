@@ -306,7 +306,9 @@ def test_every_group_has_ranks_of_its_own(monkeypatch):
     from ltx_neuron.backends import registry
 
     made = []
-    monkeypatch.setattr(host, "Ranks", lambda *arguments: made.append(arguments) or Group())
+    monkeypatch.setattr(
+        host, "TorchDistRanks", lambda *arguments: made.append(arguments) or Group()
+    )
     profile = resolve("cpu", ["guidance_parallel=3"])
     team = registry.ranks(profile, 2, None)
     assert isinstance(team, GuidanceGroups) and len(team.groups) == 3 and team.at_once == 6

@@ -323,12 +323,12 @@ def test_an_interface_that_is_not_there_does_not_matter(monkeypatch, toy):
 
 HOST = """
 import os, sys
-from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.config.profiles import PROFILES, resolve
 if __name__ == "__main__":
     answer = open(os.dup(1), "w")
     os.dup2(2, 1)  # Gloo of torch 2.9 prints which ranks it connected
-    ranks = Ranks(PROFILES["cpu"], 2)
+    ranks = TorchDistRanks(PROFILES["cpu"], 2)
     print(ranks._folder, *(each.pid for each in ranks._processes), file=answer, flush=True)
     sys.stdin.read()
 """

@@ -82,11 +82,11 @@ class Decoder:
         self,
         host: HostModels,
         recorder: Recorder,
-        prefetch: bool,
+        ahead: bool,
         decode_video: Callable[..., Iterator[Tensor]] | None = None,
         decode_audio: Callable[[Tensor], Tensor] | None = None,
     ):
-        self.host, self.recorder, self.ahead = host, recorder, prefetch
+        self.host, self.recorder, self.ahead = host, recorder, ahead
         self.decode_video = decode_video or host.decode_video
         self.decode_audio = decode_audio or host.decode_audio
 

@@ -28,7 +28,12 @@ from ltx_neuron.weights.model_files import ModelFiles
 Config = TypeVar("Config")
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by a weight's dimensions
+def lay_channels_last(module: torch.nn.Module) -> None:
+    """Store the weights of a module's convolutions with channels last, in place."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in module.parameters():
+        if parameter.ndim in layouts:
+            parameter.data = parameter.data.contiguous(memory_format=layouts[parameter.ndim])
 
 
 class HostModels:
@@ -277,9 +282,7 @@ class HostModels:
     def _laid_out(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module with oneDNN's fastest layout of weights (benchmarks/upsample.md)."""
         if self.arithmetic and self.latent_dtype == torch.bfloat16:
-            for parameter in module.parameters():
-                if layout := _CHANNELS_LAST.get(parameter.ndim):
-                    parameter.data = parameter.data.contiguous(memory_format=layout)
+            lay_channels_last(module)
         return module
 
     def _spec(self, name: str) -> ModelFile:
