@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from torch import Tensor
 
@@ -39,12 +40,9 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
-    unique = f"{os.getpid()}-{secrets.token_hex(4)}"
-    partial = path.with_name(f".{path.name}.{unique}{PARTIAL}")
+    partial, writer = _locked_partial(path)
     try:
-        with open(partial, "wb") as writer:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with writer:
             yield partial
             with open(partial, "rb") as file:
                 os.fsync(file.fileno())
@@ -53,6 +51,20 @@ def whole_file(path: str | Path) -> Iterator[Path]:
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _locked_partial(path: Path) -> tuple[Path, BinaryIO]:
+    """A new temporary file of `path`, locked. Another writer may take it for a leftover before it
+    is locked and remove it; then it is made again."""
+    while True:
+        unique = f"{os.getpid()}-{secrets.token_hex(4)}"
+        partial = path.with_name(f".{path.name}.{unique}{PARTIAL}")
+        writer = open(partial, "wb")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(writer, fcntl.LOCK_EX)
+        if partial.exists():
+            return partial, writer
+        writer.close()
 
 
 def remove_leftovers(path: Path) -> None:

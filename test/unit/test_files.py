@@ -31,6 +31,25 @@ from ltx_neuron.files import (
 )
 
 
+def test_a_temporary_file_that_another_writer_removes_before_it_is_locked_is_made_again(
+    tmp_path, monkeypatch
+):
+    path, lock, removed = tmp_path / "a.json", fcntl.flock, []
+
+    def lock_late(file, how: int) -> None:
+        if not removed:
+            removed.extend(tmp_path.glob(".a.json.*"))
+            remove_leftovers(path)  # as another writer
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with whole_file(path) as partial:
+        partial.write_text("{}")
+        remove_leftovers(path)  # once more: now it is locked
+        assert partial.exists()
+    assert path.read_text() == "{}" and len(removed) == 1 and not removed[0].exists()
+
+
 def test_a_file_appears_under_its_name_only_when_it_is_whole(tmp_path):
     path = tmp_path / "made" / "file"
     with whole_file(path) as partial:
