@@ -23,7 +23,7 @@ from lib.harness import parser as harness_parser
 from tiny.config import released_config
 
 from ltx_neuron.backends.nxd.compile import XlaComm, argument_name
-from ltx_neuron.backends.nxd.runtime import Inputs
+from ltx_neuron.backends.nxd.runtime import GraphInputs
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import dit_program
@@ -92,7 +92,7 @@ def measure(blocks: int, ranks: int, calls: int) -> tuple[int, float, float, flo
     steps = [even, even | {name: parts(fields[name].shape) for name in CHANGED}]
     model = nxd_model({name: field.shape for name, field in fields.items()} | shapes, ranks)
     began = time.process_time()
-    inputs = Inputs(model, TAG, fields, weights)
+    inputs = GraphInputs(model, TAG, fields, weights)
     first = 1e3 * (time.process_time() - began)
 
     def bound(values: dict) -> None:

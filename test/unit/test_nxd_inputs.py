@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ltx_neuron.backends.nxd.runtime import Inputs
+from ltx_neuron.backends.nxd.runtime import GraphInputs
 from ltx_neuron.models.signatures import Field
 
 RANKS = 3
@@ -41,16 +41,18 @@ def parts(*shape: int) -> list[torch.Tensor]:
     return [torch.randn(shape) for _ in range(RANKS)]
 
 
-def bound(model: Model, weight: list[torch.Tensor]) -> Inputs:
-    return Inputs(model, "blocks", FIELDS, {"weight": weight, "unused": parts()})
+def bound(model: Model, weight: list[torch.Tensor]) -> GraphInputs:
+    return GraphInputs(model, "blocks", FIELDS, {"weight": weight, "unused": parts()})
 
 
 @pytest.fixture
 def replaced(monkeypatch) -> list[str]:
     """Names of the inputs that were replaced."""
-    names, inner = [], Inputs._set
+    names, inner = [], GraphInputs._set
     monkeypatch.setattr(
-        Inputs, "_set", lambda self, name, parts: names.append(name) or inner(self, name, parts)
+        GraphInputs,
+        "_set",
+        lambda self, name, parts: names.append(name) or inner(self, name, parts),
     )
     return names
 

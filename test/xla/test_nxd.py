@@ -51,7 +51,7 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
-from ltx_neuron.backends.nxd.runtime import Inputs
+from ltx_neuron.backends.nxd.runtime import GraphInputs
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.backends.tiles import RankEncoder, RankSound, RankSpans, RankTiles
 from ltx_neuron.config import profiles
@@ -271,7 +271,7 @@ def test_both_buckets_and_both_blocks_use_one_copy_of_the_weights(generated, wor
             assert set().union(*used) == copy and sum(map(len, used)) == len(copy)
 
 
-def weights_of(inputs: Inputs) -> dict[str, list[Tensor]]:
+def weights_of(inputs: GraphInputs) -> dict[str, list[Tensor]]:
     """The weights among a graph's inputs by keyword: one tensor per rank."""
     return {
         name: [tensors[place] for tensors in inputs._of_ranks]
@@ -414,9 +414,11 @@ def one_step(ranks: runtime.NxdRanks, program: str, **changed) -> Tensor:
 def test_a_warm_step_passes_only_what_a_graph_has_returned_since(generated, monkeypatch):
     """Not the 86 weights of each block, nor what was uploaded."""
     ranks, program = generated.ranks, program_of(generated)
-    right, changed, inner = one_step(ranks, program), [], Inputs._set
+    right, changed, inner = one_step(ranks, program), [], GraphInputs._set
     monkeypatch.setattr(
-        Inputs, "_set", lambda self, name, parts: changed.append(name) or inner(self, name, parts)
+        GraphInputs,
+        "_set",
+        lambda self, name, parts: changed.append(name) or inner(self, name, parts),
     )
     assert rel(one_step(ranks, program), right) == 0
     assert {*changed} <= ranks.programs[program].outputs

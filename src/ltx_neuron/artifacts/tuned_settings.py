@@ -24,8 +24,13 @@ Settings = dict[str, str]  # key -> value, in the notation of --profile-set
 RUN_KEYS = ("backend", "compile_backend", "threads", f"environment.{COLLECTIVES_BUFFER}")
 GRAPH_KEYS = ("attention", "sequence_parallel", "blocks_per_graph", "compiler_flags.dit")
 _PACKAGES = (
-    *("torch", "torch-neuronx", "torch-xla", "neuronx-cc"),
-    *("neuronx-distributed", "nki", "nkilib"),
+    "torch",
+    "torch-neuronx",
+    "torch-xla",
+    "neuronx-cc",
+    "neuronx-distributed",
+    "nki",
+    "nkilib",
 )
 
 

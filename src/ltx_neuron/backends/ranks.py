@@ -252,8 +252,8 @@ def tensors_digest(tensors: Iterable[Tensor]) -> str:
 
 class HostRanks:
     """The methods of Ranks that a stage calls, for a world of one rank and one program: a rank in
-    this process, which calls the modules of a program directly. weight:
-    returns a weight by its name."""
+    this process, which calls the modules of a program directly. weight: returns a weight by its
+    name."""
 
     def __init__(self, name: str, program: Program, weight: Callable[[str], Tensor]):
         self.tp, self.cp, self.programs = 1, 1, {name: program}

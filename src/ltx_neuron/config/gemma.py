@@ -102,8 +102,12 @@ GEMMA_4_12B = GemmaConfig(
 # By the model_type in a config.
 _KINDS = {"gemma3": GEMMA_3_12B, "gemma4_unified": GEMMA_4_12B}
 _NOT_IMPLEMENTED = (
-    *("attn_logit_softcapping", "attention_bias", "enable_moe_block"),
-    *("num_kv_shared_layers", "hidden_size_per_layer_input", "use_double_wide_mlp"),
+    "attn_logit_softcapping",
+    "attention_bias",
+    "enable_moe_block",
+    "num_kv_shared_layers",
+    "hidden_size_per_layer_input",
+    "use_double_wide_mlp",
 )
 
 

@@ -11,29 +11,35 @@ REGISTERS = 128
 STREAMS: tuple[str, ...] = "video", "audio"
 
 # Values that the code assumes: those of ltx-core's LTXModelConfigurator and of 2.3 files.
-_TRUE = (
-    *("attention_bias", "cross_attention_norm", "use_audio_video_cross_attention"),
-    *("av_cross_ada_norm", "use_middle_indices_grid", "cross_attention_adaln"),
-    *("apply_gated_attention", "connector_apply_gated_attention"),
-    *("caption_proj_before_connector", "use_embeddings_connector"),
-)
-_FALSE = (
-    *("use_linear_projection", "only_cross_attention", "double_self_attention"),
-    *("upcast_attention", "norm_elementwise_affine", "share_ff", "caption_proj_input_norm"),
-    *("caption_projection_first_linear", "caption_projection_second_linear"),
-)
 _REQUIRED = {
-    **dict.fromkeys(_TRUE, True),
-    **dict.fromkeys(_FALSE, False),
     "dropout": 0.0,
+    "attention_bias": True,
     "num_vector_embeds": None,
     "activation_fn": "gelu-approximate",
     "num_embeds_ada_norm": 1000,
+    "use_linear_projection": False,
+    "only_cross_attention": False,
+    "cross_attention_norm": True,
+    "double_self_attention": False,
+    "upcast_attention": False,
     "standardization_norm": "rms_norm",
+    "norm_elementwise_affine": False,
     "qk_norm": "rms_norm",
     "positional_embedding_type": "rope",
+    "use_audio_video_cross_attention": True,
+    "share_ff": False,
+    "av_cross_ada_norm": True,
+    "use_middle_indices_grid": True,
     "rope_type": "split",
     "frequencies_precision": "float64",
+    "cross_attention_adaln": True,
+    "apply_gated_attention": True,
+    "connector_apply_gated_attention": True,
+    "caption_proj_before_connector": True,
+    "caption_projection_first_linear": False,
+    "caption_projection_second_linear": False,
+    "caption_proj_input_norm": False,
+    "use_embeddings_connector": True,
 }
 _DEFAULTS = {
     "in_channels": 128,

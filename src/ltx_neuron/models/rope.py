@@ -86,7 +86,7 @@ def rope_tables(
     config: TransformerConfig, video_positions: Tensor, audio_positions: Tensor
 ) -> dict[str, Tensor]:
     """Cosines and sines of the DiT's self attentions and audio-video attentions, by field.
-    video_positions: (1, 3, Tv): seconds, pixel row, pixel column. Audio-video attention. uses time
+    video_positions: (1, 3, Tv): seconds, pixel row, pixel column. Audio-video attention uses time
     only, with the audio's head size. audio_positions: (1, 1, Ta): seconds."""
     video_max = config.positional_embedding_max_pos
     audio_max = config.audio_positional_embedding_max_pos

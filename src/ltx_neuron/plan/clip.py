@@ -79,9 +79,8 @@ class ClipPlan:
     # Per clip of a batch, in which the ranks denoise the next clip meanwhile
     batch_seconds: float | None
     overlaps: str  # phases that run at the same time, as text
-    cold: list[
-        PhaseRow
-    ]  # what the first clip has besides, once the ranks run; empty without Neuron
+    # What the first clip has besides, once the ranks run; empty without Neuron
+    cold: list[PhaseRow]
     # Of a clip of a batch, as report.price.Price gives it, with --price-per-hour
     price: dict[str, float] | None
 

@@ -50,11 +50,8 @@ class Database:
     empty one that jobs' folders in `folder` show to have had jobs."""
 
     def __init__(self, path: Path, folder: Path):
-        self.path, self._idle, self._printed = (
-            Path(path),
-            deque[sqlite3.Connection](),
-            -_LINE_SECONDS,
-        )
+        self.path, self._idle = Path(path), deque[sqlite3.Connection]()
+        self._printed = -_LINE_SECONDS
         self.reserve, self._opened = self.path.with_name(f"{self.path.name}.reserve"), None
         try:
             with open(path, "ab") as file:  # SQLite opens what it may not write
@@ -76,10 +73,8 @@ class Database:
         except (StorageError, sqlite3.DatabaseError) as error:
             if getattr(error, "errno", errno.EBADMSG) != errno.EBADMSG:
                 raise
-            backup, parts = (
-                f"{folder.parent}.damaged",
-                path.parent.glob(f"{glob.escape(path.name)}*"),
-            )
+            backup = f"{folder.parent}.damaged"
+            parts = path.parent.glob(f"{glob.escape(path.name)}*")
             move = shlex.join(["mv", *map(str, parts), str(folder), backup])
             raise UserError(
                 f"{path} cannot be opened as the queue's database: {os_reason(error)}\nPut back a"

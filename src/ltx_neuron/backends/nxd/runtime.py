@@ -2,7 +2,7 @@
 
 Rank files are read strictly and uploaded once. A graph is bound to these weights. A graph that
 serves several groups of blocks instead receives the weights of one group with each call, as lists
-of tensors that are already on the cores (Inputs). buffers.py decides how often a graph is loaded
+of tensors that are already on the cores (GraphInputs). buffers.py decides how often a graph is loaded
 and which copy runs next. Only five calls need hardware: NxDModel's load, set_weights and to_neuron,
 its runtime object's forward_ranked, and `to_core`. We did not run them on hardware.
 """
@@ -49,7 +49,9 @@ class _WeightSet:
         # By rank, then by name; None until the first graph is loaded.
         self.tensors: list[dict[str, Tensor]] | None = None
         self.models: dict[tuple[str, str], list] = {}  # (program, graph) -> its loaded NxDModels
-        self.inputs: dict[tuple[str, str, int], Inputs] = {}  # (program, graph, first block) -> ...
+        self.inputs: dict[
+            tuple[str, str, int], GraphInputs
+        ] = {}  # (program, graph, first block) -> ...
         self.manifests: dict[str, Manifest] = {}
 
     def bind(self, program: str, graph: str, copies: int, tp: int, size: int) -> None:
@@ -80,7 +82,7 @@ class _WeightSet:
         if not loaded:  # a further copy has the same inputs
             fields = {name: manifest.fields[name] for name in described["inputs"]}
             for first, parts in passed.items():
-                inputs = Inputs(models[0], described["tag"], fields, parts)
+                inputs = GraphInputs(models[0], described["tag"], fields, parts)
                 self.inputs[program, graph, first] = inputs
         for model in models:
             # Without set_weights, which would upload the weights again.
@@ -285,7 +287,7 @@ class NxdRanks(ranks.Ranks):
         """Do nothing: cores that this process drives cannot fail while idle."""
 
 
-class Inputs:
+class GraphInputs:
     """A graph's inputs for one group of blocks, in the compiled graph's order, for all its copies.
 
     NxDModel.forward sorts, routes and transposes every input of every rank at each call. This does
