@@ -2,9 +2,9 @@
 
 Rank files are read strictly and uploaded once. A graph is bound to these weights. A graph that
 serves several groups of blocks instead receives the weights of one group with each call, as lists
-of tensors that are already on the cores (GraphInputs). buffers.py decides how often a graph is loaded
-and which copy runs next. Only five calls need hardware: NxDModel's load, set_weights and to_neuron,
-its runtime object's forward_ranked, and `to_core`. We did not run them on hardware.
+of tensors that are already on the cores (GraphInputs). buffers.py decides how often a graph is
+loaded and which copy runs next. Only five calls need hardware: NxDModel's load, set_weights and
+to_neuron, its runtime object's forward_ranked, and `to_core`. We did not run them on hardware.
 """
 
 import gc
