@@ -17,8 +17,8 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.latent_state import initial_states
 from ltx_neuron.text.encoders import Contexts
 
 CONTENT, CONFIG = made_config(ff_bias=False, use_keyframes_abs_pos_embedding=True)

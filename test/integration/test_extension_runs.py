@@ -13,7 +13,7 @@ from longer_film import FRAMES, RATE, joins, longer, made, source
 
 from ltx_neuron.demo import ASSETS
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import conditions
+from ltx_neuron.host import encode_inputs
 from ltx_neuron.host.media import Sound, first_frames, pixels_of, read_sound
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.sampling.extension import joined
@@ -99,7 +99,7 @@ def seam(waveform: torch.Tensor, joins: list[int], rate: int) -> float:
 
 def test_the_known_latents_are_of_the_frames_and_the_sound_next_to_the_new_ones(engine, film):
     tail = pixels_of(list(first_frames(film, ""))[-17:], 64, 64)
-    known = conditions.encode(engine.host, longer(film, 1.0))
+    known = encode_inputs.encode(engine.host, longer(film, 1.0))
     assert torch.equal(known["video_latent"][:, :, :3], engine.host.encode_video(tail))
     assert known["video_latent"].shape[2] == 3 + 3 and not known["video_latent"][:, :, 3:].any()
     sound = read_sound(film, "")
@@ -116,7 +116,7 @@ def test_a_film_without_sound_goes_on_from_silence(engine, film, tmp_path, capsy
             if packet.size:
                 packet.stream = copied
                 silent.mux(packet)
-    known = conditions.encode(engine.host, longer(path, -1.0))["audio_latent"]
+    known = encode_inputs.encode(engine.host, longer(path, -1.0))["audio_latent"]
     assert "has no sound: the new part continues from silence" in capsys.readouterr().out
     _, silence = engine.host.encode_audio(Sound(torch.zeros(2, 48000), 16000))
     assert torch.allclose(known[:, :, 30:50], silence[:, :, 30:50], atol=1e-5)
@@ -132,4 +132,4 @@ def test_a_file_that_has_fewer_frames_than_it_says_is_refused(film, engine):
     job = longer(film, 1.0)
     job = replace(job, retake=replace(job.retake, source_frames=FRAMES + 1))
     with pytest.raises(UserError, match="got 30 frames, wanted 31"):
-        conditions.check(job)
+        encode_inputs.check(job)

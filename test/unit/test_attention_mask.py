@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers import generator, one_thread  # noqa: F401
 
-from ltx_neuron.host.conditions import mask_divides, token_weights
-from ltx_neuron.sampling.conditioning import attention_bias
+from ltx_neuron.host.encode_inputs import mask_divides, token_weights
+from ltx_neuron.sampling.latent_state import attention_bias
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -31,8 +31,8 @@ from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models import dit
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.latent_state import video_state
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS, STAGE_2_SIGMAS
 

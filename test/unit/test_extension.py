@@ -23,9 +23,9 @@ from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.plan import weight_sets
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import audio_state, initial_states, video_state
 from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.sampling.extension import OVERLAP, Extension, default_window, joined, start_of
+from ltx_neuron.sampling.latent_state import audio_state, initial_states, video_state
 from ltx_neuron.sampling.latents import (
     audio_latent_frames,
     audio_positions,

@@ -25,7 +25,7 @@ from ltx_neuron.engine.resume import JobRun, restore_state, save_state
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import FLOAT32
-from ltx_neuron.host.conditions import check, encode
+from ltx_neuron.host.encode_inputs import check, encode
 from ltx_neuron.host.images import fill
 from ltx_neuron.host.media import Sound, read_sound
 from ltx_neuron.host.models import HostModels
@@ -458,7 +458,7 @@ def test_the_voice_of_a_dubbed_clip_has_one_or_two_channels(
     host, tiny, tmp_path, capsys, channels, monkeypatch
 ):
     sound = Sound(tone(16000, 0.5)[:1].expand(channels, -1), 16000)
-    monkeypatch.setattr("ltx_neuron.host.conditions.read_sound", lambda *a: sound)
+    monkeypatch.setattr("ltx_neuron.host.encode_inputs.read_sound", lambda *a: sound)
     path = write_film(tmp_path / "clip.mkv", picture_frames(9, 64, 96, 3))
     if channels == 6:
         with pytest.raises(UserError, match="--reference-video .*clip.mkv has 6 channels"):

@@ -25,7 +25,7 @@ from ltx_neuron.models import attention
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling.conditioning import attention_bias, audio_state, video_state
+from ltx_neuron.sampling.latent_state import attention_bias, audio_state, video_state
 from ltx_neuron.sampling.latents import audio_positions, audio_seconds, unpatchify_audio
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS, sigma_pairs, stream_sigmas
 

@@ -34,7 +34,6 @@ from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import PASSES
-from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import (
     DEFAULT_STEPS,
@@ -44,6 +43,7 @@ from ltx_neuron.sampling.guidance import (
     Guidance,
     StreamGuidance,
 )
+from ltx_neuron.sampling.latent_state import video_state
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS, ltx2_schedule, sigma_pairs
 from ltx_neuron.sampling.spec import GuidanceFields, flag_of

@@ -23,7 +23,7 @@ from ltx_neuron.engine.outputs import run_identity
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import conditions
+from ltx_neuron.host import encode_inputs
 from ltx_neuron.host.media import read_sound
 from ltx_neuron.host.video import write_video
 from ltx_neuron.invocation import command
@@ -527,7 +527,7 @@ def test_a_video_that_cannot_be_dubbed_ends_the_script(clip, ic_lora, tmp_path, 
         code, printed, error = generated(capsys, *DUBBING, film, *loras)
         assert code == 2 and text in error
     dubbed = said(*DUBBING, film, "--lora", lora)
-    assert conditions.notes(dubbed) == [f"{cut} (8k+1)"]
+    assert encode_inputs.notes(dubbed) == [f"{cut} (8k+1)"]
     assert "--reference-strength needs --reference-video FILE" in refused(
         "--reference-strength", 0.5
     )

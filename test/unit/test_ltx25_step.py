@@ -18,7 +18,6 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling import latents, samplers
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import initial_states
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
@@ -27,6 +26,7 @@ from ltx_neuron.sampling.conditions import (
     Retake,
     SoundCondition,
 )
+from ltx_neuron.sampling.latent_state import initial_states
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
 from ltx_neuron.sampling.spec import LoraFile

@@ -11,7 +11,7 @@ from clips import FLASH, RATE, encoded, first_loud, noise_with_click, run_printe
 from jobs import make_job
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import conditions
+from ltx_neuron.host import encode_inputs
 from ltx_neuron.host.media import ffmpeg, first_frames, footage, read_sound
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ReferenceAudio, ReferenceVideo, Retake, SoundCondition
@@ -181,12 +181,12 @@ def jobs_of(path) -> dict:
     longer = RETAKEN(retake=Retake(path, extend=1.0, source_frames=33))
     sound = make_job("", Size(64, 96, 25), sound=SoundCondition(path))
     return {
-        "retake": conditions._retaken_sound(retake),
-        "extend": conditions._extended_sound(longer, longer.extension),
-        "sound": conditions._read_sound_condition(sound, sound.sound),
-        "voice": conditions.read_reference_audio(path, None),
-        "voice with a length": conditions.read_reference_audio(path, 1.0),
-        "dubbing": conditions.read_reference_audio(path, None, conditions.DUBBED),
+        "retake": encode_inputs._retaken_sound(retake),
+        "extend": encode_inputs._extended_sound(longer, longer.extension),
+        "sound": encode_inputs._read_sound_condition(sound, sound.sound),
+        "voice": encode_inputs.read_reference_audio(path, None),
+        "voice with a length": encode_inputs.read_reference_audio(path, 1.0),
+        "dubbing": encode_inputs.read_reference_audio(path, None, encode_inputs.DUBBED),
     }
 
 
@@ -201,7 +201,7 @@ def test_every_input_reads_a_clips_sound_by_the_clips_clock(tmp_path, made):
 def test_before_an_extended_clip_is_silence_and_then_its_sound_by_its_clock(tmp_path):
     path = write_clip(tmp_path / "clip.mp4", **LATE)
     before = RETAKEN(retake=Retake(path, extend=-1.0, source_frames=33))
-    sound = conditions._extended_sound(before, before.extension)
+    sound = encode_inputs._extended_sound(before, before.extension)
     heard = first_loud(sound.samples.numpy()) / sound.rate
     assert heard == pytest.approx(before.extension.silence + FLASH / RATE, abs=EXACT)
 
@@ -226,7 +226,7 @@ def test_before_an_extended_clip_is_silence_and_then_its_sound_by_its_clock(tmp_
 )
 def test_what_is_filled_with_silence_or_left_out_is_said(tmp_path, made, said):
     path = write_clip(tmp_path / "clip.mp4", **made)
-    notes = conditions.notes(RETAKEN(retake=Retake(path, 0.1, 0.3)))
+    notes = encode_inputs.notes(RETAKEN(retake=Retake(path, 0.1, 0.3)))
     assert len(notes) == len(said)
     for note, part in zip(notes, said, strict=True):
         assert note.startswith(f"--video-path {path}: ")
@@ -245,7 +245,7 @@ def test_notes_are_of_every_input_by_its_flag(tmp_path):
         ),
         "--video-path": RETAKEN(retake=Retake(path, extend=1.0, source_frames=33)),
     }
-    said = {flag: conditions.notes(job) for flag, job in jobs.items()}
+    said = {flag: encode_inputs.notes(job) for flag, job in jobs.items()}
     for flag, (first, *more) in said.items():
         assert first.startswith(f"{flag} {path}: its sound begins after 0.2"), first
         if flag == "--reference-audio":

@@ -13,7 +13,7 @@ from jobs import make_job
 from printed import runs
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.conditions import check, read_reference_audio
+from ltx_neuron.host.encode_inputs import check, read_reference_audio
 from ltx_neuron.host.media import ffmpeg, first_frames, footage, read_sound, video_size
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import Retake, SoundCondition

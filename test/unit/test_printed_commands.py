@@ -194,10 +194,12 @@ REMEDIES = {
     "engine/outputs.py:check_batch: --output-dir": (
         "batch ~--prompt ~--output-path --prompts-file {prompts}"
     ),
-    "host/conditions.py:_too_short: --audio-start-time": (
+    "host/encode_inputs.py:_too_short: --audio-start-time": (
         "generate --audio-path {sound} --audio-start-time 0.4 => --audio-start-time 0"
     ),
-    "host/conditions.py:_too_short: --num-frames": "generate --num-frames 25 --audio-path {sound}",
+    "host/encode_inputs.py:_too_short: --num-frames": (
+        "generate --num-frames 25 --audio-path {sound}"
+    ),
     "host/video.py:check_output_path: --output-path": (
         "generate --recipe dev --sound-only ~--height ~--width"
     ),

@@ -11,8 +11,8 @@ from tiny.gemma import gemma_config as tiny_gemma_config
 
 from ltx_neuron.config.gemma import gemma_config
 from ltx_neuron.models.rope import half_rope, rotate, split_rope
-from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.latent_state import video_state
 from ltx_neuron.sampling.latents import audio_positions, video_positions
 
 THETA = 10000.0

@@ -35,8 +35,8 @@ from ltx_neuron.models.programs import dit_program, may_divide
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.report.table import table
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.sampling.latent_state import video_state
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import ltx2_schedule
 from ltx_neuron.service.api_error import ApiError

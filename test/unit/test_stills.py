@@ -17,7 +17,7 @@ from PIL import Image
 from printed import runs
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.conditions import check, notes
+from ltx_neuron.host.encode_inputs import check, notes
 from ltx_neuron.host.images import decode_image, is_still
 from ltx_neuron.host.media import first_frames
 from ltx_neuron.job import Job, Size

@@ -16,7 +16,7 @@ from ltx_neuron.artifacts.workspace import job_flags
 from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.host.conditions import check, encode
+from ltx_neuron.host.encode_inputs import check, encode
 from ltx_neuron.host.media import Sound, read_sound
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import resample

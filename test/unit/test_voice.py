@@ -30,7 +30,7 @@ from ltx_neuron.batch import read_lines
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import conditions
+from ltx_neuron.host import encode_inputs
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models import attention
 from ltx_neuron.models.guided import Guide
@@ -38,9 +38,9 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import NO_VOICE, PASSES
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import audio_state, initial_states, video_state
 from ltx_neuron.sampling.conditions import ReferenceAudio
 from ltx_neuron.sampling.guidance import DEFAULTS, StreamGuidance
+from ltx_neuron.sampling.latent_state import audio_state, initial_states, video_state
 from ltx_neuron.sampling.latents import reference_audio_positions, unpatchify_audio
 from ltx_neuron.sampling.schedules import sigma_pairs
 from ltx_neuron.service.jobs import job_of
@@ -265,7 +265,7 @@ def test_a_mono_voice_is_in_both_channels(voice, capsys):
         return torch.zeros(1), randn(1, 8, TREF, 16)
 
     host = SimpleNamespace(encode_audio=encode_audio)
-    found = conditions.encode(host, job(reference_sound=ReferenceAudio(voice, TREF)))
+    found = encode_inputs.encode(host, job(reference_sound=ReferenceAudio(voice, TREF)))
     assert found["audio_reference"].shape == (1, 8, TREF, 16)
     left, right = heard[0]
     assert torch.equal(left, right) and left.any() and len(left) == 16000
@@ -360,6 +360,6 @@ def test_a_shape_needs_no_lora_as_its_graphs_do_not_depend_on_one(voice):
 
 @pytest.mark.parametrize(("latents", "seconds"), [(26, "1.0"), (126, None), (300, "12.0")])
 def test_a_voice_much_shorter_or_longer_than_the_training_is_noted(voice, latents, seconds):
-    notes = conditions.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
+    notes = encode_inputs.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
     said = f"{voice} gives {seconds} s of sound; its LoRA was trained on about 5 s"
     assert [said in note for note in notes] == [True] * (seconds is not None)

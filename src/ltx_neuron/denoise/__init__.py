@@ -31,7 +31,7 @@ from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, LATENTS
 from ltx_neuron.report.recorder import Counters
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditioning import LatentState
+from ltx_neuron.sampling.latent_state import LatentState
 from ltx_neuron.sampling.samplers import SAMPLERS, Euler, Res2s, Stream, ancestral_steps
 from ltx_neuron.sampling.schedules import stream_sigmas
 from ltx_neuron.text.encoders import Contexts

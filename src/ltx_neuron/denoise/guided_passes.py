@@ -7,8 +7,8 @@ import torch
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models.signatures import NO_VOICE, PASSES
-from ltx_neuron.sampling.conditioning import LatentState
 from ltx_neuron.sampling.guidance import Guidance
+from ltx_neuron.sampling.latent_state import LatentState
 from ltx_neuron.text.encoders import Contexts
 
 

@@ -6,10 +6,10 @@ from torch import Tensor
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import LatentState, initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.dfr import CLIPS
 from ltx_neuron.sampling.extension import start_of
+from ltx_neuron.sampling.latent_state import LatentState, initial_states
 
 
 def to_upsample(

@@ -12,7 +12,7 @@ from ltx_neuron.backends.ranks import Ranks, indexed
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.job import Job
 from ltx_neuron.models.signatures import LATENTS
-from ltx_neuron.sampling.conditioning import LatentState
+from ltx_neuron.sampling.latent_state import LatentState
 from ltx_neuron.sampling.samplers import Euler
 from ltx_neuron.sampling.tiles import blend_weights
 

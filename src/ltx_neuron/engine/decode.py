@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.host.background import Background, prefetch, wait_for
-from ltx_neuron.host.conditions import with_source
+from ltx_neuron.host.encode_inputs import with_source
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.video import cut_frames, cut_sound, write_video, write_wav
 from ltx_neuron.job import Job

@@ -27,7 +27,7 @@ from ltx_neuron.engine.preflight import Compiled, Preflight, RunOptions
 from ltx_neuron.engine.residency import Residency
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import conditions
+from ltx_neuron.host import encode_inputs
 from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import POLL_SECONDS, Background, wait_for
 from ltx_neuron.host.models import HostModels
@@ -110,7 +110,7 @@ class Engine:
             if job.has_media(stage.upsampled) and "video_latent" not in tensors:
                 with recorder.phase("encode_inputs"):
                     tiles = self._encoder_tiles(job)
-                    tensors |= conditions.encode(host, job, stage.upsampled, tiles)
+                    tensors |= encode_inputs.encode(host, job, stage.upsampled, tiles)
             for name, latent in to_upsample(run.job, stage, tensors).items():
                 tensors[name] = self._upsampled(*latent)
             if job.details(stage.upsampled):
@@ -118,7 +118,7 @@ class Engine:
 
             # The start of the stage. `prepare` adds the noise and uploads what all steps share.
             with recorder.phase(phase):
-                images = conditions.encode_images(host, job, stage.height, stage.width)
+                images = encode_inputs.encode_images(host, job, stage.height, stage.width)
                 states = starting_states(run.job, stage, tensors, images, self.workspace.dtype)
                 stage_run = self._new_stage_run(compiled[id(run.job), stage], modulation, job)
                 stage_run.prepare(job, stage, run.contexts, states, run.generator)

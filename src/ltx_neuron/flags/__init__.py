@@ -24,7 +24,7 @@ from ltx_neuron.engine.outputs import OutputPaths
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
-from ltx_neuron.host import conditions
+from ltx_neuron.host import encode_inputs
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.report.price import Price
@@ -341,7 +341,7 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
 
 def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = None) -> list[Line]:
     """The lines of --prompts-file. folder: of the results, for batch.read_lines."""
-    of_line, files = job_of_line(args), (conditions.check, folder)
+    of_line, files = job_of_line(args), (encode_inputs.check, folder)
     resolved, identity = lambda line: workspace.resolved(of_line(line)), workspace.identity
     return read_lines(args.prompts_file, resolved, identity, spec(args), *files)
 

@@ -2,7 +2,7 @@
 
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.files import check_readable
-from ltx_neuron.host.conditions import DUBBED, REFERENCE, RETAKE, VOICE, read_reference_audio
+from ltx_neuron.host.encode_inputs import DUBBED, REFERENCE, RETAKE, VOICE, read_reference_audio
 from ltx_neuron.host.images import is_still
 from ltx_neuron.host.media import footage, video_size
 from ltx_neuron.sampling.inputs import JobInputs, Media

@@ -161,7 +161,7 @@ class Modulation:
     def per_step(self, table: Tensor, group: AdaLNRows) -> Tensor:
         """The group's rows plus the entries of a learned table (entries, D) for the
         step's sigma, independent of tokens' timesteps: (count, D)."""
-        # The first timestep is that of mask 1 (sampling.conditioning.LatentState.masks).
+        # The first timestep is that of mask 1 (sampling.latent_state.LatentState.masks).
         return table[group.entries] + self.rows[0, group.rows]
 
     def _select(self, values: Tensor) -> Tensor:

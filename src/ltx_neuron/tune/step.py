@@ -19,7 +19,7 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import initial_states
+from ltx_neuron.sampling.latent_state import initial_states
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.rankfiles import open_host_file
 

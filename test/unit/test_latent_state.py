@@ -8,8 +8,8 @@ from jobs import make_job, replace
 
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditioning import LatentState, initial_states, video_state
 from ltx_neuron.sampling.conditions import ImageCondition, ReferenceVideo, held_mask
+from ltx_neuron.sampling.latent_state import LatentState, initial_states, video_state
 from ltx_neuron.sampling.latents import patchify_audio, patchify_video
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 

@@ -24,7 +24,6 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import can_resample, resample
 from ltx_neuron.host.video import aac_rate
 from ltx_neuron.sampling import latents
-from ltx_neuron.sampling.conditioning import reference_names
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
@@ -34,6 +33,7 @@ from ltx_neuron.sampling.conditions import (
 )
 from ltx_neuron.sampling.extension import Extension
 from ltx_neuron.sampling.inputs import JobInputs
+from ltx_neuron.sampling.latent_state import reference_names
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.tensorfile import finite
 
