@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ltx_neuron.host.arithmetic import arithmetic, fastest_libraries
 from ltx_neuron.host.models import HostModels, import_ltx_core
-from ltx_neuron.sampling.latents import (
+from ltx_neuron.sampling.shapes import (
     AUDIO_CHANNELS,
     MEL_BINS,
     VIDEO_CHANNELS,

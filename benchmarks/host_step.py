@@ -45,7 +45,7 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.programs import Program, dit_program
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import shapes
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.text.encoders import Contexts
@@ -142,8 +142,8 @@ class Ours:
     def prepare(self, case: str) -> None:
         """What a stage uploads before its steps."""
         job, config = self.cases[case], self.workspace.transformer
-        rows, columns = latents.video_latent_shape(job.size.height, job.size.width, 1)[1:]
-        held = 1, latents.VIDEO_CHANNELS, 1, rows, columns
+        rows, columns = shapes.video_latent_shape(job.size.height, job.size.width, 1)[1:]
+        held = 1, shapes.VIDEO_CHANNELS, 1, rows, columns
         images = [(image, randn(*held)) for image in job.images]
         widths = config.video.inner, config.audio.inner
         contexts = Contexts(

@@ -18,7 +18,7 @@ from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.host import sound
 from ltx_neuron.host.tiles import cut, tile_shape, tiling_for_ranks
 from ltx_neuron.models.programs import Program, spectrogram_program, tile_program, waveform_program
-from ltx_neuron.sampling.latents import audio_latent_frames, video_latent_shape
+from ltx_neuron.sampling.shapes import audio_latent_frames, video_latent_shape
 
 
 def main() -> None:

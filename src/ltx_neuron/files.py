@@ -15,12 +15,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
-
-from torch import Tensor
+from typing import TYPE_CHECKING, BinaryIO
 
 from ltx_neuron.errors import UserError, os_reason, to_user_error
 from ltx_neuron.format import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MANIFEST = "manifest.json"  # of every finished folder; written last
 MARK = "ltx-neuron"  # marks our logs and frames, so that a later run may overwrite them
@@ -148,7 +149,7 @@ def _checksum(manifest: dict) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def write_tensors(path: Path, tensors: dict[str, "Tensor"], metadata: dict[str, str]) -> None:
     from safetensors.torch import save
 
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}

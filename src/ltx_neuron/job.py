@@ -25,16 +25,15 @@ from ltx_neuron.sampling.guidance import (
     default_steps,
 )
 from ltx_neuron.sampling.inputs import JobInputs, Media
-from ltx_neuron.sampling.latents import UPSCALES, video_latent_shape
 from ltx_neuron.sampling.samplers import SAMPLERS, STAGE_SEED
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     DISTILLED_SIGMAS,
-    GUIDED_MAX_STEPS,
     SCHEDULE_TOKENS,
     STAGE_2_SIGMAS,
     ltx2_schedule,
 )
+from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS, UPSCALES, video_latent_shape
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import DETAILING, HQ_STRENGTHS, LORAS, SIZES, LoraFields, LoraFile
 from ltx_neuron.sampling.tiles import Tile

@@ -35,8 +35,8 @@ from ltx_neuron.sampling.conditions import (
     WeightedFile,
 )
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.sampling.latents import TIME_SCALE, UPSCALES
 from ltx_neuron.sampling.rules import GUIDANCE
+from ltx_neuron.sampling.shapes import TIME_SCALE, UPSCALES
 from ltx_neuron.sampling.spec import RECIPES, JobFields, LoraFile
 from ltx_neuron.weights.model_files import located, spatial_scale
 from ltx_neuron.weights.tensorfile import DTYPES

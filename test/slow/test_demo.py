@@ -35,8 +35,8 @@ from ltx_neuron.engine.run import Engine
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latent_state import LatentState
-from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
+from ltx_neuron.sampling.shapes import TIME_SCALE
 from ltx_neuron.weights.rankfiles import rank_file
 
 engines = demo_clips.engines  # a fixture

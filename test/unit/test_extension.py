@@ -27,12 +27,12 @@ from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.sampling.extension import OVERLAP, Extension, default_window, joined, start_of
 from ltx_neuron.sampling.latent_state import audio_state, initial_states, video_state
 from ltx_neuron.sampling.latents import (
-    audio_latent_frames,
     audio_positions,
     audio_seconds,
     video_positions,
     video_seconds,
 )
+from ltx_neuron.sampling.shapes import audio_latent_frames
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.worker import DENOISED, _percent
 from ltx_neuron.text.encoders import Contexts

@@ -40,7 +40,7 @@ from ltx_neuron.sampling.conditions import (
     Retake,
     SoundCondition,
 )
-from ltx_neuron.sampling.latents import sound_latent_frames
+from ltx_neuron.sampling.shapes import sound_latent_frames
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import Lora
 

@@ -45,7 +45,8 @@ from ltx_neuron.sampling.guidance import (
 )
 from ltx_neuron.sampling.latent_state import video_state
 from ltx_neuron.sampling.latents import audio_positions
-from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS, ltx2_schedule, sigma_pairs
+from ltx_neuron.sampling.schedules import ltx2_schedule, sigma_pairs
+from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS
 from ltx_neuron.sampling.spec import GuidanceFields, flag_of
 
 # Three blocks of a width of 32

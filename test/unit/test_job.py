@@ -11,7 +11,7 @@ from typed import said
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.latents import audio_latent_frames
+from ltx_neuron.sampling.shapes import audio_latent_frames
 
 MISTAKES = {
     "--prompt: got None, wanted a valid string": dict(prompt=None),

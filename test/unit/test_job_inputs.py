@@ -40,7 +40,7 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.sampling.guidance import DEFAULTS, NEGATIVE_PROMPT, Guidance, StreamGuidance
-from ltx_neuron.sampling.latents import sound_latent_frames
+from ltx_neuron.sampling.shapes import sound_latent_frames
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.weights.lora import Lora, are_silent, reference_scale
 

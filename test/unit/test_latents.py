@@ -5,16 +5,15 @@ import torch
 from helpers import furthest, randn
 
 from ltx_neuron.sampling.latents import (
-    audio_latent_frames,
     audio_positions,
     keyframe_positions,
     patchify_audio,
     patchify_video,
     unpatchify_audio,
     unpatchify_video,
-    video_latent_shape,
     video_positions,
 )
+from ltx_neuron.sampling.shapes import audio_latent_frames, video_latent_shape
 
 SIZES = [(1, 1, 1), (3, 2, 5), (4, 6, 4), (16, 3, 2)]  # latent frames, rows, columns
 RATES = [24.0, 25.0, 30.0, 23.976]

@@ -43,7 +43,7 @@ from ltx_neuron.sampling.conditions import (
     Retake,
     SoundCondition,
 )
-from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.sampling.shapes import video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.lora import Lora
 

@@ -18,12 +18,8 @@ from ltx_neuron.models.dit import next_latents
 from ltx_neuron.sampling.conditions import SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.samplers import Res2s, Stream, evaluation_pairs
-from ltx_neuron.sampling.schedules import (
-    DISTILLED_MAX_STEPS,
-    GUIDED_MAX_STEPS,
-    STAGE_2_SIGMAS,
-    ltx2_schedule,
-)
+from ltx_neuron.sampling.schedules import DISTILLED_MAX_STEPS, STAGE_2_SIGMAS, ltx2_schedule
+from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS
 
 TOKENS = {"video": 12, "audio": 7}
 GUIDED = ltx2_schedule(5, tokens=18)

@@ -10,7 +10,7 @@ from ltx_neuron.backends.manifest import record_size, recorded_sizes
 from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio
-from ltx_neuron.sampling.latents import sound_latent_frames
+from ltx_neuron.sampling.shapes import sound_latent_frames
 from ltx_neuron.sampling.spec import LORAS, LoraFile
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry, seconds_of

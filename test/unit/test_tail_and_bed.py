@@ -25,7 +25,7 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import _output
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
-from ltx_neuron.sampling.latents import SAMPLE_RATE
+from ltx_neuron.sampling.shapes import SAMPLE_RATE
 from ltx_neuron.text.encoders import Contexts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -35,7 +35,7 @@ from ltx_neuron.models.programs import (
 from ltx_neuron.models.vocoder import arrangement
 from ltx_neuron.plan import check_text_fits
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.latents import TIME_SCALE, upscaled
+from ltx_neuron.sampling.shapes import TIME_SCALE, upscaled
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import check_whole, file_entries, is_finished, verify
 from ltx_neuron.weights.sharder import (

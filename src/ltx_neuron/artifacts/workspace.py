@@ -26,6 +26,7 @@ from ltx_neuron.config.diffusion import (
     shortest,
 )
 from ltx_neuron.config.gemma import check_gemma_fits
+from ltx_neuron.config.parts import KINDS
 from ltx_neuron.config.profiles import Profile, describe_backend, require_runtime
 from ltx_neuron.config.release import Release
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
@@ -56,7 +57,7 @@ from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import MergedSource, WeightSet, identity_of
-from ltx_neuron.weights.model_files import KINDS, ModelFiles, check_release, named_release
+from ltx_neuron.weights.model_files import ModelFiles, check_release, named_release
 from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 

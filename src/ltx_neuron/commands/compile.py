@@ -9,7 +9,7 @@ from ltx_neuron.artifacts.workspace import times
 from ltx_neuron.commands import choose
 from ltx_neuron.engine.preflight import check_plans_fit
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.sampling.shapes import video_latent_shape
 
 # Model -> a line of help, and the description
 _MODELS = {

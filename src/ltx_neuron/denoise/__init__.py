@@ -29,7 +29,7 @@ from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, LATENTS
 from ltx_neuron.report.recorder import Counters
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import latents, shapes
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.latent_state import LatentState
 from ltx_neuron.sampling.samplers import SAMPLERS, Euler, Res2s, Stream, ancestral_steps
@@ -107,7 +107,7 @@ class StageRun:
         self.stage, self.states = stage, states
         video_state, audio_state = states
         frames = job.size.num_frames
-        self.latent_shape = latents.video_latent_shape(stage.height, stage.width, frames)
+        self.latent_shape = shapes.video_latent_shape(stage.height, stage.width, frames)
         appended = job.appended_audio(stage.upsampled)
         self.audio_frames = audio_state.latent.shape[1] - appended
         if job.sound:  # an input sound attends to the prompt in the negative pass as well

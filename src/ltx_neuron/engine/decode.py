@@ -17,7 +17,7 @@ from ltx_neuron.host.video import cut_frames, cut_sound, write_video, write_wav
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.extension import joined
-from ltx_neuron.sampling.latents import UPSCALES
+from ltx_neuron.sampling.shapes import UPSCALES
 
 # Latent upsampler -> the name of its output in --save-tensors.
 UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}

@@ -1,9 +1,13 @@
-"""The flags of all commands: their definitions, their checks, and their conversion to objects.
+"""The flags of all commands: their definitions, their checks, and their conversion to objects. The
+definitions need no torch, so that a mistyped flag is found at once; conversions import what they
+make.
 
 A command parses its flags once, into a Job, Outputs, RunOptions and a Workspace. Modules below it
 never see an argparse.Namespace. A job's flags are the fields of sampling.spec.JobFields. So are the
 keys of a line of a prompts file and some fields of a request.
 """
+
+from __future__ import annotations
 
 import argparse
 import os
@@ -12,21 +16,16 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.batch import Line, read_lines
 from ltx_neuron.command_line import Parser, advanced
+from ltx_neuron.config.parts import KINDS, PARTS
 from ltx_neuron.config.profiles import MACHINES, resolve
-from ltx_neuron.engine.outputs import OutputPaths
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
-from ltx_neuron.host import encode_inputs
 from ltx_neuron.invocation import command
-from ltx_neuron.job import Job
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.size import AutoDuration
@@ -42,7 +41,13 @@ from ltx_neuron.sampling.spec import (
     SizeFields,
     names_of,
 )
-from ltx_neuron.weights.model_files import KINDS, PARTS, located, named_recipe, spatial_scale
+
+if TYPE_CHECKING:
+    from ltx_neuron.artifacts.workspace import Workspace
+    from ltx_neuron.batch import Line
+    from ltx_neuron.engine.outputs import OutputPaths
+    from ltx_neuron.engine.preflight import RunOptions
+    from ltx_neuron.job import Job
 
 # --- common flags ---------------------------------------------------------------------------------
 
@@ -149,6 +154,8 @@ MODEL_FILES = {  # flags, and their files' kinds for hub.local_path
 def local(args: argparse.Namespace, flag: str) -> Any:
     """The local Path of one of MODEL_FILES, None without the flag. The first call downloads the
     file of a Hub name. Raises UserError."""
+    from ltx_neuron.weights.model_files import located
+
     name, kind = getattr(args, flag, None), MODEL_FILES[flag]
     if kind == "transformer":
         kind = getattr(args, "recipe", None) or "distilled"
@@ -159,6 +166,9 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
     """The checkpoint, profile and artifacts of the common flags. writes: whether the command writes
     into the artifacts folder; if so, check that it can. tuned: whether to use tuned settings;
     commands that compile or run graphs do."""
+    from ltx_neuron.artifacts.workspace import Workspace
+    from ltx_neuron.weights.model_files import spatial_scale
+
     profile = resolve(args.profile, tuple(args.profile_set))
     if writes:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
@@ -266,6 +276,8 @@ def _options(name: str, field: FieldInfo) -> dict[str, Any]:
 def spec(args: argparse.Namespace) -> Job:
     """The job of the flags that the command has, without checks. Raises UserError for an invalid
     value."""
+    from ltx_neuron.job import Job
+
     values = {name: getattr(args, name, None) for name in JobFields.model_fields}
     values = {name: value for name, value in values.items() if value is not None}
     guidance = _guidance_settings(getattr(args, "guidance", []))
@@ -341,12 +353,17 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
 
 def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = None) -> list[Line]:
     """The lines of --prompts-file. folder: of the results, for batch.read_lines."""
+    from ltx_neuron.batch import read_lines
+    from ltx_neuron.host import encode_inputs
+
     of_line, files = job_of_line(args), (encode_inputs.check, folder)
     resolved, identity = lambda line: workspace.resolved(of_line(line)), workspace.identity
     return read_lines(args.prompts_file, resolved, identity, spec(args), *files)
 
 
 def _job(args: argparse.Namespace, job: Job) -> Job:
+    from ltx_neuron.weights.model_files import spatial_scale
+
     if getattr(args, "resume", None):
         _check_resumed(job)
     if getattr(args, "duration_head_path", None):
@@ -401,6 +418,8 @@ def lora_sets(args: argparse.Namespace) -> dict[str, Job]:
 def recipe(args: argparse.Namespace) -> str:
     """The recipe of --recipe, else of the checkpoint's file name, else distilled. The checkpoint's
     metadata does not distinguish them."""
+    from ltx_neuron.weights.model_files import named_recipe
+
     if args.recipe:
         return args.recipe
     named = named_recipe(args.checkpoint_path)
@@ -507,6 +526,8 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
+    from ltx_neuron.engine.preflight import RunOptions
+
     return RunOptions(
         neuron_gemma=args.neuron_gemma,
         neuron_vae=args.neuron_vae,
@@ -521,6 +542,8 @@ def run_options(args: argparse.Namespace) -> RunOptions:
 
 
 def outputs(args: argparse.Namespace) -> OutputPaths:
+    from ltx_neuron.engine.outputs import OutputPaths
+
     return OutputPaths(
         video=args.output_path,
         folder=args.output_dir,

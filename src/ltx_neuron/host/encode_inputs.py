@@ -23,7 +23,7 @@ from ltx_neuron.host.media import Sound, read_sound
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import can_resample, resample
 from ltx_neuron.host.video import aac_rate
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import shapes
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
@@ -42,8 +42,8 @@ REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
 VOICE, DUBBED = "--reference-audio", "--reference-video"
 CHANNELS = 2  # of the encoded sound
 BED_SEED = 0xBED  # of every bed: one sound at one level is always heard the same
-_HEARD = 1 / latents.AUDIO_LATENTS_PER_SECOND  # seconds: less is not worth a note
-_TOO_SHORT = 512 / latents.SAMPLE_RATE  # seconds: half a frame of the spectrogram, reflected
+_HEARD = 1 / shapes.AUDIO_LATENTS_PER_SECOND  # seconds: less is not worth a note
+_TOO_SHORT = 512 / shapes.SAMPLE_RATE  # seconds: half a frame of the spectrogram, reflected
 
 
 @own_files()
@@ -140,10 +140,10 @@ def _heard(sound: Sound, inputs: JobInputs, bed: float | None) -> Sound:
     if bed is None:
         return Sound(samples, rate)
     # At the encoder's rate, so that the level does not depend on the file's.
-    samples = resample(samples, rate, latents.SAMPLE_RATE)
+    samples = resample(samples, rate, shapes.SAMPLE_RATE)
     generator = torch.Generator().manual_seed(BED_SEED)  # not the job's, whose draws stay
     noise = torch.randn(samples.shape, generator=generator)
-    return Sound(samples + 10 ** (bed / 20) * noise, latents.SAMPLE_RATE)
+    return Sound(samples + 10 ** (bed / 20) * noise, shapes.SAMPLE_RATE)
 
 
 def _read_sound_condition(inputs: JobInputs, source: SoundCondition) -> Sound:
@@ -155,7 +155,7 @@ def _read_sound_condition(inputs: JobInputs, source: SoundCondition) -> Sound:
         raise UserError(
             f"{SOUND} {path} ends before --audio-start-time {start:g}: type a smaller one"
         )
-    frames = latents.sound_latent_frames(sound.samples.shape[1], sound.rate)
+    frames = shapes.sound_latent_frames(sound.samples.shape[1], sound.rate)
     if frames < inputs.output_size.audio_frames or _is_too_short(sound):
         raise _too_short(source, inputs.output_size, sound, frames)
     _check_format(sound, path, SOUND)
@@ -170,8 +170,8 @@ def _too_short(source: SoundCondition, size: Size, sound: Sound, audio_frames: i
     if source.max_duration is not None:
         where += f" with --audio-max-duration {source.max_duration:g}"
         advice = f"leave --audio-max-duration out, or {advice}"
-    for num_frames in range(size.num_frames - latents.TIME_SCALE, 0, -latents.TIME_SCALE):
-        if 1 <= latents.audio_latent_frames(num_frames, size.frame_rate) <= audio_frames:
+    for num_frames in range(size.num_frames - shapes.TIME_SCALE, 0, -shapes.TIME_SCALE):
+        if 1 <= shapes.audio_latent_frames(num_frames, size.frame_rate) <= audio_frames:
             advice += f", or type --num-frames {num_frames}"
             break
     return UserError(
@@ -193,7 +193,7 @@ def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
         )
     if not finite(sound.samples):
         raise UserError(f"{flag} {path} has samples that are NaN or Inf: pass another file")
-    _check_rate(path, flag, sound.rate, latents.SAMPLE_RATE)
+    _check_rate(path, flag, sound.rate, shapes.SAMPLE_RATE)
 
 
 def _check_rate(path: str | Path, flag: str, rate: int, wanted: int) -> None:
@@ -243,7 +243,7 @@ def notes(inputs: JobInputs) -> list[str]:
         for sentence in _changes(path, flag, start, duration)
     ]
     if voice := inputs.voice:
-        seconds = voice.latents / latents.AUDIO_LATENTS_PER_SECOND
+        seconds = voice.latents / shapes.AUDIO_LATENTS_PER_SECOND
         if not 2 <= seconds <= 10:
             lines.append(
                 f"{VOICE} {voice.path} gives {seconds:.1f} s of sound; its LoRA was trained on"
@@ -364,7 +364,7 @@ def _extended_sound(inputs: JobInputs, extension: Extension) -> Sound:
     """The file's sound, as long as its video, after silence for what is generated before it."""
     if (sound := _retaken_sound(inputs)) is None:
         print(f"{RETAKE} {inputs.video_path} has no sound: the new part continues from silence")
-        sound = Sound(torch.zeros(CHANNELS, 0), latents.SAMPLE_RATE)
+        sound = Sound(torch.zeros(CHANNELS, 0), shapes.SAMPLE_RATE)
     samples, rate = _stereo(sound, f"{RETAKE} {inputs.video_path}")
     before = round(extension.silence * rate)
     whole = round((extension.silence + extension.source_seconds) * rate)
@@ -388,7 +388,7 @@ def with_source(
     new = islice(chain.from_iterable(decoded), taken.start, taken.stop)
     frames = chain(new, original) if extension.before else chain(original, new)
     with closing(decoded):
-        while chunk := list(islice(frames, latents.TIME_SCALE)):
+        while chunk := list(islice(frames, shapes.TIME_SCALE)):
             yield torch.stack(chunk)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
+from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, video_latent_shape
 
 # Latents of a tile, and its overlap with the next one: 80 and 24 frames, 768 and 64 pixels.
 TIME_TILE, TIME_OVERLAP = 80 // TIME_SCALE, 24 // TIME_SCALE

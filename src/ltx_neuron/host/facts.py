@@ -6,7 +6,7 @@ from ltx_neuron.host.encode_inputs import DUBBED, REFERENCE, RETAKE, VOICE, read
 from ltx_neuron.host.images import is_still
 from ltx_neuron.host.media import footage, video_size
 from ltx_neuron.sampling.inputs import JobInputs, Media
-from ltx_neuron.sampling.latents import TIME_SCALE, sound_latent_frames
+from ltx_neuron.sampling.shapes import TIME_SCALE, sound_latent_frames
 from ltx_neuron.weights.lora import WeightSet, detailing_scale, dubbing_scale, reference_scale
 
 

@@ -27,7 +27,7 @@ from ltx_neuron.files import check_readable, check_regular
 from ltx_neuron.host.images import MAX_SIDE, fill, unreadable
 from ltx_neuron.host.video import exact_frame_rate
 from ltx_neuron.sampling.extension import check_source
-from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
+from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE
 from ltx_neuron.sampling.size import Size
 
 # Full scale of integer sample formats.

@@ -32,7 +32,7 @@ from ltx_neuron.models.attention import rows_at_once
 from ltx_neuron.models.signatures import upload_bytes
 from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
 from ltx_neuron.sampling.conditions import EncodedClip
-from ltx_neuron.sampling.latents import TIME_SCALE, upscaled, video_latent_shape
+from ltx_neuron.sampling.shapes import TIME_SCALE, upscaled, video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.sharding import HOST, SHARDED_MODELS, SOUND_ALONE, local_shape, rule
 from ltx_neuron.weights.tensorfile import DTYPES

@@ -32,7 +32,7 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.report.price import Price
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import shapes
 
 SHARE = 0.3  # of a chip's documented peak: assumed
 # Of the video VAE: others' decoder of 3D convolutions reached 51 % on trn2 (vllm-omni-neuron).
@@ -210,9 +210,7 @@ class ClipPlanner:
             length = voice.latents if voice else size.audio_frames
             shape = 2, AUDIO_SCALE * length, mel_sizes(self.config).bins
             flops = _counted(AudioEncoderConfigurator.from_config, self.config, *shape)
-            what = (
-                f"sound, {format_flops(flops)}, {length / latents.AUDIO_LATENTS_PER_SECOND:.1f} s"
-            )
+            what = f"sound, {format_flops(flops)}, {length / shapes.AUDIO_LATENTS_PER_SECOND:.1f} s"
             rows.append(self._host("encode_inputs", flops, "encode_video float32", what))
         return rows
 
@@ -239,7 +237,7 @@ class ClipPlanner:
             window = of_stages[number].temporal
             if number and not job.extension and not (window and window.number):
                 before = self.plan.stages[number - 1]
-                latent = latents.video_latent_shape(before.height, before.width, frames)
+                latent = shapes.video_latent_shape(before.height, before.width, frames)
                 if weight_sets(job) > 1 and (not window or window.round == 1):
                     new, old = (1, 2) if window else (2, 1)
                     why = f"stage {new}'s weight set replaces stage {old}'s"
@@ -248,9 +246,9 @@ class ClipPlanner:
                 frames += (frames - 1) * bool(window)
             rows += [*self._images(stage), self._steps(stage)]
         latent = self.job.latent_shape
-        for kind in latents.UPSCALES.get(self.job.upscale, ()):
+        for kind in shapes.UPSCALES.get(self.job.upscale, ()):
             rows.append(self._upsampling(latent, kind))
-            latent = latents.upsampled(latent, kind)
+            latent = shapes.upsampled(latent, kind)
         return rows
 
     def _steps(self, stage: StagePlan) -> PhaseRow:
@@ -285,7 +283,7 @@ class ClipPlanner:
 
     @property
     def _latent(self) -> tuple[int, int, int]:
-        return latents.upscaled(self.job.latent_shape, self.job.upscale)
+        return shapes.upscaled(self.job.latent_shape, self.job.upscale)
 
     def _video(self) -> PhaseRow:
         clip, text, share = self._latent, "diffusion", SHARE
@@ -324,7 +322,7 @@ class ClipPlanner:
     def _mp4(self) -> PhaseRow:
         _, rows, columns = self._latent
         frames, tail = self.job.output_frames, self.job.tail_frames
-        pixels = frames * rows * columns * latents.SPACE_SCALE**2
+        pixels = frames * rows * columns * shapes.SPACE_SCALE**2
         what = f"{frames} frames" + (f"; the tail of {tail} is cut off" if tail else "")
         return self._host("encode_mp4", pixels, "encode_mp4", what)
 

@@ -2,24 +2,25 @@
 types and limits of their values."""
 
 import math
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
-import torch
 from pydantic import BeforeValidator, Field
 
 from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
+from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.size import Size
 
 
 def plain(value: Any) -> Any:
     """A number of numpy as one of Python; anything else but an array as it is."""
-    if isinstance(value, np.ndarray | torch.Tensor):  # of one element, it passes for a number
+    if not hasattr(value, "item"):
+        return value
+    if hasattr(value, "__setitem__"):  # an array or tensor: of one element, it passes for a number
         raise ValueError("wanted text or a number")
-    return value.item() if isinstance(value, np.generic) else value
+    return value.item()
 
 
 _PLAIN = BeforeValidator(plain)
@@ -183,4 +184,4 @@ class EncodedClip(NamedTuple):
 
 def held_mask(strength: float) -> float:
     """The denoise mask of a condition, 1 - strength, rounded to fp32."""
-    return torch.tensor(1.0 - strength, dtype=torch.float32).item()
+    return struct.unpack("f", struct.pack("f", 1.0 - strength))[0]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ltx_neuron.sampling.latents import AUDIO_CHANNELS, MEL_BINS, TIME_SCALE, audio_latent_frames
+from ltx_neuron.sampling.shapes import AUDIO_CHANNELS, MEL_BINS, TIME_SCALE, audio_latent_frames
 from ltx_neuron.sampling.size import Size
 
 SEGMENTS = 24, 32  # frames

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ltx_neuron.errors import FieldError
-from ltx_neuron.sampling.latents import TIME_SCALE, audio_latent_frames, audio_seconds
+from ltx_neuron.sampling.latents import audio_seconds
+from ltx_neuron.sampling.shapes import TIME_SCALE, audio_latent_frames
 
 # Latents of the previous window that a window keeps, so that motion and voices continue: 24 frames,
 # a second at 24 fps. More overlap needs more windows.

@@ -7,11 +7,12 @@ Source: ltx-core components/guiders.py, ltx-pipelines utils/{constants,helpers}.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isclose
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ltx_neuron.errors import FieldError
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,17 @@ class Guidance:
         }
         return ("cond", *(name for name, wanted in needed.items() if wanted))
 
-    def weights(self) -> Tensor:
+    def weights(self) -> "Tensor":
         """(2, 4) fp32: the weights of video and of audio."""
+        import torch
+
         return torch.tensor([stream.weights() for stream in self.streams])
 
-    def keep(self, name: str, layers: int, dtype: torch.dtype) -> Tensor:
+    def keep(self, name: str, layers: int, dtype: "dtype") -> "Tensor":
         """The attentions of a pass in each block, (layers, 4): video and audio self-attention, a2v,
         v2a; 0: skipped (the graphs' input `keep`)."""
+        import torch
+
         kept = torch.ones(layers, 4)
         if name == "perturbed":
             for column, stream in enumerate(self.streams):
@@ -81,9 +86,11 @@ class Guidance:
             kept[:, 2:] = 0  # both directions, every block
         return kept.to(dtype)
 
-    def enabled_steps(self, steps: Iterable[int], max_steps: int) -> Tensor:
+    def enabled_steps(self, steps: Iterable[int], max_steps: int) -> "Tensor":
         """(max_steps, 2) fp32: whether each evaluation computes video and audio. steps: each
         evaluation's step number; surplus rows are not used."""
+        import torch
+
         enabled = torch.ones(max_steps, 2)
         for row, step in enumerate(steps):
             enabled[row] = torch.tensor([float(stream.computes(step)) for stream in self.streams])

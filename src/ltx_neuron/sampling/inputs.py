@@ -30,12 +30,8 @@ from ltx_neuron.sampling.conditions import (
 from ltx_neuron.sampling.dfr import Rendering, TemporalWindow
 from ltx_neuron.sampling.extension import Extension, default_window
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance, default_guidance
-from ltx_neuron.sampling.latents import (
-    SPACE_SCALE,
-    TIME_SCALE,
-    between_keyframes,
-    video_latent_shape,
-)
+from ltx_neuron.sampling.latents import between_keyframes
+from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.size import NO_PICTURE, AutoDuration, Size
 from ltx_neuron.sampling.spec import INPUT_FILES, SIZES, JobFields, LoraFields
 from ltx_neuron.sampling.tiles import Appended, Tile, tiles

@@ -20,7 +20,6 @@ from ltx_neuron.sampling.conditions import ImageCondition, held_mask
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.inputs import JobInputs
 from ltx_neuron.sampling.latents import (
-    SPACE_SCALE,
     audio_positions,
     audio_seconds,
     keyframe_positions,
@@ -31,6 +30,7 @@ from ltx_neuron.sampling.latents import (
     video_positions,
     video_seconds,
 )
+from ltx_neuron.sampling.shapes import SPACE_SCALE
 from ltx_neuron.sampling.tiles import Tile
 
 

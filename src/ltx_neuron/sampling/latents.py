@@ -1,4 +1,4 @@
-"""Latent shapes, patches and positions of a video of H x W pixels, frames and frame rate.
+"""Patches and positions of the latents of a video of H x W pixels, frames and frame rate.
 
 Sources: ltx-core types.py, components/patchifiers.py, tools.py. The scale factors are fixed
 upstream.
@@ -12,31 +12,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-TIME_SCALE = 8  # pixel frames per latent frame after the first
-SPACE_SCALE = 32  # pixels per latent row and column
-VIDEO_CHANNELS = 128
-AUDIO_CHANNELS, MEL_BINS = 8, 16
-AUDIO_LATENTS_PER_SECOND = 25  # 16000 Hz / hop 160 / downsampling 4
-# Sizes of the audio encoder's mel spectrogram; the hop is in samples.
-_MEL_FRAMES_PER_LATENT, _HOP = 4, 160
-SAMPLE_RATE = 16000
+from ltx_neuron.sampling.shapes import (
+    AUDIO_CHANNELS,
+    HOP,
+    MEL_BINS,
+    MEL_FRAMES_PER_LATENT,
+    SAMPLE_RATE,
+    SPACE_SCALE,
+    TIME_SCALE,
+    VIDEO_CHANNELS,
+    audio_latent_frames,
+    video_latent_shape,
+)
+
 REFERENCE_GAP = 0.04  # seconds between the end of a reference's sound and the clip's beginning
-
-
-def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, int, int]:
-    """(F, h, w): latent frames, rows and columns of a video in pixels."""
-    return (num_frames - 1) // TIME_SCALE + 1, height // SPACE_SCALE, width // SPACE_SCALE
-
-
-def audio_latent_frames(num_frames: int, frame_rate: float) -> int:
-    """Audio latents for the video's length: 26 for 25 frames at 24 fps, 126 for 121."""
-    return round(num_frames / frame_rate * AUDIO_LATENTS_PER_SECOND)
-
-
-def sound_latent_frames(samples: int, rate: int) -> int:
-    """Audio latents of a sound with `samples` at `rate`."""
-    mel_frames = 1 + -(-samples * SAMPLE_RATE // rate) // _HOP
-    return -(-mel_frames // _MEL_FRAMES_PER_LATENT)
 
 
 def zeros(
@@ -153,30 +142,6 @@ def reference_audio_positions(latent_frames: int) -> Tensor:
 def audio_seconds(latent_frames: int) -> Tensor:
     """Start of each audio latent and end of the last one in seconds, (Ta + 1,) fp32."""
     # In mel frames 0, 1, 5, 9, ...: causal like the video's.
-    mel = torch.arange(latent_frames + 1, dtype=torch.float32) * _MEL_FRAMES_PER_LATENT
-    mel = (mel + 1 - _MEL_FRAMES_PER_LATENT).clip(min=0)
-    return mel * _HOP / SAMPLE_RATE
-
-
-Shape = tuple[int, int, int]  # latent frames, rows and columns
-# --upscale -> the latent upsamplers that run after a one-stage run, in their order.
-UPSCALES: dict[str | None, tuple[str, ...]] = {
-    "spatial": ("spatial",),
-    "temporal": ("temporal",),
-    "both": ("spatial", "temporal"),
-}
-
-
-def upscaled(latent: Shape, upscale: str | None) -> Shape:
-    """The shape of the decoded video latent."""
-    for kind in UPSCALES.get(upscale, ()):
-        latent = upsampled(latent, kind)
-    return latent
-
-
-def upsampled(latent: Shape, kind: str) -> Shape:
-    """The shape of the output of the "spatial" or "temporal" upsampler."""
-    frames, height, width = latent
-    if kind == "temporal":
-        return 2 * frames - 1, height, width
-    return frames, 2 * height, 2 * width
+    mel = torch.arange(latent_frames + 1, dtype=torch.float32) * MEL_FRAMES_PER_LATENT
+    mel = (mel + 1 - MEL_FRAMES_PER_LATENT).clip(min=0)
+    return mel * HOP / SAMPLE_RATE

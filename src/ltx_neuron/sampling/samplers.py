@@ -291,4 +291,3 @@ SAMPLERS = {
     "res_2s": Sampler(Res2s, evaluation_pairs, steps_of_evaluations),  # two evaluations a step
     "gradient_estimation": Sampler(GradientEstimation),
 }
-CHOICES = ("euler", "res_2s", "gradient_estimation")  # a release selects the ancestral one

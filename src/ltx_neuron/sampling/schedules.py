@@ -26,7 +26,6 @@ def stream_sigmas(pairs: Tensor, frozen: Iterable[bool] = (False, False)) -> Ten
     return torch.stack([pairs[:, [0, 0]] if stays else pairs for stays in frozen], dim=1)
 
 
-GUIDED_MAX_STEPS = 64  # rows of a guided graph's schedule tables
 _TERMINAL = 0.1
 # The shift is linear in the tokens, through these two points.
 _TOKENS, _SHIFTS = (1024, 4096), (0.95, 2.05)

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import Field
 
 from ltx_neuron.errors import FieldError
-from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
+from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, audio_latent_frames
 
 FRAME_RATES = 1, 1000  # minimum and maximum
 NO_PICTURE = 0, 0  # height and width of sound alone

@@ -33,15 +33,15 @@ from pydantic import (
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
-from ltx_neuron.sampling import conditions, samplers
+from ltx_neuron.sampling import conditions
 from ltx_neuron.sampling.guidance import IDENTITY_SCALE, NAG_ALPHA, NAG_TAU
-from ltx_neuron.sampling.latents import UPSCALES
 from ltx_neuron.sampling.rules import PICTURE_FIELDS
-from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
+from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS, UPSCALES
 from ltx_neuron.sampling.size import FRAME_RATES, AutoDuration, Size
 
 SEED = 10  # the default
 RECIPES = "distilled", "dev"
+SAMPLERS = "euler", "res_2s", "gradient_estimation"  # a release selects the ancestral one
 DETAILING = 0.5  # strength of the detailing LoRA
 HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
 
@@ -417,7 +417,7 @@ class JobFields(
         "LTX-2.5: predict --num-frames from the prompt, between these seconds (default: 1 20)",
         "[MIN_SECONDS MAX_SECONDS]",
     )
-    sampler: Literal[samplers.CHOICES] = _option(
+    sampler: Literal[SAMPLERS] = _option(
         "dev recipe: res_2s (HQ, for --two-stage) or gradient_estimation (default: euler)",
         default="euler",
     )

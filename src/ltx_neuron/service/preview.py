@@ -23,7 +23,8 @@ from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.job import Stage
-from ltx_neuron.sampling.latents import SPACE_SCALE, unpatchify_video
+from ltx_neuron.sampling.latents import unpatchify_video
+from ltx_neuron.sampling.shapes import SPACE_SCALE
 
 SECONDS = 0.25  # minimum time between two pictures
 LONGEST = 256  # maximum side of a picture

@@ -20,7 +20,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import TailFrames
-from ltx_neuron.sampling.latents import AUDIO_LATENTS_PER_SECOND
+from ltx_neuron.sampling.shapes import AUDIO_LATENTS_PER_SECOND
 from ltx_neuron.sampling.size import NO_PICTURE, Size
 from ltx_neuron.sampling.spec import SIZES, LoraFile, VideoFields, described_as
 from ltx_neuron.service.api_error import ApiError, field_of, invalid

@@ -17,7 +17,7 @@ from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import latents, shapes
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latent_state import initial_states
 from ltx_neuron.text.encoders import Contexts
@@ -53,7 +53,7 @@ def prepared(
         stage.height, stage.width, job.size.num_frames, job.size.frame_rate, dtype
     )
     generator = torch.Generator().manual_seed(1)
-    image_shape = 1, latents.VIDEO_CHANNELS, 1, *zeros[0].shape[3:]
+    image_shape = 1, shapes.VIDEO_CHANNELS, 1, *zeros[0].shape[3:]
     images = [
         (image, torch.randn(image_shape, generator=generator).to(dtype)) for image in job.placed
     ]

@@ -11,18 +11,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ltx_neuron import hub
 from ltx_neuron.config.common import gemma_download
 from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
+from ltx_neuron.config.parts import KINDS, PARTS
 from ltx_neuron.config.release import Release, parse_release
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import other_format
 from ltx_neuron.weights.checkpoint import DOWNLOAD, SHARD, Checkpoint, gemma_files
 from ltx_neuron.weights.lora import is_lora
-from ltx_neuron.weights.sharding import CONNECTORS, DIFFUSION, TEXT_PROJECTION
+from ltx_neuron.weights.sharding import CONNECTORS, DIFFUSION
 from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.weights.weight_file import WeightFile
 
@@ -33,55 +34,6 @@ _SIDECARS = "tokenizer_config.json", "processor_config.json", "chat_template.jin
 _RELEASE_IN_NAME = re.compile(r"ltx-?(\d+)[._](\d+)")  # of the published files
 
 
-class Kind(NamedTuple):
-    """A kind of file."""
-
-    title: str  # for messages
-    flag: str  # of the file
-    sections: tuple[str, ...] = ()  # of the config that describe it
-    # Of its tensors in a checkpoint. Its own file may leave out the only one
-    prefixes: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()  # prefixes by which its file is known, whatever its metadata
-
-    def is_in(self, file: TensorFile) -> bool:
-        """Whether a file has all kinds of the part's tensors, with a checkpoint's names."""
-        return all(any(name.startswith(each) for name in file.shapes) for each in self.prefixes)
-
-
-# Results of kind_of
-KINDS = {
-    "": Kind("file without known metadata", ""),
-    "transformer": Kind("transformer", "--checkpoint-path"),
-    "gemma": Kind("text encoder", "--gemma-root"),
-    "video_vae": Kind(
-        "video VAE",
-        "--video-vae-path",
-        ("vae",),
-        ("vae.",),
-        ("per_channel_statistics.", "vae.per_channel_statistics."),
-    ),
-    "audio_vae": Kind(
-        "audio VAE",
-        "--audio-vae-path",
-        ("audio_vae", "vocoder"),
-        ("audio_vae.", "vocoder."),
-        ("audio_vae.", "vocoder."),
-    ),
-    # LTX-2.5's is in the file of the text encoder.
-    "text_projection": Kind(
-        "text projection",
-        "--text-projection-path",
-        (),
-        (TEXT_PROJECTION,),
-        ("video_aggregate_embed.", f"{TEXT_PROJECTION}video_aggregate_embed."),
-    ),
-    "spatial": Kind("spatial upsampler", "--spatial-upsampler-path"),
-    "temporal": Kind("temporal upsampler", "--temporal-upsampler-path"),
-    "duration_head": Kind("duration head", "--duration-head-path"),
-    "lora": Kind("LoRA", "--lora"),
-}
-# Parts of a checkpoint that may have a file of their own
-PARTS = {name: kind for name, kind in KINDS.items() if kind.prefixes}
 _OWNERS = {section: name for name, part in PARTS.items() for section in part.sections}
 
 
@@ -192,7 +144,7 @@ class PartFile(WeightFile):
         self.config = {name: checkpoint.config.get(name) for name in part.sections}
         self.config |= config_of(file)
         complete = all(isinstance(self.config[name], dict) for name in part.sections)
-        whole = part.is_in(file)
+        whole = part.is_in(file.shapes)
         if not complete or not (whole or kind_of(file) == kind):
             raise UserError(
                 f"{part.flag} {path}: wanted the {part.title} of LTX-{release.version}, got"
@@ -313,7 +265,7 @@ class ModelFiles:
         self.given = {name.removesuffix("_path"): Path(path) for name, path in named if path}
         self.release = self.checkpoint.release
         # Kinds of the parts that the checkpoint lacks: each has a file of its own.
-        apart = {kind for kind, part in PARTS.items() if not part.is_in(self.checkpoint)}
+        apart = {kind for kind, part in PARTS.items() if not part.is_in(self.checkpoint.shapes)}
         self.apart = {"video_vae", "audio_vae"} if self.release.split else apart
         self._open: dict[str, PartFile] = {}
         for kind in self.given.keys() - {"gemma"} - self.apart:

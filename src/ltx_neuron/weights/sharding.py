@@ -9,6 +9,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from ltx_neuron.config.common import GLOBAL_KEY_VALUE_HEADS, KEY_VALUE_HEADS
+from ltx_neuron.config.parts import TEXT_PROJECTION
 from ltx_neuron.errors import UserError
 
 # How a tensor is split. COL and ROW are the dimension of an nn.Linear weight (out, in).
@@ -119,7 +120,7 @@ class Model(NamedTuple):
 
 STATISTICS = "per_channel_statistics."
 _READ_STATISTICS = f"{STATISTICS}std-of-means", f"{STATISTICS}mean-of-means"
-DIFFUSION, TEXT_PROJECTION = "model.diffusion_model.", "text_embedding_projection."
+DIFFUSION = "model.diffusion_model."
 CONNECTORS = {
     f"{DIFFUSION}{stream}_embeddings_connector.": f"{stream}_connector."
     for stream in ("video", "audio")
