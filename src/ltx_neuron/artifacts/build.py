@@ -101,8 +101,8 @@ def needs(workspace: Workspace, jobs: list[Job], options: RunOptions) -> Iterato
 
 def sound_on_ranks(workspace: Workspace, options: RunOptions) -> bool:
     """Whether the ranks decode sound; they do so only in fp32."""
-    asked = options.neuron_vae and workspace.profile.sound_on_ranks
-    return asked and audio_dtype(workspace, options) == torch.float32
+    on_ranks = options.neuron_vae and workspace.profile.sound_on_ranks
+    return on_ranks and audio_dtype(workspace, options) == torch.float32
 
 
 def audio_dtype(workspace: Workspace, options: RunOptions) -> torch.dtype:
@@ -131,12 +131,12 @@ def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tu
     models = ["gemma3"] if options.neuron_gemma else []
     models += workspace.profile.vae_models if options.neuron_vae else ()
     listed = [workspace.weight_set(model, loras) for loras in sets for model in ("dit", *models)]
-    wanted = [artifacts.folder(Path(), need.identity).as_posix() for need in listed]
+    patterns = [artifacts.folder(Path(), need.identity).as_posix() for need in listed]
     tp, dtype = workspace.tp, workspace.dtype_name
-    wanted += ["tuned/*", f"graphs/*-tp{tp}-{dtype}-*", f"graphs/sound-*-tp{tp}-float32-*"]
+    patterns += ["tuned/*", f"graphs/*-tp{tp}-{dtype}-*", f"graphs/sound-*-tp{tp}-float32-*"]
     store = Store(url)
     stored = names_in(store.files())
-    names = [name for name in stored if any(fnmatchcase(name, pattern) for pattern in wanted)]
+    names = [name for name in stored if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if names:
         pull(store, workspace.artifacts, names)
 

@@ -18,7 +18,7 @@ class Kind(NamedTuple):
 
     def is_in(self, names: Collection[str]) -> bool:
         """Whether a file's tensors are of all kinds of the part, with a checkpoint's names."""
-        return all(any(name.startswith(kind) for name in names) for kind in self.prefixes)
+        return all(any(name.startswith(prefix) for name in names) for prefix in self.prefixes)
 
 
 # Results of model_files.kind_of
