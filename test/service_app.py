@@ -13,8 +13,7 @@ from urllib.parse import quote
 
 from jobs import make_job
 
-from ltx_neuron.artifacts.build import compiled_size
-from ltx_neuron.artifacts.workspace import of_release
+from ltx_neuron.artifacts.workspace import compiled_size, of_release
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size

@@ -3,11 +3,14 @@ accepts earlier names of renamed flags for one version."""
 
 import argparse
 import re
+import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from difflib import get_close_matches
+from functools import cache
+from itertools import takewhile
 from typing import Any, NoReturn
 
 # Earlier name of a flag -> its present one. If that ends with =, the earlier flag's value follows.
@@ -24,6 +27,26 @@ RENAMED = {
 }
 RENAMED_UNTIL = "0.3.0"  # this version no longer accepts the earlier names
 _WIDTH, _HELP_COLUMN = 100, 34
+# What other programs call a flag -> what to type here, where the command has that flag.
+_MEANINGS = {
+    "size resolution dimensions aspect-ratio": "--height 704 --width 1280",
+    "guidance-scale cfg cfg-scale scale": "--guidance video_cfg=3 (dev recipe)",
+    "tp tensor-parallel tensor-parallel-size ranks": "--tp-degree 4",
+    "output out o output-file save": "--output-path FILE",
+    "steps n-steps inference-steps": "--num-inference-steps N",
+    "model model-id checkpoint ckpt m": "--checkpoint-path FILE",
+    "frames length duration video-length": "--num-frames 121",
+    "gemma text-encoder text-encoder-path": "--gemma-root DIR",
+    "negative neg-prompt n-prompt": "--negative-prompt TEXT",
+    "input input-image image-path img init-image first-frame": "--image FILE",
+    "audio sound": "--audio-path FILE",
+    "input-video": "--video-path FILE",
+    "device gpu cuda": "--profile cuda",
+    "upsampler upscaler": "--spatial-upsampler-path FILE",
+    "text p": "--prompt TEXT",
+}
+_MEANT = {name: meant for names, meant in _MEANINGS.items() for name in names.split()}
+_SIMILAR = 0.8  # similarity, from 0 to 1, of a typo and the word that was meant
 
 
 def advanced(action: argparse.Action) -> argparse.Action:
@@ -37,6 +60,8 @@ class Parser(argparse.ArgumentParser):
 
     typical = ""  # the most used optional flags, for the end of the usage line
     words: list[str]  # the parsed words, with the flags' present names
+    ignored: Set[str] = frozenset()  # names in a Namespace that keep their defaults
+    noted: Set[str] = frozenset()  # those of them whose absence changes the result
 
     def __init__(self, **options):
         super().__init__(**options, add_help=False, allow_abbrev=False)
@@ -49,24 +74,71 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:  # type: ignore[override]
         self.words = self.present(sys.argv[1:] if args is None else args)
+        required = [action for action in self._actions if action.required]
+        for action in required:  # a typo may be why one is missing: both are reported
+            action.required, vars(action)["usual"] = False, True
         parsed, unknown = self.parse_known_args(self.words, namespace)
-        if unknown:
-            self.error(self._unknown(unknown))
+        for action in required:
+            action.required = True
+        absent = [action for action in required if getattr(parsed, action.dest) is None]
+        problems = [self._unknown(unknown)] if unknown else []
+        if absent:
+            names = ", ".join((*action.option_strings, str(action.metavar))[0] for action in absent)
+            problems.append(f"required and missing: {names}")
+        if problems:
+            self.error("\n".join(problems))
+        self._drop_ignored(parsed)
         return parsed
 
+    def _drop_ignored(self, parsed: argparse.Namespace) -> None:
+        """Set ignored flags to their defaults, with a note on stderr about those of `noted`."""
+        typed = []
+        for action in self._actions:
+            if action.dest in self.ignored:
+                if action.dest in self.noted and getattr(parsed, action.dest) != action.default:
+                    typed.append(action.option_strings[0])
+                setattr(parsed, action.dest, action.default)
+        if typed:
+            _note(f"note: {self.prog} is for a job without {', '.join(typed)}")
+
     def _unknown(self, words: Sequence[str]) -> str:
-        near = get_close_matches(words[0].partition("=")[0], self._option_string_actions, 1)
-        return f"unknown: {' '.join(words)}" + (f"; did you mean {near[0]}?" if near else "")
+        """The message for words that no flag takes."""
+        text = f"unknown: {' '.join(words)}"
+        if words[0].startswith("-"):
+            name = words[0].partition("=")[0]
+            meant = self._meant(name.strip("-").replace("_", "-").lower())
+            return text + (f"; did you mean {meant}?" if meant else "")
+        before = self.words[: self.words.index(words[0])]
+        flag = next((word for word in reversed(before) if word.startswith("--")), "")
+        action = self._option_string_actions.get(flag.partition("=")[0])
+        rest = takewhile(lambda word: not word.startswith("--"), self.words[len(before) :])
+        if action is None or action.nargs is not None or not _is_text(action):
+            flag, value = "--prompt", " ".join(rest)
+            action = self._option_string_actions.get(flag)
+            if action is None or flag in self.words:
+                return text
+            return f"{text}; a prompt needs its flag: {flag} {_quoted(value)}"
+        value = flag.partition("=")[2] if "=" in flag else before[-1]
+        value = _quoted(" ".join([value, *rest]))
+        return f"{text}; a text with spaces needs quotes: {flag.partition('=')[0]} {value}"
+
+    def _meant(self, name: str) -> str:
+        """What to type in place of an unknown flag; "" if nothing is near."""
+        known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+        text = _MEANT.get(name, "")
+        if text and text.partition(" ")[0][2:] in known:
+            return text
+        longer = [option for option in known if option.startswith(f"{name}-")]
+        near = longer if len(longer) == 1 else get_close_matches(name, known, 1, _SIMILAR)
+        return f"--{near[0]}" if near else ""
 
     def error(self, message: str) -> NoReturn:
-        missing = "the following arguments are required"
-        if missing in message:  # perhaps because of a typo, which argparse would report later
-            flags = (word for word in self.words if word.startswith("--"))
-            known = self._option_string_actions
-            if typos := [flag for flag in flags if flag.partition("=")[0] not in known]:
-                message += f"; {self._unknown(typos)}"
-            message = message.replace(missing, "required and missing")
         message = re.sub(r"(--[\w-]+)(/--[\w-]+)+", r"\1", message)  # keep a flag's first name
+        if match := re.fullmatch(r"argument (--[\w-]+): expected .*argument.*", message):
+            flag, action = match[1], self._option_string_actions[match[1]]
+            value = '"a red circle on a blue ground"' if flag == "--prompt" else ""
+            value = value or self._get_formatter()._format_args(action, action.dest.upper())
+            message = f"{flag} has no value; type {flag} {value}"
         self.exit(2, f"error: {message}\nAll flags: {self.prog} --help-all\n")
 
     def present(self, words: Sequence[str]) -> list[str]:
@@ -132,6 +204,22 @@ class Parser(argparse.ArgumentParser):
         if len(flags) - len(shown) > 2:  # more than -h and --help-all themselves
             parts.append(f"{len(shown)} of {len(flags)} flags. All of them: --help-all")
         return "\n\n".join(part for part in parts if part) + "\n"
+
+
+@cache
+def _note(text: str) -> None:
+    """Print a note once: a command's words are parsed before its module is imported and after."""
+    print(text, file=sys.stderr)
+
+
+def _is_text(action: argparse.Action) -> bool:
+    """Whether a flag's value may have spaces."""
+    return str(action.metavar).startswith(("TEXT", "FILE", "DIR", "PATH"))
+
+
+def _quoted(text: str) -> str:
+    """A text as one word of a shell."""
+    return shlex.quote(text) if re.search(r'["$`\\!]', text) else f'"{text}"'
 
 
 class _Help(argparse.Action):

@@ -25,6 +25,7 @@ from ltx_neuron.doctor import bundle
 from ltx_neuron.doctor.public import public
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
+from ltx_neuron.flags import verbs
 from ltx_neuron.format import format_bytes
 from ltx_neuron.machine import probe
 from ltx_neuron.sampling.spec import SizeFields
@@ -50,7 +51,7 @@ def pytest_addoption(parser):
     help = "leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)"
     add("--skip-wide", action="store_true", help=help)
     help = "report, bundle, logs and what the runs leave"
-    add("--work-dir", type=Path, default=bundle.WORK_DIR, metavar="DIR", help=help)
+    add("--work-dir", type=Path, default=verbs.WORK_DIR, metavar="DIR", help=help)
     add("--checkpoint-path", type=Path, metavar="FILE", help="run the full model as well")
     add("--gemma-root", type=Path, metavar="DIR", help="of the full model")
     help = "the full model then runs both stages"

@@ -27,6 +27,7 @@ from ltx_neuron.commands import generate
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.resume import state_path
 from ltx_neuron.errors import UserError
+from ltx_neuron.flags import verbs
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Size
 from ltx_neuron.service.jobs import VIDEO
@@ -456,7 +457,7 @@ def test_a_replica_gets_hub_names_as_they_are_and_absolute_paths():
 
     typed = ["--checkpoint-path", "Lightricks/LTX-2.3", "--gemma-root", "gemma"]
     typed += ["--lora", "owner/repository", "0.5", "--artifacts-dir", "made/here"]
-    args = pool.absolute(generate.build_parser("generate", "", "").parse_args(typed))
+    args = pool.absolute(verbs.generate().parse_args(typed))
     assert args.checkpoint_path == Path("Lightricks/LTX-2.3")
     assert args.gemma_root == Path("gemma").absolute()
     assert args.lora == [["owner/repository", "0.5"]]

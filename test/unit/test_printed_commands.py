@@ -374,15 +374,15 @@ def test_every_command_of_a_block_of_a_page_is_taken_by_its_parser(page):
 
 @runs(
     "commands/compile.py:main: ltx-neuron compile",
-    "commands/generate.py:-: ltx-neuron batch",
-    "commands/generate.py:-: ltx-neuron generate",
-    "commands/prepare.py:-: ltx-neuron prepare",
+    "flags/verbs.py:batch: ltx-neuron batch",
+    "flags/verbs.py:generate: ltx-neuron generate",
+    "flags/verbs.py:prepare: ltx-neuron prepare",
     "commands/shard.py:main: ltx-neuron shard",
     "commands/shard.py:-: ltx-neuron verify",
-    "doctor/__main__.py:-: ltx-neuron doctor",
-    "plan/__main__.py:-: ltx-neuron plan",
-    "serve/__main__.py:-: ltx-neuron serve",
-    "tune/__main__.py:-: ltx-neuron tune",
+    "flags/verbs.py:doctor: ltx-neuron doctor",
+    "flags/verbs.py:plan: ltx-neuron plan",
+    "serve/flags.py:-: ltx-neuron serve",
+    "tune/flags.py:-: ltx-neuron tune",
 )
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_examples_of_every_help_are_taken_by_its_parser(verb, capsys):

@@ -2,7 +2,7 @@
 how they are made, fetched and compared with their sources."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from math import ceil
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ltx_neuron import artifacts, invocation
 from ltx_neuron.artifacts.store import Store, names_in
 from ltx_neuron.artifacts.transfer import pull
-from ltx_neuron.artifacts.workspace import SHARD_COMMANDS, Need, Workspace
+from ltx_neuron.artifacts.workspace import SHARD_COMMANDS, Need, Workspace, compiled_size
 from ltx_neuron.backends import manifest, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.config.sound import SPAN_LATENTS
@@ -187,12 +187,6 @@ def record_size(workspace: Workspace, job: Job, buckets: list[Bucket]) -> None:
     """Record the job's size, recipe and inputs in the manifests of the DiT's graphs."""
     for need in workspace.dit_graphs(buckets, job):
         manifest.record_size(workspace.folder(need), compiled_size(job))
-
-
-def compiled_size(job: Job) -> dict:
-    """The entry of a manifest whose graphs are compiled for a job."""
-    inputs = {"inputs": job.own_graphs} if job.own_graphs else {}
-    return asdict(job.size) | {"recipe": job.recipe} | inputs
 
 
 # --- weights --------------------------------------------------------------------------------------

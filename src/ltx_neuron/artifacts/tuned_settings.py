@@ -13,7 +13,7 @@ from pathlib import Path
 from ltx_neuron import machine
 from ltx_neuron.artifacts import code_digest, differences
 from ltx_neuron.config.common import digest
-from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, Profile, resolve
+from ltx_neuron.config.profiles import GRAPH_KEYS, RUN_KEYS, Profile, resolve
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, write_json
@@ -21,8 +21,6 @@ from ltx_neuron.invocation import command
 
 Settings = dict[str, str]  # key -> value, in the notation of --profile-set
 
-RUN_KEYS = ("backend", "compile_backend", "threads", f"environment.{COLLECTIVES_BUFFER}")
-GRAPH_KEYS = ("attention", "sequence_parallel", "blocks_per_graph", "compiler_flags.dit")
 _PACKAGES = (
     "torch",
     "torch-neuronx",

@@ -6,11 +6,11 @@ build.py lists those of jobs, and makes them.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,8 @@ from ltx_neuron.config.release import Release
 from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
-from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.errors import FieldError, UserError, flag_of
+from ltx_neuron.format import few
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.job import Job, Stage
@@ -83,6 +84,7 @@ class Need(NamedTuple):
     profile   of graphs, if it is not the workspace's
     source    of weights: the tensors to shard
     note      printed before they are made
+    size      of the DiT's graphs: the job's size in words
     """
 
     title: str
@@ -93,6 +95,7 @@ class Need(NamedTuple):
     profile: Profile | None = None
     source: Source | None = None
     note: str = ""
+    size: str = ""
 
     @property
     def model(self) -> str:
@@ -122,6 +125,7 @@ class Workspace:
         self.tuned_settings: tuned_settings.TunedSettings | None = None
         self._printed, self._printed_backend = "", False
         self.compat: str | None = None  # of jobs without their own
+        self.recipe_note = ""  # a line about a recipe that nobody chose
         self.spatial_scale = Size.spatial_scale  # of the upsampler's file
         self.prepare_command = ""  # if set, errors have it instead of each artifact's command
         self.files = ModelFiles(checkpoint_path, gemma_root, **part_paths)
@@ -165,11 +169,14 @@ class Workspace:
         self._printed_backend = True
 
     def print_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
-        """Print once which tuned settings are in use, if there are any.
+        """Print once which tuned settings are in use, if there are any, and the recipe's note.
 
         buckets  of a further size
         """
         self.dit_profile(buckets)
+        if self.recipe_note:
+            print(self.recipe_note)
+            self.recipe_note = ""
         line = self.tuned_settings.line() if self.tuned_settings else ""
         if line != self._printed:
             print(line)
@@ -358,6 +365,7 @@ class Workspace:
         command."""
         buckets, title = [*buckets], "DiT graphs"
         profile = self.dit_profile(job.buckets if job else buckets)
+        size = size_title(compiled_size(job)) if job else ""
         if job:
             title += f", {job.size}{', two stages' if job.size.two_stage else ''}"
         command = self._command("compile transformer", *(job_flags(job) if job else ()))
@@ -379,7 +387,7 @@ class Workspace:
                 cut = profile.blocks_per_graph, profile.attention, divides, context
                 return dit_program(self.transformer, bucket, self.tp, comm, self.dtype, *cut)
 
-            return Need(title, identity, command, bucket.name, program, profile, note=note)
+            return Need(title, identity, command, bucket.name, program, profile, None, note, size)
 
         return [need(bucket) for bucket in buckets]
 
@@ -515,8 +523,21 @@ class Workspace:
         key = digest(need.identity)
         if key not in self._found:
             command = command or need.command
+            self._check_size(need, command)
             self._found[key] = artifacts.find(self.artifacts, need.identity, command)
         return self._found[key]
+
+    def _check_size(self, need: Need, command: str) -> None:
+        """Raise UserError with the compiled sizes if the graphs of a job's size are missing only
+        because this size was not compiled."""
+        if not need.size or self.folder(need).is_dir():
+            return
+        compiled = {size_title(s) for sizes in self.compiled_sizes().values() for s in sizes}
+        if compiled and need.size not in compiled:
+            raise UserError(
+                f"this job's size is not compiled in {self.artifacts}\n  needed: {need.size}\n"
+                f"  compiled: {'; '.join(few(sorted(compiled)))}\nMake them: {command}"
+            )
 
     def find_all(self, needs: Iterable[Need]) -> list[Path]:
         """The folders of needs, as `find`. The error for a missing one has the commands that make
@@ -597,6 +618,20 @@ def job_flags(job: Job) -> list:
     loras += ["detailing_lora"] * job.dfr
     names = [*SizeFields.model_fields, "nag_scale", *loras, *ConditionFields.model_fields]
     return to_flags(job.to_line(), names)
+
+
+def compiled_size(job: Job) -> dict[str, Any]:
+    """The entry of a manifest whose graphs are compiled for a job."""
+    inputs = {"inputs": job.own_graphs} if job.own_graphs else {}
+    return dataclasses.asdict(job.size) | {"recipe": job.recipe} | inputs
+
+
+def size_title(size: Mapping[str, Any]) -> str:
+    """A compiled_size in words: width x height, as videos are called."""
+    picture = f"{size['width']}x{size['height']} (width x height)"
+    parts = [picture if size["width"] else "sound alone", f"{size['num_frames']} frames"]
+    parts += ["two stages"] * size["two_stage"] + ["dev recipe"] * (size.get("recipe") == "dev")
+    return ", ".join([*parts, *map(flag_of, size.get("inputs", ()))])
 
 
 def graph_settings(profile: Profile) -> dict[str, object]:

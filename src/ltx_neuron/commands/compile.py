@@ -4,10 +4,7 @@ import argparse
 from pathlib import Path
 
 from ltx_neuron import flags
-from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.workspace import times
 from ltx_neuron.commands import choose
-from ltx_neuron.engine.preflight import check_plans_fit
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.shapes import video_latent_shape
 
@@ -47,6 +44,9 @@ def main(argv: list[str]) -> None:
 
 
 def _transformer(args: argparse.Namespace) -> list[Path]:
+    from ltx_neuron.artifacts import build  # torch and all
+    from ltx_neuron.engine.preflight import check_plans_fit
+
     job = flags.shape(args, flags.recipe(args))
     job.check_shape()
     workspace = flags.workspace(args)
@@ -62,12 +62,17 @@ def _transformer(args: argparse.Namespace) -> list[Path]:
 
 
 def _gemma3(args: argparse.Namespace) -> list[Path]:
+    from ltx_neuron.artifacts import build
+
     workspace = flags.workspace(args)
     workspace.print_tuned()
     return build.make(workspace, workspace.text_graphs())
 
 
 def _vae(args: argparse.Namespace) -> list[Path]:
+    from ltx_neuron.artifacts import build
+    from ltx_neuron.artifacts.workspace import times
+
     size = flags.spec(args).size
     size.check()
     workspace, needs = flags.workspace(args), []

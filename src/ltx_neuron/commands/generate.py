@@ -9,7 +9,6 @@ import torch
 
 from ltx_neuron import batch, flags, invocation
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.engine import resume
 from ltx_neuron.engine.decode import DecodedClip, Result
 from ltx_neuron.engine.durations import predict_only, with_durations
@@ -23,74 +22,34 @@ from ltx_neuron.engine.outputs import (
 )
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
+from ltx_neuron.flags import verbs
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
-
-_DESCRIPTION = "Generate a video with sound from a prompt."
-_EXAMPLE = """ltx-neuron generate --neuron-gemma --gemma-root gemma-3-12b \\
-    --checkpoint-path ltx-2.3-22b-distilled.safetensors --output-path out.mp4 \\
-    --prompt "a golden retriever puppy runs across a sunny green meadow\""""
-_BATCH_DESCRIPTION = "Generate the videos of a prompts file. Models are loaded once."
-_BATCH_EXAMPLE = """ltx-neuron batch prompts.jsonl --neuron-gemma --gemma-root gemma-3-12b \\
-    --checkpoint-path ltx-2.3-22b-distilled.safetensors --output-dir outputs"""
-# Typical flags, for the usage line
-_TYPICAL = {
-    "generate": "--prompt TEXT --output-path FILE",
-    "batch": "PROMPTS_FILE --output-dir DIR",
-}
-# Flags that weights and graphs depend on, by their names in a Namespace
-_DECIDING = {
-    *(*flags.MODEL_FILES, "artifacts_dir", "profile", "profile_set", "tp_degree", "dtype"),
-    *("neuron_gemma", "neuron_vae", "upscale", "nag_scale", "prompts_file"),
-    *SizeFields.model_fields | LoraFields.model_fields | ConditionFields.model_fields,
-}
-
-
-def build_parser(
-    verb: str = "generate", description: str = _DESCRIPTION, example: str = _EXAMPLE
-) -> Parser:
-    """verb: generate, batch or prepare; help of prepare shows only flags of weights and graphs."""
-    parser = flags.parser(description, example, gemma=True, verb=verb)
-    parser.typical = _TYPICAL.get(verb, "")
-    flags.add_job(parser)
-    flags.add_run(parser)
-    flags.add_outputs(parser)
-    if verb == "generate":
-        help = "LTX-2.5: print the length that the duration head predicts, and make no video"
-        add = flags.group(parser, "video").add_argument
-        advanced(add("--predict-duration", action="store_true", help=help))
-    if verb == "batch":
-        help = "many videos: one JSON object per line, with flags as keys"
-        parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE", help=help)
-        for other in ("--prompts-file", "--output-path"):
-            advanced(parser._option_string_actions[other])
-    if verb == "prepare":
-        for action in parser._actions:
-            if action.dest not in _DECIDING | {"help"}:
-                action.help = argparse.SUPPRESS
-    return parser
 
 
 def words_of(
     parser: argparse.ArgumentParser, words: list[str], selects: Callable[[str], bool]
 ) -> list[str]:
-    """The typed words of some flags and their values. selects: takes a flag's name in a
-    Namespace."""
-    result, action = [], None
+    """The typed words of some flags and their values, without a flag's earlier value that a later
+    one replaces. selects: takes a flag's name in a Namespace."""
+    typed: list[tuple[argparse.Action, list[str]]] = []
     for word in words:
         if word.startswith("--"):
-            action = parser._option_string_actions.get(word.partition("=")[0])
-        result += [word] if action is not None and selects(action.dest) else []
-    return result
+            action = parser._option_string_actions[word.partition("=")[0]]
+            repeats = isinstance(action.default, list)
+            typed = [pair for pair in typed if repeats or pair[0] is not action]
+            typed.append((action, []))
+        if typed:
+            typed[-1][1].append(word)
+    return [word for action, group in typed if selects(action.dest) for word in group]
 
 
 def arguments(argv: list[str], verb: str = "generate") -> argparse.Namespace:
     """The parsed flags. Their `deciding` holds the typed words of the flags for prepare."""
-    parser = build_parser(verb, *((_BATCH_DESCRIPTION, _BATCH_EXAMPLE) if verb == "batch" else ()))
+    parser = getattr(verbs, verb)()
     args = parser.parse_args(argv)
-    args.deciding = words_of(parser, parser.words, lambda dest: dest in _DECIDING)
+    args.deciding = words_of(parser, parser.words, lambda dest: dest in verbs.DECIDING)
     if verb == "batch":
         if file := args.prompts:
             words = [word for word in args.deciding if word != str(file)]

@@ -25,14 +25,11 @@ from ltx_neuron.commands import generate
 from ltx_neuron.engine.preflight import Preflight, check_dfr, check_distilled_loras, check_plans_fit
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_space, read_json, write_json
+from ltx_neuron.flags import verbs
 from ltx_neuron.format import columns, format_bytes, format_seconds
 from ltx_neuron.host.arithmetic import choices_file, this_machine
 from ltx_neuron.job import Job
 
-_DESCRIPTION = """Shard the weights and compile the graphs that a generation needs. Accepts all
-flags of generate, and ignores those without effect on weights and graphs."""
-_EXAMPLE = """ltx-neuron prepare --neuron-gemma --gemma-root gemma-3-12b \\
-    --checkpoint-path ltx-2.3-22b-distilled.safetensors --height 512 --width 768"""
 _SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure the write rate
 
 
@@ -196,11 +193,7 @@ def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
 
 
 def main(argv: list[str]) -> None:
-    parser = generate.build_parser("prepare", _DESCRIPTION, _EXAMPLE)
-    help = "threads that write (default: one per file)"
-    parser.add_argument("--num-workers", type=int, metavar="N", help=help)
-    help = "print the missing parts with their sizes and times, and make nothing"
-    parser.add_argument("--dry-run", action="store_true", help=help)
+    parser = verbs.prepare()
     args = parser.parse_args(argv)
     if args.num_workers is not None and args.num_workers < 1:
         raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")

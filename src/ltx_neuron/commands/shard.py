@@ -2,14 +2,16 @@
 those of all models."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from ltx_neuron import flags
-from ltx_neuron.artifacts import build, finished_weights
 from ltx_neuron.command_line import advanced
 from ltx_neuron.commands import choose
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
-from ltx_neuron.weights.lora import WeightSet
+
+if TYPE_CHECKING:
+    from ltx_neuron.weights.lora import WeightSet
 
 # Model -> a line of help, and the description
 _MODELS = {
@@ -49,6 +51,8 @@ def main(argv: list[str]) -> None:
     help = "threads that write (default: one per file)"
     advanced(add("--num-workers", type=int, metavar="N", help=help))
     args = parser.parse_args(argv)
+    from ltx_neuron.artifacts import build  # torch and all
+
     args.needs_gemma = gemma
     if args.num_workers is not None and args.num_workers < 1:
         raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
@@ -72,6 +76,8 @@ def verify(argv: list[str]) -> None:
     parser = flags.parser(_DESCRIPTION, _EXAMPLE, gemma=True, required=False, verb="verify")
     flags.add_job(parser, "loras")
     args = parser.parse_args(argv)
+    from ltx_neuron.artifacts import build, finished_weights  # torch and all
+
     models = [m for m in ("dit", "gemma3", "vae") if finished_weights(args.artifacts_dir, m)]
     if not models:
         raise UserError(
@@ -87,5 +93,5 @@ def verify(argv: list[str]) -> None:
             build.check_finished(model, args.artifacts_dir)
 
 
-def _sets(args: argparse.Namespace) -> tuple[WeightSet, ...]:
+def _sets(args: argparse.Namespace) -> tuple["WeightSet", ...]:
     return flags.spec(args).weight_sets

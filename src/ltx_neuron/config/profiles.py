@@ -250,6 +250,10 @@ TRAINIUM3 = Chip(
 
 # The runtime's buffer for one collective, in bytes: read at its start, before sizes are known.
 COLLECTIVES_BUFFER = "NEURON_RT_DBG_INTRA_RDH_CHANNEL_BUFFER_SIZE"
+# Keys that `ltx-neuron tune` chooses: of a whole process, and of the DiT's graphs
+RUN_KEYS = ("backend", "compile_backend", "threads", f"environment.{COLLECTIVES_BUFFER}")
+GRAPH_KEYS = ("attention", "sequence_parallel", "blocks_per_graph", "compiler_flags.dit")
+TUNED_KEYS = (*RUN_KEYS, *GRAPH_KEYS)
 PLATFORM_TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _TRANSFORMER = "--model-type=transformer -O1 --auto-cast=none"
 # The first are the profile's; the tuner tries the others. On two blocks of Wan 2.1 the second

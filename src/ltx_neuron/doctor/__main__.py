@@ -1,19 +1,5 @@
-"""Check this machine for problems that block a generation, and print a remedy for each. The doctor
-changes nothing.
+"""ltx-neuron doctor: prints what blocks a generation on this machine, and the remedies."""
 
-  ltx-neuron doctor
-  ltx-neuron doctor --checkpoint-path CKPT --gemma-root DIR --height 512 --width 768
-
-Without files it checks the machine. With files it also checks them, the weights and graphs made
-from them, and whether the video's size fits into memory. Exit code 0: nothing blocks (commands for
-missing weights and graphs are listed); 1: something blocks; 2: a wrong flag.
-
-  ltx-neuron doctor --bundle report.tar.gz --bundle-add outputs
-
-writes a bug report: these findings, logs and reports of earlier runs.
-"""
-
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -23,28 +9,10 @@ from typing import TYPE_CHECKING
 from ltx_neuron.doctor.finding import Finding, table
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import run
+from ltx_neuron.flags import verbs
 
 if TYPE_CHECKING:
     from ltx_neuron.machine import Machine
-
-
-EXAMPLE = """ltx-neuron doctor --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
-    --gemma-root gemma-3-12b"""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    from ltx_neuron import flags
-    from ltx_neuron.doctor import bundle
-
-    parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False, verb="doctor")
-    flags.add_models(parser)
-    flags.add_duration_head(parser)
-    flags.add_job(parser, "size", "loras", "conditions")
-    flags.add_fields(parser, "video", ["upscale"])
-    bundle.add_flags(parser)
-    help = "print one JSON object instead of the table"
-    parser.add_argument("--json", action="store_true", help=help)
-    return parser
 
 
 def main(
@@ -52,11 +20,10 @@ def main(
 ) -> None:
     """Print the findings; exit with 1 if one blocks. system, machine: by default this machine."""
     system, argv = system or System(), sys.argv[1:] if argv is None else argv
-    # Without torch no other check can run: the flags' module imports it.
-    if error := system.import_error("torch"):
+    args = verbs.doctor().parse_args(argv)
+    if error := system.import_error("torch"):  # without it no other check can run
         fix = "make venv; on a Neuron machine: README, Install"
-        show([Finding("torch", "blocks", f"cannot be imported: {error}", fix)], "--json" in argv)
-    args = build_parser().parse_args(argv)
+        show([Finding("torch", "blocks", f"cannot be imported: {error}", fix)], args.json)
     if args.bundle:
         from ltx_neuron.doctor import bundle
 

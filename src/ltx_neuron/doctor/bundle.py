@@ -22,16 +22,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ltx_neuron.artifacts import stored_identity
-from ltx_neuron.command_line import advanced
 from ltx_neuron.doctor.public import numbers, public, stack_environment, trace
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError, os_reason
 from ltx_neuron.files import check_regular, check_writable, whole_file
+from ltx_neuron.flags.verbs import add_bundle
 from ltx_neuron.format import format_bytes
 from ltx_neuron.machine import installed_packages, load
 
 REPOSITORY = Path(__file__).parents[3]
-WORK_DIR = Path("outputs/on-device")  # default work folder of test/device
 NAMES = (".tar.gz", ".tgz")
 FOLDER = "ltx-neuron-bundle"  # the archive's top folder
 CONTENTS = "contents.txt"
@@ -42,17 +41,6 @@ DOCTOR_SECONDS = 120
 _COMPILER = ("log-neuron-cc*.txt", "command*.txt")  # logs of NxD and of TorchNeuron
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    title = "One file with facts of this machine and of failed runs, without prompts and secrets."
-    add = parser.add_argument_group("bug report", title).add_argument
-    help = "write a bug report: findings, versions, traces of logs, times, compiler messages"
-    add("--bundle", type=Path, metavar="FILE.tar.gz", help=help)
-    help = "add a text file, or logs and JSON files of a failed run's folder; repeatable"
-    add("--bundle-add", type=Path, action="append", default=[], metavar="PATH", help=help)
-    help = f"work folder of the device tests (default: {WORK_DIR})"
-    advanced(add("--work-dir", type=Path, default=WORK_DIR, metavar="DIR", help=help))
-
-
 def write(args: argparse.Namespace, argv: list[str], system: System) -> None:
     """Pack what is allowed of all runs, and print the list of files. argv: the typed words."""
     check_target(args.bundle)
@@ -60,7 +48,7 @@ def write(args: argparse.Namespace, argv: list[str], system: System) -> None:
         if not path.exists():
             raise UserError(f"--bundle-add {path}: no such file or folder")
     mine = argparse.ArgumentParser(add_help=False)
-    add_flags(mine)
+    add_bundle(mine)
     artifacts = (args.artifacts_dir, args.work_dir / "artifacts")
     texts = {"doctor.txt": doctor(mine.parse_known_args(argv)[1])} | facts(system, artifacts)
     lines = pack(args.bundle, texts, bundled_files(args.work_dir, artifacts, args.bundle_add))

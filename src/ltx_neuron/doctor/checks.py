@@ -83,7 +83,7 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
     flags.spec(args)  # a wrong value is no finding
     wrong, job = [], Job()
     try:
-        job = flags.shape(args, args.recipe or "distilled")
+        job = flags.shape(args, flags.recipe(args))
     except UserError as error:
         wrong.append(from_error("inputs", error))
     named = machine.instance in profiles.PROFILES

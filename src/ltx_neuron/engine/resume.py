@@ -18,6 +18,7 @@ from ltx_neuron.files import write_tensors
 from ltx_neuron.host.arithmetic import CHOSEN_FIELDS
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
+from ltx_neuron.sampling.shapes import AUDIO_CHANNELS, MEL_BINS, VIDEO_CHANNELS, video_latent_shape
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -98,19 +99,19 @@ def _latent_shapes(job: Job) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for stage in job.stages:
         of = job.of(stage)
-        clip = shapes.video_latent_shape(stage.height, stage.width, of.size.num_frames)
-        sound = (1, shapes.AUDIO_CHANNELS, of.size.audio_frames, shapes.MEL_BINS)
+        clip = video_latent_shape(stage.height, stage.width, of.size.num_frames)
+        sound = (1, AUDIO_CHANNELS, of.size.audio_frames, MEL_BINS)
         if not job.sound_only:
-            shapes[f"{stage.key}_video"] = (1, shapes.VIDEO_CHANNELS, *clip)
+            shapes[f"{stage.key}_video"] = (1, VIDEO_CHANNELS, *clip)
         if not stage.temporal:
             shapes[f"{stage.key}_audio"] = sound
         if count := len(of.generated_keyframes(stage.upsampled)):
-            keyframes = (1, shapes.VIDEO_CHANNELS, count, *clip[1:])
+            keyframes = (1, VIDEO_CHANNELS, count, *clip[1:])
             shapes[f"{stage.key}_generated_keyframes"] = keyframes
     if job.extension:  # its windows need the known latents
-        shapes["video_latent"] = (1, shapes.VIDEO_CHANNELS, *job.latent_shape)
+        shapes["video_latent"] = (1, VIDEO_CHANNELS, *job.latent_shape)
     if job.extension or job.sound:
-        shapes["audio_latent"] = (1, shapes.AUDIO_CHANNELS, job.audio_latents, shapes.MEL_BINS)
+        shapes["audio_latent"] = (1, AUDIO_CHANNELS, job.audio_latents, MEL_BINS)
     return shapes
 
 

@@ -182,6 +182,7 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
         **{f"{kind}_path": local(args, f"{kind}_path") for kind in PARTS},
     )
     opened.compat = getattr(args, "compat", None)
+    opened.recipe_note = getattr(args, "recipe_note", "")
     opened.spatial_scale = spatial_scale(local(args, "spatial_upsampler_path"))
     if getattr(args, "needs_gemma", False):
         example = "Type for example --gemma-root gemma-3-12b"
@@ -416,16 +417,16 @@ def lora_sets(args: argparse.Namespace) -> dict[str, Job]:
 
 
 def recipe(args: argparse.Namespace) -> str:
-    """The recipe of --recipe, else of the checkpoint's file name, else distilled. The checkpoint's
-    metadata does not distinguish them."""
+    """The recipe of --recipe, else of the checkpoint's file name, else distilled, with a note for
+    the workspace. The checkpoint's metadata does not distinguish them."""
     from ltx_neuron.weights.model_files import named_recipe
 
     if args.recipe:
         return args.recipe
-    named = named_recipe(args.checkpoint_path)
-    reason = "from the file name" if named else "by default"
-    print(f"recipe: {named or 'distilled'} ({reason}; --recipe changes it)")
-    return named or "distilled"
+    if named := args.checkpoint_path and named_recipe(args.checkpoint_path):
+        return named
+    args.recipe_note = "recipe: distilled (by default; --recipe changes it)"
+    return "distilled"
 
 
 # --- flags of a run -------------------------------------------------------------------------------

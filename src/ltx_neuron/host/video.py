@@ -34,6 +34,10 @@ _SOFTWARE, _MARKED = "Software", f"tEXtSoftware\0{files.MARK}".encode()
 def check_output_path(path: str | Path, sound_only: bool = False) -> None:
     """Raise UserError unless an MP4, or a sound's WAV, can be written to `path`."""
     suffix, path = ".wav" if sound_only else ".mp4", Path(path)
+    if path.is_dir():
+        raise UserError(
+            f"--output-path {path} is a folder; type --output-path {path / f'video{suffix}'}"
+        )
     if path.suffix.lower() != suffix:
         if sound_only:
             raise UserError(

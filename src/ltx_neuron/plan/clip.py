@@ -195,8 +195,8 @@ class ClipPlanner:
             counts = Counter([clip.pixels]) if clip.whole else tile_counts(clip.pixels)
             of_tile = {shape: self._encoder_flops(*shape) for shape in counts}
             flops = sum(count * of_tile[shape] for shape, count in counts.items())
-            shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in counts.items())
-            what = f"video, {format_flops(flops)}, {shapes}"
+            tiles_of = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in counts.items())
+            what = f"video, {format_flops(flops)}, {tiles_of}"
             if self.neuron_vae and self.profile.may_keep_vae and not clip.whole:
                 flops = self._on_ranks(of_tile, counts)
                 rows.append(self._at_peak("encode_inputs", flops, what, _VAE_SHARE))

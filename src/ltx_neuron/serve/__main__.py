@@ -1,11 +1,4 @@
-"""Serve videos by OpenAI's API (/v1/videos), from a queue on disk.
-
-  ltx-neuron serve --neuron-gemma --checkpoint-path CKPT --gemma-root DIR
-
---data-dir stores the jobs. A restarted service continues its queue. By default only this machine
-can reach it. To serve others, make a token for each of them with --tokens-file tokens.json
---new-token NAME, then start the service with --tokens-file tokens.json --host 0.0.0.0.
-"""
+"""ltx-neuron serve: the roles of its processes."""
 
 import argparse
 import ipaddress
@@ -17,14 +10,14 @@ from pathlib import Path
 
 from ltx_neuron import errors, flags
 from ltx_neuron.artifacts.build import fetch
-from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder, exclusive
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.service.settings import add_limits, limits_of
+from ltx_neuron.serve.flags import EXAMPLE, build_parser
+from ltx_neuron.service.settings import limits_of
 
 try:
     from ltx_neuron.service import app, jobs, server, sizes, tokens
@@ -34,58 +27,13 @@ try:
 except ImportError as missing:  # --help works without them
     app, absent = None, missing
 
-EXAMPLE = """ltx-neuron serve --neuron-gemma --gemma-root gemma-3-12b \\
-    --checkpoint-path ltx-2.3-22b-distilled.safetensors"""
 _SWEEP_SECONDS = 30.0  # between two deletions of old jobs
-
-
-def build_parser() -> Parser:
-    parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False, verb="serve")
-    parser.set_defaults(needs_gemma=True)
-    flags.add_job(parser, "size", "loras")
-    help = (
-        'LoRAs that requests select as lora_set: {"NAME": {"lora": ["PATH", STRENGTH]}, ...}, with'
-    )
-    help += " the keys of a prompts file; shard each set as the command's own LoRAs"
-    add = flags.group(parser, "sound, videos and LoRAs").add_argument
-    advanced(add("--lora-sets", type=Path, metavar="FILE.json", help=help))
-    flags.add_models(parser)
-    flags.add_fleet(parser)
-    flags.add_price(parser)
-    add_service(parser)
-    add_limits(parser)
-    return parser
-
-
-def add_service(parser: argparse.ArgumentParser) -> None:
-    title = "The service's address, its users, and the folder of its jobs."
-    add = parser.add_argument_group("service", title).add_argument
-    help = "address to listen on (default: 127.0.0.1, this machine only)"
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help=help)
-    help = "port to listen on; 0: any free one (default: 8000)"
-    add("--port", type=int, default=8000, metavar="N", help=help)
-    help = "folder of the jobs, their inputs and videos (default: outputs/service)"
-    add("--data-dir", type=Path, default=Path("outputs/service"), metavar="DIR", help=help)
-    help = "SQLite file of the queue (default: queue.sqlite in --data-dir)"
-    advanced(add("--database", metavar="FILE", help=help))
-    help = "hashes of the users' tokens; without it no token is needed"
-    add("--tokens-file", type=Path, metavar="FILE.json", help=help)
-    help = "add a token for NAME to --tokens-file, print it once, and exit"
-    add("--new-token", metavar="NAME", help=help)
-    help = "name of the model in the API (default: the checkpoint's file name)"
-    advanced(add("--model-name", metavar="NAME", help=help))
-    help = "api: answer requests; worker: generate videos; all: both (default)"
-    advanced(add("--role", choices=["all", "api", "worker"], default="all", help=help))
-    help = "serve no web page, and make no previews for it"
-    advanced(add("--no-page", action="store_true", help=help))
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise UserError for invalid flags and combinations."""
     if args.checkpoint_path is None:
         raise UserError(f"--checkpoint-path is missing\nexample: {EXAMPLE}")
-    if args.image:
-        raise UserError("--image is not a flag of serve: requests send images; leave it out")
     args.limits = limits_of(args)
     check_folder(args.data_dir, "--data-dir DIR")
     flags.check_fleet(args)
@@ -200,6 +148,7 @@ def be_api(args: argparse.Namespace) -> None:
                 return
             supervised = "ltx_neuron.serve.supervised"
             worker = [sys.executable, "-m", supervised, *args.typed, "--role", "worker"]
+            worker += ["--recipe", args.recipe]
             with server.supervise_worker(worker, queue):
                 server.serve(served, args.host, args.port)
 

@@ -1,18 +1,4 @@
-"""Find the fastest settings of a profile for a video size on this machine, and save them.
-
-  ltx-neuron tune --checkpoint-path CKPT --height 512 --width 768 --num-frames 121
-
-Each variant runs in a separate process. The process compiles, loads the sharded weights, and times
-steps on random latents. Its output must match the same step in float32 on the host. The search
-tunes one key after another. Later, commands that compile or generate use the saved settings;
---profile-set tuned=no ignores them.
-
-With --layouts the command compares ways to run a clip on several groups of cores instead: guidance
-groups and context parallelism. It prints the fastest layout and saves nothing. With --vae it times
-a tile of the video decoder with each value of vae_convolution.
-
-Shard the weights first. To continue an interrupted tuning, type the same command again.
-"""
+"""ltx-neuron tune: finds the fastest settings of a profile for a video size, and saves them."""
 
 import argparse
 import dataclasses
@@ -20,54 +6,26 @@ import os
 import shutil
 import sys
 import time
-from pathlib import Path
 
 from ltx_neuron import errors, flags
 from ltx_neuron.artifacts import tuned_settings
 from ltx_neuron.artifacts.tuned_settings import Settings, TunedSettings
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.command_line import Parser
 from ltx_neuron.config.common import digest
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig
+from ltx_neuron.config.profiles import TUNED_KEYS
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.spec import LoraFields
 from ltx_neuron.tune import search, trials, variant
-
-EXAMPLE = """ltx-neuron tune --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
-    --height 512 --width 768 --num-frames 121"""
-
-
-def build_parser() -> Parser:
-    parser = flags.parser(__doc__, EXAMPLE, gemma=False, verb="tune")
-    flags.add_job(parser, "size")
-    flags.add_fields(parser, "video", ["nag_scale", "sound_only"])
-    flags.add_job(parser, "guidance", "loras")
-    add = parser.add_argument_group("tuning", "Settings to try, and limits.").add_argument
-    help = f"keys of the profile to try (default: all): {', '.join(search.KEYS)}"
-    add("--keys", nargs="+", default=list(search.KEYS), metavar="KEY ...", help=help)
-    help = "time limit of one variant, with its compilation (default: 3600)"
-    add("--limit", type=float, default=3600.0, metavar="SECONDS", help=help)
-    add("--steps", type=int, default=5, metavar="N", help="timed steps of a stage (default: 5)")
-    help = "rounds in which a faster variant and the best one alternate (default: 3)"
-    add("--rounds", type=int, default=3, metavar="N", help=help)
-    help = "run only the first N transformer blocks (default: all)"
-    add("--layers", type=int, metavar="N", help=help)
-    help = "compare layouts of this many cores (default: the machine's) instead of tuning keys"
-    add("--layouts", nargs="?", type=int, const=0, metavar="CORES", help=help)
-    help = "time the video decoder with each value of vae_convolution instead"
-    add("--vae", action="store_true", help=help)
-    add("--force", action="store_true", help="measure again, and discard the earlier choice")
-    for name in ("variant", "reference"):  # the output folder of one of the tuning's processes
-        add(f"--{name}", type=Path, help=argparse.SUPPRESS)
-    return parser
+from ltx_neuron.tune.flags import build_parser
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise UserError for an invalid flag value."""
-    if unknown := [key for key in args.keys if key not in search.KEYS]:
-        raise UserError(f"--keys {unknown[0]}: unknown; known: {', '.join(search.KEYS)}")
+    if unknown := [key for key in args.keys if key not in TUNED_KEYS]:
+        raise UserError(f"--keys {unknown[0]}: unknown; known: {', '.join(TUNED_KEYS)}")
     if not 0 < args.limit < float("inf"):
         raise UserError(f"--limit {args.limit:g}: wanted seconds above 0, as in --limit 3600")
     numbers = {"--steps": args.steps, "--rounds": args.rounds, "--layouts": args.layouts or 1}
@@ -97,7 +55,7 @@ class Tuning:
             "checkpoint": workspace.checkpoint.fingerprint,
             "request": digest({"job": job.to_line(), "layers": args.layers, "steps": args.steps}),
             "typed": list(profile.settings),
-            "keys": self.cores or [key for key in search.KEYS if key in args.keys],
+            "keys": self.cores or [key for key in TUNED_KEYS if key in args.keys],
         }
         # Unless --force is typed, run settings of an earlier tuned size stay fixed.
         others = self.tuned.sizes.keys() - {self.key}
@@ -114,7 +72,7 @@ class Tuning:
         workspace, args, journal = self.workspace, self.args, self.journal
         profile = tuned_settings.applied(workspace.profile, journal.fixed)
         baseline = search.baseline_settings(profile)
-        keys = tuple(key for key in search.KEYS if key in args.keys and key not in self.held)
+        keys = tuple(key for key in TUNED_KEYS if key in args.keys and key not in self.held)
 
         def others(key: str, best: Settings) -> list[Settings]:
             changed = search.with_settings(profile, best)
@@ -195,6 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     workspace.check_runtime()
     search.check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
     job = workspace.resolved(shape)
+    workspace.print_tuned()
     if job.recipe == "dev":  # with the model version's own guidance
         job.resolved_guidance.check(workspace.transformer.num_layers)
     if args.vae:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from ltx_neuron.artifacts.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, text_of
+from ltx_neuron.artifacts.tuned_settings import Settings, text_of
 from ltx_neuron.backends.nki import PACKAGE
 from ltx_neuron.config import profiles
-from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, Profile
+from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, TUNED_KEYS, Profile
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
@@ -21,7 +21,6 @@ from ltx_neuron.models.programs import group_size, may_divide
 from ltx_neuron.plan import independent_passes
 from ltx_neuron.plan.layouts import layout_settings, single_group
 
-KEYS = (*RUN_KEYS, *GRAPH_KEYS)
 MARGIN = 0.02  # the smallest relative saving for which a setting replaces the profile's own
 _BLOCKS = (1, 4, 8, 12)
 
@@ -55,7 +54,7 @@ def median_ms(rows: list[Measurement], settings: Settings) -> float | None:
 
 def baseline_settings(profile: Profile) -> Settings:
     """The profile's values of all tunable keys, including typed ones."""
-    return {key: text for key in KEYS if (text := text_of(profile, key))}
+    return {key: text for key in TUNED_KEYS if (text := text_of(profile, key))}
 
 
 def candidates(
