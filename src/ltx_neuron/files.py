@@ -167,7 +167,8 @@ def read_json(path: Path) -> dict:
     except PermissionError as error:
         raise to_user_error(error) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {os_reason(error)}") from None
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else os_reason(error)
+        raise UserError(f"{path} cannot be read as JSON: {why}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: got {type(content).__name__}, wanted a JSON object")
     return content

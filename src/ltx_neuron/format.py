@@ -48,8 +48,12 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_flops(count: float | None) -> str:
-    """Floating-point operations as 1.2 TFLOP."""
-    return "-" if count is None else f"{count / 1e12:,.1f} TFLOP"
+    """Floating-point operations as 1.2 TFLOP, or as 3.4 GFLOP if they are few."""
+    if count is None:
+        return "-"
+    if 0 < count < 1e11:
+        return f"{count / 1e9:,.1f} GFLOP"
+    return f"{count / 1e12:,.1f} TFLOP"
 
 
 def format_seconds(seconds: float) -> str:

@@ -92,7 +92,7 @@ class LTXPipeline:
         artifacts_dir: str | Path = "artifacts",
         tp_degree: int | None = None,
         dtype: str = "bfloat16",
-        neuron_gemma: bool = True,
+        neuron_gemma: bool = False,
         neuron_vae: bool = False,
         recipe: str = "distilled",
         spatial_upsampler_path: str | Path | None = None,
@@ -102,7 +102,7 @@ class LTXPipeline:
         distilled_loras: Sequence[tuple] = (),
         compat: str | None = None,
         profile_set: tuple[str, ...] = (),
-        tuned: bool = False,
+        tuned: bool = True,
     ) -> "LTXPipeline":
         """Open a sharded and compiled checkpoint; models load at the first call.
 

@@ -166,7 +166,7 @@ BAD = {
     ),
     "a list": ("[1]", "got list, wanted a JSON object"),
     "a string": ('"prompt"', "got str, wanted a JSON object"),
-    "unknown key": ({"prompt": "a", "sead": 1}, "unknown key 'sead'; known:"),
+    "unknown key": ({"prompt": "a", "sead": 1}, "unknown key 'sead'; did you mean 'seed'?"),
     "a key of the command": (
         {"prompt": "a", "checkpoint_path": "x"},
         "unknown key 'checkpoint_path'",

@@ -99,7 +99,7 @@ NOT_RUN = {
     "takes a command out of a message": ["doctor/checks.py:examine: ltx-neuron doctor"],
     "names what writes such a file": [
         "engine/resume.py:_check_identity: ltx-neuron generate",
-        "report/table.py:validate: ltx-neuron generate",
+        "report/table.py:_how_to_make: ltx-neuron generate",
     ],
     "sends the examples that test_service_openapi.py sends": [
         "service/reference.py:_example: curl"

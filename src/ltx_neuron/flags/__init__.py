@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from random import randrange
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -25,6 +26,7 @@ from ltx_neuron.config.parts import KINDS, PARTS
 from ltx_neuron.config.profiles import MACHINES, resolve
 from ltx_neuron.errors import FieldError, UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
+from ltx_neuron.format import few
 from ltx_neuron.invocation import command
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.compat import COMPAT
@@ -32,6 +34,7 @@ from ltx_neuron.sampling.size import AutoDuration
 from ltx_neuron.sampling.spec import (
     GUIDANCE_KEYS,
     LORAS,
+    RANDOM_SEED,
     ConditionFields,
     DetailFields,
     GuidanceFields,
@@ -300,10 +303,9 @@ def _guidance_settings(settings: list[str]) -> dict[str, Any]:
         field = GUIDANCE_KEYS.get(key.replace("-", "_"))
         if field is None:
             near = get_close_matches(key, GUIDANCE_KEYS, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(
-                f"--guidance {setting}: unknown key {key!r}{hint}\nKeys: {', '.join(GUIDANCE_KEYS)}"
-            )
+            hint = f"did you mean {near[0]}?" if near else "type for example --guidance video_cfg=3"
+            keys = ", ".join(few([*GUIDANCE_KEYS], 9))
+            raise UserError(f"--guidance {setting}: unknown key {key!r}; {hint}\nKeys: {keys}")
         if not equals:
             raise UserError(f"--guidance {setting}: no value; type for example --guidance {key}=3")
         if field in values:
@@ -371,6 +373,9 @@ def _job(args: argparse.Namespace, job: Job) -> Job:
         job = job.with_auto_duration()
     with _as_typed(args):
         job.check_rules()
+    if job.seed == RANDOM_SEED:
+        job = job.replaced(seed=randrange(2**31))
+        print(f"seed: {job.seed} (drawn for --seed {RANDOM_SEED}; --seed {job.seed} repeats it)")
     # Before the job is checked, which is before the workspace is opened.
     return job.scaled(spatial_scale(local(args, "spatial_upsampler_path")))
 

@@ -16,7 +16,7 @@ from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.plan import Plan, plan, text_weights
 from ltx_neuron.plan.clip import ClipPlan, ClipPlanner
 from ltx_neuron.plan.layouts import ChipLayout, layouts
-from ltx_neuron.plan.table import clip_table, layout_table, table
+from ltx_neuron.plan.table import clip_table, headline, layout_table, table
 from ltx_neuron.weights.tensorfile import DTYPES
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
         parts = {"clip": dataclasses.asdict(clip), "layouts": [*map(dataclasses.asdict, rows)]}
         print(json.dumps(dataclasses.asdict(result) | parts))
     else:
-        tables = [table(result), clip_table(clip)]
+        tables = [headline(result, clip), table(result), clip_table(clip)]
         if rows:
             tables.append(layout_table(rows, PROFILES[result.profile].machine))
         print(*tables, sep="\n\n")

@@ -5,11 +5,17 @@ from collections.abc import Sequence
 
 from ltx_neuron.config.profiles import COLLECTIVES_BUFFER
 from ltx_neuron.config.transformer import STREAMS
-from ltx_neuron.format import WIDTH, format_bytes, format_flops
+from ltx_neuron.format import WIDTH, format_bytes, format_flops, format_seconds
 from ltx_neuron.plan import ASSUMED, Plan, StagePlan
 from ltx_neuron.plan.clip import ClipPlan, PhaseRow
 from ltx_neuron.plan.layouts import ChipLayout, Range
 from ltx_neuron.report.price import format_price
+
+
+def headline(plan: Plan, clip: ClipPlan) -> str:
+    """Whether the job fits, and how long a warm clip takes."""
+    seconds = f"; a warm clip takes about {format_seconds(clip.seconds)}" if clip.seconds else ""
+    return f"verdict: {_verdict(plan)}{seconds}"
 
 
 def table(plan: Plan) -> str:
@@ -93,7 +99,7 @@ def _forecast_rows(stage: StagePlan) -> list[tuple[str, str]]:
     rows = [("forecast step", text)]
     if not stage.measured:
         rows.append(("", f"{_UNMEASURED}, by tokens or chips"))
-    for part in forecast.parts:
+    for part in (part for part in forecast.parts if part.high >= _NEGLIGIBLE_MS):
         text = f"{_two_digits(part.low)} to {_two_digits(part.high)} ms: {part.source}"
         wrapped = textwrap.wrap(text, WIDTH - 26, break_long_words=False)
         rows.append((f"  {part.name}", f"\n{'':26}".join(wrapped)))
@@ -132,7 +138,7 @@ def _memory_rows(plan: Plan) -> dict[str, str]:
         rows["quantised"] = f"\n{'':24}".join(textwrap.wrap(plan.quantised, WIDTH - 24))
     runtime = gb(ASSUMED["runtime_bytes_per_core"])
     rows["assumed"] = f"{runtime} a core for graphs and runtime; {ASSUMED['sdpa']}"
-    return rows | {"verdict": _verdict(plan)}
+    return rows
 
 
 def _verdict(plan: Plan) -> str:
@@ -169,6 +175,7 @@ def clip_table(clip: ClipPlan) -> str:
     return "\n".join(lines)
 
 
+_NEGLIGIBLE_MS = 0.05  # a part of a forecast below it has no line
 _LAYOUT_LINE = "{:35}{:>5}{:>16}{:>15}{:>16}{:>13}"
 _UNMEASURED = "beyond every published measurement"
 
@@ -228,4 +235,4 @@ def _ms(value: float | None) -> str:
 
 
 def _two_digits(value: float) -> str:
-    return f"{float(f'{value:.2g}'):,.0f}"
+    return f"{float(f'{value:.2g}'):,.{1 if value < 9.95 else 0}f}"

@@ -29,8 +29,8 @@ def validate(report: object, source: str = "report") -> None:
     schema = report.get("schema") if isinstance(report, dict) else None
     if not isinstance(report, dict) or schema != 1:
         raise UserError(
-            f"{source} is not a latency report of schema 1, its schema is {schema}; to make one:"
-            f" {command('generate', '--perf-dump-path', 'FILE.json')}"
+            f"{source} is not a latency report of schema 1, its schema is {schema}\n"
+            f"{_how_to_make()}"
         )
     parts = {"": report}
     parts |= {f"phases[{n}].": phase for n, phase in enumerate(report.get("phases", ()))}
@@ -46,9 +46,17 @@ def validate(report: object, source: str = "report") -> None:
         raise UserError(f"{source}: missing {', '.join(missing)}")
 
 
+def _how_to_make() -> str:
+    flag = "--perf-dump-path", "FILE.json"
+    return f"To make a latency report, type {command('generate', *flag)} and the flags of the job"
+
+
 def load(path: str | Path) -> dict:
     """Read and validate a report file."""
-    report = read_json(Path(path))
+    try:
+        report = read_json(Path(path))
+    except UserError as error:
+        raise UserError(f"{error}\n{_how_to_make()}") from None
     validate(report, str(path))
     return report
 

@@ -12,6 +12,7 @@ its title is the name of the flag's value.
 import dataclasses
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,7 @@ from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS, UPSCALES
 from ltx_neuron.sampling.size import FRAME_RATES, AutoDuration, Size
 
 SEED = 10  # the default
+RANDOM_SEED = -1  # the command draws a seed, prints and records it
 RECIPES = "distilled", "dev"
 SAMPLERS = "euler", "res_2s", "gradient_estimation"  # a release selects the ancestral one
 DETAILING = 0.5  # strength of the detailing LoRA
@@ -157,7 +159,11 @@ class SamplingFields(Fields):
         "content to avoid, with the dev recipe or --nag-scale (default: built in)", "TEXT"
     )
     seed: int = _option(
-        f"seed of the noise (default: {SEED})", "N", default=SEED, ge=-(2**63), lt=2**64
+        f"seed of the noise; -1: a random one (default: {SEED})",
+        "N",
+        default=SEED,
+        ge=-(2**63),
+        lt=2**64,
     )
     num_inference_steps: int | None = _option(
         "dev recipe: steps of stage 1 (default: 30; res_2s sampler: 15)",
@@ -545,8 +551,10 @@ def resolve_aliases(line: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in line.items():
         field = known.get(key.replace("-", "_"))
         if field is None:
-            listed = ", ".join(sorted(name.replace("_", "-") for name in known))
-            raise UserError(f"unknown key {key!r}; known: {listed}")
+            near = get_close_matches(key.replace("-", "_"), known, 1)
+            hint = f"did you mean {near[0].replace('_', '-')!r}?" if near else ""
+            listed = hint or "keys are the flags of a video, such as 'prompt', 'seed' and 'height'"
+            raise UserError(f"unknown key {key!r}; {listed}")
         if value is not None and (other := keys.setdefault(field, key)) != key:
             raise UserError(f"{other!r} and {key!r} are the same flag; leave one out")
     return {field: line[key] for field, key in keys.items()}
