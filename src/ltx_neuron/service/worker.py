@@ -272,6 +272,7 @@ class Worker:
         self._state["step_seconds"] += sum(steps) / 1e3
         recorder = Recorder()
         recorder.lost_groups = self.engine.recorder.lost_groups  # of ranks that stay
+        recorder.show = self.engine.recorder.show
         self.engine.recorder = self.engine.residency.recorder = recorder
 
     def _beat(self) -> None:
