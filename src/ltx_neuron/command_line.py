@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         absent = [action for action in required if getattr(parsed, action.dest) is None]
         problems = [self._unknown(unknown)] if unknown else []
         if absent:
-            names = ", ".join((*action.option_strings, str(action.metavar))[0] for action in absent)
+            names = ", ".join((*action.option_strings, action.dest)[0] for action in absent)
             problems.append(f"required and missing: {names}")
         if problems:
             self.error("\n".join(problems))

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from printed import runs
 
-from ltx_neuron import command_line, errors
+from ltx_neuron import command_line, errors, flags
 from ltx_neuron.commands import _PARSERS, VERBS, dispatch
 from ltx_neuron.demo import ASSETS
 from ltx_neuron.flags import verbs
@@ -162,12 +163,28 @@ def test_a_flag_without_effect_keeps_its_default_and_one_with_is_noted(capsys):
     assert capsys.readouterr().err == ""
 
 
+@runs("flags/__init__.py:_guidance_settings: --guidance video_cfg=")
+def test_the_guidance_that_an_error_names_is_taken(capsys):
+    typed = (
+        "generate",
+        *MODEL.split(),
+        "--prompt",
+        "rain",
+        "--output-path",
+        "o.mp4",
+        "--recipe",
+        "dev",
+    )
+    printed = answer(shlex.join([*typed, "--guidance", "3"]), capsys)
+    words = re.search(r"type for example (--guidance \S+)", printed)[1].split()
+    args = verbs.generate().parse_args([*typed[1:], *words])
+    assert flags.spec(args).video_cfg_guidance_scale == 3
+
+
 # --- seeds ----------------------------------------------------------------------------------------
 
 
 def test_a_seed_of_minus_one_is_drawn_and_printed(capsys):
-    from ltx_neuron import flags
-
     args = verbs.generate().parse_args([*MODEL.split(), "--prompt", "rain", "--seed", "-1"])
     args.recipe = "distilled"
     first, second = flags.job(args).seed, flags.job(args).seed

@@ -24,7 +24,8 @@ def plot(reports: list[dict], path: str | Path) -> None:
                 label, warm = letter + stage, report["warm_step_ms"][stage]
                 color = f"C{next(colors)}"
                 if warm["median"]:
-                    label += f": warm {_ms(warm['median'])}, host {_ms(warm['host'])} of it"
+                    median, host = map(_number, (warm["median"], warm["host"]))
+                    label += f": warm {median} ms, host {host} ms of it"
                 numbers = range(2, len(steps) + 1)
                 axes.plot(numbers, steps[1:], style, color=color, label=label)
                 axes.plot(1, steps[0], style[0], color=color, fillstyle="none", markersize=10)
@@ -55,10 +56,6 @@ def _title(report: dict) -> str:
     size = f"{job['width']}x{job['height']}, " if job.get("width") else ""
     frames = f"{job['num_frames']} frames, " if job.get("num_frames") else ""
     return f"{size}{frames}{title(report)}"
-
-
-def _ms(milliseconds: float) -> str:
-    return f"{_number(milliseconds)} ms"
 
 
 def _number(value: float) -> str:
