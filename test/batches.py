@@ -85,7 +85,7 @@ def opened(setup, tiny, profile_set: tuple[str, ...] = (), **more) -> LTXPipelin
         tp_degree=TP,
         dtype="float32",
         profile_set=(*setup.settings, *profile_set),
-        **{"profile": "cpu", **more},
+        **{"profile": "cpu", "neuron_gemma": True, **more},
     )
     pipe.engine.progress = False
     return pipe
