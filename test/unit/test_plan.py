@@ -32,7 +32,7 @@ from ltx_neuron.plan.__main__ import main
 from ltx_neuron.plan.clip import ClipPlanner
 from ltx_neuron.plan.forecast import PUBLISHED, forecast
 from ltx_neuron.plan.layouts import divided_cost, layouts, received_bytes
-from ltx_neuron.plan.table import clip_table, layout_table, table
+from ltx_neuron.plan.table import clip_table, headline, layout_table, table
 from ltx_neuron.report.price import Price
 from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.sampling.conditions import (
@@ -281,10 +281,11 @@ def test_what_does_not_fit_names_a_size_that_does(released):
         int(part) for part in made.nearest_that_fits.replace("x", " ").replace(",", "").split()[:3]
     )
     assert plan.plan(released, small, make_job("", Size(height, width, frames)), 4, "bfloat16").fits
-    assert frames < 121 and "does not fit; the nearest size that fits" in table(made)
+    assert frames < 121 and "does not fit; the nearest size that fits" in headline(made, 9.6)
+    assert headline(made, 9.6).endswith("; a warm clip takes about 10 s")
     none = plan.plan(released, TRN2, make_job("", SMALL), 1, "bfloat16")
-    assert none.nearest_that_fits is None and "does not fit at any length of this size" in table(
-        none
+    assert none.nearest_that_fits is None and "does not fit at any length of this size" in headline(
+        none, None
     )
 
 

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
         parts = {"clip": dataclasses.asdict(clip), "layouts": [*map(dataclasses.asdict, rows)]}
         print(json.dumps(dataclasses.asdict(result) | parts))
     else:
-        tables = [headline(result, clip), table(result), clip_table(clip)]
+        tables = [headline(result, clip.seconds), table(result), clip_table(clip)]
         if rows:
             tables.append(layout_table(rows, PROFILES[result.profile].machine))
         print(*tables, sep="\n\n")

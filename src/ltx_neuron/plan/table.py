@@ -12,10 +12,10 @@ from ltx_neuron.plan.layouts import ChipLayout, Range
 from ltx_neuron.report.price import format_price
 
 
-def headline(plan: Plan, clip: ClipPlan) -> str:
-    """Whether the job fits, and how long a warm clip takes."""
-    seconds = f"; a warm clip takes about {format_seconds(clip.seconds)}" if clip.seconds else ""
-    return f"verdict: {_verdict(plan)}{seconds}"
+def headline(plan: Plan, seconds: float | None) -> str:
+    """Whether the job fits, and the seconds of a warm clip if they are known."""
+    time = f"; a warm clip takes about {format_seconds(seconds)}" if seconds else ""
+    return f"verdict: {_verdict(plan)}{time}"
 
 
 def table(plan: Plan) -> str:
