@@ -22,6 +22,7 @@ pytest.importorskip("fastapi", reason="the extra is not installed: pip install -
 from jobs import make_job
 from service_app import FORM, MOST_BODY, SIZE, Got, Sent, Service, form, get, opened
 
+from ltx_neuron.report.price import Price
 from ltx_neuron.service import limits
 from ltx_neuron.service.api_error import ERRORS
 from ltx_neuron.service.jobs import JobSubmitter, job_of
@@ -367,8 +368,38 @@ def test_a_waiting_video_says_how_many_are_before_it_and_the_queue_how_many_wait
     places = [json.loads(get(service, f"/v1/videos/{id}").body)["ahead"] for id in (first, second)]
     assert places == [0, 1]
     wanted = {"object": "queue", "waiting": 2, "in_progress": 0, "workers": 0}
+    wanted |= {"starting": False}
     assert json.loads(get(service, "/v1/queue").body) == wanted
     assert get(service, "/v1/queue", authorization=b"").status == 401
+
+
+def test_a_service_that_starts_its_worker_says_so_until_the_worker_is_alive(service):
+    with opened(service.queue.folder.parent, supervised=True) as supervised:
+
+        def state() -> dict:
+            return json.loads(get(supervised, "/v1/queue").body)
+
+        assert (state()["workers"], state()["starting"]) == (0, True)
+        supervised.queue.renew("w", {})
+        assert (state()["workers"], state()["starting"]) == (1, False)
+
+
+def test_the_apis_address_points_at_the_page_the_documentation_and_the_endpoints(service):
+    content = json.loads(get(service, "/v1", authorization=b"").body)
+    assert (content["page"], content["docs"]) == (None, "/docs")  # this service has no page
+    assert {"POST /v1/videos", "GET /v1/models", "GET /metrics"} <= {*content["endpoints"]}
+    assert get(service, content["docs"]).status == get(service, content["openapi"]).status == 200
+    with opened(service.queue.folder.parent, page=True) as with_page:
+        address = json.loads(get(with_page, "/v1").body)["page"]
+        assert b"<html" in get(with_page, address).body
+
+
+def test_the_metrics_have_the_price_of_a_clip_where_the_machine_has_one(service):
+    service.queue.renew("w", {"busy_seconds": 36.0, "videos": 2, "video_seconds": 10.0})
+    assert b"ltx_dollars" not in get(service, "/metrics").body
+    with opened(service.queue.folder.parent, price=Price(10.0, 1)) as priced:
+        text = get(priced, "/metrics").body.decode()
+    assert "ltx_dollars_per_clip 0.05" in text and "ltx_dollars_per_video_second 0.01" in text
 
 
 def test_a_request_chooses_among_the_commands_sets_of_loras(service, tmp_path):

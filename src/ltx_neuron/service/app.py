@@ -85,17 +85,28 @@ class ModelList(TypedDict):
 
 
 class QueueObject(TypedDict):
+    """starting: no worker is alive yet, and the service is starting one."""
+
     object: str
     waiting: int
     in_progress: int
     workers: int
+    starting: bool
 
 
 class Api:
     """The route functions. Those that only query the database are synchronous: threads run them."""
 
-    def __init__(self, jobs: JobSubmitter, tokens: Tokens, price: Price | None):
+    def __init__(
+        self,
+        jobs: JobSubmitter,
+        tokens: Tokens,
+        price: Price | None,
+        has_page: bool,
+        supervised: bool,
+    ):
         self.jobs, self.queue, self.tokens = jobs, jobs.queue, tokens
+        self.has_page, self.supervised = has_page, supervised
         self.rate = TokenBucket(jobs.limits.rate)
         self.metrics_of = Metrics(self.queue, price)
 
@@ -250,7 +261,17 @@ class Api:
         """The number of jobs of all owners, and the workers' states."""
         counts = self.queue.counts()
         content = {"waiting": counts[QUEUED], "in_progress": counts[IN_PROGRESS]}
-        return JSONResponse({"object": "queue", **content, "workers": self._live_workers()})
+        alive = self._live_workers()
+        content |= {"workers": alive, "starting": self.supervised and not alive}
+        return JSONResponse({"object": "queue", **content})
+
+    def index(self, request: Request) -> Response:
+        """Pointers for a person, and the endpoints for a program, such as GET /v1/models."""
+        content = {"object": "service", "page": "/" if self.has_page else None}
+        content |= {"docs": "/docs", "openapi": "/openapi.json"}
+        paths = request.app.openapi()["paths"].items()
+        endpoints = [f"{method.upper()} {path}" for path, methods in paths for method in methods]
+        return JSONResponse(content | {"endpoints": endpoints})
 
     def health(self) -> Response:
         return JSONResponse({"status": "ok"})
@@ -319,11 +340,15 @@ def _add_routes(app: FastAPI, api: Api) -> None:
 
 
 def create_app(
-    jobs: JobSubmitter, tokens: Tokens, price: Price | None = None, page: bool = False
+    jobs: JobSubmitter,
+    tokens: Tokens,
+    price: Price | None = None,
+    page: bool = False,
+    supervised: bool = False,
 ) -> Callable:
     """The ASGI application of a service, with a page at / or without one. price: of the machine,
-    for the metrics."""
-    api = Api(jobs, tokens, price)
+    for the metrics. supervised: whether this process keeps a worker running."""
+    api = Api(jobs, tokens, price, page, supervised)
     # Malformed uploads must not fill the service's log.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     app = FastAPI(
@@ -335,6 +360,7 @@ def create_app(
     )
     _add_routes(app, api)
     for path, function, summary in (
+        ("/v1", api.index, "Find the page, the documentation and the endpoints"),
         ("/health", api.health, "Check that the process runs"),
         ("/ready", api.ready, "Check that a worker is alive, else 503"),
     ):
