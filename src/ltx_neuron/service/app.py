@@ -173,6 +173,10 @@ class Api:
             raise _not_found(id)
         return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
 
+    def retry(self, request: Request, id: str) -> Response:
+        self.rate.take(request.state.owner)
+        return self._answer(self.jobs.retry(self._entry(request.state.owner, id)))
+
     def content(self, request: Request, id: str, variant: str = "video") -> Response:
         entry = self._entry(request.state.owner, id)
         if variant == PREVIEW:
@@ -317,6 +321,14 @@ def _add_routes(app: FastAPI, api: Api) -> None:
             "Download a video, its thumbnail, or a preview while it is made",
             (400, 404, 409),
         ),
+        (
+            "POST",
+            "/v1/videos/{id}/retry",
+            api.retry,
+            VideoObject,
+            "Make a failed video again, with the same seed and files",
+            (404, 409, 429),
+        ),
         ("DELETE", "/v1/videos/{id}", api.delete, DeletedVideo, "Cancel or delete a video", (404,)),
         ("GET", "/v1/models", api.models, ModelList, "List the model, its sizes and LoRAs", ()),
         ("GET", "/v1/models/{id}", api.model, ModelObject, "Get the model by its name", (404,)),
@@ -334,7 +346,7 @@ def _add_routes(app: FastAPI, api: Api) -> None:
             response_class=Response,
             dependencies=owned,
             responses={200: content, **openapi.responses(errors)},
-            openapi_extra=openapi.body() if method == "POST" else None,
+            openapi_extra=openapi.body() if 415 in errors else None,
             include_in_schema=answer is not None,
         )
 

@@ -56,6 +56,22 @@ class JobSubmitter:
             message = "this Idempotency-Key was used for another request; send another key"
             raise ApiError(409, "idempotency_conflict", message) from None
 
+    def retry(self, failed: Entry) -> Entry:
+        """Let a failed job wait again. Raises ApiError."""
+        try:
+            if entry := self.queue.retry(failed, *self._queue_limits):
+                return entry
+        except QueueFull as error:
+            raise busy(str(error), "queue_full") from None
+        message = f"this video is {failed.status}; only a failed one can be tried again"
+        raise ApiError(409, "not_failed", message)
+
+    @property
+    def _queue_limits(self) -> tuple[int, int, int]:
+        limits = self.limits
+        of_owner = limits.max_queue_per_token or limits.max_queue
+        return limits.max_queue, of_owner, int(limits.max_queue_gb * 1e9)
+
     def _submit(self, request: VideoRequest, owner: str, key: str | None) -> Entry:
         id = self.queue.new_id()
         folder, is_new = self.queue.folder_of(id), False
@@ -73,14 +89,13 @@ class JobSubmitter:
             line = job.with_paths(lambda path: path.name).to_line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
+            shown |= {"settings": request.settings, "inputs": request.inputs}
             programs = self.sizes.workspace.dit_programs_for
             buckets = (bucket for stage in job.stages for bucket, _ in programs(job, stage))
             runs_on = batch_key(job, dict.fromkeys(bucket.name for bucket in buckets))
             size = folder_bytes(folder)
             new = NewJob(id, owner, request.digest, runs_on, line, shown, key, size)
-            limits = self.limits
-            most = limits.max_queue, limits.max_queue_per_token or limits.max_queue
-            entry, is_new = self.queue.submit(new, *most, int(limits.max_queue_gb * 1e9))
+            entry, is_new = self.queue.submit(new, *self._queue_limits)
             return entry
         except UserError as error:
             message = public(error.render(field_of), folder)
@@ -234,6 +249,8 @@ class VideoObject(SizeObject):
     notes   on inputs that are cut, padded or of another kind
     detail  current step, and times of the steps
     ahead   number of waiting jobs before it
+    settings  the request's other fields, and
+    inputs    the names of those with a file, to send a request like it
     """
 
     id: str
@@ -241,6 +258,7 @@ class VideoObject(SizeObject):
     status: str
     progress: int
     created_at: int
+    started_at: int | None
     completed_at: int | None
     expires_at: int | None
     error: dict[str, str] | None
@@ -251,6 +269,8 @@ class VideoObject(SizeObject):
     notes: list[str]
     detail: dict[str, Any] | None
     ahead: int | None
+    settings: dict[str, Any]
+    inputs: list[str]
 
 
 def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> VideoObject:
@@ -258,12 +278,14 @@ def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> Vi
     if detail and PREVIEW in detail:
         detail = detail | {PREVIEW: True}  # clients download the picture separately
     fields: Any = {
+        **{"settings": {}, "inputs": []},  # of jobs of earlier versions
         **entry.public_fields,
         "id": entry.id,
         "object": "video",
         "status": entry.status,
         "progress": entry.progress,
         "created_at": int(entry.created_at),
+        "started_at": entry.started_at and int(entry.started_at),
         "completed_at": ended and int(ended),
         "expires_at": ended and int(ended + keep_days * 86400),
         "error": entry.error,
