@@ -9,7 +9,6 @@ from math import ceil
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from ltx_neuron import artifacts, invocation
 from ltx_neuron.artifacts.store import Store, names_in
@@ -34,6 +33,7 @@ from ltx_neuron.models.programs import (
 )
 from ltx_neuron.models.vocoder import arrangement
 from ltx_neuron.plan import check_text_fits
+from ltx_neuron.report.progress import bar, line
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import TIME_SCALE, upscaled
 from ltx_neuron.weights.checkpoint import Source
@@ -173,14 +173,15 @@ def _compile(workspace: Workspace, graphs: list[Need]) -> None:
         check_text_fits(profile, tp, workspace.dtype_name, *sizes)
     missing = [need for need in graphs if not workspace.is_made(need)]
     title = f"{graphs[0].model} graphs"
-    for need in tqdm(missing, title, disable=not missing, unit="graph"):
+    for need in bar(missing, title, "graph"):
         workspace.check_runtime()
         path = workspace.folder(need)
         with exclusive(path, "compiling"):
             if need.program and not workspace.is_made(need):
                 dtype = DTYPES[need.identity["dtype"]]
                 registry.compile_program(need.program, path, need.identity, dtype, profile, tp)
-    registry.precompile([*map(workspace.folder, graphs)], profile, tp, workspace.compiler_cache)
+    with line(f"{title} on the ranks"):
+        registry.precompile([*map(workspace.folder, graphs)], profile, tp, workspace.compiler_cache)
 
 
 def record_size(workspace: Workspace, job: Job, buckets: list[Bucket]) -> None:

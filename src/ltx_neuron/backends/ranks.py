@@ -36,7 +36,7 @@ class Ranks(ABC):
         self.launches, self.launch_ms = 0, 0.0
         self.programs: dict[str, Manifest] = {}  # the loaded ones by name
         # Of guidance groups (teams.py).
-        self.moment = ""  # what the host does, such as "at step 3 of stage_1", for messages
+        self.moment = ""  # what the host does, such as "at step 3 of stage 1", for messages
         self.lost: list[str] = []  # a line for every lost group
         # (group, pass, milliseconds) of all runs of guided sequences so far.
         self.pass_ms: list[tuple[int, str, float]] = []

@@ -212,7 +212,7 @@ def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardS
 
 def _progress_bar(source: Source, specs: list[ShardSpec], name: str | None) -> tqdm:
     total = sum(source.nbytes(spec.name) for spec in specs)
-    return tqdm(total=total, unit="B", unit_scale=True, desc=name)
+    return tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=None)
 
 
 def _pieces(
