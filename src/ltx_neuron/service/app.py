@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.spec import got_and_wanted
 from ltx_neuron.service import openapi, reference
-from ltx_neuron.service.api_error import ApiError, invalid, too_large
+from ltx_neuron.service.api_error import ApiError, busy, invalid, too_large
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.fields import MAX_FILES, kind_of, parse_json, read_request
 from ltx_neuron.service.jobs import FILES, PREVIEW, JobSubmitter, VideoObject, video_object
@@ -97,16 +97,8 @@ class QueueObject(TypedDict):
 class Api:
     """The route functions. Those that only query the database are synchronous: threads run them."""
 
-    def __init__(
-        self,
-        jobs: JobSubmitter,
-        tokens: Tokens,
-        price: Price | None,
-        has_page: bool,
-        supervised: bool,
-    ):
-        self.jobs, self.queue, self.tokens = jobs, jobs.queue, tokens
-        self.has_page, self.supervised = has_page, supervised
+    def __init__(self, jobs: JobSubmitter, tokens: Tokens, price: Price | None, supervised: bool):
+        self.jobs, self.queue, self.tokens, self.supervised = jobs, jobs.queue, tokens, supervised
         self.rate = TokenBucket(jobs.limits.rate)
         self.metrics_of = Metrics(self.queue, price)
 
@@ -174,8 +166,15 @@ class Api:
         return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
 
     def retry(self, request: Request, id: str) -> Response:
-        self.rate.take(request.state.owner)
-        return self._answer(self.jobs.retry(self._entry(request.state.owner, id)))
+        owner, most = request.state.owner, self.jobs.limits.max_queue
+        self.rate.take(owner)
+        entry = self._entry(owner, id)
+        if self.queue.counts()[QUEUED] >= most:
+            raise busy(f"the queue is full: {most} jobs are waiting", "queue_full")
+        if not self.queue.retry(owner, id):
+            message = f"this video is {entry.status}; only a failed one can be tried again"
+            raise ApiError(409, "not_failed", message)
+        return self._answer(self._entry(owner, id))
 
     def content(self, request: Request, id: str, variant: str = "video") -> Response:
         entry = self._entry(request.state.owner, id)
@@ -271,11 +270,10 @@ class Api:
 
     def index(self, request: Request) -> Response:
         """Pointers for a person, and the endpoints for a program, such as GET /v1/models."""
-        content = {"object": "service", "page": "/" if self.has_page else None}
-        content |= {"docs": "/docs", "openapi": "/openapi.json"}
         paths = request.app.openapi()["paths"].items()
         endpoints = [f"{method.upper()} {path}" for path, methods in paths for method in methods]
-        return JSONResponse(content | {"endpoints": endpoints})
+        content = {"object": "service", "page": request.app.state.page, "docs": "/docs"}
+        return JSONResponse(content | {"openapi": "/openapi.json", "endpoints": endpoints})
 
     def health(self) -> Response:
         return JSONResponse({"status": "ok"})
@@ -360,7 +358,7 @@ def create_app(
 ) -> Callable:
     """The ASGI application of a service, with a page at / or without one. price: of the machine,
     for the metrics. supervised: whether this process keeps a worker running."""
-    api = Api(jobs, tokens, price, page, supervised)
+    api = Api(jobs, tokens, price, supervised)
     # Malformed uploads must not fill the service's log.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     app = FastAPI(
@@ -370,6 +368,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.state.page = "/" if page else None
     _add_routes(app, api)
     for path, function, summary in (
         ("/v1", api.index, "Find the page, the documentation and the endpoints"),

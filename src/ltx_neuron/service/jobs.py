@@ -56,22 +56,6 @@ class JobSubmitter:
             message = "this Idempotency-Key was used for another request; send another key"
             raise ApiError(409, "idempotency_conflict", message) from None
 
-    def retry(self, failed: Entry) -> Entry:
-        """Let a failed job wait again. Raises ApiError."""
-        try:
-            if entry := self.queue.retry(failed, *self._queue_limits):
-                return entry
-        except QueueFull as error:
-            raise busy(str(error), "queue_full") from None
-        message = f"this video is {failed.status}; only a failed one can be tried again"
-        raise ApiError(409, "not_failed", message)
-
-    @property
-    def _queue_limits(self) -> tuple[int, int, int]:
-        limits = self.limits
-        of_owner = limits.max_queue_per_token or limits.max_queue
-        return limits.max_queue, of_owner, int(limits.max_queue_gb * 1e9)
-
     def _submit(self, request: VideoRequest, owner: str, key: str | None) -> Entry:
         id = self.queue.new_id()
         folder, is_new = self.queue.folder_of(id), False
@@ -95,7 +79,9 @@ class JobSubmitter:
             runs_on = batch_key(job, dict.fromkeys(bucket.name for bucket in buckets))
             size = folder_bytes(folder)
             new = NewJob(id, owner, request.digest, runs_on, line, shown, key, size)
-            entry, is_new = self.queue.submit(new, *self._queue_limits)
+            limits = self.limits
+            most = limits.max_queue, limits.max_queue_per_token or limits.max_queue
+            entry, is_new = self.queue.submit(new, *most, int(limits.max_queue_gb * 1e9))
             return entry
         except UserError as error:
             message = public(error.render(field_of), folder)

@@ -136,47 +136,31 @@ class Queue:
             rows = connection.execute(_SELECT_OF_KEY, values)
             if earlier := _same_request(rows, new.digest):
                 return earlier, False
-            limits = max_queued, max_queued_of_owner, max_bytes
-            self._check_room(connection, new.owner, new.bytes, *limits)
+            waiting, of_owner, total = connection.execute(
+                "SELECT count(*), count(*) FILTER (WHERE owner = :owner), coalesce(sum(bytes), 0)"
+                " FROM jobs WHERE status = 'queued'",
+                values,
+            ).fetchone()
+            if waiting >= max_queued:
+                raise QueueFull(f"the queue is full: {max_queued} jobs are waiting")
+            if of_owner >= max_queued_of_owner:
+                raise QueueFull(f"the queue is full: {max_queued_of_owner} of your jobs wait")
+            if total + new.bytes > max_bytes:
+                raise QueueFull(f"the queue is full: its files have {total} of {max_bytes} bytes")
             values |= {"status": QUEUED, "created_at": self.clock()}
             values |= {"progress": 0, "attempt": 0, "crash_count": 0}
             columns, places = ", ".join(values), ", ".join(f":{name}" for name in values)
             sql = f"INSERT INTO jobs ({columns}) VALUES ({places}) RETURNING *"
             return _entries(connection.execute(sql, values))[0], True
 
-    def _check_room(
-        self,
-        connection: sqlite3.Connection,
-        owner: str,
-        bytes: int,
-        max_queued: int,
-        max_queued_of_owner: int,
-        max_bytes: int,
-    ) -> None:
-        waiting, of_owner, total = connection.execute(
-            "SELECT count(*), count(*) FILTER (WHERE owner = :owner), coalesce(sum(bytes), 0)"
-            " FROM jobs WHERE status = 'queued'",
-            {"owner": owner},
-        ).fetchone()
-        if waiting >= max_queued:
-            raise QueueFull(f"the queue is full: {max_queued} jobs are waiting")
-        if of_owner >= max_queued_of_owner:
-            raise QueueFull(f"the queue is full: {max_queued_of_owner} of your jobs wait")
-        if total + bytes > max_bytes:
-            raise QueueFull(f"the queue is full: its files have {total} of {max_bytes} bytes")
-
-    def retry(self, failed: Entry, *limits: int) -> Entry | None:
-        """Let a failed job wait again, with its files. None if it no longer is a failed job. Raises
-        QueueFull. limits: as of `submit`."""
-        with self.database.writing() as connection:
-            self._check_room(connection, failed.owner, failed.bytes, *limits)
-            rows = connection.execute(
-                "UPDATE jobs SET status = 'queued', progress = 0, error = NULL, started_at = NULL,"
-                " completed_at = NULL, crash_count = 0"
-                " WHERE number = :number AND status = 'failed' RETURNING *",
-                {"number": failed.number},
-            )
-            return next(iter(_entries(rows)), None)
+    def retry(self, owner: str, id: str) -> bool:
+        """Let a failed job wait again, with its files. False if it is no failed job."""
+        sql = (
+            "UPDATE jobs SET status = 'queued', progress = 0, error = NULL, started_at = NULL,"
+            " completed_at = NULL, crash_count = 0"
+            f" WHERE id = :id AND status = 'failed' AND {_IS_VISIBLE}"
+        )
+        return self.database.write(sql, id=id, owner=owner) > 0
 
     def of_key(self, owner: str, key: str | None, digest: str) -> Entry | None:
         """The job of an idempotency key. Raises KeyUsed if its request differs."""

@@ -1,6 +1,5 @@
 """The API's server process, and the worker that it supervises."""
 
-import errno
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ from ipaddress import ip_address
 
 import uvicorn
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, os_reason
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.queue import Queue
 
@@ -63,13 +62,10 @@ def check_port(host: str, port: int) -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
             listener.bind(address)
     except OSError as error:
-        reasons = {errno.EADDRINUSE: "another program uses it", errno.EACCES: "it needs root"}
-        if error.errno in reasons:
-            message = f"--port {port}: {reasons[error.errno]}"
-            message += "\nType another one, as in --port 8001, or --port 0 for any free one"
-        else:
-            message = f"--host {host}: {error.strerror}; wanted an address of this machine"
-        raise UserError(message) from None
+        raise UserError(
+            f"--port {port} of --host {host}: {os_reason(error)}\nType another port, as in"
+            " --port 8001, or --port 0 for any free one"
+        ) from None
 
 
 def serve(app: Callable, host: str, port: int, has_page: bool) -> None:
