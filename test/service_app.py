@@ -141,8 +141,8 @@ class Workspace(Compiled):
 
 
 @contextmanager
-def opened(tmp_path, page: bool = False, tokens: bool = True):
-    """The service on a folder, in this process."""
+def opened(tmp_path, tokens: bool = True, **settings):
+    """The service on a folder, in this process. settings: of create_app."""
     from ltx_neuron.service.app import create_app
 
     workspace = Workspace(SMALL, images=(ImageCondition("x"),))
@@ -155,7 +155,7 @@ def opened(tmp_path, page: bool = False, tokens: bool = True):
         limits = Limits(max_queue=10, max_body_mb=MOST_BODY / 2**20, rate=1e9)
         submitter = JobSubmitter(queue, sizes, "tiny", limits)
         owners = Tokens.load(tmp_path / "tokens.json" if tokens else None)
-        app = create_app(submitter, owners, page=page)
+        app = create_app(submitter, owners, **settings)
         yield Service(app, queue, token.encode(), sizes, submitter)
 
 

@@ -2,6 +2,7 @@
 from a prompt to a video that plays with sound. No request leaves the service, and the browser
 refuses nothing by its Content-Security-Policy."""
 
+import base64
 import re
 import shutil
 from contextlib import closing
@@ -26,6 +27,7 @@ pytestmark = [
 ]
 
 MOBILE = {"width": 390, "height": 844}
+PHONE = {"viewport": MOBILE, "is_mobile": True, "has_touch": True}
 PROMPT = "waves crash on the shore"
 # How far a video has come and what was decoded of its sound, once there is some of both; its width.
 PLAYED = """async () => {
@@ -38,6 +40,10 @@ PLAYED = """async () => {
     }
     return [...seen, video.videoWidth];
 }"""
+IN_SIGHT = """(selectors) => selectors.every((selector) => {
+    const box = document.querySelector(selector).getBoundingClientRect();
+    return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight;
+})"""
 WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
 # Ids of what has the focus, and around it, from the innermost.
 FOCUS = """() => {
@@ -98,7 +104,7 @@ def generate(page, prompt: str = PROMPT, size: str | None = "64x64") -> None:
     page.fill("#prompt", prompt)
     if size:
         page.select_option("#size", size)
-    page.click("text=Generate")
+    page.click("#generate")
 
 
 def test_the_page_asks_for_a_token_and_takes_none_that_is_not_known(opened, service):  # noqa: F811
@@ -199,13 +205,14 @@ def test_a_clip_is_cancelled_and_no_worker_makes_it(opened, service):  # noqa: F
         worker.resume()
 
 
-def test_a_size_that_is_not_compiled_is_refused_in_the_apis_words(opened, service):  # noqa: F811
+def test_a_size_that_is_not_compiled_is_refused_with_the_compiled_ones(opened, service):  # noqa: F811
     page, client = opened("ada"), service.client("ada", max_retries=0)
     page.evaluate(OF_ANOTHER_SIZE)
     generate(page, size=None)
     page.wait_for_selector("#error:has-text('not compiled')")
     said = page.text_content("#error")
-    assert "64x64, 9 frames" in said and "profile_mismatch" in said
+    assert "64x64, 9 frames" in said and "profile_mismatch" not in said and "GET" not in said
+    assert page.get_attribute("#size", "aria-invalid") == "true"
     assert page.get_attribute("#error", "role") == "alert"
     assert all(video.size != "1920x1088" for video in client.videos.list())
 
@@ -227,6 +234,242 @@ def test_an_image_is_sent_with_the_request_and_by_no_other_way(opened, service, 
     service.client("ada").videos.delete(video.id)
 
 
+BOTH_WIDTHS = pytest.mark.parametrize(
+    "screen", [{"viewport": {"width": 1280, "height": 900}}, PHONE], ids=["desktop", "phone"]
+)
+
+
+def forget(service, page) -> None:  # noqa: F811
+    """Delete the videos of the page's owner, and wait until the page has none."""
+    client = service.client("bob")
+    for video in client.videos.list().data:
+        client.videos.delete(video.id)
+    page.wait_for_selector("#none:visible")
+
+
+@BOTH_WIDTHS
+def test_a_seed_is_random_and_a_videos_settings_are_used_again(opened, service, screen):  # noqa: F811
+    page = opened("bob", **screen)
+    assert page.input_value("#seed") == "" and not page.is_visible("#new-seed")
+    seeds = []
+    for prompt in ("the first", "the second"):
+        generate(page, prompt, size="128x128")
+        page.wait_for_selector(f"#shown-prompt:has-text('{prompt}')")
+        page.wait_for_selector("#screen video")
+        seeds.append(re.search(r"seed (\d+)", page.text_content("#facts"))[1])
+        assert page.evaluate("document.querySelector('#screen video').loop")
+    assert seeds[0] != seeds[1]
+    tile = page.locator("#gallery li:has-text('the first')")
+    assert tile.locator(".seed").text_content() == f"seed {seeds[0]}"
+    assert re.search(r" · .*\d\d:\d\d", tile.locator(".status").text_content())
+    page.fill("#prompt", "another")
+    page.select_option("#size", "64x64")
+    tile.locator("button").click()
+    page.click("#reuse")
+    used = [page.input_value(f"#{name}") for name in ("prompt", "seed", "size")]
+    assert used == ["the first", seeds[0], "128x128"]
+    page.click("#new-seed")
+    assert page.input_value("#seed") == ""
+    assert page.evaluate(WIDTHS)[0] == screen["viewport"]["width"]
+    forget(service, page)
+
+
+@BOTH_WIDTHS
+def test_a_failed_video_has_its_reason_its_remedy_and_another_try(opened, service, screen):  # noqa: F811
+    page, worker = opened("bob", **screen), service.worker
+    worker.suspend()
+    try:
+        generate(page, "the first")
+        page.wait_for_selector("#step:has-text('Waiting')")
+        with closing(service.queue()) as queue:
+            (entry,) = queue.claim("w", queue.next_batch_key(), 1)
+            queue.fail(entry, "invalid_value", "input_reference: no such file")
+        page.wait_for_selector("#step:has-text('Failed: First frame: no such file')")
+        assert "choose its files again" in page.text_content("#remedy")
+        page.click("#retry")
+        page.wait_for_selector("#step:has-text('Waiting')")
+        assert not page.is_visible("#retry") and page.text_content("#remedy") == ""
+    finally:
+        worker.resume()
+    page.wait_for_selector("#screen video")
+    forget(service, page)
+
+
+@BOTH_WIDTHS
+def test_the_workers_absence_its_start_and_a_missing_size_are_told_apart(opened, service, screen):  # noqa: F811
+    page = opened("bob", **screen)
+    state = {"object": "queue", "waiting": 0, "in_progress": 0, "workers": 0}
+
+    def sees(text: str, **queue) -> None:
+        page.route("**/v1/queue", lambda route: route.fulfill(json=state | queue))
+        page.reload()
+        page.wait_for_selector(f"#state:has-text('{text}')")
+        page.unroute("**/v1/queue")
+
+    sees("The worker is starting", starting=True)
+    sees("No worker is running", starting=False)
+    sees("1 worker", workers=1, starting=False)
+    assert not page.is_visible("#no-size")
+    model = service.client("bob")._client.get(service.url + "/models", headers=auth(service)).json()
+    for sizes in ("sizes", "inputs"):
+        model["data"][0][sizes] = type(model["data"][0][sizes])()
+    page.route("**/v1/models", lambda route: route.fulfill(json=model))
+    page.reload()
+    page.wait_for_selector("#no-size:has-text('ltx-neuron prepare')")
+    assert page.is_disabled("#generate") and not page.is_visible("#size")
+    assert page.evaluate(WIDTHS)[0] == screen["viewport"]["width"]
+    page.unroute("**/v1/models")  # the size is compiled now
+    page.wait_for_selector("#size:visible")
+    assert not page.is_visible("#no-size") and page.is_enabled("#generate")
+
+
+def auth(service) -> dict[str, str]:  # noqa: F811
+    return {"Authorization": f"Bearer {service.tokens['bob']}"}
+
+
+DROP = """(file) => {
+    const bytes = Uint8Array.from(atob(file.data), (c) => c.charCodeAt(0));
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([bytes], file.name, { type: file.type }));
+    return transfer;
+}"""
+
+
+@BOTH_WIDTHS
+def test_a_picture_is_dropped_and_seen_and_another_file_refused(opened, tiny, screen):  # noqa: F811
+    page = opened("bob", **screen)
+    data = base64.b64encode(tiny.image.read_bytes()).decode()
+    zone = page.locator(".drop:has(#input_reference)")
+    for kind, name in (("text/plain", "notes.txt"), ("image/png", "a.png")):
+        file = {"data": data, "name": name, "type": kind}
+        zone.dispatch_event("drop", {"dataTransfer": page.evaluate_handle(DROP, file)})
+        if kind == "text/plain":
+            page.wait_for_selector("#error:has-text('First frame: notes.txt is of another type')")
+            assert not zone.locator("canvas").is_visible()
+    zone.locator("canvas").wait_for()
+    assert page.evaluate("document.querySelector('#input_reference').files[0].name") == "a.png"
+    assert page.text_content("#error") == ""
+    assert zone.locator("canvas").bounding_box()["height"] >= 80
+
+
+@BOTH_WIDTHS
+def test_a_last_frame_and_a_negative_prompt_are_sent_as_the_api_takes_them(
+    opened,
+    service,  # noqa: F811
+    tiny,
+    screen,
+):
+    page, posts = opened("bob", **screen), []
+    model = service.client("bob")._client.get(service.url + "/models", headers=auth(service)).json()
+    inputs = model["data"][0]["inputs"]
+    inputs |= {"images": model["data"][0]["sizes"], "nag_scale": model["data"][0]["sizes"][-1:]}
+    page.route("**/v1/models", lambda route: route.fulfill(json=model))
+    refusal = {"message": "images[0]: it is not a readable picture", "param": "images[0]"}
+
+    def refuse(route) -> None:
+        if route.request.method == "POST":
+            posts.append(route.request.post_data_buffer)
+            route.fulfill(status=400, json={"error": refusal})
+        else:
+            route.continue_()
+
+    page.route(re.compile(r"/v1/videos$"), refuse)
+    page.reload()
+    page.wait_for_selector("#desk:visible")
+    page.get_by_label("Last frame", exact=True).set_input_files(tiny.image)
+    assert not page.is_visible("#nag_scale")
+    page.fill("#negative_prompt", "fog")
+    page.wait_for_selector("#nag_scale:visible")
+    (size,) = inputs["nag_scale"]
+    assert page.input_value("#size") == size["size"]  # the only one that is compiled with it
+    page.fill("#prompt", "waves")
+    page.click("#generate")
+    page.wait_for_selector("#error:has-text('Last frame: it is not a readable picture')")
+    assert page.get_attribute("#images", "aria-invalid") == "true"
+    (body,) = posts
+    assert b'"frame":-1' in body and b"data:image/png;base64," in body and b"fog" in body
+    assert re.search(rb'name="nag_scale"\r\n\r\n11\r', body)
+
+
+def test_an_idea_fills_the_prompt_and_the_keys_are_written_down(opened):
+    page = opened("bob")
+    assert page.is_visible("text=or Ctrl+Enter in the prompt")
+    page.click("#ideas button >> nth=0")
+    assert len(page.input_value("#prompt")) > 40 and page.evaluate(FOCUS)[0] == "prompt"
+    assert not page.is_visible("#ideas")  # it would replace what was typed
+
+
+def test_the_time_left_is_that_of_the_steps_and_of_the_last_video_like_it(opened):
+    page = opened("bob")
+    like = {"size": "64x64", "num_frames": 9, "two_stage": True, "recipe": "distilled"}
+    like |= {"seconds": "1", "seed": 3, "prompt": "x", "created_at": 1000, "error": None}
+    times = {"stage_1": [2000.0] * 8, "stage_2": [5000.0] * 3}
+    done = {"status": "completed", "started_at": 1000, "completed_at": 1041, "progress": 100}
+    done |= like | {"id": "video_1", "detail": {"denoise_steps_ms": times}}
+    detail = {
+        "stage": "stage_1",
+        "step": 2,
+        "steps": 8,
+        "denoise_steps_ms": {"stage_1": [9e3, 3e3]},
+    }
+    running = like | {"id": "video_2", "status": "in_progress", "progress": 9, "detail": detail}
+    listed = [running]
+    answer = {"has_more": False}
+    page.route(
+        re.compile(r"/v1/videos\?"), lambda route: route.fulfill(json=answer | {"data": listed})
+    )
+    page.route(re.compile("variant="), lambda route: route.fulfill(status=404, json={}))
+    page.reload()
+    page.wait_for_selector("#step:has-text('step 2 of 8 · about 54 s left in this stage')")
+    listed.append(done)  # its second stage took 15 s, and its decoding 10 s
+    page.wait_for_selector("#step:has-text('about 79 s left')")
+
+
+def contrast(page, selector: str) -> float:
+    """WCAG's contrast of an element's border with its card."""
+    colours = """([selector]) => ["borderTopColor", "backgroundColor"].map((name, i) =>
+        getComputedStyle(i ? document.querySelector(".card#form")
+            : document.querySelector(selector))[name])"""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(map(luminance, page.evaluate(colours, [selector])))
+    return (high + 0.05) / (low + 0.05)
+
+
+MIN_CONTRAST = 3.0  # of the border of a control: WCAG 2.2, 1.4.11
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_borders_of_fields_are_seen(opened, scheme):
+    page = opened("bob", color_scheme=scheme)
+    for selector in ("#prompt", "#size", "#seed", ".drop", "#ideas button"):
+        assert contrast(page, selector) >= MIN_CONTRAST, selector
+
+
+def test_the_selected_video_stays_above_the_gallery(opened):
+    page = opened("bob", viewport={"width": 1280, "height": 500})
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    view, videos = (page.locator(name).bounding_box() for name in ("#view", "#videos"))
+    assert view["y"] + view["height"] <= videos["y"], (view, videos)
+
+
+def test_on_a_phone_the_progress_and_its_buttons_are_in_sight_after_a_tap(opened, service):  # noqa: F811
+    page, worker = opened("bob", **PHONE), service.worker
+    worker.suspend()
+    try:
+        generate(page, "the first")
+        page.wait_for_selector("#step:has-text('Waiting')")
+        wait_for(lambda: page.evaluate(IN_SIGHT, ["#bar", "#step", "#remove"]), seconds=5)
+        assert not page.is_visible("text=or drop it here >> nth=0")  # a finger cannot
+    finally:
+        worker.resume()
+    forget(service, page)
+
+
 def test_a_page_that_nobody_sees_asks_seldom(opened, service):  # noqa: F811
     page, asked = opened("bob"), []
     page.on("request", lambda request: asked.append(request.url))
@@ -240,7 +483,7 @@ def test_a_page_that_nobody_sees_asks_seldom(opened, service):  # noqa: F811
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(opened, service, scheme):  # noqa: F811
-    page = opened("bob", viewport=MOBILE, is_mobile=True, has_touch=True, color_scheme=scheme)
+    page = opened("bob", **PHONE, color_scheme=scheme)
     assert page.evaluate(WIDTHS) == [390, 390]
     for name in ("prompt", "input_reference", "size", "duration", "seed", "screen"):
         box = page.locator(f"#{name}").bounding_box()
@@ -257,9 +500,9 @@ def test_everything_is_reached_and_named_without_a_mouse(opened, service):  # no
     page = opened("bob")
     assert page.evaluate(FOCUS)[0] == "prompt"  # after signing in
     page.keyboard.type("birds sing")
-    order = ["input_reference", "size", "duration", "two_stage", "seed", "new-seed"]
+    order = ["input_reference", "size", "duration", "two_stage", "seed"]
     met = []
-    for _ in range(len(order) + 1):  # and the button
+    for _ in range(len(order) + 1):  # and the field of a sound
         page.keyboard.press("Tab")
         met += page.evaluate(FOCUS)[:1]
         if met[-1] == "size":

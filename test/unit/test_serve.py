@@ -1,6 +1,7 @@
 """The command of the service: its flags, and the end of a supervised worker."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.serve.__main__ import build_parser, check, database
+from ltx_neuron.service.server import addresses, check_port
 
 
 def parsed(*words: str):
@@ -43,6 +45,50 @@ def test_only_this_machine_is_served_without_a_token(tmp_path, host, local):
     check(parsed(*words, "--role", "worker"))  # it listens to nobody
     with nullcontext() if local else pytest.raises(UserError, match="--new-token NAME"):
         check(parsed(*words))
+
+
+def test_a_taken_port_is_reported_before_anything_starts(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        words = ["--checkpoint-path", "CKPT", "--gemma-root", "DIR", "--data-dir", tmp_path]
+        command = [sys.executable, "-m", "ltx_neuron.serve", *words, "--port", str(port)]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert process.returncode == 2 and process.stdout == ""
+        assert process.stderr.startswith(
+            f"error: --port {port} of --host 127.0.0.1: Address already in use\n"
+        )
+        assert "--port 0" in process.stderr and "Traceback" not in process.stderr
+        assert not [*tmp_path.iterdir()]  # no queue, and no lock
+    check_port("127.0.0.1", port)  # now it is free
+
+
+def test_a_port_and_a_host_that_no_server_can_have_are_named(tmp_path):
+    words = ["--checkpoint-path", "CKPT", "--gemma-root", "DIR", "--data-dir", str(tmp_path)]
+    for port in ("-1", "65536"):
+        with pytest.raises(UserError, match=f"--port {port}: wanted 0 to 65535"):
+            check(parsed(*words, "--port", port))
+    for host in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(UserError, match=f"--host {host}: "):
+            check_port(host, 0)
+
+
+def test_the_page_has_an_address_and_a_machine_without_a_screen_a_tunnel(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("USER", "ubuntu")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.setenv("DISPLAY", ":0")
+    lines = ["serving: http://127.0.0.1:81/v1", "page: http://127.0.0.1:81/"]
+    assert addresses("127.0.0.1", 81, True) == lines
+    assert addresses("127.0.0.1", 81, False) == lines[:1]
+    monkeypatch.delenv("DISPLAY")
+    tunnelled = addresses("127.0.0.1", 81, True)
+    assert tunnelled[:2] == lines
+    assert "  ssh -L 81:127.0.0.1:81 ubuntu@MACHINE" in tunnelled
+    assert "ssh -L 81:[::1]:81 " in "\n".join(addresses("::1", 81, True))
+    # Others reach it by its name.
+    assert addresses("0.0.0.0", 81, True)[1:] == [f"page: http://{socket.gethostname()}:81/"]
 
 
 def test_a_worker_that_is_still_importing_ends_with_its_parent():

@@ -22,6 +22,7 @@ pytest.importorskip("fastapi", reason="the extra is not installed: pip install -
 from jobs import make_job
 from service_app import FORM, MOST_BODY, SIZE, Got, Sent, Service, form, get, opened
 
+from ltx_neuron.report.price import Price
 from ltx_neuron.service import limits
 from ltx_neuron.service.api_error import ERRORS
 from ltx_neuron.service.jobs import JobSubmitter, job_of
@@ -362,13 +363,95 @@ def test_a_video_that_failed_keeps_no_preview(service):
     assert queue.get("ada", id).detail is None
 
 
+def retried(service: Service, id: str, **headers) -> Got:
+    return service.ask(Sent("POST", f"/v1/videos/{id}/retry", b"", service.headers(**headers)))
+
+
+def test_a_failed_video_is_tried_again_with_its_seed_and_files_and_no_other_is(service):
+    queue, id = service.queue, accepted(service, seed=7)
+    assert (retried(service, id).status, retried(service, id).error["code"]) == (409, "not_failed")
+    (entry,) = queue.claim("w", queue.next_batch_key(), 1)
+    (queue.folder_of(id) / "image-0.png").write_bytes(b"x")
+    assert queue.report(entry, 10) and queue.fail(entry, "profile_mismatch", "y")
+    assert retried(service, id, authorization=b"").status == 401
+    other = new_token(service.queue.folder.parent / "tokens.json", "bob")
+    with opened(service.queue.folder.parent) as again:  # which knows both tokens
+        bob = retried(again, id, authorization=f"Bearer {other}".encode())
+        assert (bob.status, bob.error["code"]) == (404, "video_not_found")
+    video = json.loads(retried(service, id).body)
+    assert (video["id"], video["status"], video["progress"]) == (id, "queued", 0)
+    assert video["error"] is video["completed_at"] is video["started_at"] is None
+    assert (video["seed"], video["ahead"]) == (7, 0)
+    assert not queue.complete(entry)  # the worker of the failed attempt comes too late
+    (entry,) = queue.claim("w", queue.next_batch_key(), 1)
+    assert entry.id == id and (queue.folder_of(id) / "image-0.png").is_file()
+
+
+def test_a_full_queue_takes_no_failed_video_back(service):
+    queue, id = service.queue, accepted(service)
+    (entry,) = queue.claim("w", queue.next_batch_key(), 1)
+    queue.fail(entry, "x", "y")
+    for _ in range(service.submitter.limits.max_queue):
+        accepted(service)
+    assert (retried(service, id).status, retried(service, id).error["code"]) == (429, "queue_full")
+    assert queue.get("ada", id).status == "failed"
+
+
+def test_a_video_has_the_fields_that_a_request_like_it_needs(service):
+    off = {"nag_scale": 1.0}  # needs no graphs
+    sent = {"seed": 7, "two_stage": False, "negative_prompt": "fog", "extra_params": off}
+    video = json.loads(get(service, f"/v1/videos/{accepted(service, **sent)}").body)
+    assert video["settings"] == {"negative_prompt": "fog", "nag_scale": 1.0}
+    assert (video["seed"], video["two_stage"], video["inputs"]) == (7, False, [])
+    picture = BytesIO()
+    Image.new("RGB", (64, 64)).save(picture, "PNG")
+    body = form({"prompt": "waves", "size": SIZE, "input_reference": picture.getvalue()})
+    got = service.ask(Sent("POST", "/v1/videos", b"", service.headers(FORM), body))
+    assert json.loads(got.body)["inputs"] == ["input_reference"]
+    (entry,) = service.queue.claim("w", service.queue.next_batch_key(), 1)
+    before = int(time.time())
+    service.queue.report(entry, 10)
+    started = json.loads(get(service, f"/v1/videos/{entry.id}").body)["started_at"]
+    assert before <= started <= time.time()
+
+
 def test_a_waiting_video_says_how_many_are_before_it_and_the_queue_how_many_wait(service):
     first, second = accepted(service), accepted(service)
     places = [json.loads(get(service, f"/v1/videos/{id}").body)["ahead"] for id in (first, second)]
     assert places == [0, 1]
     wanted = {"object": "queue", "waiting": 2, "in_progress": 0, "workers": 0}
+    wanted |= {"starting": False}
     assert json.loads(get(service, "/v1/queue").body) == wanted
     assert get(service, "/v1/queue", authorization=b"").status == 401
+
+
+def test_a_service_that_starts_its_worker_says_so_until_the_worker_is_alive(service):
+    with opened(service.queue.folder.parent, supervised=True) as supervised:
+
+        def state() -> dict:
+            return json.loads(get(supervised, "/v1/queue").body)
+
+        assert (state()["workers"], state()["starting"]) == (0, True)
+        supervised.queue.renew("w", {})
+        assert (state()["workers"], state()["starting"]) == (1, False)
+
+
+def test_the_apis_address_points_at_the_page_the_documentation_and_the_endpoints(service):
+    content = json.loads(get(service, "/v1", authorization=b"").body)
+    assert (content["page"], content["docs"]) == (None, "/docs")  # this service has no page
+    assert {"POST /v1/videos", "GET /v1/models", "GET /metrics"} <= {*content["endpoints"]}
+    assert get(service, content["docs"]).status == get(service, content["openapi"]).status == 200
+    with opened(service.queue.folder.parent, page=True) as with_page:
+        address = json.loads(get(with_page, "/v1").body)["page"]
+        assert b"<html" in get(with_page, address).body
+
+
+def test_the_metrics_have_the_price_of_a_clip_where_the_machine_has_one(service):
+    service.queue.renew("w", {"busy_seconds": 36.0, "videos": 2, "video_seconds": 10.0})
+    assert b"ltx_dollars" not in get(service, "/metrics").body
+    with opened(service.queue.folder.parent, price=Price(10.0, 1)) as priced:
+        text = get(priced, "/metrics").body.decode()
+    assert "ltx_dollars_per_clip 0.05" in text and "ltx_dollars_per_video_second 0.01" in text
 
 
 def test_a_request_chooses_among_the_commands_sets_of_loras(service, tmp_path):

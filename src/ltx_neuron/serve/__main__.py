@@ -4,6 +4,7 @@ import argparse
 import ipaddress
 import os
 import sys
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -34,6 +35,8 @@ def check(args: argparse.Namespace) -> None:
     """Raise UserError for invalid flags and combinations."""
     if args.checkpoint_path is None:
         raise UserError(f"--checkpoint-path is missing\nexample: {EXAMPLE}")
+    if not 0 <= args.port < 2**16:
+        raise UserError(f"--port {args.port}: wanted 0 to 65535; for example --port 8000")
     args.limits = limits_of(args)
     check_folder(args.data_dir, "--data-dir DIR")
     flags.check_fleet(args)
@@ -140,17 +143,16 @@ def be_api(args: argparse.Namespace) -> None:
         )
         assert app  # `main` refuses to run without it
         owners = tokens.Tokens.load(args.tokens_file)
-        served = app.create_app(submitter, owners, flags.price(args), page=not args.no_page)
+        has_page, supervised = not args.no_page, args.role == "all"
+        served = app.create_app(submitter, owners, flags.price(args), has_page, supervised)
+        listen = partial(server.serve, served, args.host, args.port, has_page)
         sweep = partial(queue.sweep, args.keep_days, int(args.keep_gb * 1e9))
         with run_periodically(sweep, _SWEEP_SECONDS, "sweep"):
-            if args.role == "api":
-                server.serve(served, args.host, args.port)
-                return
-            supervised = "ltx_neuron.serve.supervised"
-            worker = [sys.executable, "-m", supervised, *args.typed, "--role", "worker"]
+            module = "ltx_neuron.serve.supervised"
+            worker = [sys.executable, "-m", module, *args.typed, "--role", "worker"]
             worker += ["--recipe", args.recipe]
-            with server.supervise_worker(worker, queue):
-                server.serve(served, args.host, args.port)
+            with server.supervise_worker(worker, queue) if supervised else nullcontext():
+                listen()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -166,6 +168,8 @@ def main(argv: list[str] | None = None) -> None:
         print(tokens.new_token(path, args.new_token))
         return
     check(args)
+    if args.role != "worker":
+        server.check_port(args.host, args.port)
     args.recipe = flags.recipe(args)
     be_worker(args) if args.role == "worker" else be_api(args)
 

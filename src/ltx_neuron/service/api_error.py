@@ -23,7 +23,7 @@ ERRORS = {
     404: ("video_not_found", "preview_not_found", "model_not_found", "not_found"),
     405: ("method_not_allowed",),
     408: ("request_timeout",),
-    409: ("not_ready", "video_failed", "idempotency_conflict"),
+    409: ("not_ready", "not_failed", "video_failed", "idempotency_conflict"),
     413: ("body_too_large", "file_too_large"),
     415: ("unsupported_media_type",),
     429: ("queue_full", "rate_limited"),

@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.spec import got_and_wanted
 from ltx_neuron.service import openapi, reference
-from ltx_neuron.service.api_error import ApiError, invalid, too_large
+from ltx_neuron.service.api_error import ApiError, busy, invalid, too_large
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.fields import MAX_FILES, kind_of, parse_json, read_request
 from ltx_neuron.service.jobs import FILES, PREVIEW, JobSubmitter, VideoObject, video_object
@@ -85,17 +85,20 @@ class ModelList(TypedDict):
 
 
 class QueueObject(TypedDict):
+    """starting: no worker is alive yet, and the service is starting one."""
+
     object: str
     waiting: int
     in_progress: int
     workers: int
+    starting: bool
 
 
 class Api:
     """The route functions. Those that only query the database are synchronous: threads run them."""
 
-    def __init__(self, jobs: JobSubmitter, tokens: Tokens, price: Price | None):
-        self.jobs, self.queue, self.tokens = jobs, jobs.queue, tokens
+    def __init__(self, jobs: JobSubmitter, tokens: Tokens, price: Price | None, supervised: bool):
+        self.jobs, self.queue, self.tokens, self.supervised = jobs, jobs.queue, tokens, supervised
         self.rate = TokenBucket(jobs.limits.rate)
         self.metrics_of = Metrics(self.queue, price)
 
@@ -161,6 +164,17 @@ class Api:
         if not self.queue.cancel(request.state.owner, id):
             raise _not_found(id)
         return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
+
+    def retry(self, request: Request, id: str) -> Response:
+        owner, most = request.state.owner, self.jobs.limits.max_queue
+        self.rate.take(owner)
+        entry = self._entry(owner, id)
+        if self.queue.counts()[QUEUED] >= most:
+            raise busy(f"the queue is full: {most} jobs are waiting", "queue_full")
+        if not self.queue.retry(owner, id):
+            message = f"this video is {entry.status}; only a failed one can be tried again"
+            raise ApiError(409, "not_failed", message)
+        return self._answer(self._entry(owner, id))
 
     def content(self, request: Request, id: str, variant: str = "video") -> Response:
         entry = self._entry(request.state.owner, id)
@@ -250,7 +264,16 @@ class Api:
         """The number of jobs of all owners, and the workers' states."""
         counts = self.queue.counts()
         content = {"waiting": counts[QUEUED], "in_progress": counts[IN_PROGRESS]}
-        return JSONResponse({"object": "queue", **content, "workers": self._live_workers()})
+        alive = self._live_workers()
+        content |= {"workers": alive, "starting": self.supervised and not alive}
+        return JSONResponse({"object": "queue", **content})
+
+    def index(self, request: Request) -> Response:
+        """Pointers for a person, and the endpoints for a program, such as GET /v1/models."""
+        paths = request.app.openapi()["paths"].items()
+        endpoints = [f"{method.upper()} {path}" for path, methods in paths for method in methods]
+        content = {"object": "service", "page": request.app.state.page, "docs": "/docs"}
+        return JSONResponse(content | {"openapi": "/openapi.json", "endpoints": endpoints})
 
     def health(self) -> Response:
         return JSONResponse({"status": "ok"})
@@ -296,6 +319,14 @@ def _add_routes(app: FastAPI, api: Api) -> None:
             "Download a video, its thumbnail, or a preview while it is made",
             (400, 404, 409),
         ),
+        (
+            "POST",
+            "/v1/videos/{id}/retry",
+            api.retry,
+            VideoObject,
+            "Make a failed video again, with the same seed and files",
+            (404, 409, 429),
+        ),
         ("DELETE", "/v1/videos/{id}", api.delete, DeletedVideo, "Cancel or delete a video", (404,)),
         ("GET", "/v1/models", api.models, ModelList, "List the model, its sizes and LoRAs", ()),
         ("GET", "/v1/models/{id}", api.model, ModelObject, "Get the model by its name", (404,)),
@@ -313,17 +344,21 @@ def _add_routes(app: FastAPI, api: Api) -> None:
             response_class=Response,
             dependencies=owned,
             responses={200: content, **openapi.responses(errors)},
-            openapi_extra=openapi.body() if method == "POST" else None,
+            openapi_extra=openapi.body() if 415 in errors else None,
             include_in_schema=answer is not None,
         )
 
 
 def create_app(
-    jobs: JobSubmitter, tokens: Tokens, price: Price | None = None, page: bool = False
+    jobs: JobSubmitter,
+    tokens: Tokens,
+    price: Price | None = None,
+    page: bool = False,
+    supervised: bool = False,
 ) -> Callable:
     """The ASGI application of a service, with a page at / or without one. price: of the machine,
-    for the metrics."""
-    api = Api(jobs, tokens, price)
+    for the metrics. supervised: whether this process keeps a worker running."""
+    api = Api(jobs, tokens, price, supervised)
     # Malformed uploads must not fill the service's log.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     app = FastAPI(
@@ -333,8 +368,10 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.state.page = "/" if page else None
     _add_routes(app, api)
     for path, function, summary in (
+        ("/v1", api.index, "Find the page, the documentation and the endpoints"),
         ("/health", api.health, "Check that the process runs"),
         ("/ready", api.ready, "Check that a worker is alive, else 503"),
     ):

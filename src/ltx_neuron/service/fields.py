@@ -315,6 +315,18 @@ class VideoRequest(spec.GuidanceFields, spec.DetailFields, spec.SamplingFields, 
         return Job(**self.model_dump(include=names, exclude_none=True))
 
     @property
+    def inputs(self) -> list[str]:
+        """The request fields with a file."""
+        return [*self.held, *(file.param for file in self.media)]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields sent, without files and what a video object has."""
+        shown = {*_IMAGES, *_MEDIA, *spec.VideoFields.model_fields, "two_stage", "seconds"}
+        shown |= {"prompt", "model", "size", "seed"}
+        return self.model_dump(mode="json", exclude=shown, exclude_unset=True)
+
+    @property
     def digest(self) -> str:
         """Digest of the request. A repeated idempotency key must match it."""
         images = {

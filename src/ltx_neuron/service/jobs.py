@@ -73,6 +73,7 @@ class JobSubmitter:
             line = job.with_paths(lambda path: path.name).to_line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
+            shown |= {"settings": request.settings, "inputs": request.inputs}
             programs = self.sizes.workspace.dit_programs_for
             buckets = (bucket for stage in job.stages for bucket, _ in programs(job, stage))
             runs_on = batch_key(job, dict.fromkeys(bucket.name for bucket in buckets))
@@ -234,6 +235,8 @@ class VideoObject(SizeObject):
     notes   on inputs that are cut, padded or of another kind
     detail  current step, and times of the steps
     ahead   number of waiting jobs before it
+    settings  the request's other fields, and
+    inputs    the names of those with a file, to send a request like it
     """
 
     id: str
@@ -241,6 +244,7 @@ class VideoObject(SizeObject):
     status: str
     progress: int
     created_at: int
+    started_at: int | None
     completed_at: int | None
     expires_at: int | None
     error: dict[str, str] | None
@@ -251,6 +255,8 @@ class VideoObject(SizeObject):
     notes: list[str]
     detail: dict[str, Any] | None
     ahead: int | None
+    settings: dict[str, Any]
+    inputs: list[str]
 
 
 def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> VideoObject:
@@ -258,12 +264,14 @@ def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> Vi
     if detail and PREVIEW in detail:
         detail = detail | {PREVIEW: True}  # clients download the picture separately
     fields: Any = {
+        **{"settings": {}, "inputs": []},  # of jobs of earlier versions
         **entry.public_fields,
         "id": entry.id,
         "object": "video",
         "status": entry.status,
         "progress": entry.progress,
         "created_at": int(entry.created_at),
+        "started_at": entry.started_at and int(entry.started_at),
         "completed_at": ended and int(ended),
         "expires_at": ended and int(ended + keep_days * 86400),
         "error": entry.error,

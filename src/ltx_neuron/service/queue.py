@@ -1,6 +1,6 @@
 """The durable queue: every job from its acceptance to its deletion.
 
-    queued -> in_progress -> completed | failed
+    queued -> in_progress -> completed | failed -> queued (its owner tries again)
        \\----------\\-> cancelled (hidden from its owner)
 
 A worker takes jobs on a lease that it renews. If it dies, the lease ends and another worker takes
@@ -152,6 +152,15 @@ class Queue:
             columns, places = ", ".join(values), ", ".join(f":{name}" for name in values)
             sql = f"INSERT INTO jobs ({columns}) VALUES ({places}) RETURNING *"
             return _entries(connection.execute(sql, values))[0], True
+
+    def retry(self, owner: str, id: str) -> bool:
+        """Let a failed job wait again, with its files. False if it is no failed job."""
+        sql = (
+            "UPDATE jobs SET status = 'queued', progress = 0, error = NULL, started_at = NULL,"
+            " completed_at = NULL, crash_count = 0"
+            f" WHERE id = :id AND status = 'failed' AND {_IS_VISIBLE}"
+        )
+        return self.database.write(sql, id=id, owner=owner) > 0
 
     def of_key(self, owner: str, key: str | None, digest: str) -> Entry | None:
         """The job of an idempotency key. Raises KeyUsed if its request differs."""

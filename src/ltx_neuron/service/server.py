@@ -1,15 +1,19 @@
 """The API's server process, and the worker that it supervises."""
 
+import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 
 import uvicorn
 
+from ltx_neuron.errors import UserError, os_reason
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.queue import Queue
 
@@ -21,17 +25,50 @@ _LONG_ENOUGH = 60.0  # a worker that ran longer is restarted at once
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server. It prints its address: port 0 is any free port."""
+    """uvicorn's server. When it listens, it prints its addresses: port 0 is any free port."""
+
+    def __init__(self, config: uvicorn.Config, has_page: bool):
+        super().__init__(config)
+        self.has_page = has_page
 
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            name = f"[{host}]" if ":" in host else host
-            print(f"serving: http://{name}:{port}/v1", flush=True)
+            print(*addresses(host, port, self.has_page), sep="\n", flush=True)
 
 
-def serve(app: Callable, host: str, port: int) -> None:
+def addresses(host: str, port: int, has_page: bool) -> list[str]:
+    """The lines that say how to reach a service which listens on an IP address of this machine."""
+    name, address = f"[{host}]" if ":" in host else host, ip_address(host)
+    site = socket.gethostname() if address.is_unspecified else name
+    lines = [f"serving: http://{name}:{port}/v1"]
+    lines += [f"page: http://{site}:{port}/"] if has_page else []
+    has_screen = sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    if address.is_loopback and not has_screen:
+        lines += [
+            "This machine has no screen. On your own computer, type this and leave it open:",
+            f"  ssh -L {port}:{name}:{port} {os.environ.get('USER', 'USER')}@MACHINE",
+            f"MACHINE is its name in your ssh. Then open http://127.0.0.1:{port}/ there.",
+        ]
+    return lines
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise UserError if no server can listen on an address of this machine."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+            listener.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"--port {port} of --host {host}: {os_reason(error)}\nType another port, as in"
+            " --port 8001, or --port 0 for any free one"
+        ) from None
+
+
+def serve(app: Callable, host: str, port: int, has_page: bool) -> None:
     """Answer requests until a signal ends the process."""
     config = uvicorn.Config(
         app,
@@ -47,7 +84,7 @@ def serve(app: Callable, host: str, port: int) -> None:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_KEEP_ALIVE_SECONDS,
     )
-    Server(config).run()
+    Server(config, has_page).run()
 
 
 def worker_name(pid: int) -> str:
@@ -64,6 +101,7 @@ def supervise_worker(command: list[str], queue: Queue) -> Iterator[None]:
         wait = 1.0
         while not ending.is_set():
             began = time.monotonic()
+            print("the worker starts: the page and the API take jobs already", flush=True)
             # Its stdin closes when this process ends: errors.end_with_parent.
             process = subprocess.Popen(command, stdin=subprocess.PIPE)
             code = process.wait()

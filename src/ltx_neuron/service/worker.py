@@ -75,6 +75,7 @@ class Worker:
         self._state["identity"] = code_identity(workspace)
         try:
             with run_periodically(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
+                print("ready: the worker takes jobs; the first one loads the model", flush=True)
                 while not self.stop.is_set():
                     key = self.queue.next_batch_key(self.batch_key, MAX_SWITCH_DELAY_S)
                     self.batch_key = key
