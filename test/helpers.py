@@ -366,16 +366,17 @@ def started(command: list[str], until: str) -> tuple[subprocess.Popen, list[int]
 # has been read: a fast machine's whole stage would be over, and its bar never be shown at 33 %.
 UNHURRIED = """
 import runpy, sys, time
-import ltx_neuron.engine.run as engine
+import ltx_neuron.report.progress as progress
 
-class Unhurried(engine.tqdm):
+class Unhurried(progress.tqdm):
     def __iter__(self):
         for number in super().__iter__():
             if self.desc.startswith(slow):
                 time.sleep(0.5)
             yield number
 
-engine.tqdm, slow = Unhurried, sys.argv[1]
+progress.tqdm, slow = Unhurried, sys.argv[1]
+sys.stderr.isatty = lambda: True
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

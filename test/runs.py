@@ -11,7 +11,7 @@ from conftest import ROOT, once
 GENERATE = "src/generate_ltx23.py"
 TP = 2
 SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
-STAGE_2 = r"stage_2:\s+33%"  # on the terminal of a run that is in its second stage
+STAGE_2 = r"stage 2:\s+33%"  # on the terminal of a run that is in its second stage
 
 
 class Run(SimpleNamespace):

@@ -144,10 +144,10 @@ def download_again(path: Path) -> str:
 
 def nearest(path: str | Path) -> str:
     """For a missing path, " (nearest: PATH)" if its folder has a similar name; else ""."""
-    folder, wanted = os.path.split(path)
+    folder, name = os.path.split(path)
     with suppress(OSError, ValueError):  # no folder, or a character that no path can have
         names = [] if os.path.lexists(path) else os.listdir(folder or ".")
-        for near in get_close_matches(wanted, names, 1):
+        for near in get_close_matches(name, names, 1):
             return f" (nearest: {os.path.join(folder, near)})"
     return ""
 
@@ -163,9 +163,9 @@ def _cached(repo: str, revision: str, file: str, kind: str) -> Path | None:
     if file:
         return Path(path)
     folder = Path(path).parent
-    shards = [shard for each in os.listdir(folder) if (shard := _SHARD.fullmatch(each))]
+    shards = [shard for name in os.listdir(folder) if (shard := _SHARD.fullmatch(name))]
     whole = shards and len(shards) == int(shards[0][1] or 1)
-    return folder if whole and all((folder / each).is_file() for each in _GEMMA) else None
+    return folder if whole and all((folder / name).is_file() for name in _GEMMA) else None
 
 
 def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
@@ -174,16 +174,16 @@ def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
     if not _may_download.get():
         raise NotDownloaded(f"{name} is not downloaded yet\n{download(name)}")
     info = HfApi().model_info(repo, revision=revision, files_metadata=True)
-    listed = {each.rfilename: each for each in info.siblings or ()}
+    listed = {entry.rfilename: entry for entry in info.siblings or ()}
     files = _chosen(f"{constants.ENDPOINT}/{repo}", list(listed), file, kind)
     beside = re.sub(r"adapter_model\.safetensors$", "adapter_config.json", files[0])  # PEFT's
     files += [beside] if beside in {*listed} - {*files} else []
     cache = Path(constants.HF_HUB_CACHE)
     blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
-    blob_of = {each: str(of.lfs.sha256 if of.lfs else of.blob_id) for each, of in listed.items()}
-    absent = [each for each in files if not (blobs / blob_of[each]).exists()]
+    blob_of = {entry: str(of.lfs.sha256 if of.lfs else of.blob_id) for entry, of in listed.items()}
+    absent = [entry for entry in files if not (blobs / blob_of[entry]).exists()]
     if absent:
-        size = sum(listed[each].size or 0 for each in absent)
+        size = sum(listed[entry].size or 0 for entry in absent)
         what = f"{repo}/{absent[0]}" if len(absent) == 1 else f"{repo}, {len(absent)} files"
         if size > (free := free_bytes(cache)):
             raise UserError(
@@ -191,8 +191,8 @@ def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
                 "Free some space, or choose a larger disk with HF_HOME=DIR"
             )
         print(f"downloading {what} ({format_bytes(size)}) to {cache}", flush=True)
-    for each in sorted(files, key=lambda each: listed[each].size or 0):
-        hf_hub_download(repo, each, revision=revision)
+    for entry in sorted(files, key=lambda entry: listed[entry].size or 0):
+        hf_hub_download(repo, entry, revision=revision)
     return "" if kind == "gemma" else files[0]
 
 
@@ -207,9 +207,9 @@ def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
     if not file and "model_index.json" in listed:
         raise UserError(
             f"{url} is a model in diffusers' layout, which only other programs read\n"
-            f"Type {' or '.join(each for each in RELEASE_FILES if '-fp8' not in each)}"
+            f"Type {' or '.join(name for name in RELEASE_FILES if '-fp8' not in name)}"
         )
-    weights = [each for each in listed if each.endswith(".safetensors")]
+    weights = [name for name in listed if name.endswith(".safetensors")]
     if file in listed or (not file and len(weights) == 1):
         return [file or weights[0]]
     shown = get_close_matches(file, listed, 3) or weights[:8]

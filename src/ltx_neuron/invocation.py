@@ -22,8 +22,8 @@ def _program() -> list[str | Path]:
     if not path.is_file():
         on_path = shutil.which("python") == sys.executable
         return ["python" if on_path else _from_here(Path(sys.executable)), "-m", "ltx_neuron"]
-    found = shutil.which(_PROGRAM)
-    return [_PROGRAM if found and path.samefile(found) else _from_here(path)]
+    program = shutil.which(_PROGRAM)
+    return [_PROGRAM if program and path.samefile(program) else _from_here(path)]
 
 
 def _from_here(path: Path) -> Path:

@@ -69,9 +69,9 @@ class Stage(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its name for users: "stage_1", "window 2 of 3"."""
+        """Its name for users: "stage 1", "window 2 of 3"."""
         window = self.window or self.temporal
-        return window.title if window else self.name
+        return window.title if window else self.name.replace("_", " ")
 
     @property
     def noise(self) -> tuple[int, float]:

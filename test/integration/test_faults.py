@@ -31,7 +31,7 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
     ranks, killed, step = [], [], StageRun.step
 
     def kill(stage_run, number):
-        if stage_run.stage.title == "stage_2" and number == 1:
+        if stage_run.stage.title == "stage 2" and number == 1:
             ranks.extend(process.pid for process in stage_run.ranks._processes)
             os.kill(ranks[1], signal.SIGKILL)
             killed.append(time.monotonic())
@@ -51,7 +51,7 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
     assert re.search(r"load: [\d. ]+, \d+ CPUs", log)
     assert run.here(tmp_path, resume=True) == 0
     resumed = capfd.readouterr()
-    assert "stage_2 is left" in resumed.out and "stage_1:" not in resumed.err
+    assert "stage 2 is left" in resumed.out and "stage 1:" not in resumed.err
     assert (tmp_path / "fox.mp4").read_bytes() == run.wanted
     assert {path.name for path in tmp_path.iterdir()} == {"fox.mp4", "fox.json"}
 

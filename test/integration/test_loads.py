@@ -46,8 +46,8 @@ class Watched(Recorder):
         self.events, self.now = events, None
 
     @contextmanager
-    def phase(self, name: str):
-        with super().phase(name):
+    def phase(self, name: str, shown: bool = True):
+        with super().phase(name, shown):
             self.now = name
             self.events.append(Event(name, ""))
             yield

@@ -43,9 +43,9 @@ class Phases(Recorder):
         self.begun = []
 
     @contextmanager
-    def phase(self, name: str):
+    def phase(self, name: str, shown: bool = True):
         self.begun.append(name)
-        with super().phase(name):
+        with super().phase(name, shown):
             yield
 
 

@@ -49,7 +49,7 @@ def test_two_guidance_groups_make_the_bits_of_one_and_go_on_as_one(opened, capfd
         assert {name for name in want if not torch.equal(got[name], want[name])} == set()
         if dies:
             two.residency.ranks.groups[2]._processes[0].kill()
-    assert "group 2 lost after stage_1 (rank 0 of 1 failed: the process" in capfd.readouterr().err
+    assert "group 2 lost after stage 1 (rank 0 of 1 failed: the process" in capfd.readouterr().err
     two.close()
 
 

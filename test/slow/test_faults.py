@@ -37,7 +37,7 @@ def assert_ended(process: subprocess.Popen, ranks: list[int], folder: Path) -> s
 )
 def test_ctrl_c_and_sigterm_end_cleanly(run, tmp_path, number, code, word):
     before = shared_memories()
-    process, ranks = started(unhurried(run.command(tmp_path), "stage_2"), STAGE_2)
+    process, ranks = started(unhurried(run.command(tmp_path), "stage 2"), STAGE_2)
     process.send_signal(number)
     assert word in assert_ended(process, ranks, tmp_path) and process.returncode == code
     assert [path.name for path in tmp_path.iterdir()] == ["fox" + SUFFIX]
@@ -45,7 +45,7 @@ def test_ctrl_c_and_sigterm_end_cleanly(run, tmp_path, number, code, word):
 
 
 def test_a_process_with_a_killed_rank_ends(run, tmp_path):
-    process, ranks = started(unhurried(run.command(tmp_path), "stage_2"), STAGE_2)
+    process, ranks = started(unhurried(run.command(tmp_path), "stage 2"), STAGE_2)
     assert len(ranks) == TP
     os.kill(ranks[1], signal.SIGKILL)
     said = assert_ended(process, ranks, tmp_path)

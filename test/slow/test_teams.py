@@ -117,7 +117,7 @@ def test_two_groups_share_the_tiles_of_a_step_and_one_makes_all_when_the_other_d
         assert made[0] == made[1] > 0  # two tiles each
         kill_in(monkeypatch, 1, "main", 3)
         assert_same(latents(engine, job), want)
-    assert "guidance group 2 lost at step 4 of stage_1" in capfd.readouterr().err
+    assert "guidance group 2 lost at step 4 of stage 1" in capfd.readouterr().err
 
 
 def test_hq_on_two_groups_is_that_of_one_though_the_group_of_stage_2_dies(
@@ -129,8 +129,8 @@ def test_hq_on_two_groups_is_that_of_one_though_the_group_of_stage_2_dies(
         kill_in(patch, 0, "main", 3)
         assert_same(latents(two, job), want)
     said = capfd.readouterr()
-    assert "stage_2 has one pass a step: 1 of 2 guidance groups wait" in said.out
-    assert "guidance group 1 lost at step 2 of stage_2 (rank 1 of 2 failed:" in said.err
+    assert "stage 2 has one pass a step: 1 of 2 guidance groups wait" in said.out
+    assert "guidance group 1 lost at step 2 of stage 2 (rank 1 of 2 failed:" in said.err
     two.close()
 
 
@@ -179,7 +179,7 @@ def test_a_group_of_two_dies_and_the_clip_is_the_same(opened, monkeypatch, capfd
     assert groups_of(two) == [living]
     assert ended([process.pid for process in dying._processes])
     said = capfd.readouterr().err
-    line = "guidance group 1 lost at step 2 of stage_1 (rank 1 of 2 failed: the process was killed"
+    line = "guidance group 1 lost at step 2 of stage 1 (rank 1 of 2 failed: the process was killed"
     assert said.count("guidance group") == said.count(line) == 1 and "1 group since" in said
     report = two.recorder.report({}, "cpu", 2, {}, {})
     *_, lost = report["guidance_groups"]["lost"]

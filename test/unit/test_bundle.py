@@ -65,7 +65,7 @@ def packed(
     """A bundle's members by name, and its table of contents."""
     artifacts = (work / "artifacts",)
     lines = bundle.pack(
-        path, bundle.facts(System(), artifacts), bundle.found(work, artifacts, added)
+        path, bundle.facts(System(), artifacts), bundle.bundled_files(work, artifacts, added)
     )
     return members(path), lines
 

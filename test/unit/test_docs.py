@@ -133,10 +133,11 @@ def problems_of(words: list[str]) -> list[str]:
     return [f"{shown}: no flag {flag}" for flag in given if flag not in known | {"--help"}]
 
 
-def headings(page: str) -> set[str]:
-    """A page's headings as the anchors that links use."""
-    titles = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+def headings(page: str, marks: str = "#+") -> list[str]:
+    """A page's headings with these marks, as the anchors that links use."""
+    shell_comments = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+    titles = re.findall(rf"^{marks} (.+)$", shell_comments.sub("", text_of(page)), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *BENCHMARKS])
@@ -250,6 +251,14 @@ def test_the_readers_path_is_short():
 @pytest.mark.parametrize("page", ["README.md", "docs/recipes.md", "CHANGELOG.md"])
 def test_pages_name_the_followed_release(page):
     assert f"release {FOLLOWED}" in text_of(page)
+
+
+def test_the_recipes_begin_with_a_list_of_all_sections_in_their_order():
+    contents, _, _ = text_of("docs/recipes.md").partition("\n- ")[2].partition("\n## ")
+    sections = headings("docs/recipes.md", "##")
+    assert sections[0] == "before-you-begin"
+    linked = [name for name in re.findall(r"\]\(#([^)]+)\)", contents) if name in sections]
+    assert linked == sections[1:]
 
 
 def test_the_readme_is_short():

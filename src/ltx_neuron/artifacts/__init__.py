@@ -87,21 +87,21 @@ def damage(path: Path, identity: dict, quick: bool = True) -> list[str]:
     return verify(path, quick) if identity["kind"] == "weights" else damaged_graphs(path)
 
 
-def differences(wanted: dict, stored: dict) -> list[tuple]:
+def differences(expected: dict, stored: dict) -> list[tuple]:
     """(field, wanted, stored) for every field in which two identities differ."""
     return [
-        (field, wanted.get(field), stored.get(field))
-        for field in sorted({*wanted, *stored})
-        if wanted.get(field) != stored.get(field)
+        (field, expected.get(field), stored.get(field))
+        for field in sorted({*expected, *stored})
+        if expected.get(field) != stored.get(field)
     ]
 
 
-def _differing(wanted: dict, stored: dict | None) -> str:
+def _differing(expected: dict, stored: dict | None) -> str:
     """The differences of two identities, in words."""
     if stored is None:
         return "cannot be read"
     fields = []
-    for field, want, got in differences(wanted, stored):
+    for field, want, got in differences(expected, stored):
         meaning = f" ({_MEANINGS[field]})" if field in _MEANINGS else ""
         fields.append(f"{field}{meaning}: got {got}, wanted {want}")
     return "differs in " + "; ".join(fields)

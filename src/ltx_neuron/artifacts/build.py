@@ -9,7 +9,6 @@ from math import ceil
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from ltx_neuron import artifacts, invocation
 from ltx_neuron.artifacts.store import Store, names_in
@@ -34,6 +33,7 @@ from ltx_neuron.models.programs import (
 )
 from ltx_neuron.models.vocoder import arrangement
 from ltx_neuron.plan import check_text_fits
+from ltx_neuron.report.progress import bar, line
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.latents import TIME_SCALE, upscaled
 from ltx_neuron.weights.checkpoint import Source
@@ -101,8 +101,8 @@ def needs(workspace: Workspace, jobs: list[Job], options: RunOptions) -> Iterato
 
 def sound_on_ranks(workspace: Workspace, options: RunOptions) -> bool:
     """Whether the ranks decode sound; they do so only in fp32."""
-    asked = options.neuron_vae and workspace.profile.sound_on_ranks
-    return asked and audio_dtype(workspace, options) == torch.float32
+    on_ranks = options.neuron_vae and workspace.profile.sound_on_ranks
+    return on_ranks and audio_dtype(workspace, options) == torch.float32
 
 
 def audio_dtype(workspace: Workspace, options: RunOptions) -> torch.dtype:
@@ -131,12 +131,12 @@ def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tu
     models = ["gemma3"] if options.neuron_gemma else []
     models += workspace.profile.vae_models if options.neuron_vae else ()
     listed = [workspace.weight_set(model, loras) for loras in sets for model in ("dit", *models)]
-    wanted = [artifacts.folder(Path(), need.identity).as_posix() for need in listed]
+    patterns = [artifacts.folder(Path(), need.identity).as_posix() for need in listed]
     tp, dtype = workspace.tp, workspace.dtype_name
-    wanted += ["tuned/*", f"graphs/*-tp{tp}-{dtype}-*", f"graphs/sound-*-tp{tp}-float32-*"]
+    patterns += ["tuned/*", f"graphs/*-tp{tp}-{dtype}-*", f"graphs/sound-*-tp{tp}-float32-*"]
     store = Store(url)
     stored = names_in(store.files())
-    names = [name for name in stored if any(fnmatchcase(name, pattern) for pattern in wanted)]
+    names = [name for name in stored if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if names:
         pull(store, workspace.artifacts, names)
 
@@ -173,14 +173,15 @@ def _compile(workspace: Workspace, graphs: list[Need]) -> None:
         check_text_fits(profile, tp, workspace.dtype_name, *sizes)
     missing = [need for need in graphs if not workspace.is_made(need)]
     title = f"{graphs[0].model} graphs"
-    for need in tqdm(missing, title, disable=not missing, unit="graph"):
+    for need in bar(missing, title, "graph"):
         workspace.check_runtime()
         path = workspace.folder(need)
         with exclusive(path, "compiling"):
             if need.program and not workspace.is_made(need):
                 dtype = DTYPES[need.identity["dtype"]]
                 registry.compile_program(need.program, path, need.identity, dtype, profile, tp)
-    registry.precompile([*map(workspace.folder, graphs)], profile, tp, workspace.compiler_cache)
+    with line(f"{title} on the ranks"):
+        registry.precompile([*map(workspace.folder, graphs)], profile, tp, workspace.compiler_cache)
 
 
 def record_size(workspace: Workspace, job: Job, buckets: list[Bucket]) -> None:

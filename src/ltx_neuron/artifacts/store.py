@@ -69,14 +69,14 @@ class Store:
     def files(self) -> dict[str, int]:
         """The bytes of every regular file by name, as in
         weights/dit-tp4-bfloat16-.../rank0.safetensors."""
-        found = {}
+        files = {}
         for kind in KINDS:
             with self._in_words(), suppress(FileNotFoundError):
                 self.fs.invalidate_cache()
-                found |= self.fs.find(self._place(kind), detail=True)
+                files |= self.fs.find(self._place(kind), detail=True)
         return {
             path.removeprefix(f"{self.root}/"): info["size"]
-            for path, info in found.items()
+            for path, info in files.items()
             if info["type"] == "file"
         }
 

@@ -166,7 +166,9 @@ def _push(store: Store, artifacts: Path, ours: Described, stored: dict[str, int]
             )
     files = {f"{ours.name}/{file}": (folder / file).stat().st_size for file in missing}
     total = sum(files.values())
-    with tqdm(total=total + len(ours.text), unit="B", unit_scale=True, desc=ours.name) as bar:
+    with tqdm(
+        total=total + len(ours.text), unit="B", unit_scale=True, desc=ours.name, disable=None
+    ) as bar:
         for file in (*files, manifest_file(ours.name)):
             store.put(artifacts / file, file, bar)
     print(f"sent: {format_bytes(total)} in {len(missing)} of {len(ours.files)} files")
@@ -239,7 +241,7 @@ def _pull(store: Store, folder: Path, theirs: Described, stored: dict[str, int])
     for file in (*theirs.files, MANIFEST):  # left by killed runs
         remove_leftovers(folder / file)
     (folder / MANIFEST).unlink(missing_ok=True)  # the folder is unfinished from now on
-    with tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=None) as bar:
         for file in missing:
             with whole_file(folder / file) as partial:
                 store.get(f"{name}/{file}", partial, bar)

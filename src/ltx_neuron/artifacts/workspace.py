@@ -555,12 +555,12 @@ class Workspace:
     def compiled_sizes(self) -> dict[str, list[dict]]:
         """The DiT's compiled buckets on this profile, with any number of blocks per graph: their
         names -> the video sizes in their manifests."""
-        wanted = self._identity("dit", "", self.transformer.digest)
+        identity = self._identity("dit", "", self.transformer.digest)
         fields = ("model", "config", "tp", "dtype", "backend", "code", "torch")
         sizes: dict[str, list[dict]] = {}
         for path in artifacts.finished_folders(self.artifacts, "graphs"):
             stored = artifacts.stored_identity(path) or {}
-            if all(stored.get(field) == wanted[field] for field in fields):
+            if all(stored.get(field) == identity[field] for field in fields):
                 sizes.setdefault(stored["bucket"], []).extend(recorded_sizes(path))
         return sizes
 

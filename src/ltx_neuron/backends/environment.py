@@ -103,8 +103,8 @@ def of_compiler(profile: Profile, model: str) -> dict[str, str]:
 def path() -> str:
     """PATH with the folder of this Python in front: torch_neuronx starts neuronx-cc and
     libneuronpjrt-path by name, even if the environment is not activated."""
-    own, known = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
-    return known if own in known.split(os.pathsep) else os.pathsep.join([own, known])
+    bin_folder, known = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
+    return known if bin_folder in known.split(os.pathsep) else os.pathsep.join([bin_folder, known])
 
 
 def visible_cores(value: str) -> list[int]:

@@ -36,7 +36,7 @@ class Ranks(ABC):
         self.launches, self.launch_ms = 0, 0.0
         self.programs: dict[str, Manifest] = {}  # the loaded ones by name
         # Of guidance groups (teams.py).
-        self.moment = ""  # what the host does, such as "at step 3 of stage_1", for messages
+        self.moment = ""  # what the host does, such as "at step 3 of stage 1", for messages
         self.lost: list[str] = []  # a line for every lost group
         # (group, pass, milliseconds) of all runs of guided sequences so far.
         self.pass_ms: list[tuple[int, str, float]] = []
@@ -217,11 +217,11 @@ def check_shape(
     program: str, name: str, field: Field, tensor: Tensor, tp: int, cp: int = 1
 ) -> None:
     """Raise ValueError unless an upload has its field's whole shape."""
-    wanted = whole_shape(field, tp, cp)
+    shape = whole_shape(field, tp, cp)
     if field.per_block:  # a call of a graph of several blocks reads as many rows
-        wanted = (max(1, len(tensor) // wanted[0]) * wanted[0], *wanted[1:])
-    if tuple(tensor.shape) != wanted:
-        raise ValueError(f"{program}.{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
+        shape = (max(1, len(tensor) // shape[0]) * shape[0], *shape[1:])
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{program}.{name}: got shape {tuple(tensor.shape)}, wanted {shape}")
 
 
 def weights_of(programs: dict[str, Manifest]) -> dict[str, tuple[int, ...]]:

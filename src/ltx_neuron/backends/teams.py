@@ -146,10 +146,10 @@ class GuidanceGroups(Ranks):
         if self._unreplicated:  # the other groups do not hold the results
             return self._on_leader(lambda group: group.hashes(*names))
         hashed = dict.fromkeys(self.groups, lambda group: group.hashes(*names))
-        found = self._run_concurrently(hashed)
+        digests_of = self._run_concurrently(hashed)
         if self._shared:  # a group's ranks alone are alike: those of the group that differs most
-            return max(found.values(), key=lambda digests: len(set(digests)))
-        return [digest for digests in found.values() for digest in digests]
+            return max(digests_of.values(), key=lambda digests: len(set(digests)))
+        return [digest for digests in digests_of.values() for digest in digests]
 
     def check(self) -> None:
         self._run_concurrently({number: lambda group: group.check() for number in self.groups})

@@ -88,14 +88,14 @@ def read_lines(
     """
     check_readable(path, "--prompts-file", f". {prompts_file.WANTED}")
     earlier = _entries(folder) if folder else None
-    lines, problems, wanted = [], [], []
+    lines, problems, hints = [], [], []
     for number, values, name in prompts_file.read(path):
         if number > MAX_LINES:
             raise UserError(f"{path} has more than {MAX_LINES} lines; split it")
         spec, typed = None, ""
         try:
             if isinstance(values, UserError):
-                wanted = [prompts_file.WANTED]
+                hints = [prompts_file.WANTED]
                 raise values
             if not isinstance(values, dict):
                 kind = type(values).__name__
@@ -116,7 +116,7 @@ def read_lines(
                 problems.append(f"{name} {number}: {error}")
     if problems:
         problems = few(problems, _MOST_LISTED)
-        raise UserError("\n".join([f"{path}: nothing was run.", *problems, *wanted]))
+        raise UserError("\n".join([f"{path}: nothing was run.", *problems, *hints]))
     if not lines:
         raise UserError(f"{path} has no lines")
     return lines

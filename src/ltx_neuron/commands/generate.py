@@ -74,15 +74,15 @@ def build_parser(
 
 
 def words_of(
-    parser: argparse.ArgumentParser, words: list[str], wanted: Callable[[str], bool]
+    parser: argparse.ArgumentParser, words: list[str], selects: Callable[[str], bool]
 ) -> list[str]:
-    """The typed words of some flags and their values. wanted: takes a flag's name in a
+    """The typed words of some flags and their values. selects: takes a flag's name in a
     Namespace."""
     result, action = [], None
     for word in words:
         if word.startswith("--"):
             action = parser._option_string_actions.get(word.partition("=")[0])
-        result += [word] if action is not None and wanted(action.dest) else []
+        result += [word] if action is not None and selects(action.dest) else []
     return result
 
 

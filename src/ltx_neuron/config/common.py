@@ -96,9 +96,9 @@ def check_heads(tp: int, heads: dict[str, int]) -> None:
         )
 
 
-def check_values(section: str, values: dict, wanted: dict, by: str, advice: str = "") -> None:
+def check_values(section: str, values: dict, allowed: dict, by: str, advice: str = "") -> None:
     """Raise UserError for the first value that `by`, an operation, does not implement."""
-    for name, value in wanted.items():
+    for name, value in allowed.items():
         if values.get(name) != value:
             got = repr(values[name]) if name in values else "absent"
             raise UserError(
@@ -116,5 +116,5 @@ def check_numbers(config, where: str) -> None:
         elif field.type in (int, float) or (field.type == int | None and value is not None):
             kinds = (int, float) if field.type is float else (int,)
             if type(value) not in kinds or not 0 < value < float("inf"):
-                wanted = "a number" if field.type is float else "a whole number"
-                raise UserError(f"{where}{field.name} is {value!r}, wanted {wanted} above 0")
+                kind = "a number" if field.type is float else "a whole number"
+                raise UserError(f"{where}{field.name} is {value!r}, wanted {kind} above 0")

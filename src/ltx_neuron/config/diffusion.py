@@ -127,10 +127,10 @@ def _check_stages(config: DiffusionDecoderConfig) -> None:
         problem = f"kernels {config.kernels}, wanted odd sizes"
     else:
         width = config.channels[0]
-        for upsampling, wanted in zip(config.upsamplings, config.channels[1:], strict=True):
+        for upsampling, channels in zip(config.upsamplings, config.channels[1:], strict=True):
             width //= upsampling.multiplier
-            if width != wanted:
-                problem = f"a stage of {wanted} channels after an upsampling to {width}"
+            if width != channels:
+                problem = f"a stage of {channels} channels after an upsampling to {width}"
                 break
         got = scale_of(config.upsamplings, config.patch_size)
         problem = problem or ("" if got == SCALE else f"upsamplings by {got}")
@@ -154,8 +154,8 @@ def volumes(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> list[
         frames, rows, columns = sizes[-1]
         sizes.append(Volume(frames * time - (time - 1), rows * down, columns * across))
     last = sizes.pop()
-    wanted = max(last.frames - config.repeats * TIME_FACTOR, config.kernels[-1][0])
-    return [*sizes, last._replace(frames=min(last.frames, wanted))]
+    required = max(last.frames - config.repeats * TIME_FACTOR, config.kernels[-1][0])
+    return [*sizes, last._replace(frames=min(last.frames, required))]
 
 
 def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -165,11 +165,11 @@ def shortest(config: DiffusionDecoderConfig, clip: tuple[int, int, int]) -> tupl
     def shapes(frames: int) -> list[tuple[int, int]]:
         pairs = zip(volumes(config, (frames, *clip[1:])), config.kernels, strict=True)
         cuts = [cut(volume.frames, config.span, kernel[0]) for volume, kernel in pairs]
-        return [(each.size, each.window) for each in cuts]
+        return [(axis_cut.size, axis_cut.window) for axis_cut in cuts]
 
     frames, rows, columns = map(max, clip, config.smallest)
-    wanted = shapes(frames)
-    return next(n for n in range(1, frames + 1) if shapes(n) == wanted), rows, columns
+    expected = shapes(frames)
+    return next(n for n in range(1, frames + 1) if shapes(n) == expected), rows, columns
 
 
 class AxisCut(NamedTuple):

@@ -200,14 +200,14 @@ def check_gemma_fits(
     layers. download: the command that fetches the published text encoder, if it is a file."""
     if gemma.hidden_size != transformer.caption_channels:
         got = f"hidden_size {gemma.hidden_size}"
-        wanted = f"{transformer.caption_channels} (caption_channels)"
+        needs = f"{transformer.caption_channels} (caption_channels)"
     elif features in (None, gemma.hidden_size * (gemma.num_hidden_layers + 1)):
         return
     else:
         got = f"num_hidden_layers {gemma.num_hidden_layers}"
-        wanted = f"{features // gemma.hidden_size - 1} layers"
+        needs = f"{features // gemma.hidden_size - 1} layers"
     needed = f"LTX-2.3 needs Gemma3-12B: {common.gemma_download(gemma_root, beside=True)}"
     raise UserError(
         f"--gemma-root {gemma_root} has {got}, but the checkpoint's text projections take"
-        f" {wanted}.\n{f'Download the published one: {download}' if download else needed}"
+        f" {needs}.\n{f'Download the published one: {download}' if download else needed}"
     )

@@ -517,15 +517,17 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
         stack, here = STACKS[profile.backend], installed_backend()
         if not stack.version:
             free = profile.guidance_parallel == 1  # groups need TorchNeuron
-            wanted = [*STACKS.values()] if free and not here else [stack]
-            packages = [each.package for each in STACKS.values()]
+            choices = [*STACKS.values()] if free and not here else [stack]
+            packages = [supported.package for supported in STACKS.values()]
             present = [
                 f"{name} {version}" for name in packages if (version := package_version(name))
             ]
-            commands = "; or ".join(f"{each.name}: {each.install}" for each in wanted)
+            commands = "; or ".join(
+                f"{supported.name}: {supported.install}" for supported in choices
+            )
             other = f"--profile-set backend={here}" if free and here else "--profile cpu"
             raise UserError(
-                f"profile {profile.name!r} needs {' or '.join(map(str, wanted))}, found"
+                f"profile {profile.name!r} needs {' or '.join(map(str, choices))}, found"
                 f" {', '.join(present) or 'neither'}.\nInstall {commands}; or type {other}"
             )
     elif profile.device == "cuda":

@@ -56,7 +56,7 @@ _LABEL = re.compile(r"(?:ltxv?[-_ ]?|v)*(\d+)[._](\d+)", re.IGNORECASE)
 def parse_release(model_version: str) -> Release | None:
     """The supported release that a file's `model_version` names: 2.3.0, v2.3, LTX-2.3-dev."""
     version = ".".join(map(str, _numbers(model_version)))
-    return next((each for each in RELEASES if each.version == version), None)
+    return next((release for release in RELEASES if release.version == version), None)
 
 
 def _numbers(label: str) -> tuple[int, ...]:

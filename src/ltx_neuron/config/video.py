@@ -72,7 +72,7 @@ def video_decoder_config(metadata: Mapping[str, Any]) -> VideoDecoderConfig:
         base_channels=values.get("decoder_base_channels", 128),
         out_channels=values.get("out_channels", 3),
         patch_size=values.get("patch_size", 4),
-        up_blocks=tuple(_block(each, "decoder", "", common.HOST_DECODES) for each in blocks),
+        up_blocks=tuple(_block(block, "decoder", "", common.HOST_DECODES) for block in blocks),
     )
     _check_scale(config, config.up_blocks, "decoder_blocks upsample", common.HOST_DECODES)
     return config
@@ -81,26 +81,28 @@ def video_decoder_config(metadata: Mapping[str, Any]) -> VideoDecoderConfig:
 def video_encoder_config(metadata: Mapping[str, Any]) -> VideoEncoderConfig:
     # Both have one channel of variance, which no latent depends on.
     variance = (metadata.get("vae") or {}).get("latent_log_var")
-    wanted = _ENCODER | ({"latent_log_var": variance} if variance == "constant" else {})
-    values = _checked(metadata, _ENCODER, wanted, "encoding on the ranks", common.HOST_ENCODES)
+    allowed = _ENCODER | ({"latent_log_var": variance} if variance == "constant" else {})
+    values = _checked(metadata, _ENCODER, allowed, "encoding on the ranks", common.HOST_ENCODES)
     blocks = values.get("encoder_blocks", [])
     config = VideoEncoderConfig(
         latent_channels=values.get("latent_channels", 128),
         in_channels=values.get("in_channels", 3),
         patch_size=values.get("patch_size", 4),
-        down_blocks=tuple(_block(each, "encoder", "_res", common.HOST_ENCODES) for each in blocks),
+        down_blocks=tuple(
+            _block(block, "encoder", "_res", common.HOST_ENCODES) for block in blocks
+        ),
     )
     _check_scale(config, config.down_blocks, "encoder_blocks downsample", common.HOST_ENCODES)
     return config
 
 
 def _checked(
-    metadata: Mapping[str, Any], defaults: dict, wanted: dict, by: str, advice: str
+    metadata: Mapping[str, Any], defaults: dict, allowed: dict, by: str, advice: str
 ) -> dict[str, Any]:
     values = metadata.get("vae")
     if not isinstance(values, dict):
         raise UserError("the checkpoint's config metadata has no 'vae' section")
-    common.check_values("vae", defaults | values, wanted, by, advice)
+    common.check_values("vae", defaults | values, allowed, by, advice)
     return values
 
 

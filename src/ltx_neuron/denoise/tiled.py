@@ -56,7 +56,7 @@ class TiledStageRun(StageRun):
         self._times.append(max(busy.values()))
         picture, sound = torch.zeros(video.shape), torch.zeros(audio.shape)
         # In the tiles' order, so that the sum does not depend on the groups.
-        for (tokens, weights), (predicted, heard) in zip(self._blend, tiles, strict=True):
+        for (tokens, weights), (predicted, predicted_sound) in zip(self._blend, tiles, strict=True):
             picture[:, tokens] += predicted.float() * weights[:, None]
-            sound += heard.float() / len(tiles)
+            sound += predicted_sound.float() / len(tiles)
         return picture.to(video.dtype), sound.to(audio.dtype)

@@ -1,8 +1,8 @@
 """ltx-neuron doctor --bundle: a bug report in one file. It has facts about the machine, and what
 public.py allows of the compiler's messages and of the logs and reports of earlier runs.
 
-Files are packed only if their names match the patterns of `found`. Names of weights, latents,
-videos, images and prompts files match none.
+Files are packed only if their names match the patterns of `bundled_files`. Names of weights,
+latents, videos, images and prompts files match none.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def write(args: argparse.Namespace, argv: list[str], system: System) -> None:
     add_flags(mine)
     artifacts = (args.artifacts_dir, args.work_dir / "artifacts")
     texts = {"doctor.txt": doctor(mine.parse_known_args(argv)[1])} | facts(system, artifacts)
-    lines = pack(args.bundle, texts, found(args.work_dir, artifacts, args.bundle_add))
+    lines = pack(args.bundle, texts, bundled_files(args.work_dir, artifacts, args.bundle_add))
     print(*lines, sep="\n")
     if not (args.work_dir / "report.json").is_file():
         print(f"no run of test/device is in {args.work_dir}; choose another with --work-dir DIR")
@@ -71,7 +71,7 @@ def write(args: argparse.Namespace, argv: list[str], system: System) -> None:
     print(f"bundle: {args.bundle} ({size:,} bytes). Read it before you send it")
 
 
-class Found(NamedTuple):
+class BundledFile(NamedTuple):
     """A file to pack, its name in the bundle, and what the bundle has of its text."""
 
     name: str
@@ -88,7 +88,9 @@ def check_target(path: Path) -> None:
     check_writable(path, "--bundle FILE.tar.gz")
 
 
-def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> Iterator[Found]:
+def bundled_files(
+    work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]
+) -> Iterator[BundledFile]:
     """The files to pack, the most important first. work_dir: of test/device. artifacts: folders of
     weights and graphs. added: files, and folders of other runs."""
     logs, debug = ("**/*.log",), os.environ.get("TORCH_NEURONX_DEBUG_DIR")
@@ -113,7 +115,7 @@ def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> I
     for name, folder, patterns, allowed in rows:
         with suppress(OSError):  # the folder was removed or is not readable
             for path in (path for pattern in patterns for path in sorted(folder.glob(pattern))):
-                yield Found(f"{name}/{path.relative_to(folder)}", path, allowed)
+                yield BundledFile(f"{name}/{path.relative_to(folder)}", path, allowed)
 
 
 def read(path: Path) -> str:
@@ -136,10 +138,10 @@ def read(path: Path) -> str:
     return head.decode(errors="replace") + cut + tail.decode(errors="replace")
 
 
-def pack(path: Path, texts: Mapping[str, str], files: Iterable[Found]) -> list[str]:
+def pack(path: Path, texts: Mapping[str, str], files: Iterable[BundledFile]) -> list[str]:
     """Write `texts` by name, then what is allowed of the files. Returns the table of contents."""
     members, left_out, total = {name: public(text) for name, text in texts.items()}, [], 0
-    unique: dict[Path, Found] = {}
+    unique: dict[Path, BundledFile] = {}
     for file in files:  # the first rule counts
         unique.setdefault(file.path.absolute(), file)
     for file in unique.values():

@@ -135,11 +135,13 @@ def packages(examination: Examination) -> Iterator[Finding]:
     stack = profiles.STACKS[profile.backend]  # each runs with one torch
     needed = sdk.NXD_TORCH if profile.backend == "nxd" else sdk.version_numbers(stack.version)[:2]
     if not low <= numbers < high:
-        wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
-        fix = f'pip install "{wanted}"'
+        requirement = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
+        fix = f'pip install "{requirement}"'
         if profile.device == "neuron":
             fix = f"in an environment of its own: {stack.install}"
-        yield Finding("torch", "blocks", f"torch is {version or 'absent'}, wanted {wanted}", fix)
+        yield Finding(
+            "torch", "blocks", f"torch is {version or 'absent'}, wanted {requirement}", fix
+        )
     elif profile.device == "neuron" and needed and numbers != needed:
         text = f"torch is {version}; this {stack.name} needs {sdk.dotted(needed)}"
         yield Finding("torch", "blocks", text, f"in an environment of its own: {stack.install}")

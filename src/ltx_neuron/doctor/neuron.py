@@ -142,7 +142,7 @@ def _describe(processes: Iterable[tuple[int, str]]) -> str:
 def lnc(profile: Profile, system: System) -> Finding:
     """Whether the runtime's LNC (physical cores per logical core) matches the compiled graphs. The
     runtime reads it from the environment or else from its file. neuron-ls shows the default."""
-    wanted = str(profile.lnc)
+    lnc = str(profile.lnc)
     listed = sorted({str(device.lnc) for device in system.devices() or () if device.lnc})
     variables = "NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"
     settings = {n: value for n in variables if (value := system.environment.get(n))}
@@ -150,15 +150,15 @@ def lnc(profile: Profile, system: System) -> Finding:
         settings = {_LNC_FILE: system.lnc_file}
     elif not settings and listed:
         settings = {"neuron-ls": ", ".join(listed)}
-    wrong = [name for name, value in settings.items() if value != wanted]
+    wrong = [name for name, value in settings.items() if value != lnc]
     sources = ", ".join(f"{value} from {name}" for name, value in settings.items())
     text = sources or "not set; 2 is Trainium2's default"
     good = not wrong or profile.device != "neuron"
     if not good:
-        text = f"{text}; profile {profile.name} compiles for {wanted}"
+        text = f"{text}; profile {profile.name} compiles for {lnc}"
     fixes = {
-        _LNC_FILE: f"echo NEURON_LOGICAL_NC_CONFIG={wanted} | sudo tee {_LNC_FILE}",
-        "neuron-ls": f"export NEURON_LOGICAL_NC_CONFIG={wanted}",
+        _LNC_FILE: f"echo NEURON_LOGICAL_NC_CONFIG={lnc} | sudo tee {_LNC_FILE}",
+        "neuron-ls": f"export NEURON_LOGICAL_NC_CONFIG={lnc}",
     }
     fix = "; ".join(fixes.get(name, f"unset {name}") for name in wrong)
     return finding_if("lnc", good, text, fix)

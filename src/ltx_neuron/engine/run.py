@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ltx_neuron.artifacts.build import audio_dtype
 from ltx_neuron.artifacts.workspace import Workspace
@@ -28,11 +27,12 @@ from ltx_neuron.engine.residency import Residency
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
-from ltx_neuron.host.arithmetic import store_choices
+from ltx_neuron.host.arithmetic import choices_file, store_choices
 from ltx_neuron.host.background import POLL_SECONDS, Background, wait_for
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.plan import independent_passes
+from ltx_neuron.report.progress import PhaseLines, bar
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.text import inputs
@@ -81,7 +81,11 @@ class Engine:
         self.on_stage_end: Callable[[JobRun], None] | None = None
         self.job: Job | None = None  # the job whose steps run
         self.stage_run: StageRun | None = None  # its stage, for on_step_end
-        self.progress = True
+        # Bars of steps. None: on a terminal alone, with lines of phases; False: no lines either
+        self.progress: bool | None = None
+        times = choices_file(workspace.artifacts)
+        self.lines = PhaseLines(times.with_name(f"phases-{times.name}"))
+        recorder.show = self._show
         self._contexts: dict[tuple[WeightSet, tuple[str, ...]], list[Contexts]] = {}
         self._caches: dict[WeightSet, PromptCache] = {}
         self._process = os.getpid()
@@ -102,6 +106,7 @@ class Engine:
         Shapes: video (1, 128, F, h, w), audio (1, 8, Ta, 16).
         """
         models, host, recorder, tensors = self.residency, self.host, self.recorder, run.tensors
+        self.lines.size = str(run.job.size)
         for stage in run.stages_left:
             # The weights, the input sounds and videos, and the latents of the stage before.
             job, phase = run.job.of(stage), f"denoise_{stage.name}"
@@ -129,10 +134,9 @@ class Engine:
                     stage_run.step(0)
 
             # The steps, from noise to latents.
-            with recorder.phase(phase):
+            with recorder.phase(phase, shown=False):
                 stage_run.start()
-                numbers = range(stage.steps)
-                for number in tqdm(numbers, stage.title, unit="step", disable=not self.progress):
+                for number in bar(range(stage.steps), stage.title, "step", self.progress):
                     measured_step(stage_run, number, recorder)
                     if self.on_step_end:
                         self.on_step_end(stage, number)
@@ -264,7 +268,8 @@ class Engine:
             yield from decodes.outcomes()
 
     def _check(self, jobs: list[Job], isolate: bool) -> tuple[list[Job], list, Compiled]:
-        checked = self.preflight.check_apart(jobs, isolate)
+        with self._show("check"):
+            checked = self.preflight.check_apart(jobs, isolate)
         self.residency.vae_stays = self.preflight.vae_stays
         return checked
 
@@ -286,8 +291,12 @@ class Engine:
         except BaseException:
             self.close()
             raise
+        self.lines.save()
         if not keep:
             self.close()
+
+    def _show(self, name: str) -> AbstractContextManager:
+        return nullcontext() if self.progress is False else self.lines.phase(name)
 
     # --- the prompts ------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
 
 def fastest_libraries(artifacts_dir: Path | None = None) -> MatmulLibraries:
     all_libraries = itertools.product((BLAS, ONEDNN), repeat=len(MatmulLibraries._fields))
-    values = [MatmulLibraries(*each)._asdict() for each in all_libraries]
+    values = [MatmulLibraries(*libraries)._asdict() for libraries in all_libraries]
     return MatmulLibraries(
         **_choice(artifacts_dir, "float32_products", _measured_libraries, values)
     )
@@ -177,7 +177,7 @@ def _measured_speed() -> int:
 @cache
 def _measured_libraries() -> dict[str, str]:
     products = {kind: _products(kind) for kind in MatmulLibraries._fields}
-    return _on_one_core(lambda: {kind: _fastest(each) for kind, each in products.items()})
+    return _on_one_core(lambda: {kind: _fastest(shapes) for kind, shapes in products.items()})
 
 
 def _products(kind: str) -> dict[str, Callable[[], object]]:

@@ -16,8 +16,9 @@ def in_srgb(image: Image.Image) -> Image.Image:
         image = image.convert(opaque)
     if profile:
         try:
-            own, srgb = ImageCms.ImageCmsProfile(BytesIO(profile)), ImageCms.createProfile("sRGB")
-            image = ImageCms.profileToProfile(image, own, srgb, outputMode="RGB") or image
+            embedded = ImageCms.ImageCmsProfile(BytesIO(profile))
+            srgb = ImageCms.createProfile("sRGB")
+            image = ImageCms.profileToProfile(image, embedded, srgb, outputMode="RGB") or image
         except _ERRORS as error:
             print(f"the image's colour profile is ignored: {error}")
     image = image.convert("RGB")

@@ -113,15 +113,15 @@ class DiffusionDecoder:
         shape = config.out_channels, last.frames, rows * SPACE_FACTOR, columns * SPACE_FACTOR
         if keyframes:
             planes = enlarged(torch.cat([*keyframes.values()], 2))
-            made = iter(self._joint_patches(latents, planes, torch.tensor([*keyframes]), seed))
+            pixels = iter(self._joint_patches(latents, planes, torch.tensor([*keyframes]), seed))
         else:
             drawn = noise_frames(shape, seed)
             noise = (patches(frame, config.patch_size).to(dtype) for frame in drawn)
-            made = self._patches(iter(latents.to(dtype)), noise)
-        decoded = itertools.islice(made, TIME_FACTOR * (frames - 1) + 1)
+            pixels = self._patches(iter(latents.to(dtype)), noise)
+        decoded = itertools.islice(pixels, TIME_FACTOR * (frames - 1) + 1)
         top, side = above * SPACE_FACTOR, left * SPACE_FACTOR
         while chunk := [*itertools.islice(decoded, _FRAMES)]:
-            video = torch.stack([unpatched(each, config.patch_size) for each in chunk], 1)[None]
+            video = torch.stack([unpatched(patch, config.patch_size) for patch in chunk], 1)[None]
             del chunk
             video = video[:, :, :, top : top + height * SPACE_FACTOR]
             yield video[..., side : side + width * SPACE_FACTOR].float()
@@ -133,10 +133,10 @@ class DiffusionDecoder:
         for stage, upsampling in enumerate(config.upsamplings):
             times, near = self._attention_spans(stage)
             for block in range(config.depths[stage]):
-                given = {f"region_{stage}": features}
-                features = self._stream((f"stage_{stage}", block), times, given, near)
-            given = {f"features_{stage}": features}
-            features = self._stream((f"upsample_{stage}", 0), self._spans(stage), given)
+                inputs = {f"region_{stage}": features}
+                features = self._stream((f"stage_{stage}", block), times, inputs, near)
+            inputs = {f"features_{stage}": features}
+            features = self._stream((f"upsample_{stage}", 0), self._spans(stage), inputs)
             # Upsampling in time doubles the first frame too: skip its copy.
             features = itertools.islice(features, upsampling.stride[0] - 1, None)
         blocks = config.depths[last]
@@ -146,12 +146,12 @@ class DiffusionDecoder:
         features = self._stream(("noise_in", 0), whole, {"noise": noise, "context": contexts[0]})
         times, near = self._attention_spans(last)
         timestep = timestep_features(config.timestep_scale).to(self.decoder.dtype)
-        near = [{**each, "timestep": timestep} for each in near]
+        near = [{**region, "timestep": timestep} for region in near]
         for block, context in enumerate(contexts[1:]):
-            given = {f"region_{last}": features, "context": context}
-            features = self._stream(("denoise", block), times, given, near)
-        given = {f"region_{last}": features}
-        yield from self._stream(("pixels_out", blocks - 1), times, given, near)
+            inputs = {f"region_{last}": features, "context": context}
+            features = self._stream(("denoise", block), times, inputs, near)
+        inputs = {f"region_{last}": features}
+        yield from self._stream(("pixels_out", blocks - 1), times, inputs, near)
 
     def _spans(self, stage: int) -> AxisCut:
         """The spans of a stage's frames for calls without attention."""
@@ -162,8 +162,8 @@ class DiffusionDecoder:
         (frames, *sides), kernel = self.volumes[stage], self.config.kernels[stage]
         times = cut(frames, self.config.span, kernel[0])
         near = neighbourhoods(self.config, stage, times, *sides)
-        fields = [each._asdict().items() for each in near]
-        return times, [{f"{name}_{stage}": tensor for name, tensor in each} for each in fields]
+        fields = [region._asdict().items() for region in near]
+        return times, [{f"{name}_{stage}": tensor for name, tensor in region} for region in fields]
 
     def _stream(
         self,
@@ -174,17 +174,17 @@ class DiffusionDecoder:
     ) -> Iterator[Tensor]:
         """The frames that a call computes, one by one. frames: its inputs, by field; of_spans:
         further inputs of each span."""
-        readers = {name: _Frames(each) for name, each in frames.items()}
+        readers = {name: _Frames(values) for name, values in frames.items()}
         parts = range(len(times.starts))
 
         def inputs(part: int) -> Inputs:
-            given = {**of_spans[part]} if of_spans else {}
+            inputs_of_part = {**of_spans[part]} if of_spans else {}
             for name, reader in readers.items():
                 if name.startswith("region"):
-                    given[name] = reader.take(times.windows[part], times.window)
+                    inputs_of_part[name] = reader.take(times.windows[part], times.window)
                 else:
-                    given[name] = reader.take(times.starts[part], times.size)
-            return given
+                    inputs_of_part[name] = reader.take(times.starts[part], times.size)
+            return inputs_of_part
 
         for first in range(0, len(parts), self.decoder.at_once):
             check_cancelled()
@@ -254,13 +254,13 @@ class DiffusionDecoder:
         **more: Tensor,
     ) -> Tensor:
         """A block of the frames and planes x. near: of _joint_neighbourhoods."""
-        made = []
+        outputs = []
         for queries, keys, inputs in near:
             check_cancelled()
-            given = {} if context is None else {"context": context[queries]}
-            given |= inputs | more | {f"region_{stage}": x[keys]}
-            made += self.decoder.run(self.clip, call, [given])
-        return torch.cat(made)
+            values = {} if context is None else {"context": context[queries]}
+            values |= inputs | more | {f"region_{stage}": x[keys]}
+            outputs += self.decoder.run(self.clip, call, [values])
+        return torch.cat(outputs)
 
     def _joint_neighbourhoods(
         self, stage: int, count: int, times: Tensor
@@ -270,24 +270,24 @@ class DiffusionDecoder:
         config, kernel = self.config, self.config.kernels[stage]
         moments = torch.cat([torch.arange(count, dtype=torch.float32), times])
         distance = (moments[:, None] - moments).abs()
-        seen = torch.eye(len(moments), dtype=torch.bool)
-        seen[:count, :count] = distance[:count, :count] <= kernel[0] // 2
+        visible = torch.eye(len(moments), dtype=torch.bool)
+        visible[:count, :count] = distance[:count, :count] <= kernel[0] // 2
         for one, other in ((slice(count), slice(count, None)), (slice(count, None), slice(count))):
             nearest = distance[one, other].argsort(dim=1, stable=True)[:, :_NEAREST]
-            seen[one, other] = seen[one, other].scatter(1, nearest, True)
+            visible[one, other] = visible[one, other].scatter(1, nearest, True)
         pairs = zip(self.volumes[stage][1:], kernel[1:], strict=True)
         sides = [bias(cut(length, config.tile, n), shifted=False) for length, n in pairs]
-        split, found = config.rope_split, []
+        split, groups = config.rope_split, []
         ropes = [rope_table(n, d) for n, d in zip(self.volumes[stage][1:], split[1:], strict=True)]
         for queries in torch.arange(len(moments)).split(config.span):
-            keys = seen[queries].any(0).nonzero()[:, 0]
+            keys = visible[queries].any(0).nonzero()[:, 0]
             place = (queries[:, None] == keys).float()
-            times = torch.where(seen[queries][:, keys], 0.0, _MASKED)
+            times = torch.where(visible[queries][:, keys], 0.0, _MASKED)
             tables = [rope_table(moments[keys] - moments[keys].min(), split[0]), *ropes]
             data = Neighbourhood(place, times, *sides, *tables)._asdict()
             inputs = {f"{name}_{stage}": tensor for name, tensor in data.items()}
-            found.append((queries, keys, inputs))
-        return found
+            groups.append((queries, keys, inputs))
+        return groups
 
 
 def noise_frames(shape: tuple[int, int, int, int], seed: int) -> Iterator[Tensor]:
@@ -302,7 +302,8 @@ def noise_frames(shape: tuple[int, int, int, int], seed: int) -> Iterator[Tensor
             torch.randn(height, width, generator=following)
         generators.append(following)
     for _ in range(frames):
-        yield torch.stack([torch.randn(height, width, generator=each) for each in generators])
+        drawn = [torch.randn(height, width, generator=generator) for generator in generators]
+        yield torch.stack(drawn)
 
 
 def patches(frame: Tensor, size: int) -> Tensor:
@@ -329,7 +330,7 @@ def neighbourhoods(
 ) -> list[Neighbourhood]:
     """The Neighbourhood of every span of a stage. times: the cut of its frames."""
     lengths, kernel = (times.window, rows, columns), config.kernels[stage]
-    ropes = [rope_table(n, each) for n, each in zip(lengths, config.rope_split, strict=True)]
+    ropes = [rope_table(n, size) for n, size in zip(lengths, config.rope_split, strict=True)]
     pairs = zip((rows, columns), kernel[1:], strict=True)
     sides = [bias(cut(length, config.tile, neighbours)) for length, neighbours in pairs]
     frames = torch.eye(times.window)
@@ -342,14 +343,14 @@ def neighbourhoods(
 def bias(parts: AxisCut, shifted: bool = True) -> Tensor:
     """(parts, size, window): 0 where a query attends to a key, otherwise _MASKED. shifted: windows
     are shifted inward at borders, not cut off."""
-    made = torch.full((len(parts.starts), parts.size, parts.window), _MASKED)
+    bias = torch.full((len(parts.starts), parts.size, parts.window), _MASKED)
     for part, (start, first) in enumerate(zip(parts.starts, parts.windows, strict=True)):
         for query in range(parts.size):
             key = start + query - parts.kernel // 2
             if shifted:
                 key = clamped(key, parts.length - parts.kernel)
-            made[part, query, max(key - first, 0) : key - first + parts.kernel] = 0
-    return made
+            bias[part, query, max(key - first, 0) : key - first + parts.kernel] = 0
+    return bias
 
 
 def rope_table(positions: int | Tensor, channels: int) -> Tensor:
@@ -411,12 +412,12 @@ def decode_bytes(
 ) -> int:
     """Peak bytes, with weights, of decoding latents (F, h, w) to uint8 frames that are written
     immediately. Only the latent's bytes depend on the clip's length, unless there are keyframes."""
-    kept = working = whole = 0
+    stored = working = whole = 0
     for stage, (volume, depth) in enumerate(zip(volumes(config, clip), config.depths, strict=True)):
         frame, kernel = volume.rows * volume.columns * config.channels[stage], config.kernels[stage]
         window = cut(volume.frames, config.span, kernel[0]).window
         # Each block keeps its region's frames, and a span that the next block has not read.
-        kept += depth * (window + config.span) * frame
+        stored += depth * (window + config.span) * frame
         rows, columns = map(cut, volume[1:], (config.tile, config.tile), kernel[1:])
         keys, queries = rows.window * columns.window, config.span * rows.size * columns.size
         strip = 2 * keys * config.channels[stage] + _OF_BIAS * queries * keys
@@ -426,11 +427,11 @@ def decode_bytes(
         whole = max(whole, 3 * volume.frames * frame)
         if stage == len(config.channels) - 1:  # the context, until the last block has read it
             whole += volume.frames * frame
-            kept += min(volume.frames, depth * (kernel[0] // 2 + config.span)) * frame
-    kept = whole if keyframes else kept
+            stored += min(volume.frames, depth * (kernel[0] // 2 + config.span)) * frame
+    stored = whole if keyframes else stored
     weights = sum(
         prod(shape)
         for shape in diffusion_program(config, config.smallest, dtype).weights().values()
     )
     pixels = 2 * _FRAMES * 3 * prod(clip[1:]) * SPACE_FACTOR**2
-    return _STORED * weights + dtype.itemsize * (weights + kept) + _FLOAT32 * (working + pixels)
+    return _STORED * weights + dtype.itemsize * (weights + stored) + _FLOAT32 * (working + pixels)

@@ -81,10 +81,10 @@ def duration_head_spec(
     config = config_of(file)
     sizes, settings = config.get("transformer", {}), config.get("duration_head", {})
     widths = sizes.get("cross_attention_dim", 4096), sizes.get("audio_cross_attention_dim", 2048)
-    if widths != (wanted := (transformer.video.inner, transformer.audio.inner)):
+    if widths != (expected := (transformer.video.inner, transformer.audio.inner)):
         raise UserError(
             f"{FLAG} {path} reads contexts of widths {widths}, but those of --checkpoint-path"
-            f" {checkpoint.path} have widths {wanted}\nPass the head that was published with it"
+            f" {checkpoint.path} have widths {expected}\nPass the head that was published with it"
         )
     return ModelFile(
         name="duration head",

@@ -196,11 +196,11 @@ def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
     _check_rate(path, flag, sound.rate, latents.SAMPLE_RATE)
 
 
-def _check_rate(path: str | Path, flag: str, rate: int, wanted: int) -> None:
-    if not can_resample(rate, wanted):
+def _check_rate(path: str | Path, flag: str, rate: int, target: int) -> None:
+    if not can_resample(rate, target):
         raise UserError(
             f"{flag} {path} has {rate} samples of sound per second, which cannot be resampled to"
-            f" {wanted}.\nType: {media.converted_sound(path, flag)}"
+            f" {target}.\nType: {media.converted_sound(path, flag)}"
         )
 
 
@@ -486,11 +486,11 @@ def _check_footage(
     check_filling(path, video.sides, *sides, flag)
 
 
-def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:
-    if got < wanted:
+def _check_number(path: str | Path, flag: str, got: int, expected: int) -> None:
+    if got < expected:
         raise UserError(
-            f"{flag} {path}: got {got} frames, wanted {wanted}: the file is damaged or has changed;"
-            " pass another one"
+            f"{flag} {path}: got {got} frames, wanted {expected}: the file is damaged or has"
+            " changed; pass another one"
         )
 
 

@@ -75,7 +75,7 @@ def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[Ti
     tiles begin one latent earlier, with weight 0, because a first latent has one frame."""
     if length <= tile:
         return [TileSpan(0, length, torch.ones(length))]
-    earlier, found = int(causal), []
+    earlier, spans = int(causal), []
     for start in range(0, length - overlap, tile - overlap):
         first, last = start == 0, start + tile >= length
         stop = length if last else start + tile
@@ -86,5 +86,5 @@ def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[Ti
             weights[: overlap + earlier] = ramp[1 - earlier :]
         if not last:
             weights[len(weights) - overlap :] *= torch.linspace(1, 0, overlap + 2)[1:-1]
-        found.append(TileSpan(begin, stop, weights))
-    return found
+        spans.append(TileSpan(begin, stop, weights))
+    return spans

@@ -85,7 +85,7 @@ def unreadable(path: str | Path, moves: bool = False) -> str:
     begin, path = first_bytes(Path(path), 16), str(path)
     stem = Path(path).stem[:60]
     names = (f"{stem}{extra}.png" for extra in ("", *(f"-{n}" for n in range(2, 1000))))
-    new = next(each for each in names if not os.path.lexists(each))
+    new = next(candidate for candidate in names if not os.path.lexists(candidate))
     if moves:
         with suppress(OSError, SyntaxError, ValueError), _opened(path) as image:
             if image.format == "WEBP":
@@ -95,7 +95,8 @@ def unreadable(path: str | Path, moves: bool = False) -> str:
     if _HEIF.match(begin):
         script = f"import pillow_heif as h; h.read_heif({path!r}).to_pillow().save({new!r})"
         return f"it is HEIC.\nType: pip install pillow-heif && python -c {shlex.quote(script)}"
-    name = next((name for each, name in _FORMATS.items() if re.match(each, begin, re.DOTALL)), "")
+    matching = (name for magic, name in _FORMATS.items() if re.match(magic, begin, re.DOTALL))
+    name = next(matching, "")
     return name and f"it is {name}; wanted PNG, JPEG, WebP, AVIF, TIFF or GIF"
 
 

@@ -97,12 +97,12 @@ class ModelFile(NamedTuple):
         return module.eval().requires_grad_(False)
 
     def check_output(
-        self, module: torch.nn.Module | None, given: tuple, output: torch.Tensor
+        self, module: torch.nn.Module | None, inputs: tuple, output: torch.Tensor
     ) -> None:
         """A hook of the module's forward: raise RunError for NaN or Inf in the output."""
         if finite(output):
             return
-        if not all(finite(tensor) for tensor in given):
+        if not all(finite(tensor) for tensor in inputs):
             raise RunError(
                 f"NaN or Inf in the inputs of the {self.name}: an earlier stage failed, not its"
                 f" weights in {self.path}\nRun the command again, without --resume"

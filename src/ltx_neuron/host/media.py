@@ -202,7 +202,9 @@ def _inspected(path: str | Path, flag: str, upright: bool) -> _Footage:
         if not stream.average_rate:
             raise ValueError("it has no frame rate")
         header_rate, base = float(stream.average_rate), float(stream.time_base)
-        packets = [(each.pts, each.is_discard) for each in container.demux(stream) if each.size]
+        packets = [
+            (packet.pts, packet.is_discard) for packet in container.demux(stream) if packet.size
+        ]
         counted, begins = stream.frames, (container.start_time or 0) / 1e6
     with _opened(path, flag) as container:
         frames = container.decode(_video_stream(container, path, flag))
@@ -241,10 +243,10 @@ def ffmpeg(path: str | Path, name: str, *options: Any, before: Iterable[Any] = (
     file's name, after that of the file. before: options of the file."""
     stem = Path(path).stem[:60]
     names = (f"{stem}-{extra}{name}" for extra in ("", *(f"{n}-" for n in range(2, 1000))))
-    new = next(each for each in names if not os.path.lexists(each))
+    new = next(candidate for candidate in names if not os.path.lexists(candidate))
     # A dash would begin an option, and a colon end a protocol.
     path, new = (
-        f"./{each}" if each[0] == "-" or ":" in each else each for each in (str(path), new)
+        f"./{file}" if file[0] == "-" or ":" in file else file for file in (str(path), new)
     )
     return shlex.join(map(str, ("ffmpeg", *before, "-i", path, *options, new)))
 
@@ -321,8 +323,8 @@ def _picture(container):
     from av.stream import Disposition
 
     cover, streams = Disposition.attached_pic, container.streams.video
-    shown = (each for each in streams if not each.disposition & cover)
-    return max(shown, key=lambda each: each.frames != 1, default=None)
+    shown = (stream for stream in streams if not stream.disposition & cover)
+    return max(shown, key=lambda stream: stream.frames != 1, default=None)
 
 
 def _video_stream(container, path: str | Path, flag: str):

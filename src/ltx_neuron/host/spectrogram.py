@@ -42,11 +42,11 @@ def mel_sizes(config: Mapping[str, Any]) -> MelSizes:
     )
 
 
-def resample(sound: Tensor, rate: int, wanted: int) -> Tensor:
+def resample(sound: Tensor, rate: int, new_rate: int) -> Tensor:
     """Samples (channels, N) at `rate` per second -> (channels, ceil(N * wanted / rate)) float32, by
     a windowed sinc, as torchaudio.functional.resample."""
-    divisor = math.gcd(rate, wanted)
-    old, new = rate // divisor, wanted // divisor
+    divisor = math.gcd(rate, new_rate)
+    old, new = rate // divisor, new_rate // divisor
     if old == new:
         return sound.float()
     filters, reach = _sinc_filters(old, new)
@@ -56,10 +56,10 @@ def resample(sound: Tensor, rate: int, wanted: int) -> Tensor:
     return samples[:, : -(-new * sound.shape[1] // old)]
 
 
-def can_resample(rate: int, wanted: int) -> bool:
+def can_resample(rate: int, new_rate: int) -> bool:
     """Whether `resample`'s filters have an acceptable size for these rates."""
-    divisor = math.gcd(rate, wanted)
-    return rate * wanted <= _MOST_TAPS * divisor**2
+    divisor = math.gcd(rate, new_rate)
+    return rate * new_rate <= _MOST_TAPS * divisor**2
 
 
 @cache

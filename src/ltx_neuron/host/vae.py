@@ -69,10 +69,10 @@ class HostVideoModel(nn.Module):
             for call in self.program.runs["main"]:
                 graph: Any = self.program.modules[call[0]]
                 values = {graph.inputs[0]: x}
-                made = self.program.call(*call, self.weights.__getitem__, values)[graph.outputs[0]]
+                y = self.program.call(*call, self.weights.__getitem__, values)[graph.outputs[0]]
                 del values
-                if made is not x:  # another stage: this one's features are freed
-                    x = made
+                if y is not x:  # another stage: this one's features are freed
+                    x = y
                     _trim_heap()
         return x.contiguous()
 
@@ -250,8 +250,8 @@ def downsampled(module: SpaceToDepth, x: Features) -> Features:
         for number, positions in enumerate(taken):
             piece[..., number :: len(parts)] = result[positions]
         for number, positions in enumerate(taken):
-            own = piece[..., number // group :: len(parts) // group]
-            own.add_(x.features.inner[positions], alpha=1 / group)
+            group_channels = piece[..., number // group :: len(parts) // group]
+            group_channels.add_(x.features.inner[positions], alpha=1 / group)
         following.write(slice(frame, frame + 1), slice(start, stop), piece[None])
 
     rows = range(0, smaller[1], rows_at_once)

@@ -83,12 +83,12 @@ def encode_bytes(
         return 0
     clip = 3 * prod(pixels)
     copies = {torch.float32, dtype, arithmetic.dtype}
-    given = clip * sum(copy.itemsize for copy in copies)
+    clip_bytes = clip * sum(copy.itemsize for copy in copies)
     sizes = [pixels] if whole else encoding.tile_counts(pixels)
     peaks = _Peaks(threads, arithmetic)
     working = max(peaks.of_encoder(encoder, size) for size in sizes)
     weights = _weights(encoder_program(encoder, (1, 32, 32), torch.float32))
-    return weights + max(2 * _FLOAT32 * clip, given + working)
+    return weights + max(2 * _FLOAT32 * clip, clip_bytes + working)
 
 
 def _weights(program: Program) -> int:
@@ -149,8 +149,8 @@ class _Peaks:
 
     def _first(self, size: Shape, inputs: int, outputs: int) -> tuple[Shape, int]:
         """The first stage's shape, and the bytes of its convolution."""
-        given, shape = (*size, inputs), (*size, outputs)
-        return shape, self._convolution(given, outputs, self._maps(given, *[shape] * 3))
+        source, shape = (*size, inputs), (*size, outputs)
+        return shape, self._convolution(source, outputs, self._maps(source, *[shape] * 3))
 
     def _residual(self, shape: Shape) -> int:
         return self._convolution(shape, shape[3], self._maps(*[shape] * 3))

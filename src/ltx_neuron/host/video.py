@@ -33,18 +33,18 @@ _SOFTWARE, _MARKED = "Software", f"tEXtSoftware\0{files.MARK}".encode()
 
 def check_output_path(path: str | Path, sound_only: bool = False) -> None:
     """Raise UserError unless an MP4, or a sound's WAV, can be written to `path`."""
-    wanted, path = ".wav" if sound_only else ".mp4", Path(path)
-    if path.suffix.lower() != wanted:
+    suffix, path = ".wav" if sound_only else ".mp4", Path(path)
+    if path.suffix.lower() != suffix:
         if sound_only:
             raise UserError(
                 f"--sound-only makes no picture, got --output-path {path}: a sound is written as"
-                f" .wav; type --output-path {path.with_suffix(wanted)}"
+                f" .wav; type --output-path {path.with_suffix(suffix)}"
             )
         alone = ", or type --sound-only for a sound" if path.suffix.lower() == ".wav" else ""
         raise UserError(
             f'the output is an MP4 file, got "{path}"; pass --output-path FILE.mp4{alone}'
         )
-    files.check_writable(path, f"--output-path FILE{wanted}")
+    files.check_writable(path, f"--output-path FILE{suffix}")
 
 
 def exact_frame_rate(frame_rate: float) -> Fraction:
@@ -61,7 +61,7 @@ def exact_frame_rate(frame_rate: float) -> Fraction:
 
 def aac_rate(rate: int) -> int:
     """The rate itself if AAC supports it, otherwise the next higher one, or AAC's highest."""
-    return min((each for each in AAC_RATES if each >= rate), default=AAC_RATES[-1])
+    return min((aac for aac in AAC_RATES if aac >= rate), default=AAC_RATES[-1])
 
 
 def write_video(
@@ -85,9 +85,9 @@ def write_video(
     import av
 
     rate, count, samples = exact_frame_rate(frame_rate), 0, 0
-    if (given := sample_rate) not in AAC_RATES:
-        sample_rate, decoded = aac_rate(given), waveform
-        waveform = cache(lambda: resample(decoded(), given, sample_rate))
+    if (decoded_rate := sample_rate) not in AAC_RATES:
+        sample_rate, decoded = aac_rate(decoded_rate), waveform
+        waveform = cache(lambda: resample(decoded(), decoded_rate, sample_rate))
 
     def mux_sound() -> None:
         """Encode the sound up to the frames so far, from its last position on."""

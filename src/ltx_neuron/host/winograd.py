@@ -62,14 +62,14 @@ class FeatureMap:
         frames, height, width, channels = self.shape = tuple(shape)
         self.bordered = dtype == torch.float32
         self.before = 2 if causal else 1  # frames of the border before the map
-        own = slice(self.before, self.before + frames)
+        inside = slice(self.before, self.before + frames)
         if self.bordered:
             padded_size = [count * TILE + 2 for count in tile_counts(self.shape)]
             self.padded = torch.zeros(*padded_size, channels)
-            self.inner = self.padded[own, 1 : 1 + height, 1 : 1 + width]
+            self.inner = self.padded[inside, 1 : 1 + height, 1 : 1 + width]
         else:
             self.padded = torch.empty(frames + 2, height, width, channels, dtype=dtype)
-            self.inner = self.padded[own]
+            self.inner = self.padded[inside]
 
     def window(self, frames: slice, rows: slice, workers: Workers) -> Tensor:
         """Frames and rows of the map with its border and room for whole tiles, float32."""

@@ -87,9 +87,9 @@ def _forecast_rows(stage: StagePlan) -> list[tuple[str, str]]:
     if not (forecast := stage.forecast):
         return []
     kind = "tiles" if stage.tiles > 1 else "passes"
-    each = f" of each of {stage.passes} {kind}" if stage.passes > 1 else ""
+    passes = f" of each of {stage.passes} {kind}" if stage.passes > 1 else ""
     low, middle, high = map(_two_digits, (forecast.low, forecast.middle, forecast.high))
-    text = f"{low} to {high} ms, middle {middle}{each}: a forecast, not measured"
+    text = f"{low} to {high} ms, middle {middle}{passes}: a forecast, not measured"
     rows = [("forecast step", text)]
     if not stage.measured:
         rows.append(("", f"{_UNMEASURED}, by tokens or chips"))

@@ -5,7 +5,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,11 +132,14 @@ class Recorder:
         # Stage -> (guidance group, pass) -> milliseconds.
         self._passes: dict[str, dict[tuple[int, str], list[float]]] = {s: {} for s in STAGES}
         self.lost_groups: list[str] = []  # a line for every lost guidance group
+        # Shows a phase while it runs
+        self.show: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, shown: bool = True) -> Iterator[None]:
         """Time the block as one of PHASES and sample its peak memory. Raises ValueError for an
-        unknown name and RuntimeError inside another phase of this thread."""
+        unknown name and RuntimeError inside another phase of this thread. shown: False where the
+        block shows a bar."""
         if name not in PHASES:
             raise ValueError(f"unknown phase {name!r}; phases are {', '.join(PHASES)}")
         thread = threading.get_ident()
@@ -149,7 +152,8 @@ class Recorder:
             with self._counted_to_now():
                 self._open[thread] = phase
             try:
-                yield
+                with self.show(name) if shown else contextlib.nullcontext():
+                    yield
             finally:
                 with self._counted_to_now():
                     self._ended.append(self._open.pop(thread))

@@ -140,16 +140,16 @@ class ReferenceVideo:
         """Raise UserError for a reference that does not fit stage 1, and so stage 2, of a video of
         this size."""
         unit = SPACE_SCALE * self.space_scale
-        stage_1, wanted = size.first, size.unit * self.space_scale
+        stage_1, multiple = size.first, size.unit * self.space_scale
         if any(side % unit for side in stage_1.sides):
             lower, upper = (
-                "x".join(str(round_to(side / wanted) * wanted) for side in size.sides)
+                "x".join(str(round_to(side / multiple) * multiple) for side in size.sides)
                 for round_to in (lambda count: max(1, math.floor(count)), math.ceil)
             )
             raise UserError(
                 f"{flag} {self.path}: the IC-LoRA takes references of 1/{self.space_scale} of stage"
                 f" 1's size, {stage_1.height}x{stage_1.width}, whose sides must be multiples of"
-                f" {unit}; type a --height and --width that are multiples of {wanted}: {lower} or"
+                f" {unit}; type a --height and --width that are multiples of {multiple}: {lower} or"
                 f" {upper}"
             )
 

@@ -137,15 +137,16 @@ class Rendering:
             speed = rate / model_rate(rate) if self.holds else 1.0
             size = replace(size, num_frames=canvas(size.num_frames))
             return {"size": size, "image": tuple(images), "motion_speed": speed}
-        seen, times = [], 2**window.round if self.holds else 1  # 1.2.0 leaves them where they were
+        placed = []
+        times = 2**window.round if self.holds else 1  # 1.2.0 leaves them where they were
         for image in images:
             frame = image.frame_index * times - window.start
             first = 1 if self.holds and window.shared else 0  # what it has already
             if first <= frame < window.frames or not (self.holds or window.start):
-                seen.append(replace(image, frame_index=frame))
+                placed.append(replace(image, frame_index=frame))
         rate = model_rate(rate * 2**window.round, self.holds)
         size = replace(size, num_frames=window.frames, frame_rate=rate)
-        return {"size": size, "image": tuple(seen), "temporal": window}
+        return {"size": size, "image": tuple(placed), "temporal": window}
 
     def clip(self, tensors: dict[str, Tensor], number: int) -> Tensor:
         """The latents (1, 128, F, h, w) after a round; after 0, stage 2's. tensors: of the job, by

@@ -63,7 +63,7 @@ class Guidance:
             "perturbed": any(not isclose(s.stg_scale, 0.0) for s in self.streams),
             "isolated": any(not isclose(s.modality_scale, 1.0) for s in self.streams),
         }
-        return ("cond", *(name for name, wanted in needed.items() if wanted))
+        return ("cond", *(name for name, is_needed in needed.items() if is_needed))
 
     def weights(self) -> Tensor:
         """(2, 4) fp32: the weights of video and of audio."""
@@ -72,14 +72,14 @@ class Guidance:
     def keep(self, name: str, layers: int, dtype: torch.dtype) -> Tensor:
         """The attentions of a pass in each block, (layers, 4): video and audio self-attention, a2v,
         v2a; 0: skipped (the graphs' input `keep`)."""
-        kept = torch.ones(layers, 4)
+        factors = torch.ones(layers, 4)
         if name == "perturbed":
             for column, stream in enumerate(self.streams):
                 if not isclose(stream.stg_scale, 0.0):
-                    kept[list(stream.stg_blocks), column] = 0
+                    factors[list(stream.stg_blocks), column] = 0
         if name == "isolated":
-            kept[:, 2:] = 0  # both directions, every block
-        return kept.to(dtype)
+            factors[:, 2:] = 0  # both directions, every block
+        return factors.to(dtype)
 
     def enabled_steps(self, steps: Iterable[int], max_steps: int) -> Tensor:
         """(max_steps, 2) fp32: whether each evaluation computes video and audio. steps: each

@@ -212,8 +212,8 @@ def initial_states(
         bounds = video_seconds(window.video + frames, frame_rate)
         origin = bounds[window.video].item()
         sound = audio_seconds(window.audio + len(audio.denoise_mask)) - window.sound_offset
-        seen = (bounds[window.video :] - origin).to(positions_dtype)
-        video = video.at_times(seen, window.new_video)
+        window_bounds = (bounds[window.video :] - origin).to(positions_dtype)
+        video = video.at_times(window_bounds, window.new_video)
         return video, audio.at_times(sound[window.audio :] - origin, window.new_audio)
     if retake := inputs.retake:
         times, noise = (retake.start_time, retake.end_time), float(compat.retake_noise)

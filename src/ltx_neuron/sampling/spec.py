@@ -486,10 +486,10 @@ class JobFields(
             return not self.holds(term.removeprefix("!"))
         if term == "guidance":
             return any(getattr(self, name) is not None for name in GuidanceFields.model_fields)
-        name, _, wanted = term.partition("=")
+        name, _, expected = term.partition("=")
         value = getattr(self, name)
-        if wanted:
-            return value == wanted
+        if expected:
+            return value == expected
         if value is None or (name in _COUNTS and not value):
             return False
         return value != JobFields.model_fields[name].default
@@ -522,8 +522,8 @@ def to_flags(line: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
     words = []
     for name in names:
         value = line.get(name, False)
-        several = value if isinstance(value, list) else [] if value is False else [[value]]
-        for values in several if all(isinstance(x, list) for x in several) else [several]:
+        rows = value if isinstance(value, list) else [] if value is False else [[value]]
+        for values in rows if all(isinstance(x, list) for x in rows) else [rows]:
             words += [
                 flag_of(name),
                 *(word for word in values if word is not True and word is not None),

@@ -66,13 +66,13 @@ class Tile(NamedTuple):
     def tokens(self, canvas: Sequence[int], appended: Iterable[Appended]) -> Tensor:
         """Indices of the tokens that the tile sees: its own of the canvas (F, h, w), in their
         order, then the appended ones that overlap it."""
-        seen = [self._seen(canvas, 1), *(self._seen(*tokens) for tokens in appended)]
-        return torch.cat(seen).nonzero().flatten()
+        overlaps = [self._seen(canvas, 1), *(self._seen(*tokens) for tokens in appended)]
+        return torch.cat(overlaps).nonzero().flatten()
 
     def _seen(self, shape: Sequence[int], scale: int) -> Tensor:
         frames, rows, columns = shape
-        seen = self.rows.overlaps(rows, scale)[:, None] & self.columns.overlaps(columns, scale)
-        return seen.expand(frames, -1, -1).flatten()
+        overlap = self.rows.overlaps(rows, scale)[:, None] & self.columns.overlaps(columns, scale)
+        return overlap.expand(frames, -1, -1).flatten()
 
     def weights(self) -> Tensor:
         """(h, w) of the tile: each cell's share of the canvas's prediction."""
@@ -92,10 +92,10 @@ def blend_weights(
 ) -> list[tuple[Tensor, Tensor]]:
     """For each tile its tokens' indices, and their weights in the prediction of all tokens: those
     of an appended token are equal."""
-    seen = [tile.tokens(canvas, appended) for tile in tiles]
-    count, counts = math.prod(canvas), torch.cat(seen).bincount()
+    tokens_of = [tile.tokens(canvas, appended) for tile in tiles]
+    count, counts = math.prod(canvas), torch.cat(tokens_of).bincount()
     weighted = []
-    for tile, tokens in zip(tiles, seen, strict=True):
+    for tile, tokens in zip(tiles, tokens_of, strict=True):
         weights = tile.weights().expand(canvas[0], -1, -1).flatten()
         shares = 1 / counts[tokens[tokens >= count]]
         weighted.append((tokens, torch.cat([weights, shares])))

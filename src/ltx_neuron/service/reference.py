@@ -49,8 +49,8 @@ def _type(schema: dict[str, Any]) -> str:
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return Markup('<a href="#{0}">{0}</a>').format(name)
-    if several := schema.get("anyOf"):
-        types = dict.fromkeys(_type(kind) for kind in several if kind.get("type") != "null")
+    if kinds := schema.get("anyOf"):
+        types = dict.fromkeys(_type(kind) for kind in kinds if kind.get("type") != "null")
         return Markup(" or ").join(types)
     if "enum" in schema:
         return " or ".join(map(json.dumps, schema["enum"]))

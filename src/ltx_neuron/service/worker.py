@@ -65,7 +65,6 @@ class Worker:
         self._state |= {"step_seconds": 0.0, "busy_seconds": 0.0, "video_seconds": 0.0}
         self._state |= {"lost_groups": engine.recorder.lost_groups}
         engine.on_step_end, engine.on_stage_end = self._step, self._stage
-        engine.progress = False
 
     def run(self) -> None:
         """Run jobs until `stop` is set. Then unfinished jobs wait again."""
@@ -272,6 +271,7 @@ class Worker:
         self._state["step_seconds"] += sum(steps) / 1e3
         recorder = Recorder()
         recorder.lost_groups = self.engine.recorder.lost_groups  # of ranks that stay
+        recorder.show = self.engine.recorder.show
         self.engine.recorder = self.engine.residency.recorder = recorder
 
     def _beat(self) -> None:

@@ -85,8 +85,8 @@ class PromptCache:
     def write(self, prompts: list[list[int]], contexts: list[Contexts]) -> None:
         """Store the contexts of a job's prompts, and remove the least recently used files."""
         tensors = {
-            f"{field}.{i}": getattr(each, field)
-            for i, each in enumerate(contexts)
+            f"{field}.{i}": getattr(context, field)
+            for i, context in enumerate(contexts)
             for field in self._kept
         }
         try:

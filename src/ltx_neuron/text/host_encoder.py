@@ -134,9 +134,9 @@ class HostTextEncoder:
         registers = {
             m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")
         }
-        fields = [inputs.connector_inputs(each, registers, self.config) for each in features]
+        fields = [inputs.connector_inputs(feature, registers, self.config) for feature in features]
         tokens = ("video_tokens", "audio_tokens")
-        joined = {name: torch.cat([each[name] for each in fields]) for name in tokens}
+        joined = {name: torch.cat([feature[name] for feature in fields]) for name in tokens}
         return self.connectors(fields[0] | joined)
 
 

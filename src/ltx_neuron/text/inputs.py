@@ -29,8 +29,8 @@ _MASKED = -1e9  # added to masked scores; finite, because a row of infinities wo
 def load_tokenizer(gemma_root: Path):
     """The tokenizer of a Gemma folder. Raises UserError if it is missing or broken."""
     with as_user_errors("--gemma-root"):
-        found = (Path(gemma_root) / "tokenizer.json").is_file()
-    if not found:
+        exists = (Path(gemma_root) / "tokenizer.json").is_file()
+    if not exists:
         raise UserError(
             f"no tokenizer.json in --gemma-root {gemma_root}\nDownload it:"
             f" {gemma_download(gemma_root)}"

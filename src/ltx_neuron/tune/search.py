@@ -87,8 +87,8 @@ def candidates(
     effects: dict[object, str] = {}
     for value in values[key]:
         effects.setdefault(_effect(profile, key, value, tp, num_layers), value)
-    own = _effect(profile, key, text_of(profile, key), tp, num_layers)
-    return [value for effect, value in effects.items() if effect not in (None, own)]
+    current = _effect(profile, key, text_of(profile, key), tp, num_layers)
+    return [value for effect, value in effects.items() if effect not in (None, current)]
 
 
 LAYOUT = "backend", "guidance_parallel", "context_parallel", "blocks_per_graph"

@@ -65,7 +65,7 @@ class Checkpoint(WeightFile):
         if release is None:
             raise UserError(
                 f"{path} is of LTX version {self.model_version}, this toolkit runs"
-                f" {' and '.join(each.version for each in RELEASES)}.\n"
+                f" {' and '.join(supported.version for supported in RELEASES)}.\n"
                 f"Download it: {self.download}"
             )
         self.release = release
@@ -82,7 +82,9 @@ class Checkpoint(WeightFile):
     def _bare(self) -> str | None:
         """The prefix of the transformer's names in the file: one alone may lack DIFFUSION."""
         known = DIFFUSION, "", "diffusion_model."
-        return next((each for each in known if f"{each}patchify_proj.weight" in self.shapes), None)
+        return next(
+            (prefix for prefix in known if f"{prefix}patchify_proj.weight" in self.shapes), None
+        )
 
     def name_of(self, key: str) -> str | None:
         if key.startswith(COMPONENTS):
@@ -200,7 +202,7 @@ class Source:
         for file in self.files:
             ours = {key for holder, key in self.locations.values() if holder is file}
             for key in file.shapes.keys() - ours:
-                named = (each for each in COMPONENTS if key.startswith(each))
+                named = (prefix for prefix in COMPONENTS if key.startswith(prefix))
                 component = next(named, f"{key.partition('.')[0]}.")
                 elsewhere[component] = elsewhere.get(component, 0) + 1
         return {

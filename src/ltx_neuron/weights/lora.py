@@ -144,7 +144,7 @@ def _fingerprint(path: Path, version: tuple[int, int] | None) -> str:
 
 def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
     """Raise UserError for a LoRA of dev's stage 1 alone, where it has no references."""
-    others = [lora for lora in stage_1 if lora.path not in {each.path for each in stage_2}]
+    others = [lora for lora in stage_1 if lora.path not in {shared.path for shared in stage_2}]
     if others:
         raise FieldError(
             "{ic_lora} {path} needs a reference, {video_conditioning} FILE STRENGTH; a LoRA for all"
@@ -234,19 +234,19 @@ class Adapter(NamedTuple):
         for key in self.parts.values():
             if problem := self.file.weight_problem(key):
                 return f"{problem}: convert the file to BF16, or use one that is"
-        shown, wanted = name.removeprefix(DIFFUSION), checkpoint.shapes[name]
+        shown, expected = name.removeprefix(DIFFUSION), checkpoint.shapes[name]
         if checkpoint.torch_dtype(name) != torch.bfloat16:
             return f"{shown} is not stored in BF16"
         shapes = {part: self.file.shapes[key] for part, key in self.parts.items()}
         try:
             empty = {part: torch.empty(shape, device="meta") for part, shape in shapes.items()}
-            fits = _delta(self.method, empty, 1.0).shape == wanted
+            fits = _delta(self.method, empty, 1.0).shape == expected
         except KeyError as part:
             return f"its {part.args[0]} is missing"
         except RuntimeError:  # of a product
             fits = False
         got = ", ".join(f"{part} of shape {list(shape)}" for part, shape in shapes.items())
-        return "" if fits else f"{got} does not fit {shown} of shape {list(wanted)}"
+        return "" if fits else f"{got} does not fit {shown} of shape {list(expected)}"
 
 
 def _delta(method: str, parts: Mapping[str, Tensor], strength: float) -> Tensor:
@@ -299,7 +299,7 @@ def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]],
             problems += [f"{key}: is not a LoRA's tensor"] if known else []
             others += [] if known else [key]
             continue
-        named = filter(None, (re.fullmatch(each, tensor["part"]) for each in _PARTS))
+        named = filter(None, (re.fullmatch(pattern, tensor["part"]) for pattern in _PARTS))
         part = next(match.expand(_PARTS[match.re.pattern]) for match in named)
         method, ends = part.partition("_")[0], ("_bias",) if part == "bias" else ("_weight", "")
         target = _find(spellings, tensor["layer"], ends)
@@ -342,7 +342,7 @@ def _read(lora: Lora, checkpoint: TensorFile) -> tuple[dict[str, list[Adapter]],
 
 def _scale(settings: dict, layer: str, rank: int) -> float:
     patterns = settings.get("alpha_pattern") or {}
-    matching = (patterns[each] for each in patterns if re.fullmatch(rf"(.*\.)?({each})", layer))
+    matching = (patterns[key] for key in patterns if re.fullmatch(rf"(.*\.)?({key})", layer))
     alpha = next(matching, settings.get("lora_alpha") or rank)
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 

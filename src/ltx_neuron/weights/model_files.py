@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
     def is_in(self, file: TensorFile) -> bool:
         """Whether a file has all kinds of the part's tensors, with a checkpoint's names."""
-        return all(any(name.startswith(each) for name in file.shapes) for each in self.prefixes)
+        return all(any(name.startswith(prefix) for name in file.shapes) for prefix in self.prefixes)
 
 
 # Results of kind_of
@@ -226,11 +226,11 @@ def named_release(file: TensorFile) -> Release | None:
 def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
     """Raise UserError if a file is of another supported release by its metadata or, without a
     version there, by its name: upsamplers and many LoRAs have no `model_version`."""
-    if (found := named_release(file)) in (None, release):
+    if (named := named_release(file)) in (None, release):
         return
     version, rename = file.metadata.get("model_version", ""), ""
     if not parse_release(version):
-        version = f"{found.version} by its name"
+        version = f"{named.version} by its name"
         rename = f"\nIf it is of LTX-{release.version}, rename it"
     raise UserError(
         f"{flag} {file.path} is of LTX {version}, but the checkpoint is of LTX-{release.version}\n"
@@ -245,8 +245,8 @@ def located(name: str | Path, kind: str) -> Path:
     path = hub.local_path(name, kind)
     if kind in RECIPES and path.is_dir():
         return _transformer_in(path, kind)
-    if kind == "gemma" and path.is_dir() and (found := files_in(path).get(kind)):
-        return _only(found, path, "--gemma-root")
+    if kind == "gemma" and path.is_dir() and (files := files_in(path).get(kind)):
+        return _only(files, path, "--gemma-root")
     return path
 
 
@@ -259,19 +259,19 @@ def named_recipe(path: Path) -> str:
 def files_in(folder: Path) -> dict[str, list[Path]]:
     """The safetensors files of a download's folder and of its subfolders, by kind. Unreadable files
     are left out."""
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]):
         with suppress(UserError):
             file = TensorFile(path, "")
-            found.setdefault(kind_of(file), []).append(path)
-    return found
+            files.setdefault(kind_of(file), []).append(path)
+    return files
 
 
 def _transformer_in(folder: Path, recipe: str) -> Path:
     names = {path.name for path in (*folder.glob("*"), *folder.glob("*/*"))}
-    found = [p for p in files_in(folder).get("transformer", []) if not SHARD.search(p.name)]
-    several = [path for path in found if named_recipe(path) == recipe]
-    if not found:
+    files = [p for p in files_in(folder).get("transformer", []) if not SHARD.search(p.name)]
+    matching = [path for path in files if named_recipe(path) == recipe]
+    if not files:
         what = "a folder without a transformer's file"
         if any(name.startswith(("model_index.json", "diffusion_pytorch_model")) for name in names):
             what = "a model in diffusers' layout, which only other programs read"
@@ -282,7 +282,7 @@ def _transformer_in(folder: Path, recipe: str) -> Path:
             f" checkpoint of LTX-2.3: {DOWNLOAD}\nor the folder of LTX-2.5:"
             f" {hub.download('Lightricks/LTX-2.5', '--local-dir', str(folder))}"
         )
-    return _only(several or found, folder, "--checkpoint-path")
+    return _only(matching or files, folder, "--checkpoint-path")
 
 
 def _only(paths: list[Path], folder: Path, flag: str) -> Path:
@@ -372,15 +372,15 @@ class ModelFiles:
                 f" type --gemma-root FILE\nDownload it: {download}"
             )
         file = TextEncoderFile(root, download)
-        wanted = None
+        gemma_version = None
         with suppress(ValueError, AttributeError):  # damaged metadata
             source = json.loads(self.checkpoint.metadata.get("gemma_source_checkpoint", "{}"))
-            wanted = source.get("gemma_version")
-        if wanted not in (None, file.gemma_version):
+            gemma_version = source.get("gemma_version")
+        if gemma_version not in (None, file.gemma_version):
             raise UserError(
                 f"--gemma-root {root} has Gemma of version {file.gemma_version}, but"
-                f" --checkpoint-path {self.checkpoint.path} was trained with {wanted}\nDownload it:"
-                f" {download}"
+                f" --checkpoint-path {self.checkpoint.path} was trained with {gemma_version}\n"
+                f"Download it: {download}"
             )
         return file
 
@@ -422,8 +422,8 @@ class ModelFiles:
         if (file := self.text_encoder) is not None:
             return [file]
         assert self.gemma_root
-        own = [self.projections] if "text_projection" in self.apart else []
-        return [*own, *gemma_files(self.gemma_root)]
+        projections = [self.projections] if "text_projection" in self.apart else []
+        return [*projections, *gemma_files(self.gemma_root)]
 
     def path(self, kind: str) -> Path:
         """The file of a part. Raises UserError if the user named none and none is beside the
@@ -452,13 +452,13 @@ class ModelFiles:
         if kind in self.given or not published or self._folder is None:
             return self.given.get(kind)
         of = None, self.release  # a folder may have models of other releases
-        found = [p for p in self._beside.get(kind, []) if named_release(TensorFile(p, "")) in of]
+        files = [p for p in self._beside.get(kind, []) if named_release(TensorFile(p, "")) in of]
         if kind == "video_vae":
-            configs = {path: config_of(TensorFile(path, "")) for path in found}
-            convolutional = [path for path in found if not is_diffusion_vae(configs[path])]
+            configs = {path: config_of(TensorFile(path, "")) for path in files}
+            convolutional = [path for path in files if not is_diffusion_vae(configs[path])]
             # The cached files of a Hub name must not decide which one a run takes.
-            found = convolutional or ([] if self._hub_name else found)
-        return _only(found, self._folder, KINDS[kind].flag) if found else None
+            files = convolutional or ([] if self._hub_name else files)
+        return _only(files, self._folder, KINDS[kind].flag) if files else None
 
     def describe_decoder(self) -> str:
         return f"{self.decoder}, from {self.of('vae').path}"

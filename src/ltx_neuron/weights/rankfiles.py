@@ -88,44 +88,44 @@ def verify(folder: Path, quick: bool = False) -> list[str]:
         raise
     except UserError as error:
         return [str(error)]
-    for name, wanted in entries.items():
+    for name, entry in entries.items():
         path = folder / name
         if not path.is_file():
             problems.append(f"{name}: missing")
             continue
         check_readable(path)
-        if path.stat().st_size != wanted["bytes"]:
-            problems.append(f"{name}: {path.stat().st_size} bytes, wanted {wanted['bytes']}")
+        if path.stat().st_size != entry["bytes"]:
+            problems.append(f"{name}: {path.stat().st_size} bytes, wanted {entry['bytes']}")
         elif not quick:
-            if _file_digest(path) != wanted["blake3"]:
+            if _file_digest(path) != entry["blake3"]:
                 problems.append(f"{name}: content differs from its blake3")
-            elif header_digest(TensorFile(path, RESHARD)) != wanted["header_blake3"]:
+            elif header_digest(TensorFile(path, RESHARD)) != entry["header_blake3"]:
                 problems.append(f"{name}: header differs from its blake3")
     return problems
 
 
 def load_rank_file(
-    path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype
+    path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors of a rank file, in the order of `wanted`: name -> shape. UserError unless they
-    match `wanted` and `dtype` as in open_rank_file, and the file matches its manifest."""
-    tensors = dict(open_rank_file(path, wanted, dtype).tensors(wanted))
-    return {name: tensors[name] for name in wanted}
+    """The tensors of a rank file, in the order of `shapes`: name -> shape. UserError unless they
+    match `shapes` and `dtype` as in open_rank_file, and the file matches its manifest."""
+    tensors = dict(open_rank_file(path, shapes, dtype).tensors(shapes))
+    return {name: tensors[name] for name in shapes}
 
 
 def open_rank_file(
-    path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype
+    path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> TensorFile:
-    """An opened rank file. UserError with every difference of its tensors from `wanted` (name ->
+    """An opened rank file. UserError with every difference of its tensors from `shapes` (name ->
     shape; of sound alone, a part) and `dtype`, or if the file does not match its manifest."""
     file = TensorFile(path, RESHARD)
-    part = all(map(SOUND_ALONE.fullmatch, wanted))
+    part = all(map(SOUND_ALONE.fullmatch, shapes))
     stored = {
         name: f"{shape} {file.dtypes[name]}"
         for name, shape in file.shapes.items()
-        if name in wanted or not part or SOUND_ALONE.fullmatch(name)
+        if name in shapes or not part or SOUND_ALONE.fullmatch(name)
     }
-    expected = {name: f"{tuple(shape)} {DTYPE_NAMES[dtype]}" for name, shape in wanted.items()}
+    expected = {name: f"{tuple(shape)} {DTYPE_NAMES[dtype]}" for name, shape in shapes.items()}
     if problems := missing_and_unexpected(expected, stored):
         raise UserError(f"{path} does not have this model's weights:\n  " + "\n  ".join(problems))
     _check_header(path, file)

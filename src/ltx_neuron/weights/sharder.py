@@ -107,12 +107,12 @@ def shard_specs(source: Source, tp: int, layouts: dict[str, TensorLayout]) -> li
 
 
 def check_specs(
-    specs: list[ShardSpec], wanted: dict[str, tuple[int, ...]], host: dict[str, tuple[int, ...]]
+    specs: list[ShardSpec], graphs: dict[str, tuple[int, ...]], host: dict[str, tuple[int, ...]]
 ) -> None:
     """Raise UserError, listing every difference, unless the specs give each rank the tensors and
-    shapes of `wanted`, and the host those of `host`."""
+    shapes of `graphs`, and the host those of `host`."""
     stored = {spec.name: spec.stored for spec in specs}
-    expected = {name: tuple(shape) for name, shape in (wanted | host).items()}
+    expected = {name: tuple(shape) for name, shape in (graphs | host).items()}
     if problems := missing_and_unexpected(expected, stored):
         title = "the files do not have the weights of the model in their config (shapes of a rank):"
         raise UserError("\n  ".join([title, *few(problems, 20)]))
@@ -203,8 +203,8 @@ def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardS
         for spec in specs:
             for _, parts in _pieces(source, spec, len(files) - 1, bar):
                 for index, part in parts:
-                    wanted = _bytes(part.to(dtype))
-                    if written[index].read(len(wanted)) != wanted:
+                    expected = _bytes(part.to(dtype))
+                    if written[index].read(len(expected)) != expected:
                         name = files[index].path.name
                         problems[f"{name}: {spec.name} differs from the source"] = None
     return list(problems)
@@ -212,7 +212,7 @@ def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardS
 
 def _progress_bar(source: Source, specs: list[ShardSpec], name: str | None) -> tqdm:
     total = sum(source.nbytes(spec.name) for spec in specs)
-    return tqdm(total=total, unit="B", unit_scale=True, desc=name)
+    return tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=None)
 
 
 def _pieces(

@@ -198,8 +198,8 @@ def copies(model: Model, name: str, names: Container[str], tp: int, heads: dict[
     16 ranks. names: of all tensors; a layer without v_proj has global key-value heads."""
     if rule(model, name) != KV:
         return 1
-    own = name.replace(".k_proj.", ".v_proj.") in names
-    return max(1, tp // heads.get(KEY_VALUE_HEADS if own else GLOBAL_KEY_VALUE_HEADS, tp))
+    has_values = name.replace(".k_proj.", ".v_proj.") in names
+    return max(1, tp // heads.get(KEY_VALUE_HEADS if has_values else GLOBAL_KEY_VALUE_HEADS, tp))
 
 
 def local_shape(

@@ -87,8 +87,8 @@ def row_scale(shape: tuple[int, ...], scale: Tensor, note: dict) -> RowScale:
     if note.keys() - _INT8_FIELDS or not known:
         raise ValueError(f"quantised as {note} with shape {list(shape)}, not implemented")
     if scale.numel() != 1 and tuple(scale.shape) != (shape[0], 1):
-        wanted = f"[{shape[0]}, 1] or one number"
-        raise ValueError(f"int8 with a scale of shape {list(scale.shape)}, wanted {wanted}")
+        shapes = f"[{shape[0]}, 1] or one number"
+        raise ValueError(f"int8 with a scale of shape {list(scale.shape)}, wanted {shapes}")
     if not ((scale > 0) & (scale < inf)).all():
         raise ValueError("int8 with a scale that is not a finite number above 0")
     return RowScale(scale.reshape(-1, 1), group)
@@ -132,9 +132,11 @@ class WeightFile(TensorFile):
         # If no metadata lists the scaled layers, either all layers have scales or none has.
         scaled = not formats and any(part in _SCALES for parts in beside.values() for part in parts)
         for key in dict.fromkeys([*float8, *beside]):
-            wanted = scaled and key.endswith(".weight")
+            needs_scale = scaled and key.endswith(".weight")
             try:
-                self.scales[key] = self._scale(key, beside.get(key, {}), formats.get(key), wanted)
+                self.scales[key] = self._scale(
+                    key, beside.get(key, {}), formats.get(key), needs_scale
+                )
             except ValueError as problem:
                 problems.append(str(problem))
         if problems:
@@ -151,7 +153,7 @@ class WeightFile(TensorFile):
     def _listed_formats(self) -> dict[str, dict]:
         try:
             layers = json.loads(self.metadata.get("_quantization_metadata", "{}")).get("layers", {})
-            formats = {self.name_of(f"{each}.weight"): {**of} for each, of in layers.items()}
+            formats = {self.name_of(f"{layer}.weight"): {**of} for layer, of in layers.items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise self._broken(f"its _quantization_metadata is damaged ({error})") from None
         return {weight: fields for weight, fields in formats.items() if weight in self.shapes}
@@ -161,9 +163,9 @@ class WeightFile(TensorFile):
         return key
 
     def _scale(
-        self, key: str, beside: dict[str, str], fields: dict | None, wanted: bool
+        self, key: str, beside: dict[str, str], fields: dict | None, needs_scale: bool
     ) -> Tensor | RowScale | None:
-        """The scale of a float8 or int8 tensor. ValueError, with a message, if a `wanted` scale is
+        """The scale of a float8 or int8 tensor. ValueError, with a message, if a needed scale is
         missing, or if a scale or note is damaged or of an unknown layout."""
         if _NOTE in beside:
             try:
@@ -184,7 +186,7 @@ class WeightFile(TensorFile):
             raise ValueError(f"{[*scales, *beside.values()][0]} exists, but {key} is {stored}")
         stored = f"{key} is stored as {FLOAT8}"
         if not scales:
-            if wanted or beside or fields:
+            if needs_scale or beside or fields:
                 raise ValueError(f"{stored}, but its weight_scale is missing")
             return None
         name = scales[0].rpartition(".")[2]

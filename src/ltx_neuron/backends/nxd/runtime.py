@@ -44,8 +44,8 @@ def to_host(tensor: Tensor) -> Tensor:
 class _WeightSet:
     """One copy of a model's weights on the cores, and the graphs that use it."""
 
-    def __init__(self, folder: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype):
-        self.folder, self.wanted, self.dtype = folder, wanted, dtype
+    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype):
+        self.folder, self.shapes, self.dtype = folder, shapes, dtype
         # By rank, then by name; None until the first graph is loaded.
         self.tensors: list[dict[str, Tensor]] | None = None
         self.models: dict[tuple[str, str], list] = {}  # (program, graph) -> its loaded NxDModels
@@ -64,7 +64,7 @@ class _WeightSet:
         if self.tensors is None:
             # Read strictly, because set_weights does not check.
             paths = [rank_path(self.folder, rank) for rank in range(tp)]
-            read = partial(load_rank_file, wanted=self.wanted, dtype=self.dtype)
+            read = partial(load_rank_file, shapes=self.shapes, dtype=self.dtype)
             with ThreadPoolExecutor() as pool:
                 files = [*pool.map(read, paths)]
             # Ranks with the same heads have the same weights, and share the host's tensors.
@@ -156,16 +156,16 @@ class NxdRanks(ranks.Ranks):
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
         """Keeps what is already loaded from the folder. Unloads its programs that are not in
         `programs`, and any other weight set of the same model."""
-        wanted = ranks.weights_of(programs)
+        shapes = ranks.weights_of(programs)
         # Two sets of one model would not fit: the old one is freed before the new one is read.
         for other in [*self._sets]:
-            shared = other.wanted.keys() & wanted.keys()
+            shared = other.shapes.keys() & shapes.keys()
             # Of the same folder only a part may be there: the weights of sound alone.
-            if shared and (other.folder != weights or shared < wanted.keys()):
+            if shared and (other.folder != weights or shared < shapes.keys()):
                 self._drop(other)
         held = next((loaded for loaded in self._sets if loaded.folder == weights), None)
         if held is None:
-            held = _WeightSet(weights, wanted, dtype)
+            held = _WeightSet(weights, shapes, dtype)
             self._sets.append(held)
         self._release(held, {*held.manifests} - {*programs})
         with explained():
@@ -181,15 +181,15 @@ class NxdRanks(ranks.Ranks):
 
     def replace_weights(self, weights: Path) -> None:
         names = TensorFile(rank_path(weights, 0), RESHARD).shapes.keys()
-        held = max(self._sets, key=lambda loaded: len(loaded.wanted.keys() & names))
+        held = max(self._sets, key=lambda loaded: len(loaded.shapes.keys() & names))
         # Every file is checked before the first tensor is overwritten.
         files = [
-            open_rank_file(rank_path(weights, rank), held.wanted, held.dtype)
+            open_rank_file(rank_path(weights, rank), held.shapes, held.dtype)
             for rank in range(self.tp)
         ]
         assert held.tensors is not None  # a set is of loaded programs
         for weight_file, file in enumerate(files):
-            for name, tensor in file.tensors(held.wanted):
+            for name, tensor in file.tensors(held.shapes):
                 # In place: the graphs refer to these tensors, and there is no second copy.
                 for tensors in held.tensors[weight_file :: self.tp]:
                     tensors[name].copy_(tensor)
@@ -344,8 +344,8 @@ class GraphInputs:
         return [[*parts] for parts in zip(*outputs, strict=True)]
 
 
-def check(name: str, parts: list[Tensor], wanted: tuple[tuple[int, ...], torch.dtype]) -> None:
+def check(name: str, parts: list[Tensor], expected: tuple[tuple[int, ...], torch.dtype]) -> None:
     """Raise RuntimeError unless the ranks' parts of a tensor have this shape and dtype."""
     for part in parts:
-        if (tuple(part.shape), part.dtype) != wanted:
-            raise RuntimeError(f"{name}: got {tuple(part.shape)} {part.dtype}, wanted {wanted}")
+        if (tuple(part.shape), part.dtype) != expected:
+            raise RuntimeError(f"{name}: got {tuple(part.shape)} {part.dtype}, wanted {expected}")

@@ -79,8 +79,8 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     if process.exitcode == 2:
         raise UserError(f"{names} cannot be compiled; the reason is above")
     if process.exitcode is None:  # on Neuron it may wait for ranks that do not exist
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()
+        for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+            victim.kill()
         process.join()
         what = f"compiling {names} did not end within {seconds} s and was stopped"
     else:
@@ -193,7 +193,7 @@ class TorchDistRanks(ranks.Ranks):
         self._call(
             "load",
             weights=weights,
-            wanted=ranks.weights_of(programs),
+            shapes=ranks.weights_of(programs),
             programs={name: manifest.folder for name, manifest in programs.items()},
             dtype=dtype,
         )
@@ -267,7 +267,9 @@ class TorchDistRanks(ranks.Ranks):
                 break
             answers |= {rank: self._receive(rank) for rank in {ends[end] for end in ready}}
             # Failures may arrive in another order than they happened.
-            failed = {each.cause for each in answers.values() if isinstance(each, RankFailure)}
+            failed = {
+                answer.cause for answer in answers.values() if isinstance(answer, RankFailure)
+            }
             causes = failed - {FailureCause.LOST_PEER}
             lost = _PEERS_SECONDS if failed else self._longest_wait
             deadline = min(deadline, time.monotonic() + (_GRACE_SECONDS if causes else lost))
@@ -297,7 +299,9 @@ class TorchDistRanks(ranks.Ranks):
 
     def _raise_failure(self, answers: dict[int, object]) -> None:
         """After a failure, end all ranks and raise the error of the first rank that failed."""
-        failures = {rank: each for rank, each in answers.items() if isinstance(each, RankFailure)}
+        failures = {
+            rank: answer for rank, answer in answers.items() if isinstance(answer, RankFailure)
+        }
         if not failures:
             return
         for process in self._processes:

@@ -73,11 +73,11 @@ class Rank:
         self.tensors: dict[str, Tensor] = {}
 
     def load(
-        self, weights: Path, wanted: dict, programs: dict[str, Path], dtype: torch.dtype
+        self, weights: Path, shapes: dict, programs: dict[str, Path], dtype: torch.dtype
     ) -> None:
-        """Load a folder of rank files, and the program folders that use it. wanted: this rank's
+        """Load a folder of rank files, and the program folders that use it. shapes: this rank's
         shape of each weight."""
-        tensors = self._load_weights(weights, wanted, dtype)
+        tensors = self._load_weights(weights, shapes, dtype)
         for name, folder in programs.items():
             manifest = self.programs[name] = Manifest(folder)
             for graph, first in (call for calls in manifest.runs.values() for call in calls):
@@ -92,12 +92,12 @@ class Rank:
             self._graphs[key] = compiled.ready(module, self.settings, self._groups)
         return self._graphs[key]
 
-    def _load_weights(self, folder: Path, wanted: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _load_weights(self, folder: Path, shapes: dict, dtype: torch.dtype) -> dict[str, Tensor]:
         """A folder's weights on the device. They replace those of the same model, so that there is
         never a second copy. Those of sound alone are a part of a model's."""
-        model = next((names for names in self.weights if names & wanted.keys()), frozenset())
+        model = next((names for names in self.weights if names & shapes.keys()), frozenset())
         loaded_from, tensors = self.weights.pop(model, (None, {}))
-        needed = {name: tuple(tensor.shape) for name, tensor in tensors.items()} | wanted
+        needed = {name: tuple(tensor.shape) for name, tensor in tensors.items()} | shapes
         missing = needed if loaded_from != folder else needed.keys() - tensors.keys()
         if missing:
             file = open_rank_file(rank_path(folder, self.weight_file), needed, dtype)
@@ -118,8 +118,8 @@ class Rank:
         # The nearest model: if none has exactly these names, loading reports the difference.
         model = min(self.weights, key=lambda loaded: len(loaded ^ names))
         tensors = self.weights[model][1]
-        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self._load_weights(weights, wanted, next(iter(tensors.values())).dtype)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._load_weights(weights, shapes, next(iter(tensors.values())).dtype)
 
     def unload(self) -> None:
         self._clear()
