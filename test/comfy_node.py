@@ -25,17 +25,26 @@ class VideoFromFile:
 
 
 class Comfy:
-    """ComfyUI: `seen` of the progress bar; set `interrupted` to press its button."""
+    """ComfyUI: `seen` of the progress bar, `previews` in it and `texts` on nodes; set `interrupted`
+    to press its button."""
 
     def __init__(self, temp: Path):
-        self.seen, self.interrupted, self.temp = [], False, temp
+        self.seen, self.previews, self.texts = [], [], []
+        self.interrupted, self.temp = False, temp
 
     def throw_exception_if_processing_interrupted(self) -> None:
         if self.interrupted:
             raise Interrupted
 
     def progress_bar(self, total: int, node_id=None):
-        return SimpleNamespace(update_absolute=lambda value, *_: self.seen.append((value, total)))
+        def update_absolute(value: int, total: int, preview: tuple | None = None) -> None:
+            self.seen.append((value, total))
+            self.previews += [preview] if preview else []
+
+        return SimpleNamespace(update_absolute=update_absolute)
+
+    def send_progress_text(self, text: str, node_id: str) -> None:
+        self.texts.append((node_id, text))
 
     @property
     def modules(self) -> dict[str, ModuleType]:
@@ -48,6 +57,7 @@ class Comfy:
                 )
             },
             "folder_paths": {"get_temp_directory": lambda: str(self.temp)},
+            "server": {"PromptServer": SimpleNamespace(instance=self)},
             "comfy_api": {},
             "comfy_api.latest": {"InputImpl": SimpleNamespace(VideoFromFile=VideoFromFile)},
         }
@@ -87,11 +97,12 @@ def executed(module, **inputs):
     kinds = node.INPUT_TYPES()
     given = {
         name: more[0]["default"]
-        for several in kinds.values()
+        for several in (kinds["required"], kinds["optional"])
         for name, (_, *more) in several.items()
         if more and "default" in more[0]
     }
+    given |= dict.fromkeys(kinds["hidden"], "7")
     assert inputs.keys() <= {name for several in kinds.values() for name in several}
-    outputs = getattr(node(), node.FUNCTION)(**given | inputs)
+    outputs = getattr(node(), node.FUNCTION)(**given | inputs)["result"]
     assert len(outputs) == len(node.RETURN_TYPES) == len(node.RETURN_NAMES)
-    return dict(zip(node.RETURN_TYPES, outputs, strict=True))
+    return dict(zip(node.RETURN_NAMES, outputs, strict=True))

@@ -2,7 +2,8 @@
 
     from ltx_neuron import LTXPipeline
 
-Importing the package imports nothing else of it. The names of __all__ are loaded when first used.
+Importing the package imports nothing else of it. Its names are loaded when first used. diffusers'
+names LTX2Pipeline and LTX2ImageToVideoPipeline are LTXPipeline.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str):
-    if name == "LTXPipeline":
+    if name in ("LTXPipeline", "LTX2Pipeline", "LTX2ImageToVideoPipeline"):
         from ltx_neuron.pipeline import LTXPipeline  # torch and all
 
         return LTXPipeline

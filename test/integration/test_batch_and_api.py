@@ -134,7 +134,7 @@ def test_latents_follow_from_the_seed_or_the_generator(api):
         9,
         16,
     )
-    assert first.frames is first.audio is first.path is None
+    assert first.path is None
     drawn = api(**call, generator=torch.Generator().manual_seed(5), seed=99)
     for other in (again, drawn):
         assert torch.equal(first.video_latent, other.video_latent)
@@ -147,12 +147,15 @@ def test_latents_follow_from_the_seed_or_the_generator(api):
 
 
 def test_frames_and_waveform_come_as_arrays(api):
-    made = api("birds sing", **SIZE)
-    assert made.frames.dtype == np.uint8 and made.frames.shape == (9, 64, 64, 3)
+    made = api("birds sing", **SIZE, output_type="np")
+    with pytest.warns(FutureWarning, match="batch first"):
+        frames = made.frames
+    assert frames.dtype == np.float32 and frames.shape == (1, 9, 64, 64, 3)
+    assert 0 <= frames.min() < frames.max() <= 1
     # 4 * 9 - 3 mel frames.
-    assert made.audio.dtype == np.float32 and made.audio.shape == (2, 33 * 480)
+    assert made.audio.dtype == torch.float32 and made.audio.shape == (1, 2, 33 * 480)
     assert (made.frame_rate, made.sample_rate) == (24.0, 48000)
-    assert np.isfinite(made.audio).all() and made.frames.std() > 0
+    assert made.audio.isfinite().all() and frames.std() > 0
 
 
 def test_the_callback_hears_of_every_step(api):
@@ -164,8 +167,9 @@ def test_the_callback_hears_of_every_step(api):
         callback_on_step_end=lambda *said: heard.append(said),
     )
     sigmas = [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875]
-    assert [(pipe is api, step, sigma, info) for pipe, step, sigma, info in heard] == [
-        (True, step, sigma, {"stage": "stage_1"}) for step, sigma in enumerate(sigmas)
+    assert [(pipe is api, step, timestep, info) for pipe, step, timestep, info in heard] == [
+        (True, step, 1000 * sigma, {"stage": "stage_1", "sigma": sigma})
+        for step, sigma in enumerate(sigmas)
     ]
     count = len(heard)
     api("birds sing", **SIZE, output_type="latent")
@@ -195,7 +199,10 @@ class OfAGpu(torch.Generator):
 
 
 MISTAKES = {
-    "output_type": (dict(output_type="gif"), "output_type: unknown 'gif'; known: np, latent, mp4"),
+    "output_type": (
+        dict(output_type="gif"),
+        "output_type: unknown 'gif'; known: pil, np, pt, latent, mp4",
+    ),
     "no path": (dict(output_type="mp4"), "output_path"),
     "size": (dict(height=65), "--height 65 is not a multiple of 32"),
     "guidance": (dict(guidance=DEFAULTS), "the distilled recipe takes no video_cfg_guidance_scale"),

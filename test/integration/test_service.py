@@ -129,11 +129,12 @@ def test_the_comfyui_node_hands_on_the_bytes_that_the_script_writes(service, wan
             server=service.url,
             token=service.tokens["ada"],
             prompt=ASKED[0][0]["prompt"],
+            size=module.TYPED,
             width=64,
             height=64,
             frames=9,
         )
-    assert Path(made["STRING"]).read_bytes() == wanted[0] and comfy.seen[-1] == (100, 100)
+    assert Path(made["path"]).read_bytes() == wanted[0] and comfy.seen[-1] == (100, 100)
 
 
 def test_a_key_makes_one_job_of_a_request_that_is_sent_twice(openai, service):

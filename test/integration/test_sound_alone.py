@@ -95,7 +95,7 @@ def test_the_python_api_gives_its_waveform_and_writes_it(engine_of, alone, tmp_p
     call = dict(num_frames=30, frame_rate=30.0, seed=3, num_inference_steps=2, guidance=GUIDANCE)
     output = pipe("rain", sound_only=True, **call)
     assert output.frames is None
-    assert torch.equal(torch.from_numpy(output.audio), alone.waveform)
+    assert torch.equal(output.audio[0], alone.waveform)
     made = pipe(
         "rain", sound_only=True, output_type="wav", output_path=tmp_path / "out.wav", **call
     )
@@ -103,5 +103,7 @@ def test_the_python_api_gives_its_waveform_and_writes_it(engine_of, alone, tmp_p
     latent = pipe("rain", sound_only=True, output_type="latent", **call)
     assert latent.video_latent is None
     assert torch.equal(latent.audio_latent, alone.tensors["s1_audio"])
-    with pytest.raises(Exception, match="output_type: unknown 'mp4'; known: np, latent, wav"):
+    with pytest.raises(
+        Exception, match="output_type: unknown 'mp4'; known: pil, np, pt, latent, wav"
+    ):
         pipe("rain", sound_only=True, output_type="mp4", output_path=tmp_path / "out.mp4", **call)

@@ -355,7 +355,7 @@ class Jobs:
 
 def test_a_call_says_what_it_is_made_longer_by(clip, monkeypatch):
     made = []
-    monkeypatch.setattr(LTXPipeline, "_generate", lambda self, job, *rest: made.append(job))
+    monkeypatch.setattr(LTXPipeline, "_generate", lambda self, jobs, *rest: made.extend(jobs))
     LTXPipeline(Jobs(), "distilled")("rain", video=clip(26), extend=1, num_frames=25)
     assert made == [said("--video-path", clip(26), "--extend", 1, "--num-frames", 25)]
     for wrong in (

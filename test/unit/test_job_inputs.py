@@ -833,12 +833,20 @@ def test_a_side_of_0_is_no_side_left_out():
         LTXPipeline(Jobs(), "distilled")("rain", height=0)
 
 
-@pytest.mark.parametrize("name", ["num_frame", "video_path", "recipe"])
-def test_an_argument_that_a_call_does_not_have_is_refused(name):
-    with pytest.raises(
-        TypeError, match=f"unexpected argument '{name}'; further ones: .*num_frames"
-    ):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("num_frame", "unknown 'num_frame'; did you mean num_frames?"),
+        ("video_path", "unknown 'video_path'; did you mean video?"),
+        ("qwertz", "unknown 'qwertz'"),
+        ("guidance_scale", "guidance_scale is diffusers' word; here: video_cfg_guidance_scale=3.0"),
+    ],
+)
+def test_an_argument_that_a_call_does_not_have_is_refused_with_the_nearest(name, text):
+    with pytest.raises(TypeError) as error:
         LTXPipeline(Jobs(), "distilled")("rain", **{name: "x"})
+    assert str(error.value).startswith(text)
+    assert name != "qwertz" or str(error.value) == text
 
 
 TIMES = dict(start_time=0.0, end_time=0.1)

@@ -22,7 +22,8 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import resample
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
-from ltx_neuron.pipeline import _output
+from ltx_neuron.pipeline import _trimmed
+from ltx_neuron.pipeline.diffusers import LTXPipelineOutput
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 from ltx_neuron.sampling.shapes import SAMPLE_RATE
@@ -119,7 +120,7 @@ def test_a_tails_frames_and_its_sound_are_cut_exactly(frame_rate, tmp_path):
         seconds = float(sound.duration * sound.time_base)
         assert sum(1 for _ in container.decode(video=0)) == 33
         assert abs(seconds - samples / 48000) < 1e-3  # of the container's clock
-    latents = _output(kept, "latent", None)
+    latents = LTXPipelineOutput("latent", [_trimmed(kept, latent=True)])
     assert torch.equal(latents.video_latent, video[:, :, :5])
     assert latents.audio_latent.shape[2] == Size(32, 32, 33, frame_rate).audio_frames
 

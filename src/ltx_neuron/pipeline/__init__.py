@@ -2,15 +2,16 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from inspect import signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from PIL import Image
 
 from ltx_neuron import hub
 from ltx_neuron.artifacts.workspace import Workspace
@@ -24,6 +25,12 @@ from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
 from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import Job, Stage
+from ltx_neuron.pipeline.diffusers import (
+    DiffusersWords,
+    LTXPipelineOutput,
+    StepValues,
+    unknown_word,
+)
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
@@ -53,22 +60,9 @@ _ARGUMENTS = {
 }
 
 
-@dataclass
-class LTXPipelineOutput:
-    """The result of a call. output_type determines which fields are set."""
-
-    frames: Any = None  # "np": uint8 array (N, H, W, 3)
-    audio: Any = None  # "np": float32 array (2, samples)
-    frame_rate: float = 0.0
-    sample_rate: int = 0
-    video_latent: Tensor | None = None  # "latent": (1, 128, F, h, w)
-    audio_latent: Tensor | None = None  # "latent": (1, 8, Ta, 16)
-    path: Path | None = None  # "mp4", "wav"
-
-
-class LTXPipeline:
+class LTXPipeline(DiffusersWords):
     """The Python API, in the style of diffusers: from_pretrained(...), then call it. As a context
-    manager it frees the device.
+    manager it frees the device. docs/python.md compares the words of both.
 
     A pipeline is thread-safe: calls are serialized. Processes cannot share one.
     """
@@ -82,8 +76,8 @@ class LTXPipeline:
     @classmethod
     def from_pretrained(
         cls,
-        *,
         checkpoint_path: str | Path,
+        *,
         gemma_root: str | Path | None = None,
         video_vae_path: str | Path | None = None,
         audio_vae_path: str | Path | None = None,
@@ -91,7 +85,8 @@ class LTXPipeline:
         profile: str | None = None,
         artifacts_dir: str | Path = "artifacts",
         tp_degree: int | None = None,
-        dtype: str = "bfloat16",
+        dtype: str | torch.dtype = "bfloat16",
+        torch_dtype: str | torch.dtype | None = None,
         neuron_gemma: bool = False,
         neuron_vae: bool = False,
         recipe: str = "distilled",
@@ -103,6 +98,7 @@ class LTXPipeline:
         compat: str | None = None,
         profile_set: tuple[str, ...] = (),
         tuned: bool = True,
+        **unknown: Any,
     ) -> "LTXPipeline":
         """Open a sharded and compiled checkpoint; models load at the first call.
 
@@ -111,6 +107,7 @@ class LTXPipeline:
         may also be the folder of the download. The other files default to those beside the
         transformer; with a Hub name, spatial_upsampler_path must be given.
 
+        torch_dtype             diffusers' name of dtype
         loras, distilled_loras  [(path, strength), ...], as merged during sharding: the defaults of
                                 calls
         neuron_gemma            encode prompts on the ranks, else on the host's CPU
@@ -119,8 +116,13 @@ class LTXPipeline:
         profile_set             values of --profile-set, as in ("attention=matmul",)
         tuned                   use the settings of ltx-neuron tune, as the command line does
 
-        Raises UserError, with the command that makes missing weights and graphs.
+        Raises UserError, with the command that makes missing weights and graphs, and TypeError for
+        an unknown argument, with the nearest one.
         """
+        for word in unknown:
+            known = signature(cls.from_pretrained).parameters
+            raise TypeError(f"from_pretrained: {unknown_word(word, known)}")
+        dtype = str(torch_dtype or dtype).removeprefix("torch.")
         _check_known("dtype", dtype, DTYPES)
         _check_known("recipe", recipe, RECIPES)
         _check_known("compat", compat, COMPAT)
@@ -183,9 +185,9 @@ class LTXPipeline:
 
     def __call__(
         self,
-        prompt: str,
+        prompt: str | list[str],
         *,
-        image: str | Path | ImageCondition | list[ImageCondition] | None = None,
+        image: str | Path | Image.Image | ImageCondition | list[ImageCondition] | None = None,
         audio: str | Path | SoundCondition | None = None,
         video: str | Path | Retake | None = None,
         reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None = None,
@@ -194,15 +196,18 @@ class LTXPipeline:
         loras: Sequence[tuple] | None = None,
         distilled_loras: Sequence[tuple] | None = None,
         ic_loras: Sequence[tuple] = (),
-        generator: torch.Generator | None = None,
-        output_type: str = "np",
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        num_videos_per_prompt: int = 1,
+        output_type: str = "pil",
         output_path: str | Path | None = None,
+        return_dict: bool = True,
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None = None,
         **fields: Any,
-    ) -> LTXPipelineOutput:
-        """Generate one video, by default 512x768 pixels and 121 frames at 24 fps.
+    ) -> LTXPipelineOutput | tuple:
+        """Generate a video for each prompt, by default 512x768 pixels and 121 frames at 24 fps.
 
-        image                 path of an image condition at frame 0, or ImageConditions
+        image                 image condition at frame 0: a path or a PIL image; or ImageConditions,
+                              whose path may be a PIL image too
         audio                 sound to generate the video for: a path, or a SoundCondition, whose
                               `bed` is noise in what the model hears
         video                 Retake, or path of a video: regenerate it from start_time to end_time,
@@ -211,32 +216,50 @@ class LTXPipeline:
         attention_mask        video with the attention weights of the references
         loras                 for all stages; replaces the pipeline's LoRAs, () removes them
         distilled_loras       additional LoRAs in stage 2 of dev; ic_loras: in stage 1
-        generator             CPU generator for the noise; default: one seeded with `seed`
-        output_type           "np": frames and waveform, "latent": latents, "mp4": file output_path,
-                              "wav": that of sound_only
-        callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
+        generator             CPU generator for the noise of all videos, or one a video; default:
+                              seeded with `seed`, and seed + 1, seed + 2, ... for the others
+        output_type           "pil", "np" or "pt": form of the frames, with the sound; "latent":
+                              latents, "mp4": file output_path, "wav": that of sound_only
+        return_dict           False: the tuple (frames, audio)
+        callback_on_step_end  called after a step with (self, step, timestep, callback_kwargs):
+                              timestep is 1000 sigma, callback_kwargs has "stage" and "sigma"
         fields                other settings, named as the flags of `ltx-neuron generate`: height,
                               width, num_frames, seed=10, two_stage=True, negative_prompt, upscale,
                               nag_scale, sampler="res_2s", reference_audio, tail_frames, ...
         """
         known = JobFields.model_fields.keys() - {*_ARGUMENTS, "recipe"}
-        if unknown := sorted(fields.keys() - known):
-            listed = ", ".join(sorted(known))
-            raise TypeError(f"unexpected argument {unknown[0]!r}; further ones: {listed}")
-        distilled = self.distilled_loras if fields.get("two_stage") else ()
-        job = self._job(
-            **fields
-            | {"prompt": prompt, "image": _several(image, ImageCondition)}
-            | {"lora": _loras(self.loras if loras is None else loras)}
-            | {"distilled_lora": _loras(distilled if distilled_loras is None else distilled_loras)}
-            | {"ic_lora": _loras(ic_loras)}
-            | {"video_conditioning": _weighted(reference, ReferenceVideo)}
-            | {"conditioning_attention_mask": _weighted(attention_mask, AttentionMask)}
-            | _sound(audio)
-            | _video(video)
-            | _guidance(guidance, audio is not None, bool(fields.get("sound_only")))
-        )
-        return self._generate(job, generator, output_type, output_path, callback_on_step_end)
+        for word in sorted(fields.keys() - known):
+            raise TypeError(unknown_word(word, {*known, *signature(self.__call__).parameters}))
+        if distilled_loras is None:
+            distilled_loras = self.distilled_loras if fields.get("two_stage") else ()
+        with ExitStack() as folders:
+            values = {
+                **fields,
+                "image": _images(image, folders),
+                "lora": _loras(self.loras if loras is None else loras),
+                "distilled_lora": _loras(distilled_loras),
+                "ic_lora": _loras(ic_loras),
+                "video_conditioning": _weighted(reference, ReferenceVideo),
+                "conditioning_attention_mask": _weighted(attention_mask, AttentionMask),
+                **_sound(audio),
+                **_video(video),
+                **_guidance(guidance, audio is not None, bool(fields.get("sound_only"))),
+            }
+            jobs = self._jobs(prompt, num_videos_per_prompt, values)
+            output = self._generate(jobs, generator, output_type, output_path, callback_on_step_end)
+        return output if return_dict else (output.frames, output.audio)
+
+    def _jobs(self, prompt: Any, copies: int, values: dict[str, Any]) -> list[Job]:
+        """The jobs of a call: `copies` of every prompt, whose seeds count up."""
+        prompts = prompt if isinstance(prompt, list | tuple) else [prompt]
+        if not prompts or type(copies) is not int or copies < 1:
+            counts = f"got {len(prompts)} prompts, num_videos_per_prompt={copies!r}"
+            raise UserError(f"{counts}; wanted at least one of each")
+        jobs = []
+        for text in (text for text in prompts for _ in range(copies)):
+            seed = {"seed": jobs[0].seed + len(jobs)} if jobs else {}
+            jobs.append(self._job(**values | {"prompt": text} | seed))
+        return jobs
 
     def _job(self, **values: Any) -> Job:
         """The job of a call's values, by field. Raises UserError with the arguments' names."""
@@ -254,43 +277,51 @@ class LTXPipeline:
 
     def _generate(
         self,
-        job: Job,
-        generator: torch.Generator | None,
+        jobs: list[Job],
+        generator: torch.Generator | list[torch.Generator] | None,
         output_type: str,
         output_path: str | Path | None,
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None,
     ) -> LTXPipelineOutput:
         self.engine.check_process()
-        file = "wav" if job.sound_only else "mp4"
-        _check_known("output_type", output_type, ("np", "latent", file))
+        file = "wav" if jobs[0].sound_only else "mp4"
+        _check_known("output_type", output_type, ("pil", "np", "pt", "latent", file))
         _check_kind("output_path", output_path, str, Path)
         if not (callback_on_step_end is None or callable(callback_on_step_end)):
             raise UserError(
                 f"callback_on_step_end: got {callback_on_step_end!r}, wanted a function or None"
             )
-        _check_generator(generator)
+        generators = iter(_generators(generator, len(jobs)))
         options: dict[str, Any] = {"keep": True, "decode": output_type != "latent"}
-        options["resume"] = partial(JobRun, generator=generator)
+        options["resume"] = lambda job: JobRun(job, generator=next(generators))
+        path = None
         if output_type == file:
             example = f"Give output_path='out.{file}'"
             require(output_path, "output_path", f'output_type="{file}"', example)
             assert output_path
-            check_output_path(output_path, job.sound_only)
-            job = job.scaled(self.engine.workspace.spatial_scale)
+            path, (job, *others) = Path(output_path), jobs
+            if others:
+                raise UserError(
+                    f"output_path: got one path for {len(jobs)} videos. Leave out output_type and"
+                    f" output_path, and type result.save({str(path)!r}): it numbers the files"
+                )
+            check_output_path(path, job.sound_only)
+            jobs = [job := job.scaled(self.engine.workspace.spatial_scale)]
             job.check()  # before its files are read
-            inputs = self.engine.preflight.files_read([job])
-            check_outputs({"output_path": (path := Path(output_path))}, inputs)
+            check_outputs({"output_path": path}, self.engine.preflight.files_read(jobs))
             options["write"] = lambda clip: clip.write(path, self.engine.recorder)
 
         def on_step_end(stage: Stage, step: int) -> None:
             assert callback_on_step_end
-            callback_on_step_end(self, step, stage.sigmas[step], {"stage": stage.name})
+            sigma = stage.sigmas[step]
+            values = StepValues(stage=stage.name, sigma=sigma)
+            callback_on_step_end(self, step, 1000 * sigma, values)
 
         with self._exclusively("call"):
             self.engine.on_step_end = callback_on_step_end and on_step_end
-            (result,) = self.engine.run(with_durations(self.engine, [job]), **options)
-        assert isinstance(result, Result)  # a failed job raises
-        return _output(result, output_type, output_path)
+            run = self.engine.run(with_durations(self.engine, jobs), **options)
+            results = [_trimmed(result, output_type == "latent") for result in run]
+        return LTXPipelineOutput(output_type, results, path)
 
 
 def _check_known(name: str, value, known: Iterable) -> None:
@@ -310,13 +341,19 @@ def _located(name: str | Path | None, kind: str) -> Path | None:
     return located(name, kind) if name else None
 
 
-def _check_generator(generator: torch.Generator | None) -> None:
-    _check_kind("generator", generator, torch.Generator)
-    if generator is not None and generator.device.type != "cpu":
-        raise UserError(
-            f"generator is on {generator.device}; wanted one on the CPU, as in"
-            " generator=torch.Generator().manual_seed(10)"
-        )
+def _generators(generator: Any, count: int) -> list[torch.Generator | None]:
+    """The generator of each of `count` videos. Raises UserError unless all are on the CPU."""
+    generators = generator if isinstance(generator, list) else [generator] * count
+    for one in generators:
+        _check_kind("generator", one, torch.Generator)
+        if one is not None and one.device.type != "cpu":
+            raise UserError(
+                f"generator is on {one.device}; wanted one on the CPU, as in"
+                " generator=torch.Generator().manual_seed(10)"
+            )
+    if len(generators) != count:
+        raise UserError(f"generator: got {len(generators)} for {count} videos; wanted one a video")
+    return generators
 
 
 def _loras(files: Sequence[tuple]) -> tuple[LoraFile, ...]:
@@ -325,10 +362,21 @@ def _loras(files: Sequence[tuple]) -> tuple[LoraFile, ...]:
 
 
 def _several(value: Any, kind: Any) -> tuple:
-    """A tuple of conditions, from None, a path, or one or several conditions of a kind."""
-    if isinstance(value, str | Path):
-        value = kind(str(value))
+    """A tuple of conditions, from None, a file, or one or several conditions of a kind."""
+    if isinstance(value, str | Path | Image.Image):
+        value = kind(value if isinstance(value, Image.Image) else str(value))
     return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+
+
+def _images(value: Any, folders: ExitStack) -> tuple:
+    """Image conditions. PIL images are written into temporary folders."""
+    conditions = [*_several(value, ImageCondition)]
+    for number, condition in enumerate(conditions):
+        if isinstance(picture := getattr(condition, "path", None), Image.Image):
+            folder = folders.enter_context(TemporaryDirectory(prefix="ltx-neuron-"))
+            picture.save(path := Path(folder, "image.tiff"))  # takes all modes and the profile
+            conditions[number] = replace(condition, path=path)
+    return tuple(conditions)
 
 
 def _weighted(value: Any, kind: Any) -> tuple:
@@ -377,24 +425,15 @@ def _guidance(guidance: Guidance | None, sound: bool, sound_only: bool) -> dict[
     return fields
 
 
-def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:
-    """A call's output for a result."""
-    output = LTXPipelineOutput(
-        frame_rate=result.job.output_frame_rate, sample_rate=result.sample_rate
-    )
-    if output_type == "np":
-        frames, waveform = result.frames, result.waveform
-        assert waveform is not None
-        output.frames, output.audio = frames if frames is None else frames.numpy(), waveform.numpy()
-    elif output_type in ("mp4", "wav"):
-        assert output_path
-        output.path = Path(output_path)
-    else:
+def _trimmed(result: Any, latent: bool) -> Result:
+    """A result with its frames and waveform alone, or with its latents, "video" and "audio"."""
+    kept = {name: result.tensors.get(name) for name in ("frames", "waveform")}
+    if latent:
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
         video = result.tensors.get(upscaled[-1] if upscaled else result.job.video_key)
         audio = result.tensors[result.job.audio_key]
         if video is not None and result.job.tail_frames:
             video = video[:, :, : (result.job.output_frames - 1) // TIME_SCALE + 1]
             audio = audio[:, :, : result.job.output_size.audio_frames]
-        output.video_latent, output.audio_latent = video, audio
-    return output
+        kept = {"video": video, "audio": audio}
+    return replace(result, tensors={name: x for name, x in kept.items() if x is not None})

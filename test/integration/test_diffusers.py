@@ -1,0 +1,206 @@
+"""Code written for diffusers runs on a pipeline, or the error names what to type instead."""
+
+import numpy as np
+import pytest
+import torch
+from batches import SIZE, TP, opened, prepared
+from helpers import read_video
+from PIL import Image
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.pipeline.diffusers import _note
+from ltx_neuron.sampling.conditions import ImageCondition
+
+CALL = dict(prompt="birds sing", **SIZE)
+
+
+@pytest.fixture(scope="module")
+def setup(scripts, tiny):
+    return prepared(scripts, tiny)
+
+
+@pytest.fixture(scope="module")
+def pipe(setup, tiny):
+    threads = torch.get_num_threads()
+    with opened(setup, tiny) as pipe:
+        yield pipe
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def latents(pipe):
+    """The latents of the seeds 5, 6 and 7."""
+    return [pipe(**CALL, output_type="latent", seed=seed).video_latent for seed in (5, 6, 7)]
+
+
+@pytest.fixture
+def notes(capsys):
+    _note.cache_clear()
+    return lambda: capsys.readouterr().err.splitlines()
+
+
+# --- what works as in diffusers ---------------------------------------------------------------
+@pytest.mark.parametrize("name", ["LTX2Pipeline", "LTX2ImageToVideoPipeline"])
+def test_diffusers_names_of_the_class_are_the_pipeline(name):
+    imported = {}
+    exec(f"from ltx_neuron import {name}, LTXPipeline", imported)
+    assert imported[name] is imported["LTXPipeline"]
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_the_checkpoint_is_positional_and_dtypes_may_be_torchs(setup, tiny, name):
+    open_with = dict(gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts, profile="cpu")
+    pipeline = type(opened(setup, tiny)).from_pretrained(
+        tiny.checkpoint, tp_degree=TP, **open_with, **{name: torch.float32}
+    )
+    assert pipeline.engine.workspace.dtype == torch.float32
+    with pytest.raises(UserError, match="dtype: unknown 'float16'; known: bfloat16, float32"):
+        pipeline.from_pretrained(tiny.checkpoint, **open_with, **{name: torch.float16})
+
+
+def test_frames_are_batch_first_in_the_form_of_output_type(pipe):
+    pictures, array, tensor = (
+        pipe(**CALL, seed=5, output_type=form) for form in ("pil", "np", "pt")
+    )
+    assert pipe(**CALL, seed=5).output_type == "pil"
+    clip = np.stack(pictures.frames[0])
+    assert clip.shape == (9, 64, 64, 3) and clip.dtype == np.uint8 and clip.std() > 0
+    assert all(isinstance(frame, Image.Image) for frame in pictures.frames[0])
+    with pytest.warns(FutureWarning, match="batch first"):
+        values = array.frames
+    assert np.array_equal((values[0] * 255).round().astype(np.uint8), clip)
+    assert torch.equal(tensor.frames, torch.from_numpy(values).permute(0, 1, 4, 2, 3))
+    assert all(torch.equal(pictures.audio, other.audio) for other in (array, tensor))
+
+
+def test_code_for_the_earlier_array_learns_what_became_of_it(pipe):
+    frames = pipe(**CALL).frames
+    with pytest.raises(AttributeError, match=r"no shape: .* np.stack\(result.frames\[0\]\)"):
+        _ = frames.shape
+
+
+def test_return_dict_false_gives_the_frames_and_the_sound(pipe):
+    frames, audio = pipe(**CALL, output_type="pt", return_dict=False)
+    assert frames.shape == (1, 9, 3, 64, 64) and audio.shape == (1, 2, 33 * 480)
+    latent, sound = pipe(**CALL, output_type="latent", return_dict=False, seed=5)
+    assert latent.shape == (1, 128, 2, 2, 2) and sound.shape == (1, 8, 9, 16)
+
+
+def test_prompts_in_a_list_and_videos_per_prompt_have_seeds_that_count_up(pipe, latents):
+    several = pipe(**CALL, output_type="latent", seed=5, num_videos_per_prompt=3)
+    assert torch.equal(several.frames, torch.cat(latents))
+    texts = ["birds sing", "waves crash on the shore"]
+    two = pipe(**CALL | {"prompt": texts}, output_type="latent", seed=5).frames
+    other = pipe(**CALL | {"prompt": texts[1]}, output_type="latent", seed=6).frames
+    assert torch.equal(two, torch.cat([latents[0], other]))
+    assert not torch.equal(other, latents[1])
+
+
+def test_a_generator_is_drawn_from_by_all_videos_or_one_is_given_for_each(pipe, latents):
+    generators = [torch.Generator().manual_seed(seed) for seed in (7, 5)]
+    call = CALL | dict(num_videos_per_prompt=2, output_type="latent")
+    drawn = pipe(**call, generator=generators).frames
+    assert torch.equal(drawn, torch.cat([latents[2], latents[0]]))
+    drawn = pipe(**call, generator=torch.Generator().manual_seed(5)).frames
+    assert torch.equal(drawn[:1], latents[0]) and not torch.equal(drawn[1:], latents[0])
+    with pytest.raises(UserError, match="got 1 for 2 videos"):
+        pipe(**call, generator=generators[:1])
+
+
+def test_a_pil_image_conditions_as_its_file_does(pipe, tiny, latents):
+    picture = Image.open(tiny.image)
+    call = CALL | dict(output_type="latent", seed=5)
+    wanted = pipe(**call, image=tiny.image).frames
+    assert torch.equal(pipe(**call, image=picture).frames, wanted)
+    assert torch.equal(pipe(**call, image=[ImageCondition(picture)]).frames, wanted)
+    assert not torch.equal(wanted, latents[0])
+
+
+def test_save_writes_the_file_of_output_path_and_numbers_several(pipe, tmp_path):
+    written = pipe(**CALL, output_type="mp4", output_path=tmp_path / "wanted.mp4", seed=5).path
+    one = pipe(**CALL, seed=5)
+    assert one.save(tmp_path / "one.mp4") == [tmp_path / "one.mp4"]
+    assert (tmp_path / "one.mp4").read_bytes() == written.read_bytes()
+    assert read_video(tmp_path / "one.mp4")["frame_count"] == 9
+    names = ["two-1.mp4", "two-2.mp4"]
+    two = pipe(**CALL, seed=5, num_videos_per_prompt=2)
+    assert [path.name for path in two.save(str(tmp_path / "two.mp4"))] == names
+    assert (tmp_path / names[0]).read_bytes() == written.read_bytes()
+    assert (tmp_path / names[1]).read_bytes() != written.read_bytes()
+    with pytest.raises(UserError, match="FILE.mp4"):
+        one.save(tmp_path / "out.mov")
+    with pytest.raises(UserError, match="output_type='latent' holds no frames"):
+        pipe(**CALL, output_type="latent").save(tmp_path / "out.mp4")
+    with pytest.raises(UserError, match=r"one path for 2 videos.* type result.save\('a.mp4'\)"):
+        pipe(**CALL, num_videos_per_prompt=2, output_type="mp4", output_path="a.mp4")
+
+
+def test_a_callback_of_diffusers_runs_and_learns_that_latents_are_elsewhere(pipe):
+    steps = []
+
+    def progress(pipe, step, timestep, callback_kwargs):
+        steps.append((step, timestep, callback_kwargs["sigma"]))
+        return callback_kwargs
+
+    pipe(**CALL, output_type="latent", callback_on_step_end=progress)
+    assert len(steps) == 8 and steps[0] == (0, 1000.0, 1.0)
+    with pytest.raises(UserError, match="'latents'.: known: stage, sigma. Latents stay"):
+        pipe(**CALL, callback_on_step_end=lambda pipe, step, t, values: values["latents"])
+
+
+def test_devices_offloading_and_tiling_have_no_effect_and_one_note_each(pipe, notes):
+    for _ in range(2):
+        assert pipe.to("cuda").enable_model_cpu_offload() is pipe
+        pipe.enable_sequential_cpu_offload()
+        pipe.enable_vae_tiling()
+        pipe.vae.enable_tiling()
+        pipe.vae.to(torch.float32)
+    words = "to enable_model_cpu_offload enable_sequential_cpu_offload enable_vae_tiling"
+    assert [line.split()[1] for line in notes()] == [*words.split(), "enable_tiling"]
+
+
+# --- what explains itself -----------------------------------------------------------------------
+CALLS = {
+    "guidance_scale": (3.0, "video_cfg_guidance_scale=3.0, with recipe='dev'"),
+    "callback_on_step_end_tensor_inputs": (["latents"], "latents stay on the ranks"),
+    "fps": (24, "frame_rate=24.0"),
+    "num_frame": (9, "did you mean num_frames?"),
+}
+
+
+@pytest.mark.parametrize("word", CALLS)
+def test_an_unknown_argument_of_a_call_says_what_to_type(pipe, word):
+    value, text = CALLS[word]
+    with pytest.raises(TypeError) as error:
+        pipe(**CALL, **{word: value})
+    assert word in str(error.value) and text in str(error.value)
+
+
+OPENED = {
+    "pretrained_model_name_or_path": "here: checkpoint_path=",
+    "device_map": "profile='trn2.3xlarge'",
+    "revision": "checkpoint_path='OWNER/REPO@REVISION'",
+    "gema_root": "did you mean gemma_root?",
+}
+
+
+@pytest.mark.parametrize("word", OPENED)
+def test_an_unknown_argument_of_from_pretrained_says_what_to_type(pipe, word):
+    with pytest.raises(TypeError) as error:
+        pipe.from_pretrained("a", **{word: "x"})
+    assert word in str(error.value) and OPENED[word] in str(error.value)
+
+
+ATTRIBUTES = {
+    "load_lora_weights": "loras=[('FILE', 1.0)], in from_pretrained or in a call; prepare --lora",
+    "scheduler": "sampler= of a call",
+    "vocoder": "result.sample_rate",
+    "engin": "did you mean engine?",
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_unknown_attribute_says_what_to_type(pipe, name):
+    with pytest.raises(AttributeError) as error:
+        getattr(pipe, name)
+    assert name in str(error.value) and ATTRIBUTES[name] in str(error.value)
