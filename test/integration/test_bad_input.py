@@ -462,7 +462,7 @@ none of its | SPATIAL
 ARTIFACTS = table("""
 --artifacts-dir {root}/none -> no dit graphs | Make them: | PREPARE | --tp-degree 1
 --neuron-gemma -> no gemma3 weights | Make them: | PREPARE | --gemma-root
---height 96 -> bucket | got v8-a9-t1-s8, wanted v12-a9-t1-s8 | PREPARE | --height 96
+--height 96 -> needed: 64x96 (width x height) | compiled: 64x64 | PREPARE | --height 96
 --tp-degree 2 -> tp: got 1, wanted 2 | PREPARE | --tp-degree 2
 --dtype bfloat16 -> dtype: got float32, wanted bfloat16 | PREPARE | --dtype bfloat16
 --profile-set blocks_per_graph=1 -> blocks_per_graph: got 0, wanted 1 | PREPARE

@@ -213,7 +213,7 @@ def test_a_word_of_a_flag_that_is_typed_twice_is_printed_once():
         "x",
     ]
     words = words_of(verbs.generate(), typed, lambda dest: dest != "prompt")
-    assert words == ["--lora", "a", "1", "--num-frames", "97", "--lora", "b"]
+    assert words == ["--num-frames", "97", "--lora", "a", "1", "--lora", "b"]
 
 
 # --- sizes that are not compiled ------------------------------------------------------------------

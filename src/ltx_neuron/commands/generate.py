@@ -34,14 +34,16 @@ def words_of(
     """The typed words of some flags and their values, without a flag's earlier value that a later
     one replaces. selects: takes a flag's name in a Namespace."""
     typed: list[tuple[argparse.Action, list[str]]] = []
+    group: list[str] = []
     for word in words:
         if word.startswith("--"):
             action = parser._option_string_actions[word.partition("=")[0]]
-            repeats = isinstance(action.default, list)
-            typed = [pair for pair in typed if repeats or pair[0] is not action]
-            typed.append((action, []))
-        if typed:
-            typed[-1][1].append(word)
+            earlier = [] if isinstance(action.default, list) else typed
+            group = next((words for other, words in earlier if other is action), [])
+            if not group:
+                typed.append((action, group))
+            group.clear()
+        group.append(word)
     return [word for action, group in typed if selects(action.dest) for word in group]
 
 
