@@ -137,7 +137,7 @@ class Parser(argparse.ArgumentParser):
         if match := re.fullmatch(r"argument (--[\w-]+): expected .*argument.*", message):
             flag, action = match[1], self._option_string_actions[match[1]]
             value = '"a red circle on a blue ground"' if flag == "--prompt" else ""
-            value = value or self._get_formatter()._format_args(action, action.dest.upper())
+            value = value or _Formatter(self.prog)._format_args(action, action.dest.upper())
             message = f"{flag} has no value; type {flag} {value}"
         self.exit(2, f"error: {message}\nAll flags: {self.prog} --help-all\n")
 

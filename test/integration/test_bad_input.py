@@ -375,7 +375,7 @@ COMPILE_DIT: --height 100 -> multiple of 32 | 96 or 128
 --qqq -> --qqq | --help
 rain -> rain | --help
 --prom rain -> --prom | did you mean --prompt?
-SHARD_DIT: --checkpoint x -> --checkpoint | did you mean --checkpoint-path?
+SHARD_DIT: --checkpoint x -> --checkpoint | did you mean --checkpoint-path FILE?
 SHARD_DIT: --height 64 -> --height
 --num-inference-steps 20 -> --num-inference-steps 20 | 8 steps | --recipe dev
 --num-steps 0 -> --num-inference-steps: got '0' | at least 1
@@ -406,12 +406,12 @@ SHARD_DIT: --height 64 -> --height
 --image {image} 9 -> frame 9 | 0..8
 --image {image} -2 -> frame index '-2' | at least -1
 --image {image} {image} -> type --image PATH [FRAME_IDX [STRENGTH [CRF]]]
---image -> --image | expected at least one argument
+--image -> --image has no value | type --image PATH [FRAME_IDX [STRENGTH [CRF]]]
 COMPILE_DIT: --image {image} 9 -> frame 9 | 0..8
 # outputs
 --output-path {root}/out/video.avi -> MP4 | video.avi | --output-path FILE.mp4
 --output-path {root}/out/video -> MP4 | --output-path FILE.mp4
---output-path {bad}/folder.mp4 -> is a folder | --output-path FILE.mp4
+--output-path {bad}/folder.mp4 -> is a folder | folder.mp4/video.mp4
 --output-path '{bad}/a file/video.mp4' -> not a folder you may write to | --output-path
 --output-path {root}/{long}.mp4 -> this long | --output-path
 --output-path {bad}/folder.mp4 --output-path {bad}/folder.MP4 -> folder.json is a folder
