@@ -27,6 +27,15 @@ for _ in bar(range(2), "stage 1", "step"):
     time.sleep(1.2)
 lines.save()
 """
+# A print in a phase of two seconds
+PRINTS = """
+import time
+from ltx_neuron.report.progress import line, printing
+with line("checking the files"), printing():
+    time.sleep(0.7)
+    print("recipe:", "distilled")
+    time.sleep(0.7)
+"""
 COLUMNS = 80
 
 
@@ -73,6 +82,12 @@ def test_a_terminal_shows_a_phase_from_its_begin_its_seconds_and_those_of_the_la
 def test_a_bars_time_passes_between_its_steps(times):
     shown = on_a_terminal("-c", RUN, str(times))
     assert re.search(r"stage 1: +0%[^\r]*\[00:01<", shown)
+
+
+def test_what_is_printed_while_a_line_counts_stands_above_it():
+    shown = on_a_terminal("-c", PRINTS).split("recipe: distilled")
+    assert len(shown) == 2 and shown[0].endswith("\r"), "the line is cleared first"
+    assert re.match(r"\r\n\r?checking", shown[1])
 
 
 def test_nothing_is_printed_where_stderr_is_no_terminal(times):

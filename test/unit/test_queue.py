@@ -16,7 +16,7 @@ from helpers import exit_code, forked
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.service.periodic import run_periodically
-from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
+from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull, Room
 
 FAR = 1e9  # days and bytes that nothing reaches
 
@@ -181,15 +181,26 @@ def test_of_requests_at_once_with_one_key_one_makes_a_job(queue):
 
 
 def test_a_full_queue_refuses_what_waits_beyond_its_room(queue):
-    put(queue, max_queued_of_owner=1)
+    put(queue, room=Room(jobs_of_owner=1))
     with pytest.raises(QueueFull, match="1 of your jobs wait"):
-        put(queue, max_queued_of_owner=1)
-    put(queue, owner="bob", max_queued_of_owner=1, max_queued=2)
+        put(queue, room=Room(jobs_of_owner=1))
+    put(queue, owner="bob", room=Room(2, 1))
     with pytest.raises(QueueFull, match="2 jobs are waiting"):
-        put(queue, owner="eve", max_queued=2)
+        put(queue, owner="eve", room=Room(2))
     claim(queue)
     queue.report(claim(queue)[0], 1)
-    put(queue, owner="eve", max_queued=2)  # what is made does not wait
+    put(queue, owner="eve", room=Room(2))  # what is made does not wait
+
+
+def test_a_retry_takes_no_more_places_than_a_new_job(queue):
+    entry = put(queue)
+    (running,) = queue.claim("w", queue.next_batch_key(), 1)
+    assert queue.fail(running, "x", "y")
+    put(queue)
+    with pytest.raises(QueueFull, match="1 of your jobs"):
+        queue.retry(entry, Room(jobs_of_owner=1))
+    assert queue.get("ada", entry.id).status == "failed"
+    assert queue.retry(entry, Room(jobs_of_owner=2)) and not queue.retry(entry)
 
 
 # --- turns ----------------------------------------------------------------------------------------

@@ -48,7 +48,11 @@ def dispatch(argv: list[str]) -> None:
         parser = resolve_name(f"ltx_neuron.{_PARSERS[verb]}")()
         parser.parse_args(words)
         words = parser.words
-    resolve_name(f"ltx_neuron.{VERBS[verb][0]}")(words)
+    from ltx_neuron.report.progress import line
+
+    with line("starting"):  # torch's import takes seconds
+        run = resolve_name(f"ltx_neuron.{VERBS[verb][0]}")
+    run(words)
 
 
 def choose(verb: str, choices: dict[str, str], argv: list[str]) -> tuple[str, list[str]]:

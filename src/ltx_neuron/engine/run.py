@@ -32,7 +32,7 @@ from ltx_neuron.host.background import POLL_SECONDS, Background, wait_for
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.plan import independent_passes
-from ltx_neuron.report.progress import PhaseLines, bar
+from ltx_neuron.report.progress import PhaseLines, bar, printing
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.text import inputs
@@ -268,7 +268,7 @@ class Engine:
             yield from decodes.outcomes()
 
     def _check(self, jobs: list[Job], isolate: bool) -> tuple[list[Job], list, Compiled]:
-        with self._show("check"):
+        with self._show("check"), printing():
             checked = self.preflight.check_apart(jobs, isolate)
         self.residency.vae_stays = self.preflight.vae_stays
         return checked

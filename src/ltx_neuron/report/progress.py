@@ -1,13 +1,20 @@
 """Shows on a terminal what a run does: a line or a bar for each phase from its begin, whose seconds
 pass, with the seconds that it took the last time. Nothing is shown where stderr is no terminal."""
 
+import io
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+    suppress,
+)
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -82,6 +89,25 @@ def line(title: str, seconds: float | None = None) -> Iterator[None]:
     took = time.monotonic() - began
     if not hidden and took >= _SHORTEST_SECONDS:
         tqdm.write(f"{title}: {took:.1f} s", file=sys.stderr)
+
+
+class _AboveBars(io.TextIOBase):
+    """Writes whole lines to a terminal, above the lines and bars on stderr."""
+
+    def __init__(self, stream: TextIO):
+        self.stream, self.text = stream, ""
+
+    def write(self, text: str) -> int:
+        whole, newline, self.text = (self.text + text).rpartition("\n")
+        if newline:
+            with tqdm.external_write_mode(file=sys.stderr):
+                print(whole, file=self.stream, flush=True)
+        return len(text)
+
+
+def printing() -> AbstractContextManager:
+    """What the block prints on a terminal stands above the lines and bars."""
+    return redirect_stdout(_AboveBars(sys.stdout)) if sys.stdout.isatty() else nullcontext()
 
 
 class PhaseLines:

@@ -32,7 +32,7 @@ from ltx_neuron.service.jobs import FILES, PREVIEW, JobSubmitter, VideoObject, v
 from ltx_neuron.service.limits import MAX_JSON_BYTES, RequestLimits, TokenBucket
 from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
 from ltx_neuron.service.page import add_page, cookie_authorization
-from ltx_neuron.service.queue import COMPLETED, IN_PROGRESS, OPEN, QUEUED, Entry
+from ltx_neuron.service.queue import COMPLETED, IN_PROGRESS, OPEN, QUEUED, Entry, QueueFull
 from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import SizeObject
 from ltx_neuron.service.tokens import Tokens
@@ -166,12 +166,14 @@ class Api:
         return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
 
     def retry(self, request: Request, id: str) -> Response:
-        owner, most = request.state.owner, self.jobs.limits.max_queue
+        owner = request.state.owner
         self.rate.take(owner)
         entry = self._entry(owner, id)
-        if self.queue.counts()[QUEUED] >= most:
-            raise busy(f"the queue is full: {most} jobs are waiting", "queue_full")
-        if not self.queue.retry(owner, id):
+        try:
+            waits = self.queue.retry(entry, self.jobs.room)
+        except QueueFull as error:
+            raise busy(str(error), "queue_full") from None
+        if not waits:
             message = f"this video is {entry.status}; only a failed one can be tried again"
             raise ApiError(409, "not_failed", message)
         return self._answer(self._entry(owner, id))

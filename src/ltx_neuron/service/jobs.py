@@ -20,7 +20,7 @@ from ltx_neuron.sampling.size import Size
 from ltx_neuron.service import media, picture
 from ltx_neuron.service.api_error import ApiError, busy, field_of, invalid, too_large
 from ltx_neuron.service.fields import KNOWN, VideoRequest, WeightedVideo, with_field_names
-from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
+from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull, Room
 from ltx_neuron.service.sandbox import BadFile
 from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import CompiledSize, SizeObject, SizeRegistry
@@ -39,6 +39,12 @@ class JobSubmitter:
     sizes: SizeRegistry
     model: str  # the checkpoint's name in the API
     limits: Limits = Limits()
+
+    @property
+    def room(self) -> Room:
+        limits = self.limits
+        of_owner = limits.max_queue_per_token or limits.max_queue
+        return Room(limits.max_queue, of_owner, int(limits.max_queue_gb * 1e9))
 
     def accept(self, request: VideoRequest, owner: str, key: str | None = None) -> Entry:
         """Store a request's job on disk. A repeated key returns the earlier job. Raises
@@ -79,9 +85,7 @@ class JobSubmitter:
             runs_on = batch_key(job, dict.fromkeys(bucket.name for bucket in buckets))
             size = folder_bytes(folder)
             new = NewJob(id, owner, request.digest, runs_on, line, shown, key, size)
-            limits = self.limits
-            most = limits.max_queue, limits.max_queue_per_token or limits.max_queue
-            entry, is_new = self.queue.submit(new, *most, int(limits.max_queue_gb * 1e9))
+            entry, is_new = self.queue.submit(new, self.room)
             return entry
         except UserError as error:
             message = public(error.render(field_of), folder)

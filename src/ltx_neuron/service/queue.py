@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ltx_neuron.files import PARTIAL
 from ltx_neuron.service.database import Database, StorageError
@@ -83,6 +83,31 @@ class QueueFull(Exception):
     """Too many jobs wait: of all owners, or of this one."""
 
 
+class Room(NamedTuple):
+    """How many jobs may wait, of all owners and of one, and the bytes of their files."""
+
+    jobs: int = 1_000_000
+    jobs_of_owner: int = 1_000_000
+    bytes: int = 2**62
+
+    def check(self, connection: sqlite3.Connection, new: NewJob) -> None:
+        """Raise QueueFull if one job more does not fit."""
+        waiting, of_owner, total = connection.execute(
+            "SELECT count(*), count(*) FILTER (WHERE owner = :owner), coalesce(sum(bytes), 0)"
+            " FROM jobs WHERE status = 'queued'",
+            {"owner": new.owner},
+        ).fetchone()
+        if waiting >= self.jobs:
+            raise QueueFull(f"the queue is full: {self.jobs} jobs are waiting")
+        if of_owner >= self.jobs_of_owner:
+            raise QueueFull(f"the queue is full: {self.jobs_of_owner} of your jobs wait")
+        if total + new.bytes > self.bytes:
+            raise QueueFull(f"the queue is full: its files have {total} of {self.bytes} bytes")
+
+
+_ANY = Room()
+
+
 class KeyUsed(Exception):
     """An idempotency key that was used for another request."""
 
@@ -121,46 +146,33 @@ class Queue:
 
     # --- the owners' side -------------------------------------------------------------------------
 
-    def submit(
-        self,
-        new: NewJob,
-        max_queued: int = 1_000_000,
-        max_queued_of_owner: int = 1_000_000,
-        max_bytes: int = 2**62,
-    ) -> tuple[Entry, bool]:
+    def submit(self, new: NewJob, room: Room = _ANY) -> tuple[Entry, bool]:
         """Accept a job; it is on disk when this returns. A repeated idempotency key returns the
         earlier job. The second value is true for a new job. Raises KeyUsed if the key's request
-        differs, and QueueFull if too many jobs wait or their files exceed `max_bytes`."""
+        differs, and QueueFull."""
         values = _encoded(vars(new))
         with self.database.writing() as connection:
             rows = connection.execute(_SELECT_OF_KEY, values)
             if earlier := _same_request(rows, new.digest):
                 return earlier, False
-            waiting, of_owner, total = connection.execute(
-                "SELECT count(*), count(*) FILTER (WHERE owner = :owner), coalesce(sum(bytes), 0)"
-                " FROM jobs WHERE status = 'queued'",
-                values,
-            ).fetchone()
-            if waiting >= max_queued:
-                raise QueueFull(f"the queue is full: {max_queued} jobs are waiting")
-            if of_owner >= max_queued_of_owner:
-                raise QueueFull(f"the queue is full: {max_queued_of_owner} of your jobs wait")
-            if total + new.bytes > max_bytes:
-                raise QueueFull(f"the queue is full: its files have {total} of {max_bytes} bytes")
+            room.check(connection, new)
             values |= {"status": QUEUED, "created_at": self.clock()}
             values |= {"progress": 0, "attempt": 0, "crash_count": 0}
             columns, places = ", ".join(values), ", ".join(f":{name}" for name in values)
             sql = f"INSERT INTO jobs ({columns}) VALUES ({places}) RETURNING *"
             return _entries(connection.execute(sql, values))[0], True
 
-    def retry(self, owner: str, id: str) -> bool:
-        """Let a failed job wait again, with its files. False if it is no failed job."""
+    def retry(self, entry: Entry, room: Room = _ANY) -> bool:
+        """Let a failed job wait again, with its files. False if it is no failed job. Raises
+        QueueFull."""
         sql = (
             "UPDATE jobs SET status = 'queued', progress = 0, error = NULL, started_at = NULL,"
             " completed_at = NULL, crash_count = 0"
             f" WHERE id = :id AND status = 'failed' AND {_IS_VISIBLE}"
         )
-        return self.database.write(sql, id=id, owner=owner) > 0
+        with self.database.writing() as connection:
+            room.check(connection, entry)
+            return connection.execute(sql, {"id": entry.id, "owner": entry.owner}).rowcount > 0
 
     def of_key(self, owner: str, key: str | None, digest: str) -> Entry | None:
         """The job of an idempotency key. Raises KeyUsed if its request differs."""
