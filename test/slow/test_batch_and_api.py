@@ -13,7 +13,7 @@ import pytest
 import torch
 from batches import SIZE, TP, children, flags_of, jobs, lines, opened, prepared, undisturbed, videos
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
-from helpers import allowed, rewrite, wait_for
+from helpers import allowed, read_video, rewrite, wait_for
 from jobs import make_job, replace
 
 from ltx_neuron import errors
@@ -359,4 +359,5 @@ def test_the_readmes_example_runs(tmp_path):
             words, cwd=tmp_path, capture_output=True, text=True, timeout=SCRIPT_SECONDS
         )
         assert process.returncode == 0, process.stderr[-3000:]
-    assert process.stdout.strip().splitlines()[-1] == "(49, 128, 192, 3) (2, 96480) 48000"
+    video = read_video(tmp_path / "circle.mp4")
+    assert (video["frame_count"], video["height"], video["width"]) == (49, 128, 192)

@@ -36,7 +36,7 @@ def test_a_run_that_is_killed_in_its_second_stage_is_resumed_to_the_same_bytes(
     step = StageRun.step
 
     def kill(stage_run, number):
-        if stage_run.stage.title == "stage_2" and number == 1:
+        if stage_run.stage.title == "stage 2" and number == 1:
             os.kill(stage_run.ranks._processes[0].pid, signal.SIGKILL)
         return step(stage_run, number)
 

@@ -518,7 +518,7 @@ def test_doctor_plan_and_generate_name_the_backend_of_the_installed_stack(
     flags = ["--profile", "trn2.3xlarge", "--height", "64", "--width", "64", "--num-frames", "9"]
     flags += "--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)
     commands.dispatch(["plan", *flags])  # needs no Neuron package
-    assert capsys.readouterr().out.splitlines()[1] == f"backend {backend}"
+    assert f"backend {backend}" in capsys.readouterr().out.splitlines()
     flags += "--artifacts-dir", str(tmp_path / "made"), "--prompt", "a cat", "--output-path"
     with pytest.raises(UserError) as refused:
         commands.dispatch(["generate", *flags, str(tmp_path / "out.mp4")])

@@ -403,7 +403,7 @@ def test_a_path_that_cannot_be_written_is_a_users_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "file").chmod(0o755)
     for path, message in [
-        ("", "MP4"),
+        ("", "is a folder; type --output-path video.mp4"),
         (tmp_path / "out.avi", "MP4"),
         (tmp_path / "folder.mp4", "is a folder"),
         (tmp_path / "file" / "out.mp4", "not a folder you may write to"),

@@ -35,7 +35,6 @@ NOTED = {
         ["--prompt has", "--negative-prompt has"],
     ),
     "that of NAG": (["--nag-scale", 11, "--negative-prompt", WORDS], ["--negative-prompt has"]),
-    "a seed that looks like no seed": (["--seed", -1], ["--seed -1 is a seed like any other"]),
     "a job as it should be": (["--seed", 0, "--prompt", WORDS[:1023]], []),
 }
 
@@ -53,6 +52,11 @@ def test_what_changes_a_result_without_an_error_is_a_note(workspace, name):
     assert [text for text, note in zip(expected, found, strict=True) if text not in note] == []
 
 
+def test_a_seed_of_the_python_api_that_looks_like_no_seed_is_a_note(workspace):
+    (note,) = notes(said("--prompt", "rain").replaced(seed=-1), workspace)
+    assert note.startswith("--seed -1 is a seed like any other")
+
+
 @pytest.mark.parametrize("text", [WORDS, FOREIGN, f"  {WORDS}\n", "a" * 5000])
 def test_what_is_said_to_be_cut_is_what_the_encoder_does_not_get(workspace, text):
     tokenizer = workspace.tokenizer
@@ -64,7 +68,7 @@ def test_what_is_said_to_be_cut_is_what_the_encoder_does_not_get(workspace, text
 
 
 def test_a_note_of_many_jobs_is_one_line_that_is_printed_once(workspace, capsys):
-    jobs = [said("--seed", -1, "--prompt", f"rain {n}") for n in range(30)]
+    jobs = [said("--prompt", f"rain {n}").replaced(seed=-1) for n in range(30)]
     jobs.append(said("--prompt", WORDS))
     checks = Preflight(workspace, SimpleNamespace(upsampler_paths={}), RunOptions())
     numbers = {id(job): number for number, job in enumerate(jobs, 1)}
@@ -77,7 +81,7 @@ def test_a_note_of_many_jobs_is_one_line_that_is_printed_once(workspace, capsys)
 
 
 def test_the_sidecar_has_the_notes(workspace):
-    job = said("--seed", -1)
+    job = said().replaced(seed=-1)
     report = Recorder().report(job.describe(), "cpu", 1, {}, {"code": ""})
     found = notes(job, workspace)
     assert sidecar(job, report, found)["notes"] == found != []

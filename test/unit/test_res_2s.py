@@ -245,7 +245,7 @@ def test_a_prediction_that_is_not_finite_names_the_step_it_is_of():
         raise NotFiniteError(["video_latent"])
 
     run.ranks.run = fail
-    with pytest.raises(RunError, match=r"after step 2 of 3 of stage_2 \(sigma 0.725 to 0.4219\)"):
+    with pytest.raises(RunError, match=r"after step 2 of 3 of stage 2 \(sigma 0.725 to 0.4219\)"):
         run.step(1)
 
 

@@ -41,6 +41,7 @@ def engine_of(monkeypatch):
             profile=profile,
         )
         engine.options, engine.events = RunOptions(**options), []
+        engine.lines = SimpleNamespace(save=lambda: None)
         engine.residency = SimpleNamespace(
             weights=None,
             vae_stays=False,

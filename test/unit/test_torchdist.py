@@ -409,6 +409,6 @@ def test_a_step_whose_latents_are_not_finite_is_named():
     run.stage, run.sequence, run.dtype = stage, ["main"] * 2, torch.bfloat16
     with pytest.raises(
         RunError,
-        match=r"NaN or Inf in audio_latent after step 2 of 2 of stage_2 \(sigma 0\.5 to 0\)",
+        match=r"NaN or Inf in audio_latent after step 2 of 2 of stage 2 \(sigma 0\.5 to 0\)",
     ):
         run.step(1)
