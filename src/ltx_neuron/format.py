@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import TextIO
 
 WIDTH = 100  # of a terminal, in characters
 
@@ -31,8 +32,9 @@ def few(lines: Sequence[str], most: int = 5) -> list[str]:
 
 
 @cache
-def print_once(line: str) -> None:
-    print(line, flush=True)
+def print_once(line: str, file: TextIO | None = None) -> None:
+    """Print a line that this process has not printed. file: a stream (default: stdout)."""
+    print(line, file=file, flush=True)
 
 
 def format_bytes(count: float | None) -> str:

@@ -8,7 +8,7 @@ from helpers import read_video
 from PIL import Image
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.pipeline.diffusers import _note
+from ltx_neuron.format import print_once
 from ltx_neuron.sampling.conditions import ImageCondition
 
 CALL = dict(prompt="birds sing", **SIZE)
@@ -35,7 +35,7 @@ def latents(pipe):
 
 @pytest.fixture
 def notes(capsys):
-    _note.cache_clear()
+    print_once.cache_clear()
     return lambda: capsys.readouterr().err.splitlines()
 
 
@@ -54,6 +54,7 @@ def test_the_checkpoint_is_positional_and_dtypes_may_be_torchs(setup, tiny, name
         tiny.checkpoint, tp_degree=TP, **open_with, **{name: torch.float32}
     )
     assert pipeline.engine.workspace.dtype == torch.float32
+    assert pipeline.engine.progress is True, "bars are shown in a notebook, too"
     with pytest.raises(UserError, match="dtype: unknown 'float16'; known: bfloat16, float32"):
         pipeline.from_pretrained(tiny.checkpoint, **open_with, **{name: torch.float16})
 

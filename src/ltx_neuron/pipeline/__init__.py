@@ -152,6 +152,7 @@ class LTXPipeline(DiffusersWords):
             duration_head_path=_located(duration_head_path, "duration_head"),
         )
         pipeline = cls(Engine(workspace, Recorder(), options), recipe)
+        pipeline.engine.progress = True  # bars in a notebook too, as diffusers has them
         pipeline.loras, pipeline.distilled_loras = _loras(loras), _loras(distilled_loras)
         return pipeline
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ltx_neuron.engine.decode import Result
 from ltx_neuron.errors import UserError
+from ltx_neuron.format import print_once
 from ltx_neuron.host.video import check_output_path
 
 _GUIDANCE = "with recipe='dev' of from_pretrained; the distilled recipe has no guidance"
@@ -73,13 +74,9 @@ class DiffusersWords:
 
 
 def _without_effect(pipeline: DiffusersWords, name: str, *_, **__) -> DiffusersWords:
-    _note(f"{name} has no effect: profile and dtype place the models, and decoders tile")
+    text = f"note: {name} has no effect: profile and dtype place the models, and decoders tile"
+    print_once(text, sys.stderr)
     return pipeline
-
-
-@cache  # once
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
 
 
 class StepValues(dict):
