@@ -107,6 +107,17 @@ def generate(page, prompt: str = PROMPT, size: str | None = "64x64") -> None:
     page.click("#generate")
 
 
+def wait_for_step(page, text: str) -> None:
+    """Until a video's line says this. A failure says what the page shows instead."""
+    from playwright.sync_api import TimeoutError
+
+    try:
+        page.wait_for_selector(f"#step:has-text('{text}')", timeout=SCRIPT_SECONDS * 1000 / 5)
+    except TimeoutError:
+        shown = [page.text_content(f"#{name}") for name in ("state", "error", "view")]
+        raise AssertionError(f"{text} is not shown, but {shown}") from None
+
+
 def test_the_page_asks_for_a_token_and_takes_none_that_is_not_known(opened, service):  # noqa: F811
     page = opened(None)
     page.wait_for_selector("#door:visible")
@@ -193,7 +204,7 @@ def test_a_clip_is_cancelled_and_no_worker_makes_it(opened, service):  # noqa: F
         generate(page, "the first")
         page.wait_for_selector("#gallery li:has-text('the first')")
         generate(page, "the second")
-        page.wait_for_selector("#step:has-text('Waiting: 1 ahead')")
+        wait_for_step(page, "Waiting: 1 ahead")
         page.wait_for_selector("#state:has-text('2 waiting')")
         page.click("#remove:has-text('Cancel')")
         page.wait_for_selector("#gallery li:only-child")
@@ -280,14 +291,14 @@ def test_a_failed_video_has_its_reason_its_remedy_and_another_try(opened, servic
     worker.suspend()
     try:
         generate(page, "the first")
-        page.wait_for_selector("#step:has-text('Waiting')")
+        wait_for_step(page, "Waiting")
         with closing(service.queue()) as queue:
             (entry,) = queue.claim("w", queue.next_batch_key(), 1)
             queue.fail(entry, "invalid_value", "input_reference: no such file")
-        page.wait_for_selector("#step:has-text('Failed: First frame: no such file')")
+        wait_for_step(page, "Failed: First frame: no such file")
         assert "choose its files again" in page.text_content("#remedy")
-        page.click("#retry")
-        page.wait_for_selector("#step:has-text('Waiting')")
+        page.locator("#retry").press("Enter")  # while the page may still scroll to the video
+        wait_for_step(page, "Waiting")
         assert not page.is_visible("#retry") and page.text_content("#remedy") == ""
     finally:
         worker.resume()
@@ -420,9 +431,9 @@ def test_the_time_left_is_that_of_the_steps_and_of_the_last_video_like_it(opened
     )
     page.route(re.compile("variant="), lambda route: route.fulfill(status=404, json={}))
     page.reload()
-    page.wait_for_selector("#step:has-text('step 2 of 8 · about 54 s left in this stage')")
+    wait_for_step(page, "step 2 of 8 · about 54 s left in this stage")
     listed.append(done)  # its second stage took 15 s, and its decoding 10 s
-    page.wait_for_selector("#step:has-text('about 79 s left')")
+    wait_for_step(page, "about 79 s left")
 
 
 def contrast(page, selector: str) -> float:
@@ -462,7 +473,7 @@ def test_on_a_phone_the_progress_and_its_buttons_are_in_sight_after_a_tap(opened
     worker.suspend()
     try:
         generate(page, "the first")
-        page.wait_for_selector("#step:has-text('Waiting')")
+        wait_for_step(page, "Waiting")
         wait_for(lambda: page.evaluate(IN_SIGHT, ["#bar", "#step", "#remove"]), seconds=5)
         assert not page.is_visible("text=or drop it here >> nth=0")  # a finger cannot
     finally:
@@ -500,13 +511,13 @@ def test_everything_is_reached_and_named_without_a_mouse(opened, service):  # no
     page = opened("bob")
     assert page.evaluate(FOCUS)[0] == "prompt"  # after signing in
     page.keyboard.type("birds sing")
+    page.select_option("#size", "128x128")  # other tests may compile more
+    page.focus("#prompt")
     order = ["input_reference", "size", "duration", "two_stage", "seed"]
     met = []
     for _ in range(len(order) + 1):  # and the field of a sound
         page.keyboard.press("Tab")
         met += page.evaluate(FOCUS)[:1]
-        if met[-1] == "size":
-            page.keyboard.type("128")  # of which there are one stage and two
         outline = "getComputedStyle(document.activeElement).outlineStyle"
         assert page.evaluate(outline) != "none", met
     places = [met.index(name) for name in order]
