@@ -24,13 +24,7 @@ def lines(tiny) -> list[dict]:
         {"prompt": "waves crash on the shore", **SIZE},
         {"prompt": "« hello » says a man", "seed": 4, **SIZE},
         {"prompt": "a golden retriever", "seed": 5, "image": [str(tiny.image), 0, 0.8], **SIZE},
-        {
-            "prompt": "waves crash on the shore",
-            "seed": 6,
-            "num-frames": 9,
-            "height": 64,
-            "width": 64,
-        },
+        {"prompt": "waves crash on the shore", "seed": 6, "num-frames": 9, "height": 64, "width": 64},
         {"prompt": "birds sing", "image": [[str(tiny.image)]], **SIZE},
     ]
 
@@ -50,9 +44,7 @@ def flags_of(tiny, folder: Path) -> dict:
     """The flags of the batch in a folder, with its prompts file written."""
     folder.mkdir(exist_ok=True)
     file = folder / "jobs.jsonl"
-    file.write_text(
-        "\n".join(json.dumps(line, ensure_ascii=False) for line in lines(tiny)) + "\n\n"
-    )
+    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines(tiny)) + "\n\n")
     return dict(
         neuron_gemma=True,
         no_prompt_cache=True,  # of other tests

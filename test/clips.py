@@ -147,9 +147,7 @@ def seen(path: Path) -> Seen:
     grey = dark[..., 1]
     rows, columns = (np.nonzero((grey > 60).any(axis))[0] for axis in (1, 0))
     middle = grey[int(rows.mean())], grey[:, int(columns.mean())]
-    box = tuple(
-        float((line - 16.0).sum() / 104) for line in reversed(middle)
-    )  # also of blurred edges
+    box = tuple(float((line - 16.0).sum() / 104) for line in reversed(middle))  # also of blurred edges
     left = bool(columns.mean() < dark.shape[1] / 2)
     return Seen(flash, click, frames, dark.shape[:2], box, left)
 

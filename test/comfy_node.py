@@ -52,9 +52,7 @@ class Comfy:
             "comfy": {},
             "comfy.utils": {"ProgressBar": self.progress_bar},
             "comfy.model_management": {
-                "throw_exception_if_processing_interrupted": (
-                    self.throw_exception_if_processing_interrupted
-                )
+                "throw_exception_if_processing_interrupted": (self.throw_exception_if_processing_interrupted)
             },
             "folder_paths": {"get_temp_directory": lambda: str(self.temp)},
             "server": {"PromptServer": SimpleNamespace(instance=self)},

@@ -35,9 +35,7 @@ if find_spec("hypothesis"):
     from hypothesis import settings
 
     for profile, examples in {"small": 50, "large": 5000}.items():
-        settings.register_profile(
-            profile, max_examples=examples, deadline=None, derandomize="CI" in os.environ
-        )
+        settings.register_profile(profile, max_examples=examples, deadline=None, derandomize="CI" in os.environ)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
 
 # Settings of a profile with which less is exported, and ranks load sooner; the bits are the same.
@@ -200,15 +198,9 @@ class Setup:
         """Shard both models and compile both, the transformer for a size. Two at a time: they need
         one core each."""
         text = [("shards/shard_gemma3_weights.py", {}), ("compile/compile_gemma3.py", {})]
-        transformer = [
-            ("compile/compile_transformer.py", size),
-            ("shards/shard_backbone_weights.py", {}),
-        ]
+        transformer = [("compile/compile_transformer.py", size), ("shards/shard_backbone_weights.py", {})]
         with ThreadPoolExecutor(2) as pool:
-            runs = [
-                pool.submit(self._run_all, text, True),
-                pool.submit(self._run_all, transformer, False),
-            ]
+            runs = [pool.submit(self._run_all, text, True), pool.submit(self._run_all, transformer, False)]
             for run in runs:
                 run.result()
 
@@ -234,11 +226,7 @@ class Setup:
         return self._results[out]
 
     def _generate(self, out: Path, **flags) -> subprocess.CompletedProcess:
-        files = {
-            "output_path": "video.mp4",
-            "save_tensors": "tensors.safetensors",
-            "perf_dump_path": "perf.json",
-        }
+        files = {"output_path": "video.mp4", "save_tensors": "tensors.safetensors", "perf_dump_path": "perf.json"}
         return succeeded(
             self.run(
                 "src/generate_ltx23.py",
@@ -271,8 +259,7 @@ def words(**flags) -> list[str]:
 def succeeded(process: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     """Fail the test with what the script printed, unless its exit code is 0."""
     report = (
-        f"{' '.join(process.args)}\nexit code {process.returncode}\n"
-        f"{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
+        f"{' '.join(process.args)}\nexit code {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
     )
     assert process.returncode == 0, report
     return process

@@ -25,18 +25,12 @@ from ltx_neuron.weights.lora import Lora
 SIZE = Size(HEIGHT, WIDTH, NUM_FRAMES, FRAME_RATE, two_stage=True)
 # All shapes, directions, speeds and grounds, said otherwise each.
 PROMPTS = {
-    "a red circle glides slowly to the right on a navy ground": Scene(
-        "red", "circle", "right", "slow", "navy", 0, 0
-    ),
+    "a red circle glides slowly to the right on a navy ground": Scene("red", "circle", "right", "slow", "navy", 0, 0),
     "a slow yellow square moves down across a charcoal ground": Scene(
         "yellow", "square", "down", "slow", "charcoal", 0, 0
     ),
-    "on a maroon ground, a fast cyan triangle goes up": Scene(
-        "cyan", "triangle", "up", "fast", "maroon", 0, 0
-    ),
-    "forest ground, a blue cross slides left at high speed": Scene(
-        "blue", "cross", "left", "fast", "forest", 0, 0
-    ),
+    "on a maroon ground, a fast cyan triangle goes up": Scene("cyan", "triangle", "up", "fast", "maroon", 0, 0),
+    "forest ground, a blue cross slides left at high speed": Scene("blue", "cross", "left", "fast", "forest", 0, 0),
 }
 SEED = 1
 STYLE = Lora(ASSETS.style_lora)

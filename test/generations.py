@@ -50,10 +50,7 @@ class Case:
     def generate(self, scripts, assets):
         """Shard, compile and generate, as far as no earlier test did."""
         job, setup = self.job, scripts(assets, self.tp)
-        size = {
-            name: getattr(job, name)
-            for name in ("height", "width", "num_frames", "frame_rate", "two_stage")
-        }
+        size = {name: getattr(job, name) for name in ("height", "width", "num_frames", "frame_rate", "two_stage")}
         setup.prepare(**size, profile_set=self.profile_set)
         flags = dict(prompt=job.prompt, seed=job.seed, profile_set=self.profile_set)
         return setup.generate(**size, **flags, neuron_gemma=True)
@@ -98,9 +95,7 @@ def assert_equals_the_oracle(assets, got: dict, want: dict) -> None:
     found["decoded"] = rel(got["waveform"], decoded_by_the_oracle(assets, got))
     found["waveform"] = rel(got["waveform"], want["waveform"])
     print({name: f"{distance:.1e}" for name, distance in found.items()})
-    assert {
-        name: distance for name, distance in found.items() if not distance <= bounds.get(name, FP32)
-    } == {}
+    assert {name: distance for name, distance in found.items() if not distance <= bounds.get(name, FP32)} == {}
     assert got["frames"].shape == want["frames"].shape
     assert (got["frames"].int() - want["frames"].int()).abs().max() <= FRAME_COUNTS
 

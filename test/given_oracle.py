@@ -68,9 +68,7 @@ class Stream(NamedTuple):
 
 
 @torch.no_grad()
-def generate(
-    assets, job: Job, contexts, recipe: type | None = None, dtype: torch.dtype = FP32
-) -> dict[str, Tensor]:
+def generate(assets, job: Job, contexts, recipe: type | None = None, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
     """Latents and encoded inputs under --save-tensors' names; `contexts` is called with a prompt;
     `recipe` is a subclass of Given."""
     recipe = recipe or (Alone if job.sound_only else Given)
@@ -251,9 +249,7 @@ class Given(recipes_oracle.Recipe):
                 sound = cond.shape[1] == audio_state.latent.shape[1]
                 count = own if sound else cond.shape[1]
                 if sound:
-                    uncond = torch.cat(
-                        [self.negative(uncond[:, :own], negative[1]), uncond[:, own:]], 1
-                    )
+                    uncond = torch.cat([self.negative(uncond[:, :own], negative[1]), uncond[:, own:]], 1)
                 scale = self.identified("audio" if sound else "video", job.identity)
                 perturbed, delta = perturbed.clone(), cond[:, :count] - without[int(sound)]
                 perturbed[:, :count] -= scale / guider.params.stg_scale * delta
@@ -338,19 +334,14 @@ class Given(recipes_oracle.Recipe):
         mel = log_mel(resample(waveform, rate, sizes.rate), sizes)
         return self.audio_encoder(mel.to(self.dtype))
 
-    def _stage(
-        self, height: int, width: int, sigmas: Tensor, video=None, audio=None
-    ) -> tuple[Tensor, Tensor]:
+    def _stage(self, height: int, width: int, sigmas: Tensor, video=None, audio=None) -> tuple[Tensor, Tensor]:
         from ltx_core.types import VideoPixelShape
         from ltx_pipelines.utils.helpers import noise_audio_state, noise_video_state
 
         shape = VideoPixelShape(1, self.job.num_frames, height, width, self.job.frame_rate)
         streams = self._streams(height, width, sigmas, video, audio)
         begin = {"video": noise_video_state, "audio": noise_audio_state}
-        begun = [
-            self._begun(kind, begin[kind], shape, stream)
-            for kind, stream in zip(begin, streams, strict=True)
-        ]
+        begun = [self._begun(kind, begin[kind], shape, stream) for kind, stream in zip(begin, streams, strict=True)]
         states = self._loop(sigmas, *(state for state, _ in begun), None)
         return tuple(
             tools.unpatchify(tools.clear_conditioning(state)).latent
@@ -475,9 +466,7 @@ class TwoByTwo(Given):
             own = (self.job.num_frames + 7) // 8 * side**2
             total, sounds = torch.zeros_like(video.latent), []
             seen = torch.zeros(video.latent.shape[1])
-            for corner in (
-                (y, x) for y in (0, side - self.window) for x in (0, side - self.window)
-            ):
+            for corner in ((y, x) for y in (0, side - self.window) for x in (0, side - self.window)):
                 tokens, weights = [], []
                 for token in range(video.latent.shape[1]):
                     weight = 1.0

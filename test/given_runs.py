@@ -19,26 +19,14 @@ from ltx_neuron.artifacts import build
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling import extension
-from ltx_neuron.sampling.conditions import (
-    AttentionMask,
-    ImageCondition,
-    ReferenceVideo,
-    Retake,
-    SoundCondition,
-)
+from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceVideo, Retake, SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.weights.lora import Lora
 
 FP32, GUIDED = 1e-5, 3e-5  # guidance multiplies what sums in another order change
 
 RAIN, DUST = "rain on a tin roof", "dust"
-VIDEO = (
-    ("cfg_scale", 2.5),
-    ("stg_scale", 0.8),
-    ("stg_blocks", (1,)),
-    ("modality_scale", 2.2),
-    ("rescale_scale", 0.6),
-)
+VIDEO = (("cfg_scale", 2.5), ("stg_scale", 0.8), ("stg_blocks", (1,)), ("modality_scale", 2.2), ("rescale_scale", 0.6))
 AUDIO = (("cfg_scale", 5.0), ("stg_scale", 1.3), ("stg_blocks", (0,)), ("modality_scale", 1.7))
 
 
@@ -114,9 +102,7 @@ def wanted(tiny, contexts):
 @pytest.fixture(scope="module")
 def generate(opened, contexts):
     @cache
-    def generate(
-        given: given_oracle.Job, compat: str | None = None, dtype: str = "float32"
-    ) -> dict[str, torch.Tensor]:
+    def generate(given: given_oracle.Job, compat: str | None = None, dtype: str = "float32") -> dict[str, torch.Tensor]:
         return run(opened(compat, dtype), given, contexts)
 
     return generate
@@ -253,9 +239,7 @@ def dubbed(files, tiny, **more) -> given_oracle.Job:
 def voiced(files, tiny, **more) -> given_oracle.Job:
     """Guided, in two stages, behind an image; the voice is read for longer than the clip."""
     sizes = dict(height=64, width=128, num_frames=9, frame_rate=30.0, seed=52, two_stage=True)
-    guided = dict(
-        video=VIDEO, audio=(*AUDIO, ("rescale_scale", 0.5)), negative_prompt=DUST, steps=3
-    )
+    guided = dict(video=VIDEO, audio=(*AUDIO, ("rescale_scale", 0.5)), negative_prompt=DUST, steps=3)
     voice = dict(voice=(files / "sound.wav", 0.63), identity=2.5, images=((tiny.image, 0, 0.9),))
     loras = dict(stage_1_loras=lora(tiny), refining_loras=lora(tiny))
     return given_oracle.Job(RAIN, **sizes | guided | voice | loras | more)
@@ -283,10 +267,7 @@ class Longer(Given):
         self.job = short = replace(job, num_frames=round(seconds * job.frame_rate))
         known, self.job = super()._encoded_inputs(), job
         whole = extension.Extension(
-            job.num_frames / job.frame_rate - seconds,
-            short.num_frames,
-            job.num_frames,
-            job.frame_rate,
+            job.num_frames / job.frame_rate - seconds, short.num_frames, job.num_frames, job.frame_rate
         )
         video = torch.zeros(1, 128, whole.video_latents, *known["video_latent"].shape[3:])
         audio = torch.zeros(1, 8, whole.audio_latents, 16)

@@ -49,31 +49,21 @@ FAULTS = {
     "a float64 constant": Fault(
         lambda x, index: (x.double() * 0.1).to(x.dtype), "f64 is introduced", "f64 is introduced"
     ),
-    "a value fetched by .item()": Fault(
-        lambda x, index: x * x.float().sum().item(), "only at run time", TOLD
-    ),
+    "a value fetched by .item()": Fault(lambda x, index: x * x.float().sum().item(), "only at run time", TOLD),
     "the rank": Fault(
-        lambda x, index: x * (2 + dist.get_rank()),
-        "rank 0 has .* rank 3 has",
-        "rank 0 has .* rank 3 has",
+        lambda x, index: x * (2 + dist.get_rank()), "rank 0 has .* rank 3 has", "rank 0 has .* rank 3 has"
     ),
     "an arange as long as the data says": Fault(_counted, "cannot be exported", TOLD),
     "a complex rotation": Fault(_rotated, "c64 is introduced", "c64 is introduced"),
     "a sort": Fault(lambda x, index: x.sort(-1).values, "no sort", "no sort"),
     "int64 arithmetic": Fault(
-        lambda x, index: x * (index.long() * 3).to(x.dtype),
-        "s64 is introduced",
-        "arithmetic on int64",
+        lambda x, index: x * (index.long() * 3).to(x.dtype), "s64 is introduced", "arithmetic on int64"
     ),
     "boolean indexing": Fault(lambda x, index: x[x > 0].sum(), "only at run time", TOLD),
     "a branch on data": Fault(_chosen, "cannot be exported", TOLD),
     "an operation the compiler lacks": Fault(_solved, "NCC_EVRF001", "NCC_EVRF001"),
-    "a table made in the graph": Fault(
-        lambda x, index: x * torch.arange(8, device=x.device).float(), OWN, OWN
-    ),
-    "random numbers": Fault(
-        lambda x, index: x + torch.rand_like(x), "random numbers|" + OWN, "random numbers"
-    ),
+    "a table made in the graph": Fault(lambda x, index: x * torch.arange(8, device=x.device).float(), OWN, OWN),
+    "random numbers": Fault(lambda x, index: x + torch.rand_like(x), "random numbers|" + OWN, "random numbers"),
     "a gather": Fault(lambda x, index: x[:, index], "a gather", "a gather"),
     "LayerNorm in bf16": Fault(
         lambda x, index: nn.functional.layer_norm(x, (8,)), "computed in bf16", "computed in bf16"

@@ -130,9 +130,7 @@ def block_summands(width: int, keys: int = TEXT_TOKENS, attentions: int = 3) -> 
     return attention * attentions + (keys,) + (64,) * (attentions - 1) + (width, width, 4 * width)
 
 
-def made_config(
-    sizes: TinySizes = SIZES["4 heads of 8"], **transformer
-) -> tuple[dict, TransformerConfig]:
+def made_config(sizes: TinySizes = SIZES["4 heads of 8"], **transformer) -> tuple[dict, TransformerConfig]:
     """A checkpoint's config metadata, with changes to its transformer section, as it is and as we
     parse it."""
     content = merge(tiny_config(sizes), {"transformer": transformer})
@@ -175,20 +173,13 @@ def step_inputs(
     """Everything a DiT step takes but the step's number: random latents and contexts, tables for
     the rest."""
     pairs = sigma_pairs(sigmas, max_steps or len(sigmas) - 1)
-    video_max, audio_max = (
-        config.positional_embedding_max_pos,
-        config.audio_positional_embedding_max_pos,
-    )
+    video_max, audio_max = (config.positional_embedding_max_pos, config.audio_positional_embedding_max_pos)
     cross_max, audio = (max(video_max[0], audio_max[0]),), audio_positions(audio_tokens)
     values = {
         "step_numbers": torch.arange(len(pairs), dtype=torch.int32),
         "sigmas": pairs[:, None].expand(-1, 2, 2),
-        "video_modulation": modulation_table(
-            weights, config, "video", pairs[:, 0], held.masks, cross_sigma
-        ),
-        "audio_modulation": modulation_table(
-            weights, config, "audio", pairs[:, 0], torch.ones(1), cross_sigma
-        ),
+        "video_modulation": modulation_table(weights, config, "video", pairs[:, 0], held.masks, cross_sigma),
+        "audio_modulation": modulation_table(weights, config, "audio", pairs[:, 0], torch.ones(1), cross_sigma),
         "video_latent": randn(1, positions.shape[2], config.in_channels, seed=1),
         "audio_latent": randn(1, audio_tokens, config.audio_in_channels, seed=2),
         "video_context": randn(1, TEXT_TOKENS, config.video.inner, seed=3),
@@ -212,9 +203,7 @@ def step_number(number: int) -> dict[str, Tensor]:
     return {"step": torch.tensor([number], dtype=torch.int32)}
 
 
-def call(
-    program: Program, name: str, first_block: int, weights: dict, values: dict
-) -> dict[str, Tensor]:
+def call(program: Program, name: str, first_block: int, weights: dict, values: dict) -> dict[str, Tensor]:
     """The outputs of one call of a program on a single rank."""
     inputs = {field: values[field] for field in program.graphs[name].inputs}
     return program.call(name, first_block, weights.__getitem__, inputs)
@@ -302,15 +291,9 @@ def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
         header = len(text).to_bytes(8, "little") + text
         content = header + data
         (folder / name).write_bytes(content)
-        digests = {
-            "blake3": blake3(content).hexdigest(),
-            "header_blake3": blake3(header).hexdigest(),
-        }
+        digests = {"blake3": blake3(content).hexdigest(), "header_blake3": blake3(header).hexdigest()}
         lines[name] = {"bytes": len(content), **digests}
-    write_json(
-        folder / MANIFEST,
-        {"identity": {"kind": "weights", "model": "toy", "tp": len(ranks)}, "files": lines},
-    )
+    write_json(folder / MANIFEST, {"identity": {"kind": "weights", "model": "toy", "tp": len(ranks)}, "files": lines})
     return folder
 
 
@@ -352,9 +335,7 @@ def ranks_of(pid: int) -> list[int]:
 
 def started(command: list[str], until: str) -> tuple[subprocess.Popen, list[int]]:
     """A run that has come to where its terminal shows `until`, and the processes of its ranks."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     said = ""
     while not re.search(until, said):
         said += (read := process.stderr.read(1))
@@ -387,9 +368,7 @@ def unhurried(command: list[str], stage: str) -> list[str]:
     return [command[0], "-c", UNHURRIED, stage, *command[1:]]
 
 
-def wait_for(
-    happened: Callable[[], bool], seconds: float = SCRIPT_SECONDS, every: float = 0.02
-) -> None:
+def wait_for(happened: Callable[[], bool], seconds: float = SCRIPT_SECONDS, every: float = 0.02) -> None:
     """Wait until something has happened; the test fails where it does not."""
     end = time.monotonic() + seconds
     while not happened():

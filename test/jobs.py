@@ -17,9 +17,7 @@ _INPUTS = (
 )
 
 
-def make_job(
-    prompt: str = "", size: Size | None = None, seed: int = 10, steps: int | None = None, **given
-) -> Job:
+def make_job(prompt: str = "", size: Size | None = None, seed: int = 10, steps: int | None = None, **given) -> Job:
     """A job of inputs as Job's properties have them, and of fields. Raises UserError."""
     given = {"prompt": prompt, "seed": seed, "num_inference_steps": steps} | given
     inputs = {name: given.pop(name, None) for name in _INPUTS if name != "size"}
@@ -78,9 +76,7 @@ def _job(fields: dict[str, Any], inputs: dict[str, Any]) -> Job:
         values |= {"audio_path": str(sound.path), "audio_start_time": sound.start_time or None}
         values |= {"audio_max_duration": sound.max_duration, "audio_bed": sound.bed}
     if references := inputs["references"]:
-        values["video_conditioning"] = tuple(
-            WeightedFile(str(each.path), each.strength) for each in references
-        )
+        values["video_conditioning"] = tuple(WeightedFile(str(each.path), each.strength) for each in references)
         media["references"] = tuple((each.num_frames, each.still) for each in references)
         media["scales"] = references[0].space_scale, references[0].time_scale
     if mask := inputs["attention_mask"]:

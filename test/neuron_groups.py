@@ -57,9 +57,7 @@ def lowered_by_ranks(profile: Profile, tp: int, folder: Path) -> list[dict[str, 
     """By rank, in a process of the stand-in's: each group's graph as lowered, or the refusal."""
     context = get_context("forkserver")
     # As host.Ranks, whose later ranks have the same server.
-    context.set_forkserver_preload(
-        ["ltx_neuron.backends.torchdist.rank", "torch._export.serde.serialize"]
-    )
+    context.set_forkserver_preload(["ltx_neuron.backends.torchdist.rank", "torch._export.serde.serialize"])
     with context.Pool(1) as pool:
         return pool.apply(_lowered_by_ranks, [profile, tp, write_graphs(profile, tp, folder)])
 

@@ -47,20 +47,14 @@ class Job:
 
 
 @torch.no_grad()
-def generate(
-    assets, job: Job, dtype: torch.dtype = torch.float32, as_published: bool = False
-) -> dict[str, Tensor]:
+def generate(assets, job: Job, dtype: torch.dtype = torch.float32, as_published: bool = False) -> dict[str, Tensor]:
     """The tensors of generate_ltx23.py --save-tensors, for assets as tiny.TinyAssets."""
     with nullcontext() if as_published else later_semantics(), one_thread():
         tensors = encode(assets, job.prompt, dtype)
-        tensors |= Denoising(
-            assets, job, tensors["video_context"], tensors["audio_context"], dtype
-        ).run()
+        tensors |= Denoising(assets, job, tensors["video_context"], tensors["audio_context"], dtype).run()
         last = "s2" if job.two_stage else "s1"
         tensors["frames"] = decode_video(assets, tensors[f"{last}_video"])
-        tensors["waveform"] = decode_audio(
-            assets, tensors[f"{last}_audio"], dtype if as_published else torch.float32
-        )
+        tensors["waveform"] = decode_audio(assets, tensors[f"{last}_audio"], dtype if as_published else torch.float32)
     return tensors
 
 
@@ -72,9 +66,7 @@ def encode(assets, prompt: str, dtype: torch.dtype) -> dict[str, Tensor]:
     from transformers import Gemma3ForConditionalGeneration
 
     root = str(assets.gemma_root)
-    gemma = Gemma3ForConditionalGeneration.from_pretrained(
-        root, dtype=dtype, local_files_only=True
-    ).eval()
+    gemma = Gemma3ForConditionalGeneration.from_pretrained(root, dtype=dtype, local_files_only=True).eval()
     encoder = GemmaTextEncoder(gemma, LTXVGemmaTokenizer(root, 1024), dtype=dtype)
     states, mask = encoder.encode(prompt)
     # The projections' width follows from a configuration of Gemma3-12B written out in ltx-core.
@@ -95,25 +87,18 @@ class Denoising:
     """The stages of ltx_pipelines.distilled, in its order and with its one generator, keeping every
     latent."""
 
-    def __init__(
-        self, assets, job: Job, video_context: Tensor, audio_context: Tensor, dtype: torch.dtype
-    ):
+    def __init__(self, assets, job: Job, video_context: Tensor, audio_context: Tensor, dtype: torch.dtype):
         from ltx_core.components.noisers import GaussianNoiser
         from ltx_pipelines.utils.helpers import simple_denoising_func
 
         self.job, self.dtype, self.models = job, dtype, ledger(assets, dtype)
         self.encoder = self.models.video_encoder()
-        self.predict = simple_denoising_func(
-            video_context, audio_context, self.models.transformer()
-        )
+        self.predict = simple_denoising_func(video_context, audio_context, self.models.transformer())
         self.noiser = GaussianNoiser(torch.Generator().manual_seed(job.seed))
 
     def run(self) -> dict[str, Tensor]:
         from ltx_core.model.upsampler import upsample_video
-        from ltx_pipelines.utils.constants import (
-            DISTILLED_SIGMA_VALUES,
-            STAGE_2_DISTILLED_SIGMA_VALUES,
-        )
+        from ltx_pipelines.utils.constants import DISTILLED_SIGMA_VALUES, STAGE_2_DISTILLED_SIGMA_VALUES
 
         job, first = self.job, torch.tensor(DISTILLED_SIGMA_VALUES)
         if not job.two_stage:
@@ -123,17 +108,9 @@ class Denoising:
         upsampled = upsample_video(video, self.encoder, self.models.spatial_upsampler())
         second = torch.tensor(STAGE_2_DISTILLED_SIGMA_VALUES)
         last = self._stage(job.height, job.width, second, upsampled, audio)
-        return {
-            "s1_video": video,
-            "s1_audio": audio,
-            "upsampled": upsampled,
-            "s2_video": last[0],
-            "s2_audio": last[1],
-        }
+        return {"s1_video": video, "s1_audio": audio, "upsampled": upsampled, "s2_video": last[0], "s2_audio": last[1]}
 
-    def _stage(
-        self, height: int, width: int, sigmas: Tensor, video=None, audio=None
-    ) -> tuple[Tensor, Tensor]:
+    def _stage(self, height: int, width: int, sigmas: Tensor, video=None, audio=None) -> tuple[Tensor, Tensor]:
         """From noise, or from latents noised to the first sigma, to the latents at the end of the
         schedule."""
         from ltx_core.types import VideoPixelShape
@@ -141,16 +118,10 @@ class Denoising:
         from ltx_pipelines.utils.helpers import combined_image_conditionings, denoise_audio_video
         from ltx_pipelines.utils.types import PipelineComponents
 
-        images = [
-            ImageConditioningInput(str(path), *placement) for path, *placement in self.job.images
-        ]
+        images = [ImageConditioningInput(str(path), *placement) for path, *placement in self.job.images]
         states = denoise_audio_video(
-            output_shape=VideoPixelShape(
-                1, self.job.num_frames, height, width, self.job.frame_rate
-            ),
-            conditionings=combined_image_conditionings(
-                images, height, width, self.encoder, self.dtype, CPU
-            ),
+            output_shape=VideoPixelShape(1, self.job.num_frames, height, width, self.job.frame_rate),
+            conditionings=combined_image_conditionings(images, height, width, self.encoder, self.dtype, CPU),
             noiser=self.noiser,
             sigmas=sigmas,
             stepper=None,  # the loop has its own
@@ -178,9 +149,7 @@ def decode_video(assets, latent: Tensor) -> Tensor:
     from ltx_core.model.video_vae import TilingConfig
     from ltx_core.model.video_vae import decode_video as decode
 
-    return torch.cat(
-        list(decode(latent, ledger(assets, latent.dtype).video_decoder(), TilingConfig.default()))
-    )
+    return torch.cat(list(decode(latent, ledger(assets, latent.dtype).video_decoder(), TilingConfig.default())))
 
 
 @torch.no_grad()
@@ -197,9 +166,7 @@ def ledger(assets, dtype: torch.dtype):
     """The pipelines' model factory; without Gemma, whose loading in 1.0.0 is for transformers 4."""
     from ltx_pipelines.utils import ModelLedger
 
-    paths = dict(
-        checkpoint_path=str(assets.checkpoint), spatial_upsampler_path=str(assets.spatial_upsampler)
-    )
+    paths = dict(checkpoint_path=str(assets.checkpoint), spatial_upsampler_path=str(assets.spatial_upsampler))
     return ModelLedger(dtype=dtype, device=CPU, **paths)
 
 
@@ -256,9 +223,7 @@ def _own_timesteps(original):
         if cross_modality is None:
             return args
         multiplier, batch = self.simple_preprocessor.timestep_scale_multiplier, args.x.shape[0]
-        own, _ = self._prepare_cross_attention_timestep(
-            modality.timesteps, multiplier, batch, modality.latent.dtype
-        )
+        own, _ = self._prepare_cross_attention_timestep(modality.timesteps, multiplier, batch, modality.latent.dtype)
         return dataclasses.replace(args, cross_scale_shift_timestep=own)
 
     return prepare
@@ -269,9 +234,7 @@ def _masked_noise(_):
         latent = latent_state.latent
         noise = torch.randn(latent.shape, dtype=latent.dtype, generator=self.generator)
         noised = torch.lerp(latent.float(), noise.float(), noise_scale)
-        mixed = torch.lerp(
-            latent_state.clean_latent.float(), noised, latent_state.denoise_mask.float()
-        )
+        mixed = torch.lerp(latent_state.clean_latent.float(), noised, latent_state.denoise_mask.float())
         return dataclasses.replace(latent_state, latent=mixed.to(latent.dtype))
 
     return call
@@ -279,9 +242,7 @@ def _masked_noise(_):
 
 def _untouched_latent(original):
     def apply_to(self, latent_state, latent_tools):
-        return dataclasses.replace(
-            original(self, latent_state, latent_tools), latent=latent_state.latent
-        )
+        return dataclasses.replace(original(self, latent_state, latent_tools), latent=latent_state.latent)
 
     return apply_to
 

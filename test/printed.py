@@ -109,9 +109,7 @@ class _Reader(ast.NodeVisitor):
         text = text_of(node)
         for match in _PROGRAMS.finditer(text):
             words = match[0].lower().split()
-            words = (
-                words[:3] if words[:2] == ["python", "-m"] else words[: 1 + (words[0] in VERBED)]
-            )
+            words = words[:3] if words[:2] == ["python", "-m"] else words[: 1 + (words[0] in VERBED)]
             self.add(" ".join(words).removesuffix("="), text)
         for match in _FLAGS.finditer(text):
             flag = match[1] if match[1][0] == "-" else "--" + match[1][1:-1].replace("_", "-")

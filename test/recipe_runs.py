@@ -33,13 +33,7 @@ VIDEO = (
     ("modality_scale", 2.2),
     ("rescale_scale", 0.6),
 )
-AUDIO = (
-    ("cfg_scale", 5.0),
-    ("stg_scale", 1.3),
-    ("stg_blocks", (0,)),
-    ("modality_scale", 1.7),
-    ("rescale_scale", 0.35),
-)
+AUDIO = (("cfg_scale", 5.0), ("stg_scale", 1.3), ("stg_blocks", (0,)), ("modality_scale", 1.7), ("rescale_scale", 0.35))
 GUIDED = recipes_oracle.Job(
     SEA,
     height=96,
@@ -116,12 +110,7 @@ def generate(engine: Engine, job: Job, **options) -> dict[str, torch.Tensor]:
             return
         name = workspace.dit_program_for(job, stage)[0].name
         for kind in (*job.resolved_guidance.passes(), "guided"):
-            first.update(
-                {
-                    f"step0.{kind}.{s}": engine.residency.ranks.get(name, f"{kind}_{s}")
-                    for s in STREAMS
-                }
-            )
+            first.update({f"step0.{kind}.{s}": engine.residency.ranks.get(name, f"{kind}_{s}") for s in STREAMS})
 
     engine.on_step_end = read
     (result,) = engine.run([job], keep=True, **{"decode": False} | options)

@@ -67,18 +67,13 @@ def upsampled_in_time(assets, latent: Tensor) -> Tensor:
     builder = SingleGPUModelBuilder(LatentUpsamplerConfigurator, str(assets.temporal_upsampler))
     with torch.no_grad(), oracle.one_thread():
         upsampler = builder.build(device=CPU, dtype=torch.float32)
-        return upsample_video(
-            latent, oracle.ledger(assets, torch.float32).video_encoder(), upsampler
-        )
+        return upsample_video(latent, oracle.ledger(assets, torch.float32).video_encoder(), upsampler)
 
 
 def fused_state(assets, loras: tuple) -> dict[str, Tensor]:
     """The DiT's tensors as ltx-core's loader fuses them, in the checkpoint's own dtypes, under the
     DiT's names."""
-    return {
-        name.removeprefix("velocity_model."): tensor
-        for name, tensor in _fused(assets, loras).state_dict().items()
-    }
+    return {name.removeprefix("velocity_model."): tensor for name, tensor in _fused(assets, loras).state_dict().items()}
 
 
 def contexts(assets, prompt: str) -> tuple[Tensor, Tensor]:
@@ -98,8 +93,7 @@ def _fused(assets, loras: tuple):
 
     builder = oracle.ledger(assets, torch.float32).transformer_builder
     named = tuple(
-        LoraPathStrengthAndSDOps(str(path), strength, LTXV_LORA_COMFY_RENAMING_MAP)
-        for path, strength in loras
+        LoraPathStrengthAndSDOps(str(path), strength, LTXV_LORA_COMFY_RENAMING_MAP) for path, strength in loras
     )
     return X0Model(dataclasses.replace(builder, loras=named).build(device=CPU, dtype=None))
 
@@ -154,9 +148,7 @@ class Recipe(oracle.Denoising):
         video, audio = self._stage(job.height // factor, job.width // factor, sigmas)
         tensors = {"s1_video": video, "s1_audio": audio, **self.step0}
         if job.two_stage:
-            tensors["upsampled"] = upsample_video(
-                video, self.encoder, self.models.spatial_upsampler()
-            )
+            tensors["upsampled"] = upsample_video(video, self.encoder, self.models.spatial_upsampler())
             self.predict = self._simple(job.loras + job.refining_loras)
             second = torch.tensor(STAGE_2_DISTILLED_SIGMA_VALUES)
             last = self._stage(job.height, job.width, second, tensors["upsampled"], audio)
@@ -164,10 +156,7 @@ class Recipe(oracle.Denoising):
         return tensors
 
     def _guided(self, loras: tuple):
-        from ltx_core.components.guiders import (
-            MultiModalGuiderParams,
-            create_multimodal_guider_factory,
-        )
+        from ltx_core.components.guiders import MultiModalGuiderParams, create_multimodal_guider_factory
         from ltx_pipelines.utils.helpers import multi_modal_guider_factory_denoising_func
 
         job, model, calls = self.job, self._transformer(loras), []
@@ -178,23 +167,17 @@ class Recipe(oracle.Denoising):
 
         negative = self.negative_contexts()
         factories = [
-            create_multimodal_guider_factory(
-                MultiModalGuiderParams(**parameters), negative_context=context
-            )
+            create_multimodal_guider_factory(MultiModalGuiderParams(**parameters), negative_context=context)
             for parameters, context in zip(job.guidance, negative, strict=True)
         ]
-        denoise = multi_modal_guider_factory_denoising_func(
-            *factories, *self.contexts(job.prompt), recorded
-        )
+        denoise = multi_modal_guider_factory_denoising_func(*factories, *self.contexts(job.prompt), recorded)
         names = [*passes(*job.guidance), "guided"]
 
         def first_step_kept(video_state, audio_state, sigmas, step_index):
             guided = denoise(video_state, audio_state, sigmas, step_index)
             if not self.step0:
                 for name, predictions in zip(names, [*calls, guided], strict=True):
-                    self.step0 |= {
-                        f"step0.{name}.{s}": p for s, p in zip(STREAMS, predictions, strict=True)
-                    }
+                    self.step0 |= {f"step0.{name}.{s}": p for s, p in zip(STREAMS, predictions, strict=True)}
             return guided
 
         return first_step_kept
@@ -202,19 +185,8 @@ class Recipe(oracle.Denoising):
 
 def passes(video: dict, audio: dict) -> list[str]:
     """The passes that ltx-pipelines runs for two streams' guidance, in its order."""
-    needs = {
-        "uncond": ("cfg_scale", 1.0),
-        "perturbed": ("stg_scale", 0.0),
-        "isolated": ("modality_scale", 1.0),
-    }
-    return [
-        "cond",
-        *(
-            name
-            for name, (scale, off) in needs.items()
-            if any(s[scale] != off for s in (video, audio))
-        ),
-    ]
+    needs = {"uncond": ("cfg_scale", 1.0), "perturbed": ("stg_scale", 0.0), "isolated": ("modality_scale", 1.0)}
+    return ["cond", *(name for name, (scale, off) in needs.items() if any(s[scale] != off for s in (video, audio)))]
 
 
 @contextmanager
@@ -228,11 +200,7 @@ def semantics(release: str):
     with ExitStack() as stack:
         stack.enter_context(oracle.later_semantics())
         stack.enter_context(
-            mock.patch.object(
-                helpers,
-                "modality_from_latent_state",
-                _as_enabled(helpers.modality_from_latent_state),
-            )
+            mock.patch.object(helpers, "modality_from_latent_state", _as_enabled(helpers.modality_from_latent_state))
         )
         yield
 

@@ -110,12 +110,8 @@ class Service:
 
     def start(self) -> None:
         self.log = open(self.folder / "log", "ab")
-        self.process = subprocess.Popen(
-            self.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self.log, text=True
-        )
-        self.url = next(
-            line.split()[1] for line in self.process.stdout if line.startswith("serving: ")
-        )
+        self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        self.url = next(line.split()[1] for line in self.process.stdout if line.startswith("serving: "))
         threading.Thread(target=self._copy, daemon=True).start()
         wait_for(lambda: self.client()._client.get(self.url[:-3] + "/ready").status_code == 200)
 

@@ -25,10 +25,7 @@ def jobs_of_three_sets(tiny, folder: Path) -> list[Job]:
     """In an order that swaps five times if it is kept."""
     # A reference, without which an IC-LoRA is none, and its attention mask.
     film, mask = (made_film(folder / f"{n}.mp4", 9, 64, 64, seed=n) for n in (1, 2))
-    masked = {
-        "references": (ReferenceVideo(film, 0.7, 9),),
-        "attention_mask": AttentionMask(mask, 0.6),
-    }
+    masked = {"references": (ReferenceVideo(film, 0.7, 9),), "attention_mask": AttentionMask(mask, 0.6)}
     other = folder / "other.safetensors"
     save_file({name: tensor * 1.5 for name, tensor in load_file(tiny.lora).items()}, other)
     style, ic = (Lora(tiny.lora, 0.8),), (Lora(other, 0.6),)
@@ -45,13 +42,8 @@ def jobs_of_three_sets(tiny, folder: Path) -> list[Job]:
 def opened(jobs: list[Job], tiny, artifacts: Path) -> Iterator[Callable[[], Engine]]:
     """opened(): the engine, as if it were a new one; it is given the contexts of the jobs."""
     workspace = opened_workspace(tiny, artifacts, 1)
-    build.make(
-        workspace,
-        workspace.weight_sets("dit", {stage.loras for job in jobs for stage in job.stages}),
-    )
-    build.make(
-        workspace, workspace.dit_graphs(list({bucket for job in jobs for bucket in job.buckets}))
-    )
+    build.make(workspace, workspace.weight_sets("dit", {stage.loras for job in jobs for stage in job.stages}))
+    build.make(workspace, workspace.dit_graphs(list({bucket for job in jobs for bucket in job.buckets})))
     engine = opened_engine(workspace, tiny)
     for job in jobs:
         give_contexts(engine, job, lambda prompt: drawn(workspace, zlib.crc32(prompt.encode())))
@@ -73,10 +65,7 @@ def swaps(engine: Engine) -> int:
 def latents(engine: Engine, jobs: list[Job], **options) -> dict[int, dict[str, torch.Tensor]]:
     """The latents of every job, by its seed."""
     results = engine.run(jobs, keep=True, decode=False, **options)
-    return {
-        result.job.seed: {k: v for k, v in result.tensors.items() if k[:3] in ("s1_", "s2_")}
-        for result in results
-    }
+    return {result.job.seed: {k: v for k, v in result.tensors.items() if k[:3] in ("s1_", "s2_")} for result in results}
 
 
 def assert_same(got: dict, wanted: dict) -> None:

@@ -150,9 +150,7 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.line(line)
     if SPENT in config.stash:
         spent, most = config.stash[SPENT], budget(config)
-        too_many = (
-            f" are more than {most:.0f} (CPU_SECONDS in test/tiers.py)" if spent > most else ""
-        )
+        too_many = f" are more than {most:.0f} (CPU_SECONDS in test/tiers.py)" if spent > most else ""
         slower = f"; this machine was {slowdown(config):.2f} times slower than the budget's"
         terminalreporter.line(f"{spent:.0f} CPU seconds{too_many}{slower}")
 
@@ -160,8 +158,7 @@ def pytest_terminal_summary(terminalreporter):
 def skipped(reports: list) -> list[str]:
     """Reasons say how to test what was not."""
     counts = Counter(
-        (report.longrepr[2].removeprefix("Skipped: "), isinstance(report, pytest.CollectReport))
-        for report in reports
+        (report.longrepr[2].removeprefix("Skipped: "), isinstance(report, pytest.CollectReport)) for report in reports
     )
     return [
         f"{count:4} {'file' if whole else 'case'}{'s' if count > 1 else ''} skipped: {reason}"
@@ -179,9 +176,7 @@ def other_cpus() -> list[str]:
     cpu = Path("/proc/cpuinfo").read_text().split()
     older = os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2")
     lacking = [name for flag, name in CPU_FLAGS.items() if older or flag not in cpu]
-    lines = (
-        [f"kernels for {' and '.join(lacking)}: the same command on such a CPU"] if lacking else []
-    )
+    lines = [f"kernels for {' and '.join(lacking)}: the same command on such a CPU"] if lacking else []
     if "AVX-512" not in lacking:
         lines.append("kernels for AVX2 alone: ATEN_CPU_CAPABILITY=avx2 make test")
     return lines

@@ -39,9 +39,7 @@ class Toy(nn.Module):
         return {"y": y, "doubled": inputs["table"] * 2, "finite": y.mean((1, 2))}
 
 
-def make_toy(
-    folder: Path, width: int = WIDTH, names: tuple[str, str] = ("down", "toy")
-) -> SimpleNamespace:
+def make_toy(folder: Path, width: int = WIDTH, names: tuple[str, str] = ("down", "toy")) -> SimpleNamespace:
     """The program compiled, its weights for all ranks, and whole inputs. names: of its layer and of
     itself."""
     comm = TorchDistComm(TP)
@@ -54,9 +52,7 @@ def make_toy(
     with fake_process_group(TP):
         program = Program({"toy": module}, {"main": (("toy", 0),)}, inputs, returned)
         compile_program(program, folder / "graphs", {}, torch.float32)
-    weights = {
-        seed: write_weights(folder / f"weights{seed}", width, seed, names[0]) for seed in (1, 2)
-    }
+    weights = {seed: write_weights(folder / f"weights{seed}", width, seed, names[0]) for seed in (1, 2)}
     return SimpleNamespace(
         programs={names[1]: Manifest(folder / "graphs")},
         folders={seed: folder / f"weights{seed}" for seed in weights},

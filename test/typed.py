@@ -30,10 +30,7 @@ def said(*words) -> Job:
 
 def run(script: str, words: list[str]) -> int:
     """A script in this process; its exit code."""
-    with (
-        mock.patch.object(sys, "argv", [script, *words]),
-        mock.patch.object(sys, "path", list(sys.path)),
-    ):
+    with mock.patch.object(sys, "argv", [script, *words]), mock.patch.object(sys, "path", list(sys.path)):
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as ending:

@@ -117,13 +117,7 @@ class Bench:
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
 
-    def run(
-        self,
-        log: str,
-        *command: object,
-        codes: tuple[int, ...] = (0,),
-        seconds: float = SCRIPT_SECONDS,
-    ) -> Run:
+    def run(self, log: str, *command: object, codes: tuple[int, ...] = (0,), seconds: float = SCRIPT_SECONDS) -> Run:
         """Run a Python script of this repository in its own process, its output in logs/. The
         section fails where its exit code is not among `codes` or it takes longer than `seconds`;
         Stopped where its own time ends."""
@@ -203,9 +197,7 @@ class Bench:
         names = ("shard_vae", "compile_vae")
         return tuple(self._script(name, model, target) for name in names)
 
-    def generate(
-        self, model: Model, target: Target, name: str, *more: object
-    ) -> tuple[Run, dict[str, Tensor], dict]:
+    def generate(self, model: Model, target: Target, name: str, *more: object) -> tuple[Run, dict[str, Tensor], dict]:
         """Run generate_ltx23.py: the run, every named tensor, and the latency report."""
         out = self.folder / f"{model.name}-{name}"
         flags = ["--prompt", PROMPT, "--output-path", out / "video.mp4"]
@@ -313,14 +305,7 @@ def full(bench: Bench) -> Model:
             pytest.skip(f"no --{flag.replace('_', '-')}")
     two_stage = args.spatial_upsampler_path is not None
     size = dataclasses.replace(flags.spec(args).size, two_stage=two_stage)
-    return Model(
-        "full",
-        args.checkpoint_path,
-        args.gemma_root,
-        args.spatial_upsampler_path,
-        size,
-        args.artifacts_dir,
-    )
+    return Model("full", args.checkpoint_path, args.gemma_root, args.spatial_upsampler_path, size, args.artifacts_dir)
 
 
 def _model(name: str, size: Size, bench: Bench) -> Model:

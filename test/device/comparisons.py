@@ -135,15 +135,12 @@ def three_way(device: dict, bf16: dict, fp32: dict, names: tuple[str, ...]) -> I
 
 def full_step(bench: Bench) -> Iterator[str]:
     model = full(bench)
-    transformer = Workspace(
-        model.checkpoint, resolve("cpu"), model.artifacts, bench.tp, "float32"
-    ).source("dit")
+    transformer = Workspace(model.checkpoint, resolve("cpu"), model.artifacts, bench.tp, "float32").source("dit")
     need = sum(torch.Size(transformer.shape(name)).numel() for name in transformer.names) * 4
     available = bench.system.memory().get("MemAvailable", 0)
     if need > available:
         pytest.skip(
-            f"the fp32 reference needs {format_bytes(need)} of host memory,"
-            f" {format_bytes(available)} are available"
+            f"the fp32 reference needs {format_bytes(need)} of host memory, {format_bytes(available)} are available"
         )
     yield from one_step(bench, model)
 
@@ -218,10 +215,7 @@ def encoded_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
         f"Encoded by the ranks in {seconds['first']:.2f} s, again in {seconds['second']:.2f} s; by"
         f" the host in {seconds['host']:.2f} s, with its weights read."
     )
-    yield (
-        f"Latents of the ranks against the host's: {found['relative']:.2%} (wanted: at most"
-        f" {MOST_ENCODED:.0%})."
-    )
+    yield (f"Latents of the ranks against the host's: {found['relative']:.2%} (wanted: at most {MOST_ENCODED:.0%}).")
     if not found["relative"] < MOST_ENCODED:
         pytest.fail("the ranks encode other latents than the host")
 
@@ -232,19 +226,13 @@ def sound_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
     name = f"{model.name}-heard-{target.profile}-{target.dtype}"
     found = read_json(bench.scripted("heard", name, target, request(model, model.size)))
     seconds = found["seconds"]
-    yield (
-        f"Sharding the sound's decoders: {seconds['shard']:.1f} s; compiling them:"
-        f" {seconds['compile']:.1f} s."
-    )
+    yield (f"Sharding the sound's decoders: {seconds['shard']:.1f} s; compiling them: {seconds['compile']:.1f} s.")
     yield (
         f"A span decoded by the ranks in {seconds['first']:.2f} s, again in"
         f" {seconds['second']:.2f} s; by the host in {seconds['host']:.2f} s, with its weights"
         " read."
     )
-    yield (
-        f"Waveform of the ranks against the host's: {found['relative']:.1e} (wanted: at most"
-        f" {MOST_HEARD:.0e})."
-    )
+    yield (f"Waveform of the ranks against the host's: {found['relative']:.1e} (wanted: at most {MOST_HEARD:.0e}).")
     if not found["relative"] < MOST_HEARD:
         pytest.fail("the ranks decode another sound than the host")
 

@@ -195,9 +195,7 @@ class Sections:
         say(f"This page, without names and secrets, is {page}: please paste it into an issue.")
         left = sum(not self.report.is_done(name) for name in self.report.sections)
         if left:
-            say(
-                f"{left} sections are not done: the same command with --lf runs what it can of them"
-            )
+            say(f"{left} sections are not done: the same command with --lf runs what it can of them")
         if exitstatus != pytest.ExitCode.INTERRUPTED:
             say(f"with the logs: {packed(args)}")
 

@@ -69,9 +69,7 @@ def first_line_of(*command: str) -> str | None:
     if path is None:
         return None
     try:
-        process = subprocess.Popen(
-            [path, *command[1:]], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
+        process = subprocess.Popen([path, *command[1:]], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     except OSError:
         return None
     with process:

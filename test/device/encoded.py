@@ -33,9 +33,7 @@ def encode(request: dict) -> None:
     """Encode a clip on the ranks twice, then on the host, and write what it took."""
     # Of a rehearsal on a CPU, whose VAEs do not stay beside the transformer by themselves
     profile = resolve(request["profile"], (*request["settings"], "resident=true"))
-    workspace = Workspace(
-        request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"]
-    )
+    workspace = Workspace(request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"])
     torch.set_num_threads(profile.host_threads)
     size, took = Size(**request["size"]), {}
 
@@ -63,9 +61,7 @@ def encode(request: dict) -> None:
     pixels = torch.randn((1, 3, *clip.pixels), generator=generator).clip(-1, 1).to(workspace.dtype)
     residency = Residency(workspace, Recorder())
     try:
-        tiles = residency.video_encoder(
-            {"encoder": workspace.programs(workspace.encoder_graphs(job))}
-        )
+        tiles = residency.video_encoder({"encoder": workspace.programs(workspace.encoder_graphs(job))})
         for what in ("first", "second"):
             with timed(what):
                 latent = host.encode_video(pixels, rank_tiles=tiles)

@@ -31,9 +31,7 @@ from ltx_neuron.tune.variant import rel_l2
 def decode(request: dict) -> None:
     """Decode on the ranks twice, then on the host, and write what it took."""
     profile = resolve(request["profile"], tuple(request["settings"]))
-    workspace = Workspace(
-        request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"]
-    )
+    workspace = Workspace(request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"])
     torch.set_num_threads(profile.host_threads)
     took: dict[str, float] = {}
 

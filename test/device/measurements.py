@@ -88,10 +88,7 @@ def collectives(bench: Bench, names: Sequence[str]) -> Iterator[str]:
         own_ms = (chain["ms"] - one["ms"]) / (CHAIN - 1)
         sent = 2 * (bench.tp - 1) / bench.tp * tokens * channels * DTYPES[bench.args.dtype].itemsize
         rate = f"{sent / own_ms / 1e6:.1f}" if own_ms > 0 else "-"
-        yield (
-            f"| {name} | {rows} x {channels} | {own_ms:.3f} | {rate} | {one['ms']:.3f}"
-            f" | {one['right']} |"
-        )
+        yield (f"| {name} | {rows} x {channels} | {own_ms:.3f} | {rate} | {one['ms']:.3f} | {one['right']} |")
         wrong += [] if one["right"] else [name]
     if wrong:
         pytest.fail(f"wrong numbers: {', '.join(wrong)}")
@@ -152,14 +149,8 @@ def step_times(bench: Bench, model: Model) -> Generator[str, None, dict]:
     cold, *warm = found["steps_ms"]
     calls, whole = found["calls"], statistics.median(warm)
     alone = sum(call["ms"] for call in calls)
-    yield (
-        f"{model.size}. Loaded in {found['load_seconds']:.1f} s; the first step took"
-        f" {cold / 1e3:.2f} s."
-    )
-    yield (
-        f"A warm step: {whole:.1f} ms; its {len(calls)} launches one by one, each waited for:"
-        f" {alone:.1f} ms."
-    )
+    yield (f"{model.size}. Loaded in {found['load_seconds']:.1f} s; the first step took {cold / 1e3:.2f} s.")
+    yield (f"A warm step: {whole:.1f} ms; its {len(calls)} launches one by one, each waited for: {alone:.1f} ms.")
     yield from ("", "| graph | launches | ms each | % of peak | collectives | MB |")
     yield "|---|---|---|---|---|---|"
     peak = bench.profile.flops(bench.tp)
@@ -213,15 +204,10 @@ def _memory(bench: Bench, memory: dict[str, dict[str, int]], expected: int) -> I
     for core in cores:
         used = " | ".join(format_bytes(each.get(core, 0)) for each in memory.values())
         yield f"| {core} | {used} |"
-    before, most, after = (
-        sum(memory[moment].values()) for moment in ("before", "after the steps", "unloaded")
-    )
+    before, most, after = (sum(memory[moment].values()) for moment in ("before", "after the steps", "unloaded"))
     yield ""
     freed, taken = format_bytes(most - after), format_bytes(most - before)
-    yield (
-        f"Unloading freed {freed} of the {taken} that the model took. The plan has"
-        f" {format_bytes(expected)} a core."
-    )
+    yield (f"Unloading freed {freed} of the {taken} that the model took. The plan has {format_bytes(expected)} a core.")
 
 
 def no_memory(bench: Bench) -> str:
@@ -275,11 +261,7 @@ def _measured(bench: Bench, target: Target, name: str) -> list[str]:
         percent = perf["percent_of_peak"]
         lines.append(
             "Percent of the chip's bf16 peak, last stage: "
-            + (
-                f"{percent:.1f} %."
-                if percent is not None
-                else "not counted, this profile has no peak."
-            )
+            + (f"{percent:.1f} %." if percent is not None else "not counted, this profile has no peak.")
         )
         used = ", ".join(f"{core} {format_bytes(most)}" for core, most in run.memory.items())
         lines.append(

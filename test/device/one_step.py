@@ -34,9 +34,7 @@ from ltx_neuron.tune.step import prepared
 def take_step(request: dict) -> None:
     """Run the last step of stage 1 and write the latents of both streams."""
     profile = resolve(request["profile"], tuple(request["settings"]))
-    workspace = Workspace(
-        request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"]
-    )
+    workspace = Workspace(request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"])
     job = workspace.resolved(make_job("random contexts", Size(**request["size"])))
     dtype, stage = workspace.dtype, job.stages[0]
     torch.set_num_threads(profile.host_threads)

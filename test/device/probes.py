@@ -56,9 +56,7 @@ class Probe(nn.Module):
         return {"y": self.operation(self.comm, y)}
 
 
-def program(
-    comm: Comm, operation: str, count: int, shape: tuple[int, int], dtype: torch.dtype
-) -> Program:
+def program(comm: Comm, operation: str, count: int, shape: tuple[int, int], dtype: torch.dtype) -> Program:
     """A program of one graph. shape: tokens and channels of a rank."""
     tokens, channels = shape
     with torch.device("meta"):
@@ -161,9 +159,7 @@ def collectives(request: dict) -> dict:
     names, found = [f"probe{number}" for number in range(len(request["cases"]))], []
     cases = [SimpleNamespace(operation=o, count=c, shape=(t, w)) for o, c, t, w in request["cases"]]
     manifests = {
-        name: cores.compiled(
-            name, program(comm, case.operation, case.count, case.shape, cores.dtype)
-        )
+        name: cores.compiled(name, program(comm, case.operation, case.count, case.shape, cores.dtype))
         for name, case in zip(names, cases, strict=True)
     }
     with cores.started(manifests) as ranks:
@@ -172,9 +168,7 @@ def collectives(request: dict) -> dict:
             ranks.put(name, x=x)
             ranks.run(name)
             # A chain's numbers leave what bfloat16 tells apart.
-            right = case.count > 1 or _agree(
-                ranks.get(name, "y"), expected(x, groups, case.operation)
-            )
+            right = case.count > 1 or _agree(ranks.get(name, "y"), expected(x, groups, case.operation))
             times = [ranks.run(name) for _ in range(RUNS)]
             found.append({"ms": statistics.median(times), "right": right})
     return {"cases": found}

@@ -128,10 +128,7 @@ class Report:
             before = state.get("identity", {})
             differs = [key for key in self.identity if before.get(key) != self.identity[key]]
             names = ", ".join(sorted(differs))
-            raise UserError(
-                f"{path} is of another run: {names} differ. Leave --lf out, or type another"
-                " --work-dir"
-            )
+            raise UserError(f"{path} is of another run: {names} differ. Leave --lf out, or type another --work-dir")
 
     def is_done(self, name: str) -> bool:
         return self.done.get(name, {}).get("status") == "done"

@@ -48,9 +48,7 @@ def with_run_of_each_call(manifest: Manifest, place: Path) -> Manifest:
 def measure(request: dict, root: Path = Path("/")) -> dict:
     """The times of the last stage's step on random latents, distilled."""
     profile = resolve(request["profile"], tuple(request["settings"]))
-    workspace = Workspace(
-        request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"]
-    )
+    workspace = Workspace(request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"])
     torch.set_num_threads(profile.host_threads)
     job = workspace.resolved(make_job("random contexts", Size(**request["size"])))
     stage = job.stages[-1]

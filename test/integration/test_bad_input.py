@@ -49,17 +49,12 @@ class World(NamedTuple):
 
     def words(self, script: str, flags: str = "", size: str = SIZE) -> list[str]:
         """The flags of a run in which all is well, then `flags`; {names} stand for paths."""
-        common = (
-            "--checkpoint-path {ckpt} --artifacts-dir {root}/artifacts --tp-degree 1 --dtype"
-            " float32"
-        )
+        common = "--checkpoint-path {ckpt} --artifacts-dir {root}/artifacts --tp-degree 1 --dtype float32"
         own = {
             COMPILE_DIT: size,
             SHARD_GEMMA: "--gemma-root {gemma}",
             COMPILE_GEMMA: "--gemma-root {gemma}",
-            GENERATE: (
-                "--gemma-root {gemma} --prompt rain --output-path {root}/out/video.mp4 " + size
-            ),
+            GENERATE: ("--gemma-root {gemma} --prompt rain --output-path {root}/out/video.mp4 " + size),
         }
         paths = {
             "ckpt": self.assets.checkpoint,
@@ -125,9 +120,7 @@ def _break_files(world: World) -> None:
     (bad / "folder.mp4").mkdir()
     (bad / "folder.json").mkdir()
     (bad / "empty.safetensors").write_bytes(b"")
-    (bad / "text.safetensors").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
-    )
+    (bad / "text.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     (bad / "text.png").write_text("no image")
     (bad / "a file").write_text("")
     for name, count, height in (("film", 30, 64), ("odd", 26, 48), ("nine", 9, 64)):
@@ -148,14 +141,8 @@ def _break_files(world: World) -> None:
     metadata = TensorFile(tiny.checkpoint, "").metadata
     config = json.loads(metadata["config"])
 
-    def header_only(
-        name: str, config: object, version: str | None = "2.3.0", tensors: dict | None = None
-    ) -> None:
-        said = (
-            {}
-            if config is None
-            else {"config": config if isinstance(config, str) else json.dumps(config)}
-        )
+    def header_only(name: str, config: object, version: str | None = "2.3.0", tensors: dict | None = None) -> None:
+        said = {} if config is None else {"config": config if isinstance(config, str) else json.dumps(config)}
         said |= {"model_version": version} if version else {}
         save(bad / f"{name}.safetensors", tensors or {"vae.tensor": torch.zeros(1)}, said or None)
 
@@ -164,14 +151,10 @@ def _break_files(world: World) -> None:
         del older[key]
     header_only("no-metadata", None, None)
     header_only("2.0", {**config, "transformer": older}, None)
-    header_only(
-        "3.0", merge(config, {"transformer": {"use_keyframes_abs_pos_embedding": True}}), "3.0.0"
-    )
+    header_only("3.0", merge(config, {"transformer": {"use_keyframes_abs_pos_embedding": True}}), "3.0.0")
     header_only("not-json", "{'transformer': {}}")
     header_only("a-list", "[1, 2]")
-    header_only(
-        "float8", config, tensors={"model.diffusion_model.x": torch.zeros(2).to(torch.float8_e5m2)}
-    )
+    header_only("float8", config, tensors={"model.diffusion_model.x": torch.zeros(2).to(torch.float8_e5m2)})
     header_only("no-vae", config)
     wrong = {
         "rope_type": "interleaved",
@@ -183,9 +166,7 @@ def _break_files(world: World) -> None:
     }
     for name, value in wrong.items():
         header_only(name, merge(config, {"transformer": {name: value}}))
-    no_layers = {
-        name: value for name, value in config["transformer"].items() if name != "num_layers"
-    }
+    no_layers = {name: value for name, value in config["transformer"].items() if name != "num_layers"}
     header_only("no-num_layers", {**config, "transformer": no_layers})
     upsampler = json.loads(TensorFile(tiny.spatial_upsampler, "").metadata["config"])
     header_only("empty-upsampler", upsampler, None, {"other": torch.zeros(1)})
@@ -196,9 +177,7 @@ def _break_files(world: World) -> None:
         made = shutil.copytree(tiny.gemma_root, bad / name)
         if without:
             (made / without).unlink()
-        (made / "config.json").exists() and (made / "config.json").write_text(
-            json.dumps(merge(gemma, changes))
-        )
+        (made / "config.json").exists() and (made / "config.json").write_text(json.dumps(merge(gemma, changes)))
         return made
 
     root("no-tokenizer", "tokenizer.json")
@@ -243,9 +222,7 @@ def _damage_artifacts(world: World) -> None:
             content["identity"] |= fields
             rewrite(manifest, json.dumps(content).encode())
             if move:
-                manifest.parent.rename(
-                    places.folder(world.root / "bad" / name, content["identity"])
-                )
+                manifest.parent.rename(places.folder(world.root / "bad" / name, content["identity"]))
 
     of_another("other-code", "graphs", code="0123456789ab")
     of_another("other-torch", "graphs", torch="1.0.0")
@@ -276,10 +253,7 @@ def _other_tensors(content: bytes) -> bytes:
         next(
             n
             for n, e in names.items()
-            if len(e["shape"]) == d
-            and e["shape"][0] != e["shape"][-1]
-            or d == 1
-            and len(e["shape"]) == 1
+            if len(e["shape"]) == d and e["shape"][0] != e["shape"][-1] or d == 1 and len(e["shape"]) == 1
         )
         for d in (2, 1)
     )

@@ -53,11 +53,7 @@ def test_a_batch_writes_every_video_in_order_and_says_so(batch, tiny):
     assert [entry["line"] for entry in entries] == [1, 2, 3, 4, 5]
     assert [entry["prompt"] for entry in entries] == [line["prompt"] for line in lines(tiny)]
     assert {entry["status"] for entry in entries} == {"done"}
-    assert (
-        [entry["output"] for entry in entries]
-        == list(videos(batch))
-        == [f"{n:04d}.mp4" for n in range(1, 6)]
-    )
+    assert [entry["output"] for entry in entries] == list(videos(batch)) == [f"{n:04d}.mp4" for n in range(1, 6)]
     for name in videos(batch):
         assert (batch / "out" / name).with_suffix(".json").is_file()
         found = read_video(batch / "out" / name)
@@ -68,13 +64,7 @@ def test_a_batch_writes_every_video_in_order_and_says_so(batch, tiny):
 def test_a_batch_loads_each_model_once(batch):
     perf = json.loads((batch / "perf.json").read_text())
     names = [phase["name"] for phase in perf["phases"]]
-    loads = (
-        "load_gemma3",
-        "encode_text",
-        "unload_gemma3",
-        "load_transformer",
-        "unload_transformer",
-    )
+    loads = ("load_gemma3", "encode_text", "unload_gemma3", "load_transformer", "unload_transformer")
     assert {name: names.count(name) for name in loads} == dict.fromkeys(loads, 1)
     assert names.count("denoise_stage_1") >= 5 and names.count("encode_mp4") == 5
     assert len(perf["denoise_steps_ms"]["stage_1"]) == 5 * 8
@@ -98,9 +88,7 @@ def test_a_batch_makes_the_bits_of_single_calls(batch, api, tiny, tmp_path):
 
 def test_a_bad_line_stops_a_batch_before_anything_runs(setup, tiny, tmp_path, capsys):
     flags = flags_of(tiny, tmp_path)
-    flags["prompts_file"].write_text(
-        '{"prompt": "a"}\n{"prompt": "b", "sead": 3}\n{"prompt": "c", "num_frames": 10}\n'
-    )
+    flags["prompts_file"].write_text('{"prompt": "a"}\n{"prompt": "b", "sead": 3}\n{"prompt": "c", "num_frames": 10}\n')
     assert typed.run(GENERATE, setup.words(**flags)) == 2
     said = capsys.readouterr().err
     for words in ("nothing was run", "line 2: unknown key 'sead'", "line 3: --num-frames 10"):
@@ -128,12 +116,7 @@ def test_an_error_is_one_jobs_alone_unless_it_concerns_all(error, isolate, alone
 def test_latents_follow_from_the_seed_or_the_generator(api):
     call = dict(prompt="birds sing", **SIZE, output_type="latent")
     first, again = api(**call, seed=5), api(**call, seed=5)
-    assert first.video_latent.shape == (1, 128, 2, 2, 2) and first.audio_latent.shape == (
-        1,
-        8,
-        9,
-        16,
-    )
+    assert first.video_latent.shape == (1, 128, 2, 2, 2) and first.audio_latent.shape == (1, 8, 9, 16)
     assert first.path is None
     drawn = api(**call, generator=torch.Generator().manual_seed(5), seed=99)
     for other in (again, drawn):
@@ -160,16 +143,10 @@ def test_frames_and_waveform_come_as_arrays(api):
 
 def test_the_callback_hears_of_every_step(api):
     heard = []
-    api(
-        "birds sing",
-        **SIZE,
-        output_type="latent",
-        callback_on_step_end=lambda *said: heard.append(said),
-    )
+    api("birds sing", **SIZE, output_type="latent", callback_on_step_end=lambda *said: heard.append(said))
     sigmas = [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875]
     assert [(pipe is api, step, timestep, info) for pipe, step, timestep, info in heard] == [
-        (True, step, 1000 * sigma, {"stage": "stage_1", "sigma": sigma})
-        for step, sigma in enumerate(sigmas)
+        (True, step, 1000 * sigma, {"stage": "stage_1", "sigma": sigma}) for step, sigma in enumerate(sigmas)
     ]
     count = len(heard)
     api("birds sing", **SIZE, output_type="latent")
@@ -180,9 +157,7 @@ def test_models_stay_loaded_between_calls_and_the_prompt_encoded(api, monkeypatc
     api("birds sing", **SIZE, output_type="latent")
     loaded, load = [], TorchDistRanks.load
     monkeypatch.setattr(
-        TorchDistRanks,
-        "load",
-        lambda ranks, weights, *how: loaded.append(weights) or load(ranks, weights, *how),
+        TorchDistRanks, "load", lambda ranks, weights, *how: loaded.append(weights) or load(ranks, weights, *how)
     )
     before = children()
     api("birds sing", **SIZE, output_type="latent", seed=8)
@@ -199,10 +174,7 @@ class OfAGpu(torch.Generator):
 
 
 MISTAKES = {
-    "output_type": (
-        dict(output_type="gif"),
-        "output_type: unknown 'gif'; known: pil, np, pt, latent, mp4",
-    ),
+    "output_type": (dict(output_type="gif"), "output_type: unknown 'gif'; known: pil, np, pt, latent, mp4"),
     "no path": (dict(output_type="mp4"), "output_path"),
     "size": (dict(height=65), "--height 65 is not a multiple of 32"),
     "guidance": (dict(guidance=DEFAULTS), "the distilled recipe takes no video_cfg_guidance_scale"),
@@ -240,9 +212,7 @@ def test_mistakes_are_plain_words_and_leave_the_models_loaded(api, mistake):
 )
 def test_a_pipeline_is_opened_with_known_values_only(tiny, wrong, said):
     with pytest.raises(UserError) as error:
-        LTXPipeline.from_pretrained(
-            checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, **wrong
-        )
+        LTXPipeline.from_pretrained(checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, **wrong)
     assert said in str(error.value)
 
 

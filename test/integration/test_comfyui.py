@@ -12,9 +12,7 @@ pytest.importorskip("fastapi", reason="an extra is not installed: pip install -e
 
 import serving
 
-pytestmark = pytest.mark.skipif(
-    "COMFYUI" not in os.environ, reason="COMFYUI=FOLDER names no ComfyUI"
-)
+pytestmark = pytest.mark.skipif("COMFYUI" not in os.environ, reason="COMFYUI=FOLDER names no ComfyUI")
 openai, setup, service = serving.openai, serving.setup, serving.service
 SMALL = "64x64, 9 frames, 24 fps, one stage, distilled"
 TWO = "128x128, 9 frames, 24 fps, two stages, distilled"
@@ -22,10 +20,7 @@ TWO = "128x128, 9 frames, 24 fps, two stages, distilled"
 
 @pytest.fixture(scope="module")
 def comfyui(service, tmp_path_factory):
-    environment = {
-        "LTX_NEURON_SERVER": service.url.removesuffix("/v1"),
-        "LTX_NEURON_TOKEN": service.tokens["ada"],
-    }
+    environment = {"LTX_NEURON_SERVER": service.url.removesuffix("/v1"), "LTX_NEURON_TOKEN": service.tokens["ada"]}
     with comfyui_server.started(tmp_path_factory.mktemp("comfyui"), **environment) as comfyui:
         yield comfyui
 
@@ -65,7 +60,5 @@ def test_the_services_notes_are_shown(comfyui, service):
 def test_a_refusal_is_the_nodes_error(comfyui, service):
     entry = comfyui.run(prompt_on(comfyui, service, size="typed below"))
     assert entry["status"]["status_str"] == "error"
-    (message,) = (
-        m["exception_message"] for kind, m in entry["status"]["messages"] if "error" in kind
-    )
+    (message,) = (m["exception_message"] for kind, m in entry["status"]["messages"] if "error" in kind)
     assert "Compiled: " in message and "128x128" in message

@@ -60,9 +60,7 @@ def test_the_checkpoint_is_positional_and_dtypes_may_be_torchs(setup, tiny, name
 
 
 def test_frames_are_batch_first_in_the_form_of_output_type(pipe):
-    pictures, array, tensor = (
-        pipe(**CALL, seed=5, output_type=form) for form in ("pil", "np", "pt")
-    )
+    pictures, array, tensor = (pipe(**CALL, seed=5, output_type=form) for form in ("pil", "np", "pt"))
     assert pipe(**CALL, seed=5).output_type == "pil"
     clip = np.stack(pictures.frames[0])
     assert clip.shape == (9, 64, 64, 3) and clip.dtype == np.uint8 and clip.std() > 0

@@ -25,9 +25,7 @@ def run(scripts, tiny, shared):
     return undisturbed(scripts, tiny, shared)
 
 
-def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
-    run, tmp_path, monkeypatch, capfd
-):
+def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(run, tmp_path, monkeypatch, capfd):
     ranks, killed, step = [], [], StageRun.step
 
     def kill(stage_run, number):

@@ -40,9 +40,7 @@ def test_a_video_for_a_sound_in_one_stage_equals_ltx_pipelines(generate, wanted,
     assert torch.equal(got["s1_audio"], got["audio_latent"])
 
 
-def test_a_video_for_a_sound_and_an_image_in_two_stages_equals_ltx_pipelines(
-    generate, wanted, files, tiny
-):
+def test_a_video_for_a_sound_and_an_image_in_two_stages_equals_ltx_pipelines(generate, wanted, files, tiny):
     """A first frame held in part, and a keyframe, in both stages."""
     job = a2v(files, images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6)), seed=6)
     got = generate(job)
@@ -99,9 +97,7 @@ def test_a_retake_of_a_video_without_sound_makes_all_of_its_sound(generate, want
     assert_equals_the_oracle(got, wanted(job))
 
 
-def test_a_video_made_longer_in_one_window_equals_a_retake_of_the_longer_clip(
-    opened, contexts, wanted, files
-):
+def test_a_video_made_longer_in_one_window_equals_a_retake_of_the_longer_clip(opened, contexts, wanted, files):
     job = longer(files)
     assert_longer_equals_the_oracle(opened(), contexts, job, wanted(job, Longer), FP32)
 
@@ -127,9 +123,7 @@ def test_references_at_other_scales_equal_ltx_pipelines(generate, wanted, files,
     assert "s2_video" not in got
 
 
-def test_a_tile_that_covers_the_canvas_makes_the_bits_of_no_tiles(
-    opened, generate, contexts, files, tiny
-):
+def test_a_tile_that_covers_the_canvas_makes_the_bits_of_no_tiles(opened, generate, contexts, files, tiny):
     job = scaled_ic_lora(files, tiny)
     made = run(opened(), replace(told(job), tile=True, tile_height=64, tile_width=64), contexts)
     assert all(torch.equal(made[name], tensor) for name, tensor in generate(job).items())

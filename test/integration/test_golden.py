@@ -10,14 +10,7 @@ import oracle
 import pytest
 import torch
 from engines import opened_engine, opened_workspace, sharing
-from generations import (
-    FP32,
-    PUPPY_JOB,
-    assert_equals_the_oracle,
-    assert_has_what_was_asked_for,
-    told,
-    with_images,
-)
+from generations import FP32, PUPPY_JOB, assert_equals_the_oracle, assert_has_what_was_asked_for, told, with_images
 from helpers import one_thread, rel  # noqa: F401
 
 from ltx_neuron.artifacts import build
@@ -52,10 +45,7 @@ def test_the_report_names_every_phase_with_its_memory(text_to_video):
         *("warmup", "encode_inputs", "load_vae", "write_wav", "denoise_stage_3")
     }
     assert all(phase["peak_rss_bytes"] > 0 for phase in perf["phases"])
-    assert {stage: len(steps) for stage, steps in perf["denoise_steps_ms"].items()} == {
-        "stage_1": 8,
-        "stage_2": 3,
-    }
+    assert {stage: len(steps) for stage, steps in perf["denoise_steps_ms"].items()} == {"stage_1": 8, "stage_2": 3}
 
 
 def test_the_video_has_the_size_rate_and_length_that_were_asked_for(text_to_video):
@@ -65,17 +55,12 @@ def test_the_video_has_the_size_rate_and_length_that_were_asked_for(text_to_vide
 # --- by engines, on two ranks ---------------------------------------------------------------------
 
 
-def test_a_partly_held_image_and_text_encoded_on_the_host_equal_ltx_core_of_each_release(
-    tiny, artifacts, wanted
-):
+def test_a_partly_held_image_and_text_encoded_on_the_host_equal_ltx_core_of_each_release(tiny, artifacts, wanted):
     """On graphs that take a timestep more than the job has, as those that were compiled for more
     images do."""
     job, workspace = with_images(tiny, (0, 0.7)), opened_workspace(tiny, artifacts, 1, tp=2)
     build.make(workspace, workspace.weight_sets("dit"))
-    build.make(
-        workspace,
-        workspace.dit_graphs([told(job).bucket(stage, timesteps=3) for stage in told(job).stages]),
-    )
+    build.make(workspace, workspace.dit_graphs([told(job).bucket(stage, timesteps=3) for stage in told(job).stages]))
     with opened_engine(workspace, tiny) as later:
         (ours,) = later.run([told(job)], keep=True)
         (as_published,) = sharing(later, compat="ltx-core-1.0.0").run([told(job)], keep=True)
@@ -85,13 +70,8 @@ def test_a_partly_held_image_and_text_encoded_on_the_host_equal_ltx_core_of_each
     assert rel(first_release["s2_video"], wanted(tiny, job)["s2_video"]) > 100 * FP32
 
 
-def test_a_single_frame_equals_ltx_core_and_is_a_file_of_one_picture_with_sound(
-    tiny, artifacts, wanted, tmp_path
-):
-    job, workspace = (
-        replace(PUPPY_JOB, num_frames=1, two_stage=False),
-        opened_workspace(tiny, artifacts),
-    )
+def test_a_single_frame_equals_ltx_core_and_is_a_file_of_one_picture_with_sound(tiny, artifacts, wanted, tmp_path):
+    job, workspace = (replace(PUPPY_JOB, num_frames=1, two_stage=False), opened_workspace(tiny, artifacts))
     build.make(workspace, workspace.weight_sets("dit"))
     build.make(workspace, workspace.dit_graphs([*told(job).buckets]))
     with opened_engine(workspace, tiny) as engine:
@@ -102,9 +82,7 @@ def test_a_single_frame_equals_ltx_core_and_is_a_file_of_one_picture_with_sound(
 
 
 def test_ranks_that_end_with_different_latents_are_an_error():
-    ranks = SimpleNamespace(
-        hashes=lambda *names: ["a", "a", "b", "a"], get=lambda *_: torch.zeros(1, 1, 128)
-    )
+    ranks = SimpleNamespace(hashes=lambda *names: ["a", "a", "b", "a"], get=lambda *_: torch.zeros(1, 1, 128))
     compiled = SimpleNamespace(bucket=Bucket(1, 1, timesteps=1, max_steps=1))
     run = StageRun(ranks, compiled, None, torch.float32, None, COMPAT[None])
     run.latent_shape, run.audio_frames, run.video, run.audio = (1, 1, 1), 1, None, None

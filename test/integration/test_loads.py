@@ -95,11 +95,7 @@ def events(scripts, tiny) -> list[Event]:
 def test_every_weight_is_loaded_once(events, tiny):
     counts = Counter(event.what for event in events if event.what)
     assert {what: count for what, count in counts.items() if count != 1} == {}
-    read = {
-        what.split(": ")[1].split(".")[0]
-        for what in counts
-        if what.startswith(str(tiny.checkpoint))
-    }
+    read = {what.split(": ")[1].split(".")[0] for what in counts if what.startswith(str(tiny.checkpoint))}
     assert read == {"vae", "audio_vae", "vocoder"}
     assert any(what.startswith(str(tiny.spatial_upsampler)) for what in counts)
     on_ranks = [what for what in counts if ": " not in what]

@@ -82,9 +82,7 @@ def ran(engine, lines, folder: Path) -> list[dict]:
     )
 
 
-def test_a_picture_that_vanishes_fails_its_line_alone_and_finished_lines_need_none(
-    engine, pictures, tmp_path, capsys
-):
+def test_a_picture_that_vanishes_fails_its_line_alone_and_finished_lines_need_none(engine, pictures, tmp_path, capsys):
     lines = lines_of(engine, pictures, tmp_path)
     with at_the_first_step(engine, pictures["b"].unlink):
         entries = ran(engine, lines, tmp_path)
@@ -95,9 +93,7 @@ def test_a_picture_that_vanishes_fails_its_line_alone_and_finished_lines_need_no
         made = [path.stat().st_mtime_ns for path in sorted((tmp_path / "out").glob("*.mp4"))]
         entries = ran(engine, lines_of(engine, pictures, tmp_path), tmp_path)
         assert made == [
-            path.stat().st_mtime_ns
-            for path in sorted((tmp_path / "out").glob("*.mp4"))
-            if path.name != "0002.mp4"
+            path.stat().st_mtime_ns for path in sorted((tmp_path / "out").glob("*.mp4")) if path.name != "0002.mp4"
         ]
         return [entry["status"] for entry in entries]
 
@@ -113,8 +109,7 @@ def test_a_finished_line_whose_text_changed_needs_its_picture(engine, pictures, 
     (tmp_path / "out").mkdir()
     done = lines_of(engine, pictures, tmp_path)
     entries = [
-        {"line": n, "digest": each.digest, "typed": each.typed, "status": "done"}
-        for n, each in enumerate(done, 1)
+        {"line": n, "digest": each.digest, "typed": each.typed, "status": "done"} for n, each in enumerate(done, 1)
     ]
     (tmp_path / "out" / RESULTS).write_text(json.dumps({"lines": entries}))
     for each in done:
@@ -152,9 +147,7 @@ def submitted(queue: Queue, engine, pictures) -> list[str]:
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-def test_the_service_fails_a_job_whose_picture_vanished_and_keeps_its_engine(
-    engine, pictures, tmp_path, claimed
-):
+def test_the_service_fails_a_job_whose_picture_vanished_and_keeps_its_engine(engine, pictures, tmp_path, claimed):
     with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
         ids = submitted(queue, engine, pictures)
         worker, lost = Worker(queue, engine, "worker"), queue.folder_of(ids[1]) / "image-0.png"

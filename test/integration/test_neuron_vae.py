@@ -58,12 +58,8 @@ ORDER = {
 }
 
 
-@pytest.mark.parametrize(
-    ("setting", "sound"), [("resident=false", ()), ("resident=true", (ON_RANKS,))]
-)
-def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(
-    tiny, artifacts, setting, sound, monkeypatch
-):
+@pytest.mark.parametrize(("setting", "sound"), [("resident=false", ()), ("resident=true", (ON_RANKS,))])
+def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(tiny, artifacts, setting, sound, monkeypatch):
     """The host decodes sound unless the profile places it on the ranks."""
     workspace, phases, loaded = prepared(tiny, artifacts, setting, *sound), Phases(), []
     call = TorchDistRanks._call
@@ -129,9 +125,7 @@ def test_what_is_missing_is_named_with_the_command_that_makes_it(tiny, artifacts
         workspace.programs(workspace.decoder_graphs((9, 2, 3)))
 
 
-def test_a_decoder_that_the_ranks_cannot_run_is_refused_before_anything_loads(
-    tiny, artifacts, tmp_path
-):
+def test_a_decoder_that_the_ranks_cannot_run_is_refused_before_anything_loads(tiny, artifacts, tmp_path):
     """And nothing refuses it without --neuron-vae."""
     workspace = prepared(tiny, artifacts)
     changed = workspace.checkpoint.config["vae"] | {"causal_decoder": True}
@@ -146,9 +140,7 @@ def test_a_decoder_that_the_ranks_cannot_run_is_refused_before_anything_loads(
 ENCODED = 1e-5  # convolutions and norms sum in another order
 
 
-def test_a_retake_is_encoded_beside_the_transformer_as_the_host_does(
-    tiny, artifacts, tmp_path, monkeypatch, capsys
-):
+def test_a_retake_is_encoded_beside_the_transformer_as_the_host_does(tiny, artifacts, tmp_path, monkeypatch, capsys):
     """Or by the host, where the encoder does not fit there."""
     workspace = prepared(tiny, artifacts, "resident=true")
     film = write_film(tmp_path / "film.mkv", picture_frames(9, 64, 96, 3))

@@ -9,16 +9,7 @@ import recipes_oracle
 import torch
 from jobs import replace
 from nag_oracle import Nag, guided
-from recipe_runs import (
-    GUIDED,
-    NIGHT,
-    assert_equals_the_oracle,
-    generate,
-    hq_job,
-    image_job,
-    told,
-    told_hq,
-)
+from recipe_runs import GUIDED, NIGHT, assert_equals_the_oracle, generate, hq_job, image_job, told, told_hq
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.errors import UserError
@@ -26,9 +17,7 @@ from ltx_neuron.errors import UserError
 assets, opened, wanted = recipe_runs.assets, recipe_runs.opened, recipe_runs.wanted  # fixtures
 
 
-@pytest.mark.parametrize(
-    ("tp", "blocks", "settings"), [(1, 1, ()), (2, 2, ("sequence_parallel=true",))]
-)
+@pytest.mark.parametrize(("tp", "blocks", "settings"), [(1, 1, ()), (2, 2, ("sequence_parallel=true",))])
 def test_a_guided_stage_equals_ltx_core_pass_by_pass(opened, wanted, tp, blocks, settings):
     engine = opened(tp, blocks, settings)
     got, want = generate(engine, told(GUIDED)), wanted(GUIDED)
@@ -56,10 +45,7 @@ def test_two_guidance_groups_make_the_bits_of_one_and_go_on_as_one(opened, capfd
 def test_guidance_of_other_terms_blocks_and_scales_runs_on_the_same_graphs(opened, wanted):
     stg, cfg = (("stg_scale", 1.5), ("stg_blocks", (2,))), (("cfg_scale", 3.5),)
     job, engine = replace(GUIDED, video=stg, audio=cfg, steps=2), opened()
-    graphs = [
-        build.make(engine.workspace, engine.workspace.dit_graphs(told(each).buckets))
-        for each in (GUIDED, job)
-    ]
+    graphs = [build.make(engine.workspace, engine.workspace.dit_graphs(told(each).buckets)) for each in (GUIDED, job)]
     assert graphs[0] == graphs[1]
     assert_equals_the_oracle(generate(engine, told(job)), wanted(job))
 

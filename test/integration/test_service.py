@@ -17,9 +17,7 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 pytest.importorskip("fastapi", reason="an extra is not installed: pip install -e .[dev,serve]")
-pytest.importorskip(
-    "prometheus_client", reason="an extra is not installed: pip install -e .[dev,serve]"
-)
+pytest.importorskip("prometheus_client", reason="an extra is not installed: pip install -e .[dev,serve]")
 
 import serving
 from serving import ASKED, TP, ask, stop_after, worker
@@ -116,9 +114,7 @@ def test_the_model_says_which_sizes_are_compiled(openai, service):
 def test_the_sync_route_answers_with_the_video(service, wanted):
     client = service.client()
     body = {"prompt": ASKED[0][0]["prompt"], "size": "64x64"}
-    answer = client._client.post(
-        service.url + "/videos/sync", json=body, headers=client.auth_headers, timeout=300
-    )
+    answer = client._client.post(service.url + "/videos/sync", json=body, headers=client.auth_headers, timeout=300)
     assert answer.headers["content-type"] == "video/mp4" and answer.content == wanted[0]
 
 
@@ -216,9 +212,7 @@ def test_requests_beyond_the_limit_of_connections_are_refused_until_others_close
 def test_a_worker_stores_what_it_measured_before_its_first_job(tiny, tmp_path):
     artifacts = tmp_path / "artifacts"
     artifacts.mkdir()
-    workspace = Workspace(
-        tiny.checkpoint, resolve("cpu", ()), artifacts, TP, "float32", tiny.gemma_root
-    )
+    workspace = Workspace(tiny.checkpoint, resolve("cpu", ()), artifacts, TP, "float32", tiny.gemma_root)
     queue = Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")
     with closing(queue), Engine(workspace, Recorder()) as engine:
         working = Worker(queue, engine, "w1")
@@ -231,9 +225,7 @@ def test_a_worker_stores_what_it_measured_before_its_first_job(tiny, tmp_path):
 
 def test_a_worker_adds_up_its_busy_seconds_and_the_seconds_of_its_videos(tiny, tmp_path):
     """Of every moment once, also where phases overlap: a clip's price is made of them."""
-    workspace = Workspace(
-        tiny.checkpoint, resolve("cpu", ()), tmp_path, TP, "float32", tiny.gemma_root
-    )
+    workspace = Workspace(tiny.checkpoint, resolve("cpu", ()), tmp_path, TP, "float32", tiny.gemma_root)
     queue = Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")
     with closing(queue), Engine(workspace, Recorder()) as engine:
         working = Worker(queue, engine, "w1")
@@ -257,9 +249,7 @@ def _decode_sound(recorder: Recorder, until: threading.Event) -> None:
         time.sleep(0.1)
 
 
-def test_a_worker_whose_leases_ended_on_a_full_disk_does_not_take_its_own_jobs(
-    setup, tiny, tmp_path
-):
+def test_a_worker_whose_leases_ended_on_a_full_disk_does_not_take_its_own_jobs(setup, tiny, tmp_path):
     with worker(setup, tiny, tmp_path) as (working, intake):
         queue, asked = working.queue, ask(intake, 0)
         working.batch_key = queue.next_batch_key()
@@ -300,9 +290,7 @@ def test_a_worker_waits_for_a_locked_database_and_one_attempt_outlives_a_clock_t
     assert told.out.count("database is locked") == 1 and "Traceback" not in told.err
 
 
-def test_a_job_cancelled_between_steps_ends_there_and_the_next_is_what_it_was(
-    setup, tiny, wanted, tmp_path
-):
+def test_a_job_cancelled_between_steps_ends_there_and_the_next_is_what_it_was(setup, tiny, wanted, tmp_path):
     with worker(setup, tiny, tmp_path) as (working, intake):
         queue, steps = working.queue, []
         first, second = ask(intake, 0), ask(intake, 2)

@@ -64,9 +64,7 @@ def test_a_line_of_it_beside_a_video_is_its_single_run_bit_for_bit(engine_of, al
 
 def test_it_draws_the_noise_of_its_sound_alone(engine_of, alone):
     drawing, own = generator(3), generator(3)
-    (result,) = engine_of().run(
-        [ALONE], decode=False, resume=lambda job: JobRun(job, generator=drawing)
-    )
+    (result,) = engine_of().run([ALONE], decode=False, resume=lambda job: JobRun(job, generator=drawing))
     assert torch.equal(result.tensors["s1_audio"], alone.tensors["s1_audio"])
     torch.randn(1, ALONE.size.audio_frames, 128, generator=own)
     assert torch.equal(drawing.get_state(), own.get_state())
@@ -96,14 +94,10 @@ def test_the_python_api_gives_its_waveform_and_writes_it(engine_of, alone, tmp_p
     output = pipe("rain", sound_only=True, **call)
     assert output.frames is None
     assert torch.equal(output.audio[0], alone.waveform)
-    made = pipe(
-        "rain", sound_only=True, output_type="wav", output_path=tmp_path / "out.wav", **call
-    )
+    made = pipe("rain", sound_only=True, output_type="wav", output_path=tmp_path / "out.wav", **call)
     assert made.path.is_file()
     latent = pipe("rain", sound_only=True, output_type="latent", **call)
     assert latent.video_latent is None
     assert torch.equal(latent.audio_latent, alone.tensors["s1_audio"])
-    with pytest.raises(
-        Exception, match="output_type: unknown 'mp4'; known: pil, np, pt, latent, wav"
-    ):
+    with pytest.raises(Exception, match="output_type: unknown 'mp4'; known: pil, np, pt, latent, wav"):
         pipe("rain", sound_only=True, output_type="mp4", output_path=tmp_path / "out.mp4", **call)

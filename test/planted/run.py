@@ -58,7 +58,7 @@ class Fault(NamedTuple):
         found = []
         for name, tier in named:
             file, function = name.split("::")
-            paths = [path for each in TIERS[tier] for path in TEST.glob(f"{each}/{file}.py")]
+            paths = [path for each in TIERS[tier] for path in TEST.glob(f"{each}/**/{file}.py")]
             defined = rf"^def {function}\("
             found += [f"{p}::{function}" for p in paths if re.search(defined, p.read_text(), re.M)]
         if len(found) != len(named):

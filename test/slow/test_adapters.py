@@ -11,7 +11,7 @@ from conftest import QUICK
 from helpers import made_film, read_video
 from hub_server import Hub, use
 from safetensors.torch import load_file, save_file
-from unit.test_docs import commands, text_of
+from unit.project.test_docs import commands, text_of
 
 from ltx_neuron.commands import dispatch
 from ltx_neuron.hub import RELEASE_FILES
@@ -28,13 +28,7 @@ FILES = {
 SCALES = {"ref0.5": 2, "x2-0.9": 2, "x4-0.9": 4, "x2-1.0": 2}  # in the metadata
 # Ranks and layers by the sizes of the files: 128 of 1.31 GB, 64 of 654 MB, and 32 of 327 MB with
 # the video's attention and feed-forward; others' are assumed to be these.
-RANKS = {
-    "Ingredients": 128,
-    "In-Outpainting": 128,
-    "Alpha-Gen": 128,
-    "Restore": 128,
-    "Instant-Shave": 64,
-}
+RANKS = {"Ingredients": 128, "In-Outpainting": 128, "Alpha-Gen": 128, "Restore": 128, "Instant-Shave": 64}
 VIDEO = ".attn1.", ".attn2.", ".ff."
 LAYERS = {
     "LoRA-Cinemagraph": (".attn1.", ".attn2."),  # 201 MB
@@ -49,9 +43,7 @@ TILE = {"--tile-height": 64, "--tile-width": 96}
 
 def rows(release: str) -> list[list[str]]:
     """The words of the commands of a release's table."""
-    table = (
-        text_of(PAGE).partition(f"| LTX-{release} | needs | command |\n")[2].partition("\n\n")[0]
-    )
+    table = text_of(PAGE).partition(f"| LTX-{release} | needs | command |\n")[2].partition("\n\n")[0]
     lines = [line.split(" | ") for line in table.splitlines()[1:]]
     assert {cells[2] for cells in lines if "`" not in cells[2]} == {"not supported |"}
     wanted = sum("`ltx-neuron" in cells[2] for cells in lines)

@@ -83,19 +83,13 @@ def broken_decoder(engine, monkeypatch, at: int, error: Exception) -> list[str]:
     return ran
 
 
-def test_an_error_while_decoding_is_that_jobs_failure_and_the_next_one_is_made(
-    overlapping, monkeypatch
-):
+def test_an_error_while_decoding_is_that_jobs_failure_and_the_next_one_is_made(overlapping, monkeypatch):
     engine = overlapping.engine
     wanted = [result.frames for result in engine.run(jobs(3), keep=True)]
     ran = broken_decoder(engine, monkeypatch, 2, ZeroDivisionError("no"))
     first, second, third = engine.run(jobs(3), keep=True, isolate=True)
     assert torch.equal(first.frames, wanted[0]) and torch.equal(third.frames, wanted[2])
-    assert (
-        isinstance(second, JobFailure)
-        and isinstance(second.error, ZeroDivisionError)
-        and second.job.seed == 1
-    )
+    assert isinstance(second, JobFailure) and isinstance(second.error, ZeroDivisionError) and second.job.seed == 1
     assert {*ran} == {"background_0"} and len(ran) == 3  # while this thread looks after the ranks
     report = engine.recorder.report({}, "cpu", TP, {}, {})
     beside = [phase["name"] for phase in report["phases"] if "overlapped_seconds" in phase]
@@ -127,9 +121,7 @@ def decodes_beside() -> bool:
     return any(thread.name.startswith("background") for thread in threading.enumerate())
 
 
-def test_a_rank_that_is_killed_while_it_waits_for_the_host_ends_the_run_soon(
-    decoding_long, monkeypatch
-):
+def test_a_rank_that_is_killed_while_it_waits_for_the_host_ends_the_run_soon(decoding_long, monkeypatch):
     """No command is under way that could tell: the clip before is decoded, and the next one begins
     after it."""
     engine, sent = decoding_long, []
@@ -141,9 +133,7 @@ def test_a_rank_that_is_killed_while_it_waits_for_the_host_ends_the_run_soon(
         return decode(latent, *how)
 
     monkeypatch.setattr(engine.host, "decode_video", breaking)
-    monkeypatch.setattr(
-        engine.workspace, "profile", replace(engine.workspace.profile, overlap_decode=False)
-    )
+    monkeypatch.setattr(engine.workspace, "profile", replace(engine.workspace.profile, overlap_decode=False))
     with pytest.raises(RankError, match="rank 1 of 2 failed: .*was killed"):
         list(engine.run(jobs(2)))
     assert time.monotonic() - sent[0] < allowed(SOON)
@@ -165,12 +155,7 @@ def test_a_clip_that_is_complete_when_a_rank_fails_is_handed_over(overlapping):
     with pytest.raises(RankError, match="rank 1 of 2 failed"):
         for result in engine.run(jobs(3)):
             results.append(result)
-    assert [result.job.seed for result in results] == [0] and results[0].frames.shape == (
-        9,
-        64,
-        64,
-        3,
-    )
+    assert [result.job.seed for result in results] == [0] and results[0].frames.shape == (9, 64, 64, 3)
 
 
 def test_a_batch_with_a_broken_rank_ends_soon_and_no_clip_is_denoised_again(
@@ -265,29 +250,21 @@ def test_a_batch_that_is_killed_resumes_and_loses_nothing(batch, setup, tiny, tm
         orphan.kill()
     assert [orphan.name() for orphan in alive] == []
 
-    denoised = [
-        path for path in (tmp_path / "out").glob("*" + SUFFIX) if int(path.name[:4]) not in done
-    ]
+    denoised = [path for path in (tmp_path / "out").glob("*" + SUFFIX) if int(path.name[:4]) not in done]
     stamps = {line: (tmp_path / "out" / f"{line:04d}.mp4").stat().st_mtime_ns for line in done}
     resumed = succeeded(setup.run("src/generate_ltx23.py", **flags))
     assert f"resumed: {len(done)} of 5 lines were done before" in resumed.stdout
-    assert {
-        line: (tmp_path / "out" / f"{line:04d}.mp4").stat().st_mtime_ns for line in done
-    } == stamps
+    assert {line: (tmp_path / "out" / f"{line:04d}.mp4").stat().st_mtime_ns for line in done} == stamps
     assert videos(tmp_path) == videos(batch)
     entries = json.loads(results.read_text())["lines"]
-    assert [(entry["line"], entry["status"]) for entry in entries] == [
-        (n, "done") for n in range(1, 6)
-    ]
+    assert [(entry["line"], entry["status"]) for entry in entries] == [(n, "done") for n in range(1, 6)]
     perf = json.loads((tmp_path / "perf.json").read_text())
     assert len(perf["denoise_steps_ms"]["stage_1"]) == (5 - len(done) - len(denoised)) * 8
     assert list((tmp_path / "out").glob("*partial*")) == []
 
 
 # --- broken host models --------------------------------------------------------------------------
-def test_nan_after_the_latents_fails_the_run_which_keeps_them(
-    setup, tiny, tmp_path, monkeypatch, capsys
-):
+def test_nan_after_the_latents_fails_the_run_which_keeps_them(setup, tiny, tmp_path, monkeypatch, capsys):
     """The weights of a model on the host are broken after the ranks' were cut, as on a bad disk."""
 
     def damage(tensors: dict) -> None:
@@ -305,9 +282,7 @@ def test_nan_after_the_latents_fails_the_run_which_keeps_them(
         errors.run(lambda: generate(job, workspace, RunOptions(), OutputPaths(video=video, **how)))
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            HostModels, "_spec", lambda *args: spec(*args)._replace(path=broken, file=None)
-        )
+        patch.setattr(HostModels, "_spec", lambda *args: spec(*args)._replace(path=broken, file=None))
         with pytest.raises(SystemExit) as end:
             run()
     said = capsys.readouterr().err
@@ -321,9 +296,7 @@ def test_nan_after_the_latents_fails_the_run_which_keeps_them(
 
 
 # --- artifacts of another machine ----------------------------------------------------------------
-def test_pulled_artifacts_verify_and_make_the_bits_of_those_that_were_pushed(
-    batch, setup, tiny, tmp_path
-):
+def test_pulled_artifacts_verify_and_make_the_bits_of_those_that_were_pushed(batch, setup, tiny, tmp_path):
     store, here = str(tmp_path / "store"), tmp_path / "here"
     artifacts_main(["push", store, "--artifacts-dir", str(setup.artifacts)])
     artifacts_main(["pull", store, "--artifacts-dir", str(here)])
@@ -338,12 +311,7 @@ def test_pulled_artifacts_verify_and_make_the_bits_of_those_that_were_pushed(
         == 2
     )  # against the checkpoint
     line, video = lines(tiny)[0], tmp_path / "out" / "video.mp4"
-    generate(
-        make_job(line["prompt"], Size(**SIZE)),
-        workspace,
-        RunOptions(neuron_gemma=True),
-        OutputPaths(video=video),
-    )
+    generate(make_job(line["prompt"], Size(**SIZE)), workspace, RunOptions(neuron_gemma=True), OutputPaths(video=video))
     assert video.read_bytes() == videos(batch)["0001.mp4"]
 
 
@@ -355,9 +323,7 @@ def test_the_readmes_example_runs(tmp_path):
     (tmp_path / "example.py").write_text(code)  # with no guard for the main module
     command = command.replace("ltx-neuron", f"{sys.executable} -m ltx_neuron")
     for words in (["bash", "-c", command], [sys.executable, "example.py"]):
-        process = subprocess.run(
-            words, cwd=tmp_path, capture_output=True, text=True, timeout=SCRIPT_SECONDS
-        )
+        process = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=SCRIPT_SECONDS)
         assert process.returncode == 0, process.stderr[-3000:]
     video = read_video(tmp_path / "circle.mp4")
     assert (video["frame_count"], video["height"], video["width"]) == (49, 128, 192)

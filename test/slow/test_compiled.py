@@ -19,10 +19,7 @@ from ltx_neuron.config.transformer import Bucket
 BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=2)
 # aot_eager is what TorchNeuron does before its own compiler: Dynamo, AOTAutograd, functional
 # collectives.
-TRACED, INDUCTOR = (
-    resolve("cpu", (f"compile_backend={name}", "drain_every=2"))
-    for name in ("aot_eager", "inductor")
-)
+TRACED, INDUCTOR = (resolve("cpu", (f"compile_backend={name}", "drain_every=2")) for name in ("aot_eager", "inductor"))
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -94,10 +91,7 @@ def a_step(ranks, dit, seed: int) -> dict:
     returned = {output for graph in manifest.graphs.values() for output in graph["outputs"]}
     taken = {field for graph in manifest.graphs.values() for field in graph["inputs"]} - {"step"}
     inputs = {field for field in taken if field not in returned or field.endswith("_latent")}
-    values = {
-        field: random_value(manifest.fields[field], TP, seed + i)
-        for i, field in enumerate(sorted(inputs))
-    }
+    values = {field: random_value(manifest.fields[field], TP, seed + i) for i, field in enumerate(sorted(inputs))}
     values["sigmas"] = torch.tensor([[1.0, 0.7], [0.7, 0.1 * seed]])[:, None].expand(-1, 2, 2)
     values["step_numbers"] = torch.arange(BUCKET.max_steps, dtype=torch.int32)
     ranks.put(name, **values)

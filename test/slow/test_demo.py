@@ -11,17 +11,7 @@ import oracle
 import pytest
 import torch
 from config import FRAME_RATE, HEIGHT, NUM_FRAMES, WIDTH
-from demo_clips import (
-    PROMPTS,
-    PSNR,
-    SEED,
-    STYLE,
-    assert_is_as_asked_for,
-    is_near,
-    made,
-    nearest,
-    workspace,
-)
+from demo_clips import PROMPTS, PSNR, SEED, STYLE, assert_is_as_asked_for, is_near, made, nearest, workspace
 from helpers import one_thread, rel  # noqa: F401
 from PIL import Image
 from torch import Tensor
@@ -136,18 +126,14 @@ def another_base(monkeypatch):
     monkeypatch.setattr(
         denoise,
         "rope_tables",
-        lambda config, *positions: tables(
-            replace(config, positional_embedding_theta=1000.0), *positions
-        ),
+        lambda config, *positions: tables(replace(config, positional_embedding_theta=1000.0), *positions),
     )
 
 
 def rounded_positions(monkeypatch):
     tables = denoise.rope_tables
     monkeypatch.setattr(
-        denoise,
-        "rope_tables",
-        lambda config, *positions: tables(config, *(p.bfloat16().float() for p in positions)),
+        denoise, "rope_tables", lambda config, *positions: tables(config, *(p.bfloat16().float() for p in positions))
     )
 
 
@@ -163,9 +149,7 @@ def sound_not_noised_again(monkeypatch):
 
 
 def first_frame_of_eight(monkeypatch):
-    monkeypatch.setattr(
-        latents, "video_seconds", lambda frames, rate: torch.arange(frames + 1) * TIME_SCALE / rate
-    )
+    monkeypatch.setattr(latents, "video_seconds", lambda frames, rate: torch.arange(frames + 1) * TIME_SCALE / rate)
 
 
 def rows_off_by_one(monkeypatch):

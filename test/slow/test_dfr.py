@@ -57,9 +57,7 @@ def release(request):
 def a_job(release: str) -> Job:
     size = Size(64, 64, 73, 24.0, two_stage=True)
     recipe = {"1.4": "distilled", "1.2.0": "dev"}[release]
-    return make_job(
-        "", size, SEED, images=(IMAGE,), recipe=recipe, dfr=True, temporal_upsample_rounds=1
-    )
+    return make_job("", size, SEED, images=(IMAGE,), recipe=recipe, dfr=True, temporal_upsample_rounds=1)
 
 
 def rendered(release: str) -> dict[str, torch.Tensor]:
@@ -157,10 +155,7 @@ def looped(release: str) -> torch.Tensor:
             times.append((frame, frame + 1))
             x = torch.cat([x, tokens(video[:, :, frame // 8 : frame // 8 + 1])], dim=1)
             clean = torch.cat([clean, torch.zeros(1, 4, 128)], dim=1)
-            mask, marked = (
-                torch.cat([mask, torch.ones(4, 1)]),
-                torch.cat([marked, torch.ones(4, 1)]),
-            )
+            mask, marked = (torch.cat([mask, torch.ones(4, 1)]), torch.cat([marked, torch.ones(4, 1)]))
         sound = None
         if sounds:  # of the frames, at 48 fps, as a share of the clip's 73 / 24 seconds
             frames, span = 8 * count - 7, 76 / (73 / 24)
@@ -207,9 +202,7 @@ def test_a_round_equals_a_loop_over_its_windows(release):
 # --- a whole job ----------------------------------------------------------------------------------
 
 
-def test_a_job_that_is_killed_in_a_window_is_resumed_to_the_same_bytes(
-    split, tmp_path, monkeypatch, capsys
-):
+def test_a_job_that_is_killed_in_a_window_is_resumed_to_the_same_bytes(split, tmp_path, monkeypatch, capsys):
     runs, lora = Runs(folder=split.folder, artifacts=tmp_path / "artifacts"), tmp_path / "detail"
     layer, rank = "transformer_blocks.0.attn1.to_q", 2
     from ltx_neuron.weights.tensorfile import TensorFile

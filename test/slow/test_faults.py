@@ -32,8 +32,7 @@ def assert_ended(process: subprocess.Popen, ranks: list[int], folder: Path) -> s
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "word"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_ctrl_c_and_sigterm_end_cleanly(run, tmp_path, number, code, word):
     before = shared_memories()
@@ -64,9 +63,7 @@ def test_a_reader_who_leaves_after_a_line_costs_no_video(run, tmp_path):
     assert "load_transformer" in phases and "load_gemma3" not in phases
 
 
-def test_a_disk_that_is_full_when_the_mp4_is_written_keeps_the_latents(
-    run, small_disk, tmp_path, capsys
-):
+def test_a_disk_that_is_full_when_the_mp4_is_written_keeps_the_latents(run, small_disk, tmp_path, capsys):
     """It has room for the state (0.5 MB, most of it contexts), not for the frames beside it."""
     assert run.here(small_disk, save_tensors=small_disk / "fox.safetensors") == 2
     said = capsys.readouterr().err

@@ -160,9 +160,7 @@ def assert_same_videos(folder, wanted) -> None:
     assert sorted(path.name for path in folder.glob("*.mp4")) == names and len(names) == 4
     for name in names:
         assert (folder / name).read_bytes() == (wanted / name).read_bytes(), name
-        ours, theirs = (
-            json.loads((each / name).with_suffix(".json").read_text()) for each in (folder, wanted)
-        )
+        ours, theirs = (json.loads((each / name).with_suffix(".json").read_text()) for each in (folder, wanted))
         assert ours.pop("seconds").keys() and theirs.pop("seconds").keys()
         assert ours == theirs
 
@@ -193,9 +191,7 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
     assert not (out / FOLDER).exists()
 
 
-def test_the_replicas_of_a_batch_are_told_of_footage_that_lies_where_it_lay(
-    setup, tmp_path, monkeypatch
-):
+def test_the_replicas_of_a_batch_are_told_of_footage_that_lies_where_it_lay(setup, tmp_path, monkeypatch):
     """The queue's copies of a line's files are not there before its jobs are."""
     film, told = tmp_path / "film.mp4", []
     frames = torch.zeros(9, 64, 64, 3, dtype=torch.uint8)
@@ -344,9 +340,7 @@ def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_ste
         Scene(tmp_path, args, max_failures=1, capability_jobs=jobs).run(until(lambda: 0))
 
 
-def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(
-    cluster, node, setup, wanted, tmp_path
-):
+def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(cluster, node, setup, wanted, tmp_path):
     import ray
 
     from ltx_neuron.fleet import cluster as rays
@@ -383,9 +377,7 @@ def ask(url: str, path: str, body: dict | None = None) -> dict:
 # --- guidance groups ------------------------------------------------------------------------------
 
 
-def test_a_replica_with_two_guidance_groups_makes_the_video_of_one_group(
-    cluster, node, setup, tmp_path, quick, capfd
-):
+def test_a_replica_with_two_guidance_groups_makes_the_video_of_one_group(cluster, node, setup, tmp_path, quick, capfd):
     compiled = {**SMALL, "recipe": "dev", "gemma": False}
     succeeded(setup.run("compile/compile_transformer.py", **compiled))
     alone = setup.generate(**GUIDED, neuron_gemma=True)

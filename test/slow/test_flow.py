@@ -81,16 +81,10 @@ def test_registers_that_stand_for_many_give_what_the_many_give(flow):
     video, audio, *contexts, _ = drawn()
     few = [context[:, : dit.TEXT_SLOTS + 8] for context in contexts]
     repeats = (dit.CONTEXT - dit.TEXT_SLOTS) // 8
-    many = [
-        torch.cat([each[:, : dit.TEXT_SLOTS], each[:, dit.TEXT_SLOTS :].repeat(1, repeats, 1)], 1)
-        for each in few
-    ]
+    many = [torch.cat([each[:, : dit.TEXT_SLOTS], each[:, dit.TEXT_SLOTS :].repeat(1, repeats, 1)], 1) for each in few]
     with one_thread(), torch.no_grad():
         sigma = torch.tensor([0.9])
-        one, two = (
-            dit.velocities(model, layouts, video, audio, contexts, sigma)
-            for contexts in (few, many)
-        )
+        one, two = (dit.velocities(model, layouts, video, audio, contexts, sigma) for contexts in (few, many))
     for few_made, many_made in zip(one, two, strict=True):
         torch.testing.assert_close(few_made, many_made, rtol=1e-4, atol=1e-4)
 

@@ -61,9 +61,7 @@ def a2v_dev_in_one_stage(files, tiny):
 
 
 @pytest.mark.parametrize("two_stage", [False, True])
-def test_a_guided_video_for_a_sound_and_images_equals_ltx_pipelines(
-    generate, wanted, files, tiny, two_stage
-):
+def test_a_guided_video_for_a_sound_and_images_equals_ltx_pipelines(generate, wanted, files, tiny, two_stage):
     """A first frame held in part, and a keyframe."""
     job = a2v_dev(files, tiny) if two_stage else a2v_dev_in_one_stage(files, tiny)
     job = replace(job, images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6)))
@@ -82,9 +80,7 @@ def test_a_guided_retake_equals_ltx_pipelines(generate, wanted, files):
     assert_equals_the_oracle(generate(job), wanted(job), GUIDED)
 
 
-def test_a_guided_video_made_longer_in_one_window_equals_a_retake_of_the_longer_clip(
-    opened, contexts, wanted, files
-):
+def test_a_guided_video_made_longer_in_one_window_equals_a_retake_of_the_longer_clip(opened, contexts, wanted, files):
     job = longer(files, **DEV)
     assert_longer_equals_the_oracle(opened(), contexts, job, wanted(job, Longer), GUIDED)
 
@@ -98,9 +94,7 @@ def test_guided_references_in_one_stage_equal_ltx_pipelines(generate, wanted, fi
     assert_equals_the_oracle(generate(job), wanted(job), GUIDED)
 
 
-def test_a_still_in_the_place_of_a_reference_video_equals_ltx_pipelines(
-    generate, wanted, files, tiny
-):
+def test_a_still_in_the_place_of_a_reference_video_equals_ltx_pipelines(generate, wanted, files, tiny):
     """The oracle reads a video that shows nothing but the picture."""
     still = ((files / "held.mkv", 1.0),)
     job = in_one_stage(files, tiny, references=still, attention_mask=None)
@@ -130,9 +124,7 @@ WITH_NAG = {
 
 
 @pytest.mark.parametrize("kind", WITH_NAG)
-def test_a_negative_prompt_of_the_distilled_recipe_equals_the_papers_equations(
-    opened, contexts, files, tiny, kind
-):
+def test_a_negative_prompt_of_the_distilled_recipe_equals_the_papers_equations(opened, contexts, files, tiny, kind):
     job, engine = WITH_NAG[kind](files, tiny), opened()
     video, audio = contexts(DUST)
     if job.sound:  # it is not generated, so nothing guides it
@@ -172,9 +164,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_ltx_pipelines_own(generate, wanted,
     print({name: f"{off[name]:.4f} {allowed[name]:.4f}" for name in off})
     streams = {"s1_audio"} if job.sound_only else {"s1_video", "s1_audio"}
     assert streams <= off.keys() and ours["s1_audio"].dtype == torch.bfloat16
-    assert {name for name in off if not off[name] <= BF16_FACTOR * allowed[name] + BF16_FLOOR} == (
-        set()
-    )
+    assert {name for name in off if not off[name] <= BF16_FACTOR * allowed[name] + BF16_FLOOR} == (set())
 
 
 # --- dubbing --------------------------------------------------------------------------------------
@@ -189,9 +179,7 @@ def test_a_dubbed_clip_equals_ltx_pipelines(generate, wanted, files, tiny):
     assert torch.equal(got["s2_audio"], got["s1_audio"])
 
 
-def test_a_dubbed_clip_resumed_after_stage_1_ends_with_the_same_bits(
-    generate, opened, contexts, files, tiny, tmp_path
-):
+def test_a_dubbed_clip_resumed_after_stage_1_ends_with_the_same_bits(generate, opened, contexts, files, tiny, tmp_path):
     given = dubbed(files, tiny)
     want, engine, job = generate(given), opened(), told(given)
     state = tmp_path / "state.safetensors"
@@ -220,9 +208,7 @@ def test_a_guided_voice_equals_id_lora_on_the_later_core(generate, wanted, files
     assert torch.equal(got["s2_audio"], got["s1_audio"])
 
 
-def test_a_voice_without_guidance_and_one_without_the_fifth_pass_do_too(
-    generate, wanted, files, tiny
-):
+def test_a_voice_without_guidance_and_one_without_the_fifth_pass_do_too(generate, wanted, files, tiny):
     distilled = voiced(files, tiny, video=None, audio=(), identity=0.0, refining_loras=())
     for job, bound in ((distilled, FP32), (voiced(files, tiny, identity=0.0), GUIDED)):
         assert_equals_the_oracle(generate(job), wanted(job), bound)
@@ -470,9 +456,7 @@ GUIDED_AUDIO = "a sound, guided, in one stage"
 JOBS = {
     "a sound": lambda files, tiny: a2v(files),
     "a sound in one stage": lambda files, tiny: a2v(files, two_stage=False),
-    "a sound and images": lambda files, tiny: a2v(
-        files, images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6)), seed=6
-    ),
+    "a sound and images": lambda files, tiny: a2v(files, images=((tiny.image, 0, 0.8), (tiny.image, 8, 0.6)), seed=6),
     "a sound, guided": a2v_dev,
     GUIDED_AUDIO: a2v_dev_in_one_stage,
     "both": lambda files, tiny: retake(files),
@@ -562,10 +546,7 @@ DIVIDED = "masked in two stages", "voiced"
 
 
 # tp, then the profile's settings.
-SHARED = {
-    "sequence parallelism": (2, "sequence_parallel=true"),
-    "context parallelism": (1, "context_parallel=4"),
-}
+SHARED = {"sequence parallelism": (2, "sequence_parallel=true"), "context parallelism": (1, "context_parallel=4")}
 
 
 @pytest.fixture(scope="module", params=SHARED.values(), ids=SHARED)
@@ -578,15 +559,11 @@ def divided(request, tiny, artifacts):
 
 
 @pytest.mark.parametrize("what", DIVIDED)
-def test_ranks_that_share_the_videos_tokens_equal_ltx_pipelines(
-    divided, contexts, wanted, files, tiny, what
-):
+def test_ranks_that_share_the_videos_tokens_equal_ltx_pipelines(divided, contexts, wanted, files, tiny, what):
     job = JOBS[what](files, tiny)
     if divided.workspace.profile.context_parallel == 1:  # which pads no tokens
         assert all(may_divide(bucket, 2) for bucket in told(job).buckets)
-    assert_equals_the_oracle(
-        run(divided, job, contexts), wanted(job), GUIDED if job.video else FP32
-    )
+    assert_equals_the_oracle(run(divided, job, contexts), wanted(job), GUIDED if job.video else FP32)
 
 
 @pytest.mark.parametrize(("what", "change", "names"), OTHERWISE)

@@ -66,8 +66,7 @@ def check(case: Case, scripts, assets) -> None:
 
 
 @pytest.mark.skipif(
-    "LTX_NEURON_INDUCTOR" not in os.environ,
-    reason="compiles C++ for minutes: set LTX_NEURON_INDUCTOR=1",
+    "LTX_NEURON_INDUCTOR" not in os.environ, reason="compiles C++ for minutes: set LTX_NEURON_INDUCTOR=1"
 )
 @pytest.mark.timeout(1800)
 def test_ranks_that_compile_with_inductor_equal_ltx_core(scripts, tiny, monkeypatch):
@@ -82,9 +81,7 @@ def test_sizes_nobody_tuned_to_equal_ltx_core(scripts, tmp_path):
     check(Case(job, tp=2), scripts, make_tiny(tmp_path / "odd", ODD))
 
 
-def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(
-    scripts, tiny, text_to_video, monkeypatch
-):
+def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(scripts, tiny, text_to_video, monkeypatch):
     alone, compared, hashes = text_to_video.tensors, [], TorchDistRanks.hashes
 
     def spy(ranks, *names):
@@ -125,10 +122,6 @@ def test_bfloat16_is_as_near_to_the_truth_as_ltx_cores_own(tiny, artifacts):
     theirs = oracle.generate(tiny, PUPPY_JOB, torch.bfloat16)
     ours_off, theirs_off = distances(ours, truth), distances(theirs, truth)
     print({name: f"{ours_off[name]:.4f} {theirs_off[name]:.4f}" for name in ours_off})
-    assert {
-        name
-        for name in ours_off
-        if not ours_off[name] <= BF16_FACTOR * theirs_off[name] + BF16_FLOOR
-    } == set()
+    assert {name for name in ours_off if not ours_off[name] <= BF16_FACTOR * theirs_off[name] + BF16_FLOOR} == set()
     assert ours["s2_video"].dtype == torch.bfloat16
     assert rel(ours["waveform"], decoded_by_the_oracle(tiny, ours)) <= DECODED

@@ -18,9 +18,7 @@ FILES = ["resume.safetensors", "resume.safetensors", "safetensors", "mp4", "json
 
 
 @pytest.mark.timeout(4 * SCRIPT_SECONDS)
-def test_a_dub_killed_at_each_file_leaves_nothing_behind_and_is_resumed_to_the_same_bytes(
-    scripts, tiny, tmp_path
-):
+def test_a_dub_killed_at_each_file_leaves_nothing_behind_and_is_resumed_to_the_same_bytes(scripts, tiny, tmp_path):
     setup, film = scripts(tiny, 2), tmp_path / "film.mkv"
     write_film(film, picture_frames(17, 64, 64, 3), 20, sound=tone(48000, 17 / 20))
     flags = {"recipe": "distilled", "height": 64, "width": 64, "two_stage": True}

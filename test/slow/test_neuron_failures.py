@@ -141,9 +141,7 @@ def workspace(library, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trn2")
     assets = make_tiny(folder / "assets", TinySizes(layers=1, connector_layers=1, gemma_layers=2))
     profile = resolve("trn2.3xlarge", SETTINGS)
-    workspace = Workspace(
-        assets.checkpoint, profile, folder / "artifacts", 4, "bfloat16", assets.gemma_root
-    )
+    workspace = Workspace(assets.checkpoint, profile, folder / "artifacts", 4, "bfloat16", assets.gemma_root)
     build.make(workspace, workspace.weight_sets("dit"))
     build.make(workspace, workspace.weight_sets("gemma3"))
     build.make(workspace, workspace.text_graphs())
@@ -204,12 +202,7 @@ FAILURES = {
         "device's memory is full",
         "plan says which fit",
     ),
-    "timeout": (
-        "run",
-        "nrt_execute status=5 message=Timeout",
-        "a run did not end in time",
-        "NEURON_RT_EXEC_TIMEOUT",
-    ),
+    "timeout": ("run", "nrt_execute status=5 message=Timeout", "a run did not end in time", "NEURON_RT_EXEC_TIMEOUT"),
 }
 
 
@@ -228,22 +221,13 @@ def test_generate_says_what_failed_and_what_to_do(
     assert log.name == "fox.failure.log" and meaning in log.read_text()
 
 
-def test_a_graph_that_is_too_large_for_the_compiler_is_told_with_what_to_do(
-    script, library, monkeypatch, tmp_path
-):
+def test_a_graph_that_is_too_large_for_the_compiler_is_told_with_what_to_do(script, library, monkeypatch, tmp_path):
     monkeypatch.setitem(
-        library.fails,
-        "compile",
-        "neuronx-cc failed: [NCC_EVRF007] Instruction count exceeds the limit",
+        library.fails, "compile", "neuronx-cc failed: [NCC_EVRF007] Instruction count exceeds the limit"
     )
-    code, stderr = script(
-        "compile/compile_transformer.py", "--artifacts-dir", tmp_path, "--frame-rate", 25
-    )
+    code, stderr = script("compile/compile_transformer.py", "--artifacts-dir", tmp_path, "--frame-rate", 25)
     assert code == 1 and "Traceback" not in stderr
-    assert (
-        "more instructions than the compiler allows" in stderr
-        and "What to do: use smaller" in stderr
-    )
+    assert "more instructions than the compiler allows" in stderr and "What to do: use smaller" in stderr
     assert not list(tmp_path.rglob("manifest.json"))
 
 

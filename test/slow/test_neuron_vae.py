@@ -97,9 +97,7 @@ def stopped(workspace, tmp_path_factory) -> SimpleNamespace:
     left, state = sorted(path.name for path in folder.iterdir()), folder / f"fox{SUFFIX}"
     kept = state.read_bytes()
     make(workspace, folder / "fox.mp4", resume=True)
-    return SimpleNamespace(
-        error=str(error.value), left=left, state=kept, video=(folder / "fox.mp4").read_bytes()
-    )
+    return SimpleNamespace(error=str(error.value), left=left, state=kept, video=(folder / "fox.mp4").read_bytes())
 
 
 @pytest.fixture
@@ -158,18 +156,14 @@ def test_nan_in_a_tile_names_the_decoder_and_its_file(resumed, tiny, tmp_path, m
     check_nothing_is_left(tmp_path, poisoned, f"fox{LOG_SUFFIX}")
 
 
-def test_ctrl_c_while_the_ranks_decode_ends_them_and_keeps_the_latents(
-    resumed, tmp_path, monkeypatch
-):
+def test_ctrl_c_while_the_ranks_decode_ends_them_and_keeps_the_latents(resumed, tmp_path, monkeypatch):
     ranks = at_the_first_tiles(monkeypatch, lambda _: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         resumed()
     check_nothing_is_left(tmp_path, ranks)
 
 
-def test_a_disk_that_fills_up_while_the_ranks_decode_keeps_the_latents(
-    workspace, stopped, small_disk, monkeypatch
-):
+def test_a_disk_that_fills_up_while_the_ranks_decode_keeps_the_latents(workspace, stopped, small_disk, monkeypatch):
     (small_disk / f"fox{SUFFIX}").write_bytes(stopped.state)
 
     def fill(_) -> None:

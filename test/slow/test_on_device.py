@@ -42,9 +42,7 @@ def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(
     left = len(test_device.SECTIONS) - 1
     assert f"Sections that were not reached: {left}." in report.read_text()
     # The second section needs 1.5 minutes and the third 4. A busy machine takes the rest to start.
-    again = subprocess.run(
-        [*words, "--lf", "--minutes", "2.5"], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
+    again = subprocess.run([*words, "--lf", "--minutes", "2.5"], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"{first.title} ..." not in again.stdout
     assert f"{second.title} ...\n  done" in again.stdout
@@ -54,9 +52,7 @@ def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(
     assert f"| {second.title} | done | " in text and f"| {third.title} |" not in text
     assert "sum of a stream" in text and "- versions: torch" in text and "- commit: " in text
     assert f"\n{text}\n" in again.stdout  # the run ends with the page
-    assert (
-        tmp_path / "work/bundle.tar.gz"
-    ).is_file() and "Read it before you send it" in again.stdout
+    assert (tmp_path / "work/bundle.tar.gz").is_file() and "Read it before you send it" in again.stdout
 
 
 def test_of_ltx25_the_compared_step_is_the_last_one_that_adds_noise(
@@ -98,9 +94,7 @@ def blocks(tmp_path, tiny) -> tuple[Bench, Model]:
     return bench, model
 
 
-def test_a_step_is_timed_by_its_graphs_and_memory_is_asked_for_between_timed_steps(
-    blocks, monkeypatch
-):
+def test_a_step_is_timed_by_its_graphs_and_memory_is_asked_for_between_timed_steps(blocks, monkeypatch):
     """Of each core: before loading, loaded, after the steps, unloaded."""
     bench, model = blocks
     text = "\n".join(measurements.wide_step_times(bench, model))

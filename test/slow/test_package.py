@@ -29,9 +29,7 @@ DEMO = "src/ltx_neuron/demo/"
 def tracked() -> set[str]:
     if not (ROOT / ".git").exists():
         pytest.skip("which files belong to the project: git says so, in a clone")
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
-    )
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
     return {name for name in listed.stdout.decode().splitlines() if (ROOT / name).is_file()}
 
 
@@ -150,11 +148,7 @@ def test_a_wheel_names_its_program_and_no_script(clip, installed):
     generate = ["generate", *words[1:], *SMALL.split(), "--neuron-vae"]
     generate += ["--prompt", "x", "--output-path", "x.mp4"]
     process = subprocess.run(
-        [*map(str, [installed, *generate])],
-        capture_output=True,
-        text=True,
-        cwd=clip,
-        env=without_checkout(),
+        [*map(str, [installed, *generate])], capture_output=True, text=True, cwd=clip, env=without_checkout()
     )
     assert process.returncode == 2
     assert re.search(r"Make them: \S*ltx-neuron prepare ", process.stderr), process.stderr
@@ -181,9 +175,7 @@ def test_a_wheel_serves(clip, installed):
     files = ["--checkpoint-path", ASSETS.checkpoint, "--gemma-root", ASSETS.gemma_root]
     files += ["--spatial-upsampler-path", ASSETS.spatial_upsampler, "--neuron-gemma"]
     words = [installed, "serve", *files, *SMALL.split(), "--two-stage", "--port", "0"]
-    process = subprocess.Popen(
-        [*map(str, words)], cwd=clip, env=without_checkout(), stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*map(str, words)], cwd=clip, env=without_checkout(), stdout=subprocess.PIPE, text=True)
     try:
         url = next(line.split()[1] for line in process.stdout if line.startswith("serving: "))
         assert urllib.request.urlopen(f"{url[:-3]}/health").status == 200
@@ -200,10 +192,7 @@ def test_the_demos_files_are_not_in_a_wheel_which_says_where_they_are(installed,
 
 @pytest.mark.timeout(1800)
 def test_the_containers_cpu_variant_runs_the_doctor():
-    if (
-        not shutil.which("docker")
-        or subprocess.run(["docker", "info"], capture_output=True).returncode
-    ):
+    if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True).returncode:
         pytest.skip("no Docker daemon: docker build, as the Dockerfile's first lines say")
     tag = ["--tag", "ltx-neuron:test", "--build-arg", "BASE=python:3.11-slim"]
     subprocess.run(["docker", "build", *tag, ROOT], check=True)

@@ -21,9 +21,7 @@ openai, setup, service = serving.openai, serving.setup, serving.service
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The Sora API"),
-    pytest.mark.skipif(
-        not CHROMIUM, reason="no page was opened in a browser: apt-get install chromium"
-    ),
+    pytest.mark.skipif(not CHROMIUM, reason="no page was opened in a browser: apt-get install chromium"),
 ]
 
 MOBILE = {"width": 390, "height": 844}
@@ -417,18 +415,11 @@ def test_the_time_left_is_that_of_the_steps_and_of_the_last_video_like_it(opened
     times = {"stage_1": [2000.0] * 8, "stage_2": [5000.0] * 3}
     done = {"status": "completed", "started_at": 1000, "completed_at": 1041, "progress": 100}
     done |= like | {"id": "video_1", "detail": {"denoise_steps_ms": times}}
-    detail = {
-        "stage": "stage_1",
-        "step": 2,
-        "steps": 8,
-        "denoise_steps_ms": {"stage_1": [9e3, 3e3]},
-    }
+    detail = {"stage": "stage_1", "step": 2, "steps": 8, "denoise_steps_ms": {"stage_1": [9e3, 3e3]}}
     running = like | {"id": "video_2", "status": "in_progress", "progress": 9, "detail": detail}
     listed = [running]
     answer = {"has_more": False}
-    page.route(
-        re.compile(r"/v1/videos\?"), lambda route: route.fulfill(json=answer | {"data": listed})
-    )
+    page.route(re.compile(r"/v1/videos\?"), lambda route: route.fulfill(json=answer | {"data": listed}))
     page.route(re.compile("variant="), lambda route: route.fulfill(status=404, json={}))
     page.reload()
     wait_for_step(page, "step 2 of 8 · about 54 s left in this stage")

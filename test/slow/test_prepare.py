@@ -37,9 +37,7 @@ def content(folder) -> dict[str, object]:
     }
 
 
-def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(
-    scripts, tiny, tmp_path, capsys
-):
+def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tiny, tmp_path, capsys):
     setup = scripts(tiny, TP)
     words = [*setup.words(**SIZE), "--artifacts-dir", str(tmp_path)]
     words += ["--spatial-upsampler-path", str(tiny.spatial_upsampler)]
@@ -100,14 +98,10 @@ def test_what_doctor_says_to_type_makes_all_that_it_lacks(tiny, tmp_path, capsys
 def test_what_the_python_api_says_to_type_makes_what_is_missing(tiny, tmp_path):
     """Weights with a LoRA, and graphs that encode a retake's video and decode its sound."""
     settings = QUICK[0], "sound_on_ranks=true", "resident=true"
-    workspace = Workspace(
-        tiny.checkpoint, resolve("cpu", settings), tmp_path, 1, "float32", tiny.gemma_root
-    )
+    workspace = Workspace(tiny.checkpoint, resolve("cpu", settings), tmp_path, 1, "float32", tiny.gemma_root)
     size, film = Size(64, 64, 9), tmp_path / "film.mkv"
     write_film(film, picture_frames(9, 64, 64, 3))
-    job = workspace.resolved(
-        make_job("rain", size, loras=(Lora(tiny.lora),), retake=Retake(film, 0, 0.2))
-    )
+    job = workspace.resolved(make_job("rain", size, loras=(Lora(tiny.lora),), retake=Retake(film, 0, 0.2)))
     for needed in (
         lambda: workspace.weights("dit", job.loras),
         lambda: workspace.programs(workspace.sound_graphs(job.audio_latents, size)),

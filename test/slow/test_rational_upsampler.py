@@ -9,9 +9,7 @@ from ltx_neuron.commands import dispatch
 from ltx_neuron.errors import UserError
 
 
-def test_stage_2_is_one_and_a_half_times_stage_1_with_the_upsampler_of_that_factor(
-    tiny, artifacts, tmp_path, capsys
-):
+def test_stage_2_is_one_and_a_half_times_stage_1_with_the_upsampler_of_that_factor(tiny, artifacts, tmp_path, capsys):
     path, out = rational_upsampler(tmp_path / "x1.5.safetensors"), tmp_path / "out.mp4"
     words = ["--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root]
     words += ["--artifacts-dir", artifacts, "--profile", "cpu", "--tp-degree", 1]
@@ -19,9 +17,7 @@ def test_stage_2_is_one_and_a_half_times_stage_1_with_the_upsampler_of_that_fact
     words += [word for each in QUICK for word in ("--profile-set", each)]
     words = [*map(str, words), "--spatial-upsampler-path", str(path)]
     two = [*words, "--two-stage", "--width", "192"]
-    with pytest.raises(
-        UserError, match="--height 64 is not a multiple of 96 .*; nearest valid: 96"
-    ):
+    with pytest.raises(UserError, match="--height 64 is not a multiple of 96 .*; nearest valid: 96"):
         dispatch(["prepare", *two, "--height", "64"])
     dispatch(["prepare", *two, "--height", "96"])
     tensors = tmp_path / "out.safetensors"

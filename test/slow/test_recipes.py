@@ -31,9 +31,7 @@ from ltx_neuron.engine.resume import restore_state, save_state
 
 assets, opened, wanted = recipe_runs.assets, recipe_runs.opened, recipe_runs.wanted  # fixtures
 
-SKIPPING = replace(
-    GUIDED, steps=5, video=(*VIDEO, ("skip_step", 1)), audio=(*AUDIO, ("skip_step", 2))
-)
+SKIPPING = replace(GUIDED, steps=5, video=(*VIDEO, ("skip_step", 1)), audio=(*AUDIO, ("skip_step", 2)))
 KEYFRAMES = (0, 1.0), (16, 0.6)
 OTHER_CRF = (0, 0.5, 0), (5, 0.25, 45)  # no H.264 round trip, and a rough one
 
@@ -59,10 +57,7 @@ def test_what_a_tail_leaves_is_the_beginning_of_the_longer_video(opened, assets)
     engine = opened()
     for job in (told(GUIDED, upscale="both"), told_hq(assets)):
         job = replace(job, size=replace(job.size, num_frames=17))
-        build.make(
-            engine.workspace,
-            engine.workspace.weight_sets("dit", {stage.loras for stage in job.stages}),
-        )
+        build.make(engine.workspace, engine.workspace.weight_sets("dit", {stage.loras for stage in job.stages}))
         assert_tail_is_cut(engine, job)
 
 
@@ -117,12 +112,8 @@ def test_the_dev_recipe_in_two_stages_equals_ltx_core_through_the_scripts(script
     setup.prepare(**size)
     loras = dict(distilled_lora=job.refining_loras)
     setup.run("shards/shard_backbone_weights.py", gemma=False, **loras)
-    flags = dict(
-        prompt=SEA, negative_prompt=NIGHT, seed=77, num_inference_steps=3, neuron_gemma=True
-    )
-    for (stream, other), parameters in zip(
-        (("video", "a2v"), ("audio", "v2a")), job.guidance, strict=True
-    ):
+    flags = dict(prompt=SEA, negative_prompt=NIGHT, seed=77, num_inference_steps=3, neuron_gemma=True)
+    for (stream, other), parameters in zip((("video", "a2v"), ("audio", "v2a")), job.guidance, strict=True):
         flags |= {
             f"{stream}_cfg_guidance_scale": parameters["cfg_scale"],
             f"{stream}_stg_guidance_scale": parameters["stg_scale"],
@@ -167,21 +158,13 @@ OTHERWISE = {
         lambda job: replace(job, release="1.0.0"),
         ("s1_video",),
     ),
-    "no guidance of the video": (
-        lambda assets: GUIDED,
-        lambda job: replace(job, video=()),
-        ("s1_video",),
-    ),
+    "no guidance of the video": (lambda assets: GUIDED, lambda job: replace(job, video=()), ("s1_video",)),
     "HQ's job by Euler's steps": (
         hq_job,
         lambda job: replace(job, sampler="euler"),
         ("s1_video", "s1_audio", "s2_video"),
     ),
-    "no LoRA in stage 2": (
-        dev_job,
-        lambda job: replace(job, refining_loras=()),
-        ("s2_video", "s2_audio"),
-    ),
+    "no LoRA in stage 2": (dev_job, lambda job: replace(job, refining_loras=()), ("s2_video", "s2_audio")),
     "the LoRA of stage 2 in both": (
         dev_job,
         lambda job: replace(job, loras=job.refining_loras, refining_loras=()),

@@ -13,10 +13,7 @@ from ltx_neuron.errors import UserError
 
 def test_growth_is_the_power_of_the_tokens_between_each_size_and_the_next():
     rates = scale.growth("a step", {100: 1.0, 800: 64.0, 200: 2.0}, 2.0)
-    assert [(rate.tokens, round(rate.exponent, 6)) for rate in rates] == [
-        ((100, 200), 1.0),
-        ((200, 800), 2.5),
-    ]
+    assert [(rate.tokens, round(rate.exponent, 6)) for rate in rates] == [((100, 200), 1.0), ((200, 800), 2.5)]
     assert [rate.exceeded for rate in rates] == [False, True]
 
 
@@ -52,7 +49,4 @@ def test_what_grows_too_fast_is_said(capsys):
     row |= dict.fromkeys((*scale.LIMITS["measured"], *scale.LIMITS["planned"]), 1e9)
     rows = [{**row, "video_tokens": 10}, {**row, "video_tokens": 20, "step_ms": 5e9}]
     assert scale.conclude(Namespace(record=False), {"measured": rows, "planned": rows}) is True
-    assert (
-        "grows too fast: measured step_ms, tp 1: tokens ^ 2.32 from 10 to 20, allowed 2.2"
-        in capsys.readouterr().err
-    )
+    assert "grows too fast: measured step_ms, tp 1: tokens ^ 2.32 from 10 to 20, allowed 2.2" in capsys.readouterr().err

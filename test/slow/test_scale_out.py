@@ -23,9 +23,7 @@ ONE, TWO = (Size(64, 64, 9, two_stage=both) for both in (False, True))
 LAYOUTS = {
     "2 groups of 2 ranks": (2, "context_parallel=2"),
     "3 groups of a rank, with padding": (1, "context_parallel=3"),
-    "2 groups of 2 ranks that divide the stream too": (
-        *(2, "context_parallel=2 sequence_parallel=true"),
-    ),
+    "2 groups of 2 ranks that divide the stream too": (*(2, "context_parallel=2 sequence_parallel=true"),),
 }
 
 pytestmark = pytest.mark.timeout(600)
@@ -85,9 +83,7 @@ def test_every_step_of_several_groups_equals_one_ranks(opened, alone, layout):
         assert all(rel(ours[stream], theirs[stream]) < EQUAL for stream in STREAMS)
 
 
-def test_a_killed_rank_of_each_group_is_named_and_the_clip_goes_on_to_the_same_bits(
-    opened, tmp_path
-):
+def test_a_killed_rank_of_each_group_is_named_and_the_clip_goes_on_to_the_same_bits(opened, tmp_path):
     engine, job = opened(*LAYOUTS["2 groups of 2 ranks"], size=TWO)
     state = tmp_path / "state"
     engine.on_stage_end = lambda run: run.stages_left and save_state(state, run, {})

@@ -14,9 +14,7 @@ from helpers import wait_for
 from PIL import Image
 
 pytest.importorskip("fastapi", reason="an extra is not installed: pip install -e .[dev,serve]")
-pytest.importorskip(
-    "prometheus_client", reason="an extra is not installed: pip install -e .[dev,serve]"
-)
+pytest.importorskip("prometheus_client", reason="an extra is not installed: pip install -e .[dev,serve]")
 
 import serving
 from serving import ASKED, TP, ask, stop_after, worker
@@ -86,9 +84,7 @@ def test_previews_and_times_of_steps_are_seen_while_a_job_is_made_and_change_no_
         assert working.engine.stage_run is None  # what was looked at is not kept
 
 
-def test_jobs_that_come_meanwhile_join_the_run_and_denoise_while_the_last_one_is_decoded(
-    setup, tiny, wanted, tmp_path
-):
+def test_jobs_that_come_meanwhile_join_the_run_and_denoise_while_the_last_one_is_decoded(setup, tiny, wanted, tmp_path):
     with worker(setup, tiny, tmp_path, "overlap_decode=true") as (working, intake):
         queue, asked, both = working.queue, [ask(intake, 0)], threading.Event()
         runs, run, write, on_step_end = [], working.engine.run, working._write, working._step
@@ -116,9 +112,7 @@ def test_jobs_that_come_meanwhile_join_the_run_and_denoise_while_the_last_one_is
         assert videos == [wanted[0], wanted[2], wanted[2], wanted[1]]
 
 
-def test_jobs_cancelled_while_they_wait_and_while_they_are_decoded_leave_nothing(
-    setup, tiny, wanted, tmp_path
-):
+def test_jobs_cancelled_while_they_wait_and_while_they_are_decoded_leave_nothing(setup, tiny, wanted, tmp_path):
     with worker(setup, tiny, tmp_path) as (working, intake):
         queue, begun, on_step_end, hold = working.queue, [], working._step, working._while_owned
         decoded, waiting, last = ask(intake, 0), ask(intake, 1), ask(intake, 2)

@@ -56,16 +56,13 @@ def made(engine: Engine, job: Job, path) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["extend", "IC-LoRA", "dubbing"])
-def test_a_service_makes_the_bytes_that_the_engine_makes(
-    kind, opened, contexts, files, tiny, tmp_path
-):
+def test_a_service_makes_the_bytes_that_the_engine_makes(kind, opened, contexts, files, tiny, tmp_path):
     engine, sets = sharing(opened()), dict(NO_LORAS)
     if kind == "IC-LoRA":
         job = told(ic_lora(files, tiny, images=()))
         sets["pose"] = make_job(stage_1_loras=job.stage_1_loras)
         videos = [
-            {"video_url": upload(files / Path(each.path).name), "strength": each.strength}
-            for each in job.references
+            {"video_url": upload(files / Path(each.path).name), "strength": each.strength} for each in job.references
         ]
         mask = {"video_url": upload(files / "mask.mkv"), "strength": 0.8}
         fields = {"lora_set": "pose", "video_conditioning": videos, "size": "128x128", "fps": 25}

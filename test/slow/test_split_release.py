@@ -30,9 +30,7 @@ def test_the_service_makes_the_bytes_of_the_batch(runs, split, tmp_path):
         assert intake.sizes.inputs["num_generated_keyframes"]
 
 
-def test_a_run_that_is_killed_in_its_second_stage_is_resumed_to_the_same_bytes(
-    runs, tmp_path, monkeypatch, capsys
-):
+def test_a_run_that_is_killed_in_its_second_stage_is_resumed_to_the_same_bytes(runs, tmp_path, monkeypatch, capsys):
     step = StageRun.step
 
     def kill(stage_run, number):
@@ -51,9 +49,7 @@ def test_a_run_that_is_killed_in_its_second_stage_is_resumed_to_the_same_bytes(
     assert (tmp_path / "fox.mp4").read_bytes() == runs.wanted[0]
 
 
-def test_a_run_with_the_int8_files_makes_the_bytes_of_the_bfloat16_files_they_stand_for(
-    runs, split, tmp_path
-):
+def test_a_run_with_the_int8_files_makes_the_bytes_of_the_bfloat16_files_they_stand_for(runs, split, tmp_path):
     made = []
     for folder in int8_files.download(split, tmp_path):
         of = split_runs.Runs(folder=folder, artifacts=runs.artifacts)

@@ -41,19 +41,13 @@ JOBS = {
     "cfg alone": replace(GUIDED, video=CFG, audio=CFG),
     "stg alone": replace(GUIDED, video=(("stg_scale", 1.5), ("stg_blocks", (2,))), audio=NONE),
     "modality alone": replace(GUIDED, video=NONE, audio=(("modality_scale", 2.0),)),
-    "full rescale": replace(
-        GUIDED, video=(*VIDEO, ("rescale_scale", 1.0)), audio=(*AUDIO, ("rescale_scale", 1.0))
-    ),
-    "skipped steps": replace(
-        GUIDED, steps=5, video=(*VIDEO, ("skip_step", 1)), audio=(*AUDIO, ("skip_step", 2))
-    ),
+    "full rescale": replace(GUIDED, video=(*VIDEO, ("rescale_scale", 1.0)), audio=(*AUDIO, ("rescale_scale", 1.0))),
+    "skipped steps": replace(GUIDED, steps=5, video=(*VIDEO, ("skip_step", 1)), audio=(*AUDIO, ("skip_step", 2))),
 }
 
 
 def latents(engine, job, on_step_end=None) -> dict[str, torch.Tensor]:
-    build.make(
-        engine.workspace, engine.workspace.weight_sets("dit", {stage.loras for stage in job.stages})
-    )
+    build.make(engine.workspace, engine.workspace.weight_sets("dit", {stage.loras for stage in job.stages}))
     build.make(engine.workspace, engine.workspace.dit_graphs(job.buckets))
     give_contexts(engine, job, lambda prompt: drawn(engine.workspace, len(prompt)))
     engine.on_step_end = on_step_end
@@ -120,9 +114,7 @@ def test_two_groups_share_the_tiles_of_a_step_and_one_makes_all_when_the_other_d
     assert "guidance group 2 lost at step 4 of stage 1" in capfd.readouterr().err
 
 
-def test_hq_on_two_groups_is_that_of_one_though_the_group_of_stage_2_dies(
-    opened, assets, monkeypatch, capfd
-):
+def test_hq_on_two_groups_is_that_of_one_though_the_group_of_stage_2_dies(opened, assets, monkeypatch, capfd):
     job, two = told_hq(assets), opened(2, 1, TWO)
     want = latents(opened(2, 1), job)
     with monkeypatch.context() as patch:
@@ -236,9 +228,7 @@ def test_prompts_on_two_groups_have_the_contexts_of_one(tiny, artifacts, monkeyp
         residency = Residency(workspace, Recorder())
         ran_on[0].clear()
         with residency.text_encoder([short, long]) as encoder:
-            made.append(
-                [context for prompts in (short, long) for context in encoder.encode(prompts)]
-            )
+            made.append([context for prompts in (short, long) for context in encoder.encode(prompts)])
         residency.close()
     for ran in ran_on.values():
         # Buckets of 20 tokens and of 500, or of 3 and of 700.
@@ -258,9 +248,7 @@ TILED = {
 }
 
 
-def test_tiles_of_a_clip_are_encoded_on_the_ranks_of_all_groups_as_the_host_does(
-    tiny, artifacts, monkeypatch
-):
+def test_tiles_of_a_clip_are_encoded_on_the_ranks_of_all_groups_as_the_host_does(tiny, artifacts, monkeypatch):
     # Upstream's tiles are larger than a test's clips. These are two in time and six in width, so
     # that no layout has a group without tiles.
     for axis in ("TIME", "SPACE"):
@@ -274,9 +262,7 @@ def test_tiles_of_a_clip_are_encoded_on_the_ranks_of_all_groups_as_the_host_does
         build.make(workspace, workspace.encoder_graphs(job))
         assert workspace.encoder_tiles(job) == [(9, 32, 64), (17, 32, 64)]
         residency = Residency(workspace, Recorder())
-        tiles = residency.video_encoder(
-            {"encoder": workspace.programs(workspace.encoder_graphs(job))}
-        )
+        tiles = residency.video_encoder({"encoder": workspace.programs(workspace.encoder_graphs(job))})
         host = HostModels(workspace.checkpoint_path, workspace.config, torch.float32)
         made.append(host.encode_video(pixels, rank_tiles=tiles))
         groups = getattr(tiles.ranks, "groups", {}).values()

@@ -64,9 +64,7 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     def of_ours() -> list[psutil.Process]:
         return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info)]
 
-    process = subprocess.Popen(
-        tune, env=planted, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(tune, env=planted, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
     wait_for(lambda: len(rows()) == 1)
     # The next variant is at work. Its PID may be the lower one: PIDs start again at 32768.
     wait_for(lambda: any(each.pid != process.pid for each in of_ours()))
@@ -76,9 +74,7 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     (first,) = rows()
 
     done = succeeded(
-        subprocess.run(
-            tune, env=planted, cwd=ROOT, capture_output=True, text=True, timeout=2 * SCRIPT_SECONDS
-        )
+        subprocess.run(tune, env=planted, cwd=ROOT, capture_output=True, text=True, timeout=2 * SCRIPT_SECONDS)
     )
     assert rows()[0] == first  # it was not measured again
     measured, _, table = done.stdout.partition("ms a step  runs")

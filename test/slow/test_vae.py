@@ -8,8 +8,8 @@ from conftest import ROOT
 
 DECODE_WITHOUT_UNITS = """
 import torch
-from unit.test_vae import BFLOAT16, FLOAT32, arithmetic
-from unit.test_vae import bfloat16_decoders, host_like, randn, rel
+from unit.host.test_vae import BFLOAT16, FLOAT32, arithmetic
+from unit.host.test_vae import bfloat16_decoders, host_like, randn, rel
 
 assert arithmetic("auto", torch.bfloat16) == FLOAT32
 exact, decoder = bfloat16_decoders()

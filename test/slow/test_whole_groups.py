@@ -42,14 +42,10 @@ def test_all_ranks_compile_one_graph_and_a_build_machine_the_same(case, monkeypa
     assert len(compiled) == len(named) and compiled.keys() < by_ranks.keys()
 
 
-def test_ranks_and_a_build_machine_refuse_a_release_that_does_not_know_the_groups(
-    monkeypatch, tmp_path, capfd
-):
+def test_ranks_and_a_build_machine_refuse_a_release_that_does_not_know_the_groups(monkeypatch, tmp_path, capfd):
     monkeypatch.syspath_prepend(str(STAND_IN))
     profile = on_cpu(EIGHT, "nothing", tmp_path / "ranks")
-    wanted = (
-        r"compiles group tp as \[\[\d, \d\]\], wanted \[\[0, 1\], \[2, 3\], \[4, 5\], \[6, 7\]\]"
-    )
+    wanted = r"compiles group tp as \[\[\d, \d\]\], wanted \[\[0, 1\], \[2, 3\], \[4, 5\], \[6, 7\]\]"
     (finding,) = probe(profile, 2)
     assert finding.state == "blocks" and re.search(wanted, finding.text), finding.text
     folders = write_graphs(profile, 2, tmp_path / "graphs")

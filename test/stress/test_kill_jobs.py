@@ -41,8 +41,7 @@ GUIDED = HEARD | {"video_stg_guidance_scale": 0}
 KINDS = {
     "a voice": lambda files: TWO | {"reference_audio": files.sound, "ic_lora": ((files.lora, 1),)},
     "a dub": lambda files: (
-        {"height": 64, "width": 64, "two_stage": True}
-        | {"reference_video": files.film, "lora": ((files.lora, 1),)}
+        {"height": 64, "width": 64, "two_stage": True} | {"reference_video": files.film, "lora": ((files.lora, 1),)}
     ),
     "a negative prompt": lambda _: TWO | {"nag_scale": 11, "negative_prompt": "dust"},
     "sound alone": lambda _: HEARD | {"num_frames": 30, "frame_rate": 30, "sound_only": True},

@@ -30,9 +30,7 @@ GUIDED |= {"a2v_guidance_scale": 1, "v2a_guidance_scale": 1}
 # TP degree, the flags of the size, and those of a generation.
 LAYOUTS = {
     "TP 4": (4, SIZE, {}),
-    "TP 2 x context 2": (
-        *(2, SIZE | {"recipe": "dev", "profile_set": ("context_parallel=2",)}, GUIDED),
-    ),
+    "TP 2 x context 2": (*(2, SIZE | {"recipe": "dev", "profile_set": ("context_parallel=2",)}, GUIDED),),
 }
 # Runs first in every process of a run: rank KILLED_RANK dies at a call of the graph KILLED_IN, or
 # while it loads weights.
@@ -190,9 +188,7 @@ def whole(groups, tmp_path_factory) -> dict[str, bytes]:
 # Head and combination have no collectives, so the other ranks wait in those of the next graph.
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("graph", ["load", "head", "blocks", "tail", "guide"])
-def test_a_rank_killed_in_any_graph_of_several_groups_is_named(
-    groups, whole, graph, rank, tmp_path
-):
+def test_a_rank_killed_in_any_graph_of_several_groups_is_named(groups, whole, graph, rank, tmp_path):
     (tmp_path / "planted").mkdir()
     (tmp_path / "planted/sitecustomize.py").write_text(PLANTED)
     path = os.pathsep.join([str(tmp_path / "planted"), os.environ["PYTHONPATH"]])

@@ -56,9 +56,7 @@ WIDE = recipes_oracle.Job(SEA, height=64, width=96, num_frames=17, frame_rate=24
 @pytest.fixture(scope="module")
 def wide(shared):
     """A block of the released width: 32 heads of 128 and of 64."""
-    sizes = TinySizes(
-        layers=1, heads=32, head_dim=128, audio_head_dim=64, connector_layers=1, seed=3
-    )
+    sizes = TinySizes(layers=1, heads=32, head_dim=128, audio_head_dim=64, connector_layers=1, seed=3)
     return once(shared / "wide", lambda path: make_tiny(path, sizes))
 
 
@@ -76,9 +74,7 @@ def wanted(wide):
         (2, "context_parallel=2 sequence_parallel=true"),
     ],
 )
-def test_a_block_of_the_released_width_on_several_groups_equals_ltx_core(
-    wide, wanted, artifacts, tp, settings
-):
+def test_a_block_of_the_released_width_on_several_groups_equals_ltx_core(wide, wanted, artifacts, tp, settings):
     workspace = opened_workspace(wide, artifacts, tp=tp, settings=settings.split())
     with opened_engine(workspace, wide) as engine:
         assert_equals_the_oracle(generate(engine, told(WIDE)), wanted)

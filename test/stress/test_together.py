@@ -40,9 +40,7 @@ def make_all(setup: Setup, number: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_processes_in_one_empty_folder_all_succeed_and_make_the_same_video(
-    tiny, videos, tmp_path, number
-):
+def test_processes_in_one_empty_folder_all_succeed_and_make_the_same_video(tiny, videos, tmp_path, number):
     setup = Setup(tmp_path, tiny, TP, "float32")
     with ThreadPoolExecutor(PROCESSES) as pool:
         made = pool.map(lambda process: make_all(setup, process), range(PROCESSES))

@@ -65,9 +65,7 @@ def _compile(module, _):
     return make_boxed_func(module.forward)
 
 
-register_backend(
-    lambda module, inputs, **_: aot_autograd(fw_compiler=_compile)(module, inputs), name="neuron"
-)
+register_backend(lambda module, inputs, **_: aot_autograd(fw_compiler=_compile)(module, inputs), name="neuron")
 
 
 def _make(name: str, **contents) -> None:
@@ -93,10 +91,7 @@ def _remember_meshes() -> None:
 
 
 if KNOWS != "table, unasked":
-    _make(
-        "neuron_dynamo_backend.fx.passes.collective_legalization",
-        CollectiveLegalization=CollectiveLegalization,
-    )
+    _make("neuron_dynamo_backend.fx.passes.collective_legalization", CollectiveLegalization=CollectiveLegalization)
 if "table" in KNOWS:
     _make("distributed.mesh_registry", _MESH_REGISTRY=TABLE)
 if KNOWS == "meshes":

@@ -89,17 +89,13 @@ def test_the_streams_are_as_before_after_a_run(capsys):
 
 @pytest.mark.parametrize("lines", [1, 2_000], ids=["a word", "much"])
 @pytest.mark.parametrize(
-    "redirection",
-    ["| head -1", "2>&1 | head -1", "| true", ">/dev/full", "2>/dev/full", ">&- 2>&-"],
+    "redirection", ["| head -1", "2>&1 | head -1", "| true", ">/dev/full", "2>/dev/full", ">&- 2>&-"]
 )
 def test_a_reader_who_leaves_and_a_log_that_is_full_end_no_work(tmp_path, lines, redirection):
     (tmp_path / "talker.py").write_text(TALKER)
     words = f"{sys.executable} {tmp_path}/talker.py {tmp_path}/made {lines}"
     done = subprocess.run(
-        ["bash", "-c", f"{words} {redirection}; exit ${{PIPESTATUS[0]}}"],
-        capture_output=True,
-        text=True,
-        timeout=60,
+        ["bash", "-c", f"{words} {redirection}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr[-1000:]
     assert (tmp_path / "made").read_text() == "made" and "Traceback" not in done.stderr

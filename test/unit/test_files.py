@@ -31,9 +31,7 @@ from ltx_neuron.files import (
 )
 
 
-def test_a_temporary_file_that_another_writer_removes_before_it_is_locked_is_made_again(
-    tmp_path, monkeypatch
-):
+def test_a_temporary_file_that_another_writer_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
     path, lock, removed = tmp_path / "a.json", fcntl.flock, []
 
     def lock_late(file, how: int) -> None:
@@ -194,9 +192,7 @@ def holder(folder, ends: signal.Signals | None = None) -> int:
 
 
 @pytest.mark.parametrize("ends", [None, signal.SIGKILL])
-def test_who_finds_a_folder_locked_says_so_once_and_waits_for_its_end_also_by_a_kill(
-    tmp_path, capsys, ends
-):
+def test_who_finds_a_folder_locked_says_so_once_and_waits_for_its_end_also_by_a_kill(tmp_path, capsys, ends):
     folder = tmp_path / "graphs" / "dit"
     child = holder(folder, ends)
     with exclusive(folder, "compiling"):

@@ -13,14 +13,7 @@ from jobs import make_job
 from ltx_neuron import flags
 from ltx_neuron.doctor.__main__ import main as doctor
 from ltx_neuron.errors import UserError
-from ltx_neuron.hub import (
-    RELEASE_FILES,
-    absolute,
-    download_again,
-    hub_name,
-    local_path,
-    no_downloads,
-)
+from ltx_neuron.hub import RELEASE_FILES, absolute, download_again, hub_name, local_path, no_downloads
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.weights.model_files import ModelFiles
@@ -125,9 +118,7 @@ def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(hub, path):
 # --- downloads -----------------------------------------------------------------------------------
 
 
-def test_the_size_is_printed_before_a_download_and_the_second_time_nothing_is_requested(
-    hub, capsys
-):
+def test_the_size_is_printed_before_a_download_and_the_second_time_nothing_is_requested(hub, capsys):
     first = local_path(LTX, "distilled"), local_path(GEMMA, "gemma")
     said = capsys.readouterr().out
     assert f"downloading {LTX}/{CHECKPOINT} (" in said and f"downloading {GEMMA}, 4 files (" in said

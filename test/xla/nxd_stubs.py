@@ -30,22 +30,8 @@ import torch
 SOURCE = (  # environment variable: a checkout of aws-neuron/neuronx-distributed
     "LTX_NEURON_NXD_SOURCE"
 )
-NEEDED = (
-    "torch_xla",
-    "jaxlib",
-    "google.protobuf",
-)  # of the venv that test/xla/make_xla_venv.sh makes
-_CLOSED = (
-    "torch_neuronx",
-    "libneuronxla",
-    "neuronxcc",
-    "nki",
-    "nkilib",
-    "boto3",
-    "botocore",
-    "s3transfer",
-    "tenacity",
-)
+NEEDED = ("torch_xla", "jaxlib", "google.protobuf")  # of the venv that test/xla/make_xla_venv.sh makes
+_CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "boto3", "botocore", "s3transfer", "tenacity")
 
 
 def missing() -> str | None:
@@ -55,10 +41,7 @@ def missing() -> str | None:
         return f"{', '.join(lacking)} not installed; a venv has them: test/xla/make_xla_venv.sh DIR"
     source = os.environ.get(SOURCE)
     if not source or not (Path(source) / "src/neuronx_distributed").is_dir():
-        return (
-            f"{SOURCE} is {source!r}; wanted a checkout of"
-            " github.com/aws-neuron/neuronx-distributed"
-        )
+        return f"{SOURCE} is {source!r}; wanted a checkout of github.com/aws-neuron/neuronx-distributed"
     return None
 
 
@@ -98,9 +81,7 @@ def install(source: Path, folder: Path) -> torch.library.Library:
     for package, number in (("neuronx-distributed", version), ("torch-neuronx", "2.9.0+stub")):
         described = folder / f"{package.replace('-', '_')}-{number}.dist-info"
         described.mkdir()
-        (described / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n"
-        )
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
     names = (
         "",
         ".contexts",
@@ -119,10 +100,7 @@ def install(source: Path, folder: Path) -> torch.library.Library:
     metaneff.MetaNeff, metaneff.MetaTensor = MetaNeff, MetaTensor
     hlo.HloModuleProto = hlo_messages()["HloModuleProto"]
     structure.Flattener, structure.Packer = Flattener, Packer
-    xla_trace.generate_hlo, xla_trace.get_torch_dtype = (
-        generate_hlo,
-        lambda name: getattr(torch, name),
-    )
+    xla_trace.generate_hlo, xla_trace.get_torch_dtype = (generate_hlo, lambda name: getattr(torch, name))
     import_module("nkilib.core.attention.attention_cte").attention_cte = NkiKernel()
     import_module("libneuronxla").neuron_xla_compile = lambda module_bytes, **_: module_bytes
     torch.classes.neuron = SimpleNamespace(
@@ -144,9 +122,7 @@ class NkiKernel:
         assert cores == 2, "a logical core has two physical ones"
         return self.run
 
-    def run(
-        self, q, k, v, scale=1.0, causal_mask=True, tp_q=True, tp_k=False, tp_out=False
-    ) -> torch.Tensor:
+    def run(self, q, k, v, scale=1.0, causal_mask=True, tp_q=True, tp_k=False, tp_out=False) -> torch.Tensor:
         assert not causal_mask and tp_q and tp_k and not tp_out, "layouts (B*H, S, D), no mask"
         assert scale == q.shape[-1] ** -0.5, "the kernel scales the query, in fp32"
         assert q.shape[0] == k.shape[0] == v.shape[0] <= 512 and q.shape[-1] <= 128
@@ -206,11 +182,7 @@ def hlo_messages() -> dict:
         name="ltx_neuron_test_hlo.proto", package="ltxneurontest", syntax="proto3"
     )
     described = {
-        "ShapeProto": {
-            "element_type": (2, "int64"),
-            "dimensions": (3, ["int64"]),
-            "tuple_shapes": (4, ["ShapeProto"]),
-        },
+        "ShapeProto": {"element_type": (2, "int64"), "dimensions": (3, ["int64"]), "tuple_shapes": (4, ["ShapeProto"])},
         "ReplicaGroup": {"replica_ids": (1, ["int64"])},
         "HloInstructionProto": {
             "name": (1, "string"),
@@ -242,9 +214,7 @@ def hlo_messages() -> dict:
         for name, (number, of) in fields.items():
             repeated, of = isinstance(of, list), of[0] if isinstance(of, list) else of
             field = added.field.add(
-                name=name,
-                number=number,
-                label=kind.LABEL_REPEATED if repeated else kind.LABEL_OPTIONAL,
+                name=name, number=number, label=kind.LABEL_REPEATED if repeated else kind.LABEL_OPTIONAL
             )
             if of in described:
                 field.type, field.type_name = kind.TYPE_MESSAGE, f".ltxneurontest.{of}"
@@ -252,10 +222,7 @@ def hlo_messages() -> dict:
                 field.type = {"string": kind.TYPE_STRING, "int64": kind.TYPE_INT64}[of]
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {
-        m: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ltxneurontest.{m}"))
-        for m in described
-    }
+    return {m: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ltxneurontest.{m}")) for m in described}
 
 
 class MetaTensor:
@@ -264,9 +231,7 @@ class MetaTensor:
 
     Type = SimpleNamespace(USER_INPUT=1, INPUT_WEIGHT=2, INPUT_STATE=3, CONSTANT=4)
 
-    def __init__(
-        self, tensor, type=0, checkpoint_key=b"", parameter=0, user_input_key=b"", value=None
-    ):
+    def __init__(self, tensor, type=0, checkpoint_key=b"", parameter=0, user_input_key=b"", value=None):
         self.shape, self.data_type = [*tensor.shape], str(tensor.dtype).removeprefix("torch.")
         self.type, self.checkpoint_key, self.user_input_key = type, checkpoint_key, user_input_key
         self.parameter, self.value = parameter, value
@@ -318,22 +283,12 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
     """Trace a module on XLA's lazy device, without running it, as torch_neuronx does."""
     import torch_xla
 
-    wanted = dict(
-        inline_weights_to_neff=False,
-        cpu_backend=True,
-        preserve_parameters=True,
-        treat_inputs_as_kwargs=True,
-    )
+    wanted = dict(inline_weights_to_neff=False, cpu_backend=True, preserve_parameters=True, treat_inputs_as_kwargs=True)
     assert options.items() >= wanted.items(), options
     xla, device = torch_xla._XLAC, torch_xla.device()
     seen, inputs = {}, {}
-    for (
-        name,
-        tensor,
-    ) in example_inputs.items():  # an object given twice is one input, as it is on Neuron
-        inputs[name] = (
-            seen.setdefault(id(tensor), None) if id(tensor) in seen else tensor.to(device)
-        )
+    for name, tensor in example_inputs.items():  # an object given twice is one input, as it is on Neuron
+        inputs[name] = seen.setdefault(id(tensor), None) if id(tensor) in seen else tensor.to(device)
         seen[id(tensor)] = inputs[name]
     weights = {name: parameter.to(device) for name, parameter in module.named_parameters()}
     with torch.no_grad():
@@ -343,19 +298,12 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
     taken = {name: number.get(xla._xla_get_tensor_id(t)) for name, t in inputs.items()}
     held = {name: number.get(xla._xla_get_tensor_id(t)) for name, t in weights.items()}
     kinds = MetaTensor.Type
-    metas = [
-        MetaTensor(inputs[n], kinds.USER_INPUT, parameter=p)
-        for n, p in taken.items()
-        if p is not None
-    ]
+    metas = [MetaTensor(inputs[n], kinds.USER_INPUT, parameter=p) for n, p in taken.items() if p is not None]
     used = {name: parameter for name, parameter in held.items() if parameter is not None}
     metas += [MetaTensor(weights[n], kinds.INPUT_WEIGHT, n.encode(), p) for n, p in used.items()]
     # Scalars of the code: they have no tensor, so no id.
     constants = {*range(len(ids))} - {*taken.values(), *held.values()}
-    metas += [
-        MetaTensor(values[p], kinds.CONSTANT, parameter=p, value=values[p].cpu().tolist())
-        for p in constants
-    ]
+    metas += [MetaTensor(values[p], kinds.CONSTANT, parameter=p, value=values[p].cpu().tolist()) for p in constants]
     hlo = hlo_messages()["HloModuleProto"].FromString(xla._get_xla_tensors_hlo_proto(list(outputs)))
     xla._clear_pending_irs(str(device))  # the next trace starts afresh: nothing here is ever run,
     xla._set_all_reduce_token(str(device), None)  # and its collectives do not follow on these
@@ -385,10 +333,7 @@ class Cores:
         self.buffers: List[torch.Tensor] = []
 
     def initialize(
-        self,
-        states: list[dict[str, torch.Tensor]],
-        weights: list[dict[str, torch.Tensor]],
-        start_rank: int,
+        self, states: list[dict[str, torch.Tensor]], weights: list[dict[str, torch.Tensor]], start_rank: int
     ):
         bound: List[torch.Tensor] = []
         for rank in weights:
@@ -404,9 +349,7 @@ class Cores:
             flat += tensors
         for buffer in self.buffers:
             buffer.fill_(float("nan") if buffer.is_floating_point() else -1.0)
-        outputs = torch.ops.neuron.run_on_xla_cpu(
-            self.hlo, self.inputs, flat, self.weights, self.ranks
-        )
+        outputs = torch.ops.neuron.run_on_xla_cpu(self.hlo, self.inputs, flat, self.weights, self.ranks)
         if len(self.buffers) == 0:
             self.buffers = outputs
         for number in range(len(outputs)):
@@ -421,40 +364,23 @@ class Cores:
 
 def spmd_model(neff: bytes, metaneff: bytes, local_ranks: int, world_size: int) -> Cores:
     names = [t["weight"] for t in json.loads(metaneff) if t["type"] == MetaTensor.Type.INPUT_WEIGHT]
-    return Cores(
-        torch.frombuffer(bytearray(neff), dtype=torch.uint8), metaneff.decode(), names, local_ranks
-    )
+    return Cores(torch.frombuffer(bytearray(neff), dtype=torch.uint8), metaneff.decode(), names, local_ranks)
 
 
 def register_operators() -> torch.library.Library:
     """torch.ops.neuron, as far as NxDModel uses it, and the operator that runs a graph."""
     library = torch.library.Library("neuron", "DEF")
     library.define("_parallel_load(Dict(str, Tensor)[] ranks) -> Dict(str, Tensor)[]")
-    library.define(
-        "run_on_xla_cpu(Tensor hlo, str inputs, Tensor[] given, Tensor[] weights, int ranks) ->"
-        " Tensor[]"
-    )
-    library.impl(
-        "_parallel_load",
-        lambda ranks: [dict(weights) for weights in ranks],
-        "CompositeImplicitAutograd",
-    )
+    library.define("run_on_xla_cpu(Tensor hlo, str inputs, Tensor[] given, Tensor[] weights, int ranks) -> Tensor[]")
+    library.impl("_parallel_load", lambda ranks: [dict(weights) for weights in ranks], "CompositeImplicitAutograd")
     library.impl("run_on_xla_cpu", _run, "CompositeImplicitAutograd")
     return library
 
 
-def _run(
-    hlo: torch.Tensor,
-    inputs: str,
-    given: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    ranks: int,
-) -> list:
+def _run(hlo: torch.Tensor, inputs: str, given: list[torch.Tensor], weights: list[torch.Tensor], ranks: int) -> list:
     described, program = json.loads(inputs), _replicated(hlo.numpy().tobytes(), ranks)
     arguments = [
-        _arguments(
-            described, iter(_of_rank(given, ranks, rank)), iter(_of_rank(weights, ranks, rank))
-        )
+        _arguments(described, iter(_of_rank(given, ranks, rank)), iter(_of_rank(weights, ranks, rank)))
         for rank in range(ranks)
     ]
     return [tensor for outputs in program(arguments) for tensor in outputs]
@@ -475,9 +401,7 @@ def _arguments(described: list[dict], given, weights) -> list[torch.Tensor]:
         else:
             value = next(given if tensor["type"] == MetaTensor.Type.USER_INPUT else weights)
         if [*value.shape] != tensor["shape"] or str(value.dtype) != f"torch.{tensor['dtype']}":
-            raise RuntimeError(
-                f"status=2 message=Invalid: {tensor} given {tuple(value.shape)} {value.dtype}"
-            )
+            raise RuntimeError(f"status=2 message=Invalid: {tensor} given {tuple(value.shape)} {value.dtype}")
         arguments[tensor["parameter"]] = value
     return [arguments[number] for number in sorted(arguments)]
 
@@ -493,19 +417,13 @@ class Replicated:
         options = xla.CompileOptions()
         options.num_replicas = ranks
         computation = xla.mlir.hlo_to_stablehlo(hlo)
-        self.program = _client(ranks).compile_and_load(
-            computation, xla.DeviceList(tuple(self.devices)), options
-        )
+        self.program = _client(ranks).compile_and_load(computation, xla.DeviceList(tuple(self.devices)), options)
 
     def __call__(self, arguments: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """arguments[rank][parameter] -> outputs[rank][output]"""
-        results = self.program.execute_sharded(
-            [self._spread(parts) for parts in zip(*arguments, strict=True)]
-        )
+        results = self.program.execute_sharded([self._spread(parts) for parts in zip(*arguments, strict=True)])
         outputs = results.disassemble_into_single_device_arrays()
-        return [
-            [_to_torch(output[rank]) for output in outputs] for rank in range(len(self.devices))
-        ]
+        return [[_to_torch(output[rank]) for output in outputs] for rank in range(len(self.devices))]
 
     def _spread(self, parts: tuple[torch.Tensor, ...]):
         """One array whose parts lie on the devices. "Replicated" says only that the parts have the

@@ -26,16 +26,7 @@ import oracle
 import pytest
 import recipes_oracle
 import torch
-from helpers import (
-    made_film,
-    randn,
-    random_value,
-    rel,
-    run_program,
-    save_weights,
-    tone,
-    write_sound,
-)
+from helpers import made_film, randn, random_value, rel, run_program, save_weights, tone, write_sound
 from jobs import make_job, read_voice, replace
 from safetensors.torch import load_file
 from tiny import TinySizes, make_tiny
@@ -99,9 +90,7 @@ CONTEXTS = ("video_context", "audio_context")
 @pytest.fixture(scope="module", autouse=True)
 def source(tmp_path_factory):
     """NxD in this process, and cores that are this host's memory."""
-    library = nxd_stubs.install(
-        Path(os.environ[nxd_stubs.SOURCE]), tmp_path_factory.mktemp("packages")
-    )
+    library = nxd_stubs.install(Path(os.environ[nxd_stubs.SOURCE]), tmp_path_factory.mktemp("packages"))
     logging.getLogger("Neuron").setLevel(logging.ERROR)
     patch = pytest.MonkeyPatch()
     # The one place that names a device.
@@ -143,9 +132,7 @@ def whole(assets, workspace):
 @pytest.fixture(scope="module")
 def wanted(assets):
     """What the reference makes of the two-stage job."""
-    return oracle.generate(
-        assets, oracle.Job(PROMPT, height=64, width=64, num_frames=9, frame_rate=24, seed=10)
-    )
+    return oracle.generate(assets, oracle.Job(PROMPT, height=64, width=64, num_frames=9, frame_rate=24, seed=10))
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +161,7 @@ def test_every_context_and_latent_of_a_two_stage_job_is_the_reference_s_in_fp32(
 
 def test_the_whole_step_in_one_graph_is_the_reference_s_in_fp32_too(whole, assets, wanted):
     build.make(whole, whole.dit_graphs(SHAPE.buckets))
-    with Engine(
-        whole, Recorder(), RunOptions(spatial_upsampler_path=assets.spatial_upsampler)
-    ) as engine:
+    with Engine(whole, Recorder(), RunOptions(spatial_upsampler_path=assets.spatial_upsampler)) as engine:
         (result,) = engine.run([make_job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
         (held,) = engine.residency.ranks._sets
         assert {graph for _, graph in held.models} == {"step"}
@@ -206,9 +191,7 @@ def test_ranks_that_share_the_videos_tokens_are_the_reference_s_in_fp32(assets, 
     assert max(distances.values()) < FP32
 
 
-def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weights(
-    workspace, assets
-):
+def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weights(workspace, assets):
     prompts = [PROMPT, ", ".join(["a long walk on a pebble beach, in the rain"] * 12)]
     ids = [tokenize(load_tokenizer(assets.gemma_root), prompt) for prompt in prompts]
     assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [128, 1024]
@@ -226,14 +209,9 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
             )
             == 1
         )
-        encoder = RankTextEncoder(
-            ranks, weights, workspace.gemma, workspace.transformer, (128, 1024), torch.float32
-        )
+        encoder = RankTextEncoder(ranks, weights, workspace.gemma, workspace.transformer, (128, 1024), torch.float32)
         for prompt, each in zip(prompts, ids, strict=True):
-            (contexts,), wanted = (
-                encoder.encode([each]),
-                oracle.encode(assets, prompt, torch.float32),
-            )
+            (contexts,), wanted = (encoder.encode([each]), oracle.encode(assets, prompt, torch.float32))
             assert rel(contexts.video, wanted["video_context"]) < FP32
             assert rel(contexts.audio, wanted["audio_context"]) < FP32
 
@@ -283,9 +261,7 @@ def weights_of(inputs: GraphInputs) -> dict[str, list[Tensor]]:
 def test_the_weights_of_all_buckets_are_uploaded_once(workspace, monkeypatch):
     uploads = []
     load = torch.ops.neuron._parallel_load
-    monkeypatch.setattr(
-        torch.ops.neuron, "_parallel_load", lambda parts: uploads.append(parts) or load(parts)
-    )
+    monkeypatch.setattr(torch.ops.neuron, "_parallel_load", lambda parts: uploads.append(parts) or load(parts))
     with runtime.NxdRanks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
         (held,) = ranks._sets
@@ -326,9 +302,7 @@ def test_the_graph_of_blocks_does_not_grow_with_the_depth(workspace):
 def test_a_saved_graph_carries_no_weights(workspace):
     """NxD saves the inputs that it traced with; at full width those of four blocks have 0.8 GB."""
     for manifest in dit_manifests(workspace).values():
-        weights = 4 * sum(
-            math.prod(shape) for shape in manifest.graphs["blocks"]["parameters"].values()
-        )
+        weights = 4 * sum(math.prod(shape) for shape in manifest.graphs["blocks"]["parameters"].values())
         model = runtime._open(manifest, "blocks", TP)
         (examples,) = model.reserved_example_inputs.values()
         assert len(examples) > len(manifest.graphs["blocks"]["parameters"])
@@ -355,23 +329,14 @@ def test_the_kernel_of_the_profile_is_in_the_graphs(workspace, assets, tmp_path)
 
 
 def test_a_block_has_seven_all_reduces_and_the_manifest_counts_them(generated, workspace):
-    assert (
-        generated.counters.collectives_per_step["count"]
-        == PER_BLOCK * workspace.transformer.num_layers
-    )
+    assert generated.counters.collectives_per_step["count"] == PER_BLOCK * workspace.transformer.num_layers
 
 
-def test_a_step_moves_the_bytes_and_does_the_flops_of_the_other_backend_s_in_fewer_collectives(
-    generated, workspace
-):
+def test_a_step_moves_the_bytes_and_does_the_flops_of_the_other_backend_s_in_fewer_collectives(generated, workspace):
     bucket, manifest = workspace.dit_program_for(SHAPE, SHAPE.stages[1])
     with fake_process_group(TP):
-        program = dit_program(
-            workspace.transformer, bucket, TP, TorchDistComm(TP), torch.float32, 1, "nki"
-        )
-        others = [
-            cost(export_trace(program, name, torch.float32)) for name, _ in program.runs["main"]
-        ]
+        program = dit_program(workspace.transformer, bucket, TP, TorchDistComm(TP), torch.float32, 1, "nki")
+        others = [cost(export_trace(program, name, torch.float32)) for name, _ in program.runs["main"]]
     ours, layers = manifest.cost(), workspace.transformer.num_layers
     other = {key: sum(each[key] for each in others) for key in ours}
     assert ours["collectives"] == 7 * layers and other["collectives"] == 11 * layers
@@ -415,11 +380,7 @@ def test_a_warm_step_passes_only_what_a_graph_has_returned_since(generated, monk
     """Not the 86 weights of each block, nor what was uploaded."""
     ranks, program = generated.ranks, program_of(generated)
     right, changed, inner = one_step(ranks, program), [], GraphInputs._set
-    monkeypatch.setattr(
-        GraphInputs,
-        "_set",
-        lambda self, name, parts: changed.append(name) or inner(self, name, parts),
-    )
+    monkeypatch.setattr(GraphInputs, "_set", lambda self, name, parts: changed.append(name) or inner(self, name, parts))
     assert rel(one_step(ranks, program), right) == 0
     assert {*changed} <= ranks.programs[program].outputs
     context = [part.clone() for part in ranks._buffers.tensors["video_context"]]
@@ -505,9 +466,7 @@ def graphs_of(workspace) -> dict[Path, float]:
     return {path: path.stat().st_mtime for path in (workspace.artifacts / "graphs").glob("*/*.pt")}
 
 
-def test_the_identity_of_a_graph_names_versions_flags_and_sizes_and_no_working_file_stays(
-    workspace,
-):
+def test_the_identity_of_a_graph_names_versions_flags_and_sizes_and_no_working_file_stays(workspace):
     graphs = set()
     for folder in (workspace.artifacts / "graphs").iterdir():
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -517,9 +476,7 @@ def test_the_identity_of_a_graph_names_versions_flags_and_sizes_and_no_working_f
         assert flags == workspace.profile.flags(identity["model"]) == identity["compiler_flags"]
         assert ("--vectorize-strided-dma" in flags) == (identity["model"] == "gemma3")
         assert (
-            identity["neuron"]["neuronx-distributed"]
-            and identity["torch"] == torch.__version__
-            and identity["config"]
+            identity["neuron"]["neuronx-distributed"] and identity["torch"] == torch.__version__ and identity["config"]
         )
         assert [path.name for path in folder.iterdir() if path.suffix not in (".pt", ".json")] == []
         graphs.add((identity["model"], identity["bucket"]))
@@ -532,9 +489,7 @@ def test_flags_reach_the_compiler_without_layout_optimisation(workspace, tmp_pat
     import neuronx_distributed.trace.functions as functions
 
     said = []
-    monkeypatch.setattr(
-        functions, "neuron_xla_compile", lambda module_bytes, **k: said.append(k) or module_bytes
-    )
+    monkeypatch.setattr(functions, "neuron_xla_compile", lambda module_bytes, **k: said.append(k) or module_bytes)
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
     build.make(workspace, workspace.dit_graphs([SHAPE.buckets[0]]))
     assert len(said) == 3
@@ -551,17 +506,11 @@ def program_for(config, workspace, blocks_per_graph: int) -> Program:
 
 
 @pytest.mark.parametrize(("cut", "name"), [(False, "step"), (True, "blocks")])
-def test_an_object_given_for_two_inputs_would_be_one_input_and_ours_are_all_different(
-    workspace, cut, name
-):
+def test_an_object_given_for_two_inputs_would_be_one_input_and_ours_are_all_different(workspace, cut, name):
     program = program_for(workspace.transformer, workspace, int(cut))
     graph = program.graphs[name]
     examples = nxd_compile.example_inputs(graph, program.fields, cut)
-    assert (
-        len({id(t) for t in examples.values()})
-        == len({t.data_ptr() for t in examples.values()})
-        == len(examples)
-    )
+    assert len({id(t) for t in examples.values()}) == len({t.data_ptr() for t in examples.values()}) == len(examples)
     assert all(t.unique().numel() > 1 for name, t in examples.items() if t.numel() > 4)
     assert all(t.any() for t in examples.values())
     with inside_nxd():
@@ -573,9 +522,7 @@ def test_an_object_given_for_two_inputs_would_be_one_input_and_ours_are_all_diff
             preserve_parameters=True,
             treat_inputs_as_kwargs=True,
         )
-    assert len({t.parameter for t in same.metaneff.input_tensors}) < len(
-        same.metaneff.input_tensors
-    )
+    assert len({t.parameter for t in same.metaneff.input_tensors}) < len(same.metaneff.input_tensors)
 
 
 def inside_nxd():
@@ -584,9 +531,7 @@ def inside_nxd():
     return NxDParallelState(world_size=TP, tensor_model_parallel_size=TP, lnc_size=2)
 
 
-@pytest.mark.parametrize(
-    ("cut", "name", "said"), [(0, "step", "module.unused"), (1, "blocks", "unused")]
-)
+@pytest.mark.parametrize(("cut", "name", "said"), [(0, "step", "module.unused"), (1, "blocks", "unused")])
 def test_a_weight_that_became_a_constant_is_refused(workspace, cut, name, said):
     program = program_for(workspace.transformer, workspace, cut)
     program.graphs[name].module.unused = torch.nn.Parameter(torch.empty(3, device="meta"))
@@ -600,17 +545,13 @@ def test_in_bf16_activations_travel_as_bf16_and_statistics_as_fp32(assets, works
     sent = {}
     for dtype in (torch.float32, torch.bfloat16):
         with inside_nxd():
-            program = dit_program(
-                workspace.transformer, bucket, TP, nxd_compile.XlaComm(TP), dtype, 0
-            )
+            program = dit_program(workspace.transformer, bucket, TP, nxd_compile.XlaComm(TP), dtype, 0)
             program.graphs["step"].module.to(dtype)
             hlo = nxd_compile.trace(program, "step", "tag").trace_artifacts_collection["tag"].hlo
         sent[dtype] = nxd_compile.collectives(hlo, mesh.compiled(workspace.profile, TP))
     video, audio = workspace.transformer.video, workspace.transformer.audio
     tokens = (bucket.video_tokens, bucket.audio_tokens)
-    activations = (
-        4 * (tokens[0] * video.inner + tokens[1] * audio.inner) * workspace.transformer.num_layers
-    )
+    activations = 4 * (tokens[0] * video.inner + tokens[1] * audio.inner) * workspace.transformer.num_layers
     difference = sent[torch.float32]["collective_bytes"] - sent[torch.bfloat16]["collective_bytes"]
     assert difference == 2 * activations
     assert sent[torch.float32]["collectives"] == sent[torch.bfloat16]["collectives"]
@@ -621,23 +562,14 @@ def test_in_bf16_activations_travel_as_bf16_and_statistics_as_fp32(assets, works
     [
         (lambda tensors: tensors.pop("patchify_proj.bias"), "missing: patchify_proj.bias"),
         (lambda tensors: tensors.update(extra=torch.zeros(1)), "unexpected: extra"),
-        (
-            lambda tensors: tensors.update(
-                {"patchify_proj.bias": tensors["patchify_proj.bias"].half()}
-            ),
-            "F16, wanted",
-        ),
+        (lambda tensors: tensors.update({"patchify_proj.bias": tensors["patchify_proj.bias"].half()}), "F16, wanted"),
     ],
 )
-def test_a_rank_file_that_is_not_the_model_s_is_refused_though_nxd_would_take_it(
-    workspace, tmp_path, spoil, said
-):
+def test_a_rank_file_that_is_not_the_model_s_is_refused_though_nxd_would_take_it(workspace, tmp_path, spoil, said):
     parts = [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
     spoil(parts[2])
     with runtime.NxdRanks(workspace.profile, TP) as ranks, pytest.raises(UserError, match=said):
-        ranks.load(
-            save_weights(tmp_path / "weights", *parts), dit_manifests(workspace), torch.float32
-        )
+        ranks.load(save_weights(tmp_path / "weights", *parts), dit_manifests(workspace), torch.float32)
 
 
 def dit_manifests(workspace) -> dict:
@@ -662,19 +594,11 @@ def test_unloading_frees_weights_graphs_and_tensors(workspace):
 
 def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(workspace, tmp_path):
     parts = [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
-    other, (first, second) = (
-        save_weights(tmp_path / "weights", *parts),
-        dit_manifests(workspace).items(),
-    )
+    other, (first, second) = (save_weights(tmp_path / "weights", *parts), dit_manifests(workspace).items())
     with runtime.NxdRanks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dict([first, second]), torch.float32)
         (held,) = ranks._sets
-        leaving = [
-            weakref.ref(model)
-            for (of, _), copies in held.models.items()
-            if of == first[0]
-            for model in copies
-        ]
+        leaving = [weakref.ref(model) for (of, _), copies in held.models.items() if of == first[0] for model in copies]
         kept = {key: copies for key, copies in held.models.items() if key[0] == second[0]}
         ranks.load(workspace.dit_weights(), dict([second]), torch.float32)
         assert len(leaving) == 1 + 2 + 2 and not any(model() for model in leaving)
@@ -691,17 +615,13 @@ def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(work
 
 def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspace, tmp_path):
     parts = [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
-    doubled = save_weights(
-        tmp_path / "weights", *({name: t * 2 for name, t in part.items()} for part in parts)
-    )
+    doubled = save_weights(tmp_path / "weights", *({name: t * 2 for name, t in part.items()} for part in parts))
     with runtime.NxdRanks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
         (held,) = ranks._sets
         addresses = [t.data_ptr() for t in held.tensors[1].values()]
         ranks.replace_weights(doubled)
-        assert held.folder == doubled and addresses == [
-            t.data_ptr() for t in held.tensors[1].values()
-        ]
+        assert held.folder == doubled and addresses == [t.data_ptr() for t in held.tensors[1].values()]
         for program in held.manifests:
             (head,) = held.models[program, "head"]
             bound = head.weights[1]["module.patchify_proj.bias"]
@@ -723,9 +643,7 @@ def test_a_graph_for_another_number_of_ranks_is_refused(workspace, monkeypatch):
 
     load = NxDModel.load.__func__
     monkeypatch.setattr(
-        NxDModel,
-        "load",
-        classmethod(lambda cls, path: setattr(m := load(cls, path), "world_size", 2) or m),
+        NxDModel, "load", classmethod(lambda cls, path: setattr(m := load(cls, path), "world_size", 2) or m)
     )
     with (
         runtime.NxdRanks(workspace.profile, TP) as ranks,
@@ -736,14 +654,8 @@ def test_a_graph_for_another_number_of_ranks_is_refused(workspace, monkeypatch):
 
 # What the runtime and the compiler say, where NxD calls them, and what a user reads.
 FAILURES = {
-    "_parallel_load": (
-        'nrt_tensor_allocate status=4 message="Allocation Failure"',
-        "memory is full",
-    ),
-    "initialize": (
-        "NeuronCore(s) not available - Requested:4 Available:0",
-        "another process holds the cores",
-    ),
+    "_parallel_load": ('nrt_tensor_allocate status=4 message="Allocation Failure"', "memory is full"),
+    "initialize": ("NeuronCore(s) not available - Requested:4 Available:0", "another process holds the cores"),
     "forward_ranked": ('nrt_execute status=5 message="Timeout"', "NEURON_RT_EXEC_TIMEOUT"),
 }
 
@@ -770,26 +682,17 @@ def test_a_failure_of_the_runtime_says_what_to_do(workspace, monkeypatch, call):
         ranks.load(workspace.dit_weights(), manifests := dit_manifests(workspace), torch.float32)
         name, manifest = next(iter(manifests.items()))
         inputs = {name for graph in manifest.graphs.values() for name in graph["inputs"]}
-        ranks.put(
-            name,
-            **{
-                n: random_value(field, TP, 1) for n, field in manifest.fields.items() if n in inputs
-            },
-        )
+        ranks.put(name, **{n: random_value(field, TP, 1) for n, field in manifest.fields.items() if n in inputs})
         ranks.put_numbers(name, "step", 1)
         ranks.run(name, step=0)
     assert advice in str(failed.value)
 
 
-def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(
-    workspace, tmp_path, monkeypatch
-):
+def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(workspace, tmp_path, monkeypatch):
     import neuronx_distributed.trace.functions as functions
 
     def fail(**_):
-        raise RuntimeError(
-            "neuronx-cc: [NCC_EBVF030] Instructions generated by compiler exceed the typical limit"
-        )
+        raise RuntimeError("neuronx-cc: [NCC_EBVF030] Instructions generated by compiler exceed the typical limit")
 
     monkeypatch.setattr(functions, "neuron_xla_compile", fail)
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
@@ -805,17 +708,7 @@ def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(
 def test_the_five_scripts_run_on_the_profile_of_the_device(assets, generated, tmp_path):
     """Sharded, compiled and generated as a user types it, but for the closed packages; the latents
     are the pipeline's."""
-    size = [
-        "--height",
-        "64",
-        "--width",
-        "64",
-        "--num-frames",
-        "9",
-        "--frame-rate",
-        "24",
-        "--two-stage",
-    ]
+    size = ["--height", "64", "--width", "64", "--num-frames", "9", "--frame-rate", "24", "--two-stage"]
     gemma = ["--gemma-root", str(assets.gemma_root)]
 
     def script(path: str, *more: str) -> str:
@@ -838,9 +731,7 @@ def test_the_five_scripts_run_on_the_profile_of_the_device(assets, generated, tm
             CUT,
             *more,
         ]
-        done = subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, timeout=250, cwd=ROOT
-        )
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=250, cwd=ROOT)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
         return done.stdout
 
@@ -849,27 +740,16 @@ def test_the_five_scripts_run_on_the_profile_of_the_device(assets, generated, tm
     script("compile/compile_transformer.py", *size)
     script("compile/compile_gemma3.py", *gemma)
     video, saved = tmp_path / "v.mp4", tmp_path / "t.safetensors"
-    files = [
-        "--output-path",
-        video,
-        "--save-tensors",
-        saved,
-        "--spatial-upsampler-path",
-        assets.spatial_upsampler,
-    ]
+    files = ["--output-path", video, "--save-tensors", saved, "--spatial-upsampler-path", assets.spatial_upsampler]
     script("src/generate_ltx23.py", *gemma, *size, *files, "--neuron-gemma", "--prompt", PROMPT)
     tensors = load_file(saved)
     assert max(rel(tensors[name], generated.tensors[name]) for name in (*CONTEXTS, *LATENTS)) < FP32
     assert video.stat().st_size > 0
 
 
-GUIDANCE = dict(
-    cfg_scale=2.5, stg_scale=0.8, stg_blocks=(0,), modality_scale=2.2, rescale_scale=0.6
-)
+GUIDANCE = dict(cfg_scale=2.5, stg_scale=0.8, stg_blocks=(0,), modality_scale=2.2, rescale_scale=0.6)
 GUIDED = dict(
-    recipe="dev",
-    num_inference_steps=2,
-    guidance=Guidance(StreamGuidance(**GUIDANCE), StreamGuidance(**GUIDANCE)),
+    recipe="dev", num_inference_steps=2, guidance=Guidance(StreamGuidance(**GUIDANCE), StreamGuidance(**GUIDANCE))
 )
 
 
@@ -899,18 +779,13 @@ WHOLE_COPIES = {"step": 4, "guide": 2}
 
 
 @pytest.mark.parametrize(
-    ("settings", "copies"),
-    [((CUT,), COPIES), ((WHOLE,), WHOLE_COPIES), ((CUT, "sequence_parallel=true"), COPIES)],
+    ("settings", "copies"), [((CUT,), COPIES), ((WHOLE,), WHOLE_COPIES), ((CUT, "sequence_parallel=true"), COPIES)]
 )
-def test_a_guided_stage_is_the_reference_s_in_fp32(
-    assets, workspace, wanted_guided, settings, copies
-):
+def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace, wanted_guided, settings, copies):
     """Four passes over the same graphs with other inputs under their names, and one graph that
     combines them. All copies of the graphs are loaded before the first step."""
     workspace = open_workspace(assets, workspace.artifacts, *settings)
-    job = make_job(
-        prompt=PROMPT, size=Size(64, 32, 9, 24), seed=5, negative_prompt="grey", **GUIDED
-    )
+    job = make_job(prompt=PROMPT, size=Size(64, 32, 9, 24), seed=5, negative_prompt="grey", **GUIDED)
     build.make(workspace, workspace.dit_graphs(job.buckets))
     with Engine(workspace, Recorder()) as engine:
         loaded = []
@@ -953,9 +828,7 @@ def given(assets, tmp_path_factory) -> dict[str, Job]:
     return {
         "retake": retake,
         "guided retake": replace(retake, **GUIDED, negative_prompt="grey"),
-        "negative prompt": make_job(
-            PROMPT, Size(64, 64, 9), 3, negative_prompt="grey", nag_scale=5.0
-        ),
+        "negative prompt": make_job(PROMPT, Size(64, 64, 9), 3, negative_prompt="grey", nag_scale=5.0),
         "sound alone": make_job(
             PROMPT,
             Size(0, 0, 30, 30.0),
@@ -1011,19 +884,13 @@ def on_torchdist(assets, given, tmp_path_factory) -> dict[str, dict[str, Tensor]
 
 @pytest.mark.parametrize("settings", [(CUT,), (WHOLE, "sequence_parallel=true")])
 @pytest.mark.parametrize(
-    "name",
-    ["retake", "guided retake", "voice", "masked reference", "negative prompt", "sound alone"],
+    "name", ["retake", "guided retake", "voice", "masked reference", "negative prompt", "sound alone"]
 )
-def test_every_other_kind_of_graphs_is_the_other_backends(
-    assets, workspace, given, on_torchdist, name, settings
-):
+def test_every_other_kind_of_graphs_is_the_other_backends(assets, workspace, given, on_torchdist, name, settings):
     job, ours = given[name], open_workspace(assets, workspace.artifacts, *settings)
     (bucket,) = job.buckets
     held = bucket.audio_timesteps > 1, bucket.biased, bucket.nag, bucket.streams == ("audio",)
-    assert held == (
-        name == "voice" or "retake" in name,
-        *(kind in name for kind in ("masked", "negative", "alone")),
-    )
+    assert held == (name == "voice" or "retake" in name, *(kind in name for kind in ("masked", "negative", "alone")))
     assert bucket.identity == (name == "voice")
     got, wanted = latents_of(job, ours), on_torchdist[name]
     distances = {name: rel(got[name], wanted[name]) for name in wanted}
@@ -1035,10 +902,7 @@ def test_every_other_kind_of_graphs_is_the_other_backends(
 
 LAYOUTS = {
     "2 groups of 4 ranks": (4, (CUT, "context_parallel=2")),
-    "2 groups of 4 ranks that divide the stream too": (
-        4,
-        (WHOLE, "context_parallel=2", "sequence_parallel=true"),
-    ),
+    "2 groups of 4 ranks that divide the stream too": (4, (WHOLE, "context_parallel=2", "sequence_parallel=true")),
     "4 groups of 2 ranks": (2, (CUT, "context_parallel=4")),
 }
 
@@ -1099,9 +963,7 @@ def test_ranks_of_two_groups_have_the_same_latents_their_own_tokens_and_the_weig
 def test_the_doctors_probe_of_groups_finds_right_results(layout, eight_ranks):
     tp, settings = LAYOUTS[layout]
     findings = [*probe(resolve("trn2.48xlarge", settings), tp)]
-    assert [(each.check, each.state) for each in findings] == [
-        (f"group {name}", "ok") for name in ("tp", "cp")
-    ]
+    assert [(each.check, each.state) for each in findings] == [(f"group {name}", "ok") for name in ("tp", "cp")]
 
 
 def test_the_doctors_probe_finds_ranks_in_another_order(eight_ranks, monkeypatch):
@@ -1133,18 +995,13 @@ def test_sums_that_lost_their_groups_are_not_compiled(eight_ranks, monkeypatch):
     assert refused.state == "blocks" and "over ranks [], wanted one of" in refused.text
 
 
-def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
-    assets, workspace, generated, monkeypatch
-):
+def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(assets, workspace, generated, monkeypatch):
     both = open_workspace(assets, workspace.artifacts, CUT, "resident=true")
     jobs = [make_job(prompt=prompt, size=SIZE) for prompt in (PROMPT, "another")]
     options = RunOptions(neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
     with Engine(both, Recorder(), options) as engine:
         (first,) = engine.run(jobs[:1], keep=True, decode=False)
-        assert {held.folder for held in engine.residency.ranks._sets} == {
-            both.dit_weights(),
-            both.weights("gemma3"),
-        }
+        assert {held.folder for held in engine.residency.ranks._sets} == {both.dit_weights(), both.weights("gemma3")}
         monkeypatch.setattr(runtime, "_open", lambda *_: pytest.fail("loaded again"))
         (second,) = engine.run(jobs[1:], keep=True, decode=False)
     assert all(torch.equal(first.tensors[name], generated.tensors[name]) for name in LATENTS)
@@ -1161,9 +1018,7 @@ def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspa
     tiled = open_workspace(assets, workspace.artifacts, CUT, *TILES)
     build.make(tiled, tiled.weight_sets("vae"))
     build.make(tiled, tiled.decoder_graphs(clip))
-    host = HostModels(
-        assets.checkpoint, tiled.checkpoint.config, torch.float32, profile=tiled.profile
-    )
+    host = HostModels(assets.checkpoint, tiled.checkpoint.config, torch.float32, profile=tiled.profile)
     latent = torch.randn(1, 128, *clip, generator=torch.Generator().manual_seed(3))
     with runtime.NxdRanks(tiled.profile, TP) as ranks:
         ranks.load(tiled.weights("vae"), tiled.programs(tiled.decoder_graphs(clip)), torch.float32)
@@ -1197,9 +1052,7 @@ def test_tiles_of_a_clip_are_encoded_on_four_cores_as_the_host_does(assets, work
 
 
 def test_sound_on_four_cores_is_the_hosts(assets, workspace, tmp_path):
-    sound = Workspace(
-        assets.checkpoint, workspace.profile, tmp_path, TP, "float32", assets.gemma_root
-    )
+    sound = Workspace(assets.checkpoint, workspace.profile, tmp_path, TP, "float32", assets.gemma_root)
     build.make(sound, sound.weight_sets("sound"))
     host = HostModels(assets.checkpoint, sound.checkpoint.config, torch.float32)
     size, programs = Size(), {}
@@ -1220,9 +1073,7 @@ def test_sound_on_four_cores_is_the_hosts(assets, workspace, tmp_path):
 def test_a_vae_stages_blocks_are_one_graph_that_takes_the_weights_of_each(workspace, tmp_path):
     """Two blocks of a stage, and four ranks with a tile each, one of which has NaN."""
     blocks = [["res_x", 2], *(["compress_all", {"multiplier": 2}] for _ in range(3))]
-    content = merge(
-        tiny_config(TinySizes()), {"vae": {"decoder_blocks": blocks, "decoder_base_channels": 2}}
-    )
+    content = merge(tiny_config(TinySizes()), {"vae": {"decoder_blocks": blocks, "decoder_base_channels": 2}})
     program = tile_program(video_decoder_config(content), (1, 2, 2), torch.float32)
     generator = torch.Generator().manual_seed(1)
     weights = {
@@ -1232,9 +1083,7 @@ def test_a_vae_stages_blocks_are_one_graph_that_takes_the_weights_of_each(worksp
     tiles = torch.randn(TP, 128, 1, 2, 2, generator=generator)
     wanted = [run_program(program, weights, {"tile_latent": tile[None]}) for tile in tiles]
     identity = {"model": "vae", "bucket": "1x2x2", "backend": "nxd"}
-    nxd_compile.compile_program(
-        lambda: program, tmp_path / "graphs", identity, torch.float32, workspace.profile, TP
-    )
+    nxd_compile.compile_program(lambda: program, tmp_path / "graphs", identity, torch.float32, workspace.profile, TP)
     manifest = Manifest(tmp_path / "graphs")
     (stage,) = (name for name in manifest.graphs if name.startswith("residual"))
     assert sum(name == stage for name, _ in manifest.runs["main"]) == 2
@@ -1267,10 +1116,7 @@ def later(split) -> dict[str, Job]:
     """Jobs of LTX-2.5 by recipe, with an image held in part. The distilled job also generates a
     keyframe."""
     job = make_job(PROMPT, Size(64, 64, 9), 3, images=(ImageCondition(split.image, 0, 0.7),))
-    return {
-        "distilled": replace(job, num_generated_keyframes=1),
-        "dev": replace(job, **GUIDED, negative_prompt="grey"),
-    }
+    return {"distilled": replace(job, num_generated_keyframes=1), "dev": replace(job, **GUIDED, negative_prompt="grey")}
 
 
 def later_latents(later, split, recipe: str, open_files) -> dict[str, Tensor]:
@@ -1295,9 +1141,7 @@ def later_on_torchdist(later, split, tmp_path_factory) -> dict[str, dict[str, Te
 
 @pytest.mark.parametrize("settings", [(CUT,), (WHOLE, "sequence_parallel=true")])
 @pytest.mark.parametrize("recipe", ["distilled", "dev"])
-def test_a_stage_of_ltx_2_5_equals_the_other_backends(
-    split, folder, later, later_on_torchdist, recipe, settings
-):
+def test_a_stage_of_ltx_2_5_equals_the_other_backends(split, folder, later, later_on_torchdist, recipe, settings):
     """The noise of each ancestral step has its own name."""
 
     def opened(files):
@@ -1309,9 +1153,7 @@ def test_a_stage_of_ltx_2_5_equals_the_other_backends(
     assert max(distances.values()) < FP32
 
 
-def test_groups_of_ranks_mark_the_keyframes_of_their_tokens(
-    split, folder, later, later_on_torchdist, eight_ranks
-):
+def test_groups_of_ranks_mark_the_keyframes_of_their_tokens(split, folder, later, later_on_torchdist, eight_ranks):
     """Eight ranks divide 12 tokens, so the last ranks have padding."""
     tp, settings = LAYOUTS["2 groups of 4 ranks that divide the stream too"]
 
@@ -1337,9 +1179,7 @@ def test_gemma_4_with_its_global_head_on_every_rank_encodes_as_on_the_host(split
         for layer, copied in ((full, True), (sliding, False)):
             keys = [part[f"layers.{layer}.self_attn.k_proj.weight"] for part in held.tensors]
             assert torch.equal(keys[0], keys[1]) == copied
-        encoder = RankTextEncoder(
-            ranks, ours.weights("gemma3"), ours.gemma, ours.transformer, (128,), torch.float32
-        )
+        encoder = RankTextEncoder(ranks, ours.weights("gemma3"), ours.gemma, ours.transformer, (128,), torch.float32)
         (got,), (wanted,) = encoder.encode([ids]), ours.host_text_encoder().encode([ids])
     assert max(rel(got.video, wanted.video), rel(got.audio, wanted.audio)) < FP32
 
@@ -1355,8 +1195,6 @@ def test_frames_of_the_diffusion_decoder_on_four_cores_equal_the_hosts(split, fo
     with runtime.NxdRanks(ours.profile, TP) as ranks:
         ranks.load(ours.weights("vae"), ours.programs(ours.decoder_graphs(clip)), torch.float32)
         spans = RankSpans(ranks, ours.video_decoder, torch.float32)
-        decoders = (
-            DiffusionDecoder(each.config, clip, each) for each in (spans, host.video_decoder)
-        )
+        decoders = (DiffusionDecoder(each.config, clip, each) for each in (spans, host.video_decoder))
         got, wanted = (torch.cat([*each.pixels(latent, seed)], 2) for each in decoders)
     assert rel(got, wanted) < FP32

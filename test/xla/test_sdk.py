@@ -87,9 +87,7 @@ def test_neuronx_cc_compiles_the_graphs_of_two_blocks(backend, guided, tmp_path)
         profile.attention,
     )
     identity = {"model": "dit", "bucket": bucket.name, **registry.identity(profile, "dit")}
-    registry.compile_program(
-        make, tmp_path / "graphs", identity, torch.bfloat16, profile, profile.tp
-    )
+    registry.compile_program(make, tmp_path / "graphs", identity, torch.bfloat16, profile, profile.tp)
     # TorchNeuron's graphs are compiled where they run, or here.
     registry.precompile([tmp_path / "graphs"], profile, profile.tp, tmp_path / "cache")
     graphs = {"head", "blocks", "tail"} | ({"guide"} if guided else set())

@@ -20,8 +20,7 @@ from ltx_neuron.config.profiles import PROFILES
 pytest.importorskip(
     "torch_xla",
     reason=(
-        "XLA LOWERING NOT CHECKED: torch_xla is not installed here. test/xla/make_xla_venv.sh makes"
-        " a venv that has it"
+        "XLA LOWERING NOT CHECKED: torch_xla is not installed here. test/xla/make_xla_venv.sh makes a venv that has it"
     ),
 )
 TP, DTYPE = 4, torch.bfloat16
@@ -38,9 +37,7 @@ def findings_of(function):
     for rank in (0, TP - 1):
         with fake_process_group(TP, rank):
             readings[rank] = lower.read(program(function), "planted", RANKS, DTYPE, "graph")
-    return readings[0].check()[1] + compare_ranks(
-        "graph", {rank: reading.text for rank, reading in readings.items()}
-    )
+    return readings[0].check()[1] + compare_ranks("graph", {rank: reading.text for rank, reading in readings.items()})
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -74,22 +71,13 @@ COLLECTIVES = {
         lambda x, index: reduced(x, ((0, 1), (2, 3))),
         "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}",
     ),
-    "a sum over ranks that do not exist": (
-        lambda x, index: reduced(x, (tuple(range(8)),)),
-        "wanted {{0,1,2,3}}",
-    ),
-    "a maximum over the ranks": (
-        lambda x, index: reduced(x, reduction="max"),
-        "reduces by maximum",
-    ),
+    "a sum over ranks that do not exist": (lambda x, index: reduced(x, (tuple(range(8)),)), "wanted {{0,1,2,3}}"),
+    "a maximum over the ranks": (lambda x, index: reduced(x, reduction="max"), "reduces by maximum"),
     "an all-gather of half of the ranks": (
         lambda x, index: gathered(x, [[0, 1], [2, 3]]),
         "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}",
     ),
-    "an all-to-all": (
-        lambda x, index: exchanged(x),
-        "Comm has only all-gather, all-reduce, reduce-scatter",
-    ),
+    "an all-to-all": (lambda x, index: exchanged(x), "Comm has only all-gather, all-reduce, reduce-scatter"),
     "a sum of integers": (lambda x, index: reduced(index), "NCC_EVRF061"),
 }
 
@@ -103,9 +91,7 @@ def test_a_planted_collective_is_found_in_the_hlo(name):
 def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():
     """torch_xla makes a parameter of a tensor that the function makes of Python numbers: the
     tracing rank's, for all."""
-    findings = findings_of(
-        lambda x, index: x * torch.tensor([1.0 + torch.distributed.get_rank()] * 8).to(x.device)
-    )
+    findings = findings_of(lambda x, index: x * torch.tensor([1.0 + torch.distributed.get_rank()] * 8).to(x.device))
     assert "made while tracing: tensor (8,)" in text_of(findings)
     assert "rank 0 has" in text_of(findings)
 
@@ -119,9 +105,7 @@ def test_collectives_of_one_graph_do_not_come_into_the_next():
     findings_of(lambda x, index: reduced(x))
     with fake_process_group(TP):
         reading = lower.read(program(lambda x, index: reduced(x)), "planted", RANKS, DTYPE, "graph")
-    assert (
-        len([operation for operation in hlo.operations(reading.text) if operation.collective]) == 1
-    )
+    assert len([operation for operation in hlo.operations(reading.text) if operation.collective]) == 1
 
 
 def world_of(case: Case, rank: int = 0):
@@ -144,9 +128,7 @@ def graphs():
                     readings.setdefault(f"{case.name}: {name}", {})[rank] = reading
         for name, of_rank in readings.items():
             operations, findings = of_rank[0].check()
-            findings += compare_ranks(
-                name, {rank: reading.text for rank, reading in of_rank.items()}
-            )
+            findings += compare_ranks(name, {rank: reading.text for rank, reading in of_rank.items()})
             graphs[name] = operations, findings
     return graphs
 
@@ -165,10 +147,7 @@ def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(graphs):
     """Three stages of attention, each with one group of statistics and one of outputs, and the
     feed-forward. At full width the two or three outputs of a group are large, so that each travels
     alone."""
-    counts = {
-        name: sum(o.collective is not None for o in operations)
-        for name, (operations, _) in graphs.items()
-    }
+    counts = {name: sum(o.collective is not None for o in operations) for name, (operations, _) in graphs.items()}
     assert counts["tiny, 1 block: DiT, text to video, cut: blocks"] == 7
     assert counts["tiny, 1 block: DiT, image to video, guided, whole: step"] == 7
     assert counts["tiny, 1 block: Gemma3, 1024 tokens: gemma3"] == 2

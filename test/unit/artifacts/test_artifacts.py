@@ -1,0 +1,659 @@
+"""Artifacts are pushed to a store and pulled from it whole, each file once, and refused where a
+byte is another one. Over a folder, fsspec's memory, and a server that speaks S3."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from helpers import exit_code, forked, save_weights
+from tqdm import tqdm
+
+from ltx_neuron import artifacts, errors
+from ltx_neuron.artifacts import find, folder, tuned_settings
+from ltx_neuron.artifacts.__main__ import main, table
+from ltx_neuron.artifacts.store import Store, names_in, without_user
+from ltx_neuron.artifacts.transfer import pull, push
+from ltx_neuron.backends.manifest import sha256
+from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.files import MANIFEST, read_json, write_json
+from ltx_neuron.invocation import command
+from ltx_neuron.weights.rankfiles import verify
+
+FLOATS = 50_000  # of a rank's file: 0.2 MB
+WEIGHTS = {
+    "kind": "weights",
+    "model": "dit",
+    "source": "0123456789ab",
+    "tp": 2,
+    "dtype": "float32",
+    "layout": 3,
+    "loras": [],
+}
+GRAPHS = {
+    "kind": "graphs",
+    "model": "vae",
+    "bucket": "8x8x4",
+    "config": "abc",
+    "tp": 2,
+    "dtype": "float32",
+    "backend": "nxd",
+    "code": "def",
+    "torch": "2.9.0",
+    "compiler_flags": "--lnc=2",
+    "neuron": {"neuronx-cc": "2.26.6360.0", "libneuronxla": None},
+}
+
+
+# On a port that the system chooses: one that is free now may be another process's a moment later.
+SERVER = """
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+input()
+"""
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A server that speaks S3 (moto), in a process of its own, and the environment that leads
+    there."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stderr=subprocess.DEVNULL, **pipes)
+    port = server.stdout.readline().strip()
+    assert port, "no S3 server: pip install -e .[dev]"
+    # fsspec keeps file systems, also those of a server of an earlier set-up of this fixture.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "anyone")
+        yield fsspec.filesystem("s3")
+    server.kill()
+    server.wait()
+
+
+def url_of(kind: str, request, tmp_path: Path) -> str:
+    """An empty place of a kind."""
+    if kind == "folder":
+        return str(tmp_path / "store")
+    if kind == "memory":
+        fsspec.filesystem("memory").store.clear()
+        return "memory://ltx"
+    bucket = f"bucket-{random.randrange(10**9)}"
+    request.getfixturevalue("s3").mkdir(bucket)
+    return f"s3://{bucket}/some/where"
+
+
+@pytest.fixture(params=["folder", "memory"])
+def url(request, tmp_path):
+    return url_of(request.param, request, tmp_path)
+
+
+@pytest.fixture(params=["folder", "s3"])
+def lasting(request, tmp_path):
+    """Of a store that other processes reach."""
+    return url_of(request.param, request, tmp_path)
+
+
+def make_weights(artifacts: Path, seed: int = 0, **changed) -> Path:
+    identity = WEIGHTS | changed
+    generator = torch.Generator().manual_seed(seed)
+    ranks = [{"w": torch.randn(FLOATS, generator=generator)} for _ in range(identity["tp"])]
+    path = save_weights(folder(artifacts, identity), *ranks)
+    write_json(path / MANIFEST, read_json(path / MANIFEST) | {"identity": identity})
+    return path
+
+
+def make_graphs(artifacts: Path, seed: int = 0, **changed) -> Path:
+    identity, path = GRAPHS | changed, folder(artifacts, GRAPHS | changed)
+    path.mkdir(parents=True)
+    graphs = {}
+    for name in ("head", "blocks"):
+        file = path / f"{name}.pt"
+        file.write_bytes(random.Random(f"{seed}{name}").randbytes(40_000))
+        graphs[name] = {"file": file.name, "sha256": sha256(file)}
+    write_json(path / MANIFEST, {"identity": identity, "graphs": graphs})
+    return path
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Artifacts of one machine: weights, graphs, and what is the machine's own."""
+    artifacts = tmp_path / "made"
+    make_weights(artifacts)
+    make_graphs(artifacts)
+    for own in ("calibration", "prompts", "compiled/inductor"):
+        (artifacts / own).mkdir(parents=True)
+        (artifacts / own / "own.json").write_text("{}")
+    return artifacts
+
+
+def content(root: Path) -> dict[str, bytes]:
+    """All files under a folder."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def sets_of(artifacts: Path) -> dict[str, bytes]:
+    kinds = "weights", "graphs", "tuned"
+    return {name: data for name, data in content(artifacts).items() if name.startswith(kinds)}
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """copied.put, copied.get: the names of the files that travel from now on."""
+
+    class Copied:
+        put, get = [], []
+
+    put, get = Store.put, Store.get
+
+    def counted_put(self, path, name, bar):
+        Copied.put.append(name)
+        put(self, path, name, bar)
+
+    def counted_get(self, name, path, bar):
+        Copied.get.append(name)
+        get(self, name, path, bar)
+
+    monkeypatch.setattr(Store, "put", counted_put)
+    monkeypatch.setattr(Store, "get", counted_get)
+    return Copied
+
+
+def in_a_process(work) -> int:
+    """The exit code of a process that does some work; negative if a signal ended it."""
+
+    def quietly():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its progress bar
+        tqdm.set_lock(threading.RLock())  # a killed process would leave the bars' own locked
+        work()
+
+    return exit_code(forked(quietly))
+
+
+def kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def change(url: str, name: str, change) -> None:
+    """Replace what a store has under a name by what a function makes of it."""
+    store = Store(url)
+    place = f"{store.root}/{name}"
+    store.fs.pipe_file(place, change(store.fs.cat_file(place)))
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+# --- whole ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["folder", "memory", "s3"], indirect=True)
+def test_what_is_pulled_is_what_was_pushed_and_nothing_of_the_machine(url, made, tmp_path):
+    push(Store(url), made, [])
+    folders = pull(Store(url), tmp_path / "here", [])
+    assert content(tmp_path / "here") == sets_of(made)
+    weights, graphs = sorted(folders, reverse=True)
+    assert verify(weights) == []
+    assert find(tmp_path / "here", WEIGHTS, "") == weights
+    assert find(tmp_path / "here", GRAPHS, "") == graphs
+
+
+def test_a_store_that_is_a_folder_is_one_of_artifacts(made, tmp_path):
+    push(Store(tmp_path / "store"), made, [])
+    assert content(tmp_path / "store") == sets_of(made)
+    assert find(tmp_path / "store", GRAPHS, "").is_dir()
+
+
+def test_the_same_command_sends_and_takes_nothing_again(url, made, tmp_path, copied, capsys):
+    push(Store(url), made, [])
+    pull(Store(url), tmp_path / "here", [])
+    copied.put.clear()
+    copied.get.clear()
+    push(Store(url), made, [])
+    pull(Store(url), tmp_path / "here", [])
+    assert copied.put == copied.get == []
+    assert capsys.readouterr().out.count("already present: ") == 4
+
+
+def test_a_folder_that_was_never_finished_is_not_sent(made, tmp_path):
+    (folder(made, WEIGHTS) / MANIFEST).unlink()
+    assert push(Store(tmp_path / "store"), made, []) == [f"graphs/{folder(made, GRAPHS).name}"]
+
+
+@pytest.mark.parametrize("identity", [WEIGHTS, GRAPHS])
+def test_what_is_damaged_here_is_not_sent(made, tmp_path, identity):
+    path = next(path for path in sorted(folder(made, identity).iterdir()) if path.suffix != ".json")
+    path.write_bytes(flipped(path.read_bytes()))
+    with pytest.raises(UserError, match=rf"{path.name} is damaged: .*\nMake it again: rm -r"):
+        push(Store(tmp_path / "store"), made, [identity["kind"]])
+    assert names_in(Store(tmp_path / "store").files()) == []
+
+
+def test_a_manifest_of_another_folder_is_not_sent(made, tmp_path):
+    folder(made, WEIGHTS).rename(made / "weights" / "dit-tp2-float32-01234567")
+    with pytest.raises(UserError, match="is not a valid manifest"):
+        push(Store(tmp_path / "store"), made, [])
+
+
+def test_only_what_is_missing_or_damaged_here_is_taken(url, made, tmp_path, copied):
+    push(Store(url), made, [])
+    pull(Store(url), tmp_path / "here", [])
+    here, graphs = folder(tmp_path / "here", WEIGHTS), folder(tmp_path / "here", GRAPHS)
+    with open(here / "rank0.safetensors", "ab") as file:
+        file.write(b"more")
+    (graphs / "head.pt").unlink()
+    copied.get.clear()
+    pull(Store(url), tmp_path / "here", [])
+    assert content(tmp_path / "here") == sets_of(made)
+    assert {name.rpartition("/")[2] for name in copied.get} == {"rank0.safetensors", "head.pt"}
+
+
+def test_a_flipped_byte_of_weights_here_is_found_where_all_bytes_are_read(made, tmp_path):
+    store = Store(tmp_path / "store")
+    push(store, made, [])
+    pull(store, tmp_path / "here", [])
+    path = folder(tmp_path / "here", WEIGHTS) / "rank1.safetensors"
+    path.write_bytes(flipped(path.read_bytes()))
+    pull(store, tmp_path / "here", [])
+    assert content(tmp_path / "here") != sets_of(made)  # sizes are compared, as a run does
+    pull(store, tmp_path / "here", [], check=True)
+    assert content(tmp_path / "here") == sets_of(made)
+
+
+def test_graphs_that_another_machine_compiled_to_other_bytes_are_as_good(url, made, tmp_path, capsys):
+    push(Store(url), made, [])
+    make_graphs(tmp_path / "other", seed=1)
+    assert push(Store(url), tmp_path / "other", []) == []
+    before = content(tmp_path / "other")
+    pull(Store(url), tmp_path / "other", ["graphs"])
+    assert content(tmp_path / "other") == before
+
+
+def test_many_pushes_and_pulls_at_once_end_whole(made, tmp_path):
+    store, here = str(tmp_path / "store"), tmp_path / "here"
+    pushes = [forked(lambda: push(Store(store), made, [], force=True)) for _ in range(3)]
+    assert [exit_code(child) for child in pushes] == [0, 0, 0]
+    pulls = [forked(lambda: pull(Store(store), here, [])) for _ in range(3)]
+    assert [exit_code(child) for child in pulls] == [0, 0, 0]
+    assert content(here) == sets_of(made)
+    assert not [name for name in content(tmp_path / "store") if "partial" in name]
+
+
+# --- interrupted ----------------------------------------------------------------------------------
+
+
+def test_a_killed_pull_goes_on_with_the_file(url, made, tmp_path, copied, capsys):
+    push(Store(url), made, [])
+    here, weights = tmp_path / "here", folder(tmp_path / "here", WEIGHTS)
+
+    def killed_in_the_second_file():
+        fs = Store(url).fs  # one for all stores of a kind
+        get_file = fs.get_file
+
+        def half(place, path, **more):
+            get_file(place, path, **more)
+            if len(copied.get) == 2:
+                os.truncate(path, 1000)
+                kill_this_process()
+
+        fs.get_file = half
+        pull(Store(url), here, ["weights"])
+
+    assert in_a_process(killed_in_the_second_file) == -signal.SIGKILL
+    with pytest.raises(UserError, match="are not finished"):
+        find(here, WEIGHTS, "make them")
+    names = [path.name for path in weights.iterdir() if not path.name.startswith(".")]
+    assert names == ["rank0.safetensors"]  # nothing half has a final name
+    pull(Store(url), here, ["weights"])
+    taken = [name.rpartition("/")[2] for name in copied.get]
+    assert taken == ["rank1.safetensors", "host.safetensors"]
+    assert content(weights) == content(folder(made, WEIGHTS))
+
+
+def test_a_killed_push_is_nothing_to_pull_and_goes_on_with_the_file(lasting, made, tmp_path, copied):
+    def killed_in_the_second_file():
+        fs = Store(lasting).fs
+        put_file = fs.put_file
+
+        def half(path, place, **more):
+            if len(copied.put) < 2:
+                return put_file(path, place, **more)
+            if not lasting.startswith("s3"):  # which shows nothing of a half
+                Path(place).write_bytes(Path(path).read_bytes()[:1000])
+            return kill_this_process()
+
+        fs.put_file = half
+        push(Store(lasting), made, ["weights"])
+
+    assert in_a_process(killed_in_the_second_file) == -signal.SIGKILL
+    assert names_in(Store(lasting).files()) == []
+    with pytest.raises(UserError, match="has no artifacts"):
+        pull(Store(lasting), tmp_path / "here", [])
+    push(Store(lasting), made, ["weights"])
+    sent = [name.rpartition("/")[2] for name in copied.put]
+    assert sent == ["rank1.safetensors", "host.safetensors", MANIFEST]
+    (weights,) = pull(Store(lasting), tmp_path / "here", [])
+    assert content(weights) == content(folder(made, WEIGHTS))
+
+
+def test_what_interrupted_runs_left_is_removed_when_the_folder_is_finished(made, tmp_path):
+    store, weights = Store(tmp_path / "store"), folder(tmp_path / "here", WEIGHTS)
+    push(store, made, ["weights"])
+    weights.mkdir(parents=True)
+    names = f".{MANIFEST}.1-01234567.partial", ".rank1.safetensors.1-01234567.partial"
+    for name in (*names, "notes of a person"):
+        (weights / name).write_text("left")
+    pull(store, tmp_path / "here", [])
+    left = {path.name for path in weights.iterdir()} - {*content(folder(made, WEIGHTS))}
+    assert left == {"notes of a person"}
+
+
+def test_a_network_that_breaks_ends_the_pull_which_goes_on(url, made, tmp_path, copied):
+    push(Store(url), made, [])
+
+    def breaking(*arguments, **more):
+        raise ConnectionResetError("reset by peer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store(url).fs, "get_file", breaking)
+        refusal = (RunError, ConnectionResetError)  # the latter from a folder: errors.run says it
+        with pytest.raises(refusal, match="reset by peer"):
+            pull(Store(url), tmp_path / "here", ["weights"])
+    pull(Store(url), tmp_path / "here", ["weights"])
+    assert verify(folder(tmp_path / "here", WEIGHTS)) == []
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [flipped, lambda data: data[:-1]])
+def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(url, made, tmp_path, damage):
+    push(Store(url), made, [])
+    files = [name for name in Store(url).files() if not name.endswith(MANIFEST)]
+    for number, file in enumerate(random.Random(0).sample(files, 3)):
+        name, here = file.rpartition("/")[0], tmp_path / f"here{number}"
+        change(url, file, damage)
+        with pytest.raises(UserError, match=f"{file} is damaged: it") as refused:
+            pull(Store(url), here, [])
+        assert not (here / name / MANIFEST).exists()
+        for path in (here / name).glob("*"):  # what has its name is right
+            assert path.read_bytes() == (made / name / path.name).read_bytes()
+        typed = str(refused.value).rpartition(f"type: {command('artifacts')} ")[2].split()
+        main([*typed, "--artifacts-dir", str(made)])
+        pull(Store(url), here, [])
+        assert content(here) == sets_of(made)
+
+
+def test_a_lost_or_cut_file_of_weights_is_sent_again(url, made, copied):
+    push(Store(url), made, ["weights"])
+    one, two = (f"weights/{folder(made, WEIGHTS).name}/rank{rank}.safetensors" for rank in (0, 1))
+    change(url, one, lambda data: data[:-1])
+    Store(url).fs.rm_file(f"{Store(url).root}/{two}")
+    with pytest.raises(UserError, match="rank0.safetensors is damaged: it is missing or"):
+        pull(Store(url), made.parent / "here", [])
+    copied.put.clear()
+    push(Store(url), made, ["weights"])
+    assert copied.put[:2] == [one, two] and len(copied.put) == 3  # and the manifest
+
+
+def test_a_damaged_manifest_is_refused_and_a_push_mends_it(url, made, tmp_path):
+    (name,) = push(Store(url), made, ["weights"])
+    for damaged in (b"", b"{", b"[]", b"\xff", b"{}", b'{"identity": []}', b"[" * 9999):
+        change(url, f"{name}/{MANIFEST}", lambda _, damaged=damaged: damaged)
+        with pytest.raises(UserError, match=r"manifest\.json is damaged: "):
+            pull(Store(url), tmp_path / "here", [])
+        assert "is damaged" in table(Store(url), [])
+    assert not (tmp_path / "here").exists()
+    assert push(Store(url), made, ["weights"]) == [name]
+    pull(Store(url), tmp_path / "here", [])
+
+
+ENTRY = {"bytes": 4, "blake3": "0" * 64, "header_blake3": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"files": {"../../../out": ENTRY}},
+        {"files": {"/etc/passwd": ENTRY, "rank0.safetensors": ENTRY, "host.safetensors": ENTRY}},
+        {"files": {"ranks.safetensors": ENTRY, "../host.safetensors": ENTRY}},
+        {"files": [1, 2]},
+        {"identity": WEIGHTS | {"model": "../../out"}},
+        {"identity": WEIGHTS | {"kind": "calibration"}},
+        {"identity": WEIGHTS | {"kind": "/tmp"}},
+        {"identity": WEIGHTS | {"tp": 3}},
+    ],
+)
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(made, tmp_path, changed):
+    store = Store(tmp_path / "store")
+    (name,) = push(store, made, ["weights"])
+    path = tmp_path / "store" / name / MANIFEST
+    write_json(path, read_json(path) | changed)
+    before = content(tmp_path)
+    with pytest.raises(UserError, match="manifest.json is damaged: "):
+        pull(store, tmp_path / "here", [])
+    assert content(tmp_path) == before and not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize("graph", ["../out", "a/b", "..", "/etc/passwd"])
+def test_a_manifest_whose_graph_leads_out_of_its_folder_is_refused(made, tmp_path, graph):
+    store = Store(tmp_path / "store")
+    (name,) = push(store, made, ["graphs"])
+    path = tmp_path / "store" / name / MANIFEST
+    manifest = read_json(path)
+    manifest["graphs"] = {graph: manifest["graphs"]["head"] | {"file": f"{graph}.pt"}}
+    write_json(path, manifest)
+    with pytest.raises(UserError, match="manifest.json is damaged: graphs"):
+        pull(store, tmp_path / "here", [])
+    assert not (tmp_path / "here").exists()
+
+
+def test_names_that_lead_out_of_the_artifacts_are_no_artifacts():
+    names = "weights/../../out", "graphs/.hidden", "prompts/x", "weights/a/b", "/tmp/x"
+    files = [f"{name}/{MANIFEST}" for name in names] + ["tuned/../x.json", "tuned/.x.json"]
+    assert names_in(dict.fromkeys(files, 1)) == []
+
+
+@pytest.mark.parametrize("what", ["rank0.safetensors", MANIFEST])
+def test_a_link_in_a_stores_folder_is_not_followed(made, tmp_path, what):
+    store = Store(tmp_path / "store")
+    (name,) = push(store, made, ["weights"])
+    path = tmp_path / "store" / name / what
+    path.rename(tmp_path / path.name)
+    path.symlink_to(tmp_path / path.name)
+    said = "it is missing or has another size" if what != MANIFEST else "has no artifacts"
+    with pytest.raises(UserError, match=said):
+        pull(store, tmp_path / "here", [])
+
+
+def test_a_disk_without_room_is_refused_before_the_first_byte(url, made, tmp_path, monkeypatch):
+    push(Store(url), made, ["weights"])
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    with pytest.raises(UserError, match=r"dit.* needs 40\d\.\d kB more in .*100\.0 kB free"):
+        pull(Store(url), tmp_path / "here", [])
+    assert content(tmp_path / "here") == {}
+
+
+def ended(*words: str) -> int:
+    """The exit code of the command."""
+    with pytest.raises(SystemExit) as end:
+        errors.run(lambda: main([*words]))
+    return end.value.code
+
+
+def test_a_disk_that_fills_up_is_said_and_the_pull_goes_on(made, tmp_path, capsys):
+    """A file system of 0.3 MiB, whose free space is not what it says."""
+    push(Store(tmp_path / "store"), made, ["weights"])
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system could not be mounted (needs root): NOT tested")
+    try:
+        words = "pull", str(tmp_path / "store"), "--artifacts-dir", str(disk)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ltx_neuron.artifacts.transfer.check_space", lambda *_: None)
+            assert ended(*words) == 2
+        assert "the disk is full: " in capsys.readouterr().err
+        names = {name.rpartition("/")[2] for name in content(disk)}
+        assert MANIFEST not in names and "rank0.safetensors" in names
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+        main([*words])
+        assert verify(folder(disk, WEIGHTS)) == []
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "said"),
+    [
+        ("nosuch://place", 2, "Protocol not known: nosuch"),
+        ("gs://bucket/ltx", 2, "nstall gcsfs"),
+        ("az://container/ltx", 2, "nstall adlfs"),
+        ("s3://no-such-bucket/ltx", 2, "bucket does not exist"),
+        ("ftp://me:secret@127.0.0.1:1/ltx", 1, "ftp://127.0.0.1:1/ltx: ConnectionRefusedError"),
+        ("/dev/null/store", 2, "a part of this path is a file, wanted a folder"),
+        ("data://x", 2, "NotImplementedError"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_said_without_a_traceback(s3, made, capsys, url, code, said):
+    assert ended("push", url, "--artifacts-dir", str(made)) == code
+    printed = capsys.readouterr()
+    assert said in printed.err and "Traceback" not in printed.err
+    assert "secret" not in printed.out + printed.err
+
+
+def test_a_store_that_may_not_be_entered_is_said_with_whose_credentials_count(s3, made, capsys, monkeypatch):
+    from botocore.exceptions import NoCredentialsError
+
+    def nobody(*_, **__):
+        raise NoCredentialsError
+
+    s3.mkdir("closed")
+    monkeypatch.setattr(type(s3), "find", nobody)  # the stand-in lets everybody in
+    assert ended("list", "s3://closed/ltx") == 2
+    assert "Unable to locate credentials" in (said := capsys.readouterr().err)
+    assert "aws configure" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("pull", "EMPTY"), "has no artifacts\nWanted: weights/, graphs/"),
+        (("push", "EMPTY", "--artifacts-dir", "EMPTY"), "no finished weights or graphs in"),
+        (("push", "EMPTY", "--only", "gemma3"), "--only gemma3 matches nothing in"),
+        (("pull", "EMPTY", "--again"), "--force needs push, got pull"),
+        (("list", "EMPTY", "--verify"), "--verify needs pull, got list"),
+        (("pull", "EMPTY", "--artifacts-dir", "/dev/null/x"), "is not a folder you may write to"),
+        (("take", "EMPTY"), "invalid choice: 'take'"),
+        (("push", ""), "the URL of the store is empty"),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_what_to_type(made, tmp_path, capsys, words, said):
+    words = [word.replace("EMPTY", str(tmp_path / "empty")) for word in words]
+    if "--artifacts-dir" not in words:
+        words += ["--artifacts-dir", str(made)]
+    assert ended(*words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "empty").exists()
+
+
+# --- what a tuning chose --------------------------------------------------------------------------
+
+DEVICE = {"profile": "trn2.3xlarge", "chips": 1, "lnc": 2}
+TUNED = {"device": DEVICE, "versions": {}, "code": "c", "config": "d", "tp": 4, "dtype": "bfloat16"}
+
+
+def tuned(artifacts: Path, threads: int = 4) -> tuned_settings.TunedSettings:
+    choice = tuned_settings.TunedSettings(tuned_settings.file_of(artifacts, TUNED), TUNED, {"threads": str(threads)})
+    choice.write()
+    return choice
+
+
+def test_what_a_tuning_chose_travels_with_the_graphs_that_were_compiled_for_it(url, made, tmp_path):
+    written = tuned(made)
+    push(Store(url), made, [])
+    pull(Store(url), tmp_path / "here", [])
+    assert tuned_settings.load(tmp_path / "here", TUNED).run == written.run
+    assert push(Store(url), made, []) == []
+    assert "tuned settings; 20" in table(Store(url), ["tuned"])
+    assert push(Store(url), tuned(made, threads=2).path.parents[1], ["tuned"])
+
+
+def test_ones_own_choice_is_never_replaced(made, tmp_path, capsys):
+    url, own = tmp_path / "store", tuned(tmp_path / "here", threads=8)
+    tuned(made)
+    push(Store(url), made, [])
+    pull(Store(url), tmp_path / "here", ["tuned"])
+    assert f"kept: {own.path} (the store's file differs)" in capsys.readouterr().out
+    assert tuned_settings.load(tmp_path / "here", TUNED).run == {"threads": "8"}
+
+
+def test_a_choice_of_another_name_or_that_is_damaged_is_refused(made, tmp_path):
+    store = Store(tmp_path / "store")
+    (name,) = push(store, tuned(made).path.parents[1], ["tuned"])
+    path = tmp_path / "store" / f"{name}.json"
+    path.rename(path.with_name("trn2-tp4-bfloat16-12345678.json"))
+    with pytest.raises(UserError, match="12345678.json is damaged: its identity does not match its name"):
+        pull(store, tmp_path / "here", [])
+    path.with_name("trn2-tp4-bfloat16-12345678.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        pull(store, tmp_path / "here", [])
+    assert not (tmp_path / "here").exists()
+
+
+# --- shown and chosen -----------------------------------------------------------------------------
+
+
+def test_list_shows_what_each_set_is_and_was_made_for(url, made, capsys):
+    push(Store(url), made, [])
+    capsys.readouterr()
+    main(["list", url])
+    graphs, of_graphs, weights, of_weights = capsys.readouterr().out.splitlines()
+    assert graphs == f"graphs/{folder(made, GRAPHS).name}"
+    assert "graphs of the video decoder 8x8x4, TP 2, float32; 80.6 kB in 3 files, 20" in of_graphs
+    assert 'backend "nxd"; code "def"; torch "2.9.0"; compiler_flags "--lnc=2"' in of_graphs
+    assert 'neuron {"neuronx-cc": "2.26.6360.0", "libneuronxla": null}' in of_graphs
+    assert weights == f"weights/{folder(made, WEIGHTS).name}"
+    assert "weights of the transformer, TP 2, float32; 401.1 kB in 4 files" in of_weights
+    assert 'source "0123456789ab"; loras []' in of_weights
+
+
+@pytest.mark.parametrize("only", ["graphs", "vae", "graphs/vae*", "*8x8x4*"])
+def test_a_part_of_a_store_is_chosen_by_kind_model_or_name(made, tmp_path, only):
+    url, name = str(tmp_path / "store"), folder(made, GRAPHS).name
+    main(["push", url, "--artifacts-dir", str(made)])
+    main(["pull", url, "--artifacts-dir", str(tmp_path / "here"), "--only", only])
+    assert [path.name for path in (tmp_path / "here").glob("*/*")] == [name]
+
+
+def test_a_choice_that_fits_nothing_lists_what_there_is(made, tmp_path):
+    store = Store(tmp_path / "store")
+    push(store, made, [])
+    with pytest.raises(UserError, match=r"(?s)--only weight matches nothing.*graphs/vae.*weights/dit"):
+        pull(store, tmp_path / "here", ["graphs", "weight"])
+    assert not (tmp_path / "here").exists()
+
+
+def test_no_user_and_no_password_of_a_url_is_kept():
+    shown = without_user("see sftp://me:se:cr@et@host/x and https://host/a@b or s3://b/k")
+    assert "et@" not in shown and "host/x" in shown and "https://host/a@b or s3://b/k" in shown
+
+
+def test_the_code_of_the_kernels_is_part_of_an_nxd_graphs_identity():
+    others = (name for name in artifacts._TRACING["nxd"] if name != "backends/nki")
+    assert artifacts.code_digest("nxd") != artifacts._digest_of_code(("models", *others))

@@ -1,0 +1,270 @@
+"""What a manifest says of a program, and that a file is hashed once a process."""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import QUICK
+from helpers import locked, said_to_an_ordinary_user
+from printed import runs
+from torch import Tensor, nn
+
+from ltx_neuron import invocation
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Need, Workspace
+from ltx_neuron.backends import manifest, registry
+from ltx_neuron.backends.export import TorchDistComm, compile_program, cost, fake_process_group, peak_bytes, trace
+from ltx_neuron.backends.manifest import Manifest, sha256
+from ltx_neuron.commands import dispatch
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST, read_json, write_json
+from ltx_neuron.models.programs import Program
+from ltx_neuron.models.signatures import Field
+
+ROWS = Field((4, 8), torch.float32)
+INPUTS = {"x": ROWS, "video_latent": ROWS}
+BYTES = 4 * 8 * 4  # of one tensor of the toy
+
+
+class Chain(nn.Module):
+    """As many tensors alive at once as there are summands."""
+
+    def __init__(self, summands: int, tp: int = 1):
+        super().__init__()
+        self.summands, self.comm = summands, TorchDistComm(tp)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        summands = [inputs["x"] * (number + 2) for number in range(self.summands)]
+        total = summands[0]
+        for summand in summands[1:]:
+            total = total + summand
+        (total,) = self.comm.sum(total)
+        return {"y": total.view(8, 4).view(4, 8) * 2, "video_latent": inputs["video_latent"] * 2}
+
+
+def program(*summands: int) -> Program:
+    graphs = {f"chain{n}": Chain(n) for n in summands}
+    runs = {"main": (*((name, 0) for name in graphs), ("chain2", 0))}
+    return Program(graphs, runs, INPUTS, {"y": ROWS})
+
+
+@pytest.mark.parametrize(("summands", "alive"), [(1, 2), (2, 3), (3, 4), (5, 6)])
+def test_peak_bytes_are_those_of_the_tensors_that_are_alive_at_once(summands, alive):
+    """All summands and the first sum; with one summand, itself and what is returned of it."""
+    made = program(summands)
+    assert peak_bytes(trace(made, f"chain{summands}", torch.float32)) == alive * BYTES
+
+
+def test_the_cost_of_a_run_is_the_sum_over_its_calls_and_the_largest_peak(tmp_path):
+    made = program(2, 5)
+    compile_program(made, tmp_path, {}, torch.float32)
+    costs = {name: cost(trace(made, name, torch.float32)) for name in made.graphs}
+    total = Manifest(tmp_path).cost()
+    assert total.keys() == {
+        "collectives",
+        "collective_bytes",
+        "all_gather_bytes",
+        "reduce_scatter_bytes",
+        "context_collectives",
+        "context_bytes",
+        "elementwise_bytes",
+        "flops",
+        "attention_flops",
+        "peak_bytes",
+    }
+    assert total["peak_bytes"] == costs["chain5"]["peak_bytes"] == 6 * BYTES
+    assert total["flops"] == 2 * costs["chain2"]["flops"] + costs["chain5"]["flops"]
+
+
+def test_what_no_graph_returns_is_uploaded_and_so_are_the_latents(tmp_path):
+    compile_program(program(2), tmp_path, {}, torch.float32)
+    assert Manifest(tmp_path).upload_bytes() == 2 * BYTES  # x, and the latent that is returned too
+
+
+def test_a_graph_s_file_is_the_same_whenever_and_wherever_it_is_made(tmp_path):
+    for folder in ("one", "two"):
+        compile_program(program(2), tmp_path / folder, {}, torch.float32)
+    one, two = ((tmp_path / folder / "chain2.pt2").read_bytes() for folder in ("one", "two"))
+    assert one == two
+
+
+def test_a_graph_has_the_collectives_of_its_comm():
+    with fake_process_group(2):
+        made = Program({"chain": Chain(1, 2)}, {}, INPUTS, {"y": ROWS})
+        counted = cost(trace(made, "chain", torch.float32))
+    assert (counted["collectives"], counted["collective_bytes"]) == (1, BYTES)
+
+
+def test_a_file_is_hashed_once_a_process_and_again_when_it_changed(tmp_path, monkeypatch):
+    path, hashed = tmp_path / "graph.pt2", []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(manifest.hashlib, "file_digest", lambda file, kind: hashed.append(1) or digest(file, kind))
+    path.write_bytes(b"one")
+    assert {sha256(path) for _ in range(3)} == {hashlib.sha256(b"one").hexdigest()}
+    assert len(hashed) == 1
+    path.write_bytes(b"two")
+    os.utime(path, ns=(0, 1))  # as if time had passed
+    assert sha256(path) == hashlib.sha256(b"two").hexdigest()
+    path.write_bytes(b"three")
+    os.utime(path, ns=(0, 1))
+    assert sha256(path) == hashlib.sha256(b"three").hexdigest()
+    other = tmp_path / "other"
+    other.write_bytes(b"three, replaced"[:5])
+    os.utime(other, ns=(0, 1))
+    other.replace(path)  # another inode
+    assert sha256(path) == hashlib.sha256(b"three").hexdigest()
+    assert len(hashed) == 4
+
+
+def test_a_second_compile_of_the_same_graphs_waits_for_the_first_and_takes_them(tiny, tmp_path, monkeypatch, capsys):
+    compile_graphs, second = registry.compile_program, []
+    identity = {"kind": "graphs", "model": "toy", "tp": 1, "dtype": "float32"}
+    need = Need("graphs", identity, "compile", program=lambda: program(2, 3))
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 1, "float32")
+
+    def compiled() -> list:
+        return build.make(workspace, [need])
+
+    def meanwhile(*how) -> None:
+        assert not second, "both compiled"
+        second.append(pool.submit(compiled))
+        assert not wait(second, timeout=0.3).done
+        compile_graphs(*how)
+
+    monkeypatch.setattr(registry, "compile_program", meanwhile)
+    with ThreadPoolExecutor(1) as pool:
+        (folder,) = compiled()
+        assert second[0].result() == [folder]
+    said = f"another process ({os.getpid()}) is compiling {folder}; waiting for it"
+    assert capsys.readouterr().out.count(said) == 1
+    assert manifest.damaged_graphs(folder) == [] and os.listdir(folder.parent) == [folder.name]
+
+
+def test_a_graph_that_one_may_not_read_is_said_so(tmp_path):
+    compile_program(program(2), tmp_path, {}, torch.float32)
+    made = Manifest(tmp_path)
+    with locked(tmp_path / "chain2.pt2") as path:
+        for use in (lambda: manifest.damaged_graphs(tmp_path), lambda: made.load("chain2")):
+            said = said_to_an_ordinary_user(lambda use=use: (manifest._digests.clear(), use()))
+            assert said.startswith(f"NoPermission: {path}: you may not read")
+
+
+# --- a manifest's own damage ----------------------------------------------------------------------
+
+# What of a manifest's text a bit is flipped in, by what it is there for.
+FLIPPED = {
+    "a digit of a shape": rb'"shape": \[\s*(\d)',
+    "a digit of a size in bytes": rb'"bytes": (\d)',
+    "a weight's name": rb"(attn1)",
+    "a field's name": rb'"(identity)"',
+    "a digest": rb'"[0-9a-f]{8}([0-9a-f])[0-9a-f]{55}"',
+    "the parallelism": rb'"tp": (\d)',
+    "a recorded size": rb'"height": (\d)',
+    "the syntax": rb"^(\{)",
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny, tmp_path_factory) -> list[str]:
+    """The command that made weights and graphs of a small job."""
+    made = tmp_path_factory.mktemp("prepared") / "artifacts"
+    words = ["prepare", "--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root]
+    words += ["--artifacts-dir", made, "--profile", "cpu", "--tp-degree", 1, "--dtype", "float32"]
+    words += ["--height", 64, "--width", 64, "--num-frames", 9, "--profile-set", QUICK[0]]
+    assert said_by(words) == ""
+    return [*map(str, words)]
+
+
+def said_by(words: list) -> str:
+    """What a command of ltx-neuron is refused with; empty where it is taken."""
+    try:
+        dispatch([*map(str, words)])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@runs("artifacts/__init__.py:find: rm", "commands/prepare.py:main: ltx-neuron prepare")
+@pytest.mark.parametrize("kind", ["weights", "graphs"])
+def test_a_flipped_bit_of_a_manifest_is_blamed_on_it_and_its_remedy_mends_it(prepared, kind):
+    """And on no other file: rank files of 40 GB need not be made again for a graph's manifest."""
+    made = Path(prepared[prepared.index("--artifacts-dir") + 1])
+    (path, *_) = sorted(made.glob(f"{kind}/*/{MANIFEST}"))
+    whole, tried = path.read_bytes(), 0
+    for what, pattern in FLIPPED.items():
+        if found := re.search(pattern, whole):
+            tried, flipped = tried + 1, bytearray(whole)
+            flipped[found.start(1)] ^= 1
+            path.write_bytes(flipped)
+            said = said_by([*prepared, "--dry-run"])
+            assert said.startswith(f"{path.parent} is damaged:\n") and MANIFEST in said, what
+            assert not re.search(r"rank\d|\.pt2", said), (what, said)
+    assert tried > 4
+    remedy = said.rpartition("\nMake it again: ")[2]
+    program = invocation.command("prepare")
+    assert remedy.startswith(f"rm -r {path.parent} && {program} --checkpoint-path ")
+    again = f"{shlex.quote(sys.executable)} -m ltx_neuron prepare"
+    subprocess.run(remedy.replace(program, again), shell=True, check=True, capture_output=True)
+    assert said_by([*prepared, "--dry-run"]) == ""
+    assert json.loads(path.read_bytes())["identity"] == json.loads(whole)["identity"]
+
+
+@runs(
+    "artifacts/transfer.py:_damaged: ltx-neuron artifacts",
+    "artifacts/transfer.py:_push: rm",
+    "artifacts/transfer.py:pull: ltx-neuron artifacts",
+    "artifacts/transfer.py:push: --artifacts-dir",
+    "artifacts/transfer.py:push: ltx-neuron prepare",
+)
+def test_a_store_is_filled_and_repaired_by_the_commands_that_are_printed(prepared, tmp_path, monkeypatch):
+    """In the folder of the default artifacts: the commands leave --artifacts-dir out."""
+    made, store, here = Path(prepared[6]), str(tmp_path / "store"), tmp_path / "machine"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    def type_in(said: str, before: str) -> None:
+        words = shlex.split(re.split(before, said)[1].partition("\n")[0])
+        assert said_by(words[words.index("artifacts") :]) == ""
+
+    assert f"({invocation.command('prepare')})" in said_by(["artifacts", "push", store])
+    shutil.copytree(made, "artifacts")
+    pulled = ["artifacts", "pull", store, "--artifacts-dir", tmp_path / "pulled"]
+    Path(store).mkdir()
+    type_in(said_by(pulled).replace("URL", store), "or tuned/ from ")
+    (path, *_) = sorted(Path(store).glob(f"graphs/*/{MANIFEST}"))
+    path.write_bytes(path.read_bytes().replace(b'"tp": 1', b'"tp": 0'))
+    type_in(said_by(pulled), "type: ")
+    assert said_by(pulled) == ""
+    (graph, *_) = sorted(Path("artifacts").glob("graphs/*/*.pt2"))
+    graph.write_bytes(b"")
+    said = said_by(["artifacts", "push", store, "--force"])
+    remedy = said.rpartition("again: ")[2].partition(", then")[0]
+    subprocess.run(remedy, shell=True, check=True)
+    assert said_by([*prepared[:6], "artifacts", *prepared[7:]]) == ""
+    assert said_by(["artifacts", "push", store, "--force"]) == ""
+
+
+def test_a_manifest_of_an_earlier_version_has_no_checksum_and_is_read_as_before(tmp_path):
+    compile_program(program(2), tmp_path, {}, torch.float32)
+    content = read_json(tmp_path / MANIFEST)
+    assert content.pop("checksum")
+    write_json(tmp_path / MANIFEST, content)
+    assert manifest.damaged_graphs(tmp_path) == []
+
+
+def test_recording_a_size_does_not_make_a_damaged_manifest_whole(tmp_path):
+    compile_program(program(2), tmp_path, {}, torch.float32)
+    write_json(tmp_path / MANIFEST, read_json(tmp_path / MANIFEST) | {"runs": {}})
+    manifest.record_size(tmp_path, {"height": 64})
+    assert "its content differs from its checksum" in manifest.damaged_graphs(tmp_path)[0]

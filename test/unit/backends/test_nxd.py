@@ -1,0 +1,270 @@
+"""The parts of the NxD backend that need neither NxD nor PyTorch/XLA; the rest is in
+xla/test_nxd.py."""
+
+import inspect
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ltx_neuron.backends import export, mesh, nki, registry
+from ltx_neuron.backends.export import TorchDistComm
+from ltx_neuron.backends.nxd import compile as nxd_compile
+from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.models.parallel import RowLinear
+from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.signatures import Field
+
+TRN2, NXD, TORCH = "trn2.3xlarge", ("backend=nxd",), ("backend=torchdist",)
+SHAPE = SimpleNamespace  # of an HLO's instruction
+
+
+class Toy(nn.Module):
+    def __init__(self, tp: int):
+        super().__init__()
+        self.comm, self.down = nxd_compile.XlaComm(tp), RowLinear(8, 16, tp, bias=False)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        (y,) = self.comm.sum(self.down.partial(inputs["x"]) * inputs["step"])
+        return {"y": y}
+
+
+FIELDS = {"step": Field((1,), torch.int32), "x": Field((1, 3, 4), torch.bfloat16)}
+
+
+def toy() -> Graph:
+    with torch.device("meta"):
+        return Graph(Toy(tp=2), ("step", "x"), ("y",))
+
+
+def test_what_nxd_traces_has_a_keyword_for_each_input_and_no_default():
+    """ModelBuilder V2 reads the signature: it refuses **tensors, and defaults that are not None."""
+    module = nxd_compile.traceable(toy())
+    parameters = inspect.signature(module.forward).parameters
+    assert [*parameters] == ["step", "x"]
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters.values())
+    assert [name for name, _ in module.named_parameters()] == ["module.down.weight"]
+
+
+def test_a_copy_of_what_nxd_traces_uses_its_own_weights():
+    """torch_neuronx may copy the module; a forward bound to the first one would mix them."""
+    first = nxd_compile.traceable(Graph(Scale(), ("step", "x"), ("y",)))
+    second = deepcopy(first)
+    with torch.no_grad():
+        second.module.weight.fill_(3)
+    assert (first(step=None, x=torch.ones(1))[0], second(step=None, x=torch.ones(1))[0]) == (1, 3)
+
+
+def test_a_graph_for_several_groups_of_blocks_takes_its_weights_as_inputs_and_has_none():
+    """Bound to one group's weights, it would have to be loaded once for each."""
+    graph = Graph(Scale(), ("step", "x"), ("y",))
+    module = nxd_compile.traceable(graph, cut=True)
+    assert [*inspect.signature(module.forward).parameters] == ["step", "x", "weight"]
+    assert not [*module.parameters()] and not [*module.buffers()]
+    for weight in (3.0, 5.0):
+        (scaled,) = module(step=None, x=torch.ones(2), weight=torch.tensor([weight]))
+        assert scaled.tolist() == [weight] * 2
+    assert graph.module.weight.item() == 1
+
+
+def test_the_keyword_of_a_weight_is_an_identifier():
+    name = nxd_compile.argument_name("transformer_blocks.0.attn1.to_q.weight")
+    assert name == "transformer_blocks__0__attn1__to_q__weight" and name.isidentifier()
+
+
+def test_small_tensors_are_summed_together_and_large_ones_alone(monkeypatch):
+    """torch_xla is stood in for by what its all_reduce does with a list (pytorch/xla, torch_xla/
+    core/xla_model.py): the tensors are replaced in place, as one operation."""
+    calls = []
+
+    def all_reduce(kind: str, inputs: list[Tensor], groups: list[list[int]]) -> None:
+        calls.append([tensor.numel() for tensor in inputs])
+        inputs[:] = [tensor * len(groups[0]) for tensor in inputs]
+
+    model = SimpleNamespace(REDUCE_SUM="sum", all_reduce=all_reduce)
+    for name, module in {
+        "torch_xla": SimpleNamespace(core=SimpleNamespace(xla_model=model)),
+        "torch_xla.core": SimpleNamespace(xla_model=model),
+        "torch_xla.core.xla_model": model,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    most = nxd_compile.TOGETHER_BYTES // 4
+    tensors = [torch.full((size,), float(size)) for size in (most + 1, 3, most + 2, most)]
+    summed = nxd_compile.XlaComm(4, [[0, 1, 2, 3]]).sum(*tensors)
+    assert calls == [[3, most], [most + 1], [most + 2]]
+    assert [float(tensor[0]) for tensor in summed] == [4.0 * tensor.numel() for tensor in tensors]
+
+
+def test_replicas_of_one_machine_have_communicators_of_their_own(monkeypatch):
+    """The runtime of replicas on other cores would meet at one address otherwise."""
+    large = resolve("trn2.48xlarge")
+    monkeypatch.setattr(runtime.NxdRanks, "_started", None)
+    with mock.patch.dict(os.environ, {"NEURON_RT_VISIBLE_CORES": "48-51"}), socket.socket() as other:
+        os.environ.pop("NEURON_RT_ROOT_COMM_ID", None)
+        other.bind(("127.0.0.1", 61234 + 48))
+        with pytest.raises(UserError, match="port 61282 is taken: another run holds core 48"):
+            runtime.NxdRanks(large, 4)
+        other.close()
+        runtime.NxdRanks(large, 4).close()
+        assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "127.0.0.1:61282"
+        os.environ["NEURON_RT_ROOT_COMM_ID"] = "10.0.0.1:5000"  # the user's own
+        runtime.NxdRanks(large, 4).close()
+        assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:5000"
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": inputs["x"] * self.weight}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_example_inputs_are_of_the_fields_different_objects_and_neither_zero_nor_constant(cut):
+    graph = toy()
+    graph.module.to(torch.bfloat16)
+    examples = nxd_compile.example_inputs(graph, FIELDS, cut)
+    weights = {"down__weight": Field((16, 4), torch.bfloat16)} if cut else {}
+    described = {name: Field(tuple(t.shape), t.dtype) for name, t in examples.items()}
+    assert described == FIELDS | weights
+    assert all(t.unique().numel() > 1 for t in examples.values() if t.numel() > 1)
+    assert all(t.all() for t in examples.values())
+
+
+def test_flops_and_peak_bytes_are_counted_on_meta_without_nxd_and_without_ranks():
+    runs, returned = {"main": (("toy", 0),)}, {"y": FIELDS["x"]}
+    program = Program({"toy": toy().module}, runs, FIELDS, returned, torch.bfloat16)
+    cost = export.cost(export.trace(program, "toy", torch.bfloat16))
+    product = 3 * 16
+    assert cost["flops"] == 2 * 4 * product
+    # bf16: the product, and the product times the step
+    assert cost["peak_bytes"] == 2 * 2 * product
+
+
+def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_that_orders_them():
+    def shape(*dimensions, dtype=11, parts=()):
+        return SHAPE(dimensions=dimensions, element_type=dtype, tuple_shapes=parts)
+
+    def operation(opcode, result, *operands, groups=((0, 1), (2, 3))):
+        numbers = range(len(instructions), len(instructions) + len(operands))
+        instructions.extend(SHAPE(id=n, opcode="add", shape=each) for n, each in zip(numbers, operands, strict=True))
+        instructions.append(
+            SHAPE(
+                id=len(instructions),
+                opcode=opcode,
+                shape=result,
+                operand_ids=[*numbers],
+                replica_groups=[SHAPE(replica_ids=group) for group in groups],
+            )
+        )
+
+    instructions, token, between = [], shape(), ((0, 2), (1, 3))
+    together = shape(2, 3), shape(5, dtype=16), token
+    operation("all-reduce", shape(parts=together), *together)
+    operation("all-reduce", shape(4), shape(4))
+    operation("all-gather", shape(1, 8, 3), shape(1, 4, 3), token, groups=between)
+    operation("reduce-scatter", shape(parts=[shape(1, 2, 3), token]), shape(1, 4, 3))
+    operation("all-reduce", shape(9), shape(9), groups=between)
+    hlo = SHAPE(computations=[SHAPE(instructions=instructions)])
+    gathered = scattered = 4 * 4 * 3
+    assert nxd_compile.collectives(hlo, PAIRS) == {
+        "collectives": 5,
+        "collective_bytes": 4 * (6 + 4 + 9) + 2 * 5 + gathered + scattered,
+        "all_gather_bytes": gathered,
+        "reduce_scatter_bytes": scattered,
+        "context_collectives": 2,
+        # The other half of the gathered tokens, and a half twice of a sum.
+        "context_bytes": gathered + 4 * 9,
+    }
+
+
+def hlo_of(opcode: str, groups: list[list[int]]):
+    """The HLO of a graph with one collective."""
+    shape = SHAPE(dimensions=(4,), element_type=11, tuple_shapes=())
+    operand = SHAPE(id=0, opcode="parameter", shape=shape)
+    over = [SHAPE(replica_ids=ranks) for ranks in groups]
+    summed = SHAPE(id=1, opcode=opcode, shape=shape, operand_ids=[0], replica_groups=over)
+    return SHAPE(computations=[SHAPE(instructions=[operand, summed])])
+
+
+# Of 4 ranks, with two kinds of groups and with one.
+PAIRS = {"tp": [[0, 1], [2, 3]], "cp": [[0, 2], [1, 3]]}
+WORLD = {"tp": [[0, 1, 2, 3]]}
+
+
+@pytest.mark.parametrize("opcode", ["all-reduce", "all-gather", "reduce-scatter"])
+@pytest.mark.parametrize(
+    ("groups", "over"),
+    [
+        (PAIRS, []),
+        (PAIRS, [[0, 1, 2, 3]]),
+        (PAIRS, [[0, 3], [1, 2]]),
+        (PAIRS, [[1, 0], [3, 2]]),
+        (PAIRS, [[0, 1]]),
+        (WORLD, []),
+        (WORLD, [[0, 1], [2, 3]]),
+    ],
+)
+def test_a_graph_whose_collective_is_over_other_ranks_than_the_layout_s_is_not_compiled(opcode, groups, over):
+    """As a sum that was lowered without its groups: XLA takes none for the world."""
+    for right in groups.values():
+        assert nxd_compile.collectives(hlo_of(opcode, right), groups)["collectives"] == 1
+    with pytest.raises(RunError) as error:
+        nxd_compile.collectives(hlo_of(opcode, over), groups)
+    assert f"an {opcode} over ranks {over}, wanted one of" in str(error.value)
+
+
+def test_the_groups_of_a_compiled_graph_are_the_layout_s_or_the_world():
+    assert mesh.compiled(resolve(TRN2), 4) == WORLD
+    two = resolve("trn2.48xlarge", ("context_parallel=2",))
+    assert mesh.compiled(two, 4) == mesh.groups(two, 4)
+
+
+def test_flags_always_say_the_profile_s_cores_per_logical_core():
+    profile = resolve(TRN2, NXD)
+    assert nxd_compile.compiler_flags(profile, "dit").endswith("--lnc=2")
+    contradicting = resolve(TRN2, (*NXD, "compiler_flags.dit=-O1 --lnc=1"))
+    with pytest.raises(UserError, match="wanted --lnc=2 alone"):
+        nxd_compile.compiler_flags(contradicting, "dit")
+
+
+def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_other_values_stay(monkeypatch):
+    ours = ("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")
+    profile = replace(resolve(TRN2, NXD), environment=ours)
+    for name in ("LTX_TEST_A", "LTX_TEST_B", "NEURON_LOGICAL_NC_CONFIG"):
+        monkeypatch.setenv(name, "theirs")
+    monkeypatch.delenv("LTX_TEST_B")
+    with pytest.raises(UserError, match="NEURON_LOGICAL_NC_CONFIG is theirs.*compiled for 2.*unset"):
+        nxd_compile.set_environment(profile)
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    nxd_compile.set_environment(profile)
+    assert (nxd_compile.os.environ["LTX_TEST_A"], nxd_compile.os.environ["LTX_TEST_B"]) == ("theirs", "ours")
+
+
+def test_without_nkilib_its_kernel_is_refused_with_what_to_type():
+    with pytest.raises(UserError, match="nkilib cannot be imported.*\n.*attention=matmul"):
+        nki.register_for_xla(2)
+
+
+def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compiled_it():
+    ours, other = resolve(TRN2, NXD), resolve("cpu")
+    assert isinstance(registry.comm(ours, 4), nxd_compile.XlaComm) and isinstance(
+        registry.comm(other, 4), TorchDistComm
+    )
+    identity = registry.identity(ours, "dit")
+    assert identity["compiler_flags"] == ours.flags("dit") and {*identity["neuron"]} == {*nxd_compile.PACKAGES}
+    assert registry.identity(other, "dit") == registry.identity(resolve(TRN2, TORCH), "dit") == {}
+    # The compiler's target is that of the profile; Trainium2's graphs have none in their identity.
+    assert registry.identity(resolve("trn3", NXD), "dit") == identity | {"target": "trn3"}

@@ -1,0 +1,95 @@
+"""Both backends keep the one protocol of ranks.py."""
+
+import inspect
+
+import pytest
+import torch
+
+from ltx_neuron.backends import ranks, teams
+from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.backends.torchdist import host
+from ltx_neuron.models.signatures import Field
+
+BACKENDS = {"torchdist": host.TorchDistRanks, "nxd": runtime.NxdRanks, "guidance groups": teams.GuidanceGroups}
+METHODS = [
+    name
+    for name, member in vars(ranks.Ranks).items()
+    if inspect.isfunction(member) and getattr(member, "__isabstractmethod__", False)
+]
+WHOLE = Field((1, 4, 8), torch.float32, split=2)
+PER_BLOCK = Field((3, 4), torch.float32, per_block=True)
+
+
+def test_the_protocol_says_what_callers_use():
+    assert {*METHODS} == {
+        *("load", "replace_weights", "unload", "put", "define", "run", "get"),
+        *("hashes", "check", "close"),
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_backend_s_method_has_the_signature_of_the_protocol(backend, method):
+    own = inspect.signature(getattr(BACKENDS[backend], method))
+    assert own == inspect.signature(getattr(ranks.Ranks, method))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_leaves_no_method_of_the_protocol_out(backend):
+    assert not inspect.isabstract(BACKENDS[backend])
+
+
+def test_a_rank_keeps_its_part_and_of_a_field_per_block_a_tensor_for_each_group():
+    whole = torch.arange(64.0).view(1, 4, 16)
+    assert torch.equal(ranks.rank_parts(WHOLE, "x", whole, 1, 2)["x"], whole[:, :, 8:])
+    rows = torch.arange(24.0).view(6, 4)
+    parts = ranks.rank_parts(PER_BLOCK, "keep_cond", rows, 1, 2)
+    assert [*parts] == [ranks.indexed("keep_cond", first) for first in (0, 3)]
+    assert torch.equal(torch.cat([*parts.values()]), rows)
+
+
+LATENT = torch.ones(1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("number", "video", "broken", "looked_at"),
+    [
+        (0.5, LATENT, [], ["finite"]),
+        (float("nan"), LATENT * float("nan"), ["v"], ["finite", "v", "a"]),
+        (float("-inf"), LATENT * float("-inf"), ["v"], ["finite", "v", "a"]),
+        # each number is one, and their sum is none
+        (float("inf"), LATENT * 3e38, ["v", "a"], ["finite", "v", "a"]),
+    ],
+)
+def test_latents_are_downloaded_only_where_the_number_says_that_one_is_broken(number, video, broken, looked_at):
+    names = {"v": "video_latent", "a": "audio_latent"}
+    held = {"finite": torch.tensor([number]), "video_latent": video, "audio_latent": LATENT}
+    downloads = []
+
+    def download(name: str) -> torch.Tensor:
+        downloads.append(name)
+        return held[name]
+
+    found = ranks.broken_latents(["video_latent", "audio_latent", "finite"], download)
+    assert found == [names[name] for name in broken]
+    assert downloads == [names.get(name, name) for name in looked_at]
+
+
+def test_what_a_run_without_that_number_leaves_is_not_looked_at():
+    def download(_):
+        pytest.fail("downloaded")
+
+    assert ranks.broken_latents(["video_x0", "audio_x0"], download) == []
+
+
+@pytest.mark.parametrize(("field", "shape"), [(WHOLE, (1, 4, 16)), (PER_BLOCK, (3, 4)), (PER_BLOCK, (6, 4))])
+def test_a_tensor_of_the_whole_shape_may_be_uploaded(field, shape):
+    ranks.check_shape("toy", "x", field, torch.empty(shape), tp=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "shape"), [(WHOLE, (1, 4, 8)), (PER_BLOCK, (4, 4)), (PER_BLOCK, (3, 5)), (PER_BLOCK, (0, 4))]
+)
+def test_a_tensor_of_another_shape_is_refused(field, shape):
+    with pytest.raises(ValueError, match="toy.x: got shape"):
+        ranks.check_shape("toy", "x", field, torch.empty(shape), tp=2)

@@ -1,0 +1,309 @@
+"""Sequence and context parallelism: ranks that share the video's tokens give what one rank gives,
+and do their part of the work."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers import (
+    Held,
+    Together,
+    block_summands,
+    call,
+    fp32_bound,
+    ltx_model,
+    made_config,
+    one_thread,  # noqa: F401
+    randn,
+    rel,
+    step_inputs,
+    step_number,
+)
+from tiny import TinySizes
+from tiny.config import released_config
+
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.backends import registry
+from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.mesh import CONTEXT, TENSOR, groups
+from ltx_neuron.backends.ranks import pad_tokens, padding_bias, rank_slice
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.models.parallel import ContextParallel, SingleRank
+from ltx_neuron.models.programs import dit_program, may_divide
+from ltx_neuron.sampling.latents import video_positions
+from ltx_neuron.sampling.samplers import ancestral_coefficients
+from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
+from ltx_neuron.weights.sharding import ALL, SHARDED_MODELS, rule
+
+TP, LAYERS, TOKENS, AUDIO_TOKENS = 4, 2, 24, 18
+STEPS = len(STAGE_2_SIGMAS) - 1
+# Two blocks of a width of 32, whose sums over the ranks have another order
+EQUAL = fp32_bound(*block_summands(32) * LAYERS)
+SHOWS = 1e-3  # what tokens in a wrong order change at least
+# Roundings of bf16 fall out differently in every order of sums: docs/architecture.md, numerics.
+BF16_FACTOR, BF16_FLOOR = 2, 0.005
+
+
+@cache
+def model(marked: bool = False):
+    """marked: whether the model has a keyframe embedding."""
+    content, _ = made_config(TinySizes(layers=LAYERS))
+    weights = ltx_model(content).state_dict()
+    _, config = made_config(TinySizes(layers=LAYERS), use_keyframes_abs_pos_embedding=marked)
+    return config, weights | {"keyframes_abs_pos_embedding": randn(1, config.video.inner, seed=11)}
+
+
+class Layout(NamedTuple):
+    """tp x cp ranks; sequence parallelism."""
+
+    tp: int = TP
+    cp: int = 1
+    divided: bool = False
+
+    def profile(self):
+        return resolve("cpu", (f"context_parallel={self.cp}",))
+
+
+SEQUENCE = Layout(divided=True)
+CONTEXT_LAYOUTS = {
+    "2 groups of 2 ranks": Layout(2, 2),
+    "5 groups of a rank": Layout(1, 5),
+    "2 groups of 2 ranks that divide the stream too": Layout(2, 2, divided=True),
+    "16 groups, of which 5 have only padding": Layout(1, 16),
+}
+
+
+def values(
+    timesteps: int, guided: bool, biased: bool = False, shape: tuple[int, int, int] = (3, 2, 4), ancestral: bool = False
+) -> dict[str, torch.Tensor]:
+    """Everything a step takes, whole. With two timesteps an image holds the first eight tokens."""
+    config, weights = model()
+    tokens = math.prod(shape)
+    mask = torch.ones(tokens, 1)
+    mask[:8] = 0 if timesteps == 2 else 1
+    held = Held(
+        mask,
+        randn(1, tokens, 128, seed=9),
+        torch.tensor([1.0, 0.0])[:timesteps],
+        torch.cat([mask, 1 - mask], dim=1)[:, :timesteps],
+    )
+    positions = video_positions(shape, 24.0)
+    inputs = step_inputs(config, weights, STAGE_2_SIGMAS, positions, AUDIO_TOKENS, held)
+    inputs |= step_number(1)
+    if biased:
+        inputs["video_bias"] = randn(tokens, tokens, seed=10)
+    if ancestral:
+        inputs["keyframes_mask"] = (torch.arange(tokens) % 5 == 0).float()[:, None]
+        inputs["ancestral"] = ancestral_coefficients(STAGE_2_SIGMAS, (False, False))[1]
+        noises = randn(1, tokens, 128, seed=12), randn(1, AUDIO_TOKENS, 128, seed=13)
+        inputs |= dict(zip(("video_noise", "audio_noise"), noises, strict=True))
+    if guided:
+        keep = torch.ones(LAYERS, 4)
+        keep[1] = torch.tensor([0.0, 1.0, 0.0, 1.0])
+        enabled = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+        inputs |= {"keep": keep, "enabled_steps": enabled}
+    return inputs
+
+
+def cut(weights: dict, rank: int, tp: int) -> dict[str, torch.Tensor]:
+    """A rank's weights of the DiT; those of the host are left out by name."""
+    parts = {}
+    for name, tensor in weights.items():
+        split = rule(SHARDED_MODELS["dit"], name)
+        if split == ALL:
+            parts[name] = tensor
+        elif isinstance(split, int):
+            parts[name] = tensor.chunk(tp, dim=split)[rank % tp]
+    return parts
+
+
+def run(program, weights: dict, inputs: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The values after a step or a pass."""
+    fields = program.fields
+    held = {name: value.to(fields[name].dtype) for name, value in inputs.items() if name in fields}
+    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    guided = "keep" in held
+    with torch.no_grad():
+        for name, first in next(iter(program.runs.values())):
+            rows = {"keep": held["keep"][first:][: fields["keep"].shape[0]]} if guided else {}
+            held |= call(program, name, first, weights, held | rows)
+    return held
+
+
+def on_ranks(bucket: Bucket, inputs: dict, dtype=torch.float32, blocks: int = 0, layout=SEQUENCE):
+    """The values of every rank after a step of a layout's ranks."""
+    (config, weights), tp, cp = model(bucket.ancestral), layout.tp, layout.cp
+    everyone = [[*range(cp * tp)]]
+    comms = {
+        name: [(members, Together(len(members))) for members in partition]
+        for name, partition in (groups(layout.profile(), tp) or {TENSOR: everyone}).items()
+    }
+
+    def rank_run(rank: int) -> dict[str, torch.Tensor]:
+        def of(name: str) -> Together | None:
+            mine = [comm for members, comm in comms.get(name, ()) if rank in members]
+            for comm in mine:
+                comm.join(rank)
+            return mine[0] if mine else None
+
+        own, every = of(TENSOR), of(CONTEXT)
+        context = ContextParallel(every) if cp > 1 else None
+        how = config, bucket, tp, own if tp > 1 else SingleRank(), dtype, blocks
+        program = dit_program(*how, sequence_parallel=layout.divided, context=context)
+        fields, given = program.fields, dict(inputs)
+        if "rank_one_hot" in fields:
+            given["rank_one_hot"] = torch.eye(fields["rank_one_hot"].shape[1])
+        if padding := fields.get("padding_bias"):
+            given["padding_bias"] = padding_bias(padding, bucket.video_tokens, tp, cp)
+        mine = {
+            name: rank_slice(fields[name], pad_tokens(fields[name], whole, tp, cp), rank, tp)
+            for name, whole in given.items()
+            if name in fields
+        }
+        return run(program, cut(weights, rank, tp), mine, dtype)
+
+    with ThreadPoolExecutor(cp * tp) as pool:
+        return list(pool.map(rank_run, range(cp * tp)))
+
+
+def alone(bucket: Bucket, inputs: dict, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    config, weights = model(bucket.ancestral)
+    return run(dit_program(config, bucket, 1, SingleRank(), dtype, 0), weights, inputs, dtype)
+
+
+CASES = {
+    "text to video": (1, False),
+    "image to video": (2, False),
+    "a guided pass with perturbations": (1, True),
+    "a guided pass with an image": (2, True),
+}
+
+
+def results(guided: bool) -> tuple[str, str]:
+    kind = "x0" if guided else "latent"
+    return f"video_{kind}", f"audio_{kind}"
+
+
+# A block in each graph, where the streams leave it in parts, and the whole step with most inputs
+@pytest.mark.parametrize(("case", "blocks"), [*((case, 1) for case in CASES), ([*CASES][-1], 0)])
+def test_four_ranks_that_share_the_tokens_give_what_one_rank_gives(case, blocks):
+    timesteps, guided = CASES[case]
+    bucket = Bucket(TOKENS, AUDIO_TOKENS, timesteps, STEPS, guided)
+    inputs = values(timesteps, guided)
+    wanted, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=blocks)
+    for name in results(guided):
+        assert all(torch.equal(rank[name], got[0][name]) for rank in got)
+        assert rel(got[0][name], wanted[name]) < EQUAL
+
+
+@pytest.mark.parametrize("layout", CONTEXT_LAYOUTS.values(), ids=CONTEXT_LAYOUTS)
+@pytest.mark.parametrize("biased", [False, True], ids=["", "a reference with a mask"])
+def test_groups_that_share_the_tokens_give_what_one_rank_gives(layout, biased):
+    shape = (3, 7, 1)  # 21 tokens, which no number of groups divides
+    bucket = Bucket(math.prod(shape), AUDIO_TOKENS, 2, STEPS, guided=not biased, biased=biased)
+    inputs = values(2, not biased, biased, shape)
+    wanted, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=1, layout=layout)
+    for name in results(not biased):
+        assert all(torch.equal(rank[name], got[0][name]) for rank in got)
+        assert rel(got[0][name], wanted[name]) < EQUAL
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [SEQUENCE, Layout(2, 2, divided=True), Layout(1, 5)],
+    ids=["ranks of a group", "groups whose ranks divide too", "5 groups"],
+)
+def test_marked_tokens_and_noise_are_the_same_ones_on_several_ranks(layout):
+    shape = (3, 2, 4) if layout == SEQUENCE else (3, 7, 1)
+    bucket = Bucket(math.prod(shape), AUDIO_TOKENS, 2, STEPS, ancestral=True)
+    inputs = values(2, False, shape=shape, ancestral=True)
+    wanted, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=1, layout=layout)
+    for name in results(False):
+        assert all(torch.equal(rank[name], got[0][name]) for rank in got)
+        assert rel(got[0][name], wanted[name]) < EQUAL
+    other = alone(bucket, inputs | {"keyframes_mask": inputs["keyframes_mask"].roll(1, 0)})
+    assert rel(other["video_latent"], wanted["video_latent"]) > SHOWS
+
+
+def test_between_the_layers_a_rank_holds_a_quarter_of_the_videos_tokens_and_all_of_the_sounds():
+    bucket, inputs = Bucket(TOKENS, AUDIO_TOKENS, 1, STEPS), values(1, False)
+    got, wanted = (on_ranks(bucket, inputs, blocks=1, layout=x) for x in (SEQUENCE, Layout()))
+    assert {rank["video_hidden"].shape[1] for rank in got} == {TOKENS // TP}
+    assert {rank["audio_hidden"].shape[1] for rank in got} == {AUDIO_TOKENS}
+    joined = torch.cat([rank["video_hidden"] for rank in got], dim=1)
+    assert rel(joined, wanted[0]["video_hidden"]) < EQUAL
+    assert rel(torch.cat([rank["video_hidden"] for rank in got[::-1]], dim=1), joined) > SHOWS
+
+
+def test_in_bf16_the_ranks_are_as_near_to_fp32_as_without_it():
+    bucket, inputs = Bucket(TOKENS, AUDIO_TOKENS, 2, STEPS), values(2, False)
+    exact = alone(bucket, inputs)
+    divided, whole = (on_ranks(bucket, inputs, torch.bfloat16, layout=layout)[0] for layout in (SEQUENCE, Layout()))
+    for name in results(False):
+        allowed = BF16_FACTOR * rel(whole[name], exact[name]) + BF16_FLOOR
+        assert 0 < rel(divided[name], exact[name]) < allowed
+
+
+def costs(sequence_parallel: bool) -> dict[str, int]:
+    """Of a block at sizes where what is not divided (text, sound) is small."""
+    config, bucket = model()[0], Bucket(4096, 16, 1, 8)
+    with fake_process_group(TP):
+        how = TP, TorchDistComm(TP), torch.bfloat16, 1
+        program = dit_program(config, bucket, *how, sequence_parallel=sequence_parallel)
+        return cost(trace(program, "blocks", torch.bfloat16))
+
+
+def test_a_block_scatters_what_it_reduced_and_gathers_what_its_products_take():
+    whole, divided = costs(False), costs(True)
+    stream = 4096 * model()[0].video.inner * 2
+    assert (whole["collectives"], divided["collectives"]) == (11, 16)
+    assert (whole["reduce_scatter_bytes"], whole["all_gather_bytes"]) == (0, 0)
+    # Outputs of self, text and audio-to-video attention and the feed-forward are scattered; inputs
+    # of these four, and keys and values of video-to-audio, are gathered from a quarter each.
+    assert divided["reduce_scatter_bytes"] == 4 * stream
+    assert divided["all_gather_bytes"] == 5 * stream // TP
+    assert divided["flops"] == whole["flops"]
+    # q/k norms, RoPE and gates go by heads and are divided already.
+    assert divided["elementwise_bytes"] < 0.7 * whole["elementwise_bytes"]
+
+
+# GB that a rank receives from other groups in a step of 48 blocks, in bf16 at TP 4, of 512x768 and
+# 121 frames, for video self-attention (32 heads of 128). Video-to-audio attention (32 heads of 64)
+# receives other groups' results besides.
+@pytest.mark.parametrize(("cp", "self_attention"), [(2, 0.60), (4, 0.91), (8, 1.06)])
+def test_groups_exchange_as_many_bytes_as_the_design_says(cp, self_attention):
+    config, tokens, layout = transformer_config(released_config()), 6144, Layout(4, cp)
+    profile = layout.profile()
+    with fake_process_group(cp * 4, groups=groups(profile, 4)):
+        how = 4, TorchDistComm(4), torch.bfloat16, 1
+        context = registry.context(profile, 4)
+        program = dit_program(config, Bucket(tokens, 126, 1, 8), *how, context=context)
+        block, tail = (cost(trace(program, name, torch.bfloat16)) for name in ("blocks", "tail"))
+    # Keys and values are gathered; two collectives merge the sound's attention to the video.
+    assert block["context_collectives"] == 3
+    # In fp32, for 126 queries and 8 heads: gathered maxima, and summed results and weights.
+    to_audio = 126 * 8 * 4 * (cp - 1 + 2 * 65 * (cp - 1) / cp)
+    assert (block["context_bytes"] - to_audio) * 48 / 1e9 == pytest.approx(self_attention, abs=0.005)
+    assert tail["context_bytes"] == tokens * 128 * 2 * (cp - 1) // cp
+
+
+@pytest.mark.parametrize(("tokens", "tp", "may"), [(24, 4, True), (18, 4, False), (24, 1, False)])
+def test_tokens_are_divided_where_every_rank_gets_as_many(tokens, tp, may):
+    assert may_divide(Bucket(tokens, 18, 1, 8), tp) is may
+
+
+def test_what_does_not_divide_is_compiled_whole_and_said(tiny, tmp_path, capsys):
+    profile = resolve("cpu", ("sequence_parallel=true", "blocks_per_graph=1"))
+    workspace = Workspace(tiny.checkpoint, profile, tmp_path, TP, "float32")
+    folders = build.make(workspace, workspace.dit_graphs([Bucket(18, 18, 1, 8), Bucket(24, 18, 1, 8)]))
+    assert capsys.readouterr().out == (
+        "18 video tokens are not divisible by 4 ranks: compiled without sequence parallelism\n"
+    )
+    taken = [Manifest(folder).graphs["head"]["inputs"] for folder in folders]
+    assert ["rank_one_hot" in inputs for inputs in taken] == [False, True]

@@ -1,0 +1,313 @@
+"""Guidance groups share the passes of a step, give the bits of one group alone, and go on without
+those that fail; with ranks in this process."""
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal, Ranks
+from ltx_neuron.backends.teams import GuidanceGroups
+from ltx_neuron.backends.torchdist import host
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.preflight import check_guidance_groups
+from ltx_neuron.errors import UserError
+from ltx_neuron.models.signatures import Field
+
+PASSES = ("cond", "uncond", "perturbed", "isolated")
+FIELD = Field((1, 4), torch.float32)
+PROGRAM = SimpleNamespace(fields=dict.fromkeys(("latent", *(f"{k}_video" for k in PASSES)), FIELD))
+START = torch.arange(4.0).view(1, 4) / 3
+KILLED = "rank 1 of 2 failed: the process was killed (SIGKILL)"
+
+
+class Group(Ranks):
+    """Ranks whose passes and "guide" are a few operations on tensors in this process.
+
+    fails  (method, word in its arguments) -> the error that it raises there
+    """
+
+    def __init__(self, fails: dict | None = None):
+        super().__init__(2)
+        self.fails, self.calls, self.closed = fails or {}, [], False
+        self.tensors, self.sequences = {}, {}
+
+    def _call(self, *call) -> None:
+        assert not self.closed
+        self.calls.append(call)
+        for (method, word), error in self.fails.items():
+            if method == call[0] and word in str(call):
+                raise error
+
+    def load(self, weights, programs, dtype):
+        self._call("load")
+
+    def replace_weights(self, weights):
+        self._call("replace_weights")
+
+    def unload(self):
+        self._call("unload")
+
+    def put(self, program, like=None, **tensors):
+        self._call("put", *tensors)
+        self.bytes_sent += sum(tensor.nbytes for tensor in tensors.values())
+        self.tensors |= tensors
+
+    def define(self, program, sequence, runs):
+        self._call("define", sequence)
+        self.sequences[sequence] = runs
+
+    def run(self, program, sequence="main", step=0):
+        for run, _, writes in self.sequences.get(sequence, [(sequence, {}, {})]):
+            latent = self.tensors["latent"]
+            self._call("run", run, *writes.values(), step)
+            self.launches += 1
+            if run == "pass":
+                (name,) = writes.values()
+                self.tensors[name] = (latent * 1.7 + len(name) + step).sin()
+            elif run == "guide":
+                predictions = [x for name, x in sorted(self.tensors.items()) if name != "latent"]
+                self.tensors["latent"] = latent + sum(predictions) / 7
+            else:
+                self.tensors["latent"] = (latent * 1.3 + step).cos()
+        return 2.0
+
+    def get(self, program, name):
+        self._call("get", name)
+        return self.tensors[name]
+
+    def hashes(self, *names):
+        self._call("hashes")
+        return [str(self.tensors[name]) for name in names] * self.tp
+
+    def check(self):
+        self._call("check")
+
+    def close(self):
+        self.closed = True
+
+    @property
+    def passes(self) -> list[str]:
+        return [call[2] for call in self.calls if call[:2] == ("run", "pass")]
+
+
+def started(groups: list[Group], passes=PASSES) -> GuidanceGroups:
+    """A team that holds the latents and the guided sequence of these passes."""
+    team = GuidanceGroups([partial(lambda group: group, group) for group in groups])
+    team.load(None, {"dit": PROGRAM}, torch.float32)
+    runs = [("pass", {}, {"video_x0": f"{kind}_video"}) for kind in passes]
+    team.define("dit", "guided", [*runs, ("guide", {}, {})])
+    team.define("dit", "repeat", [("guide", {}, {})])
+    team.put("dit", latent=START)
+    return team
+
+
+def latent_of(groups: list[Group], sequences=("guided",) * 3, passes=PASSES) -> torch.Tensor:
+    team = started(groups, passes)
+    for step, sequence in enumerate(sequences):
+        team.run("dit", sequence, step=step)
+    digests = team.hashes("latent")
+    assert len(set(digests)) == 1
+    return team.get("dit", "latent")
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("sequences", [("guided",) * 3, ("guided", "repeat", "guided")])
+@pytest.mark.parametrize("passes", [PASSES, PASSES[:2], PASSES[:1]])
+def test_groups_make_the_bits_of_one(count, sequences, passes):
+    alone = latent_of([Group()], sequences, passes)
+    groups = [Group() for _ in range(count)]
+    assert torch.equal(latent_of(groups, sequences, passes), alone)
+    # Every group holds the state.
+    assert all(torch.equal(group.tensors["latent"], alone) for group in groups)
+
+
+def test_passes_are_dealt_one_to_each_group_in_turn_and_sent_to_the_others():
+    groups = [Group(), Group(), Group()]
+    team = started(groups)
+    sent = team.bytes_sent
+    assert sent == 3 * START.nbytes
+    assert team.run("dit", "guided", step=0) == 2 * 2.0 + 2.0  # two passes of group 1, then guide
+    assert [group.passes for group in groups] == [
+        ["cond_video", "isolated_video"],
+        ["uncond_video"],
+        ["perturbed_video"],
+    ]
+    assert team.bytes_sent - sent == (2 + 3 + 3) * START.nbytes
+    assert team.launches == 2 + 1
+    assert team.pass_ms == [
+        *((1 + n % 3, kind, 2.0) for n, kind in enumerate(PASSES)),
+        *((number, "guide", 2.0) for number in (1, 2, 3)),
+    ]
+
+
+def test_groups_run_their_passes_at_the_same_time():
+    both = threading.Barrier(2, timeout=10)
+
+    class Waiting(Group):
+        def run(self, program, sequence="main", step=0):
+            both.wait()
+            return super().run(program, sequence, step)
+
+    latent_of([Waiting(), Waiting()], ("guided",), PASSES[:2])
+
+
+FAULTS = {
+    "in its pass": ("run", "uncond_video"),
+    "in a pass of a later step": ("run", "'uncond_video', 1"),
+    "in guide": ("run", "'guide', 1"),
+    "while it receives the others' predictions": ("put", "cond_video"),
+    "while its prediction is read": ("get", "uncond_video"),
+    "while nothing ran": ("check", ""),
+    "while latents are uploaded": ("put", "latent"),
+    "at its load": ("load", ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_group_that_fails_costs_time_and_not_the_clip(fault, count, capsys):
+    groups = [Group() for _ in range(count)]
+    groups[1].fails[FAULTS[fault]] = RankError(f"{KILLED}\nmore")
+    team = started(groups)
+    for step in range(3):
+        team.moment = f"at step {step + 1} of stage_1"
+        team.run("dit", "guided", step=step)
+        team.check()
+    assert torch.equal(team.get("dit", "latent"), latent_of([Group()]))
+    assert groups[1].closed and not groups[0].closed
+    assert len(team.hashes("latent")) == 2 * (count - 1)
+    (line,) = team.lost
+    assert capsys.readouterr().err == f"{line}\n"
+    left = "1 group" if count == 2 else "3 groups"
+    assert line.startswith("guidance group 2 lost") and line.endswith(f"({KILLED}), {left} since")
+    if fault == "in a pass of a later step":
+        assert "lost at step 2 of stage_1 (" in line
+
+
+@pytest.mark.parametrize("fault", [("run", "'main', 2"), ("hashes", ""), ("get", "latent")])
+def test_an_unguided_stage_runs_on_one_group_and_goes_on_on_another(fault):
+    first, second = groups = [Group(), Group()]
+    team = started(groups)
+    for step in range(2):
+        team.run("dit", step=step)
+    assert [call[0] for call in second.calls].count("run") == 0
+    first.fails[fault] = RankError(KILLED)
+    team.run("dit", step=2)
+    assert len(set(team.hashes("latent"))) == 1
+    assert torch.equal(team.get("dit", "latent"), latent_of([Group()], ("main",) * 3))
+    assert first.closed and not second.closed
+
+
+def test_what_ran_before_an_upload_is_not_repeated_after_it():
+    groups = [Group(), Group()]
+    team = started(groups)
+    team.run("dit", step=0)
+    team.put("dit", latent=START)
+    groups[0].fails["run", "main"] = RankError(KILLED)
+    team.run("dit", step=1)
+    assert torch.equal(team.get("dit", "latent"), (START * 1.3 + 1).cos())
+
+
+def test_shared_work_of_a_lost_group_is_done_by_another():
+    groups = [Group(), Group()]
+    groups[1].fails["run", "main"] = RankError(KILLED)
+    team = started(groups)
+
+    def work(number: int, group: Ranks) -> torch.Tensor:
+        group.put("dit", latent=START + number)
+        group.run("dit")
+        return group.get("dit", "latent")
+
+    made = team.share([partial(work, number) for number in range(5)])
+    assert torch.equal(torch.cat(made), torch.cat([((START + n) * 1.3).cos() for n in range(5)]))
+
+
+def test_the_loss_of_all_groups_is_the_error_of_the_last():
+    groups = [Group({("run", "uncond_video"): RankError(f"rank {n} failed")}) for n in range(3)]
+    team = started(groups)
+    with pytest.raises(RankError, match="rank 2 failed"):
+        team.run("dit", "guided", step=0)
+    assert all(group.closed for group in groups)
+    for again in (team.check, lambda: team.get("dit", "latent"), team.unload):
+        with pytest.raises(RankError, match="rank 2 failed"):
+            again()
+    team.close()
+
+
+@pytest.mark.parametrize("error", [NotFiniteError(["video_latent"]), RankRefusal("no such file")])
+def test_an_error_that_all_groups_have_in_common_drops_none(error):
+    team = started([Group(), Group({("run", "guide"): error})])
+    with pytest.raises(type(error)):
+        team.run("dit", "guided", step=0)
+    assert not team.lost
+
+
+def test_a_group_that_cannot_start_ends_those_that_have():
+    group = Group()
+
+    def fail():
+        raise RankError("rank 0 of 2 could not be started")
+
+    with pytest.raises(RankError, match="could not be started"):
+        GuidanceGroups([lambda: group, fail])
+    assert group.closed
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_after_shared_work_the_ranks_of_each_group_are_compared_with_each_other():
+    groups = [Group(), Group()]
+    team = started(groups)
+
+    def work(number):
+        return lambda group: group.put("dit", latent=START * number)
+
+    team.share([work(0), work(1)])
+    assert len(set(team.hashes("latent"))) == 1  # though the groups differ
+    groups[1].hashes = lambda *names: ["1", "2"]
+    assert len(set(team.hashes("latent"))) == 2
+    groups[1].hashes = lambda *names: ["1", "1"]
+    team.put("dit", latent=START)
+    assert len(set(team.hashes("latent"))) == 2  # the groups hold the same again, and differ
+
+
+def jobs(*stages: tuple[int, ...]) -> list:
+    """Jobs whose stages have so many passes, of guidance in the first and of tiles in others."""
+    return [
+        SimpleNamespace(
+            passes=PASSES[: counts[0]],
+            stages=[SimpleNamespace(guided=not n, tiles=count) for n, count in enumerate(counts)],
+            stage_buckets=lambda stage: [None] * stage.tiles,
+        )
+        for counts in stages
+    ]
+
+
+def test_more_groups_than_any_job_has_passes_or_tiles_are_refused_with_the_number_that_helps():
+    check_guidance_groups(jobs((2, 1), (1, 4)), 4)
+    check_guidance_groups(jobs((1, 1)), 1)
+    with pytest.raises(UserError, match=r"no stage .* than 3.\nType .* guidance_parallel=3$"):
+        check_guidance_groups(jobs((1, 3), (1,)), 4)
+    with pytest.raises(UserError, match=r"neither.\nType .* guidance_parallel=1$"):
+        check_guidance_groups(jobs((1, 1)), 2)
+
+
+def test_nxd_which_drives_the_cores_of_one_group_is_refused_by_name():
+    with pytest.raises(UserError, match="backend=nxd .*Type --profile-set backend=torchdist"):
+        resolve("trn2.48xlarge", ["guidance_parallel=4", "backend=nxd"])
+    resolve("trn2.48xlarge", ["guidance_parallel=4", "backend=torchdist"])
+
+
+def test_every_group_has_ranks_of_its_own(monkeypatch):
+    from ltx_neuron.backends import registry
+
+    made = []
+    monkeypatch.setattr(host, "TorchDistRanks", lambda *arguments: made.append(arguments) or Group())
+    profile = resolve("cpu", ["guidance_parallel=3"])
+    team = registry.ranks(profile, 2, None)
+    assert isinstance(team, GuidanceGroups) and len(team.groups) == 3 and team.at_once == 6
+    assert sorted(arguments[-1] for arguments in made) == [0, 1, 2]

@@ -1,0 +1,61 @@
+"""TorchNeuron compiles a collective over every group of ranks, and one graph for all of them.
+
+Its compiler is a stand-in (test/torchneuron). test/slow has the same with processes of ranks.
+"""
+
+import runpy
+from collections import Counter
+
+import pytest
+from neuron_groups import LAYOUTS, STAND_IN, lowered_by_ranks, on_cpu
+
+from ltx_neuron.backends import mesh
+
+TP = 4
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def by_ranks(monkeypatch, tmp_path):
+    """by_ranks(layout, knows): each rank's graphs, for a release that knows these groups."""
+    monkeypatch.syspath_prepend(str(STAND_IN))
+
+    def lowered(layout: str, knows: str) -> list[dict[str, str]]:
+        profile = on_cpu(LAYOUTS[layout], knows, tmp_path / "texts")
+        return lowered_by_ranks(profile, TP, tmp_path)
+
+    return lowered
+
+
+KNOWN = [(layout, "table") for layout in LAYOUTS] + [("cp4", "meshes"), ("cp4", "table, unasked")]
+
+
+@pytest.mark.parametrize(("layout", "knows"), KNOWN)
+def test_every_rank_compiles_one_graph_over_all_groups_of_a_name(by_ranks, layout, knows):
+    ranks, named = by_ranks(layout, knows), mesh.groups(LAYOUTS[layout], TP)
+    assert len(ranks) == LAYOUTS[layout].world_size(TP)
+    assert {graphs.get("refusal") for graphs in ranks} == {None}
+    assert all(graphs == ranks[0] for graphs in ranks)
+    for name, partition in named.items():
+        assert ranks[0][name].count(f"'{partition}'") == 2
+
+
+@pytest.mark.parametrize("knows", ["nothing", "ignored table"])
+def test_a_release_that_knows_a_rank_s_own_groups_alone_is_refused_before_it_compiles(by_ranks, knows):
+    said = Counter(graphs["refusal"] for graphs in by_ranks("cp4", knows))
+    partition = mesh.groups(LAYOUTS["cp4"], TP)[mesh.TENSOR]
+    assert len(said) == 4 and {*said.values()} == {4}
+    for own in partition:
+        (text,) = [each for each in said if f"compiles group tp as {[own]}, wanted" in each]
+        assert str(partition) in text
+        assert "\nType --profile-set context_parallel=1, or install" in text
+
+
+def test_the_stand_in_refuses_what_stablehlo_refuses():
+    """What each rank compiled before groups were made known: its own group alone."""
+    refusal = runpy.run_path(str(STAND_IN / "stablehlo.py"))["refusal"]
+    assert refusal([[0, 1, 2, 3]]) is None and refusal([[0, 1, 2, 3], [4, 5, 6, 7]]) is None
+    assert refusal([[4, 5, 6, 7]]) == "replica id #0 not seen in replica groups"
+    assert refusal([[0, 4]]) == "replica id #1 not seen in replica groups"
+    assert refusal([[0, 1], [1, 2]]) == "replica id #1 seen more than once"

@@ -1,0 +1,484 @@
+"""Prompts files: every line is checked before anything runs; what is done stays done, what failed
+or changed runs again."""
+
+import argparse
+import csv
+import io
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import locked, said_to_an_ordinary_user
+from safetensors.torch import save_file
+
+from ltx_neuron import batch, flags
+from ltx_neuron.batch import RESULTS, prompts_file, read_lines
+from ltx_neuron.engine.run import JobFailure
+from ltx_neuron.errors import UserError
+from ltx_neuron.flags import job_of_line
+from ltx_neuron.job import Job
+from ltx_neuron.sampling.conditions import ImageCondition
+
+
+def command(*words: str) -> argparse.Namespace:
+    """The flags of the command that has the prompts file."""
+    parser = argparse.ArgumentParser(add_help=False)
+    flags.add_job(parser)
+    args = parser.parse_args(words)
+    args.recipe = args.recipe or "distilled"
+    return args
+
+
+def read(folder, *lines, flags=(), identity=None):
+    """The lines of a file; a line that is not text is written as JSON."""
+    path = folder / "jobs.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return read_lines(path, job_of_line(command(*flags)), identity or {"checkpoint": "a"})
+
+
+def read_bytes(folder, content: str | bytes):
+    """The lines of a file of any content."""
+    path = folder / "jobs"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return read_lines(path, job_of_line(command()), {"checkpoint": "a"})
+
+
+def refused(folder, *lines, **how) -> str:
+    with pytest.raises(UserError) as error:
+        read(folder, *lines, **how)
+    return str(error.value)
+
+
+# --- reading -------------------------------------------------------------------------------------
+def test_a_line_says_what_differs_from_the_commands_own_flags(tmp_path):
+    flags = ("--height", "64", "--width", "96", "--num-frames", "9", "--seed", "3")
+    first, second = read(
+        tmp_path, {"prompt": "a"}, {"prompt": "b", "width": 128, "seed": 4, "frame_rate": 12.5}, flags=flags
+    )
+    assert (first.job.prompt, first.job.seed, first.job.size.width, first.job.size.frame_rate) == ("a", 3, 96, 24.0)
+    assert (second.job.seed, second.job.size.height, second.job.size.width) == (4, 64, 128)
+    assert second.job.size.frame_rate == 12.5
+    assert (first.file, second.file) == ("0001.mp4", "0002.mp4")
+
+
+def test_keys_are_flags_with_dashes_or_underscores_and_aliases(tmp_path):
+    keys = ({"num-frames": 17}, {"num_frames": 17}, {"num_frames": "17"}, {"fps": 30}, {"frame-rate": 30})
+    found = read(tmp_path, *({"prompt": "a", **key} for key in keys))
+    assert [line.job.size.num_frames for line in found] == [17, 17, 17, 121, 121]
+    assert [line.job.size.frame_rate for line in found][3:] == [30.0, 30.0]
+    assert found[0].digest == found[1].digest == found[2].digest != found[3].digest == found[4].digest
+
+
+def test_true_is_the_flag_alone_and_false_and_null_are_none(tmp_path):
+    found = read(tmp_path, *({"prompt": "a", "two_stage": value, "upscale": None} for value in (True, False, None)))
+    assert [line.job.size.two_stage for line in found] == [True, False, False]
+
+
+def test_empty_lines_count_but_are_skipped(tmp_path):
+    found = read(tmp_path, "", {"prompt": "a"}, "   \t", "\r", {"prompt": "b"}, "")
+    assert [line.number for line in found] == [2, 5]
+
+
+def test_prompts_keep_their_letters_dashes_and_quotes(tmp_path):
+    prompts = ["--seed 5", "-x", "« Möwe » – 海", "a=b 'c' \"d\"", "line\nbreak"]
+    found = read(tmp_path, *({"prompt": prompt} for prompt in prompts))
+    assert [line.job.prompt for line in found] == prompts
+
+
+def test_negative_numbers_are_values_not_flags(tmp_path):
+    line = {"prompt": "a", "seed": -7, "recipe": "dev", "video_stg_guidance_scale": -0.5}
+    (found,) = read(tmp_path, line)
+    assert (found.job.seed, found.job.guidance.video.stg_scale) == (-7, -0.5)
+
+
+def test_an_image_is_a_path_a_list_or_a_list_of_lists(tmp_path):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(b"not looked into")
+    a, b = str(tmp_path / "a.png"), str(tmp_path / "b.png")
+    images = a, [a, 0, 0.5], [[a], [b, 8, 0.25, 10]], []
+    found = read(tmp_path, *({"prompt": "a", "image": image} for image in images[:3]))
+    assert [line.job.images for line in found] == [
+        (ImageCondition(a),),
+        (ImageCondition(a, 0, 0.5),),
+        (ImageCondition(a), ImageCondition(b, 8, 0.25, 10)),
+    ]
+
+
+def test_a_lines_images_do_not_reach_the_next_line_or_the_command(tmp_path):
+    a = tmp_path / "a.png"
+    a.write_bytes(b"")
+    found = read(tmp_path, {"prompt": "a", "image": [str(a), 8]}, {"prompt": "b"}, {"prompt": "c", "image": str(a)})
+    assert [len(line.job.images) for line in found] == [1, 0, 1]
+
+
+def test_guidance_of_a_line_is_the_dev_recipes(tmp_path):
+    line = {"prompt": "a", "video_cfg_guidance_scale": 2.0, "audio-stg-blocks": [1, 2], "negative_prompt": "b"}
+    (found,) = read(tmp_path, line, flags=("--recipe", "dev"))
+    assert (found.job.guidance.video.cfg_scale, found.job.guidance.audio.stg_blocks) == (2.0, (1, 2))
+    assert found.job.prompts == ("a", "b")
+    with pytest.raises(UserError, match="audio-stg-blocks"):
+        read(tmp_path, line | {"audio-stg-blocks": [True]}, flags=("--recipe", "dev"))
+
+
+BAD = {
+    "not JSON": ("{'prompt': 'a'}", "not JSON"),
+    "half a line": ('{"prompt": "a"', "not JSON"),
+    "nested too deep": ("[" * 100_000, "not JSON"),
+    "a list in many others": ({"prompt": "a", "seed": json.loads("[" * 900 + "]" * 900)}, "--seed: got [[["),
+    "a list": ("[1]", "got list, wanted a JSON object"),
+    "a string": ('"prompt"', "got str, wanted a JSON object"),
+    "unknown key": ({"prompt": "a", "sead": 1}, "unknown key 'sead'; did you mean 'seed'?"),
+    "a key of the command": ({"prompt": "a", "checkpoint_path": "x"}, "unknown key 'checkpoint_path'"),
+    "abbreviated key": ({"prompt": "a", "heigh": 64}, "unknown key 'heigh'"),
+    "no number": ({"prompt": "a", "seed": "many"}, "--seed: got 'many', wanted a valid integer"),
+    "no prompt": ({"seed": 1}, "--prompt is empty"),
+    "illegal size": ({"prompt": "a", "height": 65}, "--height 65 is not a multiple of 32"),
+    "illegal length": ({"prompt": "a", "num_frames": 10}, "nearest valid: 9 or 17"),
+    "guidance": (
+        {"prompt": "a", "video_cfg_guidance_scale": 2},
+        "the distilled recipe takes no --video-cfg-guidance-scale",
+    ),
+    "negative prompt": (
+        {"prompt": "a", "negative_prompt": "b"},
+        "--negative-prompt with the distilled recipe needs --nag-scale",
+    ),
+    "steps": ({"prompt": "a", "num_inference_steps": 30}, "other counts need --recipe dev"),
+    "absent image": ({"prompt": "a", "image": "absent.png"}, "absent.png: no such file"),
+    "an object as value": ({"prompt": "a", "seed": {"b": 1}}, "--seed: got {'b': 1}, wanted a valid integer"),
+    "an object as prompt": ({"prompt": {"text": "a"}}, "--prompt: got {'text': 'a'}, wanted"),
+    "a number as prompt": ({"prompt": 5}, "--prompt: got 5, wanted a valid string"),
+    "text as a switch": ({"prompt": "a", "two_stage": "yes"}, "--two-stage: got 'yes', wanted a valid boolean"),
+    "no such choice": ({"prompt": "a", "upscale": "x4"}, "--upscale: got 'x4', wanted 'spatial', 'temporal' or 'both'"),
+    "a key twice": ('{"prompt": "a", "seed": 1, "seed": 2}', "the key 'seed' is given twice"),
+    "a key twice inside": ('{"prompt": "a", "seed": {"b": 1, "b": 2}}', "the key 'b' is given twice"),
+    "a flag in two spellings": (
+        {"prompt": "a", "fps": 24, "frame_rate": 25},
+        "'fps' and 'frame_rate' are the same flag",
+    ),
+    "a path of any length": (
+        {"prompt": "a", "image": "x" * 5000},
+        "(5000 characters): this path is longer than the system allows",
+    ),
+    "a device as image": (
+        {"prompt": "a", "image": "/dev/zero"},
+        "--image /dev/zero: that is a device, wanted a regular file; pass an image",
+    ),
+    "the graphs' cut": ({"prompt": "a", "blocks_per_graph": 2}, "unknown key 'blocks_per_graph'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_line_is_named_by_its_number(tmp_path, name):
+    line, said = BAD[name]
+    problem = refused(tmp_path, {"prompt": "fine"}, "", line, {"prompt": "fine"})
+    assert problem.startswith(f"{tmp_path / 'jobs.jsonl'}: nothing was run.\nline 3: ")
+    assert said in problem
+
+
+def test_the_first_bad_lines_are_said_at_once_and_the_others_counted(tmp_path):
+    problem = refused(tmp_path, *(line for line, _ in BAD.values()), {"prompt": "fine"})
+    found = [line.partition(":")[0] for line in problem.splitlines() if line.startswith("line ")]
+    assert found == [f"line {n}" for n in range(1, 11)]
+    assert f"\nand {len(BAD) - 10} more\n" in problem and problem.endswith(prompts_file.WANTED)
+
+
+def test_a_file_that_is_absent_or_empty_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.jsonl: no such file"):
+        read_lines(tmp_path / "absent.jsonl", job_of_line(command()), {})
+    assert "has no lines" in refused(tmp_path, "", "  ")
+
+
+def test_a_named_pipe_is_neither_an_image_nor_a_prompts_file(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    problem = refused(tmp_path, {"prompt": "a", "image": str(pipe)})
+    assert f"line 1: --image {pipe}: that is a named pipe, wanted a regular file; pass" in problem
+    with pytest.raises(UserError, match="pipe: that is a named pipe, wanted.*one JSON object"):
+        read_lines(pipe, job_of_line(command()), {})
+
+
+def test_a_folder_that_one_may_not_enter_is_said_with_the_flag(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "jobs.jsonl").write_text("")
+    with locked(folder):
+        for said in (
+            said_to_an_ordinary_user(lambda: read(tmp_path, {"prompt": "a", "image": str(folder / "a.png")})),
+            said_to_an_ordinary_user(lambda: read_lines(folder / "jobs.jsonl", job_of_line(command()), {})),
+        ):
+            assert "you may not read or write it, or not enter its folder\n" in said
+            assert said.startswith(("UserError", "NoPermission: --prompts-file"))
+
+
+def test_bytes_that_are_no_text_are_a_bad_line(tmp_path):
+    path = tmp_path / "jobs.jsonl"
+    path.write_bytes(b'{"prompt": "\xff\xfe\x80"}\n{"prompt": "a"}\n')
+    with pytest.raises(UserError, match="line 1: --prompt is not UTF-8 text"):
+        read_lines(path, job_of_line(command()), {})
+
+
+# --- forms of the file ---------------------------------------------------------------------------
+
+
+def sheet(*rows: tuple, delimiter: str = ",", end: str = "\r\n") -> str:
+    """A table as spreadsheets write it, with a prompt over two lines in the first of two rows."""
+    file = io.StringIO(newline="")
+    header = ("Prompt", "Num Frames", "seed", "two-stage", "")
+    first = (f'waves{delimiter} "loud"\n– no wind', 9, 2, "TRUE", "")
+    csv.writer(file, delimiter=delimiter, lineterminator=end).writerows(
+        rows or (header, first, ("",) * 5, ("rain", "", "", "", ""))
+    )
+    return file.getvalue()
+
+
+def objects(*lines: dict, **how) -> str:
+    return json.dumps(lines or [{"prompt": "a", "seed": 2}, {"prompt": "b"}], **how)
+
+
+# A file -> the numbers of its lines.
+FORMS = {
+    "a CSV": (sheet(), [2, 5]),
+    "with a mark of its byte order": ("\ufeff" + sheet(), [2, 5]),
+    "with semicolons": (sheet(delimiter=";"), [2, 5]),
+    "with tabs in UTF-16": (sheet(delimiter="\t").encode("utf-16"), [2, 5]),
+    "in UTF-16 without a mark": (sheet(delimiter="\t").encode("utf-16-le"), [2, 5]),
+    "with bars": (sheet(delimiter="|"), [2, 5]),
+    "of a Mac": (sheet(end="\r"), [2, 5]),
+    "of Unix, its last line open": (sheet(end="\n").rstrip(), [2, 5]),
+    "that names its delimiter": ("sep=;\r\n" + sheet(delimiter=";"), [3, 6]),
+    "an array": (objects(), [1, 2]),
+    "an array over lines": ("\ufeff\n" + objects(indent=2), [1, 2]),
+    "lines in UTF-16": ('{"prompt": "a"}\n\n{"prompt": "b"}\n'.encode("utf-16"), [1, 3]),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_spreadsheets_csv_and_a_json_array_are_read(tmp_path, name):
+    content, numbers = FORMS[name]
+    found = read_bytes(tmp_path, content)
+    assert [line.number for line in found] == numbers
+    if "lines" not in name:
+        assert [line.job.seed for line in found] == [2, 10]
+    if numbers[0] > 1:
+        first, second = (line.job for line in found)
+        assert first.prompt in [f'waves{d} "loud"\n– no wind' for d in ",;\t|"]
+        assert (first.size.num_frames, first.size.two_stage) == (9, True)
+        assert (second.prompt, second.size.num_frames) == ("rain", 121)
+
+
+def test_cells_have_the_types_of_json(tmp_path):
+    """Texts stay texts, whatever they look like."""
+    (tmp_path / "a.png").write_bytes(b"")
+    cells = {
+        "prompt": "2024",
+        "negative-prompt": "true",
+        "recipe": "dev",
+        "frame rate": "12,5",
+        "num_frames": "9.0",
+        "two_stage": "False",
+        "video_stg_blocks": "[1, 2]",
+        "--image": json.dumps([str(tmp_path / "a.png"), 8, 0.5]),
+    }
+    (line,) = read_bytes(tmp_path, sheet(tuple(cells), tuple(cells.values()), delimiter=";"))
+    job = line.job
+    assert (job.prompt, job.negative_prompt, job.size.two_stage) == ("2024", "true", False)
+    assert (job.size.frame_rate, job.size.num_frames) == (12.5, 9)
+    assert job.guidance.video.stg_blocks == (1, 2)
+    assert job.images == (ImageCondition(str(tmp_path / "a.png"), 8, 0.5),)
+
+
+def test_a_table_and_lines_of_the_same_jobs_are_the_same_jobs(tmp_path):
+    (line,) = read(tmp_path, {"prompt": "a", "seed": 2, "num_frames": 9})
+    (row,) = read_bytes(tmp_path, "prompt,seed,num-frames\na,2,9\n")
+    assert row.digest == line.digest
+
+
+PLAIN = "neither a JSON object nor a CSV header with a column prompt"
+# A file -> what is said of it, with the line's number.
+UNREADABLE = {
+    "prompts as text": ("waves crash, loudly\na dog runs\n" * 2000, "line 1: 'waves", PLAIN),
+    "a CSV without prompt": ("text,seed\na,1\n" * 3000, "line 1: 'text,seed' is", PLAIN),
+    "YAML": ("- prompt: a\n  seed: 1\n" * 50, "line 1: '- prompt: a' is", PLAIN),
+    "Python's dicts": ("{'prompt': 'a', 'b': None}\n" * 3000, "line 1: not JSON: single quot"),
+    "Python's True": ('{"prompt": "a", "two_stage": True}\n', "line 1: not JSON: True, False and"),
+    "comments": ('# mine\n{"prompt": "a"}\n', "line 1: not JSON: a comment"),
+    "comments between": ('{"prompt": "a"}\n// mine\n', "line 2: not JSON: a comment"),
+    "curly quotation marks": ("{“prompt”: “a”}", "line 1: not JSON: curly"),
+    "a path of Windows": (r'{"prompt": "a", "image": "C:\Users\a.png"}', "line 1: not JSON: a single"),
+    "an object over lines": (json.dumps({"prompt": "a"}, indent=2), "line 1: not JSON: the object"),
+    "commas after objects": ('{"prompt": "a"},\n' * 3000, "line 1: not JSON: a comma after the ob"),
+    "a comma too many": ('{"prompt": "a",}\n', "line 1: not JSON: a comma after the last value"),
+    "an array with a mistake": ('[\n{"prompt": "a"},\n{"prompt": "b",}\n]', "line 3: not JSON: a comma"),
+    "an array of texts": ('["a", "b"]', "object 1: got str, wanted a JSON object"),
+    "an unknown key in an array": (objects({"prompt": "a", "sead": 1}, indent=2), "object 1: unknown"),
+    "a column of no flag": ("prompt,mood\n" + "a,sad\n" * 3000, "line 1: unknown key 'mood'"),
+    "a column twice": ("prompt,seed,Seed\na,1,2\n", "line 1: the key 'seed' is given twice"),
+    "a column in two spellings": ("prompt,fps,frame_rate\na,1,2\n", "line 1: 'fps' and 'frame_rate'"),
+    "commas in a text": ("prompt,seed\na,1\n" + "a, b,1\n" * 3000, "line 3: 3 cells, and the header"),
+    "an open quotation mark": ('prompt,seed\na,1\n"b,2\n', 'line 3: an open "'),
+    "another encoding": ("prompt\na\nMöwe\n".encode("cp1252"), "line 3: --prompt is not UTF-8"),
+    "a spreadsheet": (b"PK\3\4\x14\0rest", "save a spreadsheet as CSV UTF-8"),
+    "a video": (b"\0\0\0\x20ftypisom\0\0\2\0", "is not text"),
+    "a header alone": ("prompt,seed\n", "has no lines"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_a_prompts_file_is_is_said_once_with_the_line_and_the_reason(tmp_path, name):
+    content, *said = UNREADABLE[name]
+    with pytest.raises(UserError) as error:
+        read_bytes(tmp_path, content)
+    problem = str(error.value)
+    assert [text for text in said if text not in problem] == []
+    assert problem.count(prompts_file.WANTED) <= 1 and len(problem.splitlines()) <= 16
+    if "not JSON" in problem or PLAIN in problem or "is not text" in problem:
+        assert problem.endswith(prompts_file.WANTED)
+
+
+# --- running -------------------------------------------------------------------------------------
+class FakePipeline:
+    """Runs jobs without models: notes them, fails at some, and is killed before others."""
+
+    def __init__(self, fails=(), killed_before=None, last=()):
+        self.ran, self.fails, self.killed_before, self.last = [], fails, killed_before, last
+
+    def run(self, jobs, isolate, resume, write):
+        assert isolate and not any(map(resume, jobs))
+        for job in sorted(jobs, key=lambda job: job.prompt in self.last):  # some jobs finish after later ones
+            if job.prompt == self.killed_before:
+                raise KeyboardInterrupt
+            self.ran.append(job.prompt)
+            outcome = SimpleNamespace(job=job)
+            try:
+                if job.prompt in self.fails:
+                    raise ValueError("it broke")
+                write(outcome)
+            except Exception as error:  # an error of it is the job's
+                outcome = JobFailure(job, error)
+            yield outcome
+
+
+def write(result, path):
+    path.write_text(result.job.prompt)
+
+
+def ran(lines, folder, **how) -> tuple[list, list]:
+    engine = FakePipeline(**how)
+    return batch.run(lines, engine, folder, write, Job.describe), engine.ran
+
+
+def prompts(folder, *names, **how):
+    return read(folder, *({"prompt": name} for name in names), **how)
+
+
+def recorded(folder) -> list[tuple]:
+    return [(entry["line"], entry["status"]) for entry in json.loads((folder / RESULTS).read_text())["lines"]]
+
+
+def test_every_line_is_run_and_recorded(tmp_path):
+    entries, jobs = ran(prompts(tmp_path, "a", "b", "c"), tmp_path / "out")
+    assert jobs == ["a", "b", "c"]
+    assert [(e["line"], e["prompt"], e["status"], e["output"]) for e in entries] == [
+        (1, "a", "done", "0001.mp4"),
+        (2, "b", "done", "0002.mp4"),
+        (3, "c", "done", "0003.mp4"),
+    ]
+    assert json.loads((tmp_path / "out" / RESULTS).read_text()) == {"lines": entries}
+
+
+def test_a_line_that_fails_is_recorded_and_the_others_go_on_and_it_alone_runs_again(tmp_path, capsys):
+    lines = prompts(tmp_path, "a", "b", "c")
+    entries, jobs = ran(lines, tmp_path / "out", fails=("b",))
+    assert jobs == ["a", "b", "c"] and [e["status"] for e in entries] == ["done", "failed", "done"]
+    assert entries[1]["error"] == "ValueError: it broke" and "output" not in entries[1]
+    assert "line 2 failed: it broke" in capsys.readouterr().out
+    entries, jobs = ran(lines, tmp_path / "out")
+    assert jobs == ["b"] and [e["status"] for e in entries] == ["done"] * 3
+
+
+def test_a_video_that_cannot_be_written_fails_its_line_only(tmp_path):
+    def refuse(result, path):
+        if result.job.prompt == "a":
+            raise OSError("disk full")
+        write(result, path)
+
+    entries = batch.run(prompts(tmp_path, "a", "b"), FakePipeline(), tmp_path / "out", refuse, Job.describe)
+    assert [e["status"] for e in entries] == ["failed", "done"] and entries[0]["error"] == "OSError: disk full"
+
+
+def test_results_are_in_the_files_order_whatever_order_jobs_finish_in(tmp_path):
+    entries, jobs = ran(prompts(tmp_path, "a", "b", "c"), tmp_path / "out", last=("a",))
+    assert jobs == ["b", "c", "a"]
+    assert [e["line"] for e in entries] == [1, 2, 3] == [line for line, _ in recorded(tmp_path / "out")]
+    assert [(tmp_path / "out" / e["output"]).read_text() for e in entries] == ["a", "b", "c"]
+
+
+def test_what_was_done_before_a_kill_is_not_run_again(tmp_path, capsys):
+    lines = prompts(tmp_path, "a", "b", "c")
+    with pytest.raises(KeyboardInterrupt):
+        ran(lines, tmp_path / "out", killed_before="b")
+    assert recorded(tmp_path / "out") == [(1, "done")]
+    entries, jobs = ran(prompts(tmp_path, "a", "b", "c"), tmp_path / "out")
+    assert jobs == ["b", "c"] and [e["status"] for e in entries] == ["done"] * 3
+    assert "resumed: 1 of 3 lines were done before" in capsys.readouterr().out
+    assert ran(lines, tmp_path / "out")[1] == []
+
+
+def test_a_changed_line_runs_again_alone(tmp_path):
+    ran(prompts(tmp_path, "a", "b", "c"), tmp_path / "out")
+    entries, jobs = ran(prompts(tmp_path, "a", "b2", "c"), tmp_path / "out")
+    assert jobs == ["b2"] and entries[1]["prompt"] == "b2"
+    again = read(tmp_path, {"prompt": "a"}, {"prompt": "b2", "seed": 11}, {"prompt": "c"})
+    assert ran(again, tmp_path / "out")[1] == ["b2"]
+
+
+def test_flags_of_the_command_count_as_the_lines_own(tmp_path):
+    ran(prompts(tmp_path, "a", "b"), tmp_path / "out")
+    assert ran(prompts(tmp_path, "a", "b", flags=("--seed", "77")), tmp_path / "out")[1] == ["a", "b"]
+
+
+def test_another_checkpoint_runs_every_line_again(tmp_path):
+    ran(prompts(tmp_path, "a", "b"), tmp_path / "out")
+    assert ran(prompts(tmp_path, "a", "b", identity={"checkpoint": "b"}), tmp_path / "out")[1] == ["a", "b"]
+
+
+def test_a_video_that_is_gone_is_made_again(tmp_path):
+    lines = prompts(tmp_path, "a", "b")
+    ran(lines, tmp_path / "out")
+    (tmp_path / "out" / "0002.mp4").unlink()
+    assert ran(lines, tmp_path / "out")[1] == ["b"]
+
+
+def test_a_results_file_that_is_none_is_not_overwritten(tmp_path):
+    for content in ("{", "[]", '{"lines": 3}', '{"lines": [{}]}'):
+        (tmp_path / RESULTS).write_text(content)
+        with pytest.raises(UserError, match="is not a results file; delete it"):
+            ran(prompts(tmp_path, "a"), tmp_path)
+        assert (tmp_path / RESULTS).read_text() == content
+
+
+def test_a_lora_is_known_by_its_content_wherever_it_lies(tmp_path):
+    path, line = (tmp_path / "a.safetensors", {"prompt": "a", "lora": str(tmp_path / "a.safetensors")})
+    save_file({"x": torch.zeros(2)}, path)
+    ran(read(tmp_path, line), tmp_path / "out")
+    moved = path.rename(tmp_path / "moved.safetensors")
+    elsewhere = {"prompt": "a", "lora": [str(moved), 1]}
+    assert ran(read(tmp_path, elsewhere), tmp_path / "out")[1] == []
+    assert ran(read(tmp_path, elsewhere | {"lora": [str(moved), 0.5]}), tmp_path / "out")[1] == ["a"]
+    save_file({"x": torch.ones(2)}, path)
+    assert ran(read(tmp_path, line), tmp_path / "out")[1] == ["a"]
+
+
+def test_a_lora_that_is_missing_is_said_with_its_line(tmp_path):
+    said = refused(tmp_path, {"prompt": "a"}, {"prompt": "b", "lora": str(tmp_path / "absent")})
+    assert "nothing was run" in said and f"line 2: --lora {tmp_path}/absent: no such file" in said
+
+
+def test_an_image_of_other_content_under_the_same_name_runs_again(tmp_path):
+    image, line = tmp_path / "a.png", {"prompt": "a", "image": str(tmp_path / "a.png")}
+    image.write_bytes(b"one")
+    ran(read(tmp_path, line), tmp_path / "out")
+    image.write_bytes(b"other")
+    assert ran(read(tmp_path, line), tmp_path / "out")[1] == ["a"]

@@ -1,0 +1,223 @@
+"""ltx-neuron: its verbs, and how messages spell a command for whoever reads them."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from printed import runs
+from typed import run
+
+from ltx_neuron import demo, errors, invocation
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.commands import VERBS, dispatch
+from ltx_neuron.errors import UserError
+
+SCRIPTS = {
+    "shard transformer": "shards/shard_backbone_weights.py",
+    "shard gemma3": "shards/shard_gemma3_weights.py",
+    "shard vae": "shards/shard_vae_weights.py",
+    "compile transformer": "compile/compile_transformer.py",
+    "compile gemma3": "compile/compile_gemma3.py",
+    "compile vae": "compile/compile_vae.py",
+    "generate": "src/generate_ltx23.py",
+}
+
+
+def ended(*words: str) -> int:
+    """The exit code of ltx-neuron."""
+    with pytest.raises(SystemExit) as end:
+        errors.run(lambda: dispatch([*words]))
+    return end.value.code or 0
+
+
+# --- verbs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_under_its_own_name(verb, capsys):
+    assert ended(verb, "--help") == 0
+    printed = capsys.readouterr().out
+    assert f"{invocation.command(verb)} " in printed and len(printed.splitlines()) > 5
+
+
+@pytest.mark.parametrize("verb", ["shard", "compile"])
+@pytest.mark.parametrize("model", ["transformer", "gemma3", "vae"])
+def test_each_model_has_its_own_flags(verb, model, capsys):
+    assert ended(verb, model, "--help") == 0
+    printed = capsys.readouterr().out
+    assert f"{verb} {model} " in printed
+    assert ("--gemma-root" in printed) == (model == "gemma3")
+    # Graphs depend on the scale of references, which a LoRA's metadata has; the connectors beside
+    # Gemma may have LoRAs merged in.
+    without = ("shard", "vae"), ("compile", "gemma3")
+    assert ("--lora" in printed) == ((verb, model) not in without)
+    assert ("--height" in printed) == (verb == "compile" and model != "gemma3")
+
+
+def test_help_lists_every_verb_and_imports_neither_torch_nor_a_verb(capsys):
+    assert ended("--help") == 0
+    listed = capsys.readouterr().out
+    assert re.findall(r"^  (\w+)  ", listed, re.MULTILINE) == [*VERBS]
+    code = "import sys, ltx_neuron.commands; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_nothing_typed_shows_the_verbs_and_is_a_mistake(capsys):
+    assert ended() == 2 and "generate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"), [(["genrate"], "generate"), (["docter", "--json"], "doctor"), (["shard", "gemma"], "gemma3")]
+)
+def test_a_mistyped_word_names_the_nearest_one(words, nearest, capsys):
+    assert ended(*words) == 2
+    assert f"did you mean {nearest}?" in capsys.readouterr().err
+
+
+def test_a_mistyped_flag_is_named_also_if_required_ones_are_missing(capsys):
+    assert ended("generate", "--promt", "rain") == 2
+    said = capsys.readouterr().err
+    assert "missing: --checkpoint-path" in said and "did you mean --prompt?" in said
+
+
+def test_a_mistyped_flag_names_the_nearest_one_and_the_help_of_its_verb(capsys):
+    assert ended("shard", "transformer", "--num-worker", "1") == 2
+    said = capsys.readouterr().err
+    assert "did you mean --num-workers?" in said
+    assert f"{invocation.command('shard transformer')} --help" in said
+
+
+def test_a_negative_number_with_a_unit_is_a_flags_value(capsys):
+    words = "--checkpoint-path x --gemma-root x --recipe distilled --prompt x --output-path a.mp4"
+    assert ended("generate", *words.split(), "--audio-path", "x", "--audio-bed", "-50dB") == 2
+    assert "--audio-bed: got '-50dB', wanted a valid number" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    dispatch(["--version"])
+    assert re.fullmatch(r"ltx-neuron \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_python_runs_the_package_as_the_program():
+    command = [sys.executable, "-m", "ltx_neuron", "genrate"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 2 and "did you mean generate?" in process.stderr
+
+
+def test_a_batch_takes_its_prompts_file_with_and_without_the_flag(capsys):
+    from ltx_neuron.commands.generate import arguments
+
+    common = ["--checkpoint-path", "distilled", "--gemma-root", "g", "--output-dir", "out"]
+    for typed in (["p.jsonl", *common], [*common, "p.jsonl"], ["--prompts-file", "p.jsonl"]):
+        words = typed if "out" in typed else typed + common
+        assert arguments(words, "batch").prompts_file == Path("p.jsonl")
+    assert ended("batch", *common) == 2 and "which prompts?" in capsys.readouterr().err
+
+
+# --- the demo -------------------------------------------------------------------------------------
+
+
+def test_the_demo_prints_its_files_and_two_commands_that_can_be_typed(tmp_path, capsys):
+    for path in demo.assets_in(tmp_path):
+        path.touch()
+    dispatch(["demo", str(tmp_path)])
+    *files, _, prepare, generate = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in files] == [*map(str, demo.assets_in(tmp_path))]
+    assert prepare.startswith(invocation.command("prepare", "--checkpoint-path"))
+    assert generate.startswith(invocation.command("generate", "--checkpoint-path"))
+    shared = prepare.partition(" prepare ")[2]
+    assert generate.partition(" generate ")[2].startswith(shared)
+
+
+def test_a_demo_that_is_not_there_says_where_to_take_it_from(tmp_path, capsys):
+    assert ended("demo", str(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert "ltx-2.3-demo.safetensors" in said and invocation.command("demo", "DIR") in said
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+@runs("artifacts/build.py:check_finished: ltx-neuron shard")
+def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_ones(tiny, tmp_path, capsys):
+    common = ["--artifacts-dir", str(tmp_path), "--profile", "cpu", "--tp-degree", "1"]
+    common += ["--dtype", "float32"]
+    assert ended("verify", *common) == 2 and "no finished weights" in capsys.readouterr().err
+    files = ["--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)]
+    dispatch(["shard", "transformer", *common, *files[:2]])
+    dispatch(["shard", "gemma3", *common, *files])
+    capsys.readouterr()
+    dispatch(["verify", *common])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["whole"] * 2
+    dispatch(["verify", *common, *files])
+    assert capsys.readouterr().out.count("bit-identical") == 2
+    (rank,) = tmp_path.glob("weights/gemma3-*/rank0.safetensors")
+    content = bytearray(rank.read_bytes())
+    content[-1] ^= 1
+    rank.write_bytes(content)
+    assert ended("verify", *common, *files) == 2
+    said = capsys.readouterr().err
+    assert "content differs" in said and invocation.command("shard gemma3") in said
+    assert ended("verify", *common) == 2
+    remove, make = capsys.readouterr().err.partition("Make it again: ")[2].split(" && ")
+    shutil.rmtree(shlex.split(remove)[-1])
+    words = shlex.split(make.replace("FILE", str(tiny.checkpoint)))
+    dispatch([*words[words.index("shard") :], *common, *files[2:]])
+    dispatch(["verify", *common])
+
+
+# --- how commands are spelled ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verb", "script"), SCRIPTS.items())
+def test_a_clones_script_is_its_verb(verb, script, monkeypatch, capsys):
+    assert run(script, ["--qqq", "--checkpoint-path", "x", "--gemma-root", "y"]) == 2
+    assert f"{invocation.command(verb)} --help" in capsys.readouterr().err
+    assert (ROOT / script).read_text().count("\n") < 8
+
+
+def program(folder: Path, monkeypatch) -> Path:
+    path = folder / "ltx-neuron"
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(path), "generate"])
+    return path
+
+
+def test_a_run_of_the_program_is_told_of_the_program(tmp_path, monkeypatch):
+    path = program(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert invocation.command("shard vae", "--tp-degree", 4) == "ltx-neuron shard vae --tp-degree 4"
+    monkeypatch.setenv("PATH", "")
+    assert invocation.command("plan") == f"{path} plan"
+
+
+def test_without_the_program_python_runs_the_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "argv", ["a program of the user's own"])
+    assert invocation.command("plan") == f"{tmp_path}/python -m ltx_neuron plan"
+
+
+def test_what_is_missing_is_named_in_the_form_of_the_run(tiny, tmp_path, monkeypatch):
+    from engines import opened_workspace
+
+    workspace: Workspace = opened_workspace(tiny, tmp_path / "artifacts")
+    program(tmp_path, monkeypatch)
+    with pytest.raises(UserError, match="ltx-neuron shard transformer --checkpoint-path"):
+        workspace.dit_weights()
+
+
+def test_no_message_spells_a_command_by_itself():
+    """But for programs that are no verbs: tiny, those of the service, and lint in a checkout."""
+    package = ROOT / "src/ltx_neuron"
+    own = {"invocation.py", "__main__.py", "lint/lower.py", "tiny/__init__.py", "tiny/__main__.py"}
+    own |= {"service/picture.py", "service/media.py"}
+    spelled = re.compile(r"python (shards|compile|src)/|-m ltx_neuron|(shard|compile)_\w+\.py")
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if spelled.search(path.read_text())}
+    assert found <= own

@@ -1,0 +1,278 @@
+"""python -m ltx_neuron.doctor --bundle: what a bug report has after a failed run, and what it never
+has: weights, prompts, secrets, home folders, and the names of people and machines."""
+
+import json
+import os
+import shlex
+import tarfile
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ltx_neuron.doctor import __main__ as command
+from ltx_neuron.doctor import bundle, public
+from ltx_neuron.doctor.system import System
+from ltx_neuron.engine.outputs import logging_failure
+from ltx_neuron.errors import UserError
+from ltx_neuron.report import table
+from ltx_neuron.report.recorder import Recorder
+
+PROMPT = 'zebra\'s "violet" slow-motion waltz, 3 acts\nin Köln'
+SECRET = "s3cr3t-value-of-mine"
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch) -> Path:
+    """The folder of a run that failed: what test/device, the scripts and both compilers leave."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "4")
+    monkeypatch.setenv("TORCH_NEURONX_DEBUG_DIR", str(tmp_path / "debug"))
+    work = tmp_path / "work"
+    files = {
+        "report.md": "# On the device\n",
+        "logs/full-compile-dit.log": f"[rank 0] NCC_EBVF030 in {Path.home()}/clips\n{SECRET}",
+        "full-in-turn-1/perf.json": json.dumps(
+            {"profile": "cpu", "versions": {"torch": "2"}, "job": {"prompt": PROMPT, "seed": 1}}
+            | {"inputs": {f"--image {Path.home()}/zebra.png": "a digest"}}
+        ),
+        "artifacts/graphs/dit-x/neuronx-cc/step/1/log-neuron-cc.txt": "instruction limit\n",
+        "artifacts/graphs/dit-x/neuronx-cc/step/1/command.txt": "neuronx-cc compile --lnc=2\n",
+        "artifacts/graphs/dit-x/neuronx-cc/step/1/graph.neff": "GRAPHBYTES",
+        "artifacts/weights/dit-y/rank0.safetensors": "WEIGHTBYTES",
+        "artifacts/prompts/a.safetensors": "CONTEXTBYTES",
+        "full-in-turn-1/video.resume.safetensors": "LATENTBYTES",
+        "full-in-turn-1/video.mp4": "VIDEOBYTES",
+        "jobs.jsonl": json.dumps({"prompt": PROMPT}),
+        "../debug/fx_graphs/proc_0/dit.fx.txt": "def forward(x)\n",
+        "../debug/neff/proc_0/dit.neff": "NEFFBYTES",
+    }
+    for name, text in files.items():
+        path = (work / name).resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr("sys.argv", ["generate_ltx23.py", "--prompt", PROMPT, "--seed", "1"])
+    log = work / "full-in-turn-1/video.failure.log"
+    with pytest.raises(RuntimeError), logging_failure(log):
+        raise RuntimeError(f"no tokens for {PROMPT!r}")
+    return work
+
+
+def packed(path: Path, work: Path, added: tuple[Path, ...] = ()) -> tuple[dict[str, str], list[str]]:
+    """A bundle's members by name, and its table of contents."""
+    artifacts = (work / "artifacts",)
+    lines = bundle.pack(path, bundle.facts(System(), artifacts), bundle.bundled_files(work, artifacts, added))
+    return members(path), lines
+
+
+def members(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as archive:
+        assert all((each.uname, each.uid) == ("", 0) for each in archive)
+        return {
+            each.name.removeprefix(f"{bundle.FOLDER}/"): archive.extractfile(each).read().decode() for each in archive
+        }
+
+
+def test_a_bundle_has_what_a_failed_run_left_and_says_so(ran, tmp_path):
+    content, lines = packed(tmp_path / "b.tar.gz", ran)
+    compiler = "compiler/1/graphs/dit-x/neuronx-cc/step/1"
+    wanted = {
+        *("run/report.md", "run/logs/full-compile-dit.log"),
+        *("run/full-in-turn-1/perf.json", "run/full-in-turn-1/video.failure.log"),
+        *(f"{compiler}/log-neuron-cc.txt", f"{compiler}/command.txt"),
+        *("torchneuron/fx_graphs/proc_0/dit.fx.txt", "versions.txt", "packages.txt"),
+        *("environment.txt", "machine.txt", "artifacts.txt", bundle.CONTENTS),
+    }
+    assert wanted <= set(content)
+    assert {line.split()[-1] for line in lines} == content.keys() - {bundle.CONTENTS}
+    assert content[bundle.CONTENTS].splitlines() == lines
+    assert content["run/logs/full-compile-dit.log"] == "[rank 0] NCC_EBVF030 in …"
+    failure = content["run/full-in-turn-1/video.failure.log"]
+    assert "error: RuntimeError\n" in failure and "load: " in failure
+    assert 'ltx_neuron/engine/outputs.py", line ' in failure
+    report = json.loads(content["run/full-in-turn-1/perf.json"])
+    assert report == {"profile": "cpu", "versions": {"torch": "2"}, "job": {"seed": 1}}
+    assert "commit: " in content["versions.txt"] and "kernel: " in content["versions.txt"]
+    assert "torch==" in content["packages.txt"]
+    assert "NEURON_RT_NUM_CORES=4" in content["environment.txt"]
+    assert "graphs/dit-x: NOT finished" in content["artifacts.txt"]
+
+
+def test_no_weights_prompts_secrets_or_names_are_in_a_bundle(ran, tmp_path, monkeypatch):
+    monkeypatch.setattr(public.getpass, "getuser", lambda: "jdoe")
+    monkeypatch.setattr(public.platform, "node", lambda: "ip-10-1-2-3")
+    monkeypatch.setenv("NEURON_SOME_TOKEN", "another-one")
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "/home/erika/cache")
+    monkeypatch.setenv("TORCH_NEURONX_DEBUG_DIR", str(ran / "logs"))  # they are a run's logs still
+    job = {"two_stage": False, "prompt": PROMPT, "seed": 10, "negative_prompt": PROMPT}
+    job = {"height": 64, "width": 64, "num_frames": 9, **job, "recipe": "dev"}
+    report = table.table(Recorder().report(job, "cpu", 4, {}, {}))
+    assert "violet" in report
+    private = (
+        "/home/erika/x on ip-10-1-2-3 by jdoe\nwith another-one\n" + SECRET + "\n/home/erika\n"
+        "hf_abcdefghijklmnopqrstuv\nhttps://me:pass@index\nAWS_SECRET_ACCESS_KEY=abcdefgh\n"
+        f"{'q' * 64}\n~/zebra/violet.png\nfile:/home/erika/x\n{Path.home()}/clips\n--prompt waltz\n"
+    )
+    compiler = ran / "artifacts/graphs/dit-x/neuronx-cc/step/1/log-neuron-cc.txt"
+    compiler.write_text(f"{private}NCC_EBVF030: 12 MB in /home/erika/graph.hlo\n")
+    (ran / "logs/generate.log").write_text(report)
+    (ran / "logs/more.log").write_text(f"Köln, {shlex.quote(PROMPT)}\n{private}")
+    (ran / "report.md").write_text(f"# On the device\n{private}")
+    content, _ = packed(tmp_path / "b.tar.gz", ran)
+    everything = "\n".join([*content, *content.values()])
+    planted = ["GRAPHBYTES", "WEIGHTBYTES", "CONTEXTBYTES", "LATENTBYTES", "VIDEOBYTES", "NEFFB"]
+    planted += ["zebra", "violet", "waltz", SECRET, "another-one", "HF_TOKEN", "hf_abc", "me:pass"]
+    planted += ["abcdefgh", "erika", "jdoe", "ip-10-1-2-3", str(Path.home()) + "/", "qqqq", "Köln"]
+    assert [word for word in planted if word in everything] == []
+    messages = content["compiler/1/graphs/dit-x/neuronx-cc/step/1/log-neuron-cc.txt"]
+    assert "NCC_EBVF030: 12 MB in …/graph.hlo\n" in messages
+    assert "NEURON_COMPILE_CACHE_URL=…\n" in content["environment.txt"]
+
+
+# How a prompt stands in a log
+@pytest.mark.parametrize(
+    "shown",
+    [
+        f"--prompt {shlex.quote(PROMPT)} --seed 1",
+        f"{shlex.quote('--prompt=' + PROMPT)} --seed 1",
+        "4711 python generate_ltx23.py --prompt a violet zebra in a list --seed 1",
+        json.dumps({"negative_prompt": PROMPT}),
+        f"video = pipe(prompt={PROMPT!r}) --seed 1",
+        f"two_stage False, prompt {textwrap.fill(PROMPT, 9)}, seed 10, upscale None",
+        f"error: RuntimeError: cannot encode {PROMPT}, {json.dumps(PROMPT)}",
+        f"ltx_neuron.errors.RunError: no tokens for {PROMPT!r}",
+    ],
+)
+def test_of_a_log_no_prompt_is_kept_however_it_is_written(shown):
+    text = public.trace(f"{shown}\nexit code 1\n")
+    assert not any(word in text for word in ("zebra", "violet", "waltz", "acts", "motion", "Köln"))
+    assert text.endswith("exit code 1")
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        (
+            '  File "/home/erika/.venv/lib/python3.11/site-packages/torch/nn/x.py", line 3, in f',
+            '  File "…/torch/nn/x.py", line 3, in f',
+        ),
+        ("error: RankError: rank 0 of 4 failed: NRT_TIMEOUT", ...),
+        ("rank 2 failed as well: the process was killed (SIGKILL)", ...),
+        ("load: 1.0 2.0 3.0, 2 CPUs", ...),
+        ("MemAvailable: 12345 kB", ...),
+        ("torch.OutOfMemoryError: a violet zebra", "torch.OutOfMemoryError"),
+    ],
+)
+def test_of_a_log_frames_types_and_what_ranks_say_are_kept(line, kept):
+    assert public.trace(f"a violet zebra\n{line}\n") == (line if kept is ... else kept)
+
+
+def test_system_paths_are_kept_and_other_folders_are_not():
+    text = "/dev/neuron0 /opt/aws/neuron/bin /data/erika/a.neff /srv/erika ~/x outputs/on-device"
+    assert public.public(text) == "/dev/neuron0 /opt/aws/neuron/bin …/a.neff … … outputs/on-device"
+
+
+def test_what_cannot_be_read_stops_nothing_and_is_listed(ran, tmp_path, monkeypatch):
+    logs, access = ran / "logs", os.access
+    (logs / "theirs.log").write_text("PRIVATE")
+    # Root, which tests may be, is refused nothing.
+    monkeypatch.setattr(os, "access", lambda at, *_: "theirs" not in str(at) and access(at, *_))
+    os.mkfifo(logs / "pipe.log")
+    (logs / "broken.log").write_bytes(b"[rank 0] before \xff\xfe after")
+    (logs / "binary.log").write_bytes(b"\x80\1\0\0\0\0\0\0{WEIGHTS")
+    (logs / "link.log").symlink_to(ran / "artifacts/weights/dit-y/rank0.safetensors")
+    (logs / "folder.log").mkdir()
+    (logs / "late.log").symlink_to(ran / "gone")
+    content, lines = packed(tmp_path / "b.tar.gz", ran, added=(ran / "artifacts/weights",))
+    assert content["run/logs/broken.log"] == "[rank 0] before \ufffd\ufffd after"
+    left_out = [line.removeprefix("left out   …/") for line in lines if line[0] == "l"]
+    reasons = dict(line.split(": ", 1) for line in left_out)
+    assert "you may not read" in reasons["theirs.log"]
+    assert "named pipe" in reasons["pipe.log"] and reasons["binary.log"] == "not a text"
+    assert reasons["link.log"] == reasons["late.log"] == "a link" and "folder.log" in reasons
+    assert "WEIGHT" not in "".join(content.values())
+    assert "pipe.log" in content[bundle.CONTENTS]
+
+
+def test_of_a_long_log_its_begin_and_its_end_are_packed(ran, tmp_path):
+    middle = b"middle\n" * 1_000_000
+    long = ran / "artifacts/graphs/dit-x/log-neuron-cc.txt"
+    long.write_bytes(b"first line\n" + middle + b"last line\n")
+    content, _ = packed(tmp_path / "b.tar.gz", ran)
+    text = content["compiler/1/graphs/dit-x/log-neuron-cc.txt"]
+    assert text.startswith("first line\n") and text.endswith("last line\n")
+    assert len(text) < bundle.HEAD_BYTES + bundle.TAIL_BYTES + 100 and "cut out here" in text
+    assert set(text.splitlines()[1:5]) == {"middle"}
+
+
+def test_a_bundle_has_a_limit_and_keeps_what_tells_most(ran, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "TOTAL_BYTES", 200)
+    (ran / "logs/zz.log").write_text("[rank 0] " + "x" * 250)
+    content, lines = packed(tmp_path / "b.tar.gz", ran)
+    assert "run/report.md" in content and "run/logs/zz.log" not in content
+    assert any("left out   …/zz.log: the bundle already" in line for line in lines)
+
+
+def test_a_folder_of_a_run_by_hand_and_a_log_where_one_stands_are_packed(ran, tmp_path):
+    by_hand = tmp_path / "outputs"
+    by_hand.mkdir()
+    versions = {"profile": "cpu", "versions": {}, "identity": {}, "prompt": PROMPT}
+    (by_hand / "out.json").write_text(json.dumps(versions))
+    (by_hand / "mine.json").write_text('{"diary": "PRIVATE"}')
+    (by_hand / "run.log").write_text("a line")
+    for name in (by_hand / "out.failure.log", tmp_path / "clip.failure.log"):
+        with pytest.raises(RuntimeError), logging_failure(name):
+            raise RuntimeError("a rank died")
+    (tmp_path / "theirs.failure.log").write_text("PRIVATE")
+    (tmp_path / "theirs.txt").write_text("PRIVATE\nexit code 1\n")
+    added = (by_hand, tmp_path / "theirs.txt")
+    content, _ = packed(tmp_path / "b.tar.gz", ran, added=added)
+    names = {"added-1/out.json", "added-1/run.log", "added-1/out.failure.log"}
+    assert names | {"here/clip.failure.log", "added-2/theirs.txt"} <= set(content)
+    assert json.loads(content["added-1/out.json"])["profile"] == "cpu"
+    assert "PRIVATE" not in "".join(content.values())
+
+
+def test_a_bundle_is_whole_or_not_there(ran, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", full)
+    with pytest.raises(OSError):
+        packed(tmp_path / "b.tar.gz", ran)
+    assert not [path for path in tmp_path.iterdir() if "b.tar.gz" in path.name]
+
+
+def test_a_bundle_replaces_no_file(ran, tmp_path):
+    kept = tmp_path / "kept.tar.gz"
+    kept.write_text("mine")
+    for path, said in ((kept, "already exists"), (ran / "report.md", "ends with")):
+        with pytest.raises(UserError, match=said):
+            bundle.check_target(path)
+    with pytest.raises(UserError, match="cannot be written"):
+        bundle.check_target(kept / "b.tar.gz")
+    assert kept.read_text() == "mine"
+
+
+def test_the_command_packs_where_nothing_ever_ran(tmp_path, monkeypatch, capsys):
+    """Also on a machine whose profile cannot be found, where a run would end at once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bundle, "doctor", lambda flags: f"asked with {[*map(str, flags)]}")
+    words = ["--bundle", "b.tgz", "--profile", "no-such", "--profile-set", "lnc=2"]
+    command.main(words)
+    said = capsys.readouterr().out
+    assert "bundle: b.tgz" in said and "versions.txt" in said
+    assert "no run of test/device is in outputs/on-device" in said
+    wanted = ["--profile", "no-such", "--profile-set", "lnc=2"]
+    assert members(tmp_path / "b.tgz")["doctor.txt"] == f"asked with {wanted}"
+    assert not (tmp_path / "outputs").exists()
+    with pytest.raises(UserError, match="already"):
+        command.main([*words, "--bundle-add", "nowhere"])
+    with pytest.raises(UserError, match="--bundle-add no: no such"):
+        command.main(["--bundle", "c.tgz", "--bundle-add", "no"])
+
+
+def test_the_doctor_s_findings_are_taken_also_where_one_blocks(tmp_path):
+    said = bundle.doctor(["--profile", "cpu", "--gemma-root", str(tmp_path / "no-such")])
+    assert "blocks" in said and said.endswith("exit code 1\n")

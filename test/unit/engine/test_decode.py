@@ -1,0 +1,477 @@
+"""The host models against ltx-core's own, built by its own loader from the same tiny checkpoint."""
+
+import errno
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from functools import cache
+
+import pytest
+import torch
+from helpers import one_thread, rational_upsampler, rel, rewrite  # noqa: F401
+from jobs import make_job, replace
+from safetensors import safe_open
+
+from ltx_neuron import flags
+from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
+from ltx_neuron.config.profiles import PROFILES
+from ltx_neuron.engine.decode import Decoder
+from ltx_neuron.engine.resume import JobRun
+from ltx_neuron.engine.run import Engine
+from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
+from ltx_neuron.host.models import HostModels, import_ltx_core
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.text.encoders import Contexts
+
+# Long enough (11 latent frames are 81) that the reference's default tiling cuts it into two
+# overlapping pieces.
+VIDEO_SHAPE = (1, 128, 11, 2, 3)
+AUDIO_SHAPE = (1, 8, 5, 16)
+# Sums in another order move a value by about 1e-6, and frames are cut to whole numbers.
+FRAME_COUNTS = 1
+SOUND = 5e-5  # from ltx-core's: layers of random weights answer a rounding with ten of it
+
+
+def metadata_config(path):
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["config"])
+
+
+def host_models(tiny, dtype=torch.float32, **paths):
+    upsamplers = dict(spatial_upsampler_path=tiny.spatial_upsampler, temporal_upsampler_path=tiny.temporal_upsampler)
+    checkpoint = paths.pop("checkpoint", tiny.checkpoint)
+    return HostModels(checkpoint, metadata_config(tiny.checkpoint), dtype, **(upsamplers | paths))
+
+
+def latent(shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+def reference(configurator, path, key_filter=None, dtype=torch.float32):
+    """ltx-core's module, by ltx-core's loader."""
+    from ltx_core.loader.single_gpu_model_builder import SingleGPUModelBuilder
+
+    return SingleGPUModelBuilder(configurator, str(path), key_filter).build(torch.device("cpu"), dtype).eval()
+
+
+def test_importing_the_module_imports_no_ltx_core_which_imports_without_torchaudio():
+    code = (
+        "import sys, importlib.util; sys.modules['torchaudio'] = None\n"
+        "from ltx_neuron.host.models import import_ltx_core\n"
+        "assert not any(name.startswith('ltx_core') for name in sys.modules)\n"
+        "import_ltx_core(); stub = sys.modules['torchaudio']; import_ltx_core()\n"
+        "import ltx_core.model.audio_vae\n"
+        "assert sys.modules['torchaudio'] is stub and importlib.util.find_spec('torchaudio')\n"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_image_is_encoded_as_ltx_core_does(tiny, dtype):
+    from ltx_core.model.video_vae import VAE_ENCODER_COMFY_KEYS_FILTER, VideoEncoderConfigurator
+
+    encoder = reference(VideoEncoderConfigurator, tiny.checkpoint, VAE_ENCODER_COMFY_KEYS_FILTER, dtype)
+    pixels = latent((1, 3, 1, 64, 96)).clip(-1, 1)
+    with torch.no_grad():
+        wanted = encoder(pixels.to(dtype))
+    got = host_models(tiny, dtype).encode_image(pixels)
+    assert got.shape == (1, 128, 1, 2, 3)
+    assert got.dtype == dtype
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "kind, shape, scale",
+    [("spatial", (1, 128, 3, 4, 8), 2.0), ("temporal", (1, 128, 5, 2, 4), 2.0), ("spatial", (1, 128, 3, 3, 6), 1.5)],
+)
+def test_a_latent_is_upsampled_as_ltx_core_does(tiny, tmp_path, kind, shape, scale):
+    from ltx_core.model.upsampler import LatentUpsamplerConfigurator, upsample_video
+    from ltx_core.model.video_vae import VAE_ENCODER_COMFY_KEYS_FILTER, VideoEncoderConfigurator
+
+    encoder = reference(VideoEncoderConfigurator, tiny.checkpoint, VAE_ENCODER_COMFY_KEYS_FILTER)
+    path = getattr(tiny, f"{kind}_upsampler")
+    path = rational_upsampler(tmp_path / "x1.5.safetensors") if scale == 1.5 else path
+    upsampler = reference(LatentUpsamplerConfigurator, path)
+    small = latent((1, 128, 3, 2, 4))
+    with torch.no_grad():
+        wanted = upsample_video(small, encoder, upsampler)
+    got = host_models(tiny, **{f"{kind}_upsampler_path": path}).upsample(small, kind)
+    assert got.shape == shape
+    assert torch.equal(got, wanted)
+
+
+@cache
+def decoded_by_ltx_core(path, shape, dtype, tiles="1.2.0"):
+    """Frames of a latent in the default tiles of a release, or in one piece."""
+    from ltx_core.model.video_vae import (
+        VAE_DECODER_COMFY_KEYS_FILTER,
+        SpatialTilingConfig,
+        TemporalTilingConfig,
+        TilingConfig,
+        VideoDecoderConfigurator,
+        decode_video,
+    )
+
+    decoder = reference(VideoDecoderConfigurator, path, VAE_DECODER_COMFY_KEYS_FILTER, dtype)
+    config = {
+        "1.2.0": TilingConfig(SpatialTilingConfig(768, 64), TemporalTilingConfig(80, 24)),
+        "1.0.0": TilingConfig.default(),
+    }.get(tiles)
+    with torch.no_grad():
+        return torch.cat(list(decode_video(latent(shape).to(dtype), decoder, config)))
+
+
+@pytest.mark.parametrize("release", ["1.2.0", "1.0.0"])
+def test_frames_are_decoded_in_the_references_default_tiles(tiny, release):
+    wanted, *others = (
+        decoded_by_ltx_core(tiny.checkpoint, VIDEO_SHAPE, torch.float32, tiles).int()
+        for tiles in sorted(("1.2.0", "1.0.0", "none"), key=lambda tiles: tiles != release)
+    )
+    models = host_models(tiny, tiles_1_0_0=release == "1.0.0")
+    got = torch.cat(list(models.decode_video(latent(VIDEO_SHAPE))))
+    assert got.shape == (81, 64, 96, 3)
+    assert got.dtype == torch.uint8
+    assert (got.int() - wanted).abs().max() <= FRAME_COUNTS
+    assert all((got.int() - other).abs().max() > 10 * FRAME_COUNTS for other in others)
+
+
+def test_frames_in_bfloat16_are_no_further_from_float32_than_ltx_cores_own(tiny):
+    """Decoding latents of bfloat16 in float32 is the same as that of the numbers they are."""
+    truth, theirs = (
+        decoded_by_ltx_core(tiny.checkpoint, VIDEO_SHAPE, dtype).double() for dtype in (torch.float32, torch.bfloat16)
+    )
+    models = host_models(tiny, torch.bfloat16, arithmetic=Arithmetic(torch.bfloat16, 8))
+    ours = torch.cat(list(models.decode_video(latent(VIDEO_SHAPE)))).double()
+    assert 0 < (ours - truth).square().mean() <= (theirs - truth).square().mean()
+    video = latent(VIDEO_SHAPE).bfloat16()
+    wide = host_models(tiny, torch.bfloat16).decode_video(video)
+    exact = host_models(tiny).decode_video(video.float())
+    assert all(torch.equal(mine, same) for mine, same in zip(wide, exact, strict=True))
+
+
+def generating(tiny, folder, *typed):
+    """The workspace of a command line of generate_ltx23.py."""
+    parser = flags.parser("", "", gemma=False)
+    flags.add_run(parser)
+    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
+    return flags.workspace(parser.parse_args([*common, "--profile", "cpu", *typed]))
+
+
+def test_what_the_host_decodes_in_is_a_value_of_the_profile_and_recorded(tiny, tmp_path):
+    recorded = {
+        typed: generating(tiny, tmp_path, *typed.split()).identity["host_dtype"]
+        for typed in (
+            "--profile-set host_dtype=float32",
+            "--profile-set host_dtype=bfloat16 --dtype float32",
+            "--dtype float32",
+        )
+    }
+    assert list(recorded.values()) == ["float32", "bfloat16", "float32"]
+
+
+def test_the_engine_decodes_in_what_was_asked_for(tiny, tmp_path):
+    for typed, wanted in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        workspace = generating(tiny, tmp_path, "--profile-set", f"host_dtype={typed}")
+        host = Engine(workspace, Recorder()).host
+        assert host.video_decoder.arithmetic.dtype == wanted
+    assert host_models(tiny).video_decoder.arithmetic == FLOAT32
+
+
+@pytest.mark.parametrize("chosen", [FLOAT32, Arithmetic(torch.bfloat16, 8)], ids=str)
+def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, chosen):
+    given = {"encode_image": latent((1, 3, 1, 64, 96)).clip(-1, 1), "upsample": latent(VIDEO_SHAPE)}
+    exact, theirs = host_models(tiny), host_models(tiny, torch.bfloat16)
+    ours = host_models(tiny, torch.bfloat16, arithmetic=chosen)
+    for method, value in given.items():
+        wanted, other, got = (
+            getattr(models, method)(value.bfloat16().to(models.dtype)) for models in (exact, theirs, ours)
+        )
+        assert got.dtype == torch.bfloat16
+        assert rel(got, wanted) <= 1.2 * rel(other, wanted)
+        if chosen == FLOAT32:
+            # To the bit a run in float32, rounded; that one is ltx-core's to float32's rounding.
+            same = getattr(host_models(tiny, arithmetic=chosen), method)(value.bfloat16().float())
+            assert torch.equal(got, same.bfloat16())
+            assert rel(same, wanted) < 1e-5
+    weights = [p for p in ours.spatial_upsampler.parameters() if p.ndim == 5 and p.shape[1] > 1]
+    laid_out = {p.is_contiguous(memory_format=torch.channels_last_3d) for p in weights}
+    assert laid_out == {chosen != FLOAT32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_encodes_clips_by_the_fast_convolutions_in_what_its_latents_are_made_in(tiny, dtype):
+    chosen = Arithmetic(torch.bfloat16, 8)  # of frames; a run in float32 has its latents so
+    host, exact = host_models(tiny, dtype, arithmetic=chosen), host_models(tiny)
+    assert type(host.video_encoder).__name__ == "HostVideoModel"
+    assert host.video_encoder.arithmetic == (FLOAT32 if dtype == torch.float32 else chosen)
+    assert type(exact.video_encoder).__name__ == "VideoEncoder"
+    # In two tiles; in one where oneDNN may have no kernels for bfloat16 and takes minutes.
+    frames = 97 if dtype == torch.float32 else 17
+    clip = latent((1, 3, frames, 32, 64)).clip(-1, 1).bfloat16().float()
+    got, wanted = host.encode_video(clip), exact.encode_video(clip)
+    assert got.dtype == dtype
+    if dtype == torch.float32:
+        assert rel(got, wanted) < 1e-5
+    else:
+        assert rel(got, wanted) < rel(host_models(tiny, dtype).encode_video(clip), wanted)
+
+
+def test_an_encoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path):
+    vae = metadata_config(tiny.checkpoint)["vae"] | {"spatial_padding_mode": "reflect"}
+    path = rewrite(tiny.checkpoint, tmp_path / "other.safetensors", lambda _: None, {"vae": vae})
+    clip, wanted = (latent((1, 3, 9, 64, 64)).clip(-1, 1), HostModels(path, {"vae": vae}, torch.float32))
+    host = HostModels(path, {"vae": vae}, torch.float32, arithmetic=FLOAT32)
+    assert type(host.video_encoder).__name__ == "VideoEncoder"
+    assert torch.equal(host.encode_video(clip), wanted.encode_video(clip))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path, dtype):
+    vae = metadata_config(tiny.checkpoint)["vae"] | {"causal_decoder": True}
+    path = rewrite(tiny.checkpoint, tmp_path / "causal.safetensors", lambda _: None, {"vae": vae})
+    models = HostModels(path, metadata_config(path), dtype)
+    wanted = decoded_by_ltx_core(path, (1, 128, 2, 2, 3), dtype)
+    (frames,) = models.decode_video(latent((1, 128, 2, 2, 3)))
+    assert torch.equal(frames, wanted)
+    assert type(models.video_decoder).__name__ == "VideoDecoder"
+
+
+# --- a clip is written while it is decoded --------------------------------------------------------
+TILES = replace(PROFILES["cpu"], vae_tile_frames=64)
+LONG_SHAPE = (1, 128, 26, 1, 2)  # 201 frames: groups of tiles begin every 5 latent frames
+CHUNKS = [32, 40, 40, 40, 49]
+
+
+@pytest.fixture(params=[True, False], ids=["ahead", "in turn"])
+def decoding(tiny, request):
+    """What decodes the latents of a job, by what writes it; nothing of it is left. `calls` of it
+    has the tiles decoded so far."""
+    threads, host = set(threading.enumerate()), host_models(tiny, profile=TILES)
+    calls, forward = [], host.video_decoder.forward
+
+    def decode(video, write):
+        host.video_decoder.forward = lambda tile, *more: calls.append(1) or forward(tile, *more)
+        run = JobRun(make_job("rain"), [Contexts(*4 * [None])])
+        run.finish(run.job.stages[-1], video, latent(AUDIO_SHAPE))
+        decode.recorder = recorder = Recorder()
+        return Decoder(host, recorder, request.param).result(run, write)
+
+    decode.calls, decode.ahead = calls, request.param
+    yield decode
+    assert set(threading.enumerate()) == threads
+
+
+def test_a_clip_is_written_as_it_is_decoded_and_has_the_bytes_of_the_whole_one(decoding, tmp_path):
+    seen = []
+
+    def write(clip):
+        chunks, clip.chunks = clip.chunks, None
+        clip.chunks = (seen.append((len(c), len(decoding.calls))) or c for c in chunks)
+        clip.write(tmp_path / "streamed.mp4")
+
+    result = decoding(latent(LONG_SHAPE), write)
+    assert result.frames is None and result.waveform.shape[0] == 2
+    assert [length for length, _ in seen] == CHUNKS
+    if not decoding.ahead:  # a chunk is there before the tiles after it, which do not change it
+        assert [tiles for _, tiles in seen] == [1, 2, 3, 4, 5]
+    whole = decoding(latent(LONG_SHAPE), None)
+    assert len(whole.frames) == sum(CHUNKS) and torch.equal(whole.waveform, result.waveform)
+    whole.clip().write(tmp_path / "whole.mp4")
+    assert (tmp_path / "whole.mp4").read_bytes() == (tmp_path / "streamed.mp4").read_bytes()
+
+
+def test_a_clip_counts_as_finished_once_it_is_written(decoding, tmp_path):
+    def write(clip):
+        assert clips() == 0
+        clip.write(tmp_path / "out.mp4")
+
+    def clips():
+        return decoding.recorder.report({}, "cpu", 1, {}, {})["clips"]
+
+    decoding(latent((1, 128, 3, 1, 2)), write)
+    report = decoding.recorder.report({}, "cpu", 1, {}, {})
+    assert (report["clips"], report["video_seconds"]) == (1, make_job("rain").size.seconds)
+    with pytest.raises(OSError):
+        decoding(latent((1, 128, 3, 1, 2)), lambda clip: (_ for _ in ()).throw(OSError("full")))
+    assert clips() == 0
+
+
+def test_of_a_clip_that_is_written_few_chunks_are_held(decoding, tmp_path, monkeypatch):
+    from ltx_neuron.host import models
+
+    held, most, to_bytes = [], [], models._to_bytes
+
+    def noted(frames):
+        chunk = to_bytes(frames)
+        held.append(weakref.ref(chunk))
+        most.append(sum(each() is not None for each in held))
+        return chunk
+
+    monkeypatch.setattr(models, "_to_bytes", noted)
+    decoding(latent(LONG_SHAPE), lambda clip: clip.write(tmp_path / "out.mp4"))
+    # Made, waiting for room, waiting, encoded; in turn only the one that is made.
+    assert len(most) == len(CHUNKS) and max(most) <= (3 if decoding.ahead else 1)
+
+
+def test_a_writer_that_fails_ends_the_decoding_of_its_clip(decoding, tmp_path):
+    def write(clip):
+        next(clip.chunks)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        decoding(latent((1, 128, 126, 1, 2)), write)
+    assert len(decoding.calls) <= 6 < 25
+
+
+def test_nan_in_a_late_tile_leaves_no_video(decoding, tmp_path):
+    video = latent(LONG_SHAPE)
+    video[:, :, -1] = float("nan")
+    with pytest.raises(RunError, match="in the inputs of the video decoder"):
+        decoding(video, lambda clip: clip.write(tmp_path / "out.mp4"))
+    assert len(decoding.calls) == 5 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
+    import_ltx_core()
+    from ltx_core.model import audio_vae
+
+    decoder = reference(
+        audio_vae.AudioDecoderConfigurator, tiny.checkpoint, audio_vae.AUDIO_VAE_DECODER_COMFY_KEYS_FILTER
+    )
+    vocoder = reference(audio_vae.VocoderConfigurator, tiny.checkpoint, audio_vae.VOCODER_COMFY_KEYS_FILTER)
+    sound = latent(AUDIO_SHAPE).to(dtype)
+    with torch.no_grad():
+        wanted = audio_vae.decode_audio(sound.float(), decoder, vocoder)
+    models = host_models(tiny, dtype)
+    got = models.decode_audio(sound)
+    assert got.shape == (2, (4 * AUDIO_SHAPE[2] - 3) * 480)
+    assert got.dtype == torch.float32
+    assert models.sample_rate == wanted.sampling_rate == 48000
+    assert rel(got, wanted.waveform) < SOUND
+
+
+def _encode_fast(host: HostModels) -> None:
+    host.arithmetic = FLOAT32
+    host.encode_image(latent((1, 3, 1, 64, 64)))
+    assert type(host.video_encoder).__name__ == "HostVideoModel"
+
+
+RUNS = {  # the start of a model's tensors in the checkpoint, and what runs it
+    "video decoder": ("vae.decoder.", lambda host: list(host.decode_video(latent((1, 128, 2, 2, 3))))),
+    "audio decoder": ("audio_vae.decoder.", lambda host: host.decode_audio(latent(AUDIO_SHAPE))),
+    "vocoder": ("vocoder.", lambda host: host.decode_audio(latent(AUDIO_SHAPE))),
+    "video encoder": ("vae.encoder.", lambda host: host.encode_image(latent((1, 3, 1, 64, 64)))),
+    "fast video encoder": ("vae.encoder.", lambda host: _encode_fast(host)),
+    "spatial upsampler": ("", lambda host: host.upsample(latent((1, 128, 1, 2, 3)))),
+    "temporal upsampler": ("", lambda host: host.upsample(latent((1, 128, 2, 2, 3)), "temporal")),
+}
+
+
+@pytest.mark.parametrize(("model", "value"), [*((model, "nan") for model in RUNS), ("vocoder", "inf")])
+def test_a_model_whose_weights_are_broken_is_named_with_their_file(tiny, tmp_path, model, value):
+    """One number of its last layer, which would show as black frames, silence or noise."""
+    prefix, run = RUNS[model]
+    path = "checkpoint" if prefix else f"{model.replace(' ', '_')}_path"
+    broken = tmp_path / "broken.safetensors"
+
+    def damage(tensors: dict) -> None:
+        last = [name for name in tensors if name.startswith(prefix) and name.endswith("bias")][-1]
+        tensors[last].flatten()[0] = float(value)
+
+    rewrite(getattr(tiny, path.removesuffix("_path")), broken, damage)
+    model = model.removeprefix("fast ")
+    with pytest.raises(RunError, match=f"NaN or Inf in the outputs of the {model}") as error:
+        run(host_models(tiny, **{path: broken}))
+    assert str(broken) in str(error.value) and "Download the file again: " in str(error.value)
+    assert (CHECKPOINT_DOWNLOAD in str(error.value)) == (path == "checkpoint")
+
+
+@pytest.mark.parametrize("model", ["video decoder", "audio decoder", "spatial upsampler"])
+def test_a_model_that_was_given_nan_is_not_blamed(tiny, model, monkeypatch):
+    monkeypatch.setitem(globals(), "latent", lambda shape: torch.full(shape, float("nan")))
+    with pytest.raises(RunError, match=f"in the inputs of the {model}: .*not its weights"):
+        RUNS[model][1](host_models(tiny))
+
+
+def test_a_model_is_built_once_until_it_is_released(tiny):
+    models = host_models(tiny)
+    first = models.video_statistics
+    assert models.video_statistics is first
+    models.release()
+    assert models.video_statistics is not first
+    assert models.dtype == torch.float32
+
+
+def test_every_wrong_tensor_is_listed_in_one_error(tiny, tmp_path):
+    def damage(tensors):
+        del tensors["vae.decoder.conv_in.conv.bias"]
+        tensors["vae.decoder.surplus"] = torch.zeros(1)
+        tensors["vae.per_channel_statistics.std-of-means"] = torch.zeros(3)
+
+    models = host_models(tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "damaged.safetensors", damage))
+    with pytest.raises(UserError) as error:
+        next(models.decode_video(latent((1, 128, 1, 2, 2))))
+    assert "missing: vae.decoder.conv_in.conv.bias" in str(error.value)
+    assert "unexpected: vae.decoder.surplus" in str(error.value)
+    assert "vae.per_channel_statistics.std-of-means: (3,), wanted (128,)" in str(error.value)
+    assert "--checkpoint-path" in str(error.value)
+
+
+def test_statistics_that_nobody_reads_are_left_alone(tiny, tmp_path):
+    def add(tensors):
+        tensors["vae.per_channel_statistics.mean-of-stds"] = torch.zeros(128)
+
+    models = host_models(tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "older.safetensors", add))
+    (frames,) = models.decode_video(latent((1, 128, 1, 2, 2)))
+    assert frames.shape == (1, 64, 64, 3)
+
+
+@pytest.mark.parametrize("kind, other", [("spatial", "temporal"), ("temporal", "spatial")])
+def test_an_upsampler_of_the_other_kind_is_refused(tiny, kind, other):
+    models = host_models(tiny, **{f"{kind}_upsampler_path": getattr(tiny, f"{other}_upsampler")})
+    with pytest.raises(UserError, match=f"--{kind}-upsampler-path: wanted a {kind} .* got a {other} upsampler"):
+        models.upsample(latent((1, 128, 3, 2, 3)), kind)
+
+
+def test_a_spatial_upsampler_of_another_factor_is_refused(tiny, tmp_path):
+    path = rewrite(tiny.spatial_upsampler, tmp_path / "x4.safetensors", lambda _: None, {"spatial_scale": 4.0})
+    with pytest.raises(UserError, match="factor 2.*spatial scale 4.0"):
+        host_models(tiny, spatial_upsampler_path=path).upsample(latent((1, 128, 3, 2, 3)))
+
+
+def test_a_file_that_describes_no_upsampler_is_refused(tiny):
+    with pytest.raises(UserError, match="got a transformer of LTX 2.3"):
+        host_models(tiny, spatial_upsampler_path=tiny.checkpoint).upsample(latent((1, 128, 3, 2, 3)))
+
+
+def test_upsampling_without_a_file_names_the_flag_to_type(tiny):
+    with pytest.raises(UserError, match="--temporal-upsampler-path FILE"):
+        host_models(tiny, temporal_upsampler_path=None).upsample(latent((1, 128, 3, 2, 3)), "temporal")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such file"), (b"version https://git-lfs.github.com/spec/v1", "is not a whole safetensors file")],
+)
+def test_an_unreadable_file_names_the_flag_to_type(tiny, tmp_path, content, message):
+    path = tmp_path / "upsampler.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=f"(?s){message}.*--spatial-upsampler-path FILE"):
+        host_models(tiny, spatial_upsampler_path=path).upsample(latent((1, 128, 3, 2, 3)))
+
+
+def test_weights_in_an_unknown_dtype_are_refused_by_name_before_anything_loads(tiny, tmp_path):
+    def change(tensors):
+        name = next(name for name in tensors if name.startswith("vae.decoder.conv_in"))
+        tensors[name] = tensors[name].to(torch.float8_e5m2)
+
+    path = rewrite(tiny.checkpoint, tmp_path / "float8.safetensors", change)
+    said = r"vae\.decoder\.conv_in.*: stored as F8_E5M2, which is not implemented; wanted.*BF16"
+    with pytest.raises(UserError, match=f"(?s){said}.*--checkpoint-path FILE: hf download"):
+        host_models(tiny, checkpoint=path).check(["video_decoder"])

@@ -1,0 +1,94 @@
+"""What changes a result without an error is a note: printed once, in the sidecar and in the API's
+answer."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from service_app import FORM, SIZE, Sent, form, opened
+from typed import said
+
+from ltx_neuron.engine.outputs import sidecar
+from ltx_neuron.engine.preflight import Preflight, RunOptions, notes
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.text.inputs import cut_off, load_tokenizer, tokenize
+
+WORDS = " ".join(f"w{number}" for number in range(1000))  # no two are the same
+FOREIGN = "".join(map(chr, range(0x4E00, 0x4E00 + 800)))  # three tokens each
+CUT = "is cut to 1,024: the model does not read what begins with"
+# The flags of a job -> what its notes say.
+NOTED = {
+    "a prompt of too many tokens": (["--prompt", WORDS], [f"--prompt has 4,890 tokens and {CUT} '"]),
+    "one without spaces": (["--prompt", FOREIGN], [f"--prompt has 2,401 tokens and {CUT} '{FOREIGN[341:401]}'"]),
+    "a negative prompt": (
+        ["--recipe", "dev", "--negative-prompt", WORDS],
+        [f"--negative-prompt has 4,890 tokens and {CUT}"],
+    ),
+    "both": (
+        ["--recipe", "dev", "--prompt", WORDS, "--negative-prompt", WORDS],
+        ["--prompt has", "--negative-prompt has"],
+    ),
+    "that of NAG": (["--nag-scale", 11, "--negative-prompt", WORDS], ["--negative-prompt has"]),
+    "a job as it should be": (["--seed", 0, "--prompt", WORDS[:1023]], []),
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tiny):
+    return SimpleNamespace(tokenizer=load_tokenizer(tiny.gemma_root))
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_what_changes_a_result_without_an_error_is_a_note(workspace, name):
+    words, expected = NOTED[name]
+    found = notes(said(*words), workspace)
+    assert len(found) == len(expected)
+    assert [text for text, note in zip(expected, found, strict=True) if text not in note] == []
+
+
+def test_a_seed_of_the_python_api_that_looks_like_no_seed_is_a_note(workspace):
+    (note,) = notes(said("--prompt", "rain").replaced(seed=-1), workspace)
+    assert note.startswith("--seed -1 is a seed like any other")
+
+
+@pytest.mark.parametrize("text", [WORDS, FOREIGN, f"  {WORDS}\n", "a" * 5000])
+def test_what_is_said_to_be_cut_is_what_the_encoder_does_not_get(workspace, text):
+    tokenizer = workspace.tokenizer
+    count, lost = cut_off(tokenizer, text)
+    whole = tokenizer(text.strip()).input_ids
+    assert count == len(whole) and tokenize(tokenizer, text) == whole[:1024]
+    kept = text.strip().removesuffix(lost)
+    assert len(tokenizer(kept).input_ids) <= 1024 < len(tokenizer(kept + lost[:2]).input_ids)
+
+
+def test_a_note_of_many_jobs_is_one_line_that_is_printed_once(workspace, capsys):
+    jobs = [said("--prompt", f"rain {n}").replaced(seed=-1) for n in range(30)]
+    jobs.append(said("--prompt", WORDS))
+    checks = Preflight(workspace, SimpleNamespace(upsampler_paths={}), RunOptions())
+    numbers = {id(job): number for number, job in enumerate(jobs, 1)}
+    checks.title_of = lambda job: f"line {numbers[id(job)]}"
+    for _ in range(2):
+        checks.print_notes(jobs)
+    seed, cut = capsys.readouterr().out.splitlines()
+    assert seed == "line 1 and 29 more: --seed -1 is a seed like any other, not a random one"
+    assert cut.startswith("line 31: --prompt has 4,890 tokens")
+
+
+def test_the_sidecar_has_the_notes(workspace):
+    job = said().replaced(seed=-1)
+    report = Recorder().report(job.describe(), "cpu", 1, {}, {"code": ""})
+    found = notes(job, workspace)
+    assert sidecar(job, report, found)["notes"] == found != []
+
+
+def test_the_api_answers_with_the_notes_in_its_own_words(workspace, tmp_path):
+    with opened(tmp_path) as service:
+        service.sizes.workspace.tokenizer = workspace.tokenizer
+        answers = []
+        for prompt, seed in ((WORDS, "-1"), ("rain", "1")):
+            body = form({"prompt": prompt, "seed": seed, "size": SIZE})
+            got = service.ask(Sent("POST", "/v1/videos", b"", service.headers(FORM), body))
+            answers.append(json.loads(got.body)["notes"])
+    (cut, seed), none = answers
+    assert cut.startswith("prompt has 4,890 tokens and is cut to 1,024") and none == []
+    assert seed == "seed -1 is a seed like any other, not a random one"

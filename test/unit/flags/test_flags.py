@@ -1,0 +1,230 @@
+"""The command line: help of two lengths, flags by their earlier names, flags of several values."""
+
+import argparse
+from functools import cache
+from unittest import mock
+
+import pytest
+from typed import parsed, said
+
+from ltx_neuron import flags
+from ltx_neuron.command_line import RENAMED, Parser, advanced
+from ltx_neuron.commands import VERBS, dispatch
+from ltx_neuron.errors import UserError
+from ltx_neuron.report.price import Price
+from ltx_neuron.sampling.spec import GUIDANCE_KEYS, GuidanceFields, JobFields, names_of
+
+LINES, COLUMNS = 50, 100  # two screens
+MODELS = "transformer", "gemma3", "vae"
+SINGLE = set(VERBS) - {"shard", "compile"}
+COMMANDS = [*sorted(SINGLE), *(f"{verb} {m}" for verb in ("shard", "compile") for m in MODELS)]
+
+
+class Found(Exception):
+    """Carries a command's parser out of its main."""
+
+
+@cache
+def parser_of(command: str) -> Parser:
+    """The parser that a command makes, as it is when the command's words are parsed."""
+
+    def found(parser, *_):
+        raise Found(parser)
+
+    with mock.patch.object(Parser, "parse_args", found), pytest.raises(Found) as parser:
+        dispatch(command.split())
+    return parser.value.args[0]
+
+
+def shown(parser: Parser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+
+
+# --- the price of the machine ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["generate", "batch", "serve", "plan"])
+def test_the_price_is_for_the_runs_that_the_machine_has_room_for(command):
+    def price(*words):
+        words = [*("--checkpoint-path", "c", "--profile"), *words]
+        return flags.price(parser_of(command).parse_known_args(words)[0])
+
+    assert price("trn2.48xlarge", "--price-per-hour", "14.56") == Price(14.56, 16)
+    assert price("trn2.48xlarge-cp4", "--price-per-hour", "14.56") == Price(14.56, 4)
+    assert price("trn2.3xlarge", "--price-per-hour", "2") == Price(2, 1)
+    assert price("trn2.3xlarge") is None
+    for wrong in ("0", "-1", "nan", "inf"):
+        with pytest.raises(UserError, match=f"--price-per-hour {wrong}: wanted US dollars above 0"):
+            price("trn2.3xlarge", f"--price-per-hour={wrong}")
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+def test_the_help_of_generate_fits_on_two_screens(monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    lines = parser_of("generate").format_help().splitlines()
+    assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
+    flags = [line for line in lines if line.startswith("  --")]
+    assert 20 <= len(flags) <= 27
+    assert " ".join(lines[:2]).split("generate ")[1].split() == [
+        *("--checkpoint-path", "FILE", "--gemma-root", "DIR", "--prompt", "TEXT"),
+        *("--output-path", "FILE", "[flags]"),
+    ]
+
+
+def test_all_the_help_of_generate_has_every_name_of_every_flag():
+    text = parser_of("generate").format_help(everything=True)
+    names = {name for action in shown(parser_of("generate")) for name in action.option_strings}
+    names |= {f"--{n.replace('_', '-')}" for f in JobFields.model_fields for n in names_of(f)}
+    assert [name for name in names if name not in text.replace(",", " ").split()] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_of_a_command_is_described_and_every_group_is_too(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    parser = parser_of(command)
+    assert [action.dest for action in shown(parser) if not action.help] == []
+    groups = [group for group in parser._action_groups[2:] if not group.description]
+    assert [group.title for group in groups] == []
+    for everything in (False, True):
+        assert max(map(len, parser.format_help(everything).splitlines())) <= COLUMNS
+
+
+def small() -> Parser:
+    parser = Parser(prog="small")
+    parser.add_argument("--often", "--usual", metavar="N", help="what most people type")
+    advanced(parser.add_argument("--seldom", action="store_true", help="what few people type"))
+    return parser
+
+
+def test_help_leaves_advanced_flags_out_and_says_so(capsys):
+    for flag, seldom in (("-h", False), ("--help", False), ("--help-all", True)):
+        with pytest.raises(SystemExit) as end:
+            small().parse_args([flag])
+        text = capsys.readouterr().out
+        assert not end.value.code and "--often" in text
+        assert [name in text for name in ("--seldom", "--usual")] == [seldom, seldom]
+        assert ("1 of 4 flags. All of them: --help-all" in text) != seldom
+
+
+# --- earlier names --------------------------------------------------------------------------------
+
+
+EARLIER = {  # what was typed -> what is typed now
+    "--again": "--force",
+    "--artifacts-from URL": "--artifacts-url URL",
+    "--blocks-per-graph 2": "--profile-set blocks_per_graph=2",
+    "--host-dtype float32": "--profile-set host_dtype=float32",
+    "--ignore-tuned": "--profile-set tuned=no",
+    "--no-tuned": "--profile-set tuned=no",
+    "--role front": "--role api",
+    "--turns 2": "--rounds 2",
+}
+
+
+def test_every_earlier_name_is_tested():
+    assert [*EARLIER] == sorted(EARLIER) and len(EARLIER) == len(RENAMED)
+    assert all(old in typed for old, typed in zip(RENAMED, EARLIER, strict=True))
+
+
+@pytest.mark.parametrize("typed", EARLIER)
+def test_a_flag_is_taken_by_its_earlier_name_with_a_note(typed, capsys):
+    present = EARLIER[typed].split()
+    having = [p for p in map(parser_of, COMMANDS) if present[0] in p._option_string_actions]
+    assert having
+    for parser in having:
+        for words in (typed.split(), ["=".join(typed.split())]):  # --flag value, and --flag=value
+            needed = [word for a in parser._actions if a.required for word in needs(a)]
+            old = vars(parser.parse_known_args(needed + parser.present(words))[0])
+            note = capsys.readouterr().err
+            assert old == vars(parser.parse_known_args(needed + present)[0])
+            assert note.startswith(f"note: {typed.split()[0]}") and f" is now {present[0]}" in note
+            assert note.endswith("; the earlier name works until version 0.3.0\n")
+            assert parser.present(present) == present and capsys.readouterr().err == ""
+
+
+def needs(action: argparse.Action) -> list[str]:
+    """Words for a flag or an argument that is required."""
+    value = action.choices[0] if action.choices else "x"
+    return [*action.option_strings[:1], value]
+
+
+def test_an_earlier_name_is_unknown_where_its_present_flag_is(capsys):
+    with pytest.raises(SystemExit):
+        small().parse_args(["--again"])
+    assert "unknown: --again" in capsys.readouterr().err
+
+
+# --- guidance -------------------------------------------------------------------------------------
+
+
+def dev(*words: str):
+    return said("--recipe", "dev", *words)
+
+
+def test_guidance_has_a_key_for_each_flag_of_ltx_pipelines():
+    assert [*GUIDANCE_KEYS.values()] == [*GuidanceFields.model_fields]
+    for key, field in GUIDANCE_KEYS.items():
+        value = "3" if key.endswith(("_blocks", "_step")) else "0.5"
+        flag = f"--{field.replace('_', '-')}"
+        assert dev("--guidance", f"{key}={value}") == dev(flag, value) != dev()
+
+
+def test_guidance_takes_several_values_at_once_and_again():
+    job = dev("--guidance", "video_cfg=4", "video_stg_blocks=2,3", "--guidance", "v2a=2")
+    guidance = job.resolved_guidance
+    assert (guidance.video.cfg_scale, guidance.video.stg_blocks) == (4.0, (2, 3))
+    assert (guidance.audio.modality_scale, guidance.audio.cfg_scale) == (2.0, 7.0)
+    assert dev("--guidance", "video_stg_blocks=").resolved_guidance.video.stg_blocks == ()
+
+
+GUIDANCE_MISTAKES = {
+    "unknown key 'video_cgf'; did you mean video_cfg?\nKeys: video_cfg, ": ["video_cgf=3"],
+    "--guidance video_cfg: no value; type for example --guidance video_cfg=3": ["video_cfg"],
+    "--guidance a2v: got 'x', wanted a valid number": ["a2v=x"],
+    "--guidance video_cfg is given twice; leave one out": ["video_cfg=3", "video_cfg=4"],
+    "--guidance video_cfg=... and --video-cfg-guidance-scale set the same value; leave one out": [
+        *("video_cfg=3", "--video-cfg-guidance-scale", "3")
+    ],
+}
+
+
+@pytest.mark.parametrize("message", GUIDANCE_MISTAKES)
+def test_a_mistake_in_guidance_is_said_as_it_was_typed(message):
+    with pytest.raises(UserError) as error:
+        dev("--guidance", *GUIDANCE_MISTAKES[message])
+    assert message in str(error.value)
+
+
+def test_guidance_of_the_distilled_recipe_is_refused_by_its_key():
+    with pytest.raises(UserError, match="takes no --guidance video_cfg: .*(\n.*)*--recipe dev"):
+        said("--guidance", "video_cfg=3")
+
+
+# --- flags of several values ----------------------------------------------------------------------
+
+
+def test_the_window_of_a_sound_follows_its_file():
+    joined = said("--audio-path", "a.wav", "0.5", "2")
+    assert joined == said(*("--audio-path", "a.wav", "--audio-start-time", "0.5", "--audio-max-duration", "2"))
+    assert said("--audio-path", "a.wav", "1").sound.start_time == 1.0
+
+
+def test_the_seconds_of_a_retake_follow_its_file():
+    given = ["--video-path", "v.mp4", "0.5", "1"]
+    apart = ["--video-path", "v.mp4", "--start-time", "0.5", "--end-time", "1"]
+    for compiles in (False, True):
+        spec = flags.spec(parsed(*given, compiles=compiles))
+        assert (spec.video_path, spec.start_time, spec.end_time) == ("v.mp4", 0.5, 1.0)
+    assert flags.spec(parsed(*given)) == flags.spec(parsed(*apart))
+
+
+def test_two_strengths_of_the_distilled_lora_are_those_of_the_stages():
+    joined = said("--recipe", "dev", "--two-stage", "--distilled-lora", "d", "0.25", "0.5")
+    flag = "--distilled-lora-strength-stage"
+    apart = ["--distilled-lora", "d", f"{flag}-1", "0.25", f"{flag}-2", "0.5"]
+    assert joined == said("--recipe", "dev", "--two-stage", *apart)
+    for other in (["--distilled-lora", "e"], ["--distilled-lora", "e", "1", "1"], [f"{flag}-1", "1"]):
+        with pytest.raises(UserError, match="with two strengths, of stage 1 and stage 2"):
+            said("--distilled-lora", "d", "0.25", "0.5", *other)

@@ -1,0 +1,217 @@
+"""What people type wrongly, and the answer: a line a mistake. Also one set of flags: every verb for
+a job takes a job's flags, and a mistyped one is found before torch is imported."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from printed import runs
+
+from ltx_neuron import command_line, errors, flags
+from ltx_neuron.artifacts.workspace import compiled_size
+from ltx_neuron.commands import _PARSERS, VERBS, dispatch
+from ltx_neuron.demo import ASSETS
+from ltx_neuron.files import MANIFEST, write_json
+from ltx_neuron.flags import verbs
+from ltx_neuron.serve.flags import build_parser as serve
+from ltx_neuron.tune.flags import build_parser as tune
+from unit.project import test_docs
+
+MODEL = f"--checkpoint-path {ASSETS.checkpoint} --gemma-root {ASSETS.gemma_root}"
+JOB = f"{MODEL} --prompt rain --output-path o.mp4"
+MOST_NAMES = 10  # of a list in an answer: more is not read
+SIZE = "--height 704 --width 1280"
+
+# A command line -> what its answer contains, and after "not" what it does not contain
+MISTAKES = f"""
+generat                                     -> did you mean generate?
+--fps 24 generate                           -> the verb comes first | generate --fps 24
+generate JOB --promt rain                   -> did you mean --prompt?
+generate MODEL --prompt a red circle        -> needs quotes: --prompt "a red circle"
+generate MODEL --prompt it costs 5$ now     -> needs quotes: --prompt 'it costs 5$ now'
+generate "a red circle" MODEL               -> needs its flag: --prompt "a red circle"
+generate a red circle                       -> --prompt "a red circle" | missing: --checkpoint-path
+generate MODEL --prompt x --output-path a b.mp4 -> needs quotes: --output-path "a b.mp4"
+generate JOB --height 512 768               -> unknown: 768 | not quotes
+generate MODEL --prompt --output-path o.mp4 -> --prompt has no value; type --prompt " | not argument
+generate JOB --frames 120                   -> did you mean --num-frames 121?
+generate JOB --num-frames 120               -> nearest valid: 113 or 121 | not recipe:
+generate JOB --steps 8                      -> did you mean --num-inference-steps N?
+generate JOB --num-inference-steps 20       -> other counts need --recipe dev | not recipe:
+generate JOB --output out.mov               -> did you mean --output-path FILE? | not --output-dir
+generate MODEL --prompt x --output-path out.mov -> the output is an MP4 file | not recipe:
+generate MODEL --prompt x --output-path FOLDER -> is a folder; type --output-path FOLDER/video.mp4
+generate JOB --height 720p                  -> got '720p', wanted a valid integer
+generate JOB --height 720 --width 1280      -> nearest valid: 704 or 736
+generate JOB --size 720p                    -> did you mean {SIZE}? | not --seed
+generate JOB --resolution=1280x720          -> did you mean {SIZE}? | not --resume
+generate --model Lightricks/LTX-2.5         -> did you mean --checkpoint-path FILE? | not --model-path
+generate JOB --guidance-scale 3             -> did you mean --guidance video_cfg=3 | not v2a
+generate JOB --guidance 3                   -> type for example --guidance video_cfg=3
+generate JOB --negative-prompt blurry       -> type --nag-scale 11 as well
+generate JOB --tp 4                         -> did you mean --tp-degree 4? | not --dtype
+generate JOB --enhance-prompt               -> unknown: --enhance-prompt | not did you mean
+generate JOB --xyzzy                        -> unknown: --xyzzy | not did you mean
+generate JOB --seed random                  -> got 'random', wanted a valid integer
+generate JOB --profile gpu                  -> known: cpu, cuda
+generate JOB --image FOLDER                 -> that is a folder, wanted a file
+generate JOB --image nope.png               -> no such file
+generate --gemma-root G --checkpoint-path FOLDER --prompt x -> a folder without a transformer's file
+generate --checkpoint-path CKPT --gemma-root CKPT --prompt x --output-path o.mp4 -> needs the folder of Gemma3-12B | not nearest
+plan MODEL --jsn                            -> did you mean --json?
+report out.mp4                              -> it is no text | --perf-dump-path FILE.json | not codec
+serve MODEL --host 0.0.0.0                  -> --new-token
+batch bad.jsonl MODEL --output-dir out      -> did you mean 'seed'? | did you mean 'prompt'?
+"""  # noqa: E501 - a mistake and its answer are one line
+ROWS = [re.split(r" +-> ", line, maxsplit=1) for line in MISTAKES.strip().splitlines()]
+
+
+def answer(typed: str, capsys) -> str:
+    """What the command prints, which ends as a user's mistake."""
+    with pytest.raises(SystemExit) as end:
+        errors.run(lambda: dispatch(shlex.split(typed)))
+    printed = capsys.readouterr()
+    assert end.value.code == 2, printed
+    return printed.out + printed.err
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "out.mp4").write_bytes(b"\0\0\0\x20ftypisom\xff\xfe")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "sead": 3}\n{"promt": "b"}\n')
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("typed", "wanted"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_mistake_is_answered_with_what_to_type(typed, wanted, folder, capsys):
+    for name, value in {"MODEL": MODEL, "JOB": JOB, "CKPT": str(ASSETS.checkpoint)}.items():
+        typed = re.sub(rf"\b{name}\b", lambda _, value=value: value, typed)
+    printed = answer(typed, capsys)
+    for words in wanted.split(" | "):
+        if words.startswith("not "):
+            assert words.removeprefix("not ") not in printed
+        else:
+            assert words in printed
+    assert "Traceback" not in printed
+    lists = re.findall(r"(?:[\w.'-]+, )+[\w.'-]+", printed)
+    assert max((len(names.split(", ")) for names in lists), default=0) <= MOST_NAMES
+
+
+def test_version_is_a_verb_too(capsys):
+    dispatch(["version"])
+    assert re.fullmatch(r"ltx-neuron \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"artifacts"}))
+def test_a_mistyped_flag_is_found_without_torch(verb):
+    """`artifacts` has few flags, and its store needs fsspec and all."""
+    words = [verb, *["transformer"] * (verb in ("shard", "compile")), "--xyzzy"]
+    code = (
+        "import sys; from ltx_neuron.commands import dispatch\n"
+        f"try: dispatch({words})\n"
+        "except SystemExit as end: code = end.code\n"
+        "print(code, {'torch', 'numpy', 'transformers'} & {*sys.modules})"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.stdout == "2 set()\n" and "unknown: --xyzzy" in process.stderr
+
+
+# --- one set of flags -----------------------------------------------------------------------------
+
+PARSERS = {verb: getattr(verbs, verb) for verb in ("generate", "batch", "prepare", "plan", "doctor")}
+PARSERS |= {"serve": serve, "tune": tune}
+
+
+def jobs_of(page: str) -> list[list[str]]:
+    """The flags of every `generate` and of every MODEL of a page."""
+    shell = "".join(test_docs.code_blocks(page)).replace("\\\n", " ")
+    models = [shlex.split(text) for text in re.findall(r'\bMODEL="([^"]*)"', shell)]
+    generated = [w[2:] for w in test_docs.commands(page) if w[:2] == ["ltx-neuron", "generate"]]
+    whole = [words for words in generated if "--checkpoint-path" in words]
+    return [*models, *whole]
+
+
+def test_every_verb_that_parses_a_job_early_is_tested():
+    assert {*PARSERS} == {*_PARSERS}
+
+
+@pytest.mark.parametrize("verb", PARSERS)
+def test_a_verb_takes_every_job_of_the_pages(verb):
+    jobs = [job for page in test_docs.PAGES for job in jobs_of(page)]
+    assert len(jobs) > 20
+    for words in jobs:
+        PARSERS[verb]().parse_args(words)
+
+
+@pytest.mark.parametrize("verb", PARSERS)
+def test_a_verb_takes_every_flag_of_a_generation(verb):
+    known = PARSERS[verb]()._option_string_actions.keys()
+    assert verbs.generate()._option_string_actions.keys() - known == set()
+
+
+def test_a_flag_without_effect_keeps_its_default_and_one_with_is_noted(capsys):
+    command_line._note.cache_clear()  # it prints each note once
+    words = [*MODEL.split(), "--prompt", "rain", "--video-path", "v.mp4", "--resume"]
+    args = tune().parse_args(words)
+    assert (args.prompt, args.video_path, args.gemma_root, args.resume) == ("", None, None, None)
+    assert "tune is for a job without --video-path\n" in capsys.readouterr().err
+    args = verbs.plan().parse_args(words)
+    assert (args.prompt, args.video_path) == ("", "v.mp4") and args.gemma_root
+    assert capsys.readouterr().err == ""
+
+
+@runs("flags/__init__.py:_guidance_settings: --guidance video_cfg=")
+def test_the_guidance_that_an_error_names_is_taken(capsys):
+    typed = ("generate", *MODEL.split(), "--prompt", "rain", "--output-path", "o.mp4", "--recipe", "dev")
+    printed = answer(shlex.join([*typed, "--guidance", "3"]), capsys)
+    words = re.search(r"type for example (--guidance \S+)", printed)[1].split()
+    args = verbs.generate().parse_args([*typed[1:], *words])
+    assert flags.spec(args).video_cfg_guidance_scale == 3
+
+
+# --- seeds ----------------------------------------------------------------------------------------
+
+
+def test_a_seed_of_minus_one_is_drawn_and_printed(capsys):
+    args = verbs.generate().parse_args([*MODEL.split(), "--prompt", "rain", "--seed", "-1"])
+    args.recipe = "distilled"
+    first, second = flags.job(args).seed, flags.job(args).seed
+    assert first != second and min(first, second) >= 0
+    assert f"seed: {first} (drawn for --seed -1; --seed {first} repeats it)" in capsys.readouterr().out
+
+
+def test_a_word_of_a_flag_that_is_typed_twice_is_printed_once():
+    from ltx_neuron.commands.generate import words_of
+
+    typed = ["--num-frames", "49", "--lora", "a", "1", "--num-frames", "97", "--lora", "b", "--prompt", "x"]
+    words = words_of(verbs.generate(), typed, lambda dest: dest != "prompt")
+    assert words == ["--num-frames", "97", "--lora", "a", "1", "--lora", "b"]
+
+
+# --- sizes that are not compiled ------------------------------------------------------------------
+
+
+def test_a_size_that_is_not_compiled_is_named_in_words_beside_the_compiled_ones(tmp_path):
+    common = f"{JOB} --profile cpu --tp-degree 1 --artifacts-dir {tmp_path} --two-stage"
+
+    def opened(frames: int):
+        args = verbs.generate().parse_args([*common.split(), "--num-frames", str(frames)])
+        args.recipe, args.height, args.width = "distilled", "128", "192"
+        workspace = flags.workspace(args, writes=False)
+        return workspace, workspace.resolved(flags.job(args))
+
+    workspace, job = opened(49)
+    for need in workspace.dit_graphs(job.buckets, job):
+        manifest = {"identity": need.identity, "sizes": [compiled_size(job)]}
+        write_json(workspace.folder(need) / MANIFEST, manifest)
+    workspace, job = opened(97)
+    with pytest.raises(errors.UserError) as error:
+        workspace.dit_program_for(job, job.stages[0])
+    assert str(error.value).startswith(
+        f"this job's size is not compiled in {tmp_path}\n"
+        "  needed: 192x128 (width x height), 97 frames, two stages\n"
+        "  compiled: 192x128 (width x height), 49 frames, two stages\nMake them: "
+    )

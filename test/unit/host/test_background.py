@@ -1,0 +1,236 @@
+"""Background: results, errors, how it is cancelled, and its number of threads; and what is made
+ahead in one."""
+
+import signal
+import threading
+import time
+from contextlib import closing, nullcontext
+
+import pytest
+import torch
+from helpers import allowed, within
+
+from ltx_neuron.host.background import Background, Cancelled, Workers, check_cancelled, prefetch, wait_for
+
+SOON = 2  # seconds; a function here is at its next check_cancelled within milliseconds
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """Every test ends with the threads and the number of threads it began with."""
+    count, threads = torch.get_num_threads(), set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == threads
+    torch.set_num_threads(count)
+
+
+def run_for_ever() -> None:
+    """Run until cancelled, or so long that a test that waits for it fails."""
+    until = time.monotonic() + allowed(10 * SOON)
+    while time.monotonic() < until:
+        time.sleep(0.001)
+        check_cancelled()
+
+
+def result_of(function):
+    with Background() as thread:
+        return wait_for(thread.submit(function))
+
+
+def test_the_result_and_the_error_are_the_callers():
+    assert result_of(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        result_of(lambda: 1 / 0)
+
+
+def test_it_runs_at_the_same_time_as_its_caller():
+    asked, answered = threading.Event(), threading.Event()
+
+    def answer() -> str:
+        assert asked.wait(allowed(SOON))
+        answered.set()
+        return "answered"
+
+    with Background() as thread:
+        future = thread.submit(answer)
+        asked.set()
+        assert answered.wait(allowed(SOON))
+        assert wait_for(future) == "answered"
+
+
+def test_functions_run_one_after_another():
+    order = []
+    with Background() as thread:
+        futures = [thread.submit(lambda n=n: order.append(n) or time.sleep(0.01) or order.append(n)) for n in range(3)]
+        wait_for(futures[-1])
+    assert order == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_leaving_the_block_cancels_the_functions_silently(error, capsys):
+    refused = pytest.raises(KeyboardInterrupt) if error else nullcontext()
+    with within(SOON), refused, Background() as thread:
+        running, later = thread.submit(run_for_ever), thread.submit(run_for_ever)
+        if error:
+            raise error
+    assert isinstance(running.exception(), Cancelled) or running.cancelled()
+    assert later.cancelled() and capsys.readouterr().err == ""
+
+
+def test_cancelling_ends_nested_threads_and_leaves_their_with_blocks():
+    left = []
+
+    def outer() -> None:
+        try:
+            with Background() as inner, Workers() as workers:
+                inner.submit(run_for_ever)
+                workers.map(lambda _: time.sleep(0.05), range(1000))
+        finally:
+            left.append(True)
+
+    with within(SOON), Background() as thread:
+        thread.submit(outer)
+        time.sleep(0.05)
+    assert left == [True]
+
+
+def test_a_thread_that_waits_for_another_can_be_cancelled():
+    with within(SOON), Background() as thread:
+        thread.submit(result_of, run_for_ever)
+        time.sleep(0.05)
+
+
+def test_ctrl_c_while_waiting_cancels_the_function():
+    interrupt = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
+    interrupt.start()
+    with within(SOON), pytest.raises(KeyboardInterrupt):
+        result_of(run_for_ever)
+    interrupt.join()
+
+
+def test_the_error_of_a_poll_ends_the_waiting():
+    def poll() -> None:
+        raise ZeroDivisionError
+
+    with within(SOON), pytest.raises(ZeroDivisionError), Background() as thread:
+        wait_for(thread.submit(run_for_ever), poll)
+
+
+def test_cancelling_one_thread_leaves_its_caller_and_other_threads_alone():
+    with Background() as other:
+        with Background() as thread:
+            thread.submit(run_for_ever)
+            check_cancelled()
+        wait_for(other.submit(check_cancelled))
+        check_cancelled()
+
+
+def test_workers_made_meanwhile_do_not_change_its_number_of_threads():
+    """Each makes its first operation while the workers' own number is the default of new
+    threads."""
+    torch.get_num_threads()
+    torch.set_num_threads(3)
+    go, counts = threading.Event(), []
+
+    def count() -> None:
+        go.wait()
+        counts.append(torch.get_num_threads())
+
+    with Background() as thread, Workers() as workers:
+        future = thread.submit(count)
+        workers.map(lambda _: torch.set_num_threads(1), range(10))
+        go.set()
+        wait_for(future)
+    torch.set_num_threads(3)
+    assert counts == [3]
+    assert result_of(torch.get_num_threads) == 3
+
+
+def test_a_task_that_begins_while_workers_are_made_has_the_usual_number_of_threads():
+    """A clip's latents are upsampled while the last one's frames and sound are decoded, each by
+    workers of its own: with another number of threads, the video would have other bits."""
+    torch.set_num_threads(3)
+    over, counts = threading.Event(), []
+
+    def make_workers() -> None:
+        while not over.is_set():
+            with Workers(2):
+                pass
+            counts.append(torch.get_num_threads())
+
+    with Background() as one, Background() as two:
+        making = [thread.submit(make_workers) for thread in (one, two)]
+        counts += [result_of(torch.get_num_threads) for _ in range(200)]
+        over.set()
+        assert not [wait_for(future) for future in making if future.exception()]
+    assert {*counts} == {3}
+
+
+def counted(count: int, made: list[int]):
+    """A generator of numbers, each of which is noted; its end is noted as well."""
+    try:
+        for number in range(count):
+            made.append(number)
+            yield number
+    finally:
+        made.append(-1)
+
+
+def test_of_what_is_made_ahead_one_item_waits_while_the_next_is_made():
+    made, seen = [], []
+    with closing(prefetch(counted(6, made))) as items:
+        for item in items:
+            time.sleep(0.02)  # of three: one is taken, one waits, one is made and finds no room
+            seen.append((item, max(made)))
+    assert [item for item, _ in seen] == list(range(6)) and made == [*range(6), -1]
+    assert [last for _, last in seen] == [2, 3, 4, 5, 5, 5]
+
+
+def test_an_error_of_what_is_made_ahead_comes_after_the_items_before_it():
+    with closing(prefetch(1 // (2 - number) for number in range(5))) as items:
+        assert (next(items), next(items)) == (0, 1)
+        with pytest.raises(ZeroDivisionError):
+            next(items)
+
+
+@pytest.mark.parametrize("error", [None, OSError(28, "No space left on device")])
+def test_who_takes_no_more_ends_what_is_made_ahead_at_once(error):
+    made, refused = [], pytest.raises(OSError) if error else nullcontext()
+    with within(SOON), refused, closing(prefetch(counted(1000, made))) as items:
+        assert next(items) == 0
+        if error:
+            raise error
+    assert made[-1] == -1 and len(made) <= 4
+
+
+def test_who_waits_for_what_is_made_ahead_can_be_cancelled():
+    waiting = threading.Event()
+
+    def slow():
+        waiting.set()
+        run_for_ever()
+        yield
+
+    def take() -> None:
+        with closing(prefetch(slow())) as items:
+            next(items)
+
+    with within(SOON), Background() as thread:
+        thread.submit(take)
+        assert waiting.wait(allowed(SOON))
+
+
+def test_what_is_made_ahead_is_closed_in_the_thread_that_made_it():
+    threads = []
+
+    def items():
+        try:
+            while True:
+                threads.append(threading.get_ident())
+                yield 0
+        finally:
+            threads.append(threading.get_ident())
+
+    with closing(prefetch(items())) as made:
+        next(made)
+    assert len({*threads}) == 1 and threads[0] != threading.get_ident()

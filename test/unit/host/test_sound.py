@@ -1,0 +1,299 @@
+"""Mel decoder and vocoder on the host against ltx-core's, and spans of time against the whole."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+from helpers import one_thread, randn, randomised, rel, run_program  # noqa: F401
+from tiny.config import TinySizes, merge, released_config, tiny_config
+from tiny.weights import vocoder_weights
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ltx_neuron.config.sound import audio_decoder_config, vocoder_config
+from ltx_neuron.demo import ASSETS
+from ltx_neuron.errors import UserError
+from ltx_neuron.host import sound
+from ltx_neuron.host.background import Background, Cancelled
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.models.programs import spectrogram_program, waveform_program
+from ltx_neuron.models.vocoder import MelSpectrogram, Snake, arrangement, resampling_filters
+from ltx_neuron.weights.tensorfile import TensorFile
+
+# Of tests that take seconds: the tiny config has the same layers.
+KERNELS = pytest.mark.parametrize("config", ["released kernels"], indirect=True)
+# Random layers answer a rounding with ten of it: ltx-core's float32 is 8e-6 from its float64. A
+# wrong tap leaves 1e-2.
+ROUNDING = 5e-5
+# The released kernels, rates and levels, with few channels.
+NARROW = {
+    "audio_vae": {"model": {"params": {"ddconfig": {"ch": 128, "ch_mult": [1, 1, 2]}}}},
+    "vocoder": {"vocoder": {"upsample_initial_channel": 64}, "bwe": {"upsample_initial_channel": 32}},
+}
+
+
+def narrow_config(**changes) -> dict:
+    return merge(merge(released_config(), NARROW), changes)
+
+
+def ltx_vocoder(config: dict) -> torch.nn.Module:
+    """ltx-core's. Nothing of its waveform is clipped (tiny.weights.QUIET)."""
+    from ltx_core.model.audio_vae import VocoderConfigurator
+
+    weights = vocoder_weights(config, torch.Generator().manual_seed(0))
+    vocoder = VocoderConfigurator.from_config(config).eval().requires_grad_(False)
+    vocoder.load_state_dict({name.partition(".")[2]: weight for name, weight in weights.items()})
+    return vocoder
+
+
+def ltx_decoder(config: dict) -> torch.nn.Module:
+    from ltx_core.model.audio_vae import AudioDecoderConfigurator
+
+    return randomised(AudioDecoderConfigurator.from_config(config))
+
+
+@pytest.fixture(scope="module", params=["tiny", "released kernels"])
+def config(request) -> dict:
+    return tiny_config(TinySizes()) if request.param == "tiny" else narrow_config()
+
+
+@pytest.fixture(scope="module")
+def vocoders(config):
+    """ltx-core's and ours."""
+    theirs = ltx_vocoder(config)
+    return theirs, sound.HostVocoder(vocoder_config(config), theirs.state_dict())
+
+
+@pytest.fixture(scope="module")
+def decoders(config):
+    theirs = ltx_decoder(config)
+    return theirs, sound.HostSpectrogram(audio_decoder_config(config), theirs.state_dict())
+
+
+def mel(rows: int) -> torch.Tensor:
+    return randn(1, 2, rows, 64, seed=rows)
+
+
+def latent(frames: int) -> torch.Tensor:
+    return randn(1, 8, frames, 16, seed=frames)
+
+
+# Short ones have one span of a graph, long ones many; 150 has windows of its own where they are cut
+# short.
+@pytest.mark.parametrize("rows", [1, 3, 30, 150])
+def test_a_waveform_that_is_not_clipped_equals_ltx_cores(vocoders, rows, monkeypatch):
+    monkeypatch.setattr(sound, "WINDOW", 140)
+    theirs, ours = vocoders
+    with torch.no_grad():
+        wanted = theirs(mel(rows))
+    got = ours(mel(rows))
+    assert got.shape == wanted.shape == (1, 2, 480 * rows)
+    assert 0 < wanted.abs().max() < 1
+    assert rel(got, wanted) < ROUNDING
+
+
+@pytest.mark.parametrize("frames", [1, 2, 9, 61])
+def test_a_spectrogram_equals_ltx_cores(decoders, frames, monkeypatch):
+    monkeypatch.setattr(sound, "WINDOW", 4 * 45)
+    theirs, ours = decoders
+    wanted, got = theirs(latent(frames)), ours(latent(frames))
+    assert got.shape == wanted.shape == (1, 2, 4 * frames - 3, 64)
+    assert rel(got, wanted) < 3e-6
+
+
+@KERNELS
+@pytest.mark.parametrize("work, most", [(0, 4), (10, 64)])
+def test_spans_of_graphs_are_seamless(vocoders, decoders, monkeypatch, work, most):
+    wanted = vocoders[0](mel(60)), decoders[0](latent(50))
+    monkeypatch.setattr(sound, "MORE_WORK", work)
+    monkeypatch.setattr(sound, "MOST_SPANS", most)
+    assert rel(vocoders[1](mel(60)), wanted[0]) < ROUNDING
+    assert rel(decoders[1](latent(50)), wanted[1]) < 3e-6
+
+
+@pytest.mark.parametrize("length", [1, 59, 60, 61, 99, 1000])
+@pytest.mark.parametrize("reach", [(0, 0), (33, 0), (20, 17)])
+def test_spans_cover_a_length_without_gaps_and_read_what_they_depend_on(length, reach):
+    spans = sound.cut(length, 60, reach)
+    assert [span.last for span in spans] == [*(span.first for span in spans[1:]), length]
+    assert spans[0].first == 0
+    assert {span.stop - span.start for span in spans} == {min(60, length)}
+    for span in spans:
+        assert span.first < span.last
+        assert span.start <= max(0, span.first - reach[0])
+        assert span.stop >= min(length, span.last + reach[1])
+
+
+def test_the_released_models_reach_and_graphs():
+    config = released_config()
+    assert audio_decoder_config(config).reach == (33, 0)
+    assert vocoder_config(config).reach == (56, 52)
+    assert len(spectrogram_program(audio_decoder_config(config), 57).graphs) == 5
+    assert len(waveform_program(vocoder_config(config), 208).graphs) == 15
+
+
+@KERNELS
+def test_nothing_beyond_the_reach_changes_a_sample(vocoders, decoders, config):
+    """In what was computed at once."""
+    for (model, _), reach, given, scale in (
+        (vocoders, vocoder_config(config).reach, mel(160), 480),
+        (decoders, audio_decoder_config(config).reach, latent(60), 4),
+    ):
+        model, changed = model.double(), given.double()
+        before = model(changed)
+        middle = given.shape[2] // 2
+        changed[:, :, middle] += 5
+        different = (model(changed) - before).abs().flatten(0, 1).amax(0)
+        different = (different.flatten(1).amax(1) if different.ndim > 1 else different) > 1e-12
+        rows = different.nonzero().flatten() / scale
+        assert middle - reach[1] - 1 <= rows.min() and rows.max() <= middle + reach[0] + 1
+        model.float()
+
+
+@KERNELS
+def test_every_field_has_the_shape_that_is_promised(config, vocoders, decoders):
+    for program, given in (
+        (spectrogram_program(audio_decoder_config(config), 3), {"span_latent": latent(3)}),
+        (
+            waveform_program(vocoder_config(config), 5),
+            {"span_mel": mel(5), "resampling": resampling_filters(vocoder_config(config))},
+        ),
+    ):
+        weights = {name: randn(*shape) for name, shape in program.weights().items()}
+        for name, value in run_program(program, weights, given).items():
+            field = program.fields[name]
+            assert (tuple(value.shape), value.dtype) == (field.shape, field.dtype), name
+
+
+class InRange(TorchDispatchMode):
+    """Refuses what the sine and the square root of Trainium2 do not evaluate rightly. `turns`: the
+    most half turns that were taken off an angle."""
+
+    def __init__(self):
+        super().__init__()
+        self.turns = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in ("sin", "sin_"):
+            assert args[0].abs().max() <= math.pi, "a sine outside [-pi, pi]"
+        if name in ("sqrt", "sqrt_"):
+            assert args[0].min() >= 2**-116, "a square root of less than 2^-116"
+        result = function(*args, **kwargs or {})
+        if name == "floor":
+            self.turns = max(self.turns, result.abs().max().item())
+        return result
+
+
+def test_on_the_ranks_every_sine_is_of_pi_at_most_and_the_sound_is_the_hosts():
+    """Of a trained vocoder: the demo's."""
+    checkpoint = TensorFile(ASSETS.checkpoint, "")
+    config = json.loads(checkpoint.metadata["config"])
+    host, sizes = HostModels(ASSETS.checkpoint, config, torch.float32), vocoder_config(config)
+    spectrogram = host.audio_decoder(latent(6))
+    named = {}
+    for name, weight in host._spec("vocoder").load().state_dict().items():
+        arrange = arrangement(own := sound.vocoder_name(name), sizes)
+        named[own] = arrange(weight) if arrange else weight
+    given = {"span_mel": spectrogram, "resampling": resampling_filters(sizes)}
+    program = waveform_program(sizes, spectrogram.shape[2])
+    assert program.graphs  # from a run on meta tensors, which have no values to check
+    with torch.no_grad(), InRange() as angles:
+        values = run_program(program, named, given)
+    assert angles.turns >= 10
+    assert rel(values["span_waveform"], host.vocoder(spectrogram)) < ROUNDING
+
+
+def test_a_reduced_angle_keeps_the_square_of_its_sine():
+    snake, angles = Snake(1), torch.linspace(-40, 40, 100_001).view(1, -1, 1, 1)
+    snake.load_state_dict({"alpha": torch.zeros(1), "beta": torch.zeros(1)})
+    with torch.no_grad():
+        turned = (snake(angles) - angles).double()
+    # The rounding of an angle of 40, and of the sum with it, is 1.9e-6 each.
+    assert (turned - angles.double().sin().square()).abs().max() < 5e-6
+
+
+def test_silence_has_no_square_root_of_zero_on_the_ranks_and_its_floor_is_not_heard(config):
+    spectrum = MelSpectrogram(vocoder_config(config)).requires_grad_(False)
+    for parameter in spectrum.parameters():
+        parameter.data.uniform_(generator=torch.Generator().manual_seed(0))
+    samples = torch.zeros(1, 2, 1, 4 * spectrum.hop)
+    with InRange():
+        silence = spectrum(samples)
+    assert torch.equal(silence, torch.full_like(silence, math.log(1e-5)))
+    samples[..., spectrum.hop :] = randn(3 * spectrum.hop)
+    floored = spectrum(samples)
+    spectrum.least_power = 0
+    assert torch.equal(floored, spectrum(samples))
+
+
+def test_the_host_s_spectrum_has_no_floor_so_that_its_bits_are_those_of_the_definition(vocoders):
+    modules = (each for graph in vocoders[1].graphs for each in graph.module.modules())
+    (spectrum,) = (each for each in modules if isinstance(each, MelSpectrogram))
+    assert spectrum.least_power == 0
+
+
+@KERNELS
+def test_the_number_of_threads_does_not_change_the_bits(vocoders, decoders):
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append((decoders[1](latent(40)), vocoders[1](mel(60))))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_visible_in_a_mel_spectrogram(decoders, broken):
+    given = latent(3)
+    given[0, 0, 0, 0] = broken
+    assert not decoders[1](given).isfinite().all()
+
+
+def test_a_decode_of_minutes_of_sound_is_cancelled_within_a_graph(vocoders):
+    with Background() as thread:
+        future = thread.submit(vocoders[1], mel(20_000))
+        time.sleep(0.5)
+        assert not future.done()
+        start = time.perf_counter()
+    assert time.perf_counter() - start < 5
+    with pytest.raises(Cancelled):
+        future.result()
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"vocoder": {"vocoder": {"use_tanh_at_final": True}}}, "vocoder.use_tanh_at_final is True"),
+        ({"vocoder": {"bwe": {"resblock": "1"}}}, "vocoder.bwe.resblock is '1'"),
+        ({"vocoder": {"vocoder": {"upsample_kernel_sizes": [12, 4, 4, 4, 4, 4]}}}, "[12, 4, 4"),
+        ({"vocoder": {"bwe": {"hop_length": 90}}}, "do not fit"),
+        ({"vocoder": {"bwe": {"upsample_rates": [6, 5, 2, 2, 4]}}}, "do not fit"),
+        ({"vocoder": {"bwe": None}}, "does not fit the released vocoder"),
+    ],
+)
+def test_a_vocoder_unlike_the_released_one_is_refused_by_what_differs(change, named):
+    with pytest.raises(UserError, match="leave out sound_on_ranks=true") as error:
+        vocoder_config(narrow_config(**change))
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"norm_type": "group"}, "audio_vae.norm_type is 'group'"),
+        ({"causality_axis": "none"}, "audio_vae.causality_axis is 'none'"),
+        ({"attn_resolutions": [16]}, "audio_vae.attn_resolutions is [16]"),
+        ({"ch_mult": [1, 2]}, "audio_vae.ch_mult"),
+        ({"mel_bins": 96}, "audio_vae.ch is 128"),
+        ({"num_res_blocks": "2"}, "does not fit the released audio_vae"),
+    ],
+)
+def test_a_mel_decoder_unlike_the_released_one_is_refused_by_what_differs(change, named):
+    change = {"audio_vae": {"model": {"params": {"ddconfig": change}}}}
+    with pytest.raises(UserError, match="leave out sound_on_ranks=true") as error:
+        audio_decoder_config(narrow_config(**change))
+    assert named in str(error.value)

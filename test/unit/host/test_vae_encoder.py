@@ -1,0 +1,128 @@
+"""The video encoder on the host against ltx-core's, with the same weights."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import one_thread, randn, rel  # noqa: F401
+from torch import nn
+from video_encoders import CHANNELS, OTHER_ORDER, config_of, ltx_encoder, pixels
+
+from ltx_neuron.config.video import video_encoder_config
+from ltx_neuron.host import winograd
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
+from ltx_neuron.host.encoding import encode_tiled
+from ltx_neuron.host.vae import HostVideoModel, host_encoder
+
+BOUND = 1e-5  # from ltx-core in float32; a frame, pixel or channel in the wrong place leaves 0.1
+BFLOAT16 = Arithmetic(torch.bfloat16, 8)
+# Latent frames, rows and columns: one frame, 9 frames, odd sides.
+SIZES = [(1, 1, 1), (1, 3, 2), (2, 3, 1), (3, 2, 5), (4, 1, 3)]
+# Steps alone: a quick encoder that still sees over the borders of tiles.
+STEPS = [
+    ["compress_space_res", {"multiplier": 1}],
+    ["compress_time_res", {"multiplier": 1}],
+    ["compress_all_res", {"multiplier": 1}],
+    ["compress_all_res", {"multiplier": 1}],
+]
+
+
+def host_like(encoder: nn.Module, arithmetic: Arithmetic = FLOAT32, **changes) -> HostVideoModel:
+    """The host's encoder with the weights of ltx-core's."""
+    config = video_encoder_config(config_of(**changes))
+    return host_encoder(config, encoder.state_dict(), arithmetic)
+
+
+@pytest.fixture(params=["tiles", "direct"])
+def method(request, monkeypatch) -> str:
+    """Every convolution by one method."""
+    monkeypatch.setattr(winograd, "winograd_is_faster", lambda shape, outputs, speed: request.param == "tiles")
+    return request.param
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_latents_equal_ltx_cores(method, size):
+    encoder, clip = ltx_encoder(), pixels(*size)
+    wanted = encoder(clip)
+    assert wanted.shape == (1, CHANNELS, *size)
+    got = host_like(encoder)(clip)
+    assert got.dtype == torch.float32
+    assert rel(got, wanted) < BOUND
+
+
+def test_every_border_of_a_latent_equals_ltx_cores(method):
+    """The first frame, which causal convolutions repeat, the last one, and those at zeros."""
+    encoder, clip = ltx_encoder(), pixels(3, 3, 5)
+    ours, theirs = host_like(encoder)(clip), encoder(clip)
+    for axis in (2, 3, 4):
+        for end in (0, -1):
+            assert rel(ours.select(axis, end), theirs.select(axis, end)) < BOUND, (axis, end)
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_another_order_of_blocks_is_followed(method, monkeypatch, frames):
+    monkeypatch.setattr("ltx_neuron.host.vae.NUMBERS_IN_CACHE", 3000)  # uneven pieces
+    encoder = ltx_encoder(encoder_blocks=OTHER_ORDER)
+    clip = pixels(frames, 2, 3)
+    ours = host_like(encoder, encoder_blocks=OTHER_ORDER)
+    assert rel(ours(clip), encoder(clip)) < BOUND
+
+
+def test_a_later_frame_changes_no_earlier_latent(method):
+    """The encoder is causal in time. Tiles of four frames share roundings."""
+    encoder, clip = host_like(ltx_encoder()), pixels(3, 1, 2)
+    changed = clip.clone()
+    changed[:, :, 9] += 1  # the first frame of the third latent
+    before, after = encoder(clip), encoder(changed)
+    assert rel(after[:, :, :2], before[:, :, :2]) < BOUND
+    assert rel(after[:, :, 2], before[:, :, 2]) > 0.01
+
+
+# 14 latent frames are two tiles in time, 25 columns two in width, which overlap.
+@pytest.mark.parametrize("size", [(14, 1, 1), (2, 1, 25)], ids=str)
+def test_a_clip_in_tiles_is_blended_as_of_ltx_cores_encoder(size):
+    encoder, clip = ltx_encoder(encoder_blocks=STEPS), pixels(*size)
+    ours, theirs = (
+        encode_tiled(partial(map, each), clip) for each in (host_like(encoder, encoder_blocks=STEPS), encoder)
+    )
+    assert rel(ours, theirs) < BOUND
+    whole = encoder(clip)
+    assert rel(theirs, whole) > 10 * BOUND, "tiles do not show in this clip"
+
+
+def bfloat16_encoders(**changes) -> tuple[nn.Module, nn.Module]:
+    """ltx-core's encoder with weights that bfloat16 holds, in float32 and in bfloat16."""
+    half, exact = ltx_encoder(**changes).bfloat16(), ltx_encoder(**changes)
+    exact.load_state_dict(half.state_dict())
+    return exact, half
+
+
+@pytest.mark.parametrize("size", SIZES[1:], ids=str)  # the first has too few numbers to say
+def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(method, size):
+    exact, half = bfloat16_encoders()
+    clip = pixels(*size)
+    wanted = exact(clip)
+    theirs = rel(half(clip.bfloat16()), wanted)
+    latents = host_like(half, BFLOAT16)(clip.bfloat16())
+    assert latents.dtype == torch.float32
+    assert 0 < rel(latents, wanted) <= theirs
+
+
+def test_bfloat16_weights_and_pixels_are_computed_with_in_float32():
+    exact, half = bfloat16_encoders()
+    clip = pixels(2, 2, 2)
+    assert rel(host_like(half)(clip.bfloat16()), exact(clip)) < BOUND
+
+
+def test_twice_the_same_clip_gives_the_same_bits(method):
+    for arithmetic in (Arithmetic(), BFLOAT16):
+        encoder, clip = host_like(ltx_encoder(), arithmetic), pixels(2, 2, 3)
+        assert torch.equal(encoder(clip), encoder(clip))
+
+
+def test_weights_are_shared_with_the_encoder_that_they_are_of():
+    encoder = ltx_encoder()
+    ours = host_like(encoder).weights
+    given = {f"encoder.{name}": weight for name, weight in encoder.state_dict().items()}
+    assert ours.keys() == given.keys()
+    assert all(ours[name].data_ptr() == weight.data_ptr() for name, weight in given.items())

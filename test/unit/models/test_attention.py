@@ -1,0 +1,240 @@
+"""The attention kernels are one function: PyTorch's, two products and a softmax, and the NKI
+kernel's reference."""
+
+import dataclasses
+
+import pytest
+import torch
+from graphs import block_graph, operations
+from helpers import (  # noqa: F401
+    BF16_ROUNDING,
+    SIZES,
+    Held,
+    block_summands,
+    fp32_bound,
+    ltx_model,
+    made_config,
+    one_thread,
+    randn,
+    rel,
+    run_program,
+    step_inputs,
+    step_number,
+)
+from tiny.config import released_config
+
+from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, peak_bytes, trace
+from ltx_neuron.config.gemma import GEMMA_3_12B
+from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.models.attention import KERNELS, attention_cte, matmul, part_of_attention, sdpa
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program, gemma3_program
+from ltx_neuron.sampling.latents import video_positions
+
+# The largest deviation of the scores of `three`: an error of a score, as large as a sum of `size`
+# summands of this deviation makes it, is a relative error of its weight.
+SCORES_DEVIATION = 4
+# Heads and head sizes of one rank of the release at TP=4, and of tiny models; queries and keys of
+# other lengths, also such that are multiples of nothing.
+SHAPES = {"video": (8, 6, 6, 128), "audio": (8, 126, 126, 64), "audio to video": (2, 40, 7, 64), "tiny": (1, 5, 3, 10)}
+# What PyTorch's flash kernels never hold and the others do: the scores of one head of 6144 tokens
+# are 151 MB in fp32.
+TOKENS, SCORES = 6144, 4 * 6144**2
+
+
+def three(heads, queries, keys, size, dtype=torch.float32):
+    """A query, key and value of which every softmax has a few large weights."""
+    query, key, value = (randn(1, heads, n, size, seed=i) for i, n in enumerate((queries, keys, keys)))
+    return (2 * query).to(dtype), (2 * key).to(dtype), value.to(dtype)
+
+
+def exact(query, key, value, scale):
+    scores = query.double() @ key.double().transpose(-1, -2) * scale
+    return scores.softmax(-1) @ value.double()
+
+
+def rounding(dtype, keys: int, size: int) -> float:
+    """How far an attention over `keys` of heads of a size may be from the exact one."""
+    if dtype == torch.float32:
+        return fp32_bound(SCORES_DEVIATION**2 * size, keys)
+    # The weights and the result are rounded by at most BF16_ROUNDING, evenly distributed: each by
+    # BF16_ROUNDING / sqrt(3) in norm, together by less than BF16_ROUNDING.
+    return BF16_ROUNDING
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_kernel_is_attention(name, shape, dtype):
+    query, key, value = three(*shape, dtype)
+    scale = shape[-1] ** -0.5
+    out = KERNELS[name](query, key, value, scale)
+    assert out.dtype == dtype and out.shape == query.shape
+    wanted = exact(query, key, value, scale)
+    allowed = rounding(dtype, shape[2], shape[3])
+    if name == "nki" and dtype == torch.bfloat16:
+        # It rounds the scaled query to its dtype, as the calls that were published do.
+        allowed *= SCORES_DEVIATION
+    assert rel(out, wanted) < allowed
+    assert rel(exact(query, key, value, 1.5 * scale), wanted) > allowed  # another scale would show
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matmul_takes_a_mask_and_leaves_masked_keys_out(dtype):
+    query, key, value = three(4, 6, 6, 256, dtype)
+    mask = torch.full((6, 6), torch.finfo(dtype).min).triu(1).to(dtype)[None, None]
+    got = matmul(query, key, value, 1 / 16, mask)
+    exact_ones = (x.double() for x in (query, key, value, mask))
+    wanted = torch.nn.functional.scaled_dot_product_attention(*exact_ones, scale=1 / 16)
+    assert rel(got, wanted) < rounding(dtype, 6, 256)
+    changed = value.clone()
+    changed[:, :, -1] = 7
+    assert torch.equal(matmul(query, key, changed, 1 / 16, mask)[:, :, :-1], got[:, :, :-1])
+
+
+def test_scores_are_summed_in_fp32():
+    """In bf16 a score of 40 is right to 0.1, and its weight to a tenth: the reason for the fp32
+    products."""
+    query, key, value = three(2, 16, 16, 64, torch.bfloat16)
+    query, key = 2 + query / 4, 2 + key / 4
+    wanted = exact(query, key, value, 0.125)
+    rounded = ((query @ key.transpose(-1, -2)) * 0.125).softmax(-1) @ value
+    for name in ("matmul", "sdpa"):
+        assert rel(KERNELS[name](query, key, value, 0.125), wanted) < BF16_ROUNDING
+    assert rel(rounded, wanted) > 2 * BF16_ROUNDING
+
+
+def peak(call) -> int:
+    """Bytes of the largest allocation while a call runs."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return max(event.cpu_memory_usage for event in profile.events())
+
+
+def test_pytorchs_kernel_does_not_hold_the_scores_of_a_long_sequence():
+    query = key = value = randn(1, 1, TOKENS, 16)
+    assert peak(lambda: sdpa(query, key, value, 0.25)) < SCORES / 10
+    short = query[:, :, :1024]
+    # What the measure sees where they are held.
+    assert peak(lambda: matmul(short, short, short, 0.25)) >= 4 * 1024**2
+
+
+@pytest.mark.parametrize("shape", [(4, 24, 24, 8), (3, 25, 25, 16), (2, 1, 1, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_flash_kernel_with_a_mask_is_matmul_of_some_queries_at_a_time(shape, dtype):
+    """To the bit where a product's rows do not depend on how many there are, else to rounding."""
+    query, key, value = three(*shape, dtype)
+    mask = torch.where(randn(shape[1], shape[2], seed=4) > 1, -3.0, 0.5).to(dtype)
+    got, wanted = (KERNELS[name](query, key, value, 0.3, mask) for name in ("nki", "matmul"))
+    assert got.dtype == dtype and got.shape == wanted.shape
+    assert rel(got, wanted) < rounding(dtype, shape[2], shape[3])
+    if shape[1] > 1:
+        other = KERNELS["nki"](query, key, value, 0.3, mask.flip(0))
+        assert rel(other, wanted) > 0.1  # a query's own row of the mask
+
+
+def test_a_masked_block_of_the_release_holds_no_more_than_one_head_s_scores():
+    """Counted in the graph that is compiled, stage 1 of an IC-LoRA at 512x768x121, of one of four
+    ranks: eight heads, 12,288 tokens. No tensor has the scores of more than half a head, and two of
+    those are the most that are alive at once, beside the mask's rows in fp32."""
+    tokens, bucket = 12288, Bucket(12288, 126, timesteps=2, max_steps=8, biased=True)
+    head, config = 4 * tokens**2, transformer_config(released_config())
+    graphs = {}
+    with fake_process_group(4):
+        for each in (bucket, dataclasses.replace(bucket, biased=False)):
+            program = dit_program(config, each, 4, TorchDistComm(4), torch.bfloat16, 1, "nki")
+            graphs[each.biased] = trace(program, "blocks", torch.bfloat16)
+    values = [node.meta["val"] for node in operations(graphs[True])]
+    scores = [x for x in values if isinstance(x, torch.Tensor) and x.shape[-1] == tokens]
+    assert max(x.nbytes for x in scores) == head / 2
+    masked, plain = (peak_bytes(graphs[biased]) for biased in (True, False))
+    assert masked - plain < (1 + 1 / 16) * head < 0.65e9
+
+
+def test_a_part_of_attention_sums_its_weights_in_the_product_with_the_values():
+    """And nowhere a channel is concatenated: on trn2 one was lost (vllm-neuron, 2026)."""
+    query, key, value = three(2, 6, 400, 64)
+    sums, maximum = part_of_attention(query, key, value, 0.125)
+    weights = (query.double() @ key.double().transpose(-1, -2) * 0.125 - maximum).exp()
+    allowed = rounding(torch.float32, 400, 64)
+    assert rel(sums[..., :-1], weights @ value.double()) < allowed
+    assert rel(sums[..., -1], weights.sum(-1)) < allowed
+
+    class Part(torch.nn.Module):
+        def forward(self, *rows):
+            return part_of_attention(*rows, 0.125)
+
+    graph = torch.export.export(Part(), (query, key, value))
+    targets = [node.target for node in operations(graph)]
+    assert targets.count(torch.ops.aten.bmm.default) == 2
+    assert torch.ops.aten.cat.default not in targets
+
+
+def kernels_of(graph) -> set[str]:
+    names = {node.target.__name__.removesuffix(".default") for node in operations(graph)}
+    kernels = {"scaled_dot_product_attention", "bmm", "softmax.int"}
+    return names & {*kernels, "attention_cte"}
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("sdpa", {"scaled_dot_product_attention"}), ("matmul", {"bmm", "softmax.int"}), ("nki", {"attention_cte"})],
+)
+def test_a_program_holds_the_kernel_it_was_built_with_and_no_other(name, wanted):
+    assert kernels_of(block_graph(name)) == wanted
+    if name == "nki":
+        assert (
+            sum(node.target is torch.ops.ltx_neuron.attention_cte.default for node in operations(block_graph(name)))
+            == 6
+        )
+
+
+def test_gemma3s_attention_is_products_and_a_softmax():
+    """Its heads of 256 are larger than a kernel takes, so no profile chooses one."""
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 8,
+        "full_attention_layers": (0,),
+    }
+    gemma, (_, config) = (dataclasses.replace(GEMMA_3_12B, **small), made_config(SIZES["4 heads of 8"]))
+    with fake_process_group(2):
+        program = gemma3_program(gemma, config, 8, 2, TorchDistComm(2), torch.bfloat16, states=False)
+        assert kernels_of(trace(program, "gemma3", torch.bfloat16)) == {"bmm", "softmax.int"}
+
+
+def test_a_step_gives_the_same_latents_with_every_kernel():
+    content, config = made_config(SIZES["4 heads of 8"])
+    weights, positions = ltx_model(content).state_dict(), video_positions((1, 2, 3), 24.0)
+    held = Held(torch.ones(6, 1), torch.zeros(1, 6, 128), torch.ones(1), torch.ones(6, 1))
+    inputs = step_inputs(config, weights, (1.0, 0.5, 0.0), positions, 4, held) | step_number(0)
+    bound = fp32_bound(*block_summands(config.video.inner) * config.num_layers)
+    outputs = {}
+    for name in KERNELS:
+        program = dit_program(config, Bucket(6, 4, 1, 2), 1, SingleRank(), torch.float32, 0, name)
+        outputs[name] = run_program(program, weights, inputs)
+    for stream in ("video_latent", "audio_latent"):
+        assert all(rel(values[stream], outputs["sdpa"][stream]) < bound for values in outputs.values())
+        assert rel(outputs["sdpa"][stream], inputs[stream]) > 0.01
+
+
+def test_all_kernels_count_the_same_flops():
+    assert len({cost(block_graph(name))["flops"] for name in KERNELS}) == 1
+
+
+def test_the_kernels_operation_is_one_that_a_compiled_graph_keeps():
+    rows = [x.flatten(0, 1) for x in three(4, 6, 5, 8)]
+    torch.library.opcheck(torch.ops.ltx_neuron.attention_cte.default, (*rows, 0.3), test_utils="test_faketensor")
+    whole = torch.compile(attention_cte, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert torch.equal(whole(*rows, 0.3), attention_cte(*rows, 0.3))
+
+
+def test_the_kernels_operation_scales_in_fp32():
+    """Not the query in bf16, which would round once more: 2 ** -0.5 is no power of two."""
+    query, key, value = (x.flatten(0, 1).bfloat16() for x in three(4, 6, 5, 8))
+    scale = 2**-0.5
+    exact = sdpa(*(x.double()[None] for x in (query, key, value)), scale)[0]
+    scaled_before = attention_cte(query * scale, key, value, 1.0)
+    error = (attention_cte(query, key, value, scale) - exact).norm()
+    assert error < 0.9 * (scaled_before - exact).norm()

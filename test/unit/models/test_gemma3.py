@@ -1,0 +1,303 @@
+"""Gemma3Encoder gives transformers' hidden states of Gemma 3 and Gemma 4 and ltx-core's features,
+with any padding."""
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers import made_config, one_thread, randn, randomised, rel  # noqa: F401
+from tiny import TinySizes
+from tiny.gemma import gemma_4_config
+from tiny.gemma import gemma_config as tiny_gemma_config
+from torch import nn
+from torch.func import functional_call
+
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.gemma import GemmaConfig, read_config
+from ltx_neuron.config.transformer import TransformerConfig
+from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.rope import half_rope
+from ltx_neuron.text.inputs import embedded_ids, encoder_inputs, prompt_slices, scale_embeddings
+
+# Every second layer attends to all with the global RoPE; every third, in a model of other widths
+# throughout. Full layers of Gemma 4 have larger heads, one of them for keys that are the values.
+PATTERNS = {
+    "every 2nd of 4": TinySizes(),
+    "every 3rd of 6": TinySizes(
+        gemma_layers=6,
+        gemma_heads=4,
+        gemma_kv_heads=2,
+        gemma_head_dim=16,
+        gemma_hidden=48,
+        gemma_sliding_window_pattern=3,
+    ),
+    "Gemma 4": TinySizes(gemma_layers=6, gemma_head_dim=16, gemma_sliding_window_pattern=3),
+}
+COUNT, BUCKET = 12, 128  # tokens of the prompt, and positions of the smallest compiled graph
+# RoPE turns by positions up to 1023, and a prompt packed behind another has other positions than
+# alone: fp32 rounds each of the two angles by up to 2**-24 of 1024, and a query and a key by twice
+# as much. Next to it, the order of sums (fp32_bound of six layers: 2e-5) matters little.
+EQUAL = 1024 * 2**-24
+SHOWS = 1e-2  # a wrong base, layer kind or mask
+ROUNDED = "embeddings", "attention_mask"  # inputs in the run's dtype
+
+
+class Setting(NamedTuple):
+    """A random model in both forms, and what transformers makes of one prompt padded on its left to
+    1024."""
+
+    gemma: GemmaConfig
+    config: TransformerConfig
+    weights: dict
+    table: torch.Tensor
+    projections: dict
+    ids: list
+    states: tuple  # of (1, 1024, width)
+    mask: torch.Tensor
+    reference: nn.Module
+
+
+def hidden_states(reference, ids):
+    """transformers' hidden states as ltx-core asks for them, and the mask."""
+    padding = TEXT_TOKENS - len(ids)
+    mask = torch.tensor([[0] * padding + [1] * len(ids)])
+    padded = torch.tensor([[0] * padding + list(ids)])
+    return (reference(input_ids=padded, attention_mask=mask, output_hidden_states=True).hidden_states, mask)
+
+
+def published(name: str, sizes: TinySizes) -> tuple[dict, nn.Module]:
+    """A config in the published format, and transformers' text model of it."""
+    import transformers
+
+    if name != "Gemma 4":
+        content = tiny_gemma_config(sizes)
+        config = transformers.Gemma3Config.from_dict(content).text_config
+        return content, randomised(transformers.Gemma3TextModel(config))
+    if not hasattr(transformers, "Gemma4UnifiedConfig"):
+        pytest.skip("transformers 4 has no Gemma 4: pip install 'transformers>=5.10'")
+    content = gemma_4_config(sizes)
+    config = transformers.Gemma4UnifiedConfig.from_dict(content).text_config
+    reference = randomised(transformers.Gemma4UnifiedTextModel(config))
+    for index, layer in enumerate(reference.layers):
+        layer.layer_scalar.fill_(0.7 + 0.1 * index)
+    return content, reference
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def setting(request):
+    return make_setting(request.param)
+
+
+@pytest.fixture(scope="module")
+def gemma_4():
+    return make_setting("Gemma 4")
+
+
+def make_setting(name: str) -> "Setting":
+    sizes = PATTERNS[name]
+    content, reference = published(name, sizes)
+    gemma, config = read_config(content, Path(name)), made_config(sizes)[1]
+    width = gemma.hidden_size * (gemma.num_hidden_layers + 1)
+    projections = {
+        stream: randomised(nn.Linear(width, size.inner), seed)
+        for seed, (stream, size) in enumerate({"video": config.video, "audio": config.audio}.items())
+    }
+    weights = dict(reference.state_dict())
+    table = weights.pop("embed_tokens.weight")
+    for stream, projection in projections.items():
+        weights[f"{stream}_aggregate_embed.weight"] = layers_first(projection.weight, gemma.hidden_size)
+        weights[f"{stream}_aggregate_embed.bias"] = projection.bias
+    ids = torch.randint(5, gemma.vocab_size, (COUNT,), generator=torch.Generator().manual_seed(3)).tolist()
+    return Setting(gemma, config, weights, table, projections, ids, *hidden_states(reference, ids), reference)
+
+
+def inputs_of(setting, prompts, tokens):
+    """Our inputs for prompts at the end of `tokens` positions."""
+    rows = scale_embeddings(setting.table[[i for ids in prompts for i in ids]], torch.float32)
+    padding = torch.zeros(tokens - len(rows), setting.gemma.hidden_size)
+    return encoder_inputs(torch.cat([padding, rows])[None], [len(ids) for ids in prompts], setting.gemma)
+
+
+def encode(setting, inputs):
+    with torch.device("meta"):
+        encoder = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), states=True)
+    return functional_call(encoder, setting.weights, (inputs,), strict=True)
+
+
+def last_states(states, count):
+    """(1, count, width, layers + 1) of the prompt's own tokens."""
+    return torch.stack(states, dim=-1)[:, -count:]
+
+
+@pytest.mark.parametrize("tokens", [COUNT, BUCKET, TEXT_TOKENS])
+def test_hidden_states_are_transformers_from_the_exact_tokens_a_bucket_or_all_1024(setting, tokens):
+    ours = encode(setting, inputs_of(setting, [setting.ids], tokens))["hidden_states"]
+    assert ours.shape == (1, tokens, setting.gemma.hidden_size, setting.gemma.num_hidden_layers + 1)
+    theirs = last_states(setting.states, COUNT)
+    for layer in range(setting.gemma.num_hidden_layers + 1):
+        assert rel(ours[:, -COUNT:, :, layer], theirs[..., layer]) < EQUAL, layer
+        assert layer == 0 or rel(theirs[..., layer], theirs[..., layer - 1]) > SHOWS
+
+
+def test_in_bfloat16_the_states_are_as_near_to_fp32_as_transformers(setting):
+    """The three-way rule."""
+    truth = last_states(setting.states, COUNT)
+    rounded = deepcopy(setting.reference).to(torch.bfloat16)
+    theirs = last_states(hidden_states(rounded, setting.ids)[0], COUNT)
+    weights = {name: weight.to(torch.bfloat16) for name, weight in setting.weights.items()}
+    inputs = inputs_of(setting, [setting.ids], COUNT)
+    given = {name: inputs[name].to(torch.bfloat16) for name in ROUNDED}
+    ours = encode(setting._replace(weights=weights), inputs | given)["hidden_states"]
+    assert ours.dtype == torch.bfloat16
+    for layer in range(truth.shape[-1]):
+        near, far = (rel(x[..., layer].float(), truth[..., layer]) for x in (ours, theirs))
+        assert near <= 2 * far + 0.005, layer
+
+
+def test_the_last_state_is_the_only_normed_one(setting):
+    states = encode(setting, inputs_of(setting, [setting.ids], COUNT))["hidden_states"]
+    weight = int(setting.gemma.norms_add_one) + setting.weights["norm.weight"]
+    # (1, count, layers + 1): 1 where a state was normed last.
+    sizes = (states / weight[:, None]).square().mean(2)
+    assert (sizes[..., -1] - 1).abs().max() < SHOWS
+    # Of any other state, the size of some token shows that it is not.
+    assert (sizes[..., :-1] - 1).abs().amax((0, 1)).min() > SHOWS
+
+
+def test_features_are_ltx_cores_of_the_same_states(setting):
+    from ltx_core.text_encoders.gemma.feature_extractor import FeatureExtractorV2
+
+    video, audio = setting.projections["video"], setting.projections["audio"]
+    extractor = FeatureExtractorV2(video, setting.gemma.hidden_size, audio)
+    theirs = extractor(setting.states, setting.mask)
+    for tokens in (COUNT, BUCKET):
+        ours = encode(setting, inputs_of(setting, [setting.ids], tokens))
+        for got, wanted in zip([*ours.values()][:2], theirs, strict=True):
+            assert rel(got[:, -COUNT:], wanted[:, -COUNT:]) < EQUAL
+
+
+@pytest.mark.parametrize("uniform", ["local", "global"])
+def test_a_uniform_rope_base_would_show(setting, uniform):
+    """The layers' two bases are what the comparison above sees: either one in all layers gives
+    other states."""
+    local, full = setting.gemma.rope_local_base_freq, setting.gemma.rope_theta
+    changes = {"rope_theta": local} if uniform == "local" else {"rope_local_base_freq": full}
+    assert shows(setting, **changes)
+
+
+def shows(setting, **changes) -> bool:
+    """Whether an encoder with another config gives other states than transformers."""
+    changed = setting._replace(gemma=replace(setting.gemma, **changes))
+    states = encode(changed, inputs_of(changed, [setting.ids], COUNT))["hidden_states"]
+    return rel(states[..., -1], last_states(setting.states, COUNT)[..., -1]) > SHOWS
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"norms_add_one": True},
+        {"query_pre_attn_scalar": 16},
+        {"value_norm": False},
+        {"partial_rotary_factor": 1.0},
+        {"rope_factor": 8.0},
+    ],
+    ids=lambda mistake: next(iter(mistake)),
+)
+def test_each_rule_of_gemma_4_would_show(gemma_4, mistake):
+    """A rule of Gemma 3 in its place gives other states than transformers."""
+    assert shows(gemma_4, **mistake)
+
+
+def test_a_layer_without_its_scalar_would_show(gemma_4):
+    ones = {k: torch.ones_like(w) for k, w in gemma_4.weights.items() if "layer_scalar" in k}
+    assert ones and shows(gemma_4._replace(weights=gemma_4.weights | ones))
+
+
+def test_full_layers_of_gemma_4_turn_a_quarter_of_the_frequencies_of_the_whole_head(gemma_4):
+    inputs = inputs_of(gemma_4, [gemma_4.ids], COUNT)
+    first, last = TEXT_TOKENS - COUNT, TEXT_TOKENS - 1
+    head, base = gemma_4.gemma.global_head_dim, 1e6
+    for table, function in ((inputs["global_cos"], torch.cos), (inputs["global_sin"], torch.sin)):
+        for token, position in ((0, first), (-1, last)):
+            # The exponents are of the whole head, not of the quarter that rotates.
+            turning = [position * base ** (-2 * k / head) for k in range(head // 8)]
+            phases = torch.tensor([*turning, *[0.0] * (head // 2 - head // 8)])
+            assert rel(table[0, 0, token], function(phases)) < EQUAL
+
+
+def test_gemma_4_encodes_the_padding_token_in_place_of_an_image_or_a_sound(gemma_4):
+    image, sound = (token for token, _ in gemma_4.gemma.replaced_tokens[:2])
+    assert embedded_ids([[2, image], [sound, 9]], gemma_4.gemma) == [2, 0, 0, 9]
+
+
+def test_tokens_keep_the_positions_that_padding_to_1024_gives_them(setting):
+    """A prompt's tokens have the positions that the reference's padding to 1024 gives them, in any
+    bucket."""
+    inputs = inputs_of(setting, [setting.ids], COUNT)
+    positions = torch.arange(TEXT_TOKENS - COUNT, TEXT_TOKENS)
+    wanted = half_rope(positions, setting.gemma.head_dim, 1e4, 1.0)
+    assert torch.equal(inputs["local_cos"], wanted.cos)
+    assert torch.equal(inputs_of(setting, [setting.ids], BUCKET)["local_cos"][:, :, -COUNT:], wanted.cos)
+
+
+def test_what_stands_in_the_padding_changes_no_token(setting):
+    inputs = inputs_of(setting, [setting.ids], BUCKET)
+    changed = inputs["embeddings"].clone()
+    changed[:, :-COUNT] = randn(1, BUCKET - COUNT, setting.gemma.hidden_size)
+    before, after = encode(setting, inputs), encode(setting, inputs | {"embeddings": changed})
+    assert torch.equal(before["video_features"][:, -COUNT:], after["video_features"][:, -COUNT:])
+    assert torch.equal(before["hidden_states"][:, -COUNT:], after["hidden_states"][:, -COUNT:])
+
+
+def test_a_token_sees_no_later_one(setting):
+    changed = [*setting.ids[:-1], setting.ids[-1] + 1 if setting.ids[-1] < 500 else 5]
+    before, after = (
+        encode(setting, inputs_of(setting, [ids], COUNT))["hidden_states"] for ids in (setting.ids, changed)
+    )
+    assert torch.equal(before[:, :-1], after[:, :-1])
+    assert rel(before[:, -1:], after[:, -1:]) > SHOWS
+
+
+def test_two_prompts_in_one_pass_are_encoded_as_if_each_were_alone(setting):
+    second = setting.ids[:1] + setting.ids[5:8]
+    outputs = encode(setting, inputs_of(setting, [setting.ids, second], BUCKET))["hidden_states"]
+    parts = prompt_slices([COUNT, len(second)], BUCKET)
+    alone = setting.states, hidden_states(setting.reference, second)[0]
+    for part, states in zip(parts, alone, strict=True):
+        assert rel(outputs[:, part], last_states(states, part.stop - part.start)) < EQUAL
+
+
+def test_layers_first_turns_the_released_matrix_into_one_matrix_per_layer():
+    width, layers, out = 6, 5, 4
+    released = randn(out, width * layers)
+    arranged = layers_first(released, width)
+    assert arranged.shape == (layers, out, width)
+    states = randn(3, width, layers, seed=1)
+    summed = sum(states[..., layer] @ arranged[layer].T for layer in range(layers))
+    assert rel(summed, states.flatten(1) @ released.T) < EQUAL
+    for d, layer in ((0, 1), (4, 2)):
+        assert torch.equal(arranged[layer, :, d], released[:, d * layers + layer])
+
+
+def test_embeddings_are_scaled_in_their_own_dtype():
+    """In bf16 the release's sqrt(3840) = 61.97 is 62, as in transformers."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = Gemma3TextScaledWordEmbedding(4, 3840, 0, embed_scale=3840**0.5)
+        theirs.weight.data = randn(4, 3840).to(dtype)
+        assert torch.equal(scale_embeddings(theirs.weight.data, dtype), theirs(torch.arange(4)))
+    assert scale_embeddings(torch.ones(1, 3840), torch.bfloat16)[0, 0] == 62
+
+
+def test_the_encoder_returns_states_only_when_asked(setting):
+    inputs = inputs_of(setting, [setting.ids], COUNT)
+    with torch.device("meta"):
+        silent = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), states=False)
+    outputs = functional_call(silent, setting.weights, (inputs,), strict=True)
+    assert [*outputs] == ["video_features", "audio_features"]
+    assert torch.equal(outputs["video_features"], encode(setting, inputs)["video_features"])

@@ -1,0 +1,61 @@
+"""benchmarks/lib/harness.py: ways that take turns, and the file of results."""
+
+import csv
+import json
+import math
+import re
+import sys
+
+import pytest
+from lib import harness
+
+
+def test_ways_take_turns_and_cold_ones_do_not_count(capsys):
+    order = []
+    turns = harness.take_turns({name: lambda n=name: order.append(n) or n for name in "ab"}, 3)
+    assert order == ["a", "b"] * 4
+    assert all(len(taken.seconds) == len(taken.cpu) == 3 for taken in turns.values())
+    assert [taken.result for taken in turns.values()] == ["a", "b"]
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    path = tmp_path / "results.csv"
+    monkeypatch.setattr(harness.record, "__defaults__", (path,))
+    monkeypatch.setattr(sys, "argv", ["benchmarks/clip.py", "--folder", "/somewhere", "--record"])
+    return path
+
+
+def test_numbers_are_the_last_line_and_recorded_only_when_that_is_asked_for(results, capsys):
+    numbers = {"ways": {"ours": {"seconds": 1.5}}, "ratios": [2, 0]}
+    numbers |= {"model": "sound", "fits": True}
+    harness.finish(harness.parser("").parse_args([]), **numbers)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == numbers
+    assert not results.exists()
+    for _ in range(2):
+        harness.finish(harness.parser("").parse_args(["--record"]), **numbers)
+    head, *rows = csv.reader(results.read_text().splitlines())
+    assert tuple(head) == harness.COLUMNS and len(rows) == 6
+    assert [row[5:] for row in rows[:3]] == [["ways ours seconds", "1.5"], ["ratios 0", "2"], ["ratios 1", "0"]]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", row[0]) and all(row) for row in rows)
+    assert {row[4] for row in rows} == {"clip.py --folder DIR"}  # no path of this machine
+
+
+def test_a_folder_joined_to_its_flag_is_not_recorded_either(results, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["clip.py", "--folder=/somewhere", "--repeats=5"])
+    harness.record({"ratio": 2})
+    (_, row) = csv.reader(results.read_text().splitlines())
+    assert row[4] == "clip.py --folder=DIR --repeats=5"
+
+
+def test_the_published_results_are_numbers_with_what_they_were_measured_on():
+    head, *rows = csv.reader(harness.RESULTS.read_text().splitlines())
+    assert tuple(head) == harness.COLUMNS and len(rows) > 20
+    assert all(len(row) == len(head) and all(row) for row in rows)
+    assert all(math.isfinite(float(row[-1])) for row in rows)
+
+
+def test_every_benchmark_ends_by_the_harness():
+    scripts = [*harness.RESULTS.parent.glob("*.py")]
+    assert len(scripts) > 10
+    assert [path.name for path in scripts if " finish(" not in path.read_text()] == []

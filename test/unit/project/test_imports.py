@@ -1,0 +1,168 @@
+"""What importing the package loads, and limits on files and functions. Which module may import
+which, lint-imports checks (pyproject.toml)."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+SRC = ROOT / "src"
+PACKAGE = SRC / "ltx_neuron"
+SOURCES = sorted(SRC.rglob("*.py"))
+PYTHON_FILES = sorted(
+    path for folder in ("src", "shards", "compile", "benchmarks", "test") for path in (ROOT / folder).rglob("*.py")
+)
+NEURON = {"torch_neuronx", "neuronx_distributed", "libneuronxla", "neuronxcc", "torch_xla", "nki", "nkilib"}
+MOST_TOP_MODULES, MOST_FUNCTION_LINES = 9, 64
+
+
+def module_name(path: Path) -> str:
+    """ltx_neuron.weights.lora for src/ltx_neuron/weights/lora.py, the package for __init__.py."""
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_the_package_has_few_modules_at_its_top():
+    modules = sorted(path.name for path in PACKAGE.glob("[!_]*.py"))
+    assert len(modules) <= MOST_TOP_MODULES, modules
+
+
+def test_no_function_is_long():
+    """Counted from the first statement after the docstring to the last line."""
+    functions = (
+        (path, node)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path, node in functions
+        if node.end_lineno - _first_line(node) >= MOST_FUNCTION_LINES
+    ]
+    assert not long, long
+
+
+def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    documented = ast.get_docstring(function) is not None and len(function.body) > 1
+    return function.body[documented].lineno
+
+
+def test_no_statement_is_excepted_from_formatting():
+    exception = "fmt: " + "skip"
+    assert [path for path in PYTHON_FILES if exception in path.read_text()] == []
+
+
+def test_only_tests_and_benchmarks_change_the_search_path():
+    outside = [path for path in PYTHON_FILES if not path.is_relative_to(ROOT / "test")]
+    changing = [path.relative_to(ROOT) for path in outside if "sys.path" in path.read_text()]
+    assert changing == [Path("benchmarks/lib/__init__.py")]
+
+
+def imported_at_once(tree: ast.AST) -> set[str]:
+    """Top-level packages that importing a module imports."""
+    packages, nodes = set(), [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            packages.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            packages |= {arg.value.partition(".")[0] for arg in node.args if isinstance(arg, ast.Constant)}
+    return packages
+
+
+def test_neuron_is_imported_only_when_used():
+    """Where, the contracts of pyproject.toml say."""
+    found = {path: imported_at_once(ast.parse(path.read_text())) & NEURON for path in SOURCES}
+    assert [path for path, packages in found.items() if packages] == []
+
+
+def test_the_walk_sees_every_form_of_an_import():
+    tree = ast.parse(
+        "import torch_xla.core as xm\n"
+        "class A:\n    from nki import language\n"
+        "if True:\n    import importlib; importlib.import_module('libneuronxla.x')\n"
+        "def f():\n    import neuronx_distributed\n"
+        "g = lambda: __import__('torch_neuronx')\n"
+    )
+    assert imported_at_once(tree) & NEURON == {"torch_xla", "nki", "libneuronxla"}
+
+
+def loaded_by(code: str, *names: str) -> set[str]:
+    """Which of these modules a fresh interpreter without site-packages' start-up has after running
+    the code."""
+    code += f"\nimport sys; print(*(name for name in {names!r} if name in sys.modules))"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(SRC)}
+    )
+    return set(process.stdout.split())
+
+
+def test_importing_the_package_imports_nothing_else():
+    assert loaded_by("import ltx_neuron", "torch", "numpy", "ltx_core", "transformers") == set()
+
+
+def test_the_process_that_decodes_an_uploaded_picture_imports_no_torch(tmp_path):
+    """A CUDA build of torch does not load within that process's memory limit."""
+    Image.new("CMYK", (2, 2)).save(source := tmp_path / "a.jpg")
+    arguments = str(source), str(tmp_path / "b.png"), 4
+    code = f"from ltx_neuron.service import picture; picture._convert(*{arguments!r})"
+    assert loaded_by(code, "torch", "PIL") == {"PIL"}
+
+
+def test_the_package_gives_the_pipeline_and_no_other_name():
+    import ltx_neuron
+    from ltx_neuron.pipeline import LTXPipeline
+
+    assert ltx_neuron.LTXPipeline is LTXPipeline and "LTXPipeline" in dir(ltx_neuron)
+    with pytest.raises(AttributeError, match="module 'ltx_neuron' has no attribute 'LTXPipelin'"):
+        ltx_neuron.LTXPipelin  # noqa: B018
+
+
+def test_scripts_understand_their_flags_without_ltx_core_and_without_neuron():
+    code = "import ltx_neuron.flags, ltx_neuron.plan, ltx_neuron.host.models"
+    assert loaded_by(code, "torch", "ltx_core", *NEURON) == {"torch"}
+
+
+def test_a_replica_reads_the_environment_before_torch_does():
+    assert loaded_by("import ltx_neuron.fleet.replica", "torch", "ray") == set()
+
+
+def test_a_script_finds_the_installed_package(monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    code = "import ltx_neuron; print(ltx_neuron.__file__)"
+    package = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    if package.stdout.strip() != str(PACKAGE / "__init__.py"):
+        pytest.skip("this checkout is not installed: pip install -e .")
+    script = ROOT / "shards/shard_backbone_weights.py"
+    process = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    assert process.returncode == 0 and "--verify" in process.stdout, process.stderr
+
+
+# What one module does for all others, and what shows that another does it by itself.
+ONE_PLACE = {
+    "files are written whole": (r"os\.replace|\"\.partial", {"files"}),
+    "folders are locked": (r"flock", {"files"}),
+    "versions are looked up": (r"importlib\.metadata|import metadata", {"machine"}),
+    "the system's errors are put in words": (r"error\.strerror", {"errors"}),
+    "the tensor-parallel degree is chosen": (r"tp_degree (is None|or )", {"config.profiles"}),
+}
+
+
+@pytest.mark.parametrize("what", ONE_PLACE)
+def test_what_all_modules_need_is_done_in_one_place(what):
+    pattern, places = ONE_PLACE[what]
+    found = {module for module, path in MODULES.items() if re.search(pattern, path.read_text())}
+    assert found - {f"ltx_neuron.{place}" for place in places} == set()

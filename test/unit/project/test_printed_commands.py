@@ -1,0 +1,470 @@
+"""Every command that an error, a hint or a page prints is run by a test on the case that provokes
+it, or is listed here with the reason why it is not. The commands are collected from the code
+(test/printed.py): a new one fails here until a test has its mark.
+
+    from printed import runs
+
+    @runs("host/media.py:video_size: ffmpeg")
+    def test_a_video_of_other_sides_is_taken_after_the_command_that_the_error_prints(...)
+
+A mark names one place. What pip installs is the exception: its test collects the commands itself.
+"""
+
+import re
+import shlex
+import subprocess
+import tomllib
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+from conftest import QUICK, ROOT
+from helpers import made_film, one_thread, tone, write_sound  # noqa: F401
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from printed import marked, printed, runs
+
+from ltx_neuron import errors
+from ltx_neuron.backends import environment
+from ltx_neuron.command_line import Parser
+from ltx_neuron.commands import VERBS, dispatch
+from ltx_neuron.config import profiles
+from ltx_neuron.errors import UserError
+from ltx_neuron.hub import RELEASE_FILES
+from ltx_neuron.serve import __main__ as serve
+from ltx_neuron.service.tokens import Tokens
+from ltx_neuron.tune.search import check_layers
+from unit.project import test_docs
+from unit.test_docs import PAGES, PROGRAM, commands
+
+# Why no test here can run them -> the commands.
+NOT_RUN = {
+    "of a Neuron compiler's environment": ["backends/nxd/compile.py:set_environment: unset"],
+    "of Neuron's own compiler": ["backends/nki.py:-: --profile-set attention="],
+    "after torch-neuronx's own choice, or the system's messages": [
+        "backends/torchdist/compiled.py:group_names: --profile-set context_parallel="
+    ],
+    "after an exchange of real chips that differs": [
+        "doctor/groups.py:-: --profile-set context_parallel=",
+        "doctor/groups.py:-: ltx-neuron doctor",
+    ],
+    "of a machine with chips or GPUs": [
+        "config/profiles.py:require_runtime: --profile",
+        "config/profiles.py:require_runtime: --tp-degree",
+    ],
+    "of a machine with chips that fit no profile": [
+        "config/profiles.py:detect: --profile",
+        "config/profiles.py:detect: ltx-neuron doctor",
+    ],
+    "of ranks that a tiny model has no heads for: test_profiles.py": [
+        "config/profiles.py:check_degree: --tp-degree",
+        "config/profiles.py:check_cores: --tp-degree",
+    ],
+    "of a file of more than 1000 frames a second": ["sampling/size.py:check: --frame-rate"],
+    "of a model that does not fit a chip: test_plan.py has the table": [
+        "plan/__init__.py:check_fits: --profile-set resident=",
+        "plan/__init__.py:check_fits: --tp-degree",
+        "plan/__init__.py:check_text_fits: --tp-degree",
+        "plan/__init__.py:does_not_fit: ltx-neuron plan",
+    ],
+    "measures a chip": ["plan/clip.py:_step_ms: ltx-neuron tune", "artifacts/tuned_settings.py:load: ltx-neuron tune"],
+    "of the layouts of chips": ["plan/table.py:layout_table: --profile"],
+    "of a chip's memory": [
+        "doctor/checks.py:check_memory: ltx-neuron plan",
+        "doctor/checks.py:can_run: ltx-neuron plan",
+    ],
+    "of a cluster of Ray's; test/slow/test_fleet.py starts one": [
+        "fleet/batch.py:generate_batch: --num-frames",
+        "fleet/cluster.py:check_cores: unset",
+        "fleet/cluster.py:connected: --ray",
+        "fleet/cluster.py:connected: ray start",
+        "fleet/cluster.py:too_small: ray start",
+    ],
+    "asks for a person's token": [
+        "artifacts/store.py:-: hf auth",
+        "config/common.py:gemma_download: hf auth",
+        "hub.py:_as_user_errors: hf auth",
+    ],
+    "asks for a person's keys": ["artifacts/store.py:-: aws configure"],
+    "names a larger disk": [
+        "hub.py:_download: hf_home",
+        "hub.py:_as_user_errors: hf_home",
+        "doctor/checks.py:host: --artifacts-dir",
+    ],
+    "takes a command out of a message": ["doctor/checks.py:examine: ltx-neuron doctor"],
+    "names what writes such a file": [
+        "engine/resume.py:_check_identity: ltx-neuron generate",
+        "report/table.py:_how_to_make: ltx-neuron generate",
+    ],
+    "sends the examples that test_openapi.py sends": ["service/reference.py:_example: curl"],
+    "names another folder": ["service/database.py:__init__: --data-dir"],
+    "names the program alone: which permission is missing is the owner's": ["errors.py:-: chmod"],
+    "shows the system's messages": ["errors.py:-: dmesg"],
+    "of a machine without a network": ["hub.py:_as_user_errors: unset", "hub.py:_as_user_errors: hf download"],
+    "reads a tensor and prints no command": ["backends/ranks.py:broken_latents: hf download"],
+    "repairs a Neuron driver, its packages, cores or chips": [
+        "backends/neuron_errors.py:-: export",
+        "backends/neuron_errors.py:-: ltx-neuron plan",
+        "backends/neuron_errors.py:-: ltx-neuron verify",
+        "backends/neuron_errors.py:-: neuron-ls",
+        "backends/neuron_errors.py:-: sudo modprobe",
+        "backends/neuron_errors.py:-: sudo reboot",
+        "backends/neuron_errors.py:-: sudo tee",
+        "backends/neuron_errors.py:-: unset",
+        "doctor/neuron.py:-: export",
+        "doctor/neuron.py:-: sudo apt-get",
+        "doctor/neuron.py:-: sudo modprobe",
+        "doctor/neuron.py:cores: --tp-degree",
+        "doctor/neuron.py:cores: kill",
+        "doctor/neuron.py:cores: unset",
+        "doctor/neuron.py:libraries: sudo apt-get",
+        "doctor/neuron.py:lnc: export",
+        "doctor/neuron.py:lnc: sudo tee",
+        "doctor/neuron.py:lnc: unset",
+        "doctor/neuron.py:sdk_packages: sudo apt-get",
+    ],
+}
+# Programs whose commands a test of this file collects itself, in all places.
+BY_PROGRAM = ("pip install", "pip uninstall")
+
+
+def places() -> set[str]:
+    return {each.key for each in printed()}
+
+
+def test_every_printed_command_is_run_by_a_test():
+    marks = {*(key for key, _ in marked()), *REMEDIES, *chain(*NOT_RUN.values())}
+    missing = sorted(key for key in places() - marks if not key.endswith(BY_PROGRAM))
+    assert not missing, "no test runs these; mark one with @runs(KEY):\n" + "\n".join(missing)
+
+
+def test_no_mark_names_a_command_that_is_gone():
+    """A mark names one place: with a wildcard, a new command would be run by nobody."""
+    named = [*marked(), *((key, "a list here") for key in (*REMEDIES, *chain(*NOT_RUN.values())))]
+    assert [each for each in named if each[0] not in places()] == []
+
+
+def test_commands_of_every_kind_are_collected():
+    found = {key.partition(": ")[2] for key in places()}
+    assert {"ffmpeg", "hf download", "ltx-neuron shard", "pip install", "rm", "--recipe"} <= found
+    assert len(places()) > 150
+    docstring = Path(errors.__file__).read_text()
+    assert "ffmpeg" not in docstring
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+QUICK_SIZE = "--height", 64, "--width", 64, "--num-frames", 9, "--profile-set", QUICK[0]
+COMMON = {
+    "--checkpoint-path": "{ckpt}",
+    "--gemma-root": "{gemma}",
+    "--artifacts-dir": "{out}/artifacts",
+    "--profile": "cpu",
+    "--tp-degree": "1",
+    "--dtype": "float32",
+}
+SIZE = {"--height": "64", "--width": "64", "--num-frames": "9"}
+JOB = {"--recipe": "distilled", **SIZE, "--prompt": "rain", "--output-path": "{out}/a.mp4"}
+# The flag that an error or a hint says to type -> the command that provokes it. ~ leaves a flag of
+# JOB out. => has what to type where the message leaves it to the reader ("a smaller one").
+REMEDIES = {
+    "config/common.py:check_heads: --tp-degree": "generate --tp-degree 3",
+    "commands/prepare.py:jobs_of: --num-frames": (
+        "prepare --checkpoint-path {split} ~--gemma-root ~--num-frames --auto-duration 1 2"
+    ),
+    "flags/__init__.py:workspace: --gemma-root": "generate ~--gemma-root",
+    "flags/__init__.py:_guidance_settings: --guidance": (
+        "generate --recipe dev --guidance video_cfg => --guidance video_cfg=3"
+    ),
+    "commands/shard.py:main: --checkpoint-path": "shard ~--checkpoint-path",
+    "host/facts.py:read_media: --lora": ("generate ~--num-frames --two-stage --reference-video {film}"),
+    "engine/outputs.py:check: --output-path": "generate ~--output-path",
+    "engine/outputs.py:check_batch: --output-dir": ("batch ~--prompt ~--output-path --prompts-file {prompts}"),
+    "host/encode_inputs.py:_too_short: --audio-start-time": (
+        "generate --audio-path {sound} --audio-start-time 0.4 => --audio-start-time 0"
+    ),
+    "host/encode_inputs.py:_too_short: --num-frames": ("generate --num-frames 25 --audio-path {sound}"),
+    "host/video.py:check_output_path: --output-path": ("generate --recipe dev --sound-only ~--height ~--width"),
+    "host/video.py:check_output_path: --sound-only": (
+        "generate --output-path {out}/a.wav => --sound-only --recipe dev"
+    ),
+    "host/duration.py:duration_head_spec: --num-frames": (
+        "generate ~--num-frames --auto-duration 1 2 --duration-head-path {head}"
+        " => ~--auto-duration ~--duration-head-path --num-frames 9"
+    ),
+    "sampling/rules.py:-: --ic-lora": "generate --reference-audio {sound}",
+    "job.py:check: --prompt": "generate --prompt ' '",
+    "engine/preflight.py:check_distilled_loras: --lora": (
+        "generate --distilled-lora {lora} 1 => ~--distilled-lora --lora {lora}"
+    ),
+    "engine/preflight.py:check_guidance_groups: --profile-set guidance_parallel=": (
+        "generate --profile-set guidance_parallel=2"
+    ),
+    "config/profiles.py:resolve: --profile": "generate --profile gpu => --profile cpu",
+    "config/profiles.py:_check: --profile-set backend=": (
+        "plan --profile trn2.3xlarge --profile-set backend=nxd --profile-set guidance_parallel=2"
+    ),
+    "sampling/conditions.py:check: --end-time": (
+        "generate ~--height ~--width ~--num-frames --video-path {film} --start-time 0 --end-time 9"
+    ),
+    "sampling/extension.py:check: --num-frames": (
+        "generate ~--height ~--width --num-frames 121 --video-path {film} --extend 1"
+    ),
+    "sampling/rules.py:-: --nag-scale": "generate --negative-prompt blurry",
+    "sampling/rules.py:-: --recipe": "generate --video-cfg-guidance-scale 3",
+    "weights/model_files.py:text_encoder: --gemma-root": "generate --checkpoint-path {split}",
+    "sampling/inputs.py:check_strengths: --distilled-lora": (
+        "generate --recipe dev --two-stage --distilled-lora {lora} 1"
+        " --distilled-lora-strength-stage-1 0.5 => --distilled-lora {lora}"
+    ),
+}
+
+
+class Paths(NamedTuple):
+    """The files of the commands."""
+
+    ckpt: Path
+    gemma: Path
+    lora: Path
+    split: Path
+    head: Path
+    film: Path
+    sound: Path
+    prompts: Path
+    out: Path
+
+
+@pytest.fixture(scope="module")
+def paths(tiny, split, tmp_path_factory) -> Paths:
+    folder = tmp_path_factory.mktemp("printed")
+    made_film(folder / "film.mp4", 25, 64, 64)
+    stored = (tone(48000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
+    write_sound(folder / "sound.wav", stored, 48000, "pcm_s16le", "stereo", "s16")
+    (folder / "prompts.jsonl").write_text('{"prompt": "rain"}\n')
+    (folder / "out").mkdir()
+    names = "film.mp4", "sound.wav", "prompts.jsonl", "out"
+    own = (folder / name for name in names)
+    head = split.folder / RELEASE_FILES["Lightricks/LTX-2.5"]["duration_head"]
+    return Paths(tiny.checkpoint, tiny.gemma_root, tiny.lora, split.folder, head, *own)
+
+
+def command_of(line: str, paths: Paths) -> tuple[list[str], list[str]]:
+    """A verb's words, and what REMEDIES has behind =>."""
+    typed, _, given = line.partition(" => ")
+    verb, *words = shlex.split(typed)
+    left_out = {word[1:] for word in words if word[0] == "~"}
+    words = [word for word in words if word[0] != "~"]
+    own = {word for word in words if word.startswith("--")} | left_out
+    defaults = dict(COMMON)
+    if verb in ("generate", "prepare", "batch"):
+        defaults |= JOB
+    elif verb in ("tune", "plan"):
+        defaults |= SIZE
+    if verb in ("shard", "tune"):
+        defaults.pop("--gemma-root")
+    if verb == "prepare":
+        defaults.pop("--prompt"), defaults.pop("--output-path")
+    more = [word for pair in defaults.items() if pair[0] not in own for word in pair]
+    verbs = ["shard", "transformer"] if verb == "shard" else [verb]
+    all_words = [word.format(**paths._asdict()) for word in (*verbs, *words, *more)]
+    return all_words, [word.format(**paths._asdict()) for word in shlex.split(given)]
+
+
+def said_by(words: list[str], capsys) -> str:
+    """What a command prints until it is refused, or would begin its work."""
+    refused = ""
+    try:
+        dispatch(words)
+    except SystemExit:
+        pass
+    except UserError as error:
+        refused = str(error)
+    return "".join(capsys.readouterr()) + refused
+
+
+def applied(words: list[str], remedy: list[str]) -> list[str]:
+    """A command with the flag of a remedy in the place of its own, and without those with ~."""
+    replaced = {word.lstrip("~") for word in remedy if word.startswith(("--", "~--"))}
+    kept, flag = [], ""
+    for word in words:
+        flag = word if word.startswith("--") else flag
+        kept += [word] if flag == "--profile-set" or flag not in replaced else []
+    return [*kept, *(word for word in remedy if word[0] != "~")]
+
+
+def remedy_in(said: str, flag: str, paths: Paths) -> list[str]:
+    """The flag that a message says to type, with its value."""
+    found = re.search(
+        rf"[Tt]ype (?:for example |at most )?{flag}(?:[ ]with one of|[ ]with at most|[ ]with)?"
+        r"((?: (?!-|or\b|as\b|\()(?:'[^']*'|[^\s,;]+))?)",
+        said,
+    )
+    assert found, said
+    examples = {"PATH": paths.lora, "FILE": paths.ckpt, "DIR": paths.gemma, "N": 9}
+    if flag == "--gemma-root" and "in one file" in said:
+        examples["FILE"] = next((paths.split / "text_encoders").glob("*.safetensors"))
+    words = shlex.split(found[1].rstrip("."))
+    return [flag, *(str(examples.get(word, word)) for word in words)]
+
+
+@pytest.mark.parametrize("key", REMEDIES)
+def test_a_command_with_the_flag_that_its_error_names_is_not_refused_so_again(key, paths, capsys, monkeypatch):
+    monkeypatch.chdir(paths.out)
+    words, given = command_of(REMEDIES[key], paths)
+    said = said_by(words, capsys)
+    provoked = [e for e in printed() if e.key == key and e.pattern.search(plain(said))]
+    assert provoked, said
+    flag = key.partition(": ")[2].split()[0]
+    again = said_by(applied(words, given or remedy_in(said, flag, paths)), capsys)
+    assert not [each for each in provoked if each.pattern.search(plain(again))], again
+
+
+def plain(said: str) -> str:
+    return re.sub(r"\s+", " ", said)
+
+
+# --- commands of ltx-neuron -----------------------------------------------------------------------
+
+
+class Taken(Exception):
+    """A parser has taken its words."""
+
+
+def taken(words: list[str]) -> None:
+    """Pass a command's words to its real parser, and stop there. Fails if it refuses them."""
+    parse = Parser.parse_args
+
+    def parse_alone(self, *arguments):
+        parse(self, *arguments)
+        raise Taken
+
+    with mock.patch.object(Parser, "parse_args", parse_alone), pytest.raises(Taken):
+        dispatch(words)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_block_of_a_page_is_taken_by_its_parser(page):
+    """With its values; test_docs.py looks for the names of flags alone, also in sentences."""
+    with mock.patch.object(test_docs, "inline_code", lambda page: []):
+        shown = commands(page)
+    for words in shown:
+        if words[0] == PROGRAM and "--help" not in words:
+            taken(words[1:])
+
+
+@runs(
+    "commands/compile.py:main: ltx-neuron compile",
+    "flags/verbs.py:batch: ltx-neuron batch",
+    "flags/verbs.py:generate: ltx-neuron generate",
+    "flags/verbs.py:prepare: ltx-neuron prepare",
+    "commands/shard.py:main: ltx-neuron shard",
+    "commands/shard.py:-: ltx-neuron verify",
+    "flags/verbs.py:doctor: ltx-neuron doctor",
+    "flags/verbs.py:plan: ltx-neuron plan",
+    "serve/flags.py:-: ltx-neuron serve",
+    "tune/flags.py:-: ltx-neuron tune",
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_examples_of_every_help_are_taken_by_its_parser(verb, capsys):
+    for model in ("transformer", "gemma3", "vae") if verb in ("shard", "compile") else ("",):
+        with pytest.raises(SystemExit):
+            dispatch([*filter(None, [verb, model]), "--help"])
+        shown = capsys.readouterr().out.replace("\\\n", " ")
+        for line in re.findall(rf"^ *{PROGRAM} (\w.*)", shown, re.MULTILINE):
+            taken(shlex.split(line))
+
+
+def ran(line: str, *more: object) -> None:
+    """Run a command of ltx-neuron that was printed, in this process."""
+    words = shlex.split(line)
+    verb = next(at for at, word in enumerate(words) if word in VERBS)
+    dispatch([*words[verb:], *map(str, more)])
+
+
+@runs("commands/generate.py:_workspace: ltx-neuron prepare", "commands/prepare.py:main: ltx-neuron generate")
+def test_a_newcomer_comes_to_a_video_by_typing_what_is_printed(tiny, tmp_path, capsys):
+    files = ["--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root]
+    machine = ["--artifacts-dir", tmp_path / "a", "--profile", "cpu", "--tp-degree", 1]
+    asked = [*files, *machine, "--dtype", "float32", "--recipe", "distilled", *QUICK_SIZE]
+    video = "--prompt", "rain", "--output-path", tmp_path / "rain.mp4"
+    with pytest.raises(UserError) as refused:
+        dispatch([*map(str, ["generate", *asked, *video])])
+    ran(str(refused.value).rpartition("\nMake them: ")[2])
+    *_, generate = capsys.readouterr().out.strip().splitlines()
+    ran(generate, *video)
+    assert (tmp_path / "rain.mp4").stat().st_size > 1000
+
+
+@runs("tune/search.py:check_layers: --profile-set blocks_per_graph=")
+def test_a_step_can_end_early_with_the_setting_that_is_printed():
+    with pytest.raises(UserError) as refused:
+        check_layers(1, profiles.resolve("cpu", ("blocks_per_graph=0",)), 2)
+    setting = re.search(r"type --profile-set (\S+)", str(refused.value))[1]
+    check_layers(1, profiles.resolve("cpu", (setting,)), 2)
+
+
+@runs(
+    "serve/__main__.py:check: --tokens-file",
+    "serve/__main__.py:check: ltx-neuron serve",
+    "service/tokens.py:load: ltx-neuron serve",
+)
+def test_a_service_for_other_machines_is_taken_with_the_token_that_is_printed(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ["--checkpoint-path", str(tiny.checkpoint), "--host", "0.0.0.0"]
+
+    def check(*more: str) -> None:
+        serve.check(serve.build_parser().parse_args([*asked, *more]))
+
+    with pytest.raises(UserError, match="no token is required") as refused:
+        check()
+    ran(re.search("Make one: (.*)", str(refused.value))[1])
+    check(*re.search("then type (--tokens-file [\\w.]+)", str(refused.value))[1].split())
+    (tmp_path / "empty.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no tokens") as refused:
+        Tokens.load(tmp_path / "empty.json")
+    ran(str(refused.value).rpartition("make one: ")[2])
+    assert Tokens.load(tmp_path / "empty.json").hashes
+
+
+# --- commands of other programs -------------------------------------------------------------------
+
+
+def test_what_pip_is_told_to_install_is_there_to_be_installed():
+    """And, of a package that this project wants, a version that it takes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(each for extra in extras.values() for each in extra)]
+    own = {each.name: each.specifier for each in map(Requirement, wanted)}
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    sentences = {each.text for each in printed() if ": pip install" in each.key}
+    lines = [line for text in sentences for line in re.findall(r"pip install ([^;)\n]+)", text)]
+    shown = [shlex.split(line) for line in lines if "…" not in line]
+    shown += [words[2:] for page in PAGES for words in commands(page) if words[0] == "pip"]
+    asked = [word for words in shown for word in words if re.match(r"\w", word)]
+    assert len(asked) > 10
+    for word in {*asked} - {"set", "global.extra-index-url", "install", "NAME"}:
+        needed = Requirement(word)
+        if needed.name == project["name"]:
+            assert needed.extras <= extras.keys(), word
+        elif needed.specifier:
+            (version, *_) = re.findall(r"[\d.]+\d", str(needed.specifier))
+            known = own.get(needed.name) or SpecifierSet(f"=={pins.get(needed.name)}")
+            assert version in known or needed.specifier == known, word
+    local = [word for words in shown for word in words if word.startswith(".[")]
+    assert local and all({*each[2:-1].split(",")} <= extras.keys() for each in local)
+
+
+@runs("backends/environment.py:cores: unset", "backends/environment.py:cores: export")
+@pytest.mark.parametrize("visible", ["0-1", "0,1,2,2", "0,2,4,6", "1-4"])
+def test_cores_that_are_refused_are_taken_after_the_printed_export(visible, monkeypatch):
+    profile = profiles.resolve("trn2.3xlarge")
+    name = "NEURON_RT_VISIBLE_CORES"
+    monkeypatch.setenv(name, visible)
+    with pytest.raises(UserError) as refused:
+        environment.cores(profile, 4)
+    line = str(refused.value).rpartition("\nType: ")[2]
+    shell = subprocess.run(["bash", "-c", f"{line}; echo ${name}"], capture_output=True, text=True)
+    monkeypatch.setenv(name, shell.stdout.strip())
+    assert len(environment.cores(profile, 4)) == 4

@@ -1,0 +1,346 @@
+"""A video made longer: which latents each window holds and makes, at which times, and what of the
+decoded clip is shown; which flags ask for it, and what is refused."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import randn, tone
+from jobs import make_job
+from typed import parsed, said
+
+from ltx_neuron import flags
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.engine.resume import JobRun
+from ltx_neuron.engine.run import RunOptions
+from ltx_neuron.errors import UserError
+from ltx_neuron.host.video import write_video
+from ltx_neuron.job import Size
+from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.plan import weight_sets
+from ltx_neuron.sampling import latents
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditions import Retake
+from ltx_neuron.sampling.extension import OVERLAP, Extension, default_window, joined, start_of
+from ltx_neuron.sampling.latent_state import audio_state, initial_states, video_state
+from ltx_neuron.sampling.latents import audio_positions, audio_seconds, video_positions, video_seconds
+from ltx_neuron.sampling.shapes import audio_latent_frames
+from ltx_neuron.service.jobs import job_of
+from ltx_neuron.service.worker import DENOISED, _percent
+from ltx_neuron.text.encoders import Contexts
+
+SECONDS = 1.0, -1.0, 0.3, -0.1, 5.1, -12.7
+TINY = Extension(1.0, 25, 25, 24.0)
+
+
+def lengths(seconds: float) -> list[Extension]:
+    """Of files, windows and rates that there are."""
+    found = [
+        Extension(seconds, source, window, rate)
+        for source in (9, 10, 25, 100, 241)
+        for window in (25, 33, 121)
+        for rate in (24.0, 29.97, 8.0, 60.0)
+    ]
+    return [each for each in found if each.window_latents <= each.video_latents]
+
+
+def placed(length: int, extension: Extension, stream: str) -> list[int]:
+    """How often each of the clip's latents is made."""
+    times = [0] * length
+    for window in extension.windows:
+        start, (first, stop) = getattr(window, stream), getattr(window, f"new_{stream}")
+        for latent in range(start + first, start + stop):
+            times[latent] += 1
+    return times
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_what_is_new_is_made_once_and_what_is_known_never(seconds):
+    for extension in lengths(seconds):
+        extension.check()
+        for stream, length, known in (
+            ("video", extension.video_latents, extension.known_video),
+            ("audio", extension.audio_latents, extension.known_audio),
+        ):
+            wanted = [1] * length
+            wanted[known] = [0] * len(wanted[known])
+            assert placed(length, extension, stream) == wanted
+            assert 0 in wanted and 1 in wanted
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_every_window_lies_in_the_clip_and_holds_what_is_there_by_then(seconds):
+    for extension in lengths(seconds):
+        sound = audio_latent_frames(extension.window_frames, extension.frame_rate)
+        windows = extension.windows
+        known = torch.zeros(extension.video_latents)
+        known[extension.known_video] = 1
+        for number, window in enumerate(windows, 1):
+            assert window.number == number
+            assert 0 <= window.video <= extension.video_latents - extension.window_latents
+            assert 0 <= window.audio <= extension.audio_latents - sound
+            inside = known[window.video : window.video + extension.window_latents]
+            new = slice(*window.new_video)
+            assert not inside[new].any() and inside.sum() == len(inside) - len(inside[new])
+            held = extension.window_latents - len(inside[new])
+            assert held >= min(OVERLAP, extension.known_latents)
+            inside[:] = 1
+            # On the new side sound and picture end together, but for a latent of sound.
+            border, heard = window.video, window.audio
+            if not extension.before:
+                border, heard = border + extension.window_latents, heard + sound
+            seen = video_seconds(border, extension.frame_rate)[-1] + window.sound_offset
+            assert abs(seen - audio_seconds(heard)[-1]) < 0.06
+        assert known.all()
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_the_new_frames_are_those_next_to_the_files(seconds):
+    for extension in lengths(seconds):
+        decoded = 8 * (extension.video_latents - 1) + 1
+        assert decoded == extension.known_frames + extension.made_frames
+        assert extension.known_frames <= extension.source_frames
+        assert extension.new_frames == round(abs(extension.seconds) * extension.frame_rate)
+        assert 0 <= extension.made_frames - extension.new_frames < 8
+        taken = extension.decoded
+        if extension.before:
+            assert taken.stop == extension.made_frames  # up to the file's first
+        else:
+            assert taken.start == extension.known_frames  # from behind its last
+        waveform = torch.arange(48000 * 60, dtype=torch.float64).expand(2, -1)
+        heard = extension.heard(waveform, 48000)
+        whole = extension.num_frames / extension.frame_rate
+        assert heard.shape[1] == pytest.approx(whole * 48000, abs=1)
+        surplus = (extension.made_frames - extension.new_frames) * extension.before
+        assert heard[0, 0] == round(surplus / extension.frame_rate * 48000)
+
+
+def states(extension, window, rows=2, columns=3):
+    size = Size(32 * rows, 32 * columns, extension.window_frames, extension.frame_rate)
+    retake = Retake("", extend=extension.seconds, source_frames=extension.source_frames)
+    start = latents.zeros(*size.sides, size.num_frames, size.frame_rate, torch.float32)
+    given = {}, start, [], COMPAT[None], torch.float32, window
+    return initial_states(make_job("", size, retake=retake), False, *given)
+
+
+@pytest.mark.parametrize("extension", [TINY, Extension(-2.0, 50, 33, 25.0)])
+def test_windows_have_the_times_of_the_clip_they_are_cut_from(extension):
+    """The picture's less the sound's, and those within a stream: attention sees no more."""
+    rows, columns = 2, 3
+    clip = video_positions((extension.video_latents, rows, columns), extension.frame_rate)[0, 0]
+    whole = audio_positions(extension.audio_latents)[0, 0]
+    for window in extension.windows:
+        video, audio = states(extension, window)
+        tokens = slice(window.video * rows * columns, (window.video + extension.window_latents) * rows * columns)
+        offset = clip[tokens][0] - video.positions[0, 0, 0]
+        assert torch.allclose(video.positions[0, 0] + offset, clip[tokens], atol=1e-5)
+        heard = whole[window.audio :][: len(audio.denoise_mask)] - window.sound_offset
+        assert torch.allclose(audio.positions[0, 0] + offset, heard, atol=1e-5)
+        plain = video_positions((extension.window_latents, rows, columns), extension.frame_rate)
+        assert torch.equal(video.positions[:, 1:], plain[:, 1:])
+
+
+def test_one_window_that_sees_all_of_a_file_is_a_retake_of_the_longer_clip():
+    extension = Extension(16 / 24, 25, 41, 24.0)
+    (window,) = extension.windows
+    video, audio = states(extension, window)
+    whole = video_state(torch.zeros(1, 128, 6, 2, 3), 24.0, [])
+    times = 25 / 24, 41 / 24
+    retake = whole.retake(video_seconds(6, 24.0), *times)
+    assert torch.equal(video.denoise_mask, retake.denoise_mask)
+    assert torch.equal(video.positions, whole.positions)
+    sound = audio_state(torch.zeros(1, 8, 43, 16)).retake(audio_seconds(43), *times)
+    assert torch.equal(audio.denoise_mask, sound.denoise_mask)
+    assert torch.equal(audio.positions, sound.positions)
+
+
+@pytest.mark.parametrize("seconds", [1.0, -1.0])
+def test_windows_round_their_times_as_the_first_release_rounded_a_clips(seconds):
+    """--compat ltx-core-1.0.0 in bf16: bounds, then middles; what begins at 0 is such a clip."""
+    extension, dtype, shape = Extension(seconds, 25, 25, 24.0), torch.bfloat16, (4, 2, 3)
+    job = make_job("rain", Size(64, 96, 25), retake=Retake(__file__, extend=seconds, source_frames=25))
+    sound = audio_latent_frames(25, 24.0)
+    start = torch.zeros(1, 128, *shape, dtype=dtype), torch.zeros(1, 8, sound, 16, dtype=dtype)
+    for window in extension.windows:
+        found = [
+            [state.positions.float() for state in initial_states(*given, dtype, window)]
+            for compat in ("ltx-core-1.0.0", None)
+            for given in [(job, False, {}, start, [], COMPAT[compat])]
+        ]
+        (video, audio), (exact, heard) = found
+        assert torch.equal(audio, heard) and not torch.equal(video, exact)
+        if not window.video:
+            assert torch.equal(video, video_positions(shape, 24.0, dtype).float())
+            assert torch.equal(exact, video_positions(shape, 24.0))
+
+
+@pytest.mark.timeout(60)  # it would have been cut into windows without end
+def test_a_window_of_no_more_than_its_overlap_is_refused():
+    with pytest.raises(UserError, match="length, 25 to 49 frames"):
+        _ = Extension(1.0, 25, 17, 24.0).windows
+
+
+@pytest.mark.parametrize("seconds", [1.0, -1.0])
+def test_a_window_goes_on_from_those_before_it(seconds):
+    extension = Extension(seconds, 25, 25, 24.0)
+    video = torch.zeros(1, 128, extension.video_latents, 2, 2)
+    audio = torch.zeros(1, 8, extension.audio_latents, 16)
+    video[:, :, extension.known_video] = -1
+    audio[:, :, extension.known_audio] = -1
+    tensors = {"video_latent": video, "audio_latent": audio}
+    for window in extension.windows:
+        start = start_of(extension, window, tensors)
+        for name, latent, new in zip(("video", "audio"), start, (window.new_video, window.new_audio), strict=True):
+            held = torch.ones(latent.shape[2], dtype=torch.bool)
+            held[slice(*new)] = False
+            assert (latent[:, :, held] != 0).all() and not latent[:, :, ~held].any()
+            # What it makes of held ones is not looked at.
+            tensors[f"{window.key}_{name}"] = torch.full_like(latent, window.number)
+    for clip, known in zip(joined(extension, tensors), (extension.known_video, extension.known_audio), strict=True):
+        assert (clip[:, :, known] == -1).all()
+        numbers = clip[0, 0, :, 0].flatten(1)[:, 0] if clip.dim() > 4 else clip[0, 0, :, 0]
+        made = numbers[numbers != -1]
+        assert len(set(made.tolist())) == len(extension.windows) > 2
+        assert made.tolist() == sorted(made.tolist(), reverse=extension.before)
+    assert not video[:, :, extension.known_latents :].any() or extension.before  # left as it was
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """clip(frames): the path of a video of 32x64 pixels with sound."""
+    folder = tmp_path_factory.mktemp("clips")
+
+    def made(frames: int) -> str:
+        path = folder / f"{frames}.mp4"
+        if not path.exists():
+            pictures = (randn(frames, 32, 64, 3) * 40 + 128).clamp(0, 255).byte()
+            sound = tone(48000, frames / 24)
+            write_video(path, [pictures], 24.0, lambda: sound, 48000)
+        return str(path)
+
+    return made
+
+
+def test_windows_are_as_long_as_any_clip_or_as_all_that_there_is(clip):
+    path = clip(26)
+    found = said("--video-path", path, "--extend", 1.5)
+    assert found.retake == Retake(path, extend=1.5, source_frames=26)
+    # 4 latents of the file and 5 new ones.
+    assert found.size == Size(32, 64, 65, 24.0) and len(found.stages) == 1
+    assert said("--video-path", path, "--extend", 60).size.num_frames == 121
+    assert default_window(-1.5, 26, 24.0) == 65  # 3 and 6, of which the first is of one frame
+    typed = said("--video-path", path, "--extend", -1.5, "--num-frames", 25)
+    assert typed.size.num_frames == 25 and [s.window.number for s in typed.stages] == [*range(1, 7)]
+    for each in (found, typed):
+        each.check()
+
+
+def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip):
+    windows = said("--video-path", clip(26), "--extend", 3, "--num-frames", 25)
+    retake = make_job("rain", Size(32, 64, 25), retake=Retake(clip(26), 0.1, 0.2))
+    assert windows.buckets == windows.buckets_to_compile == retake.buckets
+    assert len(windows.stages) == 9 and {s.name for s in windows.stages} == {"stage_1"}
+    size = "--extend", 3, "--num-frames", 25
+    dev = said("--video-path", clip(26), *size, "--recipe", "dev")
+    assert all(stage.guided and stage.steps == 40 for stage in dev.stages)
+    assert len(dev.stages) > 1 and weight_sets(dev) == 1  # none of them is a second stage
+
+
+def test_what_compiles_it_is_said_with_the_window(tiny, tmp_path, clip):
+    kind = said("--video-path", clip(26), "--extend", -3, "--num-frames", 25)
+    opened = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 1, "float32", tiny.gemma_root)
+    with pytest.raises(UserError) as error:
+        opened.dit_program_for(kind, kind.stages[0])
+    words = shlex.split(str(error.value).splitlines()[-1].removeprefix("Type: "))
+    assert "--extend" in words and "--num-frames" in words
+    at = words.index("--extend")
+    args = parsed("--video-path", clip(26), *words[at : at + 2], "--num-frames", 25, compiles=True)
+    shape = flags.shape(args, "distilled")
+    shape.check_shape()
+    assert shape.buckets_to_compile == kind.buckets
+
+
+def test_it_is_the_same_again_from_its_line(clip):
+    kind = said("--video-path", clip(26), "--extend", -3, "--num-frames", 25)
+    line = json.loads(json.dumps(kind.with_paths(lambda path: path.name).to_line()))
+    assert job_of(line, Path(clip(26)).parent).describe() == kind.describe()
+    assert json.loads(json.dumps(kind.describe())) == kind.describe()
+
+
+WRONG = {
+    "--extend needs --video-path": ("--extend", 1),
+    "--extend 0: wanted seconds of a frame or more": (26, "--extend", 0),
+    "--extend 0.01: wanted seconds of a frame or more": (26, "--extend", 0.01),
+    "--extend: got 'nan', wanted a finite number": (26, "--extend", "nan"),
+    "--extend: got 'inf', wanted a finite number": (26, "--extend", "inf"),
+    "--start-time cannot be combined with --extend": (26, "--extend", 1, "--start-time", 0),
+    "--regenerate cannot be combined with": (26, "--extend", 1, "--regenerate", "both"),
+    "--height cannot be combined with --video-path": (26, "--extend", 1, "--height", 64),
+    "--video-path cannot be combined with --two-stage": (26, "--extend", 1, "--two-stage"),
+    "a video of 9 frames or more": (8, "--extend", 1),
+    "--num-frames 17: with --extend it is a window's length": (26, "--extend", 1, "--num-frames", 17),
+    "length, 25 to 49 frames here": (26, "--extend", 1, "--num-frames", 57),
+    "frames here: 3 latents overlap": (26, "--extend", 1, "--num-frames", 24),
+    "nearest valid: 41 or 49.": (26, "--extend", 1, "--num-frames", 45),
+    "new frames. Type --num-frames 49.": (26, "--extend", 1, "--num-frames", 60),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_cannot_be_made_longer_is_refused(text, clip):
+    first, *words = WRONG[text]
+    words = ["--video-path", clip(first), *words] if isinstance(first, int) else [first, *words]
+    if "--two-stage" in words:  # a flag of the size: that file has its own
+        text = "--two-stage cannot be combined with --video-path"
+    with pytest.raises(UserError) as error:
+        said(*words).check()
+    assert text in f"{error.value}."
+
+
+def test_what_is_left_names_the_windows():
+    job = make_job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
+    run = JobRun(job, [Contexts(*torch.zeros(3, 1), None)])
+    said = []
+    for stage in job.stages:
+        said.append(run.left)
+        run.finish(stage, torch.zeros(1), torch.zeros(1))
+    assert said == ["windows 1 to 3 of 3 are left", "windows 2 to 3 of 3 are left", "window 3 of 3 is left"]
+    assert run.left == "the decoding is left"
+
+
+def test_every_window_brings_a_job_forward():
+    job = make_job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
+    percents = [_percent(job, stage, step) for stage in job.stages for step in (0, 4, 8)]
+    assert percents == [DENOISED * done // 24 for done in (0, 4, 8, 8, 12, 16, 16, 20, 24)]
+
+
+class Jobs:
+    """An engine that notes the first job and stops."""
+
+    compat, options = COMPAT[None], RunOptions()
+
+    def check_process(self):
+        raise UserError("enough")
+
+
+def test_a_call_says_what_it_is_made_longer_by(clip, monkeypatch):
+    made = []
+    monkeypatch.setattr(LTXPipeline, "_generate", lambda self, jobs, *rest: made.extend(jobs))
+    LTXPipeline(Jobs(), "distilled")("rain", video=clip(26), extend=1, num_frames=25)
+    assert made == [said("--video-path", clip(26), "--extend", 1, "--num-frames", 25)]
+    for wrong in (
+        dict(extend=1.0),
+        dict(video=clip(26), extend=1.0, start_time=0.1),
+        dict(video=clip(26), extend=0),
+        dict(video=clip(26), extend="1"),
+    ):
+        with pytest.raises(UserError, match="extend"):
+            LTXPipeline(Jobs(), "distilled")("rain", **wrong)
+    with pytest.raises(UserError, match="^extend 0: wanted .* as in extend 2"):
+        LTXPipeline(Jobs(), "distilled")("rain", video=clip(26), extend=0)

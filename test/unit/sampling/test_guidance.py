@@ -1,0 +1,452 @@
+"""Guidance is ltx-core's: predictions of the passes, what is made of them, the schedule; each trap
+beside the right formula."""
+
+import dataclasses
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import (
+    FP32_ROUNDING,
+    STREAMS,
+    Held,
+    block_summands,
+    call,
+    fp32_bound,
+    ltx_model,
+    made_config,
+    randn,
+    rel,
+    step_inputs,
+    step_number,
+)
+from jobs import make_job, replace
+from oracle import later_semantics
+from recipes_oracle import OFF
+from tiny import TinySizes
+from typed import said
+
+from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.denoise.guided_passes import prepare_passes
+from ltx_neuron.errors import UserError
+from ltx_neuron.models.guided import Guide
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program
+from ltx_neuron.models.signatures import PASSES
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.guidance import (
+    DEFAULT_STEPS,
+    DEFAULTS,
+    NEGATIVE_PROMPT,
+    SHORT_NEGATIVE_PROMPT,
+    Guidance,
+    StreamGuidance,
+)
+from ltx_neuron.sampling.latent_state import video_state
+from ltx_neuron.sampling.latents import audio_positions
+from ltx_neuron.sampling.schedules import ltx2_schedule, sigma_pairs
+from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS
+from ltx_neuron.sampling.spec import GuidanceFields, flag_of
+
+# Three blocks of a width of 32
+EQUAL = fp32_bound(*block_summands(32) * 3)
+# Elementwise arithmetic alone, at most sixteen roundings of an element
+EXACT = 16 * FP32_ROUNDING
+SHOWS = 5e-3  # passes differ from each other by 0.01 and more
+SCHEDULE = 16 * FP32_ROUNDING  # sigmas from 0 to 1, by at most sixteen operations
+
+SHAPE, FPS, AUDIO_TOKENS, LAYERS, STEPS, STEP = (2, 2, 3), 24.0, 9, 3, 5, 2
+# Held in part; the second appends keyframe tokens.
+IMAGES = (ImageCondition("", 0, 0.7), ImageCondition("", 8, 0.4))
+FULL = OFF | {"cfg_scale": 3.0, "stg_scale": 1.0, "stg_blocks": (1,), "modality_scale": 3.0, "rescale_scale": 0.7}
+VIDEO_AND_AUDIO = {
+    "the defaults": (FULL, FULL | {"cfg_scale": 7.0}),
+    "no rescale": (FULL | {"rescale_scale": 0.0}, FULL | {"rescale_scale": 0.0, "modality_scale": 1.5}),
+    "full rescale, unlike scales": (FULL | {"rescale_scale": 1.0}, FULL | {"stg_scale": -0.5, "rescale_scale": 0.25}),
+    "cfg of audio alone": (OFF, OFF | {"cfg_scale": 4.0}),
+    "stg of video alone": (OFF | {"stg_scale": 2.0, "stg_blocks": (0,)}, OFF),
+    "nothing": (OFF, OFF),
+}
+
+
+def guidance_of(video, audio) -> Guidance:
+    return Guidance(StreamGuidance(**video), StreamGuidance(**audio))
+
+
+# --- what is made of the predictions -------------------------------------------------------------
+@cache
+def state():
+    """A stage's state with a first frame and a keyframe, both held in part, and its distinct
+    timesteps."""
+    images = [(image, randn(1, 128, 1, *SHAPE[1:], seed=20 + i)) for i, image in enumerate(IMAGES)]
+    video = video_state(torch.zeros(1, 128, *SHAPE), FPS, images)
+    return video, Held(video.denoise_mask, video.clean_latent, *video.timestep_choice(len(video.masks), torch.float32))
+
+
+@cache
+def predictions() -> dict[str, torch.Tensor]:
+    """Random predictions that resemble each other; tokens differ in size and none has mean 0."""
+    tensors, tokens = {}, {"video": state()[0].latent.shape[1], "audio": AUDIO_TOKENS}
+    for s, stream in enumerate(STREAMS):
+        size = torch.linspace(0.3, 2.0, tokens[stream])[None, :, None]
+        cond = (randn(1, tokens[stream], 128, seed=s) + 0.8) * size
+        for i, name in enumerate(PASSES):
+            tensors[f"{name}_{stream}"] = cond + (0.4 * i) * randn(1, tokens[stream], 128, seed=10 * i + s)
+        tensors[f"{stream}_latent"] = randn(1, tokens[stream], 128, seed=50 + s)
+        tensors[f"guided_{stream}"] = randn(1, tokens[stream], 128, seed=60 + s)
+    return tensors
+
+
+def guide(video, audio, enabled=(1.0, 1.0), **changed) -> dict[str, torch.Tensor]:
+    """What our graph returns at STEP. changed: predictions or latents by name."""
+    pairs = sigma_pairs(ltx2_schedule(STEPS), GUIDED_MAX_STEPS)
+    computed = torch.ones(GUIDED_MAX_STEPS, 2)
+    computed[STEP] = torch.tensor(enabled)
+    values = (
+        predictions()
+        | changed
+        | step_number(STEP)
+        | {
+            "step_numbers": torch.arange(GUIDED_MAX_STEPS, dtype=torch.int32),
+            "sigmas": pairs[:, None].expand(-1, 2, 2),
+            "enabled_steps": computed,
+            "guidance": guidance_of(video, audio).weights(),
+            "denoise_mask": state()[0].denoise_mask,
+            "clean_latent": state()[0].clean_latent,
+        }
+    )
+    return Guide()(values)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_guided_step_whose_latents_are_broken_says_so_in_one_number(stream, value):
+    (healthy,) = guide(OFF, OFF)["finite"]
+    assert healthy.isfinite()
+    broken = predictions()[f"cond_{stream}"].clone()
+    broken[0, -1, 5] = float(value)
+    (number,) = guide(OFF, OFF, **{f"cond_{stream}": broken})["finite"]
+    assert not number.isfinite()
+
+
+def ltx_guided(stream: str, parameters: dict) -> torch.Tensor:
+    from ltx_core.components.guiders import MultiModalGuider, MultiModalGuiderParams
+
+    guider = MultiModalGuider(MultiModalGuiderParams(**parameters))
+    return guider.calculate(*(predictions()[f"{name}_{stream}"] for name in PASSES))
+
+
+def ltx_next(stream: str, guided: torch.Tensor) -> torch.Tensor:
+    """The next latent, by ltx-core's blend and Euler step."""
+    from ltx_core.components.diffusion_steps import EulerDiffusionStep
+    from ltx_pipelines.utils.helpers import post_process_latent
+
+    if stream == "video":
+        guided = post_process_latent(guided, state()[0].denoise_mask, state()[0].clean_latent)
+    return EulerDiffusionStep().step(
+        predictions()[f"{stream}_latent"], guided, torch.tensor(ltx2_schedule(STEPS)), STEP
+    )
+
+
+@pytest.mark.parametrize("name", VIDEO_AND_AUDIO)
+def test_the_guided_prediction_and_the_next_latents_are_ltx_cores(name):
+    both = dict(zip(STREAMS, VIDEO_AND_AUDIO[name], strict=True))
+    ours = guide(**both)
+    for stream in STREAMS:
+        theirs = ltx_guided(stream, both[stream])
+        assert rel(ours[f"guided_{stream}"], theirs) < EXACT
+        assert rel(ours[f"{stream}_latent"], ltx_next(stream, theirs)) < EXACT
+
+
+def test_each_stream_has_its_own_scales():
+    video, audio = VIDEO_AND_AUDIO["the defaults"]
+    assert rel(guide(video, audio)["guided_audio"], guide(video, video)["guided_audio"]) > SHOWS
+    assert torch.equal(guide(video, audio)["guided_video"], guide(video, video)["guided_video"])
+
+
+@pytest.mark.parametrize("skipped", STREAMS)
+def test_a_stream_that_skips_a_step_takes_it_with_its_last_prediction(skipped):
+    video, audio = VIDEO_AND_AUDIO["the defaults"]
+    on = tuple(float(stream != skipped) for stream in STREAMS)
+    ours, always = guide(video, audio, on), guide(video, audio)
+    last = predictions()[f"guided_{skipped}"]
+    assert torch.equal(ours[f"guided_{skipped}"], last)
+    assert rel(ours[f"{skipped}_latent"], ltx_next(skipped, last)) < EXACT
+    other = STREAMS[1 - STREAMS.index(skipped)]
+    assert torch.equal(ours[f"{other}_latent"], always[f"{other}_latent"])
+
+
+# --- the passes ----------------------------------------------------------------------------------
+@cache
+def model():
+    content, config = made_config(TinySizes(layers=LAYERS))
+    ltx = ltx_model(content)
+    return ltx, config, ltx.state_dict()
+
+
+@cache
+def values() -> dict[str, torch.Tensor]:
+    video, held = state()
+    inputs = step_inputs(model()[1], model()[2], ltx2_schedule(STEPS), video.positions, AUDIO_TOKENS, held)
+    return inputs | step_number(STEP)
+
+
+def our_pass(keep: torch.Tensor, enabled=(1.0, 1.0)) -> dict[str, torch.Tensor]:
+    """The x0 predictions of one pass at STEP, by our whole-pass graph."""
+    _, config, weights = model()
+    bucket = Bucket(state()[0].positions.shape[2], AUDIO_TOKENS, len(state()[1].masks), STEPS, guided=True)
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 0)
+    steps = torch.ones(STEPS, 2)
+    steps[STEP] = torch.tensor(enabled)
+    outputs = call(program, "step", 0, weights, values() | {"keep": keep, "enabled_steps": steps})
+    return {stream: outputs[f"{stream}_x0"] for stream in STREAMS}
+
+
+def of(video: dict, audio: dict, name: str) -> dict[str, torch.Tensor]:
+    """A pass as Guidance asks for it."""
+    return our_pass(guidance_of(video, audio).keep(name, LAYERS, torch.float32))
+
+
+def ltx_pass(perturbed=(), enabled=(True, True)) -> dict[str, torch.Tensor]:
+    """The same by ltx-core. perturbed: (type, blocks), None being all blocks."""
+    from ltx_core.guidance.perturbations import (
+        BatchedPerturbationConfig,
+        Perturbation,
+        PerturbationConfig,
+        PerturbationType,
+    )
+    from ltx_core.model.transformer import X0Model
+    from ltx_core.types import LatentState
+    from ltx_pipelines.utils.helpers import modality_from_latent_state
+
+    def bounds(middles):  # ltx-core takes the middle of these
+        return torch.stack([middles, middles], dim=-1)
+
+    given, (video, _) = values(), state()
+    states = (
+        LatentState(given["video_latent"], video.denoise_mask[None], bounds(video.positions), video.clean_latent),
+        LatentState(
+            given["audio_latent"],
+            torch.ones(1, AUDIO_TOKENS, 1),
+            bounds(audio_positions(AUDIO_TOKENS)),
+            torch.zeros_like(given["audio_latent"]),
+        ),
+    )
+    sigma = given["sigmas"][STEP, 0, 0]
+    modalities = [
+        modality_from_latent_state(one, given[f"{stream}_context"], sigma, on)
+        for one, stream, on in zip(states, STREAMS, enabled, strict=True)
+    ]
+    config = PerturbationConfig([Perturbation(PerturbationType[kind], blocks) for kind, blocks in perturbed])
+    with later_semantics(), torch.no_grad():
+        outputs = X0Model(model()[0])(*modalities, BatchedPerturbationConfig([config]))
+    return dict(zip(STREAMS, outputs, strict=True))
+
+
+def distances(ours, theirs) -> dict[str, float]:
+    return {stream: rel(ours[stream], theirs[stream]) for stream in STREAMS}
+
+
+def stg(blocks, scale=1.0) -> dict:
+    return OFF | {"stg_scale": scale, "stg_blocks": blocks}
+
+
+VIDEO_SELF, AUDIO_SELF = "SKIP_VIDEO_SELF_ATTN", "SKIP_AUDIO_SELF_ATTN"
+A2V, V2A = "SKIP_A2V_CROSS_ATTN", "SKIP_V2A_CROSS_ATTN"
+PASS_CASES = {
+    "conditional": (OFF, OFF, "cond", ()),
+    "one block, both streams": (stg((1,)), stg((1,)), "perturbed", ((VIDEO_SELF, [1]), (AUDIO_SELF, [1]))),
+    "other blocks in each stream": (stg((0, 2)), stg((1,)), "perturbed", ((VIDEO_SELF, [0, 2]), (AUDIO_SELF, [1]))),
+    "all blocks, video alone": (stg((0, 1, 2)), OFF, "perturbed", ((VIDEO_SELF, None),)),
+    "audio alone, video's blocks unused": (stg((0,), 0.0), stg((2,)), "perturbed", ((AUDIO_SELF, [2]),)),
+    "isolated": (OFF, OFF, "isolated", ((A2V, None), (V2A, None))),
+}
+
+
+@pytest.mark.parametrize("name", PASS_CASES)
+def test_a_pass_predicts_what_ltx_core_does(name):
+    video, audio, kind, perturbed = PASS_CASES[name]
+    ours = of(video, audio, kind)
+    assert max(distances(ours, ltx_pass(perturbed)).values()) < EQUAL
+    if kind != "cond":
+        assert max(distances(ours, ltx_pass()).values()) > SHOWS
+
+
+BOTH_IN_BLOCK_1 = ((VIDEO_SELF, [1]), (AUDIO_SELF, [1]))
+
+
+@pytest.mark.parametrize("enabled", [(True, False), (False, True)], ids=["audio disabled", "video disabled"])
+@pytest.mark.parametrize("perturbed", [(), BOTH_IN_BLOCK_1], ids=["conditional", "perturbed"])
+def test_a_stream_that_skips_a_step_is_seen_by_the_other_as_ltx_core_has_it(enabled, perturbed):
+    keep = guidance_of(stg((1,)), stg((1,))).keep("perturbed" if perturbed else "cond", LAYERS, torch.float32)
+    ours, theirs = our_pass(keep, tuple(map(float, enabled))), ltx_pass(perturbed, enabled)
+    assert max(distances(ours, theirs).values()) < EQUAL
+    other = STREAMS[enabled.index(True)]
+    assert rel(ours[other], ltx_pass(perturbed)[other]) > SHOWS  # it matters to the other stream
+
+
+def test_what_is_kept_in_each_block_is_ltx_cores_mask():
+    from ltx_core.guidance.perturbations import (
+        BatchedPerturbationConfig,
+        Perturbation,
+        PerturbationConfig,
+        PerturbationType,
+    )
+
+    config = PerturbationConfig(
+        [Perturbation(PerturbationType[VIDEO_SELF], [0, 3]), Perturbation(PerturbationType[AUDIO_SELF], [2])]
+    )
+    batched = BatchedPerturbationConfig([config])
+    columns = [PerturbationType[kind] for kind in (VIDEO_SELF, AUDIO_SELF, A2V, V2A)]
+    wanted = torch.stack(
+        [torch.cat([batched.mask(kind, block, "cpu", torch.float32) for kind in columns]) for block in range(4)]
+    )
+    assert torch.equal(guidance_of(stg((0, 3)), stg((2,))).keep("perturbed", 4, torch.float32), wanted)
+
+
+# --- which passes a step runs --------------------------------------------------------------------
+class RecordingRanks:
+    """Stands for the ranks: keeps what would be uploaded and defined."""
+
+    def __init__(self):
+        self.tensors, self.sequences = {}, {}
+
+    def put(self, _, like=None, **tensors):
+        self.tensors |= tensors
+
+    def define(self, _, sequence, runs):
+        self.sequences[sequence] = runs
+
+
+def defined(guidance: Guidance, steps=6, compat_1_0_0=False):
+    """(ranks, the sequence of every step) of a stage with that guidance."""
+    ranks = RecordingRanks()
+    bucket = Bucket(2, 3, 1, max_steps=8, guided=True)
+    contexts = [SimpleNamespace(video=torch.full((1,), i), audio=torch.full((1,), -i)) for i in (1, 2)]
+    model = LAYERS, torch.float32, compat_1_0_0
+    return ranks, prepare_passes(ranks, bucket, guidance, range(steps), contexts, *model)
+
+
+NEEDED = {
+    "nothing": (OFF, OFF, ("cond",)),
+    "cfg 1 to the last digit but one": (OFF | {"cfg_scale": 1 + 1e-10}, OFF, ("cond",)),
+    "cfg of one stream": (OFF, OFF | {"cfg_scale": 0.0}, ("cond", "uncond")),
+    "stg": (stg((1,), -1.0), OFF, ("cond", "perturbed")),
+    "modality": (OFF, OFF | {"modality_scale": 2.0}, ("cond", "isolated")),
+    "all": (FULL, OFF, ("cond", "uncond", "perturbed", "isolated")),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_step_runs_the_passes_that_a_stream_needs_and_no_other(name):
+    video, audio, needed = NEEDED[name]
+    guidance = guidance_of(video, audio)
+    assert guidance.passes() == needed
+    ranks, sequence = defined(guidance)
+    *passes, (last, unread, _) = ranks.sequences["guided"]
+    assert [writes["video_x0"] for _, _, writes in passes] == [f"{kind}_video" for kind in needed]
+    assert (last, unread) == ("guide", {f"{k}_{s}": f"cond_{s}" for k in PASSES if k not in needed for s in STREAMS})
+    assert sequence == ["guided"] * 6
+    job = make_job("a", recipe="dev", guidance=guidance)
+    assert len(job.prompts) == (2 if "uncond" in needed else 1)
+
+
+def test_a_step_that_both_streams_skip_runs_no_pass():
+    guidance = guidance_of(FULL | {"skip_step": 1}, FULL | {"skip_step": 2})
+    ranks, sequence = defined(guidance)
+    assert sequence == ["guided", "repeat", "guided", "guided", "guided", "repeat"]
+    assert [run for run, _, _ in ranks.sequences["repeat"]] == ["guide"]
+    assert ranks.tensors["enabled_steps"][:6].tolist() == [[1, 1], [0, 0], [1, 0], [0, 1], [1, 0], [0, 0]]
+
+
+def test_the_negative_pass_reads_both_negative_contexts():
+    ranks, _ = defined(guidance_of(FULL, FULL))
+    _, reads, _ = ranks.sequences["guided"][1]
+    assert ranks.tensors[reads["video_context"]].item() == 2
+    assert ranks.tensors[reads["audio_context"]].item() == -2
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_only_the_first_release_computes_a_skipped_stream_in_the_negative_pass(compat):
+    ranks, _ = defined(guidance_of(FULL | {"skip_step": 1}, FULL), compat_1_0_0=compat)
+    reads = {writes["video_x0"]: reads for _, reads, writes in ranks.sequences["guided"][:-1]}
+    assert [name for name, read in reads.items() if "enabled_steps" in read] == (["uncond_video"] if compat else [])
+    if compat:
+        assert ranks.tensors["enabled_always"].all()
+
+
+@pytest.mark.parametrize("skip", range(4))
+def test_skipped_steps_are_those_of_ltx_core(skip):
+    from ltx_core.components.guiders import MultiModalGuider, MultiModalGuiderParams
+
+    guider, ours = (MultiModalGuider(MultiModalGuiderParams(skip_step=skip)), StreamGuidance(skip_step=skip))
+    assert [ours.computes(step) for step in range(12)] == [not guider.should_skip_step(step) for step in range(12)]
+
+
+# --- schedule, defaults, flags -------------------------------------------------------------------
+def test_the_schedule_is_ltx_cores_for_every_number_of_steps():
+    from ltx_core.components.schedulers import LTX2Scheduler
+
+    for steps in (*range(1, 41), GUIDED_MAX_STEPS):
+        ours, theirs = torch.tensor(ltx2_schedule(steps)), LTX2Scheduler().execute(steps)
+        assert ours.shape == theirs.shape == (steps + 1,)
+        assert (ours - theirs).abs().max() <= SCHEDULE, steps
+        assert ours[-2] == pytest.approx(0.1) and ours[-1] == 0
+
+
+def test_defaults_are_those_of_ltx_pipelines():
+    from ltx_pipelines.utils.constants import DEFAULT_NEGATIVE_PROMPT, LTX_2_3_PARAMS
+
+    assert LTX_2_3_PARAMS.num_inference_steps == DEFAULT_STEPS
+    # 1.2.0 added words before those of the installed release.
+    assert SHORT_NEGATIVE_PROMPT == DEFAULT_NEGATIVE_PROMPT
+    assert NEGATIVE_PROMPT.endswith(f"speech_ending_short, {DEFAULT_NEGATIVE_PROMPT}")
+    job = make_job("rain", recipe="dev")
+    for compat, wanted in ((None, NEGATIVE_PROMPT), ("ltx-core-1.0.0", SHORT_NEGATIVE_PROMPT)):
+        assert replace(job, compat=compat).prompts == ("rain", wanted)
+    for stream in STREAMS:
+        theirs = dataclasses.asdict(getattr(LTX_2_3_PARAMS, f"{stream}_guider_params"))
+        ours = dataclasses.asdict(getattr(DEFAULTS, stream))
+        assert ours | {"stg_blocks": list(ours["stg_blocks"])} == theirs
+
+
+def guidance_by_flags(*words) -> Guidance | None:
+    return said("--recipe", "dev", *words).guidance
+
+
+def test_flags_have_the_names_and_meanings_of_ltx_pipelines():
+    from ltx_pipelines.utils.args import default_1_stage_arg_parser
+    from ltx_pipelines.utils.constants import LTX_2_3_PARAMS
+
+    theirs = default_1_stage_arg_parser(params=LTX_2_3_PARAMS)._option_string_actions
+    assert {*map(flag_of, GuidanceFields.model_fields)} <= theirs.keys()
+    parsed = guidance_by_flags(
+        "--a2v-guidance-scale", "2", "--audio-stg-blocks", "1", "2", "--video-stg-blocks", "--video-skip-step", "1"
+    )
+    # a2v is video's.
+    wanted = replace(DEFAULTS.video, modality_scale=2.0, stg_blocks=(), skip_step=1)
+    assert parsed == Guidance(wanted, replace(DEFAULTS.audio, stg_blocks=(1, 2)))
+    assert guidance_by_flags() is None
+
+
+def test_blocks_that_the_model_lacks_are_named_unless_nothing_reads_them():
+    with pytest.raises(UserError, match=r"(?s)audio.* 28: this model has blocks 0\.\.2"):
+        guidance_of(stg((1,)), stg((2, 28))).check(LAYERS)
+    guidance_of(stg((28,), 0.0), OFF).check(LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("cfg_scale", float("nan"), "--audio-cfg-guidance-scale: got nan, wanted a finite number"),
+        ("stg_scale", float("inf"), "--audio-stg-guidance-scale: got inf, wanted a finite number"),
+        ("modality_scale", float("nan"), "--v2a-guidance-scale: got nan, wanted a finite number"),
+        ("rescale_scale", float("-inf"), "--audio-rescale-scale: got -inf, wanted a finite number"),
+        ("skip_step", -1, "--audio-skip-step: got -1, wanted at least 0"),
+    ],
+)
+def test_scales_that_cannot_be_are_refused(field, value, said):
+    guidance = guidance_of(OFF, OFF | {field: value})
+    with pytest.raises(UserError, match=said):
+        make_job("rain", recipe="dev", guidance=guidance).check()

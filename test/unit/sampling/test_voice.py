@@ -1,0 +1,351 @@
+"""A reference voice: its tokens, its graphs, the fifth pass, and what its flags and requests say.
+Whole runs beside an oracle: test/slow/test_given_recipes.py."""
+
+import json
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import Held, call, ltx_model, made_config, randn, rel, step_inputs, step_number, tone, write_sound
+from jobs import make_job, read_voice, replace
+from safetensors.torch import save_file
+from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS
+from typed import parsed
+
+from ltx_neuron import flags
+from ltx_neuron.batch import read_lines
+from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.denoise.guided_passes import prepare_passes
+from ltx_neuron.errors import UserError
+from ltx_neuron.host import encode_inputs
+from ltx_neuron.job import Job, Size
+from ltx_neuron.models import attention
+from ltx_neuron.models.guided import Guide
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program
+from ltx_neuron.models.signatures import NO_VOICE, PASSES
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditions import ReferenceAudio
+from ltx_neuron.sampling.guidance import DEFAULTS, StreamGuidance
+from ltx_neuron.sampling.latent_state import audio_state, initial_states, video_state
+from ltx_neuron.sampling.latents import reference_audio_positions, unpatchify_audio
+from ltx_neuron.sampling.schedules import sigma_pairs
+from ltx_neuron.service.jobs import job_of
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.weights.lora import Lora
+
+ONE, TWO = Size(128, 192, 17, 25.0), Size(128, 192, 17, 25.0, two_stage=True)
+AUDIO, TREF = 17, 26  # latents of 17 frames at 25 a second, and of 1 s
+LORAS = (Lora(Path(__file__)),)
+
+
+@pytest.fixture(scope="module")
+def voice(tmp_path_factory) -> str:
+    """A mono file of 1 s."""
+    stored = (tone(16000, 1.0)[:1] * 2**15).short().numpy()
+    path = tmp_path_factory.mktemp("voice") / "voice.wav"
+    return str(write_sound(path, stored, 16000, "pcm_s16le", "mono", "s16"))
+
+
+@pytest.fixture(scope="module")
+def id_lora(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("lora") / "id.safetensors"
+    save_file({"x": torch.zeros(2)}, path)
+    return str(path)
+
+
+def job(size=ONE, recipe="dev", **given) -> Job:
+    given = dict(reference_sound=ReferenceAudio(__file__, TREF), stage_1_loras=LORAS) | given
+    return make_job("a woman says hello", size, recipe=recipe, **given)
+
+
+# --- graphs and guidance --------------------------------------------------------------------------
+
+
+def test_stage_1_alone_has_the_voices_tokens_and_only_the_guided_one_the_bias():
+    tokens = AUDIO + TREF
+    assert job().buckets == [Bucket(72, tokens, 1, 64, True, 2, identity=True)]
+    first, second = job(TWO).buckets
+    assert first == Bucket(18, tokens, 1, 64, True, 2, identity=True)
+    assert first.name == "v18-a43t2-t1-s64-guided-identity"
+    assert second == Bucket(72, AUDIO, 1, 8)  # of every job
+    assert job(recipe="distilled").buckets == [Bucket(72, tokens, 1, 8, False, 2)]
+
+
+def test_at_scale_0_there_are_no_pass_and_no_bias():
+    off = job(reference_sound=ReferenceAudio(__file__, TREF, identity_scale=0.0))
+    assert off.buckets == [Bucket(72, AUDIO + TREF, 1, 64, True, 2)]
+    assert off.passes == PASSES and job().passes == (*PASSES, NO_VOICE)
+    assert (off.identity_scale, job().identity_scale) == (0.0, 3.0)
+
+
+def test_defaults_are_those_of_id_lora():
+    video, audio = job().resolved_guidance.streams
+    assert video == StreamGuidance(3.0, 1.0, (29,), 3.0) and audio == replace(video, cfg_scale=7.0)
+    assert job().steps == 30 and make_job("rain", recipe="dev").resolved_guidance == DEFAULTS
+
+
+@pytest.mark.parametrize("recipe", ["dev", "distilled"])
+def test_stage_2_keeps_stage_1s_sound_which_is_heard(recipe):
+    made, latent = job(TWO, recipe), randn(1, 8, AUDIO, 16, seed=3)
+    assert {replace(made, compat=compat).audio_key for compat in COMPAT} == {"s1_audio"}
+    start = torch.zeros(1, 128, 3, 4, 6), latent
+    _, sound = initial_states(made, True, {}, start, [], COMPAT[None], torch.float32)
+    assert sound.frozen and sound.positions.shape[2] == AUDIO
+    kept = sound.noised(torch.Generator(), 0.9)
+    assert torch.equal(unpatchify_audio(kept), latent)
+
+
+def test_the_voice_lies_behind_the_clip_and_in_time_before_it():
+    """Its middles, by the text of its positions: a grid of 40 ms, less its end, less 40 ms."""
+    latents = randn(1, 8, TREF, 16, seed=4)
+    start = torch.zeros(1, 128, 3, 4, 6), torch.zeros(1, 8, AUDIO, 16)
+    given = {"audio_reference": latents}, start, [], COMPAT[None], torch.float32
+    _, sound = initial_states(job(), False, *given)
+    assert torch.equal(sound.positions[..., AUDIO:], reference_audio_positions(TREF))
+    end = 0.01 + 0.04 * (TREF - 1)
+    middles = [0.005, *(0.03 + 0.04 * n for n in range(TREF - 1))]
+    wanted = torch.tensor(middles) - end - 0.04
+    assert (sound.positions[0, 0, AUDIO:] - wanted).abs().max() < 1e-6
+    assert sound.positions[0, 0, -1] == pytest.approx(-0.06, abs=1e-6)
+    assert sound.denoise_mask[:, 0].tolist() == [1.0] * AUDIO + [0.0] * TREF
+    # The clip's noise does not depend on the voice, but all later draws do.
+    drawn = [torch.Generator().manual_seed(1) for _ in range(2)]
+    with_voice, without = sound.noised(drawn[0], 1.0), audio_state(start[1]).noised(drawn[1], 1.0)
+    assert torch.equal(with_voice[:, :AUDIO], without)
+    assert torch.equal(unpatchify_audio(with_voice[:, AUDIO:]), latents)
+    assert not torch.equal(drawn[0].get_state(), drawn[1].get_state())
+
+
+# --- the fifth pass -------------------------------------------------------------------------------
+
+REFERENCE, LAYERS = 7, 2
+
+
+@cache
+def stepped(own: bool, kernel: str = "sdpa", left_out: bool = False):
+    """x0 of a guided pass over a clip with REFERENCE held audio tokens behind its own, or, `own`,
+    over the clip's own alone. left_out: the bias leaves them out."""
+    content, config = made_config()
+    weights = ltx_model(content).state_dict()
+    tokens = AUDIO_TOKENS if own else AUDIO_TOKENS + REFERENCE
+    video = video_state(torch.zeros(1, 128, *SHAPE), FPS, [])
+    rows, choice = video.timestep_choice(1, torch.float32)
+    held = Held(video.denoise_mask, video.clean_latent, rows, choice)
+    values = step_inputs(config, weights, (1.0, 0.6, 0.0), video.positions, AUDIO_TOKENS + REFERENCE, held)
+    bucket = Bucket(18, tokens, 1, 2, guided=True, audio_timesteps=2, identity=not own)
+    mask = torch.ones(AUDIO_TOKENS + REFERENCE, 1)
+    mask[AUDIO_TOKENS:] = 0
+    values |= {
+        "sigmas": sigma_pairs((1.0, 0.6, 0.0), 2)[:, None].expand(-1, 2, 2),
+        "audio_modulation": values["audio_modulation"].repeat(1, 2, 1, 1),
+        "audio_timestep_mask": torch.cat([mask, 1 - mask], 1),
+        "audio_denoise_mask": mask,
+        "audio_clean_latent": values["audio_latent"],
+        "enabled_steps": torch.ones(2, 2),
+        "keep": torch.ones(1, 4),
+        "audio_bias": (1 - mask).T * (torch.finfo(torch.float32).min if left_out else 0),
+    }
+    for name in ("audio_latent", "audio_clean_latent"):
+        values[name] = values[name][:, :tokens]
+    for name in ("audio_timestep_mask", "audio_denoise_mask"):
+        values[name] = values[name][:tokens]
+    for name in ("audio_cos", "audio_sin", "audio_cross_cos", "audio_cross_sin"):
+        values[name] = values[name][:, :, :tokens]
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 1, kernel)
+    values |= step_number(1)
+    for name, first in program.runs["pass"]:
+        values = values | call(program, name, first, weights, values)
+    return values["video_x0"], values["audio_x0"][:, :AUDIO_TOKENS]
+
+
+@pytest.mark.parametrize("kernel", attention.KERNELS)
+def test_a_bias_leaves_the_voices_tokens_out_exactly(kernel):
+    cut, left_out, heard = stepped(True), stepped(False, kernel, True), stepped(False, kernel)
+    assert max(map(rel, left_out, cut)) < EQUAL
+    assert min(map(rel, heard, cut)) > SHOWS
+
+
+def guided(scale: float, rescale: float = 0.0) -> tuple[dict, dict]:
+    """What the graph makes of random predictions, and these."""
+    tokens = {"video": 6, "audio": 5}  # of these 3 own ones
+    values = {
+        f"{name}_{stream}": randn(1, count, 128, seed=10 * i + len(stream))
+        for i, name in enumerate((*PASSES, "guided", NO_VOICE))
+        for stream, count in tokens.items()
+    }
+    own = torch.tensor([1.0, 1, 1, 0, 0])[:, None]
+    weights = [[2.0, 1.0, 2.0, rescale]] * 2
+    values |= step_number(0) | {
+        **{f"{s}_latent": randn(1, n, 128, seed=n) for s, n in tokens.items()},
+        "step_numbers": torch.arange(2, dtype=torch.int32),
+        "sigmas": sigma_pairs((1.0, 0.6, 0.0), 2)[:, None].expand(-1, 2, 2),
+        "enabled_steps": torch.ones(2, 2),
+        "guidance": torch.tensor(weights),
+        "denoise_mask": torch.ones(6, 1),
+        "clean_latent": torch.zeros(1, 6, 128),
+        "audio_denoise_mask": own,
+        "audio_clean_latent": randn(1, 5, 128, seed=77),
+        "identity": torch.tensor([scale]),
+    }
+    return Guide()(values), values
+
+
+def test_identity_guidance_adds_a_term_to_the_clips_own_sound_alone():
+    (off, values), (on, _) = guided(0.0), guided(3.0)
+    term = 3 * (values["cond_audio"] - values["without_audio"])
+    assert rel(on["guided_audio"][:, :3] - off["guided_audio"][:, :3], term[:, :3]) < 1e-5
+    assert torch.equal(on["guided_audio"][:, 3:], off["guided_audio"][:, 3:])
+    assert torch.equal(on["guided_video"], off["guided_video"])
+
+
+def test_a_rescale_follows_the_term_and_counts_the_voices_tokens():
+    (plain, values), (made, _) = guided(3.0), guided(3.0, 0.7)
+    x0, cond = plain["guided_audio"], values["cond_audio"]
+    wanted = x0 * (0.7 * cond.std() / x0.std() + 0.3)
+    assert rel(made["guided_audio"], wanted) < 1e-5
+    own = x0[:, :3] * (0.7 * cond[:, :3].std() / x0[:, :3].std() + 0.3)
+    assert rel(made["guided_audio"][:, :3], own) > SHOWS
+
+
+def test_every_pass_but_the_fifth_hears_the_voice():
+    class Ranks:
+        tensors, sequences = {}, {}
+
+        def put(self, _, like=None, **tensors):
+            self.tensors.update(tensors)
+
+        def define(self, _, sequence, runs):
+            self.sequences[sequence] = runs
+
+    made, ranks = job(), Ranks()
+    (bucket,) = made.buckets
+    start = torch.zeros(1, 128, 3, 4, 6), torch.zeros(1, 8, AUDIO, 16)
+    given = {"audio_reference": randn(1, 8, TREF, 16)}, start, [], COMPAT[None], torch.bfloat16
+    _, sound = initial_states(made, False, *given)
+    contexts = [Contexts(torch.zeros(1), torch.zeros(1), torch.zeros(1), None)] * 2
+    more = contexts, 48, torch.bfloat16, False, made.identity_scale, sound
+    prepare_passes(ranks, bucket, made.resolved_guidance, range(2), *more)
+    *passes, (last, _, _) = ranks.sequences["guided"]
+    assert last == "guide"
+    assert [writes["audio_x0"] for _, _, writes in passes] == [f"{n}_audio" for n in made.passes]
+    biases = [reads.get("audio_bias", "audio_bias") for _, reads, _ in passes]
+    assert biases[:4] == ["audio_bias"] * 4 and not ranks.tensors["audio_bias"].any()
+    left_out = ranks.tensors[biases[4]].to(torch.bfloat16)
+    assert (left_out[0, :AUDIO] == 0).all()
+    assert (left_out[0, AUDIO:] == torch.finfo(torch.bfloat16).min).all()
+    fifth = passes[4][1]
+    assert not {"video_context", "audio_context"} & fifth.keys() and fifth["keep"] == "keep_cond"
+    assert ranks.tensors["identity"].item() == 3.0
+
+
+# --- files and flags ------------------------------------------------------------------------------
+
+
+def test_a_mono_voice_is_in_both_channels(voice, capsys):
+    heard = []
+
+    def encode_audio(sound):
+        heard.append(sound.samples)
+        return torch.zeros(1), randn(1, 8, TREF, 16)
+
+    host = SimpleNamespace(encode_audio=encode_audio)
+    found = encode_inputs.encode(host, job(reference_sound=ReferenceAudio(voice, TREF)))
+    assert found["audio_reference"].shape == (1, 8, TREF, 16)
+    left, right = heard[0]
+    assert torch.equal(left, right) and left.any() and len(left) == 16000
+    assert f"--reference-audio {voice}: mono sound" in capsys.readouterr().out
+
+
+def test_all_of_a_file_is_the_voice_or_its_first_seconds(voice):
+    whole = read_voice(voice)
+    assert whole == ReferenceAudio(voice, TREF)
+    cut = read_voice(voice, reference_audio_max_duration=0.5)
+    assert cut == ReferenceAudio(voice, 13, 0.5)
+
+
+def made(*words, recipe="dev") -> Job:
+    args = parsed("--prompt", "she says hello", "--recipe", recipe, *words)
+    found = flags.job(args)
+    found.check()
+    return found
+
+
+def test_flags_make_the_job_and_its_line_makes_it_again(voice, id_lora):
+    words = "--reference-audio", voice, "--ic-lora", id_lora
+    plain = made(*words)
+    assert plain.reference_sound == ReferenceAudio(voice, TREF) and plain.identity_scale == 3.0
+    scaled = made(*words, "--identity-guidance-scale", 1.5, "--audio-cfg-guidance-scale", 4)
+    assert scaled.identity_scale == 1.5
+    video, audio = scaled.resolved_guidance.streams
+    assert (video.rescale_scale, audio.cfg_scale, audio.stg_blocks) == (0.0, 4.0, (29,))
+    hq = made(*words, "--sampler", "res_2s", "--two-stage")
+    assert [each.rescale_scale for each in hq.resolved_guidance.streams] == [0.0, 0.0]
+    for each in (plain, scaled, hq, made(*words, recipe="distilled")):
+        line = json.loads(json.dumps(each.with_paths(lambda path: path.name).to_line()))
+        line["ic_lora"] = [[id_lora, 1.0]]
+        assert job_of(line, Path(voice).parent).describe() == each.describe()
+
+
+def test_lines_mix_voices_with_other_kinds(voice, id_lora, tmp_path):
+    path = tmp_path / "jobs.jsonl"
+    given = [{}, {"reference_audio": voice, "ic_lora": id_lora, "two_stage": True}]
+    path.write_text("\n".join(json.dumps({"prompt": "she says hello"} | line) for line in given))
+    plain, voiced = (line.job for line in read_lines(path, flags.job_of_line(parsed()), {}))
+    assert plain.reference_sound is None and voiced.voice == ReferenceAudio(voice, TREF)
+    assert voiced.buckets[1] in replace(plain, size=voiced.size).buckets
+
+
+def refused(*words, recipe="dev") -> str:
+    with pytest.raises(UserError) as error:
+        made(*words, recipe=recipe)
+    return str(error.value)
+
+
+def test_what_does_not_go_together_is_said_with_what_to_type(voice, id_lora, tmp_path):
+    words, lora = ("--reference-audio", voice), ("--ic-lora", id_lora)
+    assert refused(*words) == (
+        "--reference-audio goes with --ic-lora, got no --ic-lora; type --ic-lora PATH as well, or"
+        " leave out --reference-audio"
+    )
+    assert refused(*words, *lora, "--audio-path", voice).startswith(
+        "--reference-audio does not go with --audio-path: that sound is what is heard, nothing is spoken"
+    )
+    scale = "--identity-guidance-scale", 3
+    assert refused(*words, *lora, *scale, recipe="distilled").startswith(
+        "--identity-guidance-scale is of the dev recipe, as the other scales are; leave it out"
+    )
+    assert "needs --reference-audio FILE" in refused(*lora, *scale)
+    assert "does not go with --reference-video" in refused(*words, "--reference-video", voice)
+    # HQ's LoRA, in stage 1 as well, is not the voice's.
+    hq = "--sampler", "res_2s", "--two-stage", "--distilled-lora-strength-stage-1", 0.25
+    hq = *hq, "--distilled-lora", id_lora
+    assert refused(*words, *hq) == refused(*words)
+    samples = torch.ones(6, 8000).short().T.reshape(1, -1).contiguous().numpy()
+    six = write_sound(tmp_path / "six.wav", samples, 16000, "pcm_s16le", "5.1", "s16")
+    assert "has 6 channels" in refused("--reference-audio", six, *lora)
+    assert refused(*words, *lora, "--reference-audio-max-duration", 0.01).endswith(
+        "is too short to be encoded; pass a longer sound or a larger --reference-audio-max-duration"
+    )
+    mute = torch.zeros(1, 8000).short().numpy()
+    path = write_sound(tmp_path / "mute.wav", mute, 16000, "pcm_s16le", "mono", "s16")
+    assert "holds no sound" in refused("--reference-audio", path, *lora)
+    assert "no such file" in refused("--reference-audio", tmp_path / "none.wav", *lora)
+
+
+def test_a_shape_needs_no_lora_as_its_graphs_do_not_depend_on_one(voice):
+    parser = flags.parser("", "", gemma=False)
+    flags.add_job(parser, "size", "shape")
+    words = "--checkpoint-path", "x", "--reference-audio", voice, "--identity-guidance-scale", "0"
+    shape = flags.shape(parser.parse_args(words), "dev")
+    shape.check_shape()
+    assert not shape.buckets[0].identity
+
+
+@pytest.mark.parametrize(("latents", "seconds"), [(26, "1.0"), (126, None), (300, "12.0")])
+def test_a_voice_much_shorter_or_longer_than_the_training_is_noted(voice, latents, seconds):
+    notes = encode_inputs.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
+    said = f"{voice} gives {seconds} s of sound; its LoRA was trained on about 5 s"
+    assert [said in note for note in notes] == [True] * (seconds is not None)

@@ -1,0 +1,203 @@
+"""The page at / without a browser: what is served, that it asks no other site, and the session
+cookie by which it uses the API."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
+
+from conftest import ROOT
+from service_app import FORM, MOST_BODY, SIZE, Got, Sent, form, get, opened
+
+from ltx_neuron.service import page
+from ltx_neuron.service.fields import KNOWN
+from ltx_neuron.service.picture import FORMATS
+
+HOST = b"127.0.0.1:8000"
+OWN, EVIL = b"http://" + HOST, b"http://evil.example"
+FILES = ("/", "/web/page.js", "/web/page.css", "/web/icon.svg")
+WEB = Path(page.__file__).parent / "web"
+
+
+@pytest.fixture
+def service(tmp_path):
+    with opened(tmp_path, page=True) as made:
+        yield made
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+def test_the_page_and_its_files_name_no_other_site(service):
+    found = {path: get(service, path) for path in FILES}
+    assert all(got.status == 200 for got in found.values())
+    named = re.findall(r"(?:src|href)=\"([^\"]*)", found["/"].body.decode())
+    assert {f"/{name}" for name in named} == {*FILES, "/docs"} - {"/"}
+    text = "".join(got.body.decode() for got in found.values())
+    assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_the_browser_runs_only_the_pages_own_files(service):
+    for path in FILES:
+        policy = get(service, path).headers[b"content-security-policy"].decode()
+        assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy
+        sources = {source for part in policy.split(";") for source in part.split()[1:]}
+        assert sources == {"'self'", "'none'"}
+    html = get(service, "/").body.decode()
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=)", html)
+
+
+def test_every_field_of_the_page_is_one_that_the_api_knows():
+    script, html = (WEB / "page.js").read_text(), (WEB / "index.html").read_text()
+    names = {*re.findall(r" name=\"(\w+)\"", html), *re.findall(r"body\.set\(\"(\w+)", script)}
+    assert {"prompt", "size", "recipe", "two_stage", "num_frames", "negative_prompt"} < names
+    assert names - {"viewport", "duration"} <= KNOWN
+    files = re.search(r"const FILES = \{(.*?)\};", script, re.DOTALL)[1]
+    sent = {*re.findall(r"^  (\w+):", files, re.MULTILINE), *re.findall(r"\"([a-z_]+)\"", files)}
+    assert {"input_reference", "audio_reference", "start_time"} < sent <= KNOWN
+    kinds = re.search(r"input_reference: \[.*?((?:image/\w+(?:, )?)+)", script)[1].split(", ")
+    assert kinds == [f"image/{name.lower()}" for name in FORMATS]
+
+
+def test_the_page_tells_nothing_of_the_service_to_who_has_no_token(service):
+    for path in FILES:
+        text = get(service, path, authorization=b"").body.decode()
+        for word in (SIZE, '"tiny"', "ada", str(service.queue.folder)):
+            assert word not in text, (path, word)
+    for method in ("GET", "POST", "DELETE"):
+        got = service.ask(Sent(method, "/session", b"", service.headers(authorization=b"")))
+        assert got.status == 401 and b"set-cookie" not in got.headers
+
+
+def test_the_schema_that_the_page_draws_its_limits_from_is_there_with_the_page(service):
+    described = json.loads(get(service, "/openapi.json", authorization=b"").body)
+    assert "maxLength" in described["components"]["schemas"]["VideoRequest"]["properties"]["prompt"]
+    assert not {"/", "/session"} & described["paths"].keys()
+
+
+# --- the session ----------------------------------------------------------------------------------
+
+
+def signed_in(service, **headers) -> bytes:
+    """The cookie that a browser keeps of a sign-in."""
+    got = service.ask(Sent("POST", "/session", b"", service.headers(origin=OWN, **headers)))
+    assert (got.status, json.loads(got.body)) == (200, {"owner": "ada"})
+    return got.headers[b"set-cookie"]
+
+
+def ask(service, cookie: bytes, method: str = "GET", path: str = "/v1/videos", **headers) -> Got:
+    """What the page asks: the browser adds the cookie, and the page no token."""
+    sent = {"host": HOST, "cookie": cookie.split(b";")[0]} | headers
+    head = tuple((name.replace("_", "-").encode(), value) for name, value in sent.items())
+    body = form({"prompt": "waves", "size": SIZE}) if method == "POST" else b""
+    return service.ask(Sent(method, path, b"", (*head, (b"content-type", FORM)), body))
+
+
+def test_a_token_becomes_a_cookie_that_no_script_and_no_other_site_gets(service):
+    cookie = signed_in(service).lower()
+    assert b"httponly" in cookie and b"samesite=strict" in cookie and b"secure" not in cookie
+    got = service.ask(Sent("POST", "/session", b"", service.headers(origin=b"https://a", host=b"a")))
+    assert b"secure" in got.headers[b"set-cookie"].lower()
+
+
+def test_the_cookie_stands_for_its_token_in_what_the_page_asks(service):
+    cookie = signed_in(service)
+    assert ask(service, cookie, path="/session").body == b'{"owner":"ada"}'
+    made = json.loads(ask(service, cookie, "POST", origin=OWN).body)
+    listed = json.loads(get(service, "/v1/videos").body)["data"]
+    assert [video["id"] for video in listed] == [made["id"]]
+    own = ask(service, cookie, path=f"/v1/videos/{made['id']}", sec_fetch_site=b"same-origin")
+    assert own.status == 200
+    assert ask(service, cookie, "DELETE", f"/v1/videos/{made['id']}", origin=OWN).status == 200
+
+
+FOREIGN = [
+    ("POST", {}),  # a request that names no page it came from
+    ("DELETE", {}),
+    ("POST", {"origin": EVIL}),
+    ("POST", {"origin": b"null"}),
+    ("POST", {"origin": b"http://127.0.0.1:9000"}),  # same site for SameSite, another port
+    ("POST", {"origin": OWN, "sec_fetch_site": b"same-site"}),
+    ("GET", {"sec_fetch_site": b"same-site"}),
+    ("GET", {"sec_fetch_site": b"cross-site"}),
+]
+
+
+@pytest.mark.parametrize("method, headers", FOREIGN)
+def test_the_cookie_is_no_token_in_what_others_have_the_browser_ask(service, method, headers):
+    cookie = signed_in(service)
+    made = json.loads(ask(service, cookie, "POST", origin=OWN).body)["id"]
+    path = f"/v1/videos/{made}" if method == "DELETE" else "/v1/videos"
+    assert ask(service, cookie, method, path, **headers).status in (401, 403)
+    assert len(json.loads(get(service, "/v1/videos").body)["data"]) == 1
+
+
+def test_a_cookie_of_a_wrong_token_or_beside_a_wrong_header_opens_nothing(service):
+    assert ask(service, b"ltx_session=ltxn_wrong").status == 401
+    assert ask(service, signed_in(service), authorization=b"Bearer wrong").status == 401
+
+
+def test_signing_out_deletes_the_cookie(service):
+    cookie = signed_in(service)
+    gone = ask(service, cookie, "DELETE", "/session", origin=OWN).headers[b"set-cookie"].lower()
+    assert b'ltx_session=""' in gone and b"max-age=0" in gone
+
+
+def test_without_tokens_nobody_signs_in(tmp_path):
+    with opened(tmp_path, page=True, tokens=False) as local:
+        got = get(local, "/session", authorization=b"")
+        assert (got.status, json.loads(got.body)) == (200, {"owner": None})
+
+
+# --- red team -------------------------------------------------------------------------------------
+
+
+OUTSIDE = [
+    "/web/../page.py",
+    "/web/..",
+    "/web//etc/passwd",
+    "/web/%2e%2e/page.py",
+    "/web/..\\page.py",
+    "/web/",
+    "/index.html",
+    "/page.py",
+]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_no_path_of_the_page_leads_to_another_file(service, path):
+    got = get(service, path, b"name=../page.py")
+    assert got.status == 404 and got.error["code"] == "not_found"
+
+
+def test_a_body_sent_to_the_pages_own_routes_is_bounded(service):
+    body = b"x" * (MOST_BODY + 1)
+    headers = service.headers(content_length=b"%d" % len(body))
+    for method, path in (("GET", "/"), ("POST", "/session")):
+        assert service.ask(Sent(method, path, b"", headers, body)).status == 413
+
+
+def test_what_other_sites_ask_of_the_page_is_refused(service, tmp_path):
+    for path in (*FILES, "/session"):
+        got = get(service, path, origin=EVIL)
+        assert (got.status, got.error["code"]) == (403, "wrong_origin"), path
+    (tmp_path / "local").mkdir()
+    with opened(tmp_path / "local", page=True, tokens=False) as local:
+        got = get(local, "/", host=b"evil.example")  # a name that was rebound to this machine
+        assert (got.status, got.error["code"]) == (403, "wrong_host")
+        assert get(local, "/").status == 200
+
+
+def test_without_a_page_there_is_no_route_of_it(tmp_path):
+    with opened(tmp_path) as service:
+        for path in (*FILES, "/session"):
+            assert get(service, path).error["code"] == "not_found"
+
+
+def test_the_pages_files_go_with_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "web/*" in project["tool"]["setuptools"]["package-data"]["ltx_neuron.service"]

@@ -1,0 +1,208 @@
+"""The compiled sizes: that of a request, and how compiling records them."""
+
+import json
+
+import pytest
+from jobs import make_job, replace
+from service_app import SMALL, Compiled
+
+from ltx_neuron.backends.manifest import record_size, recorded_sizes
+from ltx_neuron.files import MANIFEST, write_json
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio
+from ltx_neuron.sampling.shapes import sound_latent_frames
+from ltx_neuron.sampling.spec import LORAS, LoraFile
+from ltx_neuron.service.api_error import ApiError
+from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry, seconds_of
+
+TALL = Size(768, 512, 121)
+LARGE = Size(1024, 1536, 121, two_stage=True)
+
+
+def registry(*sizes: Size, **more) -> SizeRegistry:
+    default = CompiledSize(SMALL, "distilled")
+    return SizeRegistry(Compiled(*sizes, **more), default, upsamplers={"spatial"})
+
+
+def chosen(requested: RequestedSize, *sizes: Size) -> Size:
+    return registry(*sizes).choose(requested).size
+
+
+# --- what is recorded -----------------------------------------------------------------------------
+
+
+def test_a_recorded_size_offers_its_transpose_and_the_sizes_of_its_stages():
+    assert {each.size for each in registry(SMALL).compiled} == {SMALL, TALL}
+    two = {each.size for each in registry(LARGE).compiled}
+    assert two == {LARGE, Size(1536, 1024, 121, two_stage=True)} | {
+        Size(*sides, 121) for sides in ((512, 768), (768, 512), (1024, 1536), (1536, 1024))
+    }
+
+
+def test_a_size_that_nobody_compiled_is_not_listed_though_a_graph_has_its_tokens():
+    same = Size(256, 1536, 121)  # as many pixels
+    assert make_job("", same).buckets == make_job("", SMALL).buckets
+    sizes = registry(SMALL)
+    assert same not in {each.size for each in sizes.compiled}
+    # Who asks for exactly that gets it.
+    assert sizes.choose(RequestedSize(height=256, width=1536)).size == same
+
+
+def test_a_record_with_a_rate_that_no_video_has_offers_nothing():
+    for rate in (0, float("nan"), "24"):
+        sizes = registry(SMALL)
+        sizes.workspace.recorded["damaged"] = [vars(LARGE) | {"frame_rate": rate, "recipe": "dev"}]
+        assert {each.size for each in sizes.compiled} == {SMALL, TALL}
+
+
+def test_what_is_compiled_for_the_dev_recipe_is_offered_for_it_alone():
+    assert {each.recipe for each in registry(SMALL, recipe="dev").compiled} == {"dev"}
+
+
+def test_graphs_without_a_recorded_size_serve_who_asks_for_it_exactly():
+    large = Size(512, 1024, 121)
+    sizes = registry(SMALL, large)
+    name = make_job("", large).buckets[0].name
+    sizes.workspace.recorded[name] = []  # an earlier version compiled them
+    assert {each.size for each in sizes.compiled} == {SMALL, TALL}
+    assert sizes.choose(RequestedSize(height=512, width=1024)).size == large
+
+
+@pytest.mark.parametrize("record", [{}, {"recipe": "dev"}, {"height": 5}, {"recipe": "dev", "height": "a"}, "x"])
+def test_a_damaged_record_offers_nothing(record):
+    sizes = registry(SMALL)
+    sizes.workspace.recorded["other"] = [record]
+    assert {each.size for each in sizes.compiled} == {SMALL, TALL}
+
+
+def test_sizes_are_read_again_when_a_manifest_changes(tmp_path):
+    sizes = registry(SMALL, artifacts=tmp_path)
+    assert len(sizes.compiled) == 2
+    folder = tmp_path / "graphs" / "dit-1"
+    folder.mkdir(parents=True)
+    sizes.workspace.recorded |= Compiled(LARGE).recorded
+    assert len(sizes.compiled) == 2  # a folder is no graph before it has a manifest
+    write_json(folder / MANIFEST, {})
+    assert LARGE in {each.size for each in sizes.compiled}
+
+
+def test_a_size_is_recorded_once_beside_others_and_changes_nothing_else(tmp_path):
+    write_json(tmp_path / MANIFEST, content := {"identity": {"bucket": "a"}, "graphs": {}})
+    assert recorded_sizes(tmp_path) == []  # as earlier versions wrote it
+    sizes = [vars(size) | {"recipe": "dev"} for size in (SMALL, LARGE)]
+    for size in (*sizes, sizes[0]):
+        record_size(tmp_path, size)
+    assert recorded_sizes(tmp_path) == sizes
+    written = json.loads((tmp_path / MANIFEST).read_text())
+    assert written.pop("checksum") and written == content | {"sizes": sizes}
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
+
+
+# --- what a request means -------------------------------------------------------------------------
+
+
+def test_a_request_that_says_nothing_gets_the_default_or_what_there_is():
+    assert chosen(RequestedSize(), SMALL, LARGE) == SMALL
+    one, longer = Size(704, 1280, 97), Size(704, 1280, 193)
+    assert chosen(RequestedSize(), one, longer) == one  # whose length is nearer to the default's
+    assert registry(longer, one).served_default.size == one
+    assert registry().served_default is None
+
+
+def test_a_value_given_is_taken_and_an_omitted_one_is_what_is_compiled_with_it():
+    sizes = SMALL, TALL, Size(704, 1280, 97), replace(LARGE, num_frames=97)
+    for requested, wanted in (
+        (RequestedSize(width=1280, height=704), sizes[2]),
+        (RequestedSize(width=704, height=1280), replace(sizes[2], height=1280, width=704)),
+        (RequestedSize(num_frames=97), sizes[3].first),
+        (RequestedSize(two_stage=True), sizes[3]),
+        (RequestedSize(seconds=4.0, two_stage=True), sizes[3]),
+        # The sound of its frames has as many tokens as at 24.
+        (RequestedSize(frame_rate=23.976), replace(SMALL, frame_rate=23.976)),
+    ):
+        assert chosen(requested, *sizes) == wanted
+
+
+def test_whole_seconds_are_frames_of_the_model():
+    for seconds in (1, 2, 4, 5, 8, 10):
+        size = Size(512, 768, 24 * seconds + 1)
+        assert chosen(RequestedSize(seconds=float(seconds)), size) == size
+        assert seconds_of(size) == str(seconds)
+
+
+def test_a_negative_prompt_of_the_distilled_recipe_gets_a_size_with_graphs_for_it():
+    both = registry(SMALL, TALL)
+    both.workspace.recorded |= Compiled(TALL, LARGE, nag_scale=3.0).recorded
+    assert {each.size for each in both.inputs["nag_scale"]} >= {SMALL, TALL, LARGE}
+    assert LARGE not in {each.size for each in both.compiled}
+    for scale in (2.0, 11.0):
+        assert both.choose(RequestedSize(two_stage=True), make_job(nag_scale=scale)).size == LARGE
+    with pytest.raises(ApiError) as caught:
+        registry(SMALL).choose(RequestedSize(), make_job(nag_scale=11.0))
+    assert caught.value.code == "profile_mismatch"
+    assert "the default size with nag_scale is not compiled. Compiled: nothing" in str(caught.value)
+
+
+def test_any_other_size_is_refused_with_what_is_compiled():
+    for requested in (
+        RequestedSize(height=1080, width=1920),
+        RequestedSize(height=512, width=800),
+        RequestedSize(height=512, width=760),  # not a multiple of 32
+        RequestedSize(num_frames=120),
+        RequestedSize(seconds=8.0),
+        RequestedSize(frame_rate=30.0),
+        RequestedSize(two_stage=True),
+        RequestedSize(recipe="dev"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            registry(SMALL).choose(requested)
+        error = caught.value
+        assert (error.status, error.code) == (400, "profile_mismatch")
+        assert "768x512, 121 frames at 24 fps (5 s)" in error.message
+        assert {"768x512", "512x768"} == {each["size"] for each in error.content["error"]["compiled"]}
+
+
+@pytest.mark.parametrize("count", [2, 26, 51, 126, 250])
+@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
+def test_a_voice_of_the_listed_seconds_has_the_compiled_number_of_latents(count, rate):
+    voice = ReferenceAudio("x", count)
+    (seconds,) = registry(LARGE, reference_sound=voice).voice_seconds
+    assert sound_latent_frames(round(seconds * rate), rate) == count
+
+
+def test_an_image_needs_a_graph_that_holds_images():
+    image = (ImageCondition("x"),)
+    with pytest.raises(ApiError, match="the default size with images is not compiled"):
+        registry(SMALL).choose(RequestedSize(), make_job(images=image))
+    assert registry(SMALL, images=image).choose(RequestedSize(), make_job(images=image)).size == SMALL
+    # An image at frame 0 needs the graphs of text to video; another one has its own.
+    for frame, field in ((0, "input_reference"), (8, "images")):
+        inputs = registry(SMALL, images=(ImageCondition("x", frame),)).inputs
+        assert {*inputs} - {"audio_reference"} == {field}
+
+
+def test_two_stages_are_offered_if_there_is_an_upsampler():
+    without = SizeRegistry(Compiled(LARGE), CompiledSize(SMALL, "distilled"), upsamplers=())
+    assert not any(each.size.two_stage for each in without.compiled)
+    assert any(each.size.two_stage for each in registry(LARGE).compiled)
+
+
+def test_what_needs_the_distilled_lora_is_offered_with_it_alone():
+    workspace = Compiled(LARGE, recipe="dev")
+    for distilled in ((), (LoraFile("/lora", 1.0),)):
+        sets = {"default": Job(distilled_lora=distilled)}
+        found = SizeRegistry(workspace, CompiledSize(SMALL, "dev"), {"spatial"}, sets)
+        assert {each.refines for each in found.compiled} == {False} | {bool(distilled)}
+        for each in found.compiled:
+            assert found.loras(None, each)["distilled_lora"] == (distilled if each.refines else ())
+
+
+def test_a_set_of_loras_is_chosen_by_its_name():
+    style = (LoraFile("/style", 1.0),)
+    sets = {"default": Job(), "anime": Job(lora=style)}
+    found = SizeRegistry(Compiled(SMALL), CompiledSize(SMALL, "distilled"), (), sets)
+    size = found.choose(RequestedSize())
+    assert found.loras("anime", size)["lora"] == style
+    assert found.loras(None, size) == found.loras("default", size) == dict.fromkeys(LORAS, ())
+    with pytest.raises(ApiError, match="unknown lora_set 'noir'; known: 'default', 'anime'"):
+        found.loras("noir", size)
