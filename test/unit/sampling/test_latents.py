@@ -62,22 +62,15 @@ def test_video_positions_are_the_middles_of_ltx_cores_causal_pixel_bounds(shape,
     assert torch.equal(positions, middles(bounds))
 
 
-@pytest.mark.parametrize("shape", SIZES)
-def test_video_positions_are_those_that_ltx_cores_own_tools_give_a_stage(shape):
-    from ltx_core.tools import VideoLatentTools
-
-    state = VideoLatentTools(*ltx_video(shape), 24.0).create_initial_state("cpu", torch.float32)
-    assert torch.equal(video_positions(shape, 24.0), middles(state.positions))
-
-
 @pytest.mark.parametrize("fps", RATES)
-def test_in_bf16_positions_are_those_of_ltx_core_1_0_0(fps):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_video_positions_are_those_that_ltx_cores_tools_give_a_stage(dtype, fps):
     from ltx_core.tools import VideoLatentTools
 
     shape = (16, 3, 2)
-    theirs = middles(VideoLatentTools(*ltx_video(shape), fps).create_initial_state("cpu", torch.bfloat16).positions)
-    ours = video_positions(shape, fps, torch.bfloat16)
-    assert ours.dtype == theirs.dtype == torch.bfloat16
+    theirs = middles(VideoLatentTools(*ltx_video(shape), fps).create_initial_state("cpu", dtype).positions)
+    ours = video_positions(shape, fps, dtype)
+    assert ours.dtype == theirs.dtype == dtype
     assert torch.equal(ours, theirs)
 
 

@@ -381,7 +381,7 @@ def test_a_disk_that_fills_up_leaves_nothing_and_the_next_run_writes_the_set(sou
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "posix_fallocate", cannot)  # a file system that cannot keep room
         fill_meanwhile(patch, small_disk, left=4096)
-        # errors.run says so without a traceback: test_bad_input.
+        # errors.run says so without a traceback: test_refused_files.py.
         with pytest.raises(OSError, match="No space left"):
             write(source, folder)
     assert not folder.exists()
