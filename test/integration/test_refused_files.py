@@ -286,12 +286,10 @@ use_keyframes_abs_pos_embedding
 SHARD_DIT: --checkpoint-path {bad}/float8.safetensors -> F8_E5M2 | BF16 | CHECKPOINT
 SHARD_DIT: --checkpoint-path {bad}/no-vae.safetensors -> no tensor | CHECKPOINT
 # flags
---blocks-per-graph -1 -> note: --blocks-per-graph -1 is now | at least 0
 --tp-degree 3 -> degree 3 | num_attention_heads=4 | one of 1, 2, 4
 SHARD_DIT: --tp-degree 3 -> degree 3 | one of 1, 2, 4
 COMPILE_DIT: --tp-degree 8 -> degree 8 | one of 1, 2, 4
 --dtype float16 -> --dtype | float16 | bfloat16
---host-dtype float16 -> --profile-set host_dtype=float16 | auto, float32, bfloat16
 --compat 2.0 -> --compat | ltx-core-1.0.0
 SHARD_DIT: --checkpoint x -> --checkpoint | did you mean --checkpoint-path FILE?
 --recipe dev --video-stg-blocks 28 -> video STG block 28 | blocks 0..1 | --video-stg-blocks

@@ -371,7 +371,7 @@ def test_missing_graphs_are_refused_with_the_command_that_compiles_them(kind, ti
     line = str(error.value).splitlines()[-1]
     words = shlex.split(line.partition(command("compile transformer"))[2])
     parser = flags.parser("", "", gemma=False)
-    flags.add_job(parser, "size", "shape")
+    flags.add_job(parser, flags.GRAPHS)
     args = parser.parse_args(words)
     shape = flags.shape(args, args.recipe)
     shape.check_shape()

@@ -278,7 +278,7 @@ def test_lines_mix_voices_with_other_kinds(voice, ic_lora, tmp_path):
 
 def test_a_shape_needs_no_lora_as_its_graphs_do_not_depend_on_one(voice):
     parser = flags.parser("", "", gemma=False)
-    flags.add_job(parser, "size", "shape")
+    flags.add_job(parser, flags.GRAPHS)
     words = "--checkpoint-path", "x", "--reference-audio", voice, "--identity-guidance-scale", "0"
     shape = flags.shape(parser.parse_args(words), "dev")
     shape.check_shape()
