@@ -97,9 +97,9 @@ def finished(world):
     """The world with weights and graphs for SIZE, and with damaged copies of them. They are made as
     a newcomer makes them: by pasting what the error says."""
     with world.changed():
-        with mock.patch.object(sys, "stderr", StringIO()) as said:
+        with mock.patch.object(sys, "stderr", StringIO()) as printed:
             assert run(GENERATE, world.words(GENERATE)) == 2
-        pasted = shlex.split(re.search(r"Make them: (.*)", said.getvalue())[1])
+        pasted = shlex.split(re.search(r"Make them: (.*)", printed.getvalue())[1])
         dispatch(pasted[pasted.index("prepare") :])
         _damage_artifacts(world)
     return world
@@ -125,9 +125,9 @@ def _break_files(world: World) -> None:
     config = json.loads(metadata["config"])
 
     def header_only(name: str, config: object, version: str | None = "2.3.0", tensors: dict | None = None) -> None:
-        said = {} if config is None else {"config": config if isinstance(config, str) else json.dumps(config)}
-        said |= {"model_version": version} if version else {}
-        save(bad / f"{name}.safetensors", tensors or {"vae.tensor": torch.zeros(1)}, said or None)
+        header = {} if config is None else {"config": config if isinstance(config, str) else json.dumps(config)}
+        header |= {"model_version": version} if version else {}
+        save(bad / f"{name}.safetensors", tensors or {"vae.tensor": torch.zeros(1)}, header or None)
 
     header_only("no-metadata", None, None)
     header_only("3.0", merge(config, {"transformer": {"use_keyframes_abs_pos_embedding": True}}), "3.0.0")
@@ -375,19 +375,19 @@ def check(world, capsys, monkeypatch):
     return check
 
 
-def _judge(code: int, said: str, words: list[str]) -> None:
-    assert code == 2, said
-    assert said.count("error: ") == 1 and "Traceback" not in said, said
-    assert not [word for word in words if word not in said], said
+def _judge(code: int, printed: str, words: list[str]) -> None:
+    assert code == 2, printed
+    assert printed.count("error: ") == 1 and "Traceback" not in printed, printed
+    assert not [word for word in words if word not in printed], printed
 
 
 @pytest.mark.parametrize("script, flags, words", MISTAKES)
-def test_a_mistake_is_said_in_one_error_with_what_to_type(check, script, flags, words):
+def test_a_command_is_refused_with_what_to_type(check, script, flags, words):
     check(script, flags, words)
 
 
 @pytest.mark.parametrize("script, flags, words", ARTIFACTS)
-def test_artifacts_that_do_not_fit(finished, check, script, flags, words):
+def test_artifacts_that_do_not_fit_are_refused(finished, check, script, flags, words):
     check(script, flags, words)
 
 
@@ -401,9 +401,9 @@ def test_artifacts_that_do_not_fit(finished, check, script, flags, words):
     ],
 )
 def test_a_missing_flag(world, capsys, without, words):
-    said = world.words(GENERATE)
-    at = said.index(without)
-    code = run(GENERATE, said[:at] + said[at + 2 :])
+    typed = world.words(GENERATE)
+    at = typed.index(without)
+    code = run(GENERATE, typed[:at] + typed[at + 2 :])
     _judge(code, capsys.readouterr().err, words)
 
 

@@ -7,10 +7,8 @@ from jobs import make_job
 from typed import said
 
 from ltx_neuron.engine.resume import JobRun
-from ltx_neuron.engine.run import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
-from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.plan import weight_sets
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
@@ -220,6 +218,7 @@ def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip):
     retake = make_job("rain", Size(32, 64, 25), retake=Retake(clip(26), 0.1, 0.2))
     assert windows.buckets == windows.buckets_to_compile == retake.buckets
     assert len(windows.stages) == 9 and {s.name for s in windows.stages} == {"stage_1"}
+    assert (windows.video_key, windows.audio_key) == ("s1_video", "s1_audio")  # joined
     size = "--extend", 3, "--num-frames", 25
     dev = said("--video-path", clip(26), *size, "--recipe", "dev")
     assert all(stage.guided and stage.steps == 40 for stage in dev.stages)
@@ -241,21 +240,3 @@ def test_every_window_brings_a_job_forward():
     job = make_job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
     percents = [_percent(job, stage, step) for stage in job.stages for step in (0, 4, 8)]
     assert percents == [DENOISED * done // 24 for done in (0, 4, 8, 8, 12, 16, 16, 20, 24)]
-
-
-class Jobs:
-    """An engine that notes the first job and stops."""
-
-    compat, options = COMPAT[None], RunOptions()
-
-    def check_process(self):
-        raise UserError("enough")
-
-
-def test_a_call_says_what_it_is_made_longer_by(clip, monkeypatch):
-    made = []
-    monkeypatch.setattr(LTXPipeline, "_generate", lambda self, jobs, *rest: made.extend(jobs))
-    LTXPipeline(Jobs(), "distilled")("rain", video=clip(26), extend=1, num_frames=25)
-    assert made == [said("--video-path", clip(26), "--extend", 1, "--num-frames", 25)]
-    with pytest.raises(UserError, match="^extend 0: wanted .* as in extend 2"):
-        LTXPipeline(Jobs(), "distilled")("rain", video=clip(26), extend=0)

@@ -79,6 +79,10 @@ BUCKETS = {
     "images": (dict(size=TWO, images=(FIRST, LATER)), "v24-a18-t3-s8 v96-a18-t3-s8"),
     "guides": (DEV | dict(images=(FIRST, LATER), images_as_guides=True), "v30-a18-t3-s64-guided v120-a18-t3-s8"),
     "references": (REFERRING | dict(references=(REFERENCE, SHORT)), "v48-a18-t3-s8 v72-a18-t1-s8"),
+    "a reference that is shorter": (  # 17 of 24 frames
+        REFERRING | dict(size=replace(TWO, num_frames=25), references=(replace(REFERENCE, num_frames=24),)),
+        "v42-a26-t2-s8 v96-a26-t1-s8",
+    ),
     "a reference in one stage": (REFERRING | dict(size=ONE), "v144-a18-t2-s8"),
     "a reference of half the sides": (REFERRING | dict(size=WIDE, references=(HALF,)), "v30-a18-t2-s8 v96-a18-t1-s8"),
     "a reference of half the frames": (REFERRING | dict(size=WIDE, references=(SLOW,)), "v40-a18-t2-s8 v96-a18-t1-s8"),
@@ -206,7 +210,7 @@ def test_a_reference_is_scaled_as_the_metadata_of_its_lora_says(clip, ic_lora):
     path, two = clip(9, 32, 64), ("--two-stage", "--height", 256, "--width", 256)
     lora = ic_lora(downscale_factor="2", temporal_scale_factor="4")
     found = said("--ic-lora", lora.path, 0.5, "--video-conditioning", path, 0.8, *two)
-    assert found.references == (ReferenceVideo(path, 0.8, 9, 2, 4),)
+    assert {*found.references} == {ReferenceVideo(path, 0.8, 9, 2, 4)}
     assert found.stage_1_loras == (Lora(lora.path, 0.5),)
     found.check()
 
@@ -465,6 +469,8 @@ def test_a_call_takes_paths_or_the_conditions_themselves(clip, ic_lora):
     retake = called(video=path, start_time=0.1, end_time=0.2, regenerate="video")
     assert retake == called(video=Retake(path, 0.1, 0.2, "video"))
     assert retake.size == Size(32, 64, 9)
+    extension = called(video=clip(26), extend=1, num_frames=25)
+    assert extension == said("--video-path", clip(26), "--extend", 1, "--num-frames", 25)
     given = dict(two_stage=True, ic_loras=[(lora.path, 1.0)], attention_mask=path)
     reference = called(reference=path, **given, skip_stage_2=True)
     assert reference.references == (ReferenceVideo(path, 1.0, 9),)

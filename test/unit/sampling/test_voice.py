@@ -1,7 +1,6 @@
 """A reference voice: its tokens, its graphs, the fifth pass, and what its flags and requests say.
 Whole runs beside an oracle: test/slow/test_given_recipes.py."""
 
-import json
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS
 from typed import parsed
 
 from ltx_neuron import flags
-from ltx_neuron.batch import read_lines
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.host import encode_inputs
@@ -265,15 +263,6 @@ def test_scales_of_a_voice_by_flags(voice, ic_lora):
     assert (video.rescale_scale, audio.cfg_scale, audio.stg_blocks) == (0.0, 4.0, (29,))
     hq = made(*words, "--sampler", "res_2s", "--two-stage")
     assert [each.rescale_scale for each in hq.resolved_guidance.streams] == [0.0, 0.0]
-
-
-def test_lines_mix_voices_with_other_kinds(voice, ic_lora, tmp_path):
-    path = tmp_path / "jobs.jsonl"
-    given = [{}, {"reference_audio": voice, "ic_lora": str(ic_lora().path), "two_stage": True}]
-    path.write_text("\n".join(json.dumps({"prompt": "she says hello"} | line) for line in given))
-    plain, voiced = (line.job for line in read_lines(path, flags.job_of_line(parsed()), {}))
-    assert plain.reference_sound is None and voiced.voice == ReferenceAudio(voice, TREF)
-    assert voiced.buckets[1] in replace(plain, size=voiced.size).buckets
 
 
 def test_a_shape_needs_no_lora_as_its_graphs_do_not_depend_on_one(voice):
