@@ -46,7 +46,7 @@ from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.engine import residency
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json
-from ltx_neuron.weights import rankfiles, sharder, tensorfile
+from ltx_neuron.weights import sharder, tensorfile
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.rankfiles import (
     HOST_FILE,
@@ -169,16 +169,12 @@ def test_weights_are_cast_to_the_wanted_dtype_and_data_is_aligned(source, tmp_pa
     assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % 64 == 0
 
 
-def test_a_finished_set_is_left_alone(source, copy):
+def test_a_finished_set_is_left_alone_and_one_with_a_lost_file_is_written_again(source, copy, whole):
     before = {path: path.stat().st_mtime_ns for path in copy.iterdir()}
     assert write(source, copy) is False
     assert {path: path.stat().st_mtime_ns for path in copy.iterdir()} == before
-
-
-def test_a_set_with_a_lost_file_is_written_again(source, copy, whole):
     (copy / rank_file(2)).unlink()
-    assert write(source, copy)
-    assert content(copy) == content(whole)
+    assert write(source, copy) and content(copy) == content(whole)
 
 
 def test_the_manifest_accounts_for_every_tensor_of_the_source(source, whole, tiny):
@@ -260,11 +256,10 @@ def test_a_stopped_run_leaves_nothing_and_the_next_one_writes_the_set(source, wh
 
 
 def test_a_run_stopped_over_a_finished_set_does_not_count_as_finished(source, copy, monkeypatch):
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, LATE)
-        with pytest.raises(Stop):
-            shard_weights(source, copy, IDENTITY | {"made": "anew"}, TP, torch.float32, shard_specs(source, TP, {}))
-    assert not is_finished(copy, IDENTITY) and names(copy) == []
+    stop_at(monkeypatch, LATE)
+    with pytest.raises(Stop):
+        shard_weights(source, copy, IDENTITY | {"changed": True}, TP, torch.float32, shard_specs(source, TP, {}))
+    assert not is_finished(copy, IDENTITY) and not [*copy.iterdir()]
 
 
 def test_after_a_kill_at_any_moment_the_next_run_writes_the_same_bytes(source, whole, tmp_path, small_pieces):
@@ -291,7 +286,6 @@ def test_after_a_kill_at_any_moment_the_next_run_writes_the_same_bytes(source, w
             lasts *= 0.8
         else:
             unfinished += 1
-        assert all((folder / MANIFEST).is_file() or not name.endswith(".json") for name in names(folder))
         write(source, folder)
         assert content(folder) == wanted, number
         shutil.rmtree(folder)
@@ -306,10 +300,6 @@ def test_files_of_killed_runs_and_of_another_identity_are_replaced(source, whole
     (folder / rank_file(0)).write_text("of another identity")
     write(source, folder)
     assert content(folder) == content(whole)
-
-
-def names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -335,7 +325,7 @@ def test_a_second_run_waits_for_the_first_and_writes_only_what_that_did_not(
         assert second[0].result() == fails
     said = f"another process ({os.getpid()}) is writing {folder}; waiting for it"
     assert capsys.readouterr().out.count(said) == 1
-    assert content(folder) == content(whole) and names(tmp_path) == ["weights"]
+    assert content(folder) == content(whole) and [*tmp_path.iterdir()] == [folder]
 
 
 # the disk
@@ -434,35 +424,6 @@ def test_a_rank_file_that_one_may_not_read_is_not_called_damaged(copy, monkeypat
         refused_by_the_ranks()
 
 
-def test_a_files_digest_is_taken_by_all_cores(copy, monkeypatch):
-    """37 GB at a tensor-parallel degree of 4."""
-    made = []
-
-    def noted(*content, **settings):
-        made.append(settings)
-        return blake3(*content, **settings)
-
-    noted.AUTO = blake3.AUTO
-    monkeypatch.setattr(rankfiles, "blake3", noted)
-    assert verify(copy) == []
-    assert made.count({"max_threads": blake3.AUTO}) == len(file_names(TP))
-
-
-def test_every_single_flipped_bit_is_found(copy):
-    right = {name: (copy / name).read_bytes() for name in file_names(TP)}
-
-    def check(chance: random.Random) -> None:
-        name = chance.choice([*right])
-        header, wrong = 8 + int.from_bytes(right[name][:8], "little"), bytearray(right[name])
-        parts = range(header), range(header, len(wrong))
-        wrong[chance.choice(chance.choice(parts))] ^= 1 << chance.randrange(8)
-        (copy / name).write_bytes(wrong)
-        assert verify(copy) == [f"{name}: content differs from its blake3"]
-        (copy / name).write_bytes(right[name])
-
-    on_random(check)
-
-
 def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_forged(source, copy):
     assert compare(source, copy, torch.float32, shard_specs(source, TP, {})) == []
     name, path = "transformer_blocks.0.attn2.to_out.0.weight", copy / rank_file(3)
@@ -495,13 +456,6 @@ def test_strict_loading_lists_every_problem_at_once(tmp_path):
         "reshaped: (2,) F32, wanted (3,) F32",
         "unexpected: extra",
     ]
-
-
-def test_strict_loading_returns_the_tensors_in_the_wanted_order(tmp_path):
-    save_weights(tmp_path, {"a": torch.ones(2), "b": torch.zeros(3)})
-    loaded = load_rank_file(tmp_path / rank_file(0), {"b": (3,), "a": (2,)}, torch.float32)
-    assert list(loaded) == ["b", "a"]
-    assert torch.equal(loaded["a"], torch.ones(2))
 
 
 def test_every_tensor_is_read_as_it_was_written_however_many_are_read_at_once(tmp_path, monkeypatch):
@@ -646,13 +600,19 @@ def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device
     assert int(done.stdout) < megabytes * MEGABYTE
 
 
-def test_two_tensors_of_one_shape_that_changed_places_are_refused(tmp_path):
-    """The names, shapes and dtypes of such a file are all as wanted."""
-    save_weights(tmp_path, {"a": torch.ones(2), "b": torch.zeros(2)})
-    right = (tmp_path / rank_file(0)).read_bytes()
-    (tmp_path / rank_file(0)).write_bytes(right.replace(b'"a"', b'"c"').replace(b'"b"', b'"a"').replace(b'"c"', b'"b"'))
+def test_a_file_with_another_header_than_its_manifest_says_is_refused(tmp_path, copy):
+    """Two tensors of one shape change places: names, shapes and dtypes are all as wanted."""
+    path = save_weights(tmp_path, {"a": torch.ones(2), "b": torch.zeros(2)}) / rank_file(0)
+    loaded = load_rank_file(path, {"b": (2,), "a": (2,)}, torch.float32)
+    assert list(loaded) == ["b", "a"] and torch.equal(loaded["a"], torch.ones(2))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"a"', b'"c"').replace(b'"b"', b'"a"').replace(b'"c"', b'"b"'))
     with pytest.raises(UserError, match="the header differs"):
-        load_rank_file(tmp_path / rank_file(0), {"a": (2,), "b": (2,)}, torch.float32)
+        load_rank_file(path, {"a": (2,), "b": (2,)}, torch.float32)
+    assert open_host_file(copy).shapes
+    (copy / HOST_FILE).write_bytes((copy / HOST_FILE).read_bytes().replace(b"linear_1.bias", b"linear_9.bias"))
+    with pytest.raises(UserError, match="the header differs"):
+        open_host_file(copy)
 
 
 # other people's files
@@ -809,11 +769,3 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
     assert verify(folder) == [f"{SHARED_FILE}: content differs from its blake3"]
     (problem,) = compare(source, folder, torch.float32, specs)
     assert re.fullmatch(f"{SHARED_FILE}: .* differs from the source", problem)
-
-
-def test_the_hosts_file_is_checked_like_a_ranks(copy):
-    assert open_host_file(copy).shapes
-    right = (copy / HOST_FILE).read_bytes()
-    (copy / HOST_FILE).write_bytes(right.replace(b"linear_1.bias", b"linear_9.bias"))
-    with pytest.raises(UserError, match="the header differs"):
-        open_host_file(copy)
