@@ -93,9 +93,9 @@ def lora_files(tiny, other_lora, tmp_path_factory):
 def test_every_merged_weight_is_ltx_cores_bit_for_bit(tiny, lora_files, loras):
     """Products are taken in the LoRA's dtype; several are rounded as 1.0.0 rounds them."""
     chosen = tuple((lora_files[name], strength) for name, strength in loras)
-    source, wanted = merged(tiny, *chosen), fused_state(tiny, chosen)
-    assert wanted.keys() == source.locations.keys()
-    assert [name for name in wanted if not same_bits(source.tensor(name), wanted[name].contiguous())] == []
+    source, expected = merged(tiny, *chosen), fused_state(tiny, chosen)
+    assert expected.keys() == source.locations.keys()
+    assert [name for name in expected if not same_bits(source.tensor(name), expected[name].contiguous())] == []
     assert (changed(tiny, source) == set()) == (loras == [("bfloat16", 0.0)])
 
 
@@ -118,31 +118,31 @@ def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, dtype, tmp_path)
     """Weights are merged in bf16, whatever the rank files' dtype."""
     source = merged(tiny, (tiny.lora, STRENGTH))
     shard_weights(source, tmp_path, {"tp": tp}, tp, dtype, shard_specs(source, tp, {}))
-    wanted = {name: weight.to(dtype) for name, weight in fused_state(tiny, ((tiny.lora, STRENGTH),)).items()}
+    expected = {name: weight.to(dtype) for name, weight in fused_state(tiny, ((tiny.lora, STRENGTH),)).items()}
     host = load_file(tmp_path / HOST_FILE)
     checked = set(host)
-    assert [name for name, weight in host.items() if not same_bits(weight, wanted[name])] == []
+    assert [name for name, weight in host.items() if not same_bits(weight, expected[name])] == []
     for rank in range(tp):
         stored = load_file(tmp_path / rank_file(rank))
         checked |= stored.keys()
         for name, weight in stored.items():
-            split, whole = rule(SHARDED_MODELS["dit"], name), wanted[name]
+            split, whole = rule(SHARDED_MODELS["dit"], name), expected[name]
             part = whole.chunk(tp, dim=split)[rank] if split in (COL, ROW) else whole
             assert same_bits(weight, part.contiguous()), (name, rank)
-    assert checked == wanted.keys()
+    assert checked == expected.keys()
 
 
 def test_every_tensor_of_the_lora_is_used_gates_adaln_and_projections_too(tiny):
     source = merged(tiny, (tiny.lora, STRENGTH))
     with safe_open(tiny.lora, "pt") as file:
-        wanted = {
+        expected = {
             key.removeprefix("diffusion_model.").removesuffix(DOWN) + ".weight" for key in file.keys() if DOWN in key
         }
-        assert len(file.keys()) == 2 * len(wanted) == 2 * len(source.adapters)
-    assert changed(tiny, source) == wanted == source.adapters.keys()
+        assert len(file.keys()) == 2 * len(expected) == 2 * len(source.adapters)
+    assert changed(tiny, source) == expected == source.adapters.keys()
     for part in ("to_gate_logits", "adaln_single", "patchify_proj", "proj_out", "audio_ff.net", "av_ca_a2v_gate"):
-        assert any(part in name for name in wanted), part
-    assert {rule(SHARDED_MODELS["dit"], name) for name in wanted} == {COL, ROW, None, HOST}
+        assert any(part in name for name in expected), part
+    assert {rule(SHARDED_MODELS["dit"], name) for name in expected} == {COL, ROW, None, HOST}
 
 
 def tensors_of(file, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,8 +180,8 @@ def test_everything_that_does_not_fit_is_listed_in_one_error(tiny, tmp_path):
         tensors["diffusion_model.transformer_blocks.99.attn1.to_q" + DOWN] = torch.zeros(4, 32, dtype=torch.bfloat16)
         tensors[f"{BLOCK}attn1.to_k.alpha"] = torch.ones(2)
 
-    said = refused(tiny, tmp_path, change)
-    wanted = (
+    message = refused(tiny, tmp_path, change)
+    expected = (
         f"{BLOCK}attn1.to_q{DOWN}: its lora_B is missing",
         (
             f"{BLOCK}attn2.to_q{DOWN}: lora_A of shape [4, 31], lora_B of shape [32, 4] does not"
@@ -191,8 +191,8 @@ def test_everything_that_does_not_fit_is_listed_in_one_error(tiny, tmp_path):
         f"{BLOCK}attn1.to_k.alpha: shape [2], wanted one number",
         f"diffusion_model.transformer_blocks.99.attn1.to_q{DOWN}: matches no weight of the model",
     )
-    assert [line for line in wanted if line not in said] == []
-    assert len(said.splitlines()) == 1 + len(wanted)
+    assert [line for line in expected if line not in message] == []
+    assert len(message.splitlines()) == 1 + len(expected)
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [(torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")])
@@ -201,9 +201,9 @@ def test_a_dtype_that_no_product_is_taken_in_is_refused_by_name(tiny, tmp_path, 
         for part in (UP, DOWN):
             tensors[f"{BLOCK}attn1.to_q{part}"] = tensors[f"{BLOCK}attn1.to_q{part}"].to(dtype)
 
-    said = refused(tiny, tmp_path, change)
-    wanted = f"{BLOCK}attn1.to_q{DOWN}: stored as {stored}, which is not implemented; wanted one of"
-    assert wanted in said and "BF16" in said and len(said.splitlines()) == 2
+    message = refused(tiny, tmp_path, change)
+    expected = f"{BLOCK}attn1.to_q{DOWN}: stored as {stored}, which is not implemented; wanted one of"
+    assert expected in message and "BF16" in message and len(message.splitlines()) == 2
 
 
 def test_a_file_without_lora_tensors_is_refused(tiny, tmp_path):
@@ -286,7 +286,7 @@ def test_either_strength_of_hq_makes_its_two_sets():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--distilled-lora d .5 --distilled-lora-strength-stage-1 .3", "replaces the strength of --distilled-lora"),
         ("--distilled-lora-strength-stage-2 .3", "stage-2 needs --distilled-lora"),
@@ -294,8 +294,8 @@ def test_either_strength_of_hq_makes_its_two_sets():
         ("--ic-lora ic much", r"ic: strength .much., wanted a valid number.* --ic-lora PATH \[STRENGTH\]"),
     ],
 )
-def test_strengths_that_cannot_be_are_refused(words, said):
-    with pytest.raises(UserError, match=said):
+def test_strengths_that_cannot_be_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
         weight_sets(words)
 
 
@@ -327,10 +327,10 @@ def test_a_file_of_named_sets_says_them_as_a_line_does(tmp_path):
         args = parser.parse_args(["--lora", "a", "--distilled-lora", "d", "--lora-sets", str(path)])
         return flags.lora_sets(args)
 
-    found = sets({"anime": {"lora": ["b", 0.5]}})
-    assert [lora.path.name for lora in found["default"].loras] == ["a"]
-    assert found["anime"].loras == (Lora(Path("b"), 0.5),)
-    assert found["anime"].stage_2_loras == found["default"].stage_2_loras != ()
+    actual = sets({"anime": {"lora": ["b", 0.5]}})
+    assert [lora.path.name for lora in actual["default"].loras] == ["a"]
+    assert actual["anime"].loras == (Lora(Path("b"), 0.5),)
+    assert actual["anime"].stage_2_loras == actual["default"].stage_2_loras != ()
     for wrong in ({"anime": {"seed": 3}}, {"anime": ["b"]}):
         with pytest.raises(UserError, match="'anime': wanted an object with the keys lora, ic-lora, distilled-lora"):
             sets(wrong)

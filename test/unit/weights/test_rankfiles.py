@@ -195,12 +195,12 @@ def digest(value) -> str:
 
 def test_what_a_model_lacks_has_too_many_of_or_wants_otherwise_is_listed_before_a_byte_is_written(source):
     cuts = {cut.name: cut for cut in shard_specs(source, TP, {})}
-    wanted = {name: cut.stored for name, cut in cuts.items() if cut.split != HOST}
+    expected = {name: cut.stored for name, cut in cuts.items() if cut.split != HOST}
     host = {name: cut.stored for name, cut in cuts.items() if cut.split == HOST}
-    check_specs(list(cuts.values()), wanted, host)
-    del wanted["proj_out.weight"]
+    check_specs(list(cuts.values()), expected, host)
+    del expected["proj_out.weight"]
     with pytest.raises(UserError) as error:
-        check_specs(list(cuts.values()), wanted | {"proj_out.bias": (3,)}, host | {"new.weight": (1,)})
+        check_specs(list(cuts.values()), expected | {"proj_out.bias": (3,)}, host | {"new.weight": (1,)})
     lines = str(error.value).splitlines()[1:]
     assert [line.strip() for line in lines] == [
         "missing: new.weight",
@@ -233,10 +233,10 @@ def stop_at(monkeypatch, name: str) -> None:
     """Every run stops when it comes to a tensor, until the patch is undone."""
     pieces = Source.pieces
 
-    def stopping(self, wanted, bounds):
-        if wanted == name:
+    def stopping(self, expected, bounds):
+        if expected == name:
             raise Stop
-        return pieces(self, wanted, bounds)
+        return pieces(self, expected, bounds)
 
     monkeypatch.setattr(Source, "pieces", stopping)
 
@@ -265,7 +265,7 @@ def test_a_run_stopped_over_a_finished_set_does_not_count_as_finished(source, co
 def test_after_a_kill_at_any_moment_the_next_run_writes_the_same_bytes(source, whole, tmp_path, small_pieces):
     """kill -9, in a process of its own; moments are spread over the time that an undisturbed run
     takes, which is corrected while a busy machine makes it shorter than it was measured."""
-    choose, wanted, unfinished = random.Random(1), content(whole), 0
+    choose, expected, unfinished = random.Random(1), content(whole), 0
     kills = times(4, 20)
     began = time.monotonic()
     write(source, tmp_path / "timed")
@@ -287,7 +287,7 @@ def test_after_a_kill_at_any_moment_the_next_run_writes_the_same_bytes(source, w
         else:
             unfinished += 1
         write(source, folder)
-        assert content(folder) == wanted, number
+        assert content(folder) == expected, number
         shutil.rmtree(folder)
     assert unfinished > kills / 4  # most kills met a run at work
 
@@ -323,8 +323,8 @@ def test_a_second_run_waits_for_the_first_and_writes_only_what_that_did_not(
         with pytest.raises(OSError, match="as the disk may") if fails else nullcontext():
             assert write(source, folder)
         assert second[0].result() == fails
-    said = f"another process ({os.getpid()}) is writing {folder}; waiting for it"
-    assert capsys.readouterr().out.count(said) == 1
+    printed = f"another process ({os.getpid()}) is writing {folder}; waiting for it"
+    assert capsys.readouterr().out.count(printed) == 1
     assert content(folder) == content(whole) and [*tmp_path.iterdir()] == [folder]
 
 
@@ -412,12 +412,12 @@ def test_a_rank_file_that_one_may_not_read_is_not_called_damaged(copy, monkeypat
                 lambda: artifacts.find(copy.parent, IDENTITY, "COMMAND"),
                 lambda path=path: TensorFile(path, "DOWNLOAD"),
             ):
-                said = said_to_an_ordinary_user(use)
-                assert said.startswith(f"NoPermission: {path}: you may not read or write it")
-                assert not re.search("rm -r|[Dd]elete|damaged|DOWNLOAD", said)
+                printed = said_to_an_ordinary_user(use)
+                assert printed.startswith(f"NoPermission: {path}: you may not read or write it")
+                assert not re.search("rm -r|[Dd]elete|damaged|DOWNLOAD", printed)
     with locked(copy):  # as the folder of all weight sets
-        said = said_to_an_ordinary_user(lambda: artifacts.find(copy.parent, IDENTITY, "COMMAND"))
-        assert said.startswith(f"NoPermission: --artifacts-dir {copy}/") and "COMMAND" not in said
+        printed = said_to_an_ordinary_user(lambda: artifacts.find(copy.parent, IDENTITY, "COMMAND"))
+        assert printed.startswith(f"NoPermission: --artifacts-dir {copy}/") and "COMMAND" not in printed
     with locked(copy / rank_file(1)):
         assert "elete" not in said_to_an_ordinary_user(refused_by_the_ranks)
     with pytest.raises(UserError, match="words of a rank\nDelete "):
@@ -659,7 +659,7 @@ def test_damaged_headers_and_manifests_and_truncated_files_are_refused(tmp_path)
     """At load, where the manifest's digests are looked at; also none takes long, or memory."""
     tensors = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.ones(4)}
     save_weights(tmp_path, tensors | {"scale": torch.tensor(2.0)})
-    wanted = {"a.weight": (2, 3), "b.bias": (4,), "scale": ()}
+    expected = {"a.weight": (2, 3), "b.bias": (4,), "scale": ()}
     rank, manifest = tmp_path / rank_file(0), tmp_path / MANIFEST
     right = {path: path.read_bytes() for path in (rank, manifest)}
     header = 8 + int.from_bytes(right[rank][:8], "little")
@@ -669,7 +669,7 @@ def test_damaged_headers_and_manifests_and_truncated_files_are_refused(tmp_path)
     def read() -> None:
         if problems := verify(tmp_path):
             raise UserError(str(problems))
-        load_rank_file(rank, wanted, torch.float32)
+        load_rank_file(rank, expected, torch.float32)
 
     def check(chance: random.Random) -> None:
         path = chance.choice([rank, manifest])
@@ -754,9 +754,9 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
     assert shard_weights(source, folder, identity, TP, torch.float32, specs)
     assert content(folder).keys() == {SHARED_FILE, HOST_FILE, MANIFEST}
     assert {rank_path(folder, rank) for rank in range(TP)} == {folder / SHARED_FILE}
-    wanted = {name: source.shape(name) for name in source.names}
-    loaded = load_rank_file(rank_path(folder, TP - 1), wanted, torch.float32)
-    assert all(torch.equal(loaded[name], source.tensor(name).float()) for name in wanted)
+    expected = {name: source.shape(name) for name in source.names}
+    loaded = load_rank_file(rank_path(folder, TP - 1), expected, torch.float32)
+    assert all(torch.equal(loaded[name], source.tensor(name).float()) for name in expected)
     # As an earlier version wrote it: a file a rank.
     save_weights(old, *[loaded] * TP)
     write_checked(old, read_json(folder / MANIFEST) | {"files": file_entries(old)})
@@ -769,3 +769,21 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
     assert verify(folder) == [f"{SHARED_FILE}: content differs from its blake3"]
     (problem,) = compare(source, folder, torch.float32, specs)
     assert re.fullmatch(f"{SHARED_FILE}: .* differs from the source", problem)
+
+
+@pytest.mark.parametrize("shape", [[-1, -4], [2.0, 2], [True, 4]], ids=str)
+def test_a_header_with_sizes_that_are_no_whole_numbers_is_refused(tmp_path, shape):
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 16]}}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(UserError, match="sizes and offsets must be whole numbers"):
+        TensorFile(path, "")
+
+
+def test_of_sound_alone_a_part_of_the_file_is_loaded_and_no_tensor_of_it_is_left_out(tmp_path):
+    names = "audio_patchify_proj.weight", "audio_patchify_proj.bias", "patchify_proj.weight"
+    path = save_weights(tmp_path, {name: torch.ones(2) for name in names}) / rank_file(0)
+    loaded = load_rank_file(path, dict.fromkeys(names[:2], (2,)), torch.float32)
+    assert [*loaded] == [*names[:2]]
+    with pytest.raises(UserError, match="unexpected: audio_patchify_proj.bias"):
+        load_rank_file(path, {names[0]: (2,)}, torch.float32)
