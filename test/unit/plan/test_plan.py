@@ -689,6 +689,8 @@ def test_without_the_ranks_a_clip_says_how_long_the_host_decodes(clip):
     assert row.where == "host" and "142.4 TFLOP, 2 tiles" in row.rate
     alone = sum(row.seconds for row in made.rows)
     assert made.seconds == pytest.approx(alone)  # on the same cores nothing is gained
+    host = sum(row.seconds for row in made.rows if row.name in ("decode_video", "decode_audio", "encode_mp4"))
+    assert made.batch_seconds == pytest.approx(max(alone - host, host))  # the ranks denoise the next clip meanwhile
     # 12 hyperthreads with 2.048 TFLOP/s each by their documentation
     assert row.seconds == pytest.approx(142.4e12 / (0.2 * 12 * 2.048e12), rel=1e-3)
     assert "20% of a documented peak, not measured" in row.rate

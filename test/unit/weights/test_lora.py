@@ -26,7 +26,7 @@ from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.sampling.spec import JobFields
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.lora import Lora, MergedSource, reference_scale
+from ltx_neuron.weights.lora import Lora, MergedSource, detailing_scale, reference_scale
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.sharding import COL, HOST, ROW, SHARDED_MODELS, rule
@@ -419,6 +419,8 @@ def test_the_scale_of_references_is_of_the_files_metadata(tiny, tmp_path):
     assert reference_scale(()) == reference_scale((plain, one)) == (1, 1)
     assert reference_scale((plain, space)) == reference_scale((one, space)) == (2, 1)
     assert reference_scale((both, space)) == (2, 4)
+    scales = detailing_scale(()), detailing_scale((plain,)), detailing_scale((one,)), detailing_scale((both,))
+    assert scales == (None, 2, 1, 2)
 
 
 @pytest.mark.parametrize("factor", ["0", "-2", "1.5", "two", "", "\u00b2"])
