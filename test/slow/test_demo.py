@@ -7,19 +7,18 @@ from functools import cache
 from pathlib import Path
 
 import demo_clips
-import oracle
 import pytest
 import torch
-from config import FRAME_RATE, HEIGHT, NUM_FRAMES, WIDTH
-from demo_clips import PROMPTS, PSNR, SEED, STYLE, assert_is_as_asked_for, is_near, made, nearest, workspace
+from config import HEIGHT, WIDTH
+from demo_clips import PROMPTS, PSNR, STYLE, assert_is_as_asked_for, is_near, made, nearest, workspace
 from helpers import one_thread, rel  # noqa: F401
 from PIL import Image
+from records import Record
 from torch import Tensor
 from world import BLUEPRINT
 
 from ltx_neuron import denoise
 from ltx_neuron.artifacts import build
-from ltx_neuron.demo import ASSETS
 from ltx_neuron.engine.residency import ModulationTables
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.sampling import latents
@@ -32,9 +31,6 @@ from ltx_neuron.weights.rankfiles import rank_file
 engines = demo_clips.engines  # a fixture
 
 FP32 = 1e-5
-# As far from the truth as ltx-core's own bf16, twice that where rounding falls out otherwise in
-# every rank, and a floor of one rounding.
-BF16_FACTOR, BF16_FLOOR = 2, 0.005
 KEPT = 30.0  # dB of the first frame from the image that it begins with
 SHARPER = 1.3
 
@@ -99,23 +95,10 @@ def steepness(frames: Tensor) -> float:
 # --- the reference --------------------------------------------------------------------------------
 
 
-def test_ltx_core_makes_the_same_clips_from_the_file(clips):
-    job = oracle.Job(FIRST, HEIGHT, WIDTH, NUM_FRAMES, FRAME_RATE, SEED)
-    truth, theirs = (by_ltx_core(job, dtype) for dtype in (torch.float32, torch.bfloat16))
-    exact, ours = (clips(FIRST, *how).tensors for how in ((), BF16))
-    for name, wanted in truth.items():
-        off = {"fp32": rel(exact[name], wanted)}
-        off |= {"ours": rel(ours[name], wanted), "theirs": rel(theirs[name], wanted)}
-        print(name, {kind: f"{distance:.1e}" for kind, distance in off.items()})
-        assert off["fp32"] <= FP32 and off["ours"] <= BF16_FACTOR * off["theirs"] + BF16_FLOOR
-
-
-@torch.no_grad()
-def by_ltx_core(job: oracle.Job, dtype: torch.dtype) -> dict[str, Tensor]:
-    with oracle.later_semantics(), oracle.one_thread():
-        contexts = oracle.encode(ASSETS, job.prompt, dtype)
-        both = contexts["video_context"], contexts["audio_context"]
-        return oracle.Denoising(ASSETS, job, *both, dtype).run()
+def test_ltx_pipelines_makes_the_same_clips_from_the_file(clips):
+    record = Record("demo")
+    record.assert_equal(clips(FIRST).tensors, FP32)
+    record.assert_as_near_as_upstreams_bfloat16(clips(FIRST, *BF16).tensors)
 
 
 # --- faults ---------------------------------------------------------------------------------------
