@@ -15,7 +15,7 @@ def parsed(*words, compiles: bool = False) -> argparse.Namespace:
     """The flags of a job, or of a script that compiles its graphs."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     if compiles:
-        flags.add_job(parser, "size", "shape")
+        flags.add_job(parser, flags.GRAPHS)
     else:
         flags.add_job(parser)
     args = parser.parse_args([*map(str, words)])

@@ -1,5 +1,4 @@
-"""The parser of every command. --help prints the most used flags, and --help-all prints all. It
-accepts earlier names of renamed flags for one version."""
+"""The parser of every command. --help prints the most used flags, and --help-all prints all."""
 
 import argparse
 import re
@@ -13,21 +12,8 @@ from functools import cache
 from itertools import takewhile
 from typing import Any, NoReturn
 
-# Earlier name of a flag -> its present one. If that ends with =, the earlier flag's value follows.
-# A command accepts the earlier names of its own flags.
-RENAMED = {
-    "--again": "--force",
-    "--artifacts-from": "--artifacts-url",
-    "--blocks-per-graph": "--profile-set blocks_per_graph=",
-    "--host-dtype": "--profile-set host_dtype=",
-    "--ignore-tuned": "--profile-set tuned=no",
-    "--no-tuned": "--profile-set tuned=no",
-    "--role front": "--role api",
-    "--turns": "--rounds",
-}
-RENAMED_UNTIL = "0.3.0"  # this version no longer accepts the earlier names
 _WIDTH, _HELP_COLUMN = 100, 34
-# What other programs call a flag -> what to type here, where the command has that flag.
+# What other programs, or 0.1.0, call a flag -> what to type here, where the command has that flag.
 _MEANINGS = {
     "size resolution dimensions aspect-ratio": "--height 704 --width 1280",
     "guidance-scale cfg cfg-scale scale": "--guidance video_cfg=3 (dev recipe)",
@@ -44,6 +30,11 @@ _MEANINGS = {
     "device gpu cuda": "--profile cuda",
     "upsampler upscaler": "--spatial-upsampler-path FILE",
     "text p": "--prompt TEXT",
+    "again": "--force",
+    "turns": "--rounds 3",
+    "blocks-per-graph": "--profile-set blocks_per_graph=2",
+    "host-dtype": "--profile-set host_dtype=float32",
+    "ignore-tuned no-tuned": "--profile-set tuned=no",
 }
 _MEANT = {name: meant for names, meant in _MEANINGS.items() for name in names.split()}
 _SIMILAR = 0.8  # similarity, from 0 to 1, of a typo and the word that was meant
@@ -59,7 +50,7 @@ class Parser(argparse.ArgumentParser):
     """A parser without abbreviations: a typo is an error, which names the nearest flag."""
 
     typical = ""  # the most used optional flags, for the end of the usage line
-    words: list[str]  # the parsed words, with the flags' present names
+    words: list[str]  # the parsed words
     ignored: Set[str] = frozenset()  # names in a Namespace that keep their defaults
     noted: Set[str] = frozenset()  # those of them whose absence changes the result
 
@@ -73,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         advanced(add("--help-all", help="print all flags and exit", **options))
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:  # type: ignore[override]
-        self.words = self.present(sys.argv[1:] if args is None else args)
+        self.words = sys.argv[1:] if args is None else args
         required = [action for action in self._actions if action.required]
         for action in required:  # a typo may be why one is missing: both are reported
             action.required, vars(action)["usual"] = False, True
@@ -140,30 +131,6 @@ class Parser(argparse.ArgumentParser):
             value = value or _Formatter(self.prog)._format_args(action, action.dest.upper())
             message = f"{flag} has no value; type {flag} {value}"
         self.exit(2, f"error: {message}\nAll flags: {self.prog} --help-all\n")
-
-    def present(self, words: Sequence[str]) -> list[str]:
-        """Replace earlier names of flags by the present ones. Prints a note on stderr for each."""
-        rest, present = list(words), []
-        while rest:
-            word = rest.pop(0)
-            flag, equals, joined = word.partition("=")
-            value = joined if equals else next(iter(rest), "")
-            old = next((name for name in (f"{flag} {value}", flag) if name in RENAMED), "")
-            new = RENAMED.get(old, "")
-            if new.partition(" ")[0] not in self._option_string_actions:
-                present.append(word)
-                continue
-            if new.endswith("="):
-                old, new = f"{old} {value}", new + value
-            if " " in old and not equals:
-                del rest[:1]
-            text = new if " " in old or not equals else f"{new}={joined}"
-            present += text.split(" ", 1)
-            print(
-                f"note: {old} is now {new}; the earlier name works until version {RENAMED_UNTIL}",
-                file=sys.stderr,
-            )
-        return present
 
     # --- help -------------------------------------------------------------------------------------
 

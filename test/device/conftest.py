@@ -61,7 +61,7 @@ def pytest_addoption(parser):
     add("--tp-degree", type=int, metavar="N", help="ranks (default: the profile's)")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the device")
     size = SimpleNamespace(add_argument=add)
-    flags.add_job(SimpleNamespace(_action_groups=[], add_argument_group=lambda *_: size), "size")
+    flags.add_job(SimpleNamespace(_action_groups=[], add_argument_group=lambda *_: size), SizeFields.model_fields)
 
 
 def pytest_configure(config):

@@ -13,6 +13,7 @@ from jobs import make_job
 from ltx_neuron import flags
 from ltx_neuron.doctor.__main__ import main as doctor
 from ltx_neuron.errors import UserError
+from ltx_neuron.flags import verbs
 from ltx_neuron.hub import RELEASE_FILES, absolute, download_again, hub_name, local_path, no_downloads
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
@@ -239,8 +240,8 @@ def test_a_cache_that_may_not_be_written_is_told(hub, monkeypatch, tmp_path):
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = flags.parser("", "", gemma=True, required=False)
-    flags.add_job(parser, "loras")
-    flags.add_models(parser)
+    flags.add_job(parser, flags.WEIGHTS)
+    verbs.add_run(parser)
     return parser.parse_args(["--profile", "cpu", *words])
 
 

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     example = f"ltx-neuron compile {model} {checkpoint} \\\n    {size}"
     parser = flags.parser(_MODELS[model][1], example, gemma=gemma, verb=f"compile {model}")
     if not gemma:
-        flags.add_job(parser, "size", "shape")
+        flags.add_job(parser, flags.GRAPHS)
     compiled = {"transformer": _transformer, "gemma3": _gemma3, "vae": _vae}[model]
     for path in compiled(parser.parse_args(argv)):
         print(f"graphs: {path}")

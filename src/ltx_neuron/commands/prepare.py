@@ -221,8 +221,14 @@ def main(argv: list[str]) -> None:
     for job in jobs:  # another size may have made their graphs
         build.record_size(workspace, job, job.buckets_to_compile)
     state = "all parts are finished" if missing else "everything exists, nothing to do"
-    print(f"{state}: {workspace.artifacts}\nNow type the same flags and a prompt:")
+    print(f"{state}: {workspace.artifacts}\nNow type:")
     words = generate.words_of(
         parser, parser.words, lambda dest: dest not in ("num_workers", "dry_run")
     )
+    file = "out.wav" if args.sound_only else "out.mp4"
+    if not args.prompts_file:
+        words += [] if args.prompt else ["--prompt", "a red fox trots through snow"]
+        words += [] if args.output_path else ["--output-path", file]
+    elif not args.output_dir:
+        words += ["--output-dir", "outputs"]
     print(invocation.command("generate", *words))

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     example += " \\\n    --gemma-root gemma-3-12b" * gemma
     parser = flags.parser(_MODELS[model][1], example, gemma, required=False, verb=f"shard {model}")
     if name != "vae":
-        flags.add_job(parser, "loras")
+        flags.add_job(parser, flags.WEIGHTS)
     add = flags.group(parser, "sharding").add_argument
     help = "write nothing: check sharded weights against their digests and, with --checkpoint-path,"
     help += " bit for bit against the checkpoint"
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
 
 def verify(argv: list[str]) -> None:
     parser = flags.parser(_DESCRIPTION, _EXAMPLE, gemma=True, required=False, verb="verify")
-    flags.add_job(parser, "loras")
+    flags.add_job(parser, flags.WEIGHTS)
     args = parser.parse_args(argv)
     from ltx_neuron.artifacts import build, finished_weights  # torch and all
 

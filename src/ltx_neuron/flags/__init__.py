@@ -124,12 +124,6 @@ def parser(
     return parser
 
 
-def add_price(parser: argparse.ArgumentParser) -> None:
-    help = "US dollars for an hour of this machine, to report the price of a clip"
-    add = group(parser, "model and machine").add_argument
-    advanced(add("--price-per-hour", type=float, metavar="DOLLARS", help=help))
-
-
 def price(args: argparse.Namespace) -> Price | None:
     """The machine's price, for the runs that it has room for; None without the flag."""
     if (dollars := args.price_per_hour) is None:
@@ -198,40 +192,36 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
 # --- flags of a job -------------------------------------------------------------------------------
 
 
-# The groups and fields of each kind of a job's flags.
-_KINDS: dict[str, list[tuple[str, list[str]]]] = {
-    "sampling": [("video", ["prompt", *SamplingFields.model_fields, "sampler", "auto_duration"])],
-    "size": [("video", [*SizeFields.model_fields])],  # with the stages and the images
-    "guidance": [("guidance", [*GuidanceFields.model_fields])],
-    # Sharding merges LoRAs into weight sets; at run time they name the sets.
-    "loras": [(_INPUTS, [*LoraFields.model_fields])],
-    "conditions": [(_INPUTS, [*ConditionFields.model_fields, *DetailFields.model_fields])],
-    # Conditions that graphs depend on; the metadata of LoRAs has a reference's scale.
-    "shape": [
-        ("video", ["nag_scale"]),
-        (_INPUTS, [*ConditionFields.model_fields, "lora", "ic_lora", "detailing_lora"]),
-    ],
-}
+# The fields of LoRAs: sharding merges them into weight sets, and at run time they name the sets.
+WEIGHTS = [*LoraFields.model_fields]
+# The fields that graphs depend on; the metadata of LoRAs has a reference's scale.
+GRAPHS = [*SizeFields.model_fields, "nag_scale", *ConditionFields.model_fields]
+GRAPHS += ["lora", "ic_lora", "detailing_lora"]
+_GUIDANCE = [*GuidanceFields.model_fields]
 
 
-def add_job(parser: argparse.ArgumentParser, *kinds: str) -> None:
-    """Flags of one generation, of some kinds or, by default, all that a line of a prompts file
-    accepts."""
-    for kind in kinds or ("sampling", "size", "guidance", "loras", "conditions"):
-        if kind == "guidance":
-            help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
-            more: Any = {"nargs": "+", "action": "extend", "default": [], "help": help}
-            group(parser, kind).add_argument("--guidance", metavar="KEY=VALUE ...", **more)
-        for title, fields in _KINDS[kind]:
-            add_fields(parser, title, fields)
-
-
-def add_fields(parser: argparse.ArgumentParser, title: str, fields: Iterable[str]) -> None:
-    """The flags of some fields of a job, in the group with this title."""
+def add_job(parser: argparse.ArgumentParser, fields: Iterable[str] | None = None) -> None:
+    """Flags of some fields of a job or, by default, of all that a line of a prompts file accepts,
+    and --guidance."""
+    if fields is None:
+        fields = [
+            *SamplingFields.model_fields,
+            "sampler",
+            "auto_duration",
+            *SizeFields.model_fields,
+        ]
+        fields = ["prompt", *fields, *_GUIDANCE, *WEIGHTS, *ConditionFields.model_fields]
+        fields += DetailFields.model_fields
+        help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"
+        options: Any = {"nargs": "+", "action": "extend", "default": [], "help": help}
+        group(parser, "video")  # before the group of guidance
+        group(parser, "guidance").add_argument("--guidance", metavar="KEY=VALUE ...", **options)
+    inputs = {*WEIGHTS, *ConditionFields.model_fields, *DetailFields.model_fields}
     for name in fields:
         field = JobFields.model_fields[name]
         default = None if name == "recipe" else field.default  # else from the file's name
         options = {"default": default, "help": field.description, **_options(name, field)}
+        title = _INPUTS if name in inputs else "guidance" if name in _GUIDANCE else "video"
         action = group(parser, title).add_argument(*map(flag_of, names_of(name)), **options)
         if name not in _MOST_USED:
             advanced(action)
@@ -393,8 +383,8 @@ def _check_resumed(job: Job) -> None:
 
 
 def shape(args: argparse.Namespace, recipe: str, **values: Any) -> Job:
-    """The job to compile graphs for, from the kinds size and shape of
-    `add_job`'s flags. Its prompt is empty. values: in place of the flags'."""
+    """The job to compile graphs for, from the flags of GRAPHS. Its prompt is empty. values: in
+    place of the flags'."""
     job = spec(args).replaced(recipe=recipe, **values)
     if job.video_path is not None and job.extend is None:
         # The graphs do not depend on the seconds that are regenerated.
@@ -437,20 +427,6 @@ def recipe(args: argparse.Namespace) -> str:
 # --- flags of a run -------------------------------------------------------------------------------
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-    add_models(parser)
-    add_fleet(parser)
-    add_duration_head(parser)
-    help = "many videos: one JSON object per line, with flags as keys"
-    group(parser, "video").add_argument("--prompts-file", type=Path, metavar="FILE", help=help)
-
-
-def add_duration_head(parser: argparse.ArgumentParser) -> None:
-    help = "LTX-2.5: the duration head; it predicts --num-frames where that is left out"
-    add = group(parser, "models").add_argument
-    advanced(add("--duration-head-path", type=Path, metavar="FILE", help=help))
-
-
 def check_prediction(args: argparse.Namespace) -> None:
     """Raise UserError for output flags with --predict-duration. Sets --auto-duration to its default
     limits if it is left out."""
@@ -463,37 +439,6 @@ def check_prediction(args: argparse.Namespace) -> None:
             " out"
         )
     args.auto_duration = args.auto_duration or []
-
-
-def add_models(parser: argparse.ArgumentParser) -> None:
-    """Flags of an engine besides the checkpoint, for commands that run one."""
-    add = group(parser, "models").add_argument
-    help = "encode prompts on the device (default: on the host's CPU)"
-    add("--neuron-gemma", action="store_true", help=help)
-    help = "run the video VAE on the device (default: on the host's CPU)"
-    add("--neuron-vae", action="store_true", help=help)
-    help = "for --two-stage and --upscale spatial|both"
-    add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)
-    help = "for --upscale temporal|both and --temporal-upsample-rounds"
-    advanced(add("--temporal-upsampler-path", type=Path, metavar="FILE", help=help))
-    help = "encode prompts again, without the contexts cached in --artifacts-dir"
-    advanced(add("--no-prompt-cache", action="store_true", help=help))
-    help = "reproduce the numerics of a release of the reference"
-    advanced(add("--compat", choices=[name for name in COMPAT if name], help=help))
-    help = "run one step before each stage and discard it, so that timings exclude the cold step"
-    advanced(add("--warmup", action="store_true", help=help))
-
-
-def add_fleet(parser: argparse.ArgumentParser) -> None:
-    """Flags of a Ray cluster, for commands that run many jobs."""
-    add = group(parser, "fleet").add_argument
-    help = "run on every chip of a Ray cluster: auto (the cluster of this machine),"
-    help += " HOST:PORT, or local (the chips of this machine)"
-    advanced(add("--ray", metavar="ADDRESS", help=help))
-    help = "maximum number of engines that run at once (default: one per chip)"
-    advanced(add("--replicas", type=int, metavar="N", help=help))
-    help = "download missing weights and graphs from this store of `artifacts push`"
-    advanced(add("--artifacts-url", metavar="URL", help=help))
 
 
 def check_fleet(args: argparse.Namespace, many: object = True) -> None:
@@ -511,24 +456,6 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
             "--ray needs ray, and this Python does not have it\n"
             'Type: pip install "ltx-neuron[fleet]"'
         )
-
-
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    add = group(parser, "output").add_argument
-    help = "the video, as .mp4, or the sound, as .wav"
-    add("--output-path", type=Path, metavar="FILE", help=help)
-    help = "folder for the videos of --prompts-file and results.json"
-    add("--output-dir", type=Path, metavar="DIR", help=help)
-    help = "continue an interrupted run from the state beside --output-path, or decode the latents"
-    help += " of a --save-tensors FILE"
-    advanced(add("--resume", nargs="?", const=True, metavar="FILE", help=help))
-    help = "write every frame as a PNG file too"
-    advanced(add("--save-frames", type=Path, metavar="DIR", help=help))
-    help = "write contexts, latents, frames and waveform too"
-    advanced(add("--save-tensors", type=Path, metavar="FILE.safetensors", help=help))
-    help = "write the latency report: the time of each phase and step"
-    advanced(add("--perf-dump-path", type=Path, metavar="FILE.json", help=help))
-    add_price(parser)
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:

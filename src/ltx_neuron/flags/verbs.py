@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ltx_neuron import flags
 from ltx_neuron.command_line import Parser, advanced
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.spec import ConditionFields, JobFields, LoraFields, SizeFields
 
 _CHECKPOINT = "--checkpoint-path ltx-2.3-22b-distilled.safetensors"
@@ -44,11 +45,7 @@ def job_parser(
     common = {action.dest for action in parser._actions} - {"gemma_root"}
     parser.set_defaults(needs_gemma=required and gemma)
     flags.add_job(parser)
-    flags.add_run(parser)
-    flags.add_outputs(parser)
-    help = "LTX-2.5: print the length that the duration head predicts, and make no video"
-    add = flags.group(parser, "video").add_argument
-    advanced(add("--predict-duration", action="store_true", help=help))
+    add_run(parser)
     for action in parser._actions:
         if action.dest == "gemma_root":
             vars(action)["usual"] = required and gemma
@@ -57,6 +54,57 @@ def job_parser(
             action.help = argparse.SUPPRESS
     parser.noted = parser.ignored & _NOTED
     return parser
+
+
+def add_run(parser: Parser) -> None:
+    """Flags of a run besides a job's."""
+    switch, file = {"action": "store_true"}, {"type": Path, "metavar": "FILE"}
+    add = flags.group(parser, "models").add_argument
+    help = "encode prompts on the device (default: on the host's CPU)"
+    add("--neuron-gemma", **switch, help=help)
+    help = "run the video VAE on the device (default: on the host's CPU)"
+    add("--neuron-vae", **switch, help=help)
+    help = "for --two-stage and --upscale spatial|both"
+    add("--spatial-upsampler-path", **file, help=help)
+    help = "for --upscale temporal|both and --temporal-upsample-rounds"
+    advanced(add("--temporal-upsampler-path", **file, help=help))
+    help = "encode prompts again, without the contexts cached in --artifacts-dir"
+    advanced(add("--no-prompt-cache", **switch, help=help))
+    help = "reproduce the numerics of a release of the reference"
+    advanced(add("--compat", choices=[name for name in COMPAT if name], help=help))
+    help = "run one step before each stage and discard it, so that timings exclude the cold step"
+    advanced(add("--warmup", **switch, help=help))
+    help = "LTX-2.5: the duration head; it predicts --num-frames where that is left out"
+    advanced(add("--duration-head-path", **file, help=help))
+    add = flags.group(parser, "fleet").add_argument
+    help = "run on every chip of a Ray cluster: auto (the cluster of this machine), HOST:PORT, or"
+    help += " local (the chips of this machine)"
+    advanced(add("--ray", metavar="ADDRESS", help=help))
+    help = "maximum number of engines that run at once (default: one per chip)"
+    advanced(add("--replicas", type=int, metavar="N", help=help))
+    help = "download missing weights and graphs from this store of `artifacts push`"
+    advanced(add("--artifacts-url", metavar="URL", help=help))
+    add = flags.group(parser, "video").add_argument
+    help = "many videos: one JSON object per line, with flags as keys"
+    add("--prompts-file", **file, help=help)
+    help = "LTX-2.5: print the length that the duration head predicts, and make no video"
+    advanced(add("--predict-duration", **switch, help=help))
+    add = flags.group(parser, "output").add_argument
+    add("--output-path", **file, help="the video, as .mp4, or the sound, as .wav")
+    help = "folder for the videos of --prompts-file and results.json"
+    add("--output-dir", type=Path, metavar="DIR", help=help)
+    help = "continue an interrupted run from the state beside --output-path, or decode the latents"
+    help += " of a --save-tensors FILE"
+    advanced(add("--resume", nargs="?", const=True, metavar="FILE", help=help))
+    help = "write every frame as a PNG file too"
+    advanced(add("--save-frames", type=Path, metavar="DIR", help=help))
+    help = "write contexts, latents, frames and waveform too"
+    advanced(add("--save-tensors", type=Path, metavar="FILE.safetensors", help=help))
+    help = "write the latency report: the time of each phase and step"
+    advanced(add("--perf-dump-path", type=Path, metavar="FILE.json", help=help))
+    help = "US dollars for an hour of this machine, to report the price of a clip"
+    add = flags.group(parser, "model and machine").add_argument
+    advanced(add("--price-per-hour", type=float, metavar="DOLLARS", help=help))
 
 
 def generate() -> Parser:
@@ -103,6 +151,7 @@ def plan() -> Parser:
     --height 512 --width 768 --num-frames 121"""
     used = SHAPE | MODELS | {"price_per_hour"}
     parser = job_parser("plan", description, example, used, gemma=False)
+    vars(parser._option_string_actions["--price-per-hour"])["advanced"] = False
     help = "print one JSON object instead of the tables"
     parser.add_argument("--json", action="store_true", help=help)
     return parser

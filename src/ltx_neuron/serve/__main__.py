@@ -82,7 +82,9 @@ def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry"
     if default.size.two_stage:
         engine.preflight.upsampler("spatial")
     upsamplers = {kind for kind, path in engine.host.upsampler_paths.items() if path}
-    registry = sizes.SizeRegistry(engine.workspace, default, upsamplers, flags.lora_sets(args))
+    lora_sets, neuron_vae = flags.lora_sets(args), args.neuron_vae
+    workspace = engine.workspace
+    registry = sizes.SizeRegistry(workspace, default, upsamplers, lora_sets, neuron_vae)
     jobs = capability_jobs(registry)
     if args.ray:  # the replicas check the rest
         for stage in jobs[0].stages:

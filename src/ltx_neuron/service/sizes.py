@@ -2,7 +2,7 @@
 
 A manifest records the sizes and inputs that its graphs were compiled for. The transformer's graphs
 depend only on the number of tokens. So a recorded size also offers its transpose, and a two-stage
-size those of its stages.
+size those of its stages. With --neuron-vae each also needs the graphs of its decoder.
 """
 
 import re
@@ -150,6 +150,7 @@ class SizeRegistry:
     upsamplers: Collection[str]  # kinds of available ones; two stages need the spatial one
     # A job with the LoRAs by the set's name, which a request sends; "default": without a name.
     lora_sets: Mapping[str, Job] = field(default_factory=NO_LORAS.copy)
+    neuron_vae: bool = False  # videos are decoded by graphs, too
 
     def __post_init__(self):
         self._manifests: dict[Path, int] | None = None  # their change times, as last read
@@ -255,6 +256,10 @@ class SizeRegistry:
                 job.dubbing.check(job.size)
             for stage in job.stages:
                 self.workspace.dit_programs_for(job, stage)
+            if self.neuron_vae:
+                workspace = self.workspace
+                tiles = workspace.decoder_graphs(job.latent_shape) + workspace.encoder_graphs(job)
+                return all(map(workspace.is_made, tiles))
         except UserError:  # absent, damaged, or with other blocks_per_graph
             return False
         return True

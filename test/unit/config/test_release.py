@@ -38,14 +38,6 @@ def test_the_changelog_begins_with_this_versions_layout_and_traced_code():
     assert artifacts.code_digest("torchdist") in graphs and artifacts.code_digest("nxd") in graphs
 
 
-def test_the_changelog_lists_each_renamed_flag():
-    renamed = pytest.importorskip("ltx_neuron.command_line").RENAMED
-    _, _, listed = (ROOT / "CHANGELOG.md").read_text().partition("### Renamed flags")
-    for old, new in renamed.items():
-        (row,) = (row for row in listed.splitlines() if re.search(rf"`{old}( [A-Z]+)?`", row))
-        assert f"`{new}" in row
-
-
 def test_the_doctor_installs_the_ltx_core_that_is_tested():
     _, install = checks._PACKAGES["ltx-core"]
     assert install.split()[-1] in (ROOT / "constraints.txt").read_text().splitlines()

@@ -21,6 +21,7 @@ from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.flags import verbs
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
 from ltx_neuron.report.recorder import Recorder
@@ -156,7 +157,7 @@ def test_frames_in_bfloat16_are_no_further_from_float32_than_ltx_cores_own(tiny)
 def generating(tiny, folder, *typed):
     """The workspace of a command line of generate_ltx23.py."""
     parser = flags.parser("", "", gemma=False)
-    flags.add_run(parser)
+    verbs.add_run(parser)
     common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
     return flags.workspace(parser.parse_args([*common, "--profile", "cpu", *typed]))
 

@@ -1,4 +1,4 @@
-"""The command line: help of two lengths, flags by their earlier names, flags of several values."""
+"""The command line: help of two lengths, names of 0.1.0, flags of several values."""
 
 import argparse
 from functools import cache
@@ -8,7 +8,7 @@ import pytest
 from typed import parsed, said
 
 from ltx_neuron import flags
-from ltx_neuron.command_line import RENAMED, Parser, advanced
+from ltx_neuron.command_line import Parser, advanced
 from ltx_neuron.commands import VERBS, dispatch
 from ltx_neuron.errors import UserError
 from ltx_neuron.report.price import Price
@@ -111,49 +111,24 @@ def test_help_leaves_advanced_flags_out_and_says_so(capsys):
 # --- earlier names --------------------------------------------------------------------------------
 
 
-EARLIER = {  # what was typed -> what is typed now
+EARLIER = {  # a flag of 0.1.0 -> what its error names
     "--again": "--force",
-    "--artifacts-from URL": "--artifacts-url URL",
-    "--blocks-per-graph 2": "--profile-set blocks_per_graph=2",
-    "--host-dtype float32": "--profile-set host_dtype=float32",
+    "--blocks-per-graph": "--profile-set blocks_per_graph=2",
+    "--host-dtype": "--profile-set host_dtype=float32",
     "--ignore-tuned": "--profile-set tuned=no",
     "--no-tuned": "--profile-set tuned=no",
-    "--role front": "--role api",
-    "--turns 2": "--rounds 2",
+    "--turns": "--rounds 3",
 }
 
 
-def test_every_earlier_name_is_tested():
-    assert [*EARLIER] == sorted(EARLIER) and len(EARLIER) == len(RENAMED)
-    assert all(old in typed for old, typed in zip(RENAMED, EARLIER, strict=True))
-
-
-@pytest.mark.parametrize("typed", EARLIER)
-def test_a_flag_is_taken_by_its_earlier_name_with_a_note(typed, capsys):
-    present = EARLIER[typed].split()
-    having = [p for p in map(parser_of, COMMANDS) if present[0] in p._option_string_actions]
-    assert having
-    for parser in having:
-        for words in (typed.split(), ["=".join(typed.split())]):  # --flag value, and --flag=value
-            needed = [word for a in parser._actions if a.required for word in needs(a)]
-            old = vars(parser.parse_known_args(needed + parser.present(words))[0])
-            note = capsys.readouterr().err
-            assert old == vars(parser.parse_known_args(needed + present)[0])
-            assert note.startswith(f"note: {typed.split()[0]}") and f" is now {present[0]}" in note
-            assert note.endswith("; the earlier name works until version 0.3.0\n")
-            assert parser.present(present) == present and capsys.readouterr().err == ""
-
-
-def needs(action: argparse.Action) -> list[str]:
-    """Words for a flag or an argument that is required."""
-    value = action.choices[0] if action.choices else "x"
-    return [*action.option_strings[:1], value]
-
-
-def test_an_earlier_name_is_unknown_where_its_present_flag_is(capsys):
-    with pytest.raises(SystemExit):
-        small().parse_args(["--again"])
-    assert "unknown: --again" in capsys.readouterr().err
+@pytest.mark.parametrize("earlier", EARLIER)
+def test_the_error_of_an_earlier_flag_names_the_present_one(earlier, capsys):
+    for parser in map(parser_of, COMMANDS):
+        with pytest.raises(SystemExit) as end:
+            parser.parse_args([earlier])
+        present, printed = EARLIER[earlier], capsys.readouterr().err
+        known = present.split()[0] in parser._option_string_actions
+        assert end.value.code == 2 and (f"did you mean {present}?" in printed) == known
 
 
 # --- guidance -------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.resume import JobRun, restore_state, save_state
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
+from ltx_neuron.flags import verbs
 from ltx_neuron.host.arithmetic import FLOAT32
 from ltx_neuron.host.encode_inputs import check, encode
 from ltx_neuron.host.images import fill
@@ -505,7 +506,7 @@ def test_the_models_of_a_job_are_those_that_encode_and_decode_what_it_has(files)
 
 def test_a_file_that_does_not_do_is_said_before_anything_else_is_looked_for(files, tiny, tmp_path):
     parser = flags.parser("", "", gemma=False)
-    flags.add_run(parser)
+    verbs.add_run(parser)
     typed = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path)]
     typed += ["--profile", "cpu", "--profile-set", "host_dtype=float32"]
     workspace = flags.workspace(parser.parse_args(typed))

@@ -37,7 +37,7 @@ from ltx_neuron.serve import __main__ as serve
 from ltx_neuron.service.tokens import Tokens
 from ltx_neuron.tune.search import check_layers
 from unit.project import test_docs
-from unit.test_docs import PAGES, PROGRAM, commands
+from unit.project.test_docs import PAGES, PROGRAM, commands
 
 # Why no test here can run them -> the commands.
 NOT_RUN = {

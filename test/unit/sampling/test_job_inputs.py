@@ -668,7 +668,7 @@ def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_p
         line = str(error.value).splitlines()[-1]
         words = shlex.split(line.partition(command("compile transformer"))[2])
         parser = flags.parser("", "", gemma=False)
-        flags.add_job(parser, "size", "shape")
+        flags.add_job(parser, flags.GRAPHS)
         args = parser.parse_args(words)
         shape = flags.shape(args, args.recipe)
         shape.check_shape()

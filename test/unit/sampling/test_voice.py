@@ -337,7 +337,7 @@ def test_what_does_not_go_together_is_said_with_what_to_type(voice, id_lora, tmp
 
 def test_a_shape_needs_no_lora_as_its_graphs_do_not_depend_on_one(voice):
     parser = flags.parser("", "", gemma=False)
-    flags.add_job(parser, "size", "shape")
+    flags.add_job(parser, flags.GRAPHS)
     words = "--checkpoint-path", "x", "--reference-audio", voice, "--identity-guidance-scale", "0"
     shape = flags.shape(parser.parse_args(words), "dev")
     shape.check_shape()

@@ -206,3 +206,16 @@ def test_a_set_of_loras_is_chosen_by_its_name():
     assert found.loras(None, size) == found.loras("default", size) == dict.fromkeys(LORAS, ())
     with pytest.raises(ApiError, match="unknown lora_set 'noir'; known: 'default', 'anime'"):
         found.loras("noir", size)
+
+
+def test_with_neuron_vae_a_size_is_offered_if_its_decoder_is_compiled():
+    class Decoders(Compiled):
+        """Its video decoder is compiled for the recorded size alone, not for the transpose."""
+
+        decoder_graphs = staticmethod(lambda latent: [latent])
+        encoder_graphs = staticmethod(lambda job: [])
+        is_made = staticmethod(lambda latent: latent == (16, 24, 16))
+
+    default = CompiledSize(TALL, "distilled")
+    offered = SizeRegistry(Decoders(TALL), default, upsamplers=(), neuron_vae=True).compiled
+    assert [compiled.size for compiled in offered] == [TALL]

@@ -485,7 +485,7 @@ IGNORING = "--profile-set tuned=no"
 
 def arguments(tiny, folder: Path, *more: str):
     parser = flags.parser("", "", gemma=False)
-    flags.add_job(parser, "size")
+    flags.add_job(parser, flags.GRAPHS)
     common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
     common += ["--profile", "cpu", "--tp-degree", "2", "--dtype", "float32"]
     return parser.parse_args([*common, *more])

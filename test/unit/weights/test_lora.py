@@ -319,7 +319,7 @@ def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(t
 def weight_sets(words: str) -> list[list]:
     """The sets that flags name, each LoRA as its file's name and strength."""
     parser = argparse.ArgumentParser()
-    flags.add_job(parser, "loras")
+    flags.add_job(parser, flags.WEIGHTS)
     sets = flags.spec(parser.parse_args(words.split())).weight_sets
     return [[(lora.path.name, lora.strength) for lora in loras] for loras in sets]
 
