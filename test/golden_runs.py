@@ -126,14 +126,14 @@ def assert_tail_is_cut(engine: Engine, job: Job) -> None:
     build.make(workspace, workspace.dit_graphs(job.buckets))
     draw_contexts(engine, *jobs)
     engine.on_step_end = engine.on_stage_end = None
-    whole, kept = engine.run(jobs, keep=True)
-    assert {*whole.tensors} == {*kept.tensors}
+    whole, shorter = engine.run(jobs, keep=True)
+    assert {*whole.tensors} == {*shorter.tensors}
     for name, tensor in whole.tensors.items():
         if name not in ("frames", "waveform"):
-            assert torch.equal(kept.tensors[name], tensor), name
+            assert torch.equal(shorter.tensors[name], tensor), name
     cut = 8 * job.output_frame_rate / job.size.frame_rate
-    assert len(whole.frames) - len(kept.frames) == cut
-    assert torch.equal(kept.frames, whole.frames[: len(kept.frames)])
-    samples = round(len(kept.frames) / job.output_frame_rate * kept.sample_rate)
-    assert kept.waveform.shape == (2, samples)
-    assert torch.equal(kept.waveform, whole.waveform[:, :samples])
+    assert len(whole.frames) - len(shorter.frames) == cut
+    assert torch.equal(shorter.frames, whole.frames[: len(shorter.frames)])
+    samples = round(len(shorter.frames) / job.output_frame_rate * shorter.sample_rate)
+    assert shorter.waveform.shape == (2, samples)
+    assert torch.equal(shorter.waveform, whole.waveform[:, :samples])

@@ -73,7 +73,7 @@ class Record:
         frames the largest difference."""
         got = comparable(got)
         assert {key: list(got[key].shape) for key in self.samples} == self.shapes
-        return {key: _distance(sample(got[key]), wanted) for key, wanted in self.samples.items()}
+        return {key: _distance(sample(got[key]), expected) for key, expected in self.samples.items()}
 
     def assert_equal(self, got: dict[str, Tensor], bound: float) -> None:
         """A run in float32 is as near to the record as `bound` says of latents."""
@@ -90,7 +90,7 @@ class Record:
         assert {key: d for key, d in distances.items() if not d <= limits[key]} == {}
 
 
-def _distance(got: Tensor, wanted: Tensor) -> float:
-    if wanted.dtype == torch.uint8:
-        return (got.int() - wanted.int()).abs().max().item()
-    return rel(got, wanted)
+def _distance(got: Tensor, expected: Tensor) -> float:
+    if expected.dtype == torch.uint8:
+        return (got.int() - expected.int()).abs().max().item()
+    return rel(got, expected)

@@ -32,7 +32,7 @@ def test_an_input_sound_is_kept_in_every_stage(runs, name):
         assert torch.equal(got[stage], got["audio_latent"])
 
 
-def kept_frames(got: dict, stream: str) -> list[int]:
+def source_frames(got: dict, stream: str) -> list[int]:
     """Which latent frames are the file's, bit for bit."""
     latent, source = got[f"s1_{stream}"], got[f"{stream}_latent"]
     return [i for i in range(latent.shape[2]) if torch.equal(latent[:, :, i], source[:, :, i])]
@@ -40,17 +40,17 @@ def kept_frames(got: dict, stream: str) -> list[int]:
 
 def test_a_retake_keeps_the_frames_and_the_sound_outside_its_seconds(runs):
     got = runs.generate("retake")
-    assert kept_frames(got, "video") == [0, 2]
-    assert kept_frames(got, "audio") == [*range(3), *range(6, 21)]  # 40 ms each, from -30 ms on
+    assert source_frames(got, "video") == [0, 2]
+    assert source_frames(got, "audio") == [*range(3), *range(6, 21)]  # 40 ms each, from -30 ms on
 
 
-@pytest.mark.parametrize(("stream", "kept"), [STREAMS, STREAMS[::-1]])
-def test_a_retake_of_one_stream_keeps_the_other(runs, stream, kept):
+@pytest.mark.parametrize(("stream", "other"), [STREAMS, STREAMS[::-1]])
+def test_a_retake_of_one_stream_keeps_the_other(runs, stream, other):
     """It begins clean by default, as in 1.0.0, and as noise in 1.1.0 to 1.2.0, where it ends within
     rounding."""
     got, as_noise = runs.generate(f"retake_{stream}"), runs.generate(f"retake_{stream}_of_1_2_0")
-    assert torch.equal(got[f"s1_{kept}"], got[f"{kept}_latent"])
-    assert rel(as_noise[f"s1_{kept}"], got[f"{kept}_latent"]) < FP32
+    assert torch.equal(got[f"s1_{other}"], got[f"{other}_latent"])
+    assert rel(as_noise[f"s1_{other}"], got[f"{other}_latent"]) < FP32
 
 
 def test_a_retake_keeps_zeros_behind_a_sound_that_ends_early_and_makes_one_where_there_is_none(runs):

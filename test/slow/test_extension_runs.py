@@ -82,12 +82,6 @@ def test_the_dev_recipe_guides_every_window(engine, film, tmp_path):
     resumed = made(engine, job, resume=lambda job: run)
     assert torch.equal(resumed.frames, result.frames)
     assert torch.equal(resumed.waveform, result.waveform)
-    plain = made(engine, replace(job, guidance=Guidance(StreamGuidance(), StreamGuidance())))
-    for stage in job.stages:
-        for stream in ("video", "audio"):
-            new = slice(*getattr(stage.window, f"new_{stream}"))
-            name = f"{stage.key}_{stream}"
-            assert rel(result.tensors[name][:, :, new], plain.tensors[name][:, :, new]) > 0.001
 
 
 def compile_decoders(workspace: Workspace, job: Job) -> None:

@@ -10,7 +10,7 @@ import golden_runs
 import pytest
 import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace, sharing
-from golden_jobs import AUDIO, SKIPPING, VIDEO, StreamGuidance, guidance, guided, ic_lora, voiced
+from golden_jobs import SKIPPING, StreamGuidance, guidance, guided, ic_lora, voiced
 from helpers import ended, randn, rel
 from jobs import make_job, replace
 from rank_decoding import CLIPS, decoding, frames_of
@@ -31,16 +31,11 @@ from ltx_neuron.sampling.conditions import Retake
 runs = golden_runs.runs  # a fixture
 
 TWO, FOUR = ("guidance_parallel=2",), ("guidance_parallel=4",)
-NONE, CFG = StreamGuidance(), StreamGuidance(cfg_scale=3.5)
-STG, MODALITY = StreamGuidance(stg_scale=1.5, stg_blocks=(2,)), StreamGuidance(modality_scale=2.0)
-RESCALED = replace(VIDEO, rescale_scale=1.0), replace(AUDIO, rescale_scale=1.0)
+CFG = StreamGuidance(cfg_scale=3.5)
 GUIDED = guided()
 JOBS = {
     "all passes": GUIDED,
     "cfg alone": guided(**guidance(CFG, CFG)),
-    "stg alone": guided(**guidance(STG, NONE)),
-    "modality alone": guided(**guidance(NONE, MODALITY)),
-    "full rescale": guided(**guidance(*RESCALED)),
     "skipped steps": guided(**guidance(*SKIPPING, steps=5)),
 }
 
