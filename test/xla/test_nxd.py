@@ -22,10 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import nxd_stubs
-import oracle
 import pytest
-import recipes_oracle
 import torch
+from golden import upstream
 from helpers import made_film, randn, random_value, rel, run_program, save_weights, tone, write_sound
 from jobs import make_job, read_voice, replace
 from safetensors.torch import load_file
@@ -132,7 +131,8 @@ def whole(assets, workspace):
 @pytest.fixture(scope="module")
 def wanted(assets):
     """What the reference makes of the two-stage job."""
-    return oracle.generate(assets, oracle.Job(PROMPT, height=64, width=64, num_frames=9, frame_rate=24, seed=10))
+    contexts = upstream.encode(assets, PROMPT, torch.float32)
+    return contexts | upstream.generate(assets, make_job(prompt=PROMPT, size=SIZE))
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
         )
         encoder = RankTextEncoder(ranks, weights, workspace.gemma, workspace.transformer, (128, 1024), torch.float32)
         for prompt, each in zip(prompts, ids, strict=True):
-            (contexts,), wanted = (encoder.encode([each]), oracle.encode(assets, prompt, torch.float32))
+            (contexts,), wanted = (encoder.encode([each]), upstream.encode(assets, prompt, torch.float32))
             assert rel(contexts.video, wanted["video_context"]) < FP32
             assert rel(contexts.audio, wanted["audio_context"]) < FP32
 
@@ -753,24 +753,12 @@ GUIDED = dict(
 )
 
 
+GUIDED_SIZE = Size(64, 32, 9, 24)
+
+
 @pytest.fixture(scope="module")
 def wanted_guided(assets):
-    parameters = tuple(GUIDANCE.items())
-    return recipes_oracle.generate(
-        assets,
-        recipes_oracle.Job(
-            PROMPT,
-            height=64,
-            width=32,
-            num_frames=9,
-            frame_rate=24,
-            seed=5,
-            steps=2,
-            video=parameters,
-            audio=parameters,
-            negative_prompt="grey",
-        ),
-    )
+    return upstream.generate(assets, make_job(PROMPT, GUIDED_SIZE, 5, negative_prompt="grey", **GUIDED))
 
 
 # How often a guided step's graphs are loaded: outputs of a pass must outlive the other passes.
