@@ -47,8 +47,8 @@ def addresses(host: str, port: int, has_page: bool) -> list[str]:
     has_screen = sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
     if address.is_loopback and not has_screen:
         lines += [
-            "This machine has no screen. Unless you logged in with -L, type on your own computer, and",
-            "leave it open:",
+            "This machine has no screen. If you did not log in with -L, type on your own computer,"
+            "and leave open:",
             f"  ssh -L {port}:{name}:{port} {os.environ.get('USER', 'USER')}@MACHINE",
             f"MACHINE is its name in your ssh. Then open http://127.0.0.1:{port}/ there.",
         ]

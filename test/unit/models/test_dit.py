@@ -16,6 +16,7 @@ from helpers import (  # noqa: F401
     block_summands,
     call,
     fp32_bound,
+    generator,
     ltx_model,
     made_config,
     one_thread,
@@ -29,6 +30,7 @@ from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, lt
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models import dit
+from ltx_neuron.models.modulation import AV_GATE
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -219,6 +221,64 @@ def test_every_input_of_the_blocks_reaches_the_latents(taken):
     before = run_program(program, s.weights, values)
     after = run_program(program, s.weights, values | {taken: values[taken] * 0.5})
     assert max(rel(after[f"{m}_latent"], before[f"{m}_latent"]) for m in STREAMS) > EQUAL
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_tokens_that_move_with_their_positions_and_masks_keep_their_latents(stream, job):
+    """The order of a stream's tokens is nowhere in the model but in its positions and masks."""
+    s = setting(job=job)
+    values = step_values(s, STAGE_2_SIGMAS) | step_number(0)
+    program = program_of(s, 3)
+    before = run_program(program, s.weights, values)
+    order = torch.randperm(values[f"{stream}_latent"].shape[1], generator=generator(5))
+    tables = [f"{stream}{cross}_{part}" for cross in ("", "_cross") for part in ("cos", "sin")]
+    moved = values | {name: values[name][:, :, order] for name in tables}
+    moved |= {f"{stream}_latent": values[f"{stream}_latent"][:, order]}
+    if stream == "video":
+        moved |= {name: values[name][order] for name in ("timestep_mask", "denoise_mask")}
+        moved |= {"clean_latent": values["clean_latent"][:, order]}
+    after = run_program(program, s.weights, moved)
+    (other,) = set(STREAMS) - {stream}
+    assert rel(after[f"{stream}_latent"], before[f"{stream}_latent"][:, order]) < EQUAL
+    assert rel(after[f"{other}_latent"], before[f"{other}_latent"]) < EQUAL
+    unmoved = run_program(program, s.weights, moved | {name: values[name] for name in tables})
+    assert rel(unmoved[f"{stream}_latent"], before[f"{stream}_latent"][:, order]) > SHOWS
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_step_of_no_length_leaves_the_latents_and_a_step_to_zero_ends_at_the_prediction(job):
+    s = setting(job=job)
+    values = step_values(s, (0.7, 0.7, 0.7, 0.0)) | step_number(0)
+    program = program_of(s, 3)
+    still, ended = (run_program(program, s.weights, values | step_number(n)) for n in (0, 2))
+    half = run_program(program, s.weights, step_values(s, (0.7, 0.35)) | step_number(0))
+    for name in ("video_latent", "audio_latent"):
+        assert rel(still[name], values[name]) < EQUAL
+        # Euler's steps from one state lie on a line: half of the way to zero is the middle.
+        assert rel(half[name], (values[name] + ended[name]) / 2) < EQUAL
+
+
+@pytest.mark.parametrize("gate", ["a2v", "v2a"])
+def test_without_its_gate_a_stream_hears_nothing_of_the_other(gate):
+    """The gate's row of the modulation table is zero, and its learned entry too."""
+    listening, other = {"a2v": ("video", "audio"), "v2a": ("audio", "video")}[gate]
+    s = setting()
+    table = f"scale_shift_table_a2v_ca_{listening}"
+    weights = {name: tensor.clone() for name, tensor in s.weights.items()}
+    for name, tensor in weights.items():
+        if name.endswith(table):
+            tensor[AV_GATE.entry] = 0
+    values = step_values(s, STAGE_2_SIGMAS) | step_number(0)
+    modulation = values[f"{listening}_modulation"].clone()
+    modulation[:, :, AV_GATE.rows] = 0
+    values |= {f"{listening}_modulation": modulation}
+    program, changed = program_of(s, 3), {f"{other}_latent": 2 * values[f"{other}_latent"]}
+    before, after = (run_program(program, weights, values | more) for more in ({}, changed))
+    assert torch.equal(after[f"{listening}_latent"], before[f"{listening}_latent"])
+    assert rel(after[f"{other}_latent"], before[f"{other}_latent"]) > SHOWS
+    with_gate = [run_program(program, s.weights, values | more) for more in ({}, changed)]
+    assert rel(*(values[f"{listening}_latent"] for values in with_gate)) > EQUAL
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 from helpers import FP32_ROUNDING, SIZES, furthest, randn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import TinySizes
 from tiny.gemma import gemma_config as tiny_gemma_config
 
@@ -174,3 +176,46 @@ def test_positions_stay_fp32_where_ltx_core_1_0_0_rounds_them_to_bf16():
     # them.
     on_request = split_rope(video_positions((16, 1, 1), FPS, torch.bfloat16)[:, :1], AUDIO_MAX, 2048, 32, THETA)
     assert same_bits(on_request, theirs)
+
+
+# --- what holds for any positions -----------------------------------------------------------------
+
+TURNED = randn(1, 4, 1, 24), randn(1, 4, 1, 24, seed=1)  # a query and a key, 4 heads of 24
+POSITION = st.tuples(st.floats(0, 20), st.floats(0, 2048), st.floats(0, 2048))
+
+
+def tables_at(position: tuple[float, float, float]):
+    return split_rope(torch.tensor(position, dtype=torch.float32).view(1, 3, 1), VIDEO_MAX, 96, 4, THETA)
+
+
+@settings(deadline=None, max_examples=30)
+@given(position=POSITION)
+def test_a_rotation_keeps_the_length_of_each_head_and_its_reverse_undoes_it(position):
+    tables, (query, _) = tables_at(position), TURNED
+    turned = rotate(query, tables)
+    assert torch.allclose(turned.norm(dim=-1), query.norm(dim=-1), rtol=4 * FP32_ROUNDING)
+    back = rotate(turned, tables._replace(sin=-tables.sin))
+    assert furthest(back, query) < ROTATION
+
+
+@settings(deadline=None, max_examples=30)
+@given(query=POSITION, key=POSITION, shift=st.floats(-1, 1))
+def test_a_score_depends_on_the_distance_of_its_tokens_alone(query, key, shift):
+    """Phases reach theta pi / 2 = 16,000, of which fp32 has the last 0.001: the shift keeps them."""
+    moved = [tuple(p + shift * limit / 16 for p, limit in zip(at, VIDEO_MAX, strict=True)) for at in (query, key)]
+    scores = [
+        (rotate(TURNED[0], tables_at(a)) * rotate(TURNED[1], tables_at(b))).sum(-1) for a, b in ((query, key), moved)
+    ]
+    last_bits = 4 * THETA * torch.pi / 2 * 2 * FP32_ROUNDING  # of four phases
+    products = (TURNED[0].abs() * TURNED[1].abs()).sum(-1)
+    assert ((scores[0] - scores[1]).abs() <= 2 * last_bits * products).all()
+
+
+@pytest.mark.parametrize("head_dim", [8, 256])
+def test_gemma_turns_nothing_at_its_first_position_and_less_by_a_larger_factor(head_dim):
+    first = half_rope(torch.tensor([0]), head_dim, THETA, 1.0)
+    assert (first.cos == 1).all() and (first.sin == 0).all()
+    near, far = (half_rope(torch.tensor([n]), head_dim, THETA, factor) for n, factor in ((1, 1.0), (8, 8.0)))
+    assert furthest(near.cos, far.cos) < 4 * FP32_ROUNDING and furthest(near.sin, far.sin) < 4 * FP32_ROUNDING
+    still = half_rope(torch.tensor([7]), head_dim, THETA, 1.0, turning=0.5)
+    assert (still.sin[..., head_dim // 4 :] == 0).all() and (still.sin[..., : head_dim // 4] != 0).all()
