@@ -94,6 +94,14 @@ def artifacts(shared) -> Path:
     return shared / "artifacts"
 
 
+@pytest.fixture(scope="session")
+def media(shared) -> Path:
+    """A folder of videos, a picture and a sound (golden_jobs.make_media)."""
+    from golden_jobs import make_media
+
+    return once(shared / "media", make_media)
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """The folder of a file system of 1 MiB."""

@@ -1,6 +1,7 @@
 """Engines in this process, most of one rank, whose prompts need no text encoder: their contexts are
 drawn. Imported as `engines`."""
 
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.profiles import resolve
+from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job
@@ -50,8 +52,16 @@ def sharing(engine: Engine, **options) -> Engine:
 def drawn(workspace: Workspace, seed: int) -> list[Tensor]:
     """Contexts of video and audio (1, 1024, D); a model that reads them as it would an
     encoder's."""
-    streams = workspace.transformer.video, workspace.transformer.audio
-    return [randn(1, TEXT_TOKENS, each.inner, seed=seed + n) for n, each in enumerate(streams)]
+    return _drawn(workspace.transformer, seed)
+
+
+def drawn_contexts(config: TransformerConfig, prompt: str) -> list[Tensor]:
+    """Those of a prompt."""
+    return _drawn(config, zlib.crc32(prompt.encode()))
+
+
+def _drawn(config: TransformerConfig, seed: int) -> list[Tensor]:
+    return [randn(1, TEXT_TOKENS, each.inner, seed=seed + n) for n, each in enumerate((config.video, config.audio))]
 
 
 def give_contexts(engine: Engine, job: Job, draw: Callable[[str], list[Tensor]]) -> None:

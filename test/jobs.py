@@ -1,4 +1,4 @@
-"""Jobs from the inputs that they have, without files: the facts of files are given."""
+"""Jobs from the inputs that they have, without files: the facts of files are arguments."""
 
 import dataclasses
 from typing import Any
@@ -17,11 +17,11 @@ _INPUTS = (
 )
 
 
-def make_job(prompt: str = "", size: Size | None = None, seed: int = 10, steps: int | None = None, **given) -> Job:
+def make_job(prompt: str = "", size: Size | None = None, seed: int = 10, steps: int | None = None, **fields) -> Job:
     """A job of inputs as Job's properties have them, and of fields. Raises UserError."""
-    given = {"prompt": prompt, "seed": seed, "num_inference_steps": steps} | given
-    inputs = {name: given.pop(name, None) for name in _INPUTS if name != "size"}
-    return _job(given, inputs | {"size": size})
+    fields = {"prompt": prompt, "seed": seed, "num_inference_steps": steps} | fields
+    inputs = {name: fields.pop(name, None) for name in _INPUTS if name != "size"}
+    return _job(fields, inputs | {"size": size})
 
 
 def replace(value: Any, **changes) -> Any:
@@ -76,8 +76,8 @@ def _job(fields: dict[str, Any], inputs: dict[str, Any]) -> Job:
         values |= {"audio_path": str(sound.path), "audio_start_time": sound.start_time or None}
         values |= {"audio_max_duration": sound.max_duration, "audio_bed": sound.bed}
     if references := inputs["references"]:
-        values["video_conditioning"] = tuple(WeightedFile(str(each.path), each.strength) for each in references)
-        media["references"] = tuple((each.num_frames, each.still) for each in references)
+        values["video_conditioning"] = tuple(WeightedFile(str(video.path), video.strength) for video in references)
+        media["references"] = tuple((video.num_frames, video.still) for video in references)
         media["scales"] = references[0].space_scale, references[0].time_scale
     if mask := inputs["attention_mask"]:
         values["conditioning_attention_mask"] = (WeightedFile(str(mask.path), mask.strength),)

@@ -74,8 +74,3 @@ def after(engine, film):
 
 def source(film) -> torch.Tensor:
     return torch.stack([torch.from_numpy(frame) for frame in first_frames(film, "")])
-
-
-def joins(job: Job) -> list[int]:
-    """The audio latents before which a window's new ones begin."""
-    return [window.audio + window.new_audio[0] for window in job.extension.windows]

@@ -5,18 +5,13 @@ import av
 import longer_film
 import pytest
 import torch
-import torch.nn.functional as F
-from engines import opened_workspace
 from helpers import one_thread, read_video, tone  # noqa: F401
 from jobs import replace
-from longer_film import FRAMES, RATE, joins, longer, made, source
+from longer_film import FRAMES, RATE, longer, made, source
 
-from ltx_neuron.demo import ASSETS
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
 from ltx_neuron.host.media import Sound, first_frames, pixels_of, read_sound
-from ltx_neuron.host.models import HostModels
-from ltx_neuron.sampling.extension import joined
 
 film, prepared, engine = longer_film.film, longer_film.prepared, longer_film.engine  # fixtures
 after = longer_film.after
@@ -57,44 +52,6 @@ def test_held_latents_are_the_known_ones_and_noise_is_drawn_for_each_window(film
 def test_the_sound_is_decoded_as_a_whole(engine, after):
     audio, waveform = after.tensors["s1_audio"], after.waveform
     assert torch.equal(waveform, engine.host.decode_audio(audio)[:, : waveform.shape[1]])
-
-
-def test_a_tone_that_windows_are_cut_from_has_no_seam_where_they_join(after, artifacts):
-    """The demo's encoder and vocoder are trained: a steady tone stays steady. At joins its spectrum
-    changes by 1.3 of the usual change; decoded window by window by 181, and by 9 where a window is
-    a tenth quieter (measured)."""
-    config = opened_workspace(ASSETS, artifacts).checkpoint.config
-    demo, extension = HostModels(ASSETS.checkpoint, config, torch.float32), after.job.extension
-    count, at = extension.audio_latents, joins(after.job)
-    clip = demo.encode_audio(Sound(tone(48000, count / 25 + 0.02) * 0.5, 48000))[1][:, :, :count]
-    tensors, length = dict(after.tensors), after.tensors["window_1_audio"].shape[2]
-    tensors["audio_latent"] = torch.zeros_like(clip)
-    tensors["audio_latent"][:, :, extension.known_audio] = clip[:, :, extension.known_audio]
-    for window in extension.windows:
-        tensors[f"{window.key}_audio"] = clip[:, :, window.audio : window.audio + length]
-    _, audio = joined(extension, tensors)
-    quieter = torch.cat([clip[:, :, : at[1]], clip[:, :, at[1] :] * 0.9], dim=2)
-    apart = [
-        F.pad(sound := demo.decode_audio(part), (0, 1920 * part.shape[2] - sound.shape[1]))
-        for part in clip.tensor_split(at, dim=2)
-    ]
-    sounds = demo.decode_audio(audio), demo.decode_audio(quieter), torch.cat(apart, dim=1)
-    whole, stepped, cut = (seam(sound, at, demo.sample_rate) for sound in sounds)
-    print(f"at joins: {whole:.1f}; a window a tenth quieter: {stepped:.1f}; cut: {cut:.0f}")
-    assert torch.equal(audio, clip) and whole < 3 and stepped > 6 and cut > 60
-
-
-def seam(waveform: torch.Tensor, joins: list[int], rate: int) -> float:
-    """The largest change of the spectrum from 10 ms to the next within 20 ms of a join, against
-    the median elsewhere."""
-    hop = rate // 100
-    window = torch.hann_window(2 * hop)
-    spectrum = torch.stft(waveform, 2 * hop, hop, window=window, return_complex=True).abs()
-    change = (spectrum + 1e-3 * spectrum.max()).log().diff(dim=2).abs().mean(dim=(0, 1))
-    near = torch.zeros(len(change), dtype=torch.bool)
-    for join in joins:  # a latent is of 4 hops
-        near[4 * join - 5 : 4 * join + 1] = True
-    return (change[near].max() / change[~near].median()).item()
 
 
 def test_the_known_latents_are_of_the_frames_and_the_sound_next_to_the_new_ones(engine, film):

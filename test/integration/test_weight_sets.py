@@ -48,15 +48,6 @@ def test_a_batch_swaps_least_and_every_line_is_its_single_run(engine_of, jobs, a
     assert report["weight_swaps"]["count"] == 5
 
 
-def test_the_loras_change_the_latents_where_they_are_merged(engine_of, jobs, alone):
-    """Else equal bits would prove nothing."""
-    engine = engine_of()
-    for job in jobs[:2]:
-        plain = make_job(job.prompt, job.size, job.seed)
-        got = latents(engine, [plain])[job.seed]
-        assert not any(torch.equal(got[name], alone[job.seed][name]) for name in got)
-
-
 def test_a_state_of_another_lora_is_refused(engine_of, jobs, tmp_path):
     engine, job = engine_of(), jobs[0]
     path = tmp_path / "state.safetensors"

@@ -3,7 +3,8 @@ the numerics of its later releases, makes the same latents."""
 
 import pytest
 import torch
-from oracle import later_semantics, one_thread
+from golden.patches import later_semantics
+from helpers import one_thread  # noqa: F401
 
 SIGMAS = (1.0, 0.975, 0.421875, 0.0)
 
@@ -14,14 +15,13 @@ def flow():
     weights that is as ltx-core made it."""
     import dit
 
-    with one_thread():
-        torch.manual_seed(3)
-        models = [dit.new_model().eval() for _ in range(2)]
-        for model in models:
-            del model.transformer_blocks[1:]
-        torch.nn.init.normal_(models[0].proj_out.weight, 0, 0.2)
-        torch.nn.init.normal_(models[0].audio_proj_out.weight, 0, 0.2)
-        models[1].load_state_dict(models[0].state_dict())
+    torch.manual_seed(3)
+    models = [dit.new_model().eval() for _ in range(2)]
+    for model in models:
+        del model.transformer_blocks[1:]
+    torch.nn.init.normal_(models[0].proj_out.weight, 0, 0.2)
+    torch.nn.init.normal_(models[0].audio_proj_out.weight, 0, 0.2)
+    models[1].load_state_dict(models[0].state_dict())
     return dit, models[0], dit.Layouts(models[0]), models[1]
 
 
@@ -68,11 +68,10 @@ def test_samples_are_those_of_the_released_loop(flow, size, with_image):
     dit, model, layouts, other = flow
     video, audio, *contexts, first = drawn(size)
     first = first if with_image else None
-    with one_thread():
-        with later_semantics():
-            wanted = released(other, video, audio, contexts, first)
-        made = dit.sample(model, layouts, contexts, video, audio, SIGMAS, first)
-    for one, two in zip(made, wanted, strict=True):
+    with later_semantics():
+        upstream = released(other, video, audio, contexts, first)
+    latents = dit.sample(model, layouts, contexts, video, audio, SIGMAS, first)
+    for one, two in zip(latents, upstream, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
 
 
@@ -82,7 +81,7 @@ def test_registers_that_stand_for_many_give_what_the_many_give(flow):
     few = [context[:, : dit.TEXT_SLOTS + 8] for context in contexts]
     repeats = (dit.CONTEXT - dit.TEXT_SLOTS) // 8
     many = [torch.cat([each[:, : dit.TEXT_SLOTS], each[:, dit.TEXT_SLOTS :].repeat(1, repeats, 1)], 1) for each in few]
-    with one_thread(), torch.no_grad():
+    with torch.no_grad():
         sigma = torch.tensor([0.9])
         one, two = (dit.velocities(model, layouts, video, audio, contexts, sigma) for contexts in (few, many))
     for few_made, many_made in zip(one, two, strict=True):

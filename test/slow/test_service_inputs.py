@@ -5,10 +5,10 @@ from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 
-import given_runs
+import golden_runs
 import pytest
-from engines import give_contexts, sharing
-from given_runs import dubbed, ic_lora, retake, told
+from engines import sharing
+from golden_jobs import dubbed, ic_lora
 from helpers import one_thread  # noqa: F401
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
@@ -26,8 +26,7 @@ from ltx_neuron.service.queue import Queue
 from ltx_neuron.service.sizes import NO_LORAS, CompiledSize, SizeRegistry
 from ltx_neuron.service.worker import Worker
 
-files, workspace, opened = given_runs.files, given_runs.workspace, given_runs.opened  # fixtures
-contexts = given_runs.contexts
+runs = golden_runs.runs  # a fixture
 
 
 def upload(path) -> UploadFile:
@@ -56,31 +55,30 @@ def made(engine: Engine, job: Job, path) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["extend", "IC-LoRA", "dubbing"])
-def test_a_service_makes_the_bytes_that_the_engine_makes(kind, opened, contexts, files, tiny, tmp_path):
-    engine, sets = sharing(opened()), dict(NO_LORAS)
+def test_a_service_makes_the_bytes_that_the_engine_makes(kind, runs, media, tiny, tmp_path):
+    engine, sets = sharing(runs.engine()), dict(NO_LORAS)
     if kind == "IC-LoRA":
-        job = told(ic_lora(files, tiny, images=()))
+        job = ic_lora(tiny, media, images=())
         sets["pose"] = make_job(stage_1_loras=job.stage_1_loras)
         videos = [
-            {"video_url": upload(files / Path(each.path).name), "strength": each.strength} for each in job.references
+            {"video_url": upload(media / Path(each.path).name), "strength": each.strength} for each in job.references
         ]
-        mask = {"video_url": upload(files / "mask.mkv"), "strength": 0.8}
+        mask = {"video_url": upload(media / "mask.mkv"), "strength": 0.8}
         fields = {"lora_set": "pose", "video_conditioning": videos, "size": "128x128", "fps": 25}
         fields |= {"conditioning_attention_mask": mask, "num_frames": 17}
     elif kind == "dubbing":
-        job = told(dubbed(files, tiny, images=()))
+        job = dubbed(tiny, media, images=())
         sets["dub"] = make_job(loras=job.loras)
-        fields = {"reference_video": upload(files / "speech.mkv"), "reference_strength": 0.8}
+        fields = {"reference_video": upload(media / "speech.mkv"), "reference_strength": 0.8}
         fields |= {"lora_set": "dub", "size": "128x64"}
     else:
-        job = told(retake(files, num_frames=25))
-        longer = given_runs.Retake(files / "film.mkv", extend=0.4, source_frames=17)
-        job = given_runs.replace(job, retake=longer)
-        fields = {"video_reference": upload(files / "film.mkv"), "extend": 0.4}
+        job = runs.job("extend")
+        fields = {"video_reference": upload(media / "film.mkv"), "extend": 0.4}
+    build.make(engine.workspace, engine.workspace.weight_sets("dit", {stage.loras for stage in job.stages}))
     for stage in job.stages:
         buckets = [job.bucket(stage)]
         build.make(engine.workspace, engine.workspace.dit_graphs(buckets, job))
         build.record_size(engine.workspace, job, buckets)
-    give_contexts(engine, job, contexts)
+    golden_runs.draw_contexts(engine, job)
     fields |= {"prompt": job.prompt, "seed": job.seed}
     assert served(engine, tmp_path, sets, **fields) == made(engine, job, tmp_path / "wanted.mp4")

@@ -4,20 +4,17 @@ die in a pass, in the combination of the passes, or between two steps."""
 import os
 import signal
 import threading
+from functools import partial
 
-import given_runs
+import golden_runs
 import pytest
-import recipe_runs
 import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace, sharing
-from given_runs import ic_lora, voiced
-from given_runs import told as told_given
+from golden_jobs import SKIPPING, StreamGuidance, guidance, guided, ic_lora, voiced
 from helpers import ended, randn, rel
 from jobs import make_job, replace
 from rank_decoding import CLIPS, decoding, frames_of
 from rank_decoding import opened as opened_for_tiles
-from recipe_runs import AUDIO, GUIDED, VIDEO, told, told_hq
-from recipes_oracle import OFF
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.backends.ranks import RankError
@@ -31,19 +28,22 @@ from ltx_neuron.report import table
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import Retake
 
-assets, opened, files = recipe_runs.assets, recipe_runs.opened, given_runs.files  # fixtures
+runs = golden_runs.runs  # a fixture
 
 TWO, FOUR = ("guidance_parallel=2",), ("guidance_parallel=4",)
-NONE = tuple(OFF.items())
-CFG = (("cfg_scale", 3.5),)
+CFG = StreamGuidance(cfg_scale=3.5)
+GUIDED = guided()
 JOBS = {
     "all passes": GUIDED,
-    "cfg alone": replace(GUIDED, video=CFG, audio=CFG),
-    "stg alone": replace(GUIDED, video=(("stg_scale", 1.5), ("stg_blocks", (2,))), audio=NONE),
-    "modality alone": replace(GUIDED, video=NONE, audio=(("modality_scale", 2.0),)),
-    "full rescale": replace(GUIDED, video=(*VIDEO, ("rescale_scale", 1.0)), audio=(*AUDIO, ("rescale_scale", 1.0))),
-    "skipped steps": replace(GUIDED, steps=5, video=(*VIDEO, ("skip_step", 1)), audio=(*AUDIO, ("skip_step", 2))),
+    "cfg alone": guided(**guidance(CFG, CFG)),
+    "skipped steps": guided(**guidance(*SKIPPING, steps=5)),
 }
+
+
+@pytest.fixture(scope="module")
+def opened(runs):
+    """opened(tp, blocks, settings): an engine on four blocks."""
+    return partial(runs.engine, "four")
 
 
 def latents(engine, job, on_step_end=None) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ def groups_of(engine) -> list[host.TorchDistRanks]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_groups_make_the_latents_of_one(opened, name):
-    job, one = told(JOBS[name]), opened(2, 1)
+    job, one = JOBS[name], opened(2, 1)
     want = latents(one, job)
     assert_same(latents(opened(2, 1, TWO), job), want)
     if len(job.passes) == 4:
@@ -78,7 +78,7 @@ def test_groups_make_the_latents_of_one(opened, name):
 
 def test_groups_make_the_latents_of_one_as_the_first_release_did(opened):
     """Whose negative pass computes a stream that its step skips."""
-    job = told(JOBS["skipped steps"])
+    job = JOBS["skipped steps"]
     one, two = (sharing(opened(2, 1, settings), compat="ltx-core-1.0.0") for settings in ((), TWO))
     want = latents(one, job)
     assert_same(latents(two, job), want)
@@ -86,8 +86,8 @@ def test_groups_make_the_latents_of_one_as_the_first_release_did(opened):
     assert not torch.equal(want["s1_video"], later["s1_video"])
 
 
-def test_identity_guidance_is_a_fifth_pass(tiny, artifacts, files):
-    job = told_given(voiced(files, tiny, two_stage=False, refining_loras=()))
+def test_identity_guidance_is_a_fifth_pass(tiny, artifacts, media):
+    job = voiced(tiny, media, two_stage=False)
     assert len(job.passes) == 5
     made = []
     for settings in ((), ("guidance_parallel=3",)):
@@ -98,9 +98,9 @@ def test_identity_guidance_is_a_fifth_pass(tiny, artifacts, files):
 
 
 def test_two_groups_share_the_tiles_of_a_step_and_one_makes_all_when_the_other_dies(
-    tiny, artifacts, files, monkeypatch, capfd
+    tiny, artifacts, media, monkeypatch, capfd
 ):
-    job = told_given(ic_lora(files, tiny, height=192, width=192, skip_stage_2=True))
+    job = ic_lora(tiny, media, height=192, skip_stage_2=True)
     job = replace(job, tile=True, tile_height=64, tile_width=64)
     alone, two = (opened_workspace(tiny, artifacts, 1, tp=2, settings=each) for each in ((), TWO))
     with opened_engine(alone, tiny) as engine:
@@ -114,8 +114,8 @@ def test_two_groups_share_the_tiles_of_a_step_and_one_makes_all_when_the_other_d
     assert "guidance group 2 lost at step 4 of stage 1" in capfd.readouterr().err
 
 
-def test_hq_on_two_groups_is_that_of_one_though_the_group_of_stage_2_dies(opened, assets, monkeypatch, capfd):
-    job, two = told_hq(assets), opened(2, 1, TWO)
+def test_hq_on_two_groups_is_that_of_one_though_the_group_of_stage_2_dies(opened, runs, monkeypatch, capfd):
+    job, two = runs.job("hq"), opened(2, 1, TWO)
     want = latents(opened(2, 1), job)
     with monkeypatch.context() as patch:
         kill_in(patch, 0, "main", 3)
@@ -160,7 +160,7 @@ WHEN = {"in a pass": ("guided@2", 1), "in guide": ("guided@4", 1), "between": No
 @pytest.mark.parametrize("when", WHEN)
 def test_a_group_of_two_dies_and_the_clip_is_the_same(opened, monkeypatch, capfd, when):
     """The group that the results are read from."""
-    job, two = told(GUIDED), opened(2, 1, TWO)
+    job, two = GUIDED, opened(2, 1, TWO)
     want = latents(opened(2, 1), job)
     assert_same(latents(two, job), want)
     dying, living = groups_of(two)
@@ -182,7 +182,7 @@ def test_a_group_of_two_dies_and_the_clip_is_the_same(opened, monkeypatch, capfd
 
 
 def test_three_of_four_groups_die_one_after_the_other(opened, monkeypatch, capfd):
-    job, four = told(GUIDED), opened(2, 1, FOUR)
+    job, four = GUIDED, opened(2, 1, FOUR)
     want = latents(opened(2, 1), job)
     assert_same(latents(four, job), want)
     groups = groups_of(four)
@@ -204,7 +204,7 @@ def test_three_of_four_groups_die_one_after_the_other(opened, monkeypatch, capfd
 def test_more_groups_than_passes_are_refused_before_anything_starts(opened):
     engine = opened(2, 1, FOUR)
     with pytest.raises(UserError, match="guidance_parallel=2$"):
-        latents(engine, told(JOBS["cfg alone"]))
+        latents(engine, JOBS["cfg alone"])
     assert engine.residency.ranks is None
 
 

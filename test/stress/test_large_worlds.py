@@ -5,20 +5,19 @@ import os
 import signal
 import time
 
+import golden_runs
 import pytest
-import recipes_oracle
-from conftest import once
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from helpers import one_thread, rel  # noqa: F401
 from jobs import make_job
-from recipe_runs import SEA, assert_equals_the_oracle, generate, told
 from steps import EQUAL
-from tiny import TinySizes, make_tiny
 from toy import SOON, alive
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.job import Size
+
+runs = golden_runs.runs  # a fixture
 
 MANY, JOB = 64, make_job("a red fox", Size(64, 64, 9), 5)
 
@@ -50,21 +49,6 @@ def test_64_ranks_start_run_and_end_and_a_killed_one_is_named_soon(tiny, artifac
     assert alive(pids) == []
 
 
-WIDE = recipes_oracle.Job(SEA, height=64, width=96, num_frames=17, frame_rate=24.0, seed=4)
-
-
-@pytest.fixture(scope="module")
-def wide(shared):
-    """A block of the released width: 32 heads of 128 and of 64."""
-    sizes = TinySizes(layers=1, heads=32, head_dim=128, audio_head_dim=64, connector_layers=1, seed=3)
-    return once(shared / "wide", lambda path: make_tiny(path, sizes))
-
-
-@pytest.fixture(scope="module")
-def wanted(wide):
-    return recipes_oracle.generate(wide, WIDE)
-
-
 @pytest.mark.parametrize(
     ("tp", "settings"),
     [
@@ -74,7 +58,7 @@ def wanted(wide):
         (2, "context_parallel=2 sequence_parallel=true"),
     ],
 )
-def test_a_block_of_the_released_width_on_several_groups_equals_ltx_core(wide, wanted, artifacts, tp, settings):
-    workspace = opened_workspace(wide, artifacts, tp=tp, settings=settings.split())
-    with opened_engine(workspace, wide) as engine:
-        assert_equals_the_oracle(generate(engine, told(WIDE)), wanted)
+def test_a_block_of_the_released_width_on_several_groups_equals_ltx_pipelines(runs, tp, settings):
+    engine = runs.engine("wide", tp, None, settings.split())
+    golden_runs.assert_is_recorded("wide", runs.run(engine, runs.job("wide")))
+    engine.close()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from golden.patches import later_semantics
 from helpers import (  # noqa: F401
     SIZES,
     STREAMS,
@@ -25,7 +26,6 @@ from helpers import (  # noqa: F401
     step_inputs,
     step_number,
 )
-from oracle import later_semantics
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, ltx_state
 
 from ltx_neuron.config.transformer import Bucket

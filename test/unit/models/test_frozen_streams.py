@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 import torch
+from golden.patches import later_semantics
 from helpers import STREAMS, Held, ltx_model, made_config, randn, rel, run_program, step_inputs, step_number
-from oracle import later_semantics
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, ltx_state
 from tiny.config import TinySizes
 

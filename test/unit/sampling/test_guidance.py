@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from golden.patches import later_semantics
 from helpers import (
     FP32_ROUNDING,
     STREAMS,
@@ -22,8 +23,6 @@ from helpers import (
     step_number,
 )
 from jobs import make_job, replace
-from oracle import later_semantics
-from recipes_oracle import OFF
 from tiny import TinySizes
 from typed import said
 
@@ -59,6 +58,7 @@ SCHEDULE = 16 * FP32_ROUNDING  # sigmas from 0 to 1, by at most sixteen operatio
 SHAPE, FPS, AUDIO_TOKENS, LAYERS, STEPS, STEP = (2, 2, 3), 24.0, 9, 3, 5, 2
 # Held in part; the second appends keyframe tokens.
 IMAGES = (ImageCondition("", 0, 0.7), ImageCondition("", 8, 0.4))
+OFF = vars(StreamGuidance())
 FULL = OFF | {"cfg_scale": 3.0, "stg_scale": 1.0, "stg_blocks": (1,), "modality_scale": 3.0, "rescale_scale": 0.7}
 VIDEO_AND_AUDIO = {
     "the defaults": (FULL, FULL | {"cfg_scale": 7.0}),

@@ -1,5 +1,5 @@
 """Normalized attention guidance: our steps beside ltx-core's with the paper's equations in its text
-attentions (test/nag_oracle.py), on one rank and on several."""
+attentions (tools/golden/nag.py), on one rank and on several."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from golden.nag import Nag, guided
 from helpers import (
     STREAMS,
     Held,
@@ -20,7 +21,6 @@ from helpers import (
     step_inputs,
     step_number,
 )
-from nag_oracle import Nag, guided
 from steps import AUDIO_TOKENS, FPS, SHOWS, distance, ltx_loop, ltx_state
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace

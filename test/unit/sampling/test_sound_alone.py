@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from golden.patches import later_semantics
 from helpers import Held, call, generator, ltx_model, made_config, randn, rel, save_weights, step_inputs, step_number
 from jobs import replace
-from oracle import later_semantics
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, ltx_state
 from tiny.config import TinySizes
 

@@ -1,5 +1,5 @@
 """A reference voice: its tokens, its graphs, the fifth pass, and what its flags and requests say.
-Whole runs beside an oracle: test/slow/test_given_recipes.py."""
+Whole runs: test/slow/test_golden_inputs.py."""
 
 from functools import cache
 from pathlib import Path

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden.upstream import fused_state
 from helpers import one_thread, randn  # noqa: F401
 from jobs import make_job, replace
-from recipes_oracle import fused_state
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

@@ -1,5 +1,5 @@
-"""The oracle of normalized attention guidance: the equations of Chen et al. 2025 (arXiv 2505.21179)
-in ltx-core's text attentions. Imported as `nag_oracle`."""
+"""Normalized attention guidance: the equations of Chen et al. 2025 (arXiv 2505.21179) in ltx-core's
+text attentions."""
 
 from contextlib import contextmanager
 from typing import NamedTuple

@@ -1,0 +1,139 @@
+"""Runs of the recorded jobs (golden_jobs.py), by engines in this process and by the scripts. Imported as
+`golden_runs`."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Generated
+from engines import drawn_contexts, give_contexts, opened_engine, opened_workspace, sharing
+from golden_jobs import JOBS, assets_of
+from helpers import STREAMS, read_video
+from jobs import replace
+from records import Record
+
+from ltx_neuron.artifacts import build
+from ltx_neuron.engine.run import Engine
+from ltx_neuron.job import Job
+
+
+class Runs:
+    """Engines by their model, ranks and settings, and what they make of recorded jobs."""
+
+    def __init__(self, shared: Path, artifacts: Path):
+        self.shared, self.artifacts = shared, artifacts
+        self.engines: dict[tuple, Engine] = {}
+        self.job = cache(lambda name: JOBS[name].open(shared)[1])
+        self.generate = cache(self._generate)
+
+    def engine(
+        self, model: str = "tiny", tp: int = 1, blocks: int | None = 1, settings=(), dtype: str = "float32"
+    ) -> Engine:
+        """The same one for the same arguments. Graphs of one block are compiled sooner."""
+        key = model, tp, blocks, tuple(settings), dtype
+        if key not in self.engines:
+            assets = assets_of(model, self.shared)
+            workspace = opened_workspace(assets, self.artifacts, blocks, dtype, tp, settings)
+            upsampler = assets.temporal_upsampler
+            self.engines[key] = opened_engine(workspace, assets, temporal_upsampler_path=upsampler)
+        return self.engines[key]
+
+    def _generate(self, name: str, **how) -> dict[str, torch.Tensor]:
+        golden = JOBS[name]
+        engine = self.engine(golden.model, **how)
+        return self.run(engine, self.job(name), golden.encoded, golden.decoded, golden.passes)
+
+    def run(
+        self, engine: Engine, job: Job, encoded: bool = False, decode: bool = False, passes: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a job, with weights and graphs that are made where they are missing. passes: with
+        "step0.<pass>.<stream>" of the first step."""
+        workspace, first = engine.workspace, {}
+        engine = sharing(engine, compat=job.compat) if job.compat else engine
+        build.make(workspace, workspace.weight_sets("dit", {stage.loras for stage in job.stages}))
+        build.make(workspace, workspace.dit_graphs(job.buckets))
+        if not encoded:
+            draw_contexts(engine, job)
+
+        def read(stage, step):
+            if passes and stage.guided and step == 0:
+                name = workspace.dit_program_for(job, stage)[0].name
+                for kind in (*job.resolved_guidance.passes(), "guided"):
+                    for s in STREAMS:
+                        first[f"step0.{kind}.{s}"] = engine.residency.ranks.get(name, f"{kind}_{s}")
+
+        engine.on_step_end, engine.on_stage_end = read, None
+        (result,) = engine.run([job], keep=True, decode=decode)
+        engine.on_step_end = None
+        return result.tensors | first
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+
+
+def draw_contexts(engine: Engine, *jobs: Job) -> None:
+    """Have an engine take the prompts of jobs as encoded, to contexts that records have, too."""
+    workspace = engine.workspace
+    for job in jobs:
+        give_contexts(
+            engine, job, lambda prompt: [x.to(workspace.dtype) for x in drawn_contexts(workspace.transformer, prompt)]
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(shared, artifacts):
+    threads, runs = torch.get_num_threads(), Runs(shared, artifacts)
+    yield runs
+    runs.close()
+    torch.set_num_threads(threads)
+
+
+def by_scripts(scripts, assets, job: Job, tp: int = 4, profile_set: tuple[str, ...] = ()) -> Generated:
+    """Shard, compile and generate, as far as no earlier test did; the prompt is encoded on the ranks."""
+    setup, names = scripts(assets, tp), ("height", "width", "num_frames", "frame_rate", "two_stage")
+    size = {name: getattr(job.size, name) for name in names}
+    setup.prepare(**size, profile_set=profile_set)
+    return setup.generate(**size, prompt=job.prompt, seed=job.seed, profile_set=profile_set, neuron_gemma=True)
+
+
+@pytest.fixture(scope="session")
+def text_to_video(scripts, tiny, shared) -> Generated:
+    """By the scripts at TP 4, from graphs for text alone."""
+    return by_scripts(scripts, tiny, JOBS["text_to_video"].open(shared)[1])
+
+
+def assert_has_the_size_of_the_job(video: Path, job: Job) -> None:
+    """Codecs, size, frame rate, and length of an MP4 file."""
+    facts, size = read_video(video), job.size
+    assert (facts["video_codec"], facts["audio_codec"]) == ("h264", "aac")
+    assert (facts["width"], facts["height"], facts["frame_count"]) == (size.width, size.height, size.num_frames)
+    assert (facts["frame_rate"], facts["channels"], facts["sample_rate"]) == (size.frame_rate, 2, 48000)
+    seconds = size.num_frames / size.frame_rate
+    assert facts["video_seconds"] == pytest.approx(seconds, abs=1e-3)
+    assert facts["audio_seconds"] == pytest.approx(seconds, abs=1 / size.frame_rate)
+
+
+def assert_is_recorded(name: str, got: dict[str, torch.Tensor]) -> None:
+    Record(name).assert_equal(got, JOBS[name].bound)
+
+
+def assert_tail_is_cut(engine: Engine, job: Job) -> None:
+    """The last 8 frames of a job as a tail: the others, their sound and all latents stay, bit for bit."""
+    workspace, jobs = engine.workspace, [job, replace(job, tail_frames=8)]
+    build.make(workspace, workspace.weight_sets("dit", {stage.loras for stage in job.stages}))
+    build.make(workspace, workspace.dit_graphs(job.buckets))
+    draw_contexts(engine, *jobs)
+    engine.on_step_end = engine.on_stage_end = None
+    whole, shorter = engine.run(jobs, keep=True)
+    assert {*whole.tensors} == {*shorter.tensors}
+    for name, tensor in whole.tensors.items():
+        if name not in ("frames", "waveform"):
+            assert torch.equal(shorter.tensors[name], tensor), name
+    cut = 8 * job.output_frame_rate / job.size.frame_rate
+    assert len(whole.frames) - len(shorter.frames) == cut
+    assert torch.equal(shorter.frames, whole.frames[: len(shorter.frames)])
+    samples = round(len(shorter.frames) / job.output_frame_rate * shorter.sample_rate)
+    assert shorter.waveform.shape == (2, samples)
+    assert torch.equal(shorter.waveform, whole.waveform[:, :samples])
