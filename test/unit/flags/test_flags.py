@@ -40,6 +40,27 @@ def shown(parser: Parser) -> list[argparse.Action]:
     return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
 
 
+# --- what a verb cannot do without ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "checkpoint", "gemma"),
+    [
+        *((verb, True, True) for verb in ("generate", "batch", "prepare")),
+        *((verb, True, False) for verb in ("plan", "tune")),
+        ("doctor", False, False),
+        ("serve", False, True),  # without a checkpoint it adds a token
+    ],
+)
+def test_a_verb_requires_the_model_files_that_it_reads(verb, checkpoint, gemma):
+    parser = parser_of(verb)
+    required = {action.dest for action in parser._actions if action.required}
+    assert ("checkpoint_path" in required) == checkpoint
+    assert parser.get_default("needs_gemma") == gemma
+    usual = {action.dest for action in parser._actions if getattr(action, "usual", False)}
+    assert ("gemma_root" in usual) == (gemma and checkpoint)
+
+
 # --- the price of the machine ---------------------------------------------------------------------
 
 
