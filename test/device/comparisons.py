@@ -200,41 +200,33 @@ def decoded_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
         pytest.fail("the ranks decode other frames than the host")
 
 
+# What the ranks encode or decode -> the largest relative error of the result
+PARTS = {"encoder": ("latents", MOST_ENCODED), "sound": ("waveform", MOST_HEARD)}
+
+
+def part_on_ranks(bench: Bench, model: Model, part: str) -> Iterator[str]:
+    """The latents of a clip by the encoder on the ranks, or the sound of some latents, against the host's."""
+    target, (result, most) = bench.device(model), PARTS[part]
+    name = f"{model.name}-{part}-{target.profile}-{target.dtype}"
+    found = read_json(bench.scripted("on_ranks", name, target, request(model, model.size) | {"part": part}))
+    seconds = {what: f"{taken:.2f} s" for what, taken in found["seconds"].items()}
+    tiles = ", ".join("x".join(map(str, tile)) for tile in found.get("tiles", ()))
+    yield f"Sharding: {seconds['shard']}; compiling{f' for tiles of {tiles}' if tiles else ''}: {seconds['compile']}."
+    yield (
+        f"By the ranks in {seconds['first']}, again in {seconds['second']}; by the host in {seconds['host']}, with its"
+        " weights read."
+    )
+    yield f"The ranks' {result} against the host's: {found['relative']:.1e} (wanted: at most {most:.0e})."
+    if not found["relative"] < most:
+        pytest.fail(f"the ranks give another result than the host: {result}")
+
+
 def encoded_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
-    """A clip's latents by the ranks, against the host's."""
-    target = bench.device(model)
-    name = f"{model.name}-encoded-{target.profile}-{target.dtype}"
-    found = read_json(bench.scripted("encoded", name, target, request(model, model.size)))
-    seconds = found["seconds"]
-    tiles = ", ".join("x".join(map(str, tile)) for tile in found["tiles"])
-    yield (
-        f"Sharding the encoder: {seconds['shard']:.1f} s; compiling it for tiles of {tiles}:"
-        f" {seconds['compile']:.1f} s."
-    )
-    yield (
-        f"Encoded by the ranks in {seconds['first']:.2f} s, again in {seconds['second']:.2f} s; by"
-        f" the host in {seconds['host']:.2f} s, with its weights read."
-    )
-    yield (f"Latents of the ranks against the host's: {found['relative']:.2%} (wanted: at most {MOST_ENCODED:.0%}).")
-    if not found["relative"] < MOST_ENCODED:
-        pytest.fail("the ranks encode other latents than the host")
+    return part_on_ranks(bench, model, "encoder")
 
 
 def sound_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
-    """The sound of some latents by the ranks, against the host's."""
-    target = bench.device(model)
-    name = f"{model.name}-heard-{target.profile}-{target.dtype}"
-    found = read_json(bench.scripted("heard", name, target, request(model, model.size)))
-    seconds = found["seconds"]
-    yield (f"Sharding the sound's decoders: {seconds['shard']:.1f} s; compiling them: {seconds['compile']:.1f} s.")
-    yield (
-        f"A span decoded by the ranks in {seconds['first']:.2f} s, again in"
-        f" {seconds['second']:.2f} s; by the host in {seconds['host']:.2f} s, with its weights"
-        " read."
-    )
-    yield (f"Waveform of the ranks against the host's: {found['relative']:.1e} (wanted: at most {MOST_HEARD:.0e}).")
-    if not found["relative"] < MOST_HEARD:
-        pytest.fail("the ranks decode another sound than the host")
+    return part_on_ranks(bench, model, "sound")
 
 
 def load_frames(folder: Path) -> Tensor:

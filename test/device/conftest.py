@@ -17,7 +17,7 @@ import pytest
 from device import test_device
 from device.bench import Bench
 from device.comparisons import doctor_flags
-from device.report import SECTIONS, Budget, Report
+from device.report import Budget, Report
 from ltx_neuron import flags
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.config.profiles import resolve
@@ -88,7 +88,8 @@ def _begin(config, args) -> None:
     identity = {name: str(getattr(args, name)) for name in CHOICES}
     identity |= {"profile": bench.profile.name, "code": code_digest(bench.profile.backend)}
     facts, clean = facts_of(bench), public
-    report = Report(args.work_dir, SECTIONS, bench.budget, identity, facts, clean)
+    sections = {section.name: section for section in test_device.SECTIONS}
+    report = Report(args.work_dir, sections, bench.budget, identity, facts, clean)
     report.restore(wanted=config.getoption("lf", False))
     report.keep()
     config.stash[REPORT], config.stash[BENCH] = report, bench
@@ -128,9 +129,9 @@ def bench(pytestconfig) -> Bench:
 
 
 @pytest.fixture
-def found(pytestconfig) -> list[str]:
+def lines(pytestconfig) -> list[str]:
     """The section's lines of the report, which has them however the section ends."""
-    return pytestconfig.stash[REPORT].found
+    return pytestconfig.stash[REPORT].lines
 
 
 def pytest_collection_modifyitems(config, items):
@@ -140,6 +141,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def name_of(test: str) -> str:
+    """A section's name by its test's, such as test_section[doctor]."""
+    return test.partition("[")[2].removesuffix("]")
 
 
 class Sections:
@@ -153,24 +159,24 @@ class Sections:
         self._mark_unfinished()
 
     def pytest_runtest_logstart(self, nodeid, location):
-        if section := self.report.sections.get(location[2]):
+        if section := self.report.sections.get(name_of(location[2])):
             print(f"{section.title} ...", flush=True)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
-        if item.name not in self.report.sections:
+        if (name := name_of(item.name)) not in self.report.sections:
             return (yield)
-        with self.report.running(item.name):
+        with self.report.running(name):
             return (yield)
 
     def pytest_report_teststatus(self, report):
-        if report.location[2] in self.report.sections and (report.when == "call" or report.failed):
+        if name_of(report.location[2]) in self.report.sections and (report.when == "call" or report.failed):
             return report.outcome, "", ""
         return None
 
     def pytest_runtest_logfinish(self, nodeid, location):
-        if location[2] in self.report.sections:
-            print(f"  {self.report.line(location[2])}", flush=True)
+        if (name := name_of(location[2])) in self.report.sections:
+            print(f"  {self.report.line(name)}", flush=True)
             self._mark_unfinished()
 
     def _mark_unfinished(self) -> None:
@@ -181,7 +187,7 @@ class Sections:
         failed = self.config.cache.get("cache/lastfailed", {})
         failed = {test: True for test in failed if not test.startswith(f"{file}::")}
         left = [name for name in self.report.sections if not self.report.is_done(name)]
-        failed |= {f"{file}::{name}": True for name in left}
+        failed |= {f"{file}::test_section[{name}]": True for name in left}
         self.config.cache.set("cache/lastfailed", failed)
 
     @pytest.hookimpl(trylast=True)  # after pytest's own

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ltx_neuron import errors
-from ltx_neuron.backends import registry
+from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
@@ -156,6 +156,8 @@ def collectives(request: dict) -> dict:
         comm = registry.comm(cores.profile, cores.tp)
     else:
         comm = nxd_compile.XlaComm(len(groups[0]), groups)
+        # Else the backend compiles no collective over other groups than the layout's.
+        mesh.compiled = lambda profile, tp: {mesh.TENSOR: groups}
     names, found = [f"probe{number}" for number in range(len(request["cases"]))], []
     cases = [SimpleNamespace(operation=o, count=c, shape=(t, w)) for o, c, t, w in request["cases"]]
     manifests = {

@@ -4,7 +4,7 @@ run that was stopped goes on. A section is a test; a run may have a budget of mi
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -27,33 +27,21 @@ class Stopped(pytest.skip.Exception):
 
 
 class Section(NamedTuple):
-    """A test of test/device.
+    """A row of test_device.py.
 
-    needs    names of the sections that must be done before it
     minutes  an estimate of what it takes
+    run      returns its lines of the report
+    needs    names of the sections that must be done before it
     """
 
     name: str
-    needs: tuple[str, ...] = ()
     minutes: float = 1
+    run: Callable[..., Iterable[str]] = lambda bench: ()
+    needs: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
-        return self.name.removeprefix("test_").replace("_", " ")
-
-
-SECTIONS: dict[str, Section] = {}  # of test_device.py, by name, in their order
-
-
-def section(minutes: float, needs: tuple[Callable, ...] = ()) -> Callable[[Callable], Callable]:
-    """Declare a test of test_device.py as a section, with the tests that it needs."""
-
-    def declared(test: Callable) -> Callable:
-        names = tuple(need.__name__ for need in needs)
-        SECTIONS[test.__name__] = Section(test.__name__, names, minutes)
-        return test
-
-    return declared
+        return self.name.replace("_", " ")
 
 
 class Budget:
@@ -98,7 +86,7 @@ class Report:
     identity  what must be equal for results to be of one run
     facts     what the report says of the run above its table
     redacted  takes out of a text what a report must not carry
-    found     lines of the section that runs
+    lines     of the section that runs
     """
 
     def __init__(
@@ -113,7 +101,7 @@ class Report:
         self.folder, self.sections, self.budget = folder, sections, budget
         self.identity, self.facts, self.redacted = identity, facts, redacted
         self.done: dict[str, dict] = {}
-        self.found: list[str] = []
+        self.lines: list[str] = []
 
     def restore(self, wanted: bool) -> None:
         """Take the results of an earlier run with this identity. UserError where one is wanted
@@ -138,7 +126,7 @@ class Report:
         """Keep how the section in the block ends. It is skipped where one that it needs is not
         done, or the budget does not last."""
         began, status, why = time.perf_counter(), "done", ""
-        self.found.clear()
+        self.lines.clear()
         try:
             self.budget.begin(self.sections[name])
             missing = [need for need in self.sections[name].needs if not self.is_done(need)]
@@ -166,8 +154,8 @@ class Report:
             raise
         finally:
             seconds = time.perf_counter() - began
-            lines = [*self.found]
-            self.done[name] = {"status": status, "why": why, "lines": lines, "seconds": seconds}
+            done = {"status": status, "why": why, "lines": [*self.lines], "seconds": seconds}
+            self.done[name] = done
             self.keep()
 
     def keep(self) -> None:

@@ -24,167 +24,65 @@ and on the disk once more, as fp32 (74 GB).
 The minutes are guesses from compile times that others published: not measured.
 """
 
+from collections.abc import Callable, Iterable
+
 import pytest
 
 from device import comparisons as compared
 from device import measurements as measured
-from device.bench import demo, full, ltx25, tiny, wide
-from device.report import SECTIONS, section  # noqa: F401
+from device.bench import Bench, Model, demo, full, ltx25, tiny, wide
+from device.report import Section
 
 pytestmark = pytest.mark.timeout(0)  # a section's own is in device.report
 FIRST_COLLECTIVE, *OTHER_COLLECTIVES = measured.COLLECTIVES
 
 
-@section(minutes=0.5)
-def test_doctor(bench, found):
-    found.extend(compared.doctor(bench))
+def of(section: Callable[[Bench, Model], Iterable[str]], model: Callable[[Bench], Model]):
+    return lambda bench: section(bench, model(bench))
 
 
-@section(minutes=1.5)
-def test_a_collective(bench, found):
-    found.extend(measured.collectives(bench, [FIRST_COLLECTIVE]))
-
-
-@section(minutes=4)
-def test_two_blocks_shard_and_compile(bench, found):
-    found.extend(compared.wide_compiles(bench))
-
-
-@section(minutes=2, needs=(test_two_blocks_shard_and_compile,))
-def test_two_blocks_one_step_against_the_cpu(bench, found):
-    found.extend(compared.one_step(bench, wide(bench)))
-
-
-@section(minutes=1.5, needs=(test_two_blocks_shard_and_compile,))
-def test_two_blocks_a_step_by_its_graphs(bench, found):
-    found.extend(measured.wide_step_times(bench, wide(bench)))
-
-
-@section(minutes=3)
-def test_a_graphs_outputs_after_its_next_run(bench, found):
-    found.extend(measured.outputs(bench))
-
-
-@section(minutes=4)
-def test_tiny_shard_and_compile(bench, found):
-    found.extend(compared.tiny_compiles(bench))
-
-
-@section(minutes=2, needs=(test_tiny_shard_and_compile,))
-def test_tiny_one_step_against_the_cpu(bench, found):
-    found.extend(compared.one_step(bench, tiny(bench)))
-
-
-@section(minutes=4)
-def test_ltx25_shard_and_compile(bench, found):
-    found.extend(compared.ltx25_compiles(bench))
-
-
-@section(minutes=2, needs=(test_ltx25_shard_and_compile,))
-def test_ltx25_an_ancestral_step_against_the_cpu(bench, found):
-    found.extend(compared.one_step(bench, ltx25(bench)))
-
-
-@section(minutes=5, needs=(test_ltx25_shard_and_compile,))
-def test_ltx25_a_video_in_two_stages_against_the_cpu(bench, found):
-    found.extend(compared.tiny_video(bench, ltx25(bench)))
-
-
-@section(minutes=6, needs=(test_ltx25_shard_and_compile,))
-def test_ltx25_frames_of_the_diffusion_decoder_on_the_ranks(bench, found):
-    found.extend(compared.decoded_on_ranks(bench, ltx25(bench)))
-
-
-@section(minutes=6, needs=(test_two_blocks_shard_and_compile,))
-def test_two_blocks_a_clip_by_its_graphs(bench, found):
+def clip_by_its_graphs(bench: Bench) -> Iterable[str]:
     model = measured.timed_blocks(bench)
-    found.append(compared.compiled(bench, model, gemma=False))
-    found.extend(measured.wide_step_times(bench, model))
+    yield compared.compiled(bench, model, gemma=False)
+    yield from measured.wide_step_times(bench, model)
 
 
-@section(minutes=3)
-def test_collectives(bench, found):
-    found.extend(measured.collectives(bench, OTHER_COLLECTIVES))
+BLOCKS, TINY, LTX25 = "two_blocks_shard_and_compile", "tiny_shard_and_compile", "ltx25_shard_and_compile"
+FULL = ("full_shard", "full_compile")
+SECTIONS = [
+    Section("doctor", 0.5, compared.doctor),
+    Section("a_collective", 1.5, lambda bench: measured.collectives(bench, [FIRST_COLLECTIVE])),
+    Section(BLOCKS, 4, compared.wide_compiles),
+    Section("two_blocks_one_step_against_the_cpu", 2, of(compared.one_step, wide), (BLOCKS,)),
+    Section("two_blocks_a_step_by_its_graphs", 1.5, of(measured.wide_step_times, wide), (BLOCKS,)),
+    Section("a_graphs_outputs_after_its_next_run", 3, measured.outputs),
+    Section(TINY, 4, compared.tiny_compiles),
+    Section("tiny_one_step_against_the_cpu", 2, of(compared.one_step, tiny), (TINY,)),
+    Section(LTX25, 4, compared.ltx25_compiles),
+    Section("ltx25_an_ancestral_step_against_the_cpu", 2, of(compared.one_step, ltx25), (LTX25,)),
+    Section("ltx25_a_video_in_two_stages_against_the_cpu", 5, of(compared.tiny_video, ltx25), (LTX25,)),
+    Section("ltx25_frames_of_the_diffusion_decoder_on_the_ranks", 6, of(compared.decoded_on_ranks, ltx25), (LTX25,)),
+    Section("two_blocks_a_clip_by_its_graphs", 6, clip_by_its_graphs, (BLOCKS,)),
+    Section("collectives", 3, lambda bench: measured.collectives(bench, OTHER_COLLECTIVES)),
+    Section("groups_of_ranks_on_a_torus", 8, measured.groups),
+    Section("two_blocks_tune", 10, of(measured.tune, measured.timed_blocks), (BLOCKS,)),
+    Section("tiny_a_video_in_two_stages_against_the_cpu", 5, of(compared.tiny_video, tiny), (TINY,)),
+    Section("tiny_frames_decoded_on_the_ranks", 6, of(compared.decoded_on_ranks, tiny), (TINY,)),
+    Section("tiny_a_clip_encoded_on_the_ranks", 3, of(compared.encoded_on_ranks, tiny), (TINY,)),
+    Section("demo_sound_decoded_on_the_ranks", 5, of(compared.sound_on_ranks, demo)),
+    Section("full_shard", 10, lambda bench: [compared.sharded(bench, full(bench))]),
+    Section("full_compile", 30, lambda bench: [compared.compiled(bench, full(bench))]),
+    Section("full_a_step_by_its_graphs", 5, of(measured.step_times, full), FULL),
+    Section("full_a_video_models_in_turn", 10, measured.in_turn, FULL),
+    Section("full_a_video_both_models_resident", 10, measured.resident, FULL),
+    Section("full_one_step_against_the_cpu", 30, compared.full_step, FULL),
+    Section("full_frames_decoded_on_the_ranks", 60, of(compared.decoded_on_ranks, full), FULL),
+    Section("full_a_clip_encoded_on_the_ranks", 60, of(compared.encoded_on_ranks, full), FULL),
+    Section("full_sound_decoded_on_the_ranks", 30, of(compared.sound_on_ranks, full), FULL),
+    Section("full_tune", 60, of(measured.tune, full), FULL),
+]
 
 
-@section(minutes=8)
-def test_groups_of_ranks_on_a_torus(bench, found):
-    found.extend(measured.groups(bench))
-
-
-@section(minutes=10, needs=(test_two_blocks_shard_and_compile,))
-def test_two_blocks_tune(bench, found):
-    found.extend(measured.tune(bench, measured.timed_blocks(bench)))
-
-
-@section(minutes=5, needs=(test_tiny_shard_and_compile,))
-def test_tiny_a_video_in_two_stages_against_the_cpu(bench, found):
-    found.extend(compared.tiny_video(bench, tiny(bench)))
-
-
-@section(minutes=6, needs=(test_tiny_shard_and_compile,))
-def test_tiny_frames_decoded_on_the_ranks(bench, found):
-    found.extend(compared.decoded_on_ranks(bench, tiny(bench)))
-
-
-@section(minutes=3, needs=(test_tiny_shard_and_compile,))
-def test_tiny_a_clip_encoded_on_the_ranks(bench, found):
-    found.extend(compared.encoded_on_ranks(bench, tiny(bench)))
-
-
-@section(minutes=5)
-def test_demo_sound_decoded_on_the_ranks(bench, found):
-    found.extend(compared.sound_on_ranks(bench, demo(bench)))
-
-
-@section(minutes=10)
-def test_full_shard(bench, found):
-    found.append(compared.sharded(bench, full(bench)))
-
-
-@section(minutes=30)
-def test_full_compile(bench, found):
-    found.append(compared.compiled(bench, full(bench)))
-
-
-FULL = (test_full_shard, test_full_compile)
-
-
-@section(minutes=5, needs=FULL)
-def test_full_a_step_by_its_graphs(bench, found):
-    found.extend(measured.step_times(bench, full(bench)))
-
-
-@section(minutes=10, needs=FULL)
-def test_full_a_video_models_in_turn(bench, found):
-    found.extend(measured.in_turn(bench))
-
-
-@section(minutes=10, needs=FULL)
-def test_full_a_video_both_models_resident(bench, found):
-    found.extend(measured.resident(bench))
-
-
-@section(minutes=30, needs=FULL)
-def test_full_one_step_against_the_cpu(bench, found):
-    found.extend(compared.full_step(bench))
-
-
-@section(minutes=60, needs=FULL)
-def test_full_frames_decoded_on_the_ranks(bench, found):
-    found.extend(compared.decoded_on_ranks(bench, full(bench)))
-
-
-@section(minutes=60, needs=FULL)
-def test_full_a_clip_encoded_on_the_ranks(bench, found):
-    found.extend(compared.encoded_on_ranks(bench, full(bench)))
-
-
-@section(minutes=30, needs=FULL)
-def test_full_sound_decoded_on_the_ranks(bench, found):
-    found.extend(compared.sound_on_ranks(bench, full(bench)))
-
-
-@section(minutes=60, needs=FULL)
-def test_full_tune(bench, found):
-    found.extend(measured.tune(bench, full(bench)))
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_section(bench, lines, section):
+    lines.extend(section.run(bench))

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -39,8 +38,6 @@ from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError
 from ltx_neuron.host.tiles import tiling_for_ranks
 from ltx_neuron.report.recorder import Recorder
-
-WAIT_SECONDS = 4  # for a stopped rank, once the other has answered
 
 
 @pytest.mark.parametrize("tp", [1, 4])
@@ -110,18 +107,6 @@ def resumed(workspace, stopped, tmp_path):
 def test_a_rank_killed_while_it_decodes_is_named_and_the_latents_are_kept(stopped):
     assert "rank 1 of 2 failed: the process was killed (SIGKILL)" in stopped.error
     assert stopped.left == [f"fox{LOG_SUFFIX}", f"fox{SUFFIX}"]
-
-
-def test_a_rank_stopped_while_it_decodes_is_named_though_there_are_no_collectives(
-    resumed, workspace, tmp_path, monkeypatch
-):
-    impatient = replace(workspace.profile, first_run_seconds=WAIT_SECONDS)
-    monkeypatch.setattr(workspace, "profile", impatient)
-    stop = lambda ranks: os.kill(ranks._processes[0].pid, signal.SIGSTOP)  # noqa: E731
-    ranks = at_the_first_tiles(monkeypatch, stop)
-    with pytest.raises(RankError, match="rank 0 of 2 failed: it is stopped"):
-        resumed()
-    check_nothing_is_left(tmp_path, ranks, f"fox{LOG_SUFFIX}")
 
 
 @pytest.mark.parametrize("decoder", ["spectrogram", "waveform"])

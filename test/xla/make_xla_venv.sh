@@ -1,5 +1,5 @@
 #!/bin/sh
-# The venv of the two checks that need PyTorch/XLA (test/xla/test_nxd.py and python -m lint):
+# The venv of the two checks that need PyTorch/XLA (test/xla/test_nxd_*.py and python -m lint):
 #
 #     test/xla/make_xla_venv.sh DIR [PYTHON]
 #

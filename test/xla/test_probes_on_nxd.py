@@ -1,5 +1,5 @@
 """The probes of test/device with NxD's real source, on the stand-ins that
-test_nxd.py says how to run."""
+nxd_fixtures.py says how to run."""
 
 import subprocess
 import sys
@@ -34,6 +34,6 @@ def test_an_output_that_is_kept_survives_though_the_model_s_own_buffer_is_overwr
 @pytest.mark.parametrize("groups", [None, [[0, 2], [1, 3]], [[0, 1], [2, 3]]])
 def test_every_group_has_its_own_sums_and_gathers(groups, tmp_path):
     cases = [["sum", 1, 16, 8], ["gather", 1, 16, 8], ["gather and scatter", 1, 16, 8]]
-    found = probed(tmp_path, probe="collectives", cases=cases, groups=groups)["cases"]
-    assert [case["right"] for case in found] == [True] * 3
-    assert all(case["ms"] > 0 for case in found)
+    actual = probed(tmp_path, probe="collectives", cases=cases, groups=groups)["cases"]
+    assert [case["right"] for case in actual] == [True] * 3
+    assert all(case["ms"] > 0 for case in actual)

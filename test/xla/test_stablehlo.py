@@ -40,7 +40,7 @@ def refused_by_stablehlo(groups: list[list[int]]) -> str | None:
 
 @pytest.mark.parametrize("groups", REFUSED + ACCEPTED)
 def test_replica_groups_are_refused_where_stablehlo_refuses_them(groups):
-    said = runpy.run_path(str(STAND_IN / "stablehlo.py"))["refusal"](groups)
+    message = runpy.run_path(str(STAND_IN / "stablehlo.py"))["refusal"](groups)
     real = refused_by_stablehlo(groups)
-    assert (said is None) == (real is None) == (groups in ACCEPTED)
-    assert said is None or said in real
+    assert (message is None) == (real is None) == (groups in ACCEPTED)
+    assert message is None or message in real

@@ -84,8 +84,8 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_planted_collective_is_found_in_the_hlo(name):
-    function, wanted = COLLECTIVES[name]
-    assert wanted in text_of(findings_of(function)), text_of(findings_of(function))
+    function, expected = COLLECTIVES[name]
+    assert expected in text_of(findings_of(function)), text_of(findings_of(function))
 
 
 def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():

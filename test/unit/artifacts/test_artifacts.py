@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -151,23 +152,15 @@ def sets_of(artifacts: Path) -> dict[str, bytes]:
 @pytest.fixture
 def copied(monkeypatch):
     """copied.put, copied.get: the names of the files that travel from now on."""
-
-    class Copied:
-        put, get = [], []
-
+    names = SimpleNamespace(put=[], get=[])
     put, get = Store.put, Store.get
-
-    def counted_put(self, path, name, bar):
-        Copied.put.append(name)
-        put(self, path, name, bar)
-
-    def counted_get(self, name, path, bar):
-        Copied.get.append(name)
-        get(self, name, path, bar)
-
-    monkeypatch.setattr(Store, "put", counted_put)
-    monkeypatch.setattr(Store, "get", counted_get)
-    return Copied
+    monkeypatch.setattr(
+        Store, "put", lambda self, path, name, bar: (names.put.append(name), put(self, path, name, bar))
+    )
+    monkeypatch.setattr(
+        Store, "get", lambda self, name, path, bar: (names.get.append(name), get(self, name, path, bar))
+    )
+    return names
 
 
 def in_a_process(work) -> int:
@@ -201,29 +194,16 @@ def flipped(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("url", ["folder", "memory", "s3"], indirect=True)
-def test_what_is_pulled_is_what_was_pushed_and_nothing_of_the_machine(url, made, tmp_path):
+def test_what_is_pulled_is_what_was_pushed_and_nothing_of_the_machine(url, made, tmp_path, copied, capsys):
+    here = tmp_path / "here"
     push(Store(url), made, [])
-    folders = pull(Store(url), tmp_path / "here", [])
-    assert content(tmp_path / "here") == sets_of(made)
-    weights, graphs = sorted(folders, reverse=True)
-    assert verify(weights) == []
-    assert find(tmp_path / "here", WEIGHTS, "") == weights
-    assert find(tmp_path / "here", GRAPHS, "") == graphs
-
-
-def test_a_store_that_is_a_folder_is_one_of_artifacts(made, tmp_path):
-    push(Store(tmp_path / "store"), made, [])
-    assert content(tmp_path / "store") == sets_of(made)
-    assert find(tmp_path / "store", GRAPHS, "").is_dir()
-
-
-def test_the_same_command_sends_and_takes_nothing_again(url, made, tmp_path, copied, capsys):
-    push(Store(url), made, [])
-    pull(Store(url), tmp_path / "here", [])
+    weights, graphs = sorted(pull(Store(url), here, []), reverse=True)
+    assert content(here) == sets_of(made) and verify(weights) == []
+    assert (find(here, WEIGHTS, ""), find(here, GRAPHS, "")) == (weights, graphs)
     copied.put.clear()
     copied.get.clear()
     push(Store(url), made, [])
-    pull(Store(url), tmp_path / "here", [])
+    pull(Store(url), here, [])
     assert copied.put == copied.get == []
     assert capsys.readouterr().out.count("already present: ") == 4
 
@@ -397,19 +377,7 @@ def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(url, mad
         assert content(here) == sets_of(made)
 
 
-def test_a_lost_or_cut_file_of_weights_is_sent_again(url, made, copied):
-    push(Store(url), made, ["weights"])
-    one, two = (f"weights/{folder(made, WEIGHTS).name}/rank{rank}.safetensors" for rank in (0, 1))
-    change(url, one, lambda data: data[:-1])
-    Store(url).fs.rm_file(f"{Store(url).root}/{two}")
-    with pytest.raises(UserError, match="rank0.safetensors is damaged: it is missing or"):
-        pull(Store(url), made.parent / "here", [])
-    copied.put.clear()
-    push(Store(url), made, ["weights"])
-    assert copied.put[:2] == [one, two] and len(copied.put) == 3  # and the manifest
-
-
-def test_a_damaged_manifest_is_refused_and_a_push_mends_it(url, made, tmp_path):
+def test_a_damaged_manifest_or_a_lost_file_is_refused_and_a_push_mends_it(url, made, tmp_path, copied):
     (name,) = push(Store(url), made, ["weights"])
     for damaged in (b"", b"{", b"[]", b"\xff", b"{}", b'{"identity": []}', b"[" * 9999):
         change(url, f"{name}/{MANIFEST}", lambda _, damaged=damaged: damaged)
@@ -419,6 +387,14 @@ def test_a_damaged_manifest_is_refused_and_a_push_mends_it(url, made, tmp_path):
     assert not (tmp_path / "here").exists()
     assert push(Store(url), made, ["weights"]) == [name]
     pull(Store(url), tmp_path / "here", [])
+    one, two = (f"{name}/rank{rank}.safetensors" for rank in (0, 1))
+    change(url, one, lambda data: data[:-1])
+    Store(url).fs.rm_file(f"{Store(url).root}/{two}")
+    with pytest.raises(UserError, match="rank0.safetensors is damaged: it is missing or"):
+        pull(Store(url), tmp_path / "there", [])
+    copied.put.clear()
+    push(Store(url), made, ["weights"])
+    assert copied.put[:2] == [one, two] and len(copied.put) == 3  # and the manifest
 
 
 ENTRY = {"bytes": 4, "blake3": "0" * 64, "header_blake3": "0" * 64}
@@ -474,8 +450,8 @@ def test_a_link_in_a_stores_folder_is_not_followed(made, tmp_path, what):
     path = tmp_path / "store" / name / what
     path.rename(tmp_path / path.name)
     path.symlink_to(tmp_path / path.name)
-    said = "it is missing or has another size" if what != MANIFEST else "has no artifacts"
-    with pytest.raises(UserError, match=said):
+    message = "it is missing or has another size" if what != MANIFEST else "has no artifacts"
+    with pytest.raises(UserError, match=message):
         pull(store, tmp_path / "here", [])
 
 
@@ -495,31 +471,23 @@ def ended(*words: str) -> int:
     return end.value.code
 
 
-def test_a_disk_that_fills_up_is_said_and_the_pull_goes_on(made, tmp_path, capsys):
-    """A file system of 0.3 MiB, whose free space is not what it says."""
+def test_a_pull_to_a_disk_that_fills_up_goes_on(made, tmp_path, small_disk, capsys, monkeypatch):
+    """Its free space is not what it says."""
     push(Store(tmp_path / "store"), made, ["weights"])
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a small file system could not be mounted (needs root): NOT tested")
-    try:
-        words = "pull", str(tmp_path / "store"), "--artifacts-dir", str(disk)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ltx_neuron.artifacts.transfer.check_space", lambda *_: None)
-            assert ended(*words) == 2
-        assert "the disk is full: " in capsys.readouterr().err
-        names = {name.rpartition("/")[2] for name in content(disk)}
-        assert MANIFEST not in names and "rank0.safetensors" in names
-        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
-        main([*words])
-        assert verify(folder(disk, WEIGHTS)) == []
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+    (small_disk / "other").write_bytes(bytes(700_000))
+    words = "pull", str(tmp_path / "store"), "--artifacts-dir", str(small_disk)
+    monkeypatch.setattr("ltx_neuron.artifacts.transfer.check_space", lambda *_: None)
+    assert ended(*words) == 2
+    assert "the disk is full: " in capsys.readouterr().err
+    names = {name.rpartition("/")[2] for name in content(small_disk)}
+    assert MANIFEST not in names and "rank0.safetensors" in names
+    (small_disk / "other").unlink()
+    main([*words])
+    assert verify(folder(small_disk, WEIGHTS)) == []
 
 
 @pytest.mark.parametrize(
-    ("url", "code", "said"),
+    ("url", "code", "message"),
     [
         ("nosuch://place", 2, "Protocol not known: nosuch"),
         ("gs://bucket/ltx", 2, "nstall gcsfs"),
@@ -530,10 +498,10 @@ def test_a_disk_that_fills_up_is_said_and_the_pull_goes_on(made, tmp_path, capsy
         ("data://x", 2, "NotImplementedError"),
     ],
 )
-def test_a_place_that_cannot_be_used_is_said_without_a_traceback(s3, made, capsys, url, code, said):
+def test_a_place_that_cannot_be_used_is_said_without_a_traceback(s3, made, capsys, url, code, message):
     assert ended("push", url, "--artifacts-dir", str(made)) == code
     printed = capsys.readouterr()
-    assert said in printed.err and "Traceback" not in printed.err
+    assert message in printed.err and "Traceback" not in printed.err
     assert "secret" not in printed.out + printed.err
 
 
@@ -546,12 +514,12 @@ def test_a_store_that_may_not_be_entered_is_said_with_whose_credentials_count(s3
     s3.mkdir("closed")
     monkeypatch.setattr(type(s3), "find", nobody)  # the stand-in lets everybody in
     assert ended("list", "s3://closed/ltx") == 2
-    assert "Unable to locate credentials" in (said := capsys.readouterr().err)
-    assert "aws configure" in said
+    assert "Unable to locate credentials" in (message := capsys.readouterr().err)
+    assert "aws configure" in message
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("pull", "EMPTY"), "has no artifacts\nWanted: weights/, graphs/"),
         (("push", "EMPTY", "--artifacts-dir", "EMPTY"), "no finished weights or graphs in"),
@@ -563,12 +531,12 @@ def test_a_store_that_may_not_be_entered_is_said_with_whose_credentials_count(s3
         (("push", ""), "the URL of the store is empty"),
     ],
 )
-def test_what_cannot_be_done_is_said_with_what_to_type(made, tmp_path, capsys, words, said):
+def test_what_cannot_be_done_is_said_with_what_to_type(made, tmp_path, capsys, words, message):
     words = [word.replace("EMPTY", str(tmp_path / "empty")) for word in words]
     if "--artifacts-dir" not in words:
         words += ["--artifacts-dir", str(made)]
     assert ended(*words) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "empty").exists()
 
 

@@ -2,19 +2,16 @@
 files."""
 
 import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import TinySizes, assets_in, make_tiny
 from tiny.__main__ import main
-from tiny.config import merge, released_config
+from tiny.config import released_config
 from tiny.weights import DIFFUSION
 
 from ltx_neuron.errors import UserError
@@ -56,39 +53,18 @@ def every_tensor(assets) -> dict:
     return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def test_the_checkpoint_holds_the_parts_of_the_release_and_nothing_else(tiny):
-    names = load_file(tiny.checkpoint)
-    prefixes = {".".join(name.split(".")[:2]) for name in names}
-    assert prefixes == {
-        "model.diffusion_model",
-        "vae.encoder",
-        "vae.decoder",
-        "vae.per_channel_statistics",
-        "audio_vae.encoder",
-        "audio_vae.decoder",
-        "audio_vae.per_channel_statistics",
-        "vocoder.vocoder",
-        "vocoder.bwe_generator",
-        "vocoder.mel_stft",
-        "text_embedding_projection.video_aggregate_embed",
-        "text_embedding_projection.audio_aggregate_embed",
-    }
-    connectors = {name.split(".")[2] for name in names if "connector" in name}
-    assert connectors == {"video_embeddings_connector", "audio_embeddings_connector"}
-
-
 def test_scale_shift_tables_are_fp32_all_else_is_bf16_and_no_weight_constant_or_infinite(assets):
     for (_, name), tensor in every_tensor(assets).items():
-        wanted = torch.float32 if "scale_shift_table" in name else torch.bfloat16
-        assert tensor.dtype == wanted, name
+        expected = torch.float32 if "scale_shift_table" in name else torch.bfloat16
+        assert tensor.dtype == expected, name
         assert tensor.isfinite().all(), name
         assert tensor.numel() == 1 or tensor.float().std() > 0, name
 
 
 def test_the_metadata_is_the_released_config_with_other_sizes(tiny):
-    found = metadata(tiny.checkpoint)
-    config = json.loads(found["config"])
-    assert found["model_version"] == "2.3.0"
+    actual = metadata(tiny.checkpoint)
+    config = json.loads(actual["config"])
+    assert actual["model_version"] == "2.3.0"
     assert config.keys() == released_config().keys()
     assert config["transformer"].keys() == released_config()["transformer"].keys()
     assert (config["transformer"]["num_layers"], config["transformer"]["cross_attention_dim"]) == (2, 32)
@@ -97,21 +73,15 @@ def test_the_metadata_is_the_released_config_with_other_sizes(tiny):
 def test_config_overrides_reach_the_metadata_and_the_weights(tmp_path):
     overrides = {"transformer": {"num_layers": 1, "rope_type": "interleaved"}}
     assets = make_tiny(tmp_path, config_overrides=overrides, model_version="2.0.0")
-    found = metadata(assets.checkpoint)
-    transformer = json.loads(found["config"])["transformer"]
-    assert found["model_version"] == "2.0.0"
+    actual = metadata(assets.checkpoint)
+    transformer = json.loads(actual["config"])["transformer"]
+    assert actual["model_version"] == "2.0.0"
     assert (transformer["num_layers"], transformer["rope_type"], transformer["num_attention_heads"]) == (
         1,
         "interleaved",
         4,
     )
     assert not any("transformer_blocks.1." in name for name in load_file(assets.checkpoint) if "connector" not in name)
-
-
-def test_merging_leaves_the_merged_config_alone():
-    config = {"a": {"b": 1, "c": 2}}
-    assert merge(config, {"a": {"b": 3}}) == {"a": {"b": 3, "c": 2}}
-    assert config == {"a": {"b": 1, "c": 2}}
 
 
 def test_ltx_core_loads_every_part_strictly(assets):
@@ -143,25 +113,6 @@ def test_ltx_core_loads_both_upsamplers_from_their_own_config(assets):
         upsampler.load_state_dict(load_file(path), strict=True)
 
 
-def test_the_lora_fits_a_linear_layer_of_the_checkpoint_each(assets):
-    weights, lora = load_file(assets.checkpoint), load_file(assets.lora)
-    layers = {name.rsplit(".lora_", 1)[0] for name in lora}
-    assert len(lora) == 2 * len(layers) > 100
-    for layer in layers:
-        change = lora[f"{layer}.lora_B.weight"] @ lora[f"{layer}.lora_A.weight"]
-        assert change.shape == weights[f"model.{layer}.weight"].shape
-
-
-def test_the_text_projections_take_all_hidden_states_of_gemma(assets, tiny):
-    sizes = TinySizes() if assets is tiny else OTHER_SIZES
-    weights = load_file(assets.checkpoint)
-    features = sizes.gemma_hidden * (sizes.gemma_layers + 1)
-    for stream, channels in (("video", sizes.video_inner), ("audio", sizes.audio_inner)):
-        name = f"text_embedding_projection.{stream}_aggregate_embed"
-        assert weights[f"{name}.weight"].shape == (channels, features)
-        assert weights[f"{name}.bias"].shape == (channels,)
-
-
 def test_transformers_reads_the_layer_types_and_both_ropes_from_the_published_config(tiny):
     from transformers import AutoConfig
 
@@ -191,20 +142,6 @@ def test_transformers_loads_gemma_whole_and_its_hidden_states_are_lively(assets)
         assert state.float().std(dim=1).mean() > 0.1, "all tokens look alike"
 
 
-def test_gemma_has_the_published_names(tiny):
-    names = {re.sub(r"\.\d+\.", ".N.", name) for name in load_file(tiny.gemma_root / "model.safetensors")}
-    layer = "language_model.model.layers.N."
-    assert {name.removeprefix(layer) for name in names if name.startswith(layer)} == {
-        *(f"{norm}layernorm.weight" for norm in ("input_", "post_attention_", "pre_feedforward_", "post_feedforward_")),
-        *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-        *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-    }
-    assert {"language_model.model.embed_tokens.weight", "language_model.model.norm.weight"} <= names
-    assert "vision_tower.vision_model.encoder.layers.N.self_attn.q_proj.weight" in names
-    assert "multi_modal_projector.mm_input_projection_weight" in names
-    assert not any("lm_head" in name for name in names)
-
-
 def test_the_tokenizer_pads_on_the_left_and_gives_the_text_back(tiny):
     from transformers import AutoTokenizer
 
@@ -217,12 +154,6 @@ def test_the_tokenizer_pads_on_the_left_and_gives_the_text_back(tiny):
     assert set(encoded.input_ids[:padding]) == {tokenizer.pad_token_id} == {0}
     assert max(encoded.input_ids) < TinySizes().gemma_vocab
     assert tokenizer.decode(encoded.input_ids, skip_special_tokens=True) == "a golden retriever, naïve ☂"
-
-
-def test_the_image_is_a_picture_of_odd_proportions(tiny):
-    image = Image.open(tiny.image)
-    assert (image.size, image.mode) == ((260, 150), "RGB")
-    assert 5 < len(image.getcolors(maxcolors=260 * 150)) < 1000, "neither one colour nor noise"
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(tiny, tmp_path):
@@ -284,8 +215,3 @@ def test_the_command_prints_paths_and_sizes(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert all(str(path) in printed for path in assets_in(tmp_path / "tiny"))
     assert "layers=1 heads=4" in printed
-
-
-def test_importing_the_module_imports_nothing_heavy():
-    check = "import sys, tiny; assert not {'transformers', 'ltx_core'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", check], check=True)

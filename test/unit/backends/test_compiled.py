@@ -21,7 +21,7 @@ from toy import EQUAL, TP, make_toy, upload, wanted
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.backends import environment, nki
+from ltx_neuron.backends import environment
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.nxd import compile as nxd_compile
@@ -78,8 +78,8 @@ def test_on_neuron_what_does_not_compile_without_a_device_is_left_to_the_ranks(t
     """Here TorchNeuron is absent, so the process that compiles does fail."""
     folders = [manifest.folder for manifest in toy.programs.values()]
     compile_only(folders, TRN2, TP, tmp_path)
-    said = capfd.readouterr().err
-    assert "ended with exit code 1; its errors are above. The ranks compile at" in said
+    message = capfd.readouterr().err
+    assert "ended with exit code 1; its errors are above. The ranks compile at" in message
     with pytest.raises(RunError, match="ended with exit code 1"):
         compile_only([tmp_path / "absent"], PROFILES["cpu"], TP, tmp_path)
 
@@ -196,18 +196,6 @@ def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation(monkeypatch)
     assert all(rel(one, two) < 1e-2 for one, two in zip(after, before, strict=True))  # bf16
 
 
-def test_a_kernel_that_nobody_decorated_is(monkeypatch):
-    """nki-library at SDK 2.27: attention_cte.py has no @nki.jit, which 2.28 added."""
-
-    def attention_cte():
-        pass
-
-    decorated = SimpleNamespace(attention_cte=attention_cte)
-    monkeypatch.setitem(sys.modules, "nkilib.core.attention.attention_cte", decorated)
-    monkeypatch.setitem(sys.modules, "nki", SimpleNamespace(jit=lambda function: {2: function}))
-    assert nki.load()[2] is attention_cte
-
-
 def test_no_kernel_is_made_for_a_graph_without_the_operation():
     def absent():
         raise ImportError("no nkilib")
@@ -280,12 +268,12 @@ def test_a_user_may_give_a_slow_first_run_more_time(monkeypatch):
 
 def test_each_model_has_compiler_flags_of_its_own_in_the_form_that_torchneuron_takes():
     """It splits them at white space and adds --model-type, --auto-cast and --lnc itself."""
-    told = {model: environment.of_compiler(TRN2, model) for model in COMPILED_MODELS}
-    assert told["dit"] == {
+    described = {model: environment.of_compiler(TRN2, model) for model in COMPILED_MODELS}
+    assert described["dit"] == {
         "NEURON_COMPILER_OPT_LEVEL": "-O1",
         "NEURON_CC_FLAGS": "--tensorizer-options=--enable-ccop-compute-overlap",
     }
-    assert told["gemma3"]["NEURON_CC_FLAGS"].split() == [
+    assert described["gemma3"]["NEURON_CC_FLAGS"].split() == [
         f"--tensorizer-options={option}"
         for option in (
             "--enable-ccop-compute-overlap",
@@ -294,7 +282,7 @@ def test_each_model_has_compiler_flags_of_its_own_in_the_form_that_torchneuron_t
             "--enable-scalar-dge-vectorization",
         )
     ]
-    assert told["connectors"]["NEURON_CC_FLAGS"] == ""
+    assert described["connectors"]["NEURON_CC_FLAGS"] == ""
     assert environment.of_compiler(PROFILES["cpu"], "dit") == {}
     level = dataclasses.replace(TRN2, compiler_flags=(("dit", "-O2"),))
     assert environment.of_compiler(level, "dit")["NEURON_COMPILER_OPT_LEVEL"] == "-O2"
@@ -310,19 +298,19 @@ def test_a_compiler_that_is_started_without_a_shell_gets_what_a_shell_would_give
     stub.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
     stub.chmod(0o755)
     for model in COMPILED_MODELS:
-        told = environment.of_compiler(TRN2, model)
+        described = environment.of_compiler(TRN2, model)
         ours = "--model-type transformer --auto-cast=none --lnc 2 "
-        line = f"{stub} {ours}{told['NEURON_CC_FLAGS']} {told['NEURON_COMPILER_OPT_LEVEL']}"
+        line = f"{stub} {ours}{described['NEURON_CC_FLAGS']} {described['NEURON_COMPILER_OPT_LEVEL']}"
         split, shell = (
             subprocess.run(command, shell=by_shell, capture_output=True, text=True, check=True)
             for command, by_shell in ((line.split(), False), (f"{stub} {TRN2.flags(model)}", True))
         )
         # TorchNeuron names the type itself, the same one for every model.
-        wanted = said(shell.stdout) - {"unet-inference"} | {"transformer"}
-        assert said(split.stdout) == wanted
+        wanted = message(shell.stdout) - {"unet-inference"} | {"transformer"}
+        assert message(split.stdout) == wanted
 
 
-def said(printed: str) -> set[str]:
+def message(printed: str) -> set[str]:
     """What a compiler's words say, whether a flag's options came together or one by one."""
     return {*printed.replace("--tensorizer-options=", "").replace("=", " ").split()}
 
@@ -355,14 +343,6 @@ def test_a_launch_finds_the_flags_of_its_own_model(monkeypatch):
         rank_with(model).run("program", "main", {})
     assert seen == ["dit", "gemma3", "dit"]
     del os.environ["LTX_TEST_FLAGS"]
-
-
-def test_the_environment_is_that_of_the_children_and_then_as_before(monkeypatch):
-    monkeypatch.setenv("HELD", "before")
-    monkeypatch.delenv("FRESH", raising=False)
-    with environment.added({"HELD": "within", "FRESH": "1"}):
-        assert (os.environ["HELD"], os.environ["FRESH"]) == ("within", "1")
-    assert os.environ["HELD"] == "before" and "FRESH" not in os.environ
 
 
 def test_a_port_that_another_run_holds_is_refused_before_any_rank_starts(monkeypatch):

@@ -85,8 +85,8 @@ def test_a_planted_fault_is_found_in_the_exported_graph(name):
     assert all(finding.graph.startswith("graph") and finding.do for finding in findings)
 
 
-@pytest.mark.parametrize(("dim", "found"), [(0, False), (1, True), (-1, True)])
-def test_a_split_into_a_list_of_sizes_is_refused_along_any_dimension_but_the_first(dim, found):
+@pytest.mark.parametrize(("dim", "actual"), [(0, False), (1, True), (-1, True)])
+def test_a_split_into_a_list_of_sizes_is_refused_along_any_dimension_but_the_first(dim, actual):
     """Not in HLO: torch-xla's lowering is what goes wrong, and HLO is its result."""
 
     def split(x, index):
@@ -96,8 +96,8 @@ def test_a_split_into_a_list_of_sizes_is_refused_along_any_dimension_but_the_fir
     with fake_process_group(TP):
         reading = fx.read(program(split), "planted", RANKS, torch.bfloat16, "graph")
         _, findings = reading.check()
-    assert [finding for finding in findings if "reads wrong data" in finding.wrong] or not found
-    assert bool(findings) == found
+    assert [finding for finding in findings if "reads wrong data" in finding.wrong] or not actual
+    assert bool(findings) == actual
 
 
 def test_an_exported_graph_without_a_fault_has_no_finding():
@@ -195,11 +195,11 @@ def compiled(function, *values):
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_planted_fault_is_found_in_the_graph_that_torch_compile_makes(name):
-    function, wanted = COMPILED[name]
+    function, expected = COMPILED[name]
     with fake_process_group(TP):
         recorder = compiled(function, torch.ones(4, 8, dtype=torch.bfloat16))
     (graph,) = recorder.graphs
-    assert re.search(wanted, text_of(check_fx(graph, RANKS))), text_of(check_fx(graph, RANKS))
+    assert re.search(expected, text_of(check_fx(graph, RANKS))), text_of(check_fx(graph, RANKS))
 
 
 def test_a_sum_over_some_ranks_is_found_in_the_graph_that_torch_compile_makes():
@@ -318,7 +318,7 @@ HLO = "ENTRY %main (a: f32[2]) -> f32[2] {{\n  %a.1 = f32[2]{{0}} parameter(0)\n
 
 
 @pytest.mark.parametrize(
-    ("line", "wanted"),
+    ("line", "expected"),
     [
         ("f32[<=2]{0} add(f32[2]{0} %a.1, f32[2]{0} %a.1)", "only at run time"),
         ("f32[?]{0} add(f32[2]{0} %a.1, f32[2]{0} %a.1)", "only at run time"),
@@ -335,9 +335,9 @@ HLO = "ENTRY %main (a: f32[2]) -> f32[2] {{\n  %a.1 = f32[2]{{0}} parameter(0)\n
         ("f32[2]{0} constant({1, 2})", "a constant tensor"),
     ],
 )
-def test_a_line_of_hlo_that_the_compiler_would_refuse_is_found(line, wanted):
+def test_a_line_of_hlo_that_the_compiler_would_refuse_is_found(line, expected):
     sums = "%sum (x: f32[], y: f32[]) -> f32[] {\n  ROOT %add.1 = f32[] add(%x, %y)\n}\n"
-    assert wanted in text_of(check_hlo(sums + HLO.format(line=line), RANKS))
+    assert expected in text_of(check_hlo(sums + HLO.format(line=line), RANKS))
 
 
 def test_gathers_and_scattered_sums_over_all_ranks_have_no_finding():
@@ -350,7 +350,7 @@ def test_gathers_and_scattered_sums_over_all_ranks_have_no_finding():
 
 
 @pytest.mark.parametrize(
-    ("groups", "found"),
+    ("groups", "actual"),
     [
         ("{{0,4},{1,5},{2,6},{3,7}}", ""),
         ("{{0,1,2,3},{4,5,6,7}}", ""),
@@ -359,11 +359,11 @@ def test_gathers_and_scattered_sums_over_all_ranks_have_no_finding():
         ("{{4,0},{5,1},{6,2},{7,3}}", "ranks {{4,0},{5,1},{6,2},{7,3}}, wanted"),
     ],
 )
-def test_replica_groups_are_those_of_a_named_group_in_its_order(groups, found):
+def test_replica_groups_are_those_of_a_named_group_in_its_order(groups, actual):
     line = f"f32[4]{{0}} all-gather(%a.1), replica_groups={groups}, dimensions={{0}}"
     named = mesh.groups(resolve("trn2.48xlarge", ("context_parallel=2",)), TP)
     text = text_of(check_hlo(HLO.format(line=line), named))
-    assert found in text and bool(text) == bool(found)
+    assert actual in text and bool(text) == bool(actual)
 
 
 def test_groups_written_short_are_the_same_groups():
@@ -383,9 +383,14 @@ def test_the_same_fault_of_many_graphs_is_told_once_with_every_graph():
     faults = [
         Finding(graph, f"sort.{i} (sort)", "no sort", "sort on the host") for i, graph in enumerate(("head", "tail"))
     ]
-    told = table([*faults, Finding("tail", "add.3 (add)", "f64 is introduced", "make it fp32")])
-    assert told.count("no sort") == 1 and told.count("f64 is introduced") == 1
-    assert told.index("head") < told.index("tail") < told.index("no sort") < told.index("sort on the host")
+    described = table([*faults, Finding("tail", "add.3 (add)", "f64 is introduced", "make it fp32")])
+    assert described.count("no sort") == 1 and described.count("f64 is introduced") == 1
+    assert (
+        described.index("head")
+        < described.index("tail")
+        < described.index("no sort")
+        < described.index("sort on the host")
+    )
 
 
 def test_without_torch_xla_the_exported_graphs_are_checked_and_the_rest_says_what_to_install(monkeypatch, capsys):

@@ -146,8 +146,8 @@ def test_a_second_compile_of_the_same_graphs_waits_for_the_first_and_takes_them(
     with ThreadPoolExecutor(1) as pool:
         (folder,) = compiled()
         assert second[0].result() == [folder]
-    said = f"another process ({os.getpid()}) is compiling {folder}; waiting for it"
-    assert capsys.readouterr().out.count(said) == 1
+    message = f"another process ({os.getpid()}) is compiling {folder}; waiting for it"
+    assert capsys.readouterr().out.count(message) == 1
     assert manifest.damaged_graphs(folder) == [] and os.listdir(folder.parent) == [folder.name]
 
 
@@ -156,8 +156,8 @@ def test_a_graph_that_one_may_not_read_is_said_so(tmp_path):
     made = Manifest(tmp_path)
     with locked(tmp_path / "chain2.pt2") as path:
         for use in (lambda: manifest.damaged_graphs(tmp_path), lambda: made.load("chain2")):
-            said = said_to_an_ordinary_user(lambda use=use: (manifest._digests.clear(), use()))
-            assert said.startswith(f"NoPermission: {path}: you may not read")
+            message = said_to_an_ordinary_user(lambda use=use: (manifest._digests.clear(), use()))
+            assert message.startswith(f"NoPermission: {path}: you may not read")
 
 
 # --- a manifest's own damage ----------------------------------------------------------------------
@@ -203,15 +203,15 @@ def test_a_flipped_bit_of_a_manifest_is_blamed_on_it_and_its_remedy_mends_it(pre
     (path, *_) = sorted(made.glob(f"{kind}/*/{MANIFEST}"))
     whole, tried = path.read_bytes(), 0
     for what, pattern in FLIPPED.items():
-        if found := re.search(pattern, whole):
+        if actual := re.search(pattern, whole):
             tried, flipped = tried + 1, bytearray(whole)
-            flipped[found.start(1)] ^= 1
+            flipped[actual.start(1)] ^= 1
             path.write_bytes(flipped)
-            said = said_by([*prepared, "--dry-run"])
-            assert said.startswith(f"{path.parent} is damaged:\n") and MANIFEST in said, what
-            assert not re.search(r"rank\d|\.pt2", said), (what, said)
+            message = said_by([*prepared, "--dry-run"])
+            assert message.startswith(f"{path.parent} is damaged:\n") and MANIFEST in message, what
+            assert not re.search(r"rank\d|\.pt2", message), (what, message)
     assert tried > 4
-    remedy = said.rpartition("\nMake it again: ")[2]
+    remedy = message.rpartition("\nMake it again: ")[2]
     program = invocation.command("prepare")
     assert remedy.startswith(f"rm -r {path.parent} && {program} --checkpoint-path ")
     again = f"{shlex.quote(sys.executable)} -m ltx_neuron prepare"
@@ -233,8 +233,8 @@ def test_a_store_is_filled_and_repaired_by_the_commands_that_are_printed(prepare
     here.mkdir()
     monkeypatch.chdir(here)
 
-    def type_in(said: str, before: str) -> None:
-        words = shlex.split(re.split(before, said)[1].partition("\n")[0])
+    def type_in(message: str, before: str) -> None:
+        words = shlex.split(re.split(before, message)[1].partition("\n")[0])
         assert said_by(words[words.index("artifacts") :]) == ""
 
     assert f"({invocation.command('prepare')})" in said_by(["artifacts", "push", store])
@@ -248,8 +248,8 @@ def test_a_store_is_filled_and_repaired_by_the_commands_that_are_printed(prepare
     assert said_by(pulled) == ""
     (graph, *_) = sorted(Path("artifacts").glob("graphs/*/*.pt2"))
     graph.write_bytes(b"")
-    said = said_by(["artifacts", "push", store, "--force"])
-    remedy = said.rpartition("again: ")[2].partition(", then")[0]
+    message = said_by(["artifacts", "push", store, "--force"])
+    remedy = message.rpartition("again: ")[2].partition(", then")[0]
     subprocess.run(remedy, shell=True, check=True)
     assert said_by([*prepared[:6], "artifacts", *prepared[7:]]) == ""
     assert said_by(["artifacts", "push", store, "--force"]) == ""

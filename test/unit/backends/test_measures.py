@@ -76,9 +76,9 @@ def test_a_clip_is_nearest_to_the_course_that_it_takes_and_far_from_other_words(
     for scene in scenes(2):
         for course in scene.courses()[::5]:
             clip = course.frames(64, 96, FRAMES, FRAME_RATE), course.waveform(RATE, SECONDS)
-            found = measures.nearest(scene, *clip, RATE, FRAME_RATE)
-            assert found.scene == course and found.psnr > 100 and found.sound > 0.999
+            actual = measures.nearest(scene, *clip, RATE, FRAME_RATE)
+            assert actual.scene == course and actual.psnr > 100 and actual.sound > 0.999
     asked, shown = (replace(scene, shape=shape) for shape in ("circle", "cross"))
     clip = shown.courses()[0].frames(64, 96, FRAMES, FRAME_RATE), shown.waveform(RATE, SECONDS)
-    found = measures.nearest(asked, *clip, RATE, FRAME_RATE)
-    assert found.psnr < 25 and found.sound < 0.2, found
+    actual = measures.nearest(asked, *clip, RATE, FRAME_RATE)
+    assert actual.psnr < 25 and actual.sound < 0.2, actual

@@ -1,14 +1,28 @@
 """What the Neuron runtime and compiler say when they fail reaches the user as what to do. Faked: no
 Neuron device here."""
 
+import os
 import re
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
+from toy import TP, make_toy
 
 from ltx_neuron import errors
 from ltx_neuron.backends.neuron_errors import TABLE, DeviceFailure, explained, failure, known
+from ltx_neuron.backends.nxd import compile as nxd_compile
+from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.backends.ranks import Call
 from ltx_neuron.backends.torchdist.protocol import failure_of
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import UserError
+from ltx_neuron.models.programs import Program
+from ltx_neuron.models.signatures import Field
 
 # What is said -> what it means, and a word of what to do. Texts as users of the runtime and the
 # compiler reported them.
@@ -104,3 +118,66 @@ def test_a_rank_of_torchdist_on_a_neuron_core_says_the_same():
     assert not failure_of(error, "neuron").refusal and issubclass(DeviceFailure, errors.RunError)
     elsewhere = failure_of(error, "cpu").error  # where the words mean nothing
     assert elsewhere.startswith("RuntimeError: nrt_execute")
+
+
+# --- where NxD's backend calls the runtime and the compiler ---------------------------------------
+
+
+@pytest.fixture
+def nxd(monkeypatch):
+    """A function that raises an error of the runtime; the profile; NxD's name for its context."""
+    monkeypatch.setattr(runtime.NxdRanks, "_started", None)
+    context = SimpleNamespace(NxDParallelState=lambda **sizes: nullcontext())
+    monkeypatch.setitem(sys.modules, "neuronx_distributed", context)
+
+    def fail(*_, **__):
+        raise RuntimeError('nrt_load status=4 message="Allocation Failure"')
+
+    with mock.patch.dict(os.environ):
+        os.environ.pop("NEURON_RT_ROOT_COMM_ID", None)
+        yield fail, resolve("trn2.3xlarge", ("backend=nxd", "attention=matmul"))
+
+
+def test_a_failure_to_load_or_to_upload_is_the_devices(nxd, tmp_path, monkeypatch):
+    (fail, profile), toy = nxd, make_toy(tmp_path)
+    monkeypatch.setattr(runtime, "to_core", fail)
+    with runtime.NxdRanks(profile, TP) as ranks:
+        with monkeypatch.context() as patch, pytest.raises(DeviceFailure, match="device's memory is full"):
+            patch.setattr(runtime, "_open", fail)
+            ranks.load(toy.folders[1], toy.programs, torch.float32)
+        with pytest.raises(DeviceFailure, match="device's memory is full"):
+            ranks.put("toy", x=toy.x)
+
+
+def test_a_failure_of_a_launch_or_a_download_is_the_devices(nxd, monkeypatch):
+    fail, profile = nxd
+    call = Call("step", 0, {}, {"y": "y"})
+    with runtime.NxdRanks(profile, TP) as ranks:
+        weight_set = SimpleNamespace(inputs={("toy", "step", 0): SimpleNamespace(launch=fail)}, bind=lambda *_: None)
+        weight_set.models = {("toy", "step"): [None]}
+        with pytest.raises(DeviceFailure):
+            ranks._launch(weight_set, "toy", call)
+        monkeypatch.setattr(runtime, "to_host", fail)
+        for split in (None, 1):
+            fields = {"y": Field((1, 2), torch.float32, split=split)}
+            ranks.programs["toy"], ranks._buffers.tensors["y"] = SimpleNamespace(fields=fields), [torch.ones(1, 2)] * TP
+            with pytest.raises(DeviceFailure):
+                ranks.get("toy", "y")
+
+
+def test_a_failure_of_the_compiler_is_the_devices_and_leaves_no_manifest(nxd, tmp_path, monkeypatch):
+    fail, profile = nxd
+    monkeypatch.setattr(nxd_compile, "_compile", fail)
+    program = Program({"step": Doubled()}, {"main": (("step", 0),)}, {"x": ROW}, {"y": ROW})
+    with pytest.raises(DeviceFailure):
+        identity = {"model": "dit", "bucket": "v1"}
+        nxd_compile.compile_program(lambda: program, tmp_path, identity, torch.float32, profile, TP)
+    assert [*tmp_path.iterdir()] == []
+
+
+ROW = Field((1, 2), torch.float32)
+
+
+class Doubled(nn.Module):
+    def forward(self, inputs):
+        return {"y": inputs["x"] * 2}

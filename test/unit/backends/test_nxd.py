@@ -1,5 +1,5 @@
 """The parts of the NxD backend that need neither NxD nor PyTorch/XLA; the rest is in
-xla/test_nxd.py."""
+test/xla."""
 
 import inspect
 import os

@@ -1,5 +1,5 @@
 """The bound inputs of NxD's graphs, with an NxDModel's methods stood in for; NxD's own source is
-in xla/test_nxd.py."""
+in test/xla."""
 
 from types import SimpleNamespace
 

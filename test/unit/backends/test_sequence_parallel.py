@@ -196,10 +196,10 @@ def test_four_ranks_that_share_the_tokens_give_what_one_rank_gives(case, blocks)
     timesteps, guided = CASES[case]
     bucket = Bucket(TOKENS, AUDIO_TOKENS, timesteps, STEPS, guided)
     inputs = values(timesteps, guided)
-    wanted, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=blocks)
+    expected, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=blocks)
     for name in results(guided):
         assert all(torch.equal(rank[name], got[0][name]) for rank in got)
-        assert rel(got[0][name], wanted[name]) < EQUAL
+        assert rel(got[0][name], expected[name]) < EQUAL
 
 
 @pytest.mark.parametrize("layout", CONTEXT_LAYOUTS.values(), ids=CONTEXT_LAYOUTS)
@@ -208,10 +208,10 @@ def test_groups_that_share_the_tokens_give_what_one_rank_gives(layout, biased):
     shape = (3, 7, 1)  # 21 tokens, which no number of groups divides
     bucket = Bucket(math.prod(shape), AUDIO_TOKENS, 2, STEPS, guided=not biased, biased=biased)
     inputs = values(2, not biased, biased, shape)
-    wanted, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=1, layout=layout)
+    expected, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=1, layout=layout)
     for name in results(not biased):
         assert all(torch.equal(rank[name], got[0][name]) for rank in got)
-        assert rel(got[0][name], wanted[name]) < EQUAL
+        assert rel(got[0][name], expected[name]) < EQUAL
 
 
 @pytest.mark.parametrize(
@@ -223,21 +223,21 @@ def test_marked_tokens_and_noise_are_the_same_ones_on_several_ranks(layout):
     shape = (3, 2, 4) if layout == SEQUENCE else (3, 7, 1)
     bucket = Bucket(math.prod(shape), AUDIO_TOKENS, 2, STEPS, ancestral=True)
     inputs = values(2, False, shape=shape, ancestral=True)
-    wanted, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=1, layout=layout)
+    expected, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=1, layout=layout)
     for name in results(False):
         assert all(torch.equal(rank[name], got[0][name]) for rank in got)
-        assert rel(got[0][name], wanted[name]) < EQUAL
+        assert rel(got[0][name], expected[name]) < EQUAL
     other = alone(bucket, inputs | {"keyframes_mask": inputs["keyframes_mask"].roll(1, 0)})
-    assert rel(other["video_latent"], wanted["video_latent"]) > SHOWS
+    assert rel(other["video_latent"], expected["video_latent"]) > SHOWS
 
 
 def test_between_the_layers_a_rank_holds_a_quarter_of_the_videos_tokens_and_all_of_the_sounds():
     bucket, inputs = Bucket(TOKENS, AUDIO_TOKENS, 1, STEPS), values(1, False)
-    got, wanted = (on_ranks(bucket, inputs, blocks=1, layout=x) for x in (SEQUENCE, Layout()))
+    got, expected = (on_ranks(bucket, inputs, blocks=1, layout=x) for x in (SEQUENCE, Layout()))
     assert {rank["video_hidden"].shape[1] for rank in got} == {TOKENS // TP}
     assert {rank["audio_hidden"].shape[1] for rank in got} == {AUDIO_TOKENS}
     joined = torch.cat([rank["video_hidden"] for rank in got], dim=1)
-    assert rel(joined, wanted[0]["video_hidden"]) < EQUAL
+    assert rel(joined, expected[0]["video_hidden"]) < EQUAL
     assert rel(torch.cat([rank["video_hidden"] for rank in got[::-1]], dim=1), joined) > SHOWS
 
 

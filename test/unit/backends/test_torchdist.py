@@ -118,10 +118,10 @@ def test_a_tensor_that_no_graph_knows_is_refused(ranks):
 
 
 def test_a_run_costs_the_host_a_short_command_and_no_upload_and_an_upload_its_bytes(ranks, toy):
-    sent, said = ranks.bytes_sent, ranks.command_bytes
+    sent, message = ranks.bytes_sent, ranks.command_bytes
     ranks.run("toy", step=7)
     assert ranks.bytes_sent == sent
-    assert 0 < ranks.command_bytes - said < COMMAND_BYTES
+    assert 0 < ranks.command_bytes - message < COMMAND_BYTES
     ranks.put("toy", x=toy.x)
     assert ranks.bytes_sent - sent == toy.x.nbytes
 

@@ -43,11 +43,11 @@ def test_every_rank_compiles_one_graph_over_all_groups_of_a_name(by_ranks, layou
 
 @pytest.mark.parametrize("knows", ["nothing", "ignored table"])
 def test_a_release_that_knows_a_rank_s_own_groups_alone_is_refused_before_it_compiles(by_ranks, knows):
-    said = Counter(graphs["refusal"] for graphs in by_ranks("cp4", knows))
+    message = Counter(graphs["refusal"] for graphs in by_ranks("cp4", knows))
     partition = mesh.groups(LAYOUTS["cp4"], TP)[mesh.TENSOR]
-    assert len(said) == 4 and {*said.values()} == {4}
+    assert len(message) == 4 and {*message.values()} == {4}
     for own in partition:
-        (text,) = [each for each in said if f"compiles group tp as {[own]}, wanted" in each]
+        (text,) = [each for each in message if f"compiles group tp as {[own]}, wanted" in each]
         assert str(partition) in text
         assert "\nType --profile-set context_parallel=1, or install" in text
 

@@ -65,13 +65,8 @@ class Broken(NamedTuple):
 
 # What is broken -> how, and which job finds it.
 BROKEN = {
-    "the checkpoint is missing": Broken("checkpoint", remove, "no such file"),
     "the checkpoint is cut": Broken("checkpoint", cut, "truncated?"),
     "no video decoder": Broken("checkpoint", without("vae.decoder."), "the VideoDecoder"),
-    "the transformer alone": Broken(
-        "checkpoint", without("vae.", "audio_vae.", "vocoder."), "the video VAE is missing"
-    ),
-    "no vocoder": Broken("checkpoint", without("vocoder."), "the audio VAE is missing"),
     "no audio decoder": Broken("checkpoint", without("audio_vae.decoder."), "the AudioDecoder"),
     "a block of the transformer is missing": Broken(
         "checkpoint", without("model.diffusion_model.transformer_blocks.1."), "the files do not have"
@@ -79,20 +74,13 @@ BROKEN = {
     "no connectors": Broken("checkpoint", without("model.diffusion_model.video_embeddings_connector."), "the text enc"),
     "no text projection": Broken("checkpoint", without("text_embedding_projection."), "the text projection is missing"),
     "no video encoder, for an image": Broken("checkpoint", without("vae.encoder."), "the VideoEncoder", IMAGE),
-    "Gemma is missing": Broken("gemma", remove, "is not a folder"),
-    "Gemma has no tokenizer": Broken("gemma/tokenizer.json", remove, "no tokenizer.json"),
     "Gemma's tokenizer is damaged": Broken("gemma/tokenizer.json", text, "cannot be loaded"),
-    "Gemma has no config": Broken("gemma/config.json", remove, "config.json"),
-    "Gemma has no weights": Broken("gemma/model.safetensors", remove, "no model*.safetensors"),
     "Gemma is cut": Broken("gemma/model.safetensors", cut, "truncated?"),
     "Gemma lacks a layer": Broken(
         "gemma/model.safetensors", without("language_model.model.layers.1."), "the text encoder's"
     ),
-    "the LoRA is missing": Broken("lora", remove, "lora.safetensors", LORA),
     "the LoRA is no LoRA": Broken("lora", text, "lora.safetensors", LORA),
     "the distilled LoRA is missing": Broken("lora", remove, "lora.safetensors", DEV),
-    "the distilled LoRA is cut": Broken("lora", cut, "truncated?", DEV),
-    "the upsampler is missing": Broken("spatial", remove, "no such file", [*DISTILLED, *TWO_STAGE]),
     "the upsampler is cut": Broken("spatial", cut, "truncated?", [*DISTILLED, *TWO_STAGE]),
     "the temporal upsampler is missing": Broken(
         "temporal",
@@ -100,9 +88,7 @@ BROKEN = {
         "no such file",
         [*DISTILLED, "--upscale", "temporal", "--temporal-upsampler-path", "{temporal}"],
     ),
-    "the image is missing": Broken("image", remove, "no such file", IMAGE),
     "the image is no image": Broken("image", text, "image.png", IMAGE),
-    "the sound is missing": Broken("image", remove, "--audio-path", SOUND),
     "the sound is no sound": Broken("image", text, "--audio-path", SOUND),
     "the film is missing": Broken("image", remove, "--video-path", [*DISTILLED, "--video-path", "{image}", "0", "1"]),
     "the reference is no film": Broken(

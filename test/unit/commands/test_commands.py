@@ -71,38 +71,6 @@ def test_nothing_typed_shows_the_verbs_and_is_a_mistake(capsys):
     assert ended() == 2 and "generate" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "nearest"), [(["genrate"], "generate"), (["docter", "--json"], "doctor"), (["shard", "gemma"], "gemma3")]
-)
-def test_a_mistyped_word_names_the_nearest_one(words, nearest, capsys):
-    assert ended(*words) == 2
-    assert f"did you mean {nearest}?" in capsys.readouterr().err
-
-
-def test_a_mistyped_flag_is_named_also_if_required_ones_are_missing(capsys):
-    assert ended("generate", "--promt", "rain") == 2
-    said = capsys.readouterr().err
-    assert "missing: --checkpoint-path" in said and "did you mean --prompt?" in said
-
-
-def test_a_mistyped_flag_names_the_nearest_one_and_the_help_of_its_verb(capsys):
-    assert ended("shard", "transformer", "--num-worker", "1") == 2
-    said = capsys.readouterr().err
-    assert "did you mean --num-workers?" in said
-    assert f"{invocation.command('shard transformer')} --help" in said
-
-
-def test_a_negative_number_with_a_unit_is_a_flags_value(capsys):
-    words = "--checkpoint-path x --gemma-root x --recipe distilled --prompt x --output-path a.mp4"
-    assert ended("generate", *words.split(), "--audio-path", "x", "--audio-bed", "-50dB") == 2
-    assert "--audio-bed: got '-50dB', wanted a valid number" in capsys.readouterr().err
-
-
-def test_the_version_is_that_of_the_package(capsys):
-    dispatch(["--version"])
-    assert re.fullmatch(r"ltx-neuron \d+\.\d+\.\d+\n", capsys.readouterr().out)
-
-
 def test_python_runs_the_package_as_the_program():
     command = [sys.executable, "-m", "ltx_neuron", "genrate"]
     process = subprocess.run(command, capture_output=True, text=True)

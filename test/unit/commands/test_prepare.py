@@ -219,7 +219,6 @@ def test_what_cannot_be_generated_is_not_prepared(typed, tmp_path, capsys):
     voice = write_sound(tmp_path / "voice.wav", samples, 16000, "pcm_s16le", "mono", "s16")
     for flags, said in (
         (["--reference-audio", str(voice)], "--reference-audio goes with --ic-lora"),
-        (["--height", "65"], "multiple of 32"),
         (["--recipe", "dev", "--two-stage"], "needs --distilled-lora"),
         (["--num-workers", "0"], "wanted 1 or more"),
     ):

@@ -7,9 +7,7 @@ import pytest
 import torch
 from helpers import randn
 from jobs import make_job, replace
-from printed import runs
 
-from ltx_neuron.errors import FieldError
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ReferenceVideo
 from ltx_neuron.sampling.tiles import Appended, blend_weights, cut, tiles
@@ -109,25 +107,3 @@ def test_a_canvas_of_one_tile_is_the_job_without_tiles():
     whole = replace(TILED, tile_height=None, tile_width=None)
     assert not any(map(whole.stage_tiles, whole.stages))
     assert whole.buckets == replace(whole, tile=False).buckets
-
-
-@runs("sampling/inputs.py:check_inputs: --stage-2-ic-lora")
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"stage_2_ic_lora": False}, "9 tiles, which need the reference; type --stage-2-ic-lora"),
-        ({"tile": False}, "--tile-height goes with --tile"),
-        ({"tile_width": 80}, "multiple of 32"),
-        ({"tile_height": 32}, "64"),
-        ({"recipe": "dev"}, "type --recipe distilled as well"),
-    ],
-)
-def test_tiles_that_upstream_does_not_have_are_refused(changes, said, tmp_path):
-    for name in ("guide.mp4", "ic.safetensors"):
-        (tmp_path / name).touch()
-    reference = replace(REFERENCE, path=tmp_path / "guide.mp4")
-    given = {"references": (reference,), "stage_1_loras": (Lora(tmp_path / "ic.safetensors"),)}
-    job = replace(TILED, prompt="rain", **given)
-    job.check()
-    with pytest.raises(FieldError, match=said):
-        replace(job, **changes).check()

@@ -77,14 +77,14 @@ def members(path: Path) -> dict[str, str]:
 def test_a_bundle_has_what_a_failed_run_left_and_says_so(ran, tmp_path):
     content, lines = packed(tmp_path / "b.tar.gz", ran)
     compiler = "compiler/1/graphs/dit-x/neuronx-cc/step/1"
-    wanted = {
+    expected = {
         *("run/report.md", "run/logs/full-compile-dit.log"),
         *("run/full-in-turn-1/perf.json", "run/full-in-turn-1/video.failure.log"),
         *(f"{compiler}/log-neuron-cc.txt", f"{compiler}/command.txt"),
         *("torchneuron/fx_graphs/proc_0/dit.fx.txt", "versions.txt", "packages.txt"),
         *("environment.txt", "machine.txt", "artifacts.txt", bundle.CONTENTS),
     }
-    assert wanted <= set(content)
+    assert expected <= set(content)
     assert {line.split()[-1] for line in lines} == content.keys() - {bundle.CONTENTS}
     assert content[bundle.CONTENTS].splitlines() == lines
     assert content["run/logs/full-compile-dit.log"] == "[rank 0] NCC_EBVF030 in …"
@@ -247,8 +247,8 @@ def test_a_bundle_is_whole_or_not_there(ran, tmp_path, monkeypatch):
 def test_a_bundle_replaces_no_file(ran, tmp_path):
     kept = tmp_path / "kept.tar.gz"
     kept.write_text("mine")
-    for path, said in ((kept, "already exists"), (ran / "report.md", "ends with")):
-        with pytest.raises(UserError, match=said):
+    for path, message in ((kept, "already exists"), (ran / "report.md", "ends with")):
+        with pytest.raises(UserError, match=message):
             bundle.check_target(path)
     with pytest.raises(UserError, match="cannot be written"):
         bundle.check_target(kept / "b.tar.gz")
@@ -261,11 +261,11 @@ def test_the_command_packs_where_nothing_ever_ran(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(bundle, "doctor", lambda flags: f"asked with {[*map(str, flags)]}")
     words = ["--bundle", "b.tgz", "--profile", "no-such", "--profile-set", "lnc=2"]
     command.main(words)
-    said = capsys.readouterr().out
-    assert "bundle: b.tgz" in said and "versions.txt" in said
-    assert "no run of test/device is in outputs/on-device" in said
-    wanted = ["--profile", "no-such", "--profile-set", "lnc=2"]
-    assert members(tmp_path / "b.tgz")["doctor.txt"] == f"asked with {wanted}"
+    message = capsys.readouterr().out
+    assert "bundle: b.tgz" in message and "versions.txt" in message
+    assert "no run of test/device is in outputs/on-device" in message
+    expected = ["--profile", "no-such", "--profile-set", "lnc=2"]
+    assert members(tmp_path / "b.tgz")["doctor.txt"] == f"asked with {expected}"
     assert not (tmp_path / "outputs").exists()
     with pytest.raises(UserError, match="already"):
         command.main([*words, "--bundle-add", "nowhere"])
@@ -274,5 +274,5 @@ def test_the_command_packs_where_nothing_ever_ran(tmp_path, monkeypatch, capsys)
 
 
 def test_the_doctor_s_findings_are_taken_also_where_one_blocks(tmp_path):
-    said = bundle.doctor(["--profile", "cpu", "--gemma-root", str(tmp_path / "no-such")])
-    assert "blocks" in said and said.endswith("exit code 1\n")
+    message = bundle.doctor(["--profile", "cpu", "--gemma-root", str(tmp_path / "no-such")])
+    assert "blocks" in message and message.endswith("exit code 1\n")

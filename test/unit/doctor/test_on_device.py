@@ -26,7 +26,6 @@ from tiny.config import TinySizes, released_config, tiny_config
 
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import transformer_config
-from ltx_neuron.doctor import public
 from ltx_neuron.doctor.finding import Finding
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
@@ -39,15 +38,15 @@ FOUND = "it found something"
 def fails(error: Exception, *lines: str) -> Callable[[list], None]:
     """A section that finds these lines before it ends so."""
 
-    def section(found: list) -> None:
-        found.extend(lines)
+    def section(actual: list) -> None:
+        actual.extend(lines)
         raise error
 
     return section
 
 
-def finds(found: list) -> None:
-    found.append(FOUND)
+def finds(actual: list) -> None:
+    actual.append(FOUND)
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def run_all(report: Report, **runs: Callable[[list], None]) -> None:
     for name in report.sections:
         if not report.is_done(name):
             with suppress(*ENDS), report.running(name):
-                runs.get(name, finds)(report.found)
+                runs.get(name, finds)(report.lines)
 
 
 def statuses(report: Report) -> list[str]:
@@ -76,31 +75,35 @@ def statuses(report: Report) -> list[str]:
 
 
 def test_a_failed_section_is_recorded_and_what_does_not_need_it_goes_on(reports):
-    sections = (Section("a"), Section("b", ("a",)), Section("c"), Section("d", ("b",)))
-    report = reports(*sections, Section("e", ("c",)))
+    sections = (Section("a"), Section("b", needs=("a",)), Section("c"), Section("d", needs=("b",)))
+    report = reports(*sections, Section("e", needs=("c",)))
     run_all(report, a=fails(pytest.fail.Exception("it broke"), "a row"))
     assert statuses(report) == ["failed", "not run", "done", "not run", "done"]
     assert report.done["a"]["why"] == "it broke" and report.done["a"]["lines"] == ["a row"]
     assert report.done["b"]["why"] == "needs a" and report.done["c"]["lines"] == [FOUND]
 
 
-def test_any_error_is_a_failed_section_and_no_section_that_cannot_run_is_one(reports):
-    report = reports(Section("a"), Section("b"), Section("c"))
-    run_all(
-        report,
-        a=fails(ZeroDivisionError("x")),
-        b=fails(UserError("typed wrongly")),
-        c=fails(pytest.skip.Exception("no Neuron device")),
-    )
-    assert statuses(report) == ["failed", "failed", "not run"]
-    whys = [result["why"] for result in report.done.values()]
-    assert "Traceback" in whys[0] and whys[1:] == ["typed wrongly", "no Neuron device"]
+@pytest.mark.parametrize(
+    ("error", "status", "why"),
+    [
+        (ZeroDivisionError("x"), "failed", "Traceback"),
+        (UserError("typed wrongly"), "failed", "typed wrongly"),
+        (pytest.skip.Exception("no Neuron device"), "not run", "no Neuron device"),
+        (Stopped("the budget ended"), "stopped", "the budget ended"),
+    ],
+    ids=["error", "mistake", "skipped", "stopped"],
+)
+def test_how_a_section_ends_and_what_it_found_before_are_recorded(reports, error, status, why):
+    run_all(reports(Section("a"), Section("b")), a=fails(error, "half of it"))
+    report = reports(Section("a"), Section("b"), restored=True)
+    assert statuses(report) == [status, "done"] and why in report.done["a"]["why"]
+    assert report.done["a"]["lines"] == ["half of it"] and report.done["b"]["lines"] == [FOUND]
 
 
 def test_what_earlier_runs_found_is_kept_where_they_ran_the_same(reports):
     with pytest.raises(UserError, match="nothing was run in .*: leave --lf out"):
         reports(Section("a"), restored=True)
-    sections = (Section("a"), Section("b"), Section("c", ("a",)))
+    sections = (Section("a"), Section("b"), Section("c", needs=("a",)))
     run_all(reports(*sections), b=fails(pytest.fail.Exception("broke")))
     again = reports(*sections, restored=True)
     assert statuses(again) == ["done", "failed", "done"]
@@ -112,9 +115,9 @@ def test_what_earlier_runs_found_is_kept_where_they_ran_the_same(reports):
 
 
 def test_the_report_names_every_section_and_shows_what_each_found(reports):
-    report = reports(*map(Section, ("test_a", "test_b_c", "test_d")))
-    run_all(report, test_b_c=fails(pytest.fail.Exception("it | broke\nhere"), "half of it"))
-    report.done.pop("test_d")
+    report = reports(*map(Section, ("a", "b_c", "d")))
+    run_all(report, b_c=fails(pytest.fail.Exception("it | broke\nhere"), "half of it"))
+    report.done.pop("d")
     text = report.markdown()
     assert "- profile: cpu" in text and "| a | done | 0.0 |" in text
     assert "| b c | failed: it \\| broke | 0.0 |" in text
@@ -189,8 +192,8 @@ def bench(tmp_path, monkeypatch) -> Callable[..., Bench]:
 def hanging(bench: Bench) -> Callable[[list], None]:
     """A section that finds a line, and then never ends."""
 
-    def section(found: list) -> None:
-        found.append("half of it")
+    def section(actual: list) -> None:
+        actual.append("half of it")
         bench.run("hangs", "-c", textwrap.dedent(HANGS))
 
     return section
@@ -259,7 +262,7 @@ def test_a_tuning_that_is_stopped_shows_what_it_measured(bench, reports, tiny, m
     monkeypatch.setattr(Bench, "run", run)
     model = Model("tiny", tiny.checkpoint, None, None, TINY_SIZE, Path("artifacts"))
     report, bench = reports(Section("tune")), bench(minutes=5)
-    run_all(report, tune=lambda found: found.extend(measurements.tune(bench, model)))
+    run_all(report, tune=lambda actual: actual.extend(measurements.tune(bench, model)))
     assert statuses(report) == ["stopped"]
     assert report.done["tune"]["lines"] == ["```", rows.rstrip(), "```"]
 
@@ -281,22 +284,6 @@ def test_a_section_that_hangs_takes_no_more_than_some_times_its_estimate(bench, 
     assert not any(map(runs, pids_of(bench.folder)))
 
 
-def test_the_report_has_no_names_of_people(tmp_path, monkeypatch):
-    monkeypatch.setattr(public.getpass, "getuser", lambda: "erika")
-    clean = public.public
-    report = Report(tmp_path, {"a": Section("a")}, Budget(), {}, {"profile": "cpu"}, clean)
-    found = f"weights in {Path.home()}/clips", "of erika", "hf_abcdefghijklmnopqrstuv"
-    run_all(report, a=lambda lines: lines.extend(found))
-    text = (tmp_path / "report.md").read_text()
-    assert "weights in …" in text and "hf_abc" not in text and "erika" not in text
-
-
-def test_minutes_that_are_none_are_refused():
-    for minutes in (0.0, float("nan"), float("inf")):
-        with pytest.raises(UserError, match="wanted minutes above 0"):
-            Budget(minutes)
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -310,28 +297,26 @@ def test_without_a_device_each_section_is_skipped_with_the_command_that_would_ru
 
 
 def test_a_mistake_in_the_flags_ends_the_command_before_its_first_section(tmp_path):
+    for minutes in (0.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="wanted minutes above 0"):
+            Budget(minutes)
     run = subprocess.run([*command(tmp_path), "--minutes", "0"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "wanted minutes above 0" in run.stderr and "..." not in run.stdout
 
 
-def test_every_section_is_a_test_and_every_test_a_section():
-    tests = [name for name in vars(test_device) if name.startswith("test_")]
-    assert [*test_device.SECTIONS] == tests
-
-
 def test_by_their_estimates_a_page_takes_ten_minutes_and_ltx25_ends_within_the_hour():
     ends, minutes = {}, 0.0
-    for section in test_device.SECTIONS.values():
+    for section in test_device.SECTIONS:
         minutes += section.minutes
         ends[section.name] = minutes
     first = [name for name, end in ends.items() if end <= 9.5]  # starting takes time too
     assert first == [
-        "test_doctor",
-        "test_a_collective",
-        "test_two_blocks_shard_and_compile",
-        "test_two_blocks_one_step_against_the_cpu",
-        "test_two_blocks_a_step_by_its_graphs",
+        "doctor",
+        "a_collective",
+        "two_blocks_shard_and_compile",
+        "two_blocks_one_step_against_the_cpu",
+        "two_blocks_a_step_by_its_graphs",
     ]
     later = [end for name, end in ends.items() if "ltx25" in name]
     assert len(later) == 4 and max(later) <= 60
@@ -355,10 +340,10 @@ def test_the_page_has_the_doctor_s_verdict_and_of_its_findings_those_that_are_no
     findings[0] = dataclasses.replace(findings[0], state="blocks")
     content = {"can_run": False, "findings": list(map(dataclasses.asdict, findings))}
     output = json.dumps(content, indent=1)
-    found = doctor(bench())
-    assert next(found) == "1 checks are ok; this run is blocked by: torch."
+    actual = doctor(bench())
+    assert next(actual) == "1 checks are ok; this run is blocked by: torch."
     with pytest.raises(pytest.fail.Exception, match="something blocks"):
-        list(found)
+        list(actual)
 
 
 def test_a_measured_step_has_the_plan_s_forecast_of_the_same_step_beside_it(bench, tiny, capsys):
@@ -381,14 +366,6 @@ def test_a_measured_step_has_the_plan_s_forecast_of_the_same_step_beside_it(benc
     assert none == "Forecast: none, profile cpu has no documented limits."
 
 
-def test_neuron_monitor_is_not_started_beside_a_script(bench, tmp_path, monkeypatch):
-    """Where the driver has no counters it alone tells the memory, and is a process to start."""
-    started = []
-    monkeypatch.setattr("device.core_memory.first_line_of", lambda *words: started.append(words))
-    bench(system=System(tmp_path)).run("sleeps", "-c", "import time; time.sleep(1.2)")
-    assert started == []
-
-
 def test_the_driver_s_counters_are_read_beside_a_script(bench, tmp_path):
     counter = tmp_path / "sys/devices/virtual/neuron_device/neuron0/neuron_core1/stats/device_mem"
     counter.mkdir(parents=True)
@@ -398,8 +375,8 @@ def test_the_driver_s_counters_are_read_beside_a_script(bench, tmp_path):
 
 
 def test_an_overwritten_output_is_a_failure(bench, monkeypatch):
-    found = {"right": True, "kept": False, "raw": False}
-    monkeypatch.setattr(measurements, "_probe", lambda *_: found)
+    actual = {"right": True, "kept": False, "raw": False}
+    monkeypatch.setattr(measurements, "_probe", lambda *_: actual)
     with pytest.raises(pytest.fail.Exception, match="guided generation combines overwritten predictions"):
         list(measurements.outputs(bench()))
 

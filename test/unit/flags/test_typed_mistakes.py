@@ -27,6 +27,11 @@ SIZE = "--height 704 --width 1280"
 # A command line -> what its answer contains, and after "not" what it does not contain
 MISTAKES = f"""
 generat                                     -> did you mean generate?
+docter --json                               -> did you mean doctor?
+shard gemma                                 -> did you mean gemma3?
+shard transformer --num-worker 1            -> did you mean --num-workers? | shard transformer --help
+generate --promt rain                       -> missing: --checkpoint-path | did you mean --prompt?
+generate JOB --audio-path x --audio-bed -50dB -> --audio-bed: got '-50dB', wanted a valid number
 --fps 24 generate                           -> the verb comes first | generate --fps 24
 generate JOB --promt rain                   -> did you mean --prompt?
 generate MODEL --prompt a red circle        -> needs quotes: --prompt "a red circle"
@@ -43,21 +48,15 @@ generate JOB --num-inference-steps 20       -> other counts need --recipe dev | 
 generate JOB --output out.mov               -> did you mean --output-path FILE? | not --output-dir
 generate MODEL --prompt x --output-path out.mov -> the output is an MP4 file | not recipe:
 generate MODEL --prompt x --output-path FOLDER -> is a folder; type --output-path FOLDER/video.mp4
-generate JOB --height 720p                  -> got '720p', wanted a valid integer
-generate JOB --height 720 --width 1280      -> nearest valid: 704 or 736
 generate JOB --size 720p                    -> did you mean {SIZE}? | not --seed
 generate JOB --resolution=1280x720          -> did you mean {SIZE}? | not --resume
 generate --model Lightricks/LTX-2.5         -> did you mean --checkpoint-path FILE? | not --model-path
 generate JOB --guidance-scale 3             -> did you mean --guidance video_cfg=3 | not v2a
 generate JOB --guidance 3                   -> type for example --guidance video_cfg=3
-generate JOB --negative-prompt blurry       -> type --nag-scale 11 as well
 generate JOB --tp 4                         -> did you mean --tp-degree 4? | not --dtype
 generate JOB --enhance-prompt               -> unknown: --enhance-prompt | not did you mean
 generate JOB --xyzzy                        -> unknown: --xyzzy | not did you mean
-generate JOB --seed random                  -> got 'random', wanted a valid integer
 generate JOB --profile gpu                  -> known: cpu, cuda
-generate JOB --image FOLDER                 -> that is a folder, wanted a file
-generate JOB --image nope.png               -> no such file
 generate --gemma-root G --checkpoint-path FOLDER --prompt x -> a folder without a transformer's file
 generate --checkpoint-path CKPT --gemma-root CKPT --prompt x --output-path o.mp4 -> needs the folder of Gemma3-12B | not nearest
 plan MODEL --jsn                            -> did you mean --json?
@@ -100,8 +99,9 @@ def test_a_mistake_is_answered_with_what_to_type(typed, wanted, folder, capsys):
     assert max((len(names.split(", ")) for names in lists), default=0) <= MOST_NAMES
 
 
-def test_version_is_a_verb_too(capsys):
-    dispatch(["version"])
+@pytest.mark.parametrize("typed", ["version", "--version"])
+def test_the_version_is_that_of_the_package(typed, capsys):
+    dispatch([typed])
     assert re.fullmatch(r"ltx-neuron \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 

@@ -214,6 +214,10 @@ REMEDIES = {
     ),
     "sampling/rules.py:-: --nag-scale": "generate --negative-prompt blurry",
     "sampling/rules.py:-: --recipe": "generate --video-cfg-guidance-scale 3",
+    "sampling/inputs.py:check_inputs: --stage-2-ic-lora": (
+        "generate --two-stage --height 128 --width 128 --ic-lora {lora} --video-conditioning {film} 1"
+        " --tile --tile-height 64 --tile-width 64"
+    ),
     "weights/model_files.py:text_encoder: --gemma-root": "generate --checkpoint-path {split}",
     "sampling/inputs.py:check_strengths: --distilled-lora": (
         "generate --recipe dev --two-stage --distilled-lora {lora} 1"

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import make_job, replace
+from jobs import make_job
 
 from ltx_neuron.artifacts.workspace import of_release
 from ltx_neuron.config.diffusion import DIFFUSION_VAE, EMBEDDING
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.denoise.start import to_upsample
 from ltx_neuron.engine.preflight import check_dfr, notes
-from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -202,25 +202,6 @@ def test_windows_of_1_2_0_have_no_sound_and_those_of_1_4_hold_and_hear_it():
     assert (first.timesteps(True), second.timesteps(True)) == (2, 3)
     assert first.freezes_sound(True) and not new.freezes_sound(True)
     assert [bucket.audio_tokens for bucket in new.buckets] == [51, 51, 20, 30]
-
-
-REFUSED = {
-    "--dfr goes with --two-stage": {"size": Size(64, 64, 41)},
-    "goes with --detailing-lora": {"detailing_loras": (), "detailing_scale": None},
-    "--dfr cannot be combined with --tail-frames": {"tail_frames": 8},
-    "--dfr cannot be combined with --num-generated-keyframes": {"num_generated_keyframes": 1},
-    "--dfr cannot be combined with --negative-prompt": {"negative_prompt": "rain"},
-    "--num-frames 1: --dfr renders motion": {"size": Size(64, 64, 1, two_stage=True)},
-    "--detailing-lora goes with --dfr": {"dfr": False, "temporal_upsample_rounds": None},
-    "--temporal-upsample-rounds goes with --dfr": {"dfr": False, "detailing_loras": ()},
-}
-
-
-@pytest.mark.parametrize(("message", "changes"), REFUSED.items(), ids=[*REFUSED])
-def test_what_does_not_go_together_is_refused(message, changes):
-    with pytest.raises(FieldError) as error:
-        replace(job(), prompt="a fox", **changes).check()
-    assert message in str(error.value.render(lambda field: "--" + field.replace("_", "-")))
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,14 @@
 """A video made longer: which latents each window holds and makes, at which times, and what of the
-decoded clip is shown; which flags ask for it, and what is refused."""
-
-import json
-import shlex
-from pathlib import Path
+decoded clip is shown, and which flags ask for it. What is refused: test_refusals.py."""
 
 import pytest
 import torch
-from helpers import randn, tone
 from jobs import make_job
-from typed import parsed, said
+from typed import said
 
-from ltx_neuron import flags
-from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.resume import JobRun
-from ltx_neuron.engine.run import RunOptions
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Size
-from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.plan import weight_sets
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
@@ -28,7 +17,6 @@ from ltx_neuron.sampling.extension import OVERLAP, Extension, default_window, jo
 from ltx_neuron.sampling.latent_state import audio_state, initial_states, video_state
 from ltx_neuron.sampling.latents import audio_positions, audio_seconds, video_positions, video_seconds
 from ltx_neuron.sampling.shapes import audio_latent_frames
-from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.worker import DENOISED, _percent
 from ltx_neuron.text.encoders import Contexts
 
@@ -211,22 +199,6 @@ def test_a_window_goes_on_from_those_before_it(seconds):
 # --- flags ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    """clip(frames): the path of a video of 32x64 pixels with sound."""
-    folder = tmp_path_factory.mktemp("clips")
-
-    def made(frames: int) -> str:
-        path = folder / f"{frames}.mp4"
-        if not path.exists():
-            pictures = (randn(frames, 32, 64, 3) * 40 + 128).clamp(0, 255).byte()
-            sound = tone(48000, frames / 24)
-            write_video(path, [pictures], 24.0, lambda: sound, 48000)
-        return str(path)
-
-    return made
-
-
 def test_windows_are_as_long_as_any_clip_or_as_all_that_there_is(clip):
     path = clip(26)
     found = said("--video-path", path, "--extend", 1.5)
@@ -246,61 +218,11 @@ def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip):
     retake = make_job("rain", Size(32, 64, 25), retake=Retake(clip(26), 0.1, 0.2))
     assert windows.buckets == windows.buckets_to_compile == retake.buckets
     assert len(windows.stages) == 9 and {s.name for s in windows.stages} == {"stage_1"}
+    assert (windows.video_key, windows.audio_key) == ("s1_video", "s1_audio")  # joined
     size = "--extend", 3, "--num-frames", 25
     dev = said("--video-path", clip(26), *size, "--recipe", "dev")
     assert all(stage.guided and stage.steps == 40 for stage in dev.stages)
     assert len(dev.stages) > 1 and weight_sets(dev) == 1  # none of them is a second stage
-
-
-def test_what_compiles_it_is_said_with_the_window(tiny, tmp_path, clip):
-    kind = said("--video-path", clip(26), "--extend", -3, "--num-frames", 25)
-    opened = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 1, "float32", tiny.gemma_root)
-    with pytest.raises(UserError) as error:
-        opened.dit_program_for(kind, kind.stages[0])
-    words = shlex.split(str(error.value).splitlines()[-1].removeprefix("Type: "))
-    assert "--extend" in words and "--num-frames" in words
-    at = words.index("--extend")
-    args = parsed("--video-path", clip(26), *words[at : at + 2], "--num-frames", 25, compiles=True)
-    shape = flags.shape(args, "distilled")
-    shape.check_shape()
-    assert shape.buckets_to_compile == kind.buckets
-
-
-def test_it_is_the_same_again_from_its_line(clip):
-    kind = said("--video-path", clip(26), "--extend", -3, "--num-frames", 25)
-    line = json.loads(json.dumps(kind.with_paths(lambda path: path.name).to_line()))
-    assert job_of(line, Path(clip(26)).parent).describe() == kind.describe()
-    assert json.loads(json.dumps(kind.describe())) == kind.describe()
-
-
-WRONG = {
-    "--extend needs --video-path": ("--extend", 1),
-    "--extend 0: wanted seconds of a frame or more": (26, "--extend", 0),
-    "--extend 0.01: wanted seconds of a frame or more": (26, "--extend", 0.01),
-    "--extend: got 'nan', wanted a finite number": (26, "--extend", "nan"),
-    "--extend: got 'inf', wanted a finite number": (26, "--extend", "inf"),
-    "--start-time cannot be combined with --extend": (26, "--extend", 1, "--start-time", 0),
-    "--regenerate cannot be combined with": (26, "--extend", 1, "--regenerate", "both"),
-    "--height cannot be combined with --video-path": (26, "--extend", 1, "--height", 64),
-    "--video-path cannot be combined with --two-stage": (26, "--extend", 1, "--two-stage"),
-    "a video of 9 frames or more": (8, "--extend", 1),
-    "--num-frames 17: with --extend it is a window's length": (26, "--extend", 1, "--num-frames", 17),
-    "length, 25 to 49 frames here": (26, "--extend", 1, "--num-frames", 57),
-    "frames here: 3 latents overlap": (26, "--extend", 1, "--num-frames", 24),
-    "nearest valid: 41 or 49.": (26, "--extend", 1, "--num-frames", 45),
-    "new frames. Type --num-frames 49.": (26, "--extend", 1, "--num-frames", 60),
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_what_cannot_be_made_longer_is_refused(text, clip):
-    first, *words = WRONG[text]
-    words = ["--video-path", clip(first), *words] if isinstance(first, int) else [first, *words]
-    if "--two-stage" in words:  # a flag of the size: that file has its own
-        text = "--two-stage cannot be combined with --video-path"
-    with pytest.raises(UserError) as error:
-        said(*words).check()
-    assert text in f"{error.value}."
 
 
 def test_what_is_left_names_the_windows():
@@ -318,29 +240,3 @@ def test_every_window_brings_a_job_forward():
     job = make_job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
     percents = [_percent(job, stage, step) for stage in job.stages for step in (0, 4, 8)]
     assert percents == [DENOISED * done // 24 for done in (0, 4, 8, 8, 12, 16, 16, 20, 24)]
-
-
-class Jobs:
-    """An engine that notes the first job and stops."""
-
-    compat, options = COMPAT[None], RunOptions()
-
-    def check_process(self):
-        raise UserError("enough")
-
-
-def test_a_call_says_what_it_is_made_longer_by(clip, monkeypatch):
-    made = []
-    monkeypatch.setattr(LTXPipeline, "_generate", lambda self, jobs, *rest: made.extend(jobs))
-    LTXPipeline(Jobs(), "distilled")("rain", video=clip(26), extend=1, num_frames=25)
-    assert made == [said("--video-path", clip(26), "--extend", 1, "--num-frames", 25)]
-    for wrong in (
-        dict(extend=1.0),
-        dict(video=clip(26), extend=1.0, start_time=0.1),
-        dict(video=clip(26), extend=0),
-        dict(video=clip(26), extend="1"),
-    ):
-        with pytest.raises(UserError, match="extend"):
-            LTXPipeline(Jobs(), "distilled")("rain", **wrong)
-    with pytest.raises(UserError, match="^extend 0: wanted .* as in extend 2"):
-        LTXPipeline(Jobs(), "distilled")("rain", video=clip(26), extend=0)

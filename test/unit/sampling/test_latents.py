@@ -52,44 +52,21 @@ def pixel_bounds(shape, causal_fix=True):
     return get_pixel_coords(patchifier.get_patch_grid_bounds(latent_shape), scales, causal_fix).float()
 
 
-@pytest.mark.parametrize("shape", SIZES)
 @pytest.mark.parametrize("fps", RATES)
-def test_video_positions_are_the_middles_of_ltx_cores_causal_pixel_bounds(shape, fps):
-    bounds = pixel_bounds(shape)
-    bounds[:, 0] = bounds[:, 0] / fps
-    positions = video_positions(shape, fps)
-    assert positions.dtype == torch.float32
-    assert torch.equal(positions, middles(bounds))
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SIZES)
-def test_video_positions_are_those_that_ltx_cores_own_tools_give_a_stage(shape):
+def test_video_positions_are_those_that_ltx_cores_tools_give_a_stage(shape, dtype, fps):
     from ltx_core.tools import VideoLatentTools
 
-    state = VideoLatentTools(*ltx_video(shape), 24.0).create_initial_state("cpu", torch.float32)
-    assert torch.equal(video_positions(shape, 24.0), middles(state.positions))
-
-
-@pytest.mark.parametrize("fps", RATES)
-def test_in_bf16_positions_are_those_of_ltx_core_1_0_0(fps):
-    from ltx_core.tools import VideoLatentTools
-
-    shape = (16, 3, 2)
-    theirs = middles(VideoLatentTools(*ltx_video(shape), fps).create_initial_state("cpu", torch.bfloat16).positions)
-    ours = video_positions(shape, fps, torch.bfloat16)
-    assert ours.dtype == theirs.dtype == torch.bfloat16
+    theirs = middles(VideoLatentTools(*ltx_video(shape), fps).create_initial_state("cpu", dtype).positions)
+    ours = video_positions(shape, fps, dtype)
+    assert ours.dtype == theirs.dtype == dtype
     assert torch.equal(ours, theirs)
 
 
 def test_the_first_latent_frame_is_one_frame_and_every_other_is_eight():
     seconds = video_positions((4, 1, 1), 24.0)[0, 0]
     assert furthest(seconds, torch.tensor([0.5, 5, 13, 21]) / 24) < SECONDS
-
-
-def test_rows_come_before_columns():
-    _, rows, columns = video_positions((1, 2, 3), 24.0)[0]
-    assert rows.tolist() == [16, 16, 16, 48, 48, 48]
-    assert columns.tolist() == [16, 48, 80, 16, 48, 80]
 
 
 @pytest.mark.parametrize("frames", [1, 26, 126, 251])

@@ -12,10 +12,9 @@ from jobs import make_job, replace
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import CompiledStep, StageRun
-from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.errors import RunError
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.dit import next_latents
-from ltx_neuron.sampling.conditions import SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.samplers import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import DISTILLED_MAX_STEPS, STAGE_2_SIGMAS, ltx2_schedule
@@ -289,22 +288,6 @@ def test_the_sound_of_the_dev_recipe_is_stage_1s_as_upstream_decodes_it(changes,
     job = replace(HQ, **changes)
     compats = None, "ltx-core-1.0.0"
     assert tuple(replace(job, compat=each).audio_key for each in compats) == releases
-
-
-MISTAKES = {
-    "type --recipe dev as well, or leave out --sampler": dict(recipe="distilled"),
-    "type --two-stage as well, or leave out --sampler": dict(size=Size(64, 64, 9)),
-    "--num-inference-steps 32: type a number from 1 to 31": dict(num_inference_steps=32),
-    "--sampler res_2s cannot be combined with --audio-path": dict(sound=SoundCondition("a.wav")),
-    "--sampler: got 'heun', wanted 'euler', 'res_2s' or": dict(sampler="heun"),
-}
-
-
-@pytest.mark.parametrize("said", MISTAKES)
-def test_what_hq_is_not_is_said(said):
-    with pytest.raises(UserError) as error:
-        replace(HQ, **MISTAKES[said]).check()
-    assert said in str(error.value)
 
 
 def test_every_substep_is_a_first_step_to_guidance_that_skips():

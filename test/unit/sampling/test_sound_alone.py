@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import Held, call, generator, ltx_model, made_config, randn, rel, save_weights, step_inputs, step_number
-from jobs import make_job, replace
+from jobs import replace
 from oracle import later_semantics
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, ltx_state
 from tiny.config import TinySizes
@@ -24,7 +24,6 @@ from ltx_neuron.models.programs import dit_program, may_divide
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.report.table import table
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.latent_state import video_state
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import ltx2_schedule
@@ -220,36 +219,6 @@ def test_a_line_does_not_take_the_picture_of_the_command():
     alone = command.updated({"prompt": "rain", "sound_only": True})
     alone.check()
     assert alone.size == Size(0, 0, 17) and alone.resolved_guidance.audio.stg_blocks == (0,)
-    with pytest.raises(UserError, match="--sound-only makes no picture: leave out --height"):
-        command.updated({"prompt": "rain", "sound_only": True, "height": 64}).check()
-
-
-REFUSED = {
-    "--sound-only makes no picture: leave out --height --width": {"height": 64, "width": 64},
-    "--sound-only makes no picture: leave out --video-cfg-guidance-scale --v2a-guidance-scale": {
-        "video_cfg_guidance_scale": 3.0,
-        "v2a_guidance_scale": 2.0,
-    },
-    "--sound-only goes with --recipe dev": {"recipe": "distilled"},
-    "--sound-only cannot be combined with --two-stage": {"two_stage": True},
-    "--sound-only cannot be combined with --image": {"image": [["a.png"]]},
-    "--sound-only cannot be combined with --audio-path": {"audio_path": "a.wav"},
-    "--sound-only cannot be combined with --upscale": {"upscale": "spatial"},
-    "1 frames at --frame-rate 1000 are too short for sound": {"num_frames": 1, "frame_rate": 1000},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_makes_a_picture_is_refused_with_it(message):
-    with pytest.raises(UserError) as error:
-        job(**REFUSED[message]).check_shape()
-    assert str(error.value).startswith(message)
-
-
-def test_the_python_api_is_told_what_sound_alone_does_not_have():
-    guided = Guidance(StreamGuidance(cfg_scale=3.0), StreamGuidance(cfg_scale=7.0))
-    with pytest.raises(UserError, match="makes no picture: leave out --video-cfg"):
-        make_job("rain", Size(0, 0), recipe="dev", sound_only=True, guidance=guided).check()
 
 
 def test_the_service_makes_videos_only():

@@ -1,24 +1,20 @@
 """A reference voice: its tokens, its graphs, the fifth pass, and what its flags and requests say.
 Whole runs beside an oracle: test/slow/test_given_recipes.py."""
 
-import json
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import Held, call, ltx_model, made_config, randn, rel, step_inputs, step_number, tone, write_sound
+from helpers import Held, call, ltx_model, made_config, randn, rel, step_inputs, step_number
 from jobs import make_job, read_voice, replace
-from safetensors.torch import save_file
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS
 from typed import parsed
 
 from ltx_neuron import flags
-from ltx_neuron.batch import read_lines
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise.guided_passes import prepare_passes
-from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models import attention
@@ -32,28 +28,12 @@ from ltx_neuron.sampling.guidance import DEFAULTS, StreamGuidance
 from ltx_neuron.sampling.latent_state import audio_state, initial_states, video_state
 from ltx_neuron.sampling.latents import reference_audio_positions, unpatchify_audio
 from ltx_neuron.sampling.schedules import sigma_pairs
-from ltx_neuron.service.jobs import job_of
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import Lora
 
 ONE, TWO = Size(128, 192, 17, 25.0), Size(128, 192, 17, 25.0, two_stage=True)
 AUDIO, TREF = 17, 26  # latents of 17 frames at 25 a second, and of 1 s
 LORAS = (Lora(Path(__file__)),)
-
-
-@pytest.fixture(scope="module")
-def voice(tmp_path_factory) -> str:
-    """A mono file of 1 s."""
-    stored = (tone(16000, 1.0)[:1] * 2**15).short().numpy()
-    path = tmp_path_factory.mktemp("voice") / "voice.wav"
-    return str(write_sound(path, stored, 16000, "pcm_s16le", "mono", "s16"))
-
-
-@pytest.fixture(scope="module")
-def id_lora(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("lora") / "id.safetensors"
-    save_file({"x": torch.zeros(2)}, path)
-    return str(path)
 
 
 def job(size=ONE, recipe="dev", **given) -> Job:
@@ -273,8 +253,8 @@ def made(*words, recipe="dev") -> Job:
     return found
 
 
-def test_flags_make_the_job_and_its_line_makes_it_again(voice, id_lora):
-    words = "--reference-audio", voice, "--ic-lora", id_lora
+def test_scales_of_a_voice_by_flags(voice, ic_lora):
+    words = "--reference-audio", voice, "--ic-lora", ic_lora().path
     plain = made(*words)
     assert plain.reference_sound == ReferenceAudio(voice, TREF) and plain.identity_scale == 3.0
     scaled = made(*words, "--identity-guidance-scale", 1.5, "--audio-cfg-guidance-scale", 4)
@@ -283,56 +263,6 @@ def test_flags_make_the_job_and_its_line_makes_it_again(voice, id_lora):
     assert (video.rescale_scale, audio.cfg_scale, audio.stg_blocks) == (0.0, 4.0, (29,))
     hq = made(*words, "--sampler", "res_2s", "--two-stage")
     assert [each.rescale_scale for each in hq.resolved_guidance.streams] == [0.0, 0.0]
-    for each in (plain, scaled, hq, made(*words, recipe="distilled")):
-        line = json.loads(json.dumps(each.with_paths(lambda path: path.name).to_line()))
-        line["ic_lora"] = [[id_lora, 1.0]]
-        assert job_of(line, Path(voice).parent).describe() == each.describe()
-
-
-def test_lines_mix_voices_with_other_kinds(voice, id_lora, tmp_path):
-    path = tmp_path / "jobs.jsonl"
-    given = [{}, {"reference_audio": voice, "ic_lora": id_lora, "two_stage": True}]
-    path.write_text("\n".join(json.dumps({"prompt": "she says hello"} | line) for line in given))
-    plain, voiced = (line.job for line in read_lines(path, flags.job_of_line(parsed()), {}))
-    assert plain.reference_sound is None and voiced.voice == ReferenceAudio(voice, TREF)
-    assert voiced.buckets[1] in replace(plain, size=voiced.size).buckets
-
-
-def refused(*words, recipe="dev") -> str:
-    with pytest.raises(UserError) as error:
-        made(*words, recipe=recipe)
-    return str(error.value)
-
-
-def test_what_does_not_go_together_is_said_with_what_to_type(voice, id_lora, tmp_path):
-    words, lora = ("--reference-audio", voice), ("--ic-lora", id_lora)
-    assert refused(*words) == (
-        "--reference-audio goes with --ic-lora, got no --ic-lora; type --ic-lora PATH as well, or"
-        " leave out --reference-audio"
-    )
-    assert refused(*words, *lora, "--audio-path", voice).startswith(
-        "--reference-audio does not go with --audio-path: that sound is what is heard, nothing is spoken"
-    )
-    scale = "--identity-guidance-scale", 3
-    assert refused(*words, *lora, *scale, recipe="distilled").startswith(
-        "--identity-guidance-scale is of the dev recipe, as the other scales are; leave it out"
-    )
-    assert "needs --reference-audio FILE" in refused(*lora, *scale)
-    assert "does not go with --reference-video" in refused(*words, "--reference-video", voice)
-    # HQ's LoRA, in stage 1 as well, is not the voice's.
-    hq = "--sampler", "res_2s", "--two-stage", "--distilled-lora-strength-stage-1", 0.25
-    hq = *hq, "--distilled-lora", id_lora
-    assert refused(*words, *hq) == refused(*words)
-    samples = torch.ones(6, 8000).short().T.reshape(1, -1).contiguous().numpy()
-    six = write_sound(tmp_path / "six.wav", samples, 16000, "pcm_s16le", "5.1", "s16")
-    assert "has 6 channels" in refused("--reference-audio", six, *lora)
-    assert refused(*words, *lora, "--reference-audio-max-duration", 0.01).endswith(
-        "is too short to be encoded; pass a longer sound or a larger --reference-audio-max-duration"
-    )
-    mute = torch.zeros(1, 8000).short().numpy()
-    path = write_sound(tmp_path / "mute.wav", mute, 16000, "pcm_s16le", "mono", "s16")
-    assert "holds no sound" in refused("--reference-audio", path, *lora)
-    assert "no such file" in refused("--reference-audio", tmp_path / "none.wav", *lora)
 
 
 def test_a_shape_needs_no_lora_as_its_graphs_do_not_depend_on_one(voice):

@@ -96,32 +96,22 @@ def test_the_size_is_read_however_it_is_said():
     assert read(size="", seconds=None).requested_size == RequestedSize()
 
 
-@pytest.mark.parametrize(
-    ("param", "value"),
-    [
-        ("size", "768 x 512"),
-        ("size", "-1x2"),
-        ("size", "999999x1"),
-        ("size", ["768x512"]),
-        ("seconds", "four"),
-        ("seconds", "-4"),
-        ("seconds", "nan"),
-        ("seconds", "inf"),
-        ("seconds", True),
-        ("seconds", "1" * 400),
-        ("num_frames", 9.5),
-        ("num_frames", 10**12),
-        ("fps", 0),
-        ("two_stage", "maybe"),
-        ("two_stage", 7),
-        ("recipe", "fast"),
-        ("model", ["a"]),
-        ("images", "{}"),
-        ("images", "[" * 100_000),
-        ("video_stg_blocks", "[1"),
-        ("negative_prompt", "x" * 10_001),
-    ],
-)
+# Values that are JSON or a form's text, of fields that a job does not have or that have limits of their own; those of
+# a job: sampling/test_refusals.py
+REFUSED = {
+    "size": ("768 x 512", "-1x2", "999999x1", ["768x512"]),
+    "seconds": ("four", "-4", "nan", "inf", True, "1" * 400),
+    "num_frames": (9.5, 10**12),
+    "two_stage": ("maybe", 7),
+    "recipe": ("fast",),
+    "model": (["a"],),
+    "images": ("{}", "[" * 100_000),
+    "video_stg_blocks": ("[1",),
+    "negative_prompt": ("x" * 10_001,),
+}
+
+
+@pytest.mark.parametrize(("param", "value"), [(param, value) for param in REFUSED for value in REFUSED[param]])
 def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_field(param, value):
     error = refused(**{param: value})
     assert (error.status, error.param) == (400, param)

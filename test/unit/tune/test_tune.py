@@ -79,19 +79,20 @@ def test_a_key_s_fastest_value_is_kept_and_the_next_key_is_tried_from_it():
     assert [turn for s, turn in measured if s == best] == [0, 1, 2, 3]
 
 
-def test_one_that_fails_or_disagrees_is_not_kept_however_fast_it_is():
-    def step_ms(settings, turn):
-        return "differs: s1_video is 0.3 from float32" if settings["threads"] == "2" else 100
+# milliseconds of a step, or why there are none, by the settings and the turn -> what is kept of the profile's own
+CHOICES = {
+    "it disagrees": (lambda s, turn: "differs: s1_video is 0.3" if s["threads"] == "2" else 100, OWN),
+    "it fails in a later turn": (lambda s, turn: ("killed" if turn == 2 else 50) if s["threads"] == "2" else 100, OWN),
+    "the profile's own fails": (
+        lambda s, turn: "no kernel" if s["attention"] == "sdpa" else 100,
+        OWN | {"attention": "matmul"},
+    ),
+}
 
-    assert tuned(step_ms)[0] == OWN
 
-
-def test_one_that_fails_only_in_a_later_turn_is_not_kept():
-    def step_ms(settings, turn):
-        fast = settings["threads"] == "2"
-        return "its process was killed" if fast and turn == 2 else 50 if fast else 100
-
-    assert tuned(step_ms)[0] == OWN
+@pytest.mark.parametrize(("step_ms", "kept"), CHOICES.values(), ids=CHOICES)
+def test_a_setting_that_fails_or_disagrees_is_not_kept_however_fast_it_is(step_ms, kept):
+    assert tuned(step_ms)[0].items() >= {**kept, "threads": "0"}.items()
 
 
 # milliseconds of the profile's own and of the challenger, turn by turn -> whether it is kept
@@ -117,14 +118,6 @@ def test_a_lucky_first_time_decides_nothing():
     turns = [(settings["attention"], turn) for settings, turn in measured]
     # One lost turn decides: the other two are not taken.
     assert best == OWN and turns[2:] == [("sdpa", 1), ("matmul", 1)]
-
-
-def test_where_the_profile_s_own_setting_fails_one_that_works_takes_its_place():
-    def step_ms(settings, turn):
-        return "no kernel" if settings["attention"] == "sdpa" else 100
-
-    best, _ = tuned(step_ms)
-    assert best["attention"] == "matmul" and best["threads"] == "0"
 
 
 def test_stages_count_by_how_many_steps_a_generation_takes_of_them():
@@ -169,13 +162,18 @@ def test_on_a_cpu_every_key_that_has_other_values_is_tried(monkeypatch):
     assert candidates("blocks_per_graph", cpu, 4, 48) == ["1", "8", "12", "0"]
 
 
-def test_only_cuts_that_divide_the_depth_are_tried_and_each_once():
-    cpu = resolve("cpu")
-    assert candidates("blocks_per_graph", cpu, 2, 2) == ["1", "0"]  # 4 comes to 2
-    assert candidates("blocks_per_graph", cpu, 2, 12) == ["1", "12", "0"]
-    # At a cut depth every call must end with it, and the whole step cannot end early.
-    assert candidates("blocks_per_graph", cpu, 2, 48, layers=4) == ["1"]
-    assert candidates("blocks_per_graph", cpu, 2, 48, layers=8) == ["1", "8"]
+@pytest.mark.parametrize(
+    ("depth", "layers", "cuts"),
+    [
+        (2, None, ["1", "0"]),  # 4 comes to 2
+        (12, None, ["1", "12", "0"]),
+        # At a cut depth every call must end with it, and the whole step cannot end early.
+        (48, 4, ["1"]),
+        (48, 8, ["1", "8"]),
+    ],
+)
+def test_only_cuts_that_divide_the_depth_are_tried_and_each_once(depth, layers, cuts):
+    assert candidates("blocks_per_graph", resolve("cpu"), 2, depth, **({"layers": layers} if layers else {})) == cuts
 
 
 def test_another_backend_is_tried_where_it_is_installed(monkeypatch):
@@ -287,12 +285,6 @@ def test_the_first_blocks_of_a_graph_take_the_same_weights(tmp_path):
     assert (cut / "blocks.pt2").read_bytes() == b"a graph"
 
 
-def test_threads_of_a_rank_are_its_share_unless_the_profile_says_a_number(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    assert resolve("cpu").rank_threads(2) == resolve("cpu", ("threads=0",)).rank_threads(2) == 4
-    assert resolve("cpu", ("threads=3",)).rank_threads(2) == 3
-
-
 # --- the journal ----------------------------------------------------------------------------------
 
 ASKED = {"request": "1", "typed": ["lnc=2"]}
@@ -351,8 +343,12 @@ def test_the_table_has_a_line_for_each_variant_with_what_became_of_it():
 SHAPES = make_job("", SIZE).buckets
 
 
-def opened(tiny, folder: Path, *typed: str) -> Workspace:
-    return Workspace(tiny.checkpoint, resolve("cpu", typed), folder, 2, "float32", tiny.gemma_root)
+def opened(tiny, folder: Path, *typed: str, take: bool = False) -> Workspace:
+    """take: with the tuned settings in the folder."""
+    workspace = Workspace(tiny.checkpoint, resolve("cpu", typed), folder, 2, "float32", tiny.gemma_root)
+    if take:
+        workspace.take_tuned()
+    return workspace
 
 
 def choose(workspace: Workspace, run: dict, graphs: dict, size: Size = SIZE) -> TunedSettings:
@@ -376,8 +372,7 @@ def dit_identity(workspace: Workspace, size: Size = SIZE) -> dict:
 def test_graph_settings_are_those_of_the_dit_and_of_its_size_alone(tiny, tmp_path):
     plain = opened(tiny, tmp_path)
     choose(plain, {"threads": "2"}, {"attention": "matmul", "blocks_per_graph": "1"})
-    workspace = opened(tiny, tmp_path)
-    workspace.take_tuned()
+    workspace = opened(tiny, tmp_path, take=True)
     ours = dit_identity(workspace)
     assert (ours["attention"], ours["blocks_per_graph"]) == ("matmul", 1)
     assert dit_identity(workspace, Size(96, 64, 9)) == dit_identity(plain, Size(96, 64, 9))
@@ -401,21 +396,16 @@ def test_a_size_is_found_by_its_shapes_whatever_its_timesteps(tiny, tmp_path):
 
 def test_what_is_typed_wins_key_by_key(tiny, tmp_path):
     choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul", "blocks_per_graph": "1"})
-    workspace = opened(tiny, tmp_path, "attention=sdpa", "threads=1")
-    workspace.take_tuned()
+    workspace = opened(tiny, tmp_path, "attention=sdpa", "threads=1", take=True)
     ours = dit_identity(workspace)
-    assert (ours["attention"], ours["blocks_per_graph"]) == ("sdpa", 1)
-    assert workspace.profile.threads == 1
-    workspace = opened(tiny, tmp_path, "blocks_per_graph=2")  # what was typed wins
-    workspace.take_tuned()
-    assert dit_identity(workspace)["blocks_per_graph"] == 2
+    assert (ours["attention"], ours["blocks_per_graph"]) == ("sdpa", 1) and workspace.profile.threads == 1
+    assert dit_identity(opened(tiny, tmp_path, "blocks_per_graph=2", take=True))["blocks_per_graph"] == 2
 
 
 def test_a_size_tuned_under_other_settings_of_the_run_is_not_taken(tiny, tmp_path):
     choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"}, Size(96, 64, 9))
     choose(opened(tiny, tmp_path), {"threads": "1"}, {"attention": "matmul"})
-    workspace = opened(tiny, tmp_path)
-    workspace.take_tuned()
+    workspace = opened(tiny, tmp_path, take=True)
     assert dit_identity(workspace)["attention"] == "matmul"
     assert dit_identity(workspace, Size(96, 64, 9))["attention"] == "sdpa"
 
@@ -432,24 +422,22 @@ STALE = {
 }
 
 
-@pytest.mark.parametrize("content, said", STALE.values(), ids=STALE)
-def test_a_file_that_cannot_be_taken_stops_nothing(tiny, tmp_path, capsys, content, said):
+@pytest.mark.parametrize("content, message", STALE.values(), ids=STALE)
+def test_a_file_that_cannot_be_taken_stops_nothing(tiny, tmp_path, capsys, content, message):
     kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {})
     if not isinstance(content, str):
         content = json.dumps({"identity": kept.identity, "run": {}} | content)
     kept.path.write_text(content)
-    workspace = opened(tiny, tmp_path)
-    workspace.take_tuned()
+    workspace = opened(tiny, tmp_path, take=True)
     assert workspace.tuned_settings is None and workspace.profile.threads == 0
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 def test_a_file_changes_nothing_that_a_tuning_does_not_choose(tiny, tmp_path):
     """It may come from a store."""
     foreign = {"environment.LD_PRELOAD": "x.so", "vae_tile": "64", "nonsense": "x"}
     choose(opened(tiny, tmp_path), foreign | {"threads": "2"}, foreign)
-    workspace = opened(tiny, tmp_path)
-    workspace.take_tuned()
+    workspace = opened(tiny, tmp_path, take=True)
     assert workspace.tuned_settings.run == {"threads": "2"}
     assert workspace.profile.settings == ("threads=2",)
 
@@ -460,10 +448,9 @@ def test_a_tuning_with_other_versions_is_named_and_one_of_another_model_is_not(t
     other_tp.take_tuned()
     assert other_tp.tuned_settings is None and capsys.readouterr().out == ""
     monkeypatch.setattr(tuned_settings.machine, "package_version", {"torch": "9.9"}.get)
-    workspace = opened(tiny, tmp_path)
-    workspace.take_tuned()
-    said = capsys.readouterr().out
-    assert workspace.tuned_settings is None and "was tuned with other versions and is ignored" in said
+    workspace = opened(tiny, tmp_path, take=True)
+    message = capsys.readouterr().out
+    assert workspace.tuned_settings is None and "was tuned with other versions and is ignored" in message
 
 
 def test_settings_that_do_not_go_with_what_was_typed_are_left_out(tiny, tmp_path, capsys):
@@ -565,12 +552,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("typed, said", WRONG.values(), ids=WRONG)
-def test_what_is_typed_wrongly_is_said_before_anything_runs(tiny, tmp_path, typed, said):
+@pytest.mark.parametrize("typed, message", WRONG.values(), ids=WRONG)
+def test_what_is_typed_wrongly_is_said_before_anything_runs(tiny, tmp_path, typed, message):
     common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path)]
     common += ["--profile", "cpu", "--tp-degree", "2", "--recipe", "distilled"]
     common += ["--height", "64", "--width", "64", "--num-frames", "9"]
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         command.main([*common, *typed])
 
 

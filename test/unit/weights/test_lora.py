@@ -26,7 +26,7 @@ from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.sampling.spec import JobFields
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.lora import Lora, MergedSource, reference_scale
+from ltx_neuron.weights.lora import Lora, MergedSource, detailing_scale, reference_scale
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.sharding import COL, HOST, ROW, SHARDED_MODELS, rule
@@ -66,32 +66,37 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def assert_same_bits(source: Source, wanted: dict) -> None:
-    assert wanted.keys() == source.locations.keys()
-    assert [name for name in wanted if not same_bits(source.tensor(name), wanted[name].contiguous())] == []
-
-
 def changed(tiny, source: Source) -> set[str]:
     before = plain(tiny)
     return {name for name in source.locations if not torch.equal(source.tensor(name), before.tensor(name))}
 
 
-@pytest.mark.parametrize("strength", [STRENGTH, -1.3])
-def test_every_merged_weight_is_ltx_cores_bit_for_bit(tiny, strength):
-    assert_same_bits(merged(tiny, (tiny.lora, strength)), fused_state(tiny, ((tiny.lora, strength),)))
+@pytest.fixture(scope="module")
+def lora_files(tiny, other_lora, tmp_path_factory):
+    path = tmp_path_factory.mktemp("wide") / "float32.safetensors"
+    save_file({name: tensor.float() + 1e-4 for name, tensor in load_file(tiny.lora).items()}, path)
+    return {"bfloat16": tiny.lora, "float32": path, "other": other_lora}
 
 
-def test_several_loras_are_merged_as_1_0_0_rounds_them(tiny, other_lora):
-    loras = (tiny.lora, STRENGTH), (other_lora, 0.3), (tiny.lora, -0.2)
-    source = merged(tiny, *loras)
-    assert_same_bits(source, fused_state(tiny, loras))
-    one_after_the_other = {}
-    for name in source.locations:
-        weight = plain(tiny).tensor(name)
-        for adapter in source.adapters.get(name, []):
-            weight = weight + product(tensors_of(adapter.file, name), adapter.strength)
-        one_after_the_other[name] = weight
-    assert share_of_others(source, one_after_the_other) > 0  # so the order of rounding shows
+@pytest.mark.parametrize(
+    "loras",
+    [
+        [("bfloat16", STRENGTH)],
+        [("bfloat16", -1.3)],
+        [("bfloat16", 0.0)],
+        [("bfloat16", 0.0), ("other", STRENGTH)],
+        [("bfloat16", STRENGTH), ("other", 0.3), ("bfloat16", -0.2)],
+        [("float32", STRENGTH)],
+    ],
+    ids=str,
+)
+def test_every_merged_weight_is_ltx_cores_bit_for_bit(tiny, lora_files, loras):
+    """Products are taken in the LoRA's dtype; several are rounded as 1.0.0 rounds them."""
+    chosen = tuple((lora_files[name], strength) for name, strength in loras)
+    source, expected = merged(tiny, *chosen), fused_state(tiny, chosen)
+    assert expected.keys() == source.locations.keys()
+    assert [name for name in expected if not same_bits(source.tensor(name), expected[name].contiguous())] == []
+    assert (changed(tiny, source) == set()) == (loras == [("bfloat16", 0.0)])
 
 
 def test_several_loras_of_ltx_2_5_are_added_as_1_2_0_rounds_them(tiny, other_lora):
@@ -108,53 +113,36 @@ def test_several_loras_of_ltx_2_5_are_added_as_1_2_0_rounds_them(tiny, other_lor
     assert any(not same_bits(source.tensor(name), x) for name, x in before.items())
 
 
-@pytest.mark.parametrize("loras", [((0.0,)), ((0.0, STRENGTH))], ids=["alone", "beside another"])
-def test_strength_0_changes_no_weight(tiny, other_lora, loras):
-    chosen = tuple(zip((tiny.lora, other_lora), loras, strict=False))
-    source = merged(tiny, *chosen)
-    wanted = fused_state(tiny, chosen)
-    assert all(torch.equal(source.tensor(name), wanted[name]) for name in source.locations)
-    if len(loras) == 1:
-        assert changed(tiny, source) == set()
-
-
-@pytest.mark.parametrize("tp", [1, 4])
-def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, tmp_path):
+@pytest.mark.parametrize(("tp", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (4, torch.bfloat16)])
+def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, dtype, tmp_path):
+    """Weights are merged in bf16, whatever the rank files' dtype."""
     source = merged(tiny, (tiny.lora, STRENGTH))
-    shard_weights(source, tmp_path, {"tp": tp}, tp, torch.bfloat16, shard_specs(source, tp, {}))
-    wanted = {name: weight.bfloat16() for name, weight in fused_state(tiny, ((tiny.lora, STRENGTH),)).items()}
+    shard_weights(source, tmp_path, {"tp": tp}, tp, dtype, shard_specs(source, tp, {}))
+    expected = {name: weight.to(dtype) for name, weight in fused_state(tiny, ((tiny.lora, STRENGTH),)).items()}
     host = load_file(tmp_path / HOST_FILE)
     checked = set(host)
-    assert [name for name, weight in host.items() if not same_bits(weight, wanted[name])] == []
+    assert [name for name, weight in host.items() if not same_bits(weight, expected[name])] == []
     for rank in range(tp):
-        held = load_file(tmp_path / rank_file(rank))
-        checked |= held.keys()
-        for name, weight in held.items():
-            split, whole = rule(SHARDED_MODELS["dit"], name), wanted[name]
+        stored = load_file(tmp_path / rank_file(rank))
+        checked |= stored.keys()
+        for name, weight in stored.items():
+            split, whole = rule(SHARDED_MODELS["dit"], name), expected[name]
             part = whole.chunk(tp, dim=split)[rank] if split in (COL, ROW) else whole
             assert same_bits(weight, part.contiguous()), (name, rank)
-    assert checked == wanted.keys()
-
-
-def test_in_fp32_the_rank_files_hold_the_weights_that_were_merged_in_bf16(tiny, tmp_path):
-    source = merged(tiny, (tiny.lora, STRENGTH))
-    shard_weights(source, tmp_path, {"tp": 1}, 1, torch.float32, shard_specs(source, 1, {}))
-    wanted = fused_state(tiny, ((tiny.lora, STRENGTH),))
-    held = load_file(tmp_path / rank_file(0)) | load_file(tmp_path / HOST_FILE)
-    assert [name for name in wanted if not same_bits(held[name], wanted[name].float())] == []
+    assert checked == expected.keys()
 
 
 def test_every_tensor_of_the_lora_is_used_gates_adaln_and_projections_too(tiny):
     source = merged(tiny, (tiny.lora, STRENGTH))
     with safe_open(tiny.lora, "pt") as file:
-        wanted = {
+        expected = {
             key.removeprefix("diffusion_model.").removesuffix(DOWN) + ".weight" for key in file.keys() if DOWN in key
         }
-        assert len(file.keys()) == 2 * len(wanted) == 2 * len(source.adapters)
-    assert changed(tiny, source) == wanted == source.adapters.keys()
+        assert len(file.keys()) == 2 * len(expected) == 2 * len(source.adapters)
+    assert changed(tiny, source) == expected == source.adapters.keys()
     for part in ("to_gate_logits", "adaln_single", "patchify_proj", "proj_out", "audio_ff.net", "av_ca_a2v_gate"):
-        assert any(part in name for name in wanted), part
-    assert {rule(SHARDED_MODELS["dit"], name) for name in wanted} == {COL, ROW, None, HOST}
+        assert any(part in name for name in expected), part
+    assert {rule(SHARDED_MODELS["dit"], name) for name in expected} == {COL, ROW, None, HOST}
 
 
 def tensors_of(file, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,28 +154,6 @@ def tensors_of(file, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 def product(tensors, strength: float) -> torch.Tensor:
     down, up = tensors
     return (up * strength) @ down
-
-
-def share_of_others(source: Source, other: dict) -> float:
-    """The share of the elements of merged weights that differ."""
-    names = source.adapters.keys()
-    differing = sum((source.tensor(name) != other[name]).sum().item() for name in names)
-    return differing / sum(other[name].numel() for name in names)
-
-
-def test_products_are_taken_in_the_loras_dtype(tiny, tmp_path):
-    wide = {name: tensor.float() + 1e-4 for name, tensor in load_file(tiny.lora).items()}
-    save_file(wide, tmp_path / "wide.safetensors")
-    loras = ((tmp_path / "wide.safetensors", STRENGTH),)
-    assert_same_bits(merged(tiny, *loras), fused_state(tiny, loras))
-
-
-def test_names_without_the_prefix_mean_the_same(tiny, tmp_path):
-    bare = {name.removeprefix("diffusion_model."): tensor for name, tensor in load_file(tiny.lora).items()}
-    save_file(bare, tmp_path / "bare.safetensors")
-    wanted = merged(tiny, (tiny.lora, STRENGTH))
-    got = merged(tiny, (tmp_path / "bare.safetensors", STRENGTH))
-    assert [name for name in wanted.locations if not same_bits(wanted.tensor(name), got.tensor(name))] == []
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -214,8 +180,8 @@ def test_everything_that_does_not_fit_is_listed_in_one_error(tiny, tmp_path):
         tensors["diffusion_model.transformer_blocks.99.attn1.to_q" + DOWN] = torch.zeros(4, 32, dtype=torch.bfloat16)
         tensors[f"{BLOCK}attn1.to_k.alpha"] = torch.ones(2)
 
-    said = refused(tiny, tmp_path, change)
-    wanted = (
+    message = refused(tiny, tmp_path, change)
+    expected = (
         f"{BLOCK}attn1.to_q{DOWN}: its lora_B is missing",
         (
             f"{BLOCK}attn2.to_q{DOWN}: lora_A of shape [4, 31], lora_B of shape [32, 4] does not"
@@ -225,8 +191,8 @@ def test_everything_that_does_not_fit_is_listed_in_one_error(tiny, tmp_path):
         f"{BLOCK}attn1.to_k.alpha: shape [2], wanted one number",
         f"diffusion_model.transformer_blocks.99.attn1.to_q{DOWN}: matches no weight of the model",
     )
-    assert [line for line in wanted if line not in said] == []
-    assert len(said.splitlines()) == 1 + len(wanted)
+    assert [line for line in expected if line not in message] == []
+    assert len(message.splitlines()) == 1 + len(expected)
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [(torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")])
@@ -235,33 +201,9 @@ def test_a_dtype_that_no_product_is_taken_in_is_refused_by_name(tiny, tmp_path, 
         for part in (UP, DOWN):
             tensors[f"{BLOCK}attn1.to_q{part}"] = tensors[f"{BLOCK}attn1.to_q{part}"].to(dtype)
 
-    said = refused(tiny, tmp_path, change)
-    wanted = f"{BLOCK}attn1.to_q{DOWN}: stored as {stored}, which is not implemented; wanted one of"
-    assert wanted in said and "BF16" in said and len(said.splitlines()) == 2
-
-
-def test_a_module_with_and_without_the_prefix_is_refused(tiny, tmp_path):
-    """Else one of its products would be added twice and the other one never."""
-
-    def change(tensors):
-        for part in (UP, DOWN):
-            key = f"{BLOCK}attn1.to_q{part}"
-            tensors[key.removeprefix("diffusion_model.")] = tensors[key] * 2
-
-    said = refused(tiny, tmp_path, change)
-    bare = BLOCK.removeprefix("diffusion_model.")
-    assert f"{BLOCK}attn1.to_q{DOWN}" in said and f"{bare}attn1.to_q{DOWN}" in said
-    assert ": same weight as " in said and len(said.splitlines()) == 3
-
-
-def test_a_lora_of_another_model_is_refused_with_a_short_list(tiny, tmp_path):
-    def change(tensors):
-        for name in list(tensors):
-            tensors["blocks." + name] = tensors.pop(name)
-
-    said = refused(tiny, tmp_path, change)
-    assert "is not a LoRA of this model" in said
-    assert len(said.splitlines()) == 3 and "and 191 more" in said.splitlines()[-1]
+    message = refused(tiny, tmp_path, change)
+    expected = f"{BLOCK}attn1.to_q{DOWN}: stored as {stored}, which is not implemented; wanted one of"
+    assert expected in message and "BF16" in message and len(message.splitlines()) == 2
 
 
 def test_a_file_without_lora_tensors_is_refused(tiny, tmp_path):
@@ -278,10 +220,10 @@ def test_a_base_weight_that_is_not_bf16_is_refused(tiny, tmp_path):
         MergedSource(SHARDED_MODELS["dit"], [Checkpoint(tmp_path / "wide.safetensors")], (Lora(tiny.lora),))
 
 
-def test_a_strength_that_is_no_number_is_refused():
-    for strength in (float("nan"), float("inf")):
-        with pytest.raises(UserError, match="strength"):
-            JobFields.validated({"lora": [["lora.safetensors", strength]]})
+@pytest.mark.parametrize("strength", [float("nan"), float("inf")])
+def test_a_strength_that_is_no_number_is_refused(strength):
+    with pytest.raises(UserError, match="strength"):
+        JobFields.validated({"lora": [["lora.safetensors", strength]]})
 
 
 # --- identities ----------------------------------------------------------------------------------
@@ -344,7 +286,7 @@ def test_either_strength_of_hq_makes_its_two_sets():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--distilled-lora d .5 --distilled-lora-strength-stage-1 .3", "replaces the strength of --distilled-lora"),
         ("--distilled-lora-strength-stage-2 .3", "stage-2 needs --distilled-lora"),
@@ -352,8 +294,8 @@ def test_either_strength_of_hq_makes_its_two_sets():
         ("--ic-lora ic much", r"ic: strength .much., wanted a valid number.* --ic-lora PATH \[STRENGTH\]"),
     ],
 )
-def test_strengths_that_cannot_be_are_refused(words, said):
-    with pytest.raises(UserError, match=said):
+def test_strengths_that_cannot_be_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
         weight_sets(words)
 
 
@@ -385,22 +327,13 @@ def test_a_file_of_named_sets_says_them_as_a_line_does(tmp_path):
         args = parser.parse_args(["--lora", "a", "--distilled-lora", "d", "--lora-sets", str(path)])
         return flags.lora_sets(args)
 
-    found = sets({"anime": {"lora": ["b", 0.5]}})
-    assert [lora.path.name for lora in found["default"].loras] == ["a"]
-    assert found["anime"].loras == (Lora(Path("b"), 0.5),)
-    assert found["anime"].stage_2_loras == found["default"].stage_2_loras != ()
+    actual = sets({"anime": {"lora": ["b", 0.5]}})
+    assert [lora.path.name for lora in actual["default"].loras] == ["a"]
+    assert actual["anime"].loras == (Lora(Path("b"), 0.5),)
+    assert actual["anime"].stage_2_loras == actual["default"].stage_2_loras != ()
     for wrong in ({"anime": {"seed": 3}}, {"anime": ["b"]}):
         with pytest.raises(UserError, match="'anime': wanted an object with the keys lora, ic-lora, distilled-lora"):
             sets(wrong)
-
-
-def test_the_keys_of_a_jobs_loras_make_the_same_weight_sets(tmp_path):
-    parser = argparse.ArgumentParser()
-    flags.add_job(parser)
-    made = flags.job_of_line(parser.parse_args(["--recipe", "dev", "--two-stage"]))
-    job = made({"prompt": "x", "lora": ["/a", 0.5], "distilled-lora": "/d", "distilled-lora-strength-stage-2": 0.6})
-    again = made(job.to_line())
-    assert again.describe() == job.describe() and len({stage.loras for stage in job.stages}) == 2
 
 
 def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_path):
@@ -486,6 +419,8 @@ def test_the_scale_of_references_is_of_the_files_metadata(tiny, tmp_path):
     assert reference_scale(()) == reference_scale((plain, one)) == (1, 1)
     assert reference_scale((plain, space)) == reference_scale((one, space)) == (2, 1)
     assert reference_scale((both, space)) == (2, 4)
+    scales = detailing_scale(()), detailing_scale((plain,)), detailing_scale((one,)), detailing_scale((both,))
+    assert scales == (None, 2, 1, 2)
 
 
 @pytest.mark.parametrize("factor", ["0", "-2", "1.5", "two", "", "\u00b2"])

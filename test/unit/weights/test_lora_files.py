@@ -24,7 +24,6 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.weights import model_files
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, _fingerprint, identity_of
-from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharding import DIFFUSION, SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -161,9 +160,9 @@ def test_every_spelling_of_a_lora_gives_the_plain_files_bytes(tiny, tmp_path, ch
     tensors, metadata = change(load_file(tiny.lora))
     assert tensors.keys() != load_file(tiny.lora).keys() or metadata
     path = written(tmp_path, tensors, metadata)
-    wanted = merged(tiny, tiny.lora, strength)
-    assert len(wanted.adapters) == 96
-    assert differing(merged(tiny, path), wanted) == []
+    expected = merged(tiny, tiny.lora, strength)
+    assert len(expected.adapters) == 96
+    assert differing(merged(tiny, path), expected) == []
     assert model_files.kind_of(TensorFile(path, "")) == "lora"
 
 
@@ -175,8 +174,8 @@ def test_a_folder_of_peft_has_alpha_in_its_settings_and_its_identity(tiny, tmp_p
     identities = []
     for alpha in (RANK, RANK / 2):
         settings.write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": alpha}))
-        wanted = merged(tiny, tiny.lora, STRENGTH * alpha / RANK)
-        assert differing(merged(tiny, path), wanted) == []
+        expected = merged(tiny, tiny.lora, STRENGTH * alpha / RANK)
+        assert differing(merged(tiny, path), expected) == []
         _fingerprint.cache_clear()  # a process reads it once
         identities += identity_of((Lora(path),))
     assert identities[0] != identities[1]
@@ -264,12 +263,12 @@ def test_a_lora_on_the_connectors_is_merged_into_the_text_side_alone(tiny, tmp_p
     tensors, _ = respelled(layer, **parts)(plain)
     path = written(tmp_path, tensors)
     by_hand = by_hand_of(tiny, tmp_path)
-    wanted = Source(SHARDED_MODELS["gemma3"], [Checkpoint(by_hand)])
+    expected = Source(SHARDED_MODELS["gemma3"], [Checkpoint(by_hand)])
     got = merged(tiny, path, model="gemma3")
-    assert differing(got, wanted) == [] and len(got.adapters) == 3
-    assert all(torch.equal(got.read_mapped(n), wanted.tensor(n)) for n in got.adapters)
+    assert differing(got, expected) == [] and len(got.adapters) == 3
+    assert all(torch.equal(got.read_mapped(n), expected.tensor(n)) for n in got.adapters)
     unmerged = Source(SHARDED_MODELS["gemma3"], [Checkpoint(tiny.checkpoint)])
-    assert len(differing(unmerged, wanted)) == 3
+    assert len(differing(unmerged, expected)) == 3
     dit = merged(tiny, path)
     assert dit.adapters == {} and dit.lora_identity == []  # the plain weight set
 
@@ -277,29 +276,14 @@ def test_a_lora_on_the_connectors_is_merged_into_the_text_side_alone(tiny, tmp_p
 def test_prompts_are_encoded_by_connectors_with_the_lora_merged_in(tiny, tmp_path, artifacts):
     """Each job of a batch by its own, and again from the cache."""
     lora = Lora(written(tmp_path, connector_lora(tiny)), STRENGTH)
-    wanted = [
+    expected = [
         *encoded(opened(by_hand_of(tiny, tmp_path), tiny, artifacts), job_with(), cache=False),
         *encoded(opened(tiny.checkpoint, tiny, artifacts), job_with(), cache=False),
     ]
-    assert not torch.equal(*wanted)
+    assert not torch.equal(*expected)
     for _ in ("encoded", "cached"):
         got = encoded(opened(tiny.checkpoint, tiny, artifacts), job_with(lora), job_with())
-        assert all(map(torch.equal, got, wanted))
-
-
-def test_a_lora_on_both_sides_is_sharded_into_both(tiny, tmp_path):
-    plain = load_file(tiny.lora) | connector_lora(tiny)
-    lora = Lora(written(tmp_path, plain), STRENGTH)
-    by_hand = by_hand_of(tiny, tmp_path, plain)
-
-    def made(checkpoint: Path, *loras: Lora) -> list[dict]:
-        workspace = opened(checkpoint, tiny, tmp_path / checkpoint.stem)
-        folders = [build.make(workspace, workspace.weight_sets(model, [loras]))[0] for model in ("dit", "gemma3")]
-        return [load_file(f / file) for f in folders for file in (rank_file(0), HOST_FILE)]
-
-    for got, wanted in zip(made(tiny.checkpoint, lora), made(by_hand), strict=True):
-        assert got.keys() == wanted.keys()
-        assert [name for name in got if not torch.equal(got[name], wanted[name])] == []
+        assert all(map(torch.equal, got, expected))
 
 
 def test_the_command_of_missing_gemma_weights_has_the_lora(tiny, tmp_path):
@@ -383,8 +367,8 @@ def test_differences_of_biases_and_norms_are_added_beside_products(tiny, tmp_pat
     made = {key: randn(*before.shape(name), seed=seed).bfloat16() for seed, (key, name) in enumerate(changes.items())}
     got = merged(tiny, written(tmp_path, load_file(tiny.lora) | made))
     for key, name in changes.items():
-        wanted = before.tensor(name) + (made[key].float() * STRENGTH).bfloat16()
-        assert torch.equal(got.tensor(name), wanted), name
+        expected = before.tensor(name) + (made[key].float() * STRENGTH).bfloat16()
+        assert torch.equal(got.tensor(name), expected), name
     assert {*differing(got, plain)} == {*changes.values()}
 
 
@@ -477,12 +461,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("added", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_merged_is_refused_by_its_name(tiny, tmp_path, added, said):
+@pytest.mark.parametrize(("added", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_merged_is_refused_by_its_name(tiny, tmp_path, added, message):
     path = written(tmp_path, load_file(tiny.lora) | added)
     with pytest.raises(UserError) as error:
         merged(tiny, path)
-    assert said in str(error.value) and f"--lora {path}" in str(error.value)
+    assert message in str(error.value) and f"--lora {path}" in str(error.value)
     assert len(str(error.value).splitlines()) <= 3
 
 
@@ -528,8 +512,8 @@ def missing(folder: Path) -> dict[str, tuple[Path, str]]:
 
 @pytest.mark.parametrize("name", ["any", "near", "strength", "folder", "released"])
 def test_a_missing_lora_is_offered_no_other_file(tmp_path, name):
-    path, said = missing(tmp_path)[name]
+    path, message = missing(tmp_path)[name]
     with pytest.raises(UserError) as error:
         Lora(path).file()
-    assert str(error.value).startswith(f"--lora {path}: ") and said in str(error.value)
+    assert str(error.value).startswith(f"--lora {path}: ") and message in str(error.value)
     assert ("hf download" in str(error.value)) == (name == "released")

@@ -37,8 +37,8 @@ def refused(call) -> str:
 def changed(source: Path, target: Path, **metadata) -> Path:
     """A copy of a file with other metadata."""
     with safe_open(source, "pt") as file:
-        said = {**file.metadata(), **metadata}
-    save_file(load_file(source), target, {k: v for k, v in said.items() if v is not None})
+        printed = {**file.metadata(), **metadata}
+    save_file(load_file(source), target, {k: v for k, v in printed.items() if v is not None})
     return target
 
 
@@ -78,8 +78,8 @@ def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_oth
     assert located(split.folder, "distilled") == split.distilled
     files = ModelFiles(located(split.folder, "dev"))
     assert files.checkpoint.path == split.dev
-    found = {kind: files.find(kind) for kind in ("gemma", "audio_vae", "spatial", "temporal")}
-    assert found == {
+    actual = {kind: files.find(kind) for kind in ("gemma", "audio_vae", "spatial", "temporal")}
+    assert actual == {
         "gemma": split.text_encoder,
         "audio_vae": split.audio_vae,
         "spatial": split.spatial_upsampler,

@@ -12,10 +12,8 @@ from helpers import one_thread  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import errors
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.commands import dispatch
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.release import identified, parse_release
 from ltx_neuron.errors import UserError
@@ -34,8 +32,8 @@ def metadata(path: Path) -> dict[str, str]:
 
 
 def relabelled(source: Path, target: Path, label: str | None) -> Path:
-    said = {key: value for key, value in metadata(source).items() if key != "model_version"}
-    save_file(load_file(source), target, said | ({"model_version": label} if label else {}))
+    message = {key: value for key, value in metadata(source).items() if key != "model_version"}
+    save_file(load_file(source), target, message | ({"model_version": label} if label else {}))
     return target
 
 
@@ -52,14 +50,14 @@ def read(workspace: Workspace) -> dict[tuple[str, str], torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def wanted(tiny) -> dict[tuple[str, str], torch.Tensor]:
+def expected(tiny) -> dict[tuple[str, str], torch.Tensor]:
     return read(opened(tiny.checkpoint, tiny.gemma_root))
 
 
-def assert_same(workspace: Workspace, wanted: dict) -> None:
-    found = read(workspace)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+def assert_same(workspace: Workspace, expected: dict) -> None:
+    actual = read(workspace)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     assert workspace.config["vae"] and workspace.config["vocoder"]
 
 
@@ -87,7 +85,7 @@ def test_a_transformer_whose_config_is_of_2_5_is_of_2_5_whatever_its_label(split
 
 
 @pytest.mark.parametrize(
-    ("label", "without", "said"),
+    ("label", "without", "message"),
     [
         (None, ("cross_attention_adaln",), "2.0, by its config"),
         ("1.1", ("cross_attention_adaln",), "2.0, by its config"),
@@ -97,12 +95,12 @@ def test_a_transformer_whose_config_is_of_2_5_is_of_2_5_whatever_its_label(split
         ("2.30.0", (), "2.30.0"),
     ],
 )
-def test_other_releases_are_named(tiny, label, without, said):
+def test_other_releases_are_named(tiny, label, without, message):
     config = json.loads(metadata(tiny.checkpoint)["config"])["transformer"]
     for name in without:
         del config[name]
     release, version = identified(label or "", config)
-    assert release is None and version.startswith(said)
+    assert release is None and version.startswith(message)
 
 
 def test_a_label_names_no_release_by_its_beginning_alone():
@@ -140,10 +138,10 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_tensors_of_other_models_are_left_out_with_one_line(tiny, tmp_path, capsys, wanted, name):
+def test_tensors_of_other_models_are_left_out_with_one_line(tiny, tmp_path, capsys, expected, name):
     path, others = tmp_path / "all in one.safetensors", OTHERS[name]
     save_file(load_file(tiny.checkpoint) | others, path, metadata(tiny.checkpoint))
-    assert_same(opened(path, tiny.gemma_root), wanted)
+    assert_same(opened(path, tiny.gemma_root), expected)
     opened(path, tiny.gemma_root)
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
@@ -171,8 +169,8 @@ def test_an_unknown_tensor_of_the_transformer_itself_is_refused(tiny, tmp_path, 
 def parted(tiny, folder: Path, names: dict[str, str], whole_config: bool, bare: str | None) -> dict:
     """The checkpoint in four files. names: of the files by kind. whole_config: whether each file
     has the config of all, otherwise only its sections. bare: prefix of the transformer's names."""
-    tensors, said = load_file(tiny.checkpoint), metadata(tiny.checkpoint)
-    config = json.loads(said["config"])
+    tensors, message = load_file(tiny.checkpoint), metadata(tiny.checkpoint)
+    config = json.loads(message["config"])
     parts = {
         "transformer": ((DIT,), ("transformer", "scheduler")),
         "video_vae": (("vae.",), ("vae",)),
@@ -186,7 +184,7 @@ def parted(tiny, folder: Path, names: dict[str, str], whole_config: bool, bare: 
             cut = {"transformer": bare}.get(kind, "")
             own = {cut + name.removeprefix(prefixes[0]): tensor for name, tensor in own.items()}
         kept = config if whole_config else {name: config[name] for name in sections}
-        labels = said | {"config": json.dumps(kept)} if kept else None
+        labels = message | {"config": json.dumps(kept)} if kept else None
         made[kind] = folder / names.get(kind, f"{kind}.safetensors")
         made[kind].parent.mkdir(parents=True, exist_ok=True)
         save_file(own, made[kind], labels)
@@ -205,23 +203,25 @@ UNET = COMFY | {"transformer": "unet/ltx-2.3-22b-distilled.safetensors"}
 @pytest.mark.parametrize("bare", [None, "", "diffusion_model."], ids=["full", "bare", "half"])
 @pytest.mark.parametrize("whole_config", [True, False], ids=["whole config", "own config"])
 @pytest.mark.parametrize("names", [COMFY, UNET, {}], ids=["comfy", "unet", "flat"])
-def test_four_files_are_found_and_read_as_the_whole(tiny, tmp_path, wanted, names, whole_config, bare):
+def test_four_files_are_found_and_read_as_the_whole(tiny, tmp_path, expected, names, whole_config, bare):
     made = parted(tiny, tmp_path / "models", names, whole_config, bare)
     kinds = {kind: kind_of(TensorFile(path, "")) for kind, path in made.items()}
     assert kinds == {kind: kind for kind in made}
     assert located(tmp_path / "models", "distilled") == made["transformer"]
-    assert_same(opened(made["transformer"], tiny.gemma_root), wanted)
+    workspace = opened(made["transformer"], tiny.gemma_root)
+    assert_same(workspace, expected)
+    assert {*workspace.identity["files"]} == {"video_vae", "audio_vae", "text_projection"}
 
 
-def test_four_files_anywhere_are_named_by_their_flags(tiny, tmp_path, wanted):
+def test_four_files_anywhere_are_named_by_their_flags(tiny, tmp_path, expected):
     names = {kind: f"{n}/{kind}.safetensors" for n, kind in enumerate(COMFY)}
     made = parted(tiny, tmp_path, names, False, None)
     flags = {f"{kind}_path": path for kind, path in made.items() if kind != "transformer"}
-    assert_same(opened(made["transformer"], tiny.gemma_root, **flags), wanted)
+    assert_same(opened(made["transformer"], tiny.gemma_root, **flags), expected)
     with pytest.raises(UserError, match="the video VAE is missing\nType --video-vae-path FILE"):
         _ = ModelFiles(made["transformer"]).config["vae"]
     for kind, path in flags.items():  # a whole checkpoint has each part, and needs none
-        assert_same(opened(made["transformer"], tiny.gemma_root, **flags | {kind: tiny.checkpoint}), wanted)
+        assert_same(opened(made["transformer"], tiny.gemma_root, **flags | {kind: tiny.checkpoint}), expected)
         title = kind.removesuffix("_path").split("_")[-1].replace("vae", "VAE")
         with pytest.raises(UserError, match=f"has its own .*{title}; leave"):
             opened(tiny.checkpoint, tiny.gemma_root, **{kind: path})
@@ -230,7 +230,7 @@ def test_four_files_anywhere_are_named_by_their_flags(tiny, tmp_path, wanted):
             read(opened(made["transformer"], tiny.gemma_root, **flags | {kind: wrong}))
 
 
-def test_connectors_may_be_in_the_file_of_the_projection(tiny, tmp_path, wanted):
+def test_connectors_may_be_in_the_file_of_the_projection(tiny, tmp_path, expected):
     made = parted(tiny, tmp_path, {}, False, None)
     transformer = load_file(made["transformer"])
     moved = {name: t for name, t in transformer.items() if "embeddings_connector" in name}
@@ -240,31 +240,14 @@ def test_connectors_may_be_in_the_file_of_the_projection(tiny, tmp_path, wanted)
     for prefix in (DIT, ""):
         own = {prefix + name.removeprefix(DIT): tensor for name, tensor in moved.items()}
         save_file(projection | own, made["text_projection"])
-        assert_same(opened(made["transformer"], tiny.gemma_root), wanted)
+        assert_same(opened(made["transformer"], tiny.gemma_root), expected)
 
 
-def test_of_a_folder_with_vaes_of_two_releases_that_of_the_transformer_is_taken(tiny, split, tmp_path, wanted):
+def test_of_a_folder_with_vaes_of_two_releases_that_of_the_transformer_is_taken(tiny, split, tmp_path, expected):
     made = parted(tiny, tmp_path, COMFY, True, None)
     for path in (split.video_vae, split.audio_vae):
         shutil.copy(path, tmp_path / "vae" / path.name)
-    assert_same(opened(made["transformer"], tiny.gemma_root), wanted)
-
-
-def test_a_run_of_four_files_has_the_bytes_of_the_whole_files_run(tiny, tmp_path, capsys):
-    made = parted(tiny, tmp_path / "models", COMFY, False, None)
-    videos = {}
-    for name, checkpoint in (("whole", tiny.checkpoint), ("parts", made["transformer"])):
-        common = ["--checkpoint-path", checkpoint, "--gemma-root", tiny.gemma_root]
-        common += ["--artifacts-dir", tmp_path / name, "--profile", "cpu", "--tp-degree", 1]
-        common += ["--profile-set", "blocks_per_graph=1", "--recipe", "distilled"]
-        common += ["--height", 64, "--width", 64, "--num-frames", 9, "--image", tiny.image]
-        videos[name] = tmp_path / f"{name}.mp4"
-        job = ["--prompt", "rain", "--output-path", videos[name]]
-        for words in (["prepare", *common], ["generate", *common, *job]):
-            errors.run(lambda words=words: dispatch([*map(str, words)]))
-    assert videos["whole"].read_bytes() == videos["parts"].read_bytes()
-    made = json.loads(videos["parts"].with_suffix(".json").read_text())["identity"]
-    assert {*made["files"]} == {"video_vae", "audio_vae", "text_projection"}
+    assert_same(opened(made["transformer"], tiny.gemma_root), expected)
 
 
 # --- folders of links -----------------------------------------------------------------------------
@@ -289,14 +272,14 @@ def cache(tiny, tmp_path) -> dict[str, Path]:
     return {name: tmp_path / name for name in files}
 
 
-def test_a_folder_of_links_is_read_as_files_are(tiny, cache, wanted):
+def test_a_folder_of_links_is_read_as_files_are(tiny, cache, expected):
     model, gemma = cache.values()
     snapshots = model / "snapshots" / "c0ffee", gemma / "snapshots" / "c0ffee"
     for checkpoint, root in ((snapshots[0] / tiny.checkpoint.name, snapshots[1]), snapshots, (model, gemma)):
         checkpoint, root = located(checkpoint, "distilled"), located(root, "gemma")
         assert checkpoint == snapshots[0] / tiny.checkpoint.name and root == snapshots[1]
         workspace = opened(checkpoint, root)
-        assert_same(workspace, wanted)
+        assert_same(workspace, expected)
         assert workspace.tokenizer
 
 

@@ -87,20 +87,12 @@ def sharded(request, sources, layouts, tmp_path_factory):
     return SimpleNamespace(model=model, folder=folder, source=sources[model], layouts=layouts[model])
 
 
-def test_every_tensor_of_the_tiny_checkpoint_has_exactly_one_row(sources):
-    for model, source in sources.items():
-        assert {name: len(rows(model, name)) for name in source.locations if len(rows(model, name)) != 1} == {}
-
-
-def test_every_tensor_of_the_released_model_has_exactly_one_row():
+def test_every_tensor_has_exactly_one_row_and_every_row_a_tensor(sources):
     shapes = released_shapes()
-    assert {model: len(found) for model, found in shapes.items()} == {"dit": DIT_TENSORS, "gemma3": CONNECTOR_TENSORS}
-    for model, found in shapes.items():
-        assert {name: len(rows(model, name)) for name in found if len(rows(model, name)) != 1} == {}
-
-
-def test_no_row_of_a_table_is_without_a_tensor(sources):
+    assert {model: len(names) for model, names in shapes.items()} == {"dit": DIT_TENSORS, "gemma3": CONNECTOR_TENSORS}
     for model, source in sources.items():
+        for names in (source.locations, shapes[model]):
+            assert {name: len(rows(model, name)) for name in names if len(rows(model, name)) != 1} == {}
         used = {pattern for name in source.locations for pattern in rows(model, name)}
         later = {"keyframes_abs_pos_embedding"}  # LTX-2.5's
         assert set(SHARDED_MODELS[model].table) - later == used
@@ -194,19 +186,12 @@ def test_the_parts_of_all_ranks_give_back_every_source_tensor_bit_for_bit(sharde
     assert all(set(rank) == on_ranks for rank in ranks)
     assert set(host) == set(rules) - on_ranks and host
     for name, split in rules.items():
-        wanted = sharded.source.tensor(name).float()
+        expected = sharded.source.tensor(name).float()
         if split == HOST:
             got = host[name]
         else:
             got = whole_again(name, split, [rank[name] for rank in ranks], name in sharded.layouts)
-        assert torch.equal(got, wanted), name
-
-
-def test_ranks_hold_different_parts(sharded):
-    one, two = (load_file(sharded.folder / rank_file(rank)) for rank in (0, 1))
-    split = [name for name in one if sharded.source.split(name) in (COL, ROW)]
-    assert split
-    assert [name for name in split if torch.equal(one[name], two[name])] == []
+        assert torch.equal(got, expected), name
 
 
 def test_ranks_get_just_the_parameters_of_the_graphs_in_their_shapes(sources, layouts, tiny):
@@ -218,14 +203,14 @@ def test_ranks_get_just_the_parameters_of_the_graphs_in_their_shapes(sources, la
         "gemma3": [gemma3_program(gemma, config, 8, *how, states=True), connector_program(config, *how)],
     }
     for model, source in sources.items():
-        wanted = {
+        expected = {
             name: tuple(parameter.shape)
             for program in programs[model]
             for graph in program.graphs.values()
             for name, parameter in graph.module.named_parameters()
         }
         got = {cut.name: cut.stored for cut in shard_specs(source, TP, layouts[model]) if cut.split != HOST}
-        assert got == wanted
+        assert got == expected
 
 
 @pytest.mark.parametrize("tp", [12, 24])
@@ -238,8 +223,8 @@ def test_half_heads_are_refused_though_the_tensors_would_divide(tp, tmp_path):
     if tp == 24:  # each rank has one query and one key-value head, which three ranks share
         gemma.check_tensor_parallel(tp)
         return
-    said = rf"(?s)degree {tp} does not divide Gemma num_key_value_heads=8.*one of 1, 2, 4, 8, 24$"
-    with pytest.raises(UserError, match=said):
+    message = rf"(?s)degree {tp} does not divide Gemma num_key_value_heads=8.*one of 1, 2, 4, 8, 24$"
+    with pytest.raises(UserError, match=message):
         gemma.check_tensor_parallel(tp)
 
 

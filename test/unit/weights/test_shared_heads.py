@@ -99,8 +99,8 @@ def test_each_rank_holds_the_key_value_heads_of_its_queries(model, tp):
             assert len(heads) == size.key_value_heads
             for rank, weights in enumerate(ranks):
                 queries = range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
-                wanted = sorted({query * len(heads) // HEADS for query in queries})
-                expected = torch.cat([heads[head] for head in wanted])
+                reference = sorted({query * len(heads) // HEADS for query in queries})
+                expected = torch.cat([heads[head] for head in reference])
                 assert torch.equal(weights[name], expected)
 
 

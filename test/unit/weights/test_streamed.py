@@ -100,14 +100,14 @@ def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, library
     layer = nn.Linear(WIDTH, outputs).requires_grad_(False)
     x = randn(2, rows, WIDTH)
     layer.weight = nn.Parameter(layer.weight.to(weight), requires_grad=False)
-    wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
     with StoredLinear(MatmulLibraries(library, library)):
         got = layer(x)
-    assert got.dtype == torch.float32 and rel(got, wanted) < EQUAL
+    assert got.dtype == torch.float32 and rel(got, expected) < EQUAL
 
 
 def test_activations_of_another_dtype_are_multiplied_as_ever():
     x, weight = randn(3, WIDTH).bfloat16(), randn(5, WIDTH).bfloat16()
-    wanted = nn.functional.linear(x, weight)
+    expected = nn.functional.linear(x, weight)
     with StoredLinear(MatmulLibraries()):
-        assert torch.equal(nn.functional.linear(x, weight), wanted)
+        assert torch.equal(nn.functional.linear(x, weight), expected)

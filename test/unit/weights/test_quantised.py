@@ -1,5 +1,5 @@
-"""A checkpoint with float8 weights gives what the file dequantised beforehand gives, bit for bit;
-a layout that is not known and a damaged scale are refused by name."""
+"""A checkpoint with quantised weights (float8, or int8 with rotations) gives what the file dequantised beforehand
+gives, bit for bit; unknown layouts, damaged scales and nvfp4 are refused by name."""
 
 import argparse
 import json
@@ -9,9 +9,11 @@ from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
+import int8_files
 import pytest
 import torch
 from helpers import rewrite
+from int8_files import note, rotation
 from jobs import make_job, replace
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -22,12 +24,12 @@ from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor import checks
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, read_json
 from ltx_neuron.host.loading import checkpoint_spec
 from ltx_neuron.job import Size
 from ltx_neuron.plan.table import table
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.lora import Lora, MergedSource
+from ltx_neuron.weights.model_files import TextEncoderFile, located
 from ltx_neuron.weights.sharder import compare, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.weight_file import WeightFile
@@ -35,12 +37,9 @@ from ltx_neuron.weights.weight_file import WeightFile
 BLOCK = "model.diffusion_model.transformer_blocks.1."  # the released ones keep first and last block
 QUERY, KEY = f"{BLOCK}attn1.to_q", f"{BLOCK}attn1.to_k"
 CAST = ".to_q", ".to_k", ".to_v", ".to_out.0", "ff.net.0.proj", "ff.net.2"
-LAYOUTS = "scaled", "cast", "all", "comfy", "comfy_note"
+LAYOUTS = "scaled", "cast", "all", "comfy", "comfy_note"  # of float8
 FORMAT = {"format": "float8_e4m3fn"}
-
-
-def note(**fields) -> torch.Tensor:
-    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+INT8 = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
 
 
 def quantise(layout: str, tensors: dict, metadata: dict) -> dict:
@@ -73,8 +72,8 @@ def quantise(layout: str, tensors: dict, metadata: dict) -> dict:
     if layout == "comfy":
         tensors["model.diffusion_model.scaled_fp8"] = torch.ones(2).to(torch.float8_e4m3fn)
     if layout == "scaled":
-        said = {"format_version": "1.0", "layers": dict.fromkeys(linears, FORMAT)}
-        metadata["_quantization_metadata"] = json.dumps(said)
+        listed = {"format_version": "1.0", "layers": dict.fromkeys(linears, FORMAT)}
+        metadata["_quantization_metadata"] = json.dumps(listed)
     return plain
 
 
@@ -90,8 +89,8 @@ def write(tiny, path: Path, layout: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tiny, tmp_path_factory):
-    """made(layout): a float8 checkpoint, and the same one dequantised beforehand."""
+def float8(tiny, tmp_path_factory):
+    """float8(layout): a checkpoint, and the same one dequantised beforehand."""
 
     @cache
     def files(layout: str) -> tuple[Checkpoint, Checkpoint]:
@@ -102,14 +101,32 @@ def made(tiny, tmp_path_factory):
     return files
 
 
-@pytest.fixture(params=LAYOUTS)
-def pair(request, made):
-    return made(request.param)
+@pytest.fixture(scope="module")
+def int8(split, tmp_path_factory):
+    """The transformer and the text encoder, each with the same file dequantised beforehand."""
+    folders = int8_files.download(split, tmp_path_factory.mktemp("files"))
+    dit, gemma = ([located(folder, kind) for folder in folders] for kind in ("distilled", "gemma"))
+    return {"dit": [*map(Checkpoint, dit)], "gemma3": [TextEncoderFile(path, "") for path in gemma]}
+
+
+FILES = [(layout, model) for layout in LAYOUTS for model in SHARDED_MODELS] + [("int8", "dit"), ("int8", "gemma3")]
 
 
 @pytest.fixture
-def scaled(made):
-    return made("scaled")[0].path
+def pairs(float8, int8, tiny):
+    """pairs(layout, model): the files of a model, quantised and dequantised beforehand."""
+
+    def files(layout: str, model: str) -> list[list]:
+        if layout == "int8":
+            return [[file] for file in int8[model]]
+        return [[file, *(gemma_files(tiny.gemma_root) if model == "gemma3" else [])] for file in float8(layout)]
+
+    return files
+
+
+@pytest.fixture
+def scaled(float8):
+    return float8("scaled")[0].path
 
 
 def shard(source: Source, folder: Path, tp: int, dtype=torch.bfloat16) -> dict[str, bytes]:
@@ -117,66 +134,92 @@ def shard(source: Source, folder: Path, tp: int, dtype=torch.bfloat16) -> dict[s
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("strength", [None, 0.7], ids=["plain", "with a lora"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_rank_files_are_those_of_the_file_dequantised_beforehand(pair, tiny, tmp_path, tp, strength):
-    loras = (Lora(tiny.lora, strength),) if strength else ()
-    found, wanted = (
-        shard(MergedSource(SHARDED_MODELS["dit"], [file], loras), tmp_path / file.path.suffix, tp) for file in pair
-    )
-    assert found == wanted and len(found) == tp + 1
+RANKS = {
+    "one rank": (1, None, torch.bfloat16),
+    "two ranks with a lora": (2, 0.7, torch.bfloat16),
+    "four ranks": (4, None, torch.bfloat16),
+    "float32": (2, None, torch.float32),
+}
 
 
-def test_rank_files_in_float32_hold_the_bfloat16_values(pair, tmp_path):
-    found, wanted = (
-        shard(Source(SHARDED_MODELS["dit"], [file]), tmp_path / file.path.suffix, 2, torch.float32) for file in pair
-    )
-    assert found == wanted
+@pytest.mark.parametrize(("tp", "strength", "dtype"), RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "int8"])
+def test_rank_files_are_those_of_the_file_dequantised_beforehand(
+    pairs, tiny, split, tmp_path, monkeypatch, layout, tp, strength, dtype
+):
+    if layout == "int8":  # pieces of a few rows
+        monkeypatch.setattr("ltx_neuron.weights.sharder._PIECE_BYTES", 500)
+        monkeypatch.setattr("ltx_neuron.weights.weight_file._PIECE", 100)
+    lora = (split if layout == "int8" else tiny).lora
+    loras = (Lora(lora, strength),) if strength else ()
+    sources = [MergedSource(SHARDED_MODELS["dit"], files, loras) for files in pairs(layout, "dit")]
+    quantised, plain = (shard(source, tmp_path / str(n), tp, dtype) for n, source in enumerate(sources))
+    assert quantised == plain and len(quantised) == tp + 1
 
 
-@pytest.mark.parametrize("model", SHARDED_MODELS)
-def test_every_way_to_read_a_tensor_gives_the_dequantised_one(pair, tiny, model):
-    files = gemma_files(tiny.gemma_root) if model == "gemma3" else []
-    found, wanted = (Source(SHARDED_MODELS[model], [file, *files]) for file in pair)
-    assert found.locations.keys() == wanted.locations.keys()
-    for name in wanted.names:
-        tensor = wanted.tensor(name)
-        assert found.nbytes(name) == tensor.nbytes
-        for read in (found.tensor(name), found.read_mapped(name)):
+def test_the_matrices_of_an_int8_file_have_scales(int8):
+    """28 matrices of each of 2 blocks, and 6 of each of 4 blocks of connectors."""
+    assert len(int8["dit"][0].scales) == 80 and not int8["dit"][1].scales
+
+
+@pytest.mark.parametrize(("layout", "model"), FILES)
+def test_every_way_to_read_a_tensor_gives_the_dequantised_one(pairs, layout, model):
+    files = pairs(layout, model)
+    quantised, plain = (Source(SHARDED_MODELS[model], each) for each in files)
+    assert quantised.locations.keys() == plain.locations.keys()
+    for name in plain.names:
+        tensor = plain.tensor(name)
+        assert quantised.nbytes(name) == tensor.nbytes
+        for read in (quantised.tensor(name), quantised.read_mapped(name)):
             assert read.dtype == tensor.dtype and torch.equal(read, tensor), name
         if tensor.ndim:
-            assert torch.equal(found.rows(name, [0]), tensor[:1])
-        found.prefetch(name)
+            row = min(1, len(tensor) - 1)
+            assert torch.equal(quantised.rows(name, [row]), tensor[row : row + 1])
+        quantised.prefetch(name)
+    (file, *_), (expected, *_) = files
+    in_order = dict(file.tensors())
+    assert in_order.keys() >= expected.shapes.keys()
+    assert all(torch.equal(in_order[name], expected.read(name)) for name in expected.shapes)
 
 
-def test_all_tensors_of_a_file_in_its_order_are_the_dequantised_ones(pair):
-    found, wanted = pair
-    read = dict(found.tensors())
-    assert read.keys() == wanted.shapes.keys()
-    assert all(torch.equal(tensor, wanted.read(name)) for name, tensor in read.items())
-
-
-def test_the_host_s_models_are_those_of_the_file_dequantised_beforehand(made):
-    found, wanted = (
+def test_the_host_s_models_are_those_of_the_file_dequantised_beforehand(float8):
+    quantised, plain = (
         checkpoint_spec("video_decoder", file.path, file.config, torch.float32).load().state_dict()
-        for file in made("all")
+        for file in float8("all")
     )
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    assert all(torch.equal(quantised[key], tensor) for key, tensor in plain.items())
 
 
 def test_a_value_is_scaled_in_float32_and_rounded_once(tmp_path):
-    """Every one of the 256 codes."""
+    """Every one of the 256 codes of float8."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scale = torch.tensor(0.0012345678)
     tensors = {"a.weight": codes.reshape(16, 16), "a.weight_scale": scale, "a.bias": codes.clone()}
     save_file(tensors, tmp_path / "a.safetensors")
     file = WeightFile(tmp_path / "a.safetensors", "")
-    wanted = (codes.float() * scale).bfloat16().reshape(16, 16)
+    expected = (codes.float() * scale).bfloat16().reshape(16, 16)
     exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
-    torch.testing.assert_close(file.read("a.weight"), wanted, **exactly)
+    torch.testing.assert_close(file.read("a.weight"), expected, **exactly)
     torch.testing.assert_close(file.read("a.bias"), codes.bfloat16(), **exactly)
     rounded_before = (codes.bfloat16() * scale.bfloat16()).reshape(16, 16)
-    assert not torch.equal(rounded_before.nan_to_num(), wanted.nan_to_num())
+    assert not torch.equal(rounded_before.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize(("group", "scales"), [(256, 8), (64, 8), (1, 8), (256, 1)])
+def test_an_int8_value_is_rotated_and_scaled_in_float32_and_rounded_once(tmp_path, group, scales):
+    """All 256 integers, -128 too, in the released group size; a scale for each row, or one."""
+    values = torch.arange(8 * 512).mul(37).remainder(256).sub(128).to(torch.int8).view(8, 512)
+    assert len(values.unique()) == 256
+    scale = torch.linspace(0.0012345678, 0.02, scales)[:, None]
+    rotated = {"convrot": True, "convrot_groupsize": group} if group > 1 else {"convrot": False}
+    described = note(format="int8_tensorwise", per_row=True, **rotated)
+    tensors = {"a.weight": values, "a.weight_scale": scale, "a.comfy_quant": described}
+    save_file(tensors, tmp_path / "a.safetensors")
+    file = WeightFile(tmp_path / "a.safetensors", "")
+    back = (values.double() * scale.double()).view(8, -1, group) @ rotation(group)
+    expected = back.view(8, 512).float().bfloat16()
+    assert torch.equal(file.read("a.weight"), expected)
+    assert torch.equal(file.read("a.weight", 3, 5), expected[3:5])
 
 
 def test_half_the_bytes_of_a_weight_are_read_and_never_more_than_a_piece(scaled, tmp_path, monkeypatch):
@@ -200,24 +243,26 @@ def test_half_the_bytes_of_a_weight_are_read_and_never_more_than_a_piece(scaled,
     assert max(read) <= max(500, row)
 
 
-def test_an_fp8_file_has_its_own_identity_and_is_verified(scaled, tiny, tmp_path):
-    workspace = Workspace(scaled, resolve("cpu"), tmp_path, 2, "bfloat16")
+@pytest.mark.parametrize("kind", ["float8", "int8"])
+def test_a_quantised_file_has_its_own_identity_and_is_verified(kind, scaled, float8, int8, tmp_path):
+    quantised, plain = float8("scaled") if kind == "float8" else int8["dit"]
+    workspace = Workspace(quantised.path, resolve("cpu"), tmp_path, 2, "bfloat16")
     (folder,) = build.make(workspace, workspace.weight_sets("dit"))
-    assert workspace.identity["weights"] == "float8, dequantised"
+    assert workspace.identity["weights"] == f"{kind}, dequantised"
+    assert f"weights in {kind} are dequantised" in workspace.checkpoint.describe_quantised()
     source = workspace.source("dit")
     specs = shard_specs(source, 2, {})
     assert compare(source, folder, torch.bfloat16, specs) == []
-    identity = read_json(folder / MANIFEST)["identity"]
-    plain = Workspace(scaled.with_suffix(".plain"), resolve("cpu"), tmp_path, 2, "bfloat16")
-    assert plain.weight_set("dit").identity["source"] != identity["source"]
-    assert "weights" not in plain.identity
-    other = tmp_path / "other.safetensors"
-    rewrite(scaled, other, lambda tensors: tensors[f"{QUERY}.weight_scale"].mul_(2))
-    damaged = Source(SHARDED_MODELS["dit"], [Checkpoint(other)])
-    assert damaged.fingerprint != source.fingerprint
-    problems = compare(damaged, folder, torch.bfloat16, specs)
-    name = "transformer_blocks.1.attn1.to_q.weight differs from the source"
-    assert problems == [f"rank{rank}.safetensors: {name}" for rank in range(2)]
+    other = Workspace(plain.path, resolve("cpu"), tmp_path, 2, "bfloat16")
+    assert other.weight_set("dit").identity["source"] != workspace.weight_set("dit").identity["source"]
+    assert "weights" not in other.identity
+    if kind == "float8":
+        path = rewrite(scaled, tmp_path / "other.safetensors", lambda tensors: tensors[f"{QUERY}.weight_scale"].mul_(2))
+        damaged = Source(SHARDED_MODELS["dit"], [Checkpoint(path)])
+        assert damaged.fingerprint != source.fingerprint
+        name = "transformer_blocks.1.attn1.to_q.weight differs from the source"
+        problems = compare(damaged, folder, torch.bfloat16, specs)
+        assert problems == [f"rank{rank}.safetensors: {name}" for rank in range(2)]
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -246,7 +291,7 @@ def leave_out(*parts: str, listed: bool = True):
     return change
 
 
-def say(format: str):
+def described_as(format: str):
     def change(tensors, metadata):
         listed = json.dumps({"layers": {QUERY: {"format": format}, KEY: FORMAT}})
         metadata["_quantization_metadata"] = listed
@@ -271,7 +316,7 @@ REFUSED = {
     "without a weight": (leave_out("weight"), f"exists, but {QUERY}.weight is missing"),
     "beside bfloat16": (put("weight", torch.ones(8, 4).bfloat16()), f"weight_scale exists, but {QUERY}.weight is BF16"),
     "two scales": (put("scale_weight", torch.tensor(1.0)), "both a weight_scale and a scale_weight"),
-    "mxfp8": (say("mxfp8"), 'weight is quantised as {"format": "mxfp8"}, not implemented'),
+    "mxfp8": (described_as("mxfp8"), 'weight is quantised as {"format": "mxfp8"}, not implemented'),
     "rotated": (put("comfy_quant", note(**FORMAT, convrot=True)), "true}, not implemented"),
     # LTX-2.5's int8-convrot files, as ComfyUI and its converters describe them.
     "int8, rotated": (
@@ -286,7 +331,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_another_layout_or_a_damaged_scale_is_refused_by_tensor(tmp_path, case):
-    change, said = REFUSED[case]
+    change, message = REFUSED[case]
     path, (tensors, metadata) = tmp_path / "bad.safetensors", layers()
     save_file(tensors, path, metadata)
     assert WeightFile(path, "").scales.keys() == {f"{QUERY}.weight", f"{KEY}.weight"}
@@ -294,10 +339,10 @@ def test_another_layout_or_a_damaged_scale_is_refused_by_tensor(tmp_path, case):
     save_file(tensors, path, metadata)
     with pytest.raises(UserError) as refused:
         WeightFile(path, "DOWNLOAD")
-    title, problem, wanted = str(refused.value).splitlines()
+    title, problem, reference = str(refused.value).splitlines()
     assert title == f"{path} has weights that cannot be read:"
-    assert problem.startswith(f"  {QUERY}.") and said in problem
-    assert wanted.startswith("Wanted: BF16, or F8_E4M3") and wanted.endswith("DOWNLOAD")
+    assert problem.startswith(f"  {QUERY}.") and message in problem
+    assert reference.startswith("Wanted: BF16, or F8_E4M3") and reference.endswith("DOWNLOAD")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"layers": ["attn1"]}'])
@@ -312,25 +357,70 @@ def test_metadata_that_are_no_list_of_layers_are_refused(tmp_path, text):
 def test_weights_in_another_small_dtype_are_refused_by_name(tmp_path, dtype, stored):
     path = tmp_path / "bad.safetensors"
     save_file({f"{QUERY}.weight": torch.ones(8, 4).to(dtype)}, path)
-    said = f"{QUERY}.weight is stored as {stored}, which is not implemented; wanted.*F8_E4M3"
-    with pytest.raises(UserError, match=f"{said}(?s:.*)DOWNLOAD"):
+    message = f"{QUERY}.weight is stored as {stored}, which is not implemented; wanted.*F8_E4M3"
+    with pytest.raises(UserError, match=f"{message}(?s:.*)DOWNLOAD"):
         Source(SHARDED_MODELS["dit"], [WeightFile(path, "DOWNLOAD")])
 
 
-# --- what is said ---------------------------------------------------------------------------------
+def int8_layer() -> dict:
+    values = torch.ones(8, 256, dtype=torch.int8)
+    return {"a.weight": values, "a.weight_scale": torch.ones(8, 1), "a.comfy_quant": note(**INT8)}
+
+
+REFUSED_INT8 = {
+    "a scale of 0": ({"a.weight_scale": torch.zeros(8, 1)}, "not a finite number above 0"),
+    "a scale of NaN": ({"a.weight_scale": torch.full((8, 1), torch.nan)}, "not a finite number"),
+    "flat scales": ({"a.weight_scale": torch.ones(8)}, r"scale of shape [8], wanted [8, 1] or one"),
+    "groups of 32": (
+        {"a.comfy_quant": note(**INT8 | {"convrot_groupsize": 32})},
+        "'convrot_groupsize': 32} with shape [8, 256], not implemented",
+    ),
+    "wide groups": (
+        {"a.comfy_quant": note(**INT8 | {"convrot_groupsize": 1024})},
+        "with shape [8, 256], not implemented",
+    ),
+    "four bits": ({"a.comfy_quant": note(format="convrot_w4a4")}, '"convrot_w4a4"}, not implemented'),
+    "another field": ({"a.comfy_quant": note(**INT8, zero_point=1)}, "not implemented"),
+    "nvfp4": (
+        {"a.weight_scale_2": torch.tensor(1.0), "a.comfy_quant": note(format="nvfp4")},
+        "has weights in nvfp4, which this toolkit does not read\nDownload the file in bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_INT8)
+def test_another_layout_of_integers_or_a_damaged_scale_is_refused(tmp_path, case):
+    path, (change, message) = tmp_path / "bad.safetensors", REFUSED_INT8[case]
+    save_file(int8_layer(), path)
+    assert WeightFile(path, "").scales.keys() == {"a.weight"}
+    save_file(int8_layer() | change, path)
+    with pytest.raises(UserError) as refused:
+        WeightFile(path, "DOWNLOAD")
+    assert message in str(refused.value) and str(refused.value).endswith("DOWNLOAD")
+
+
+def test_an_nvfp4_transformer_is_refused_with_the_file_of_its_release(tmp_path):
+    path = tmp_path / "ltx-2.5-22b-distilled-transformer-nvfp4.safetensors"
+    change, _ = REFUSED_INT8["nvfp4"]
+    save_file(int8_layer() | change, path, {"config": "{}", "model_version": "2.5.0"})
+    with pytest.raises(UserError, match="Lightricks/LTX-2.5 diffusion_models/.*-bf16.safetensors"):
+        Checkpoint(path)
+
+
+# --- what is printed ---------------------------------------------------------------------------------
 LINE = "34 weights in float8 are dequantised while sharding; the sharded set is as large as the bf16 file's"
 
 
-def test_the_plan_says_it_and_counts_the_bytes_of_the_bfloat16_file(made):
-    scaled, plain = made("scaled")
+def test_the_plan_prints_it_and_counts_the_bytes_of_the_bfloat16_file(float8):
+    scaled, plain = float8("scaled")
     planned = plan.plan(scaled, resolve("cpu"), make_job("", Size(64, 64, 9)), 2, "bfloat16", None)
     assert LINE in " ".join(table(planned).split())
     assert "float8" not in table(replace(planned, quantised=plain.describe_quantised()))
-    wanted = plan._dit_bytes(plain, 2, torch.bfloat16)
-    assert plan._dit_bytes(scaled, 2, torch.bfloat16) == wanted
+    reference = plan._dit_bytes(plain, 2, torch.bfloat16)
+    assert plan._dit_bytes(scaled, 2, torch.bfloat16) == reference
 
 
-def test_the_doctor_says_it_of_a_file_that_is_whole(scaled, tmp_path):
+def test_the_doctor_prints_it_of_a_file_that_is_whole(scaled, tmp_path):
     workspace = Workspace(scaled, resolve("cpu"), tmp_path, 2, "bfloat16")
     examination = SimpleNamespace(workspace=lambda: workspace, weight_sets=((),))
     assert f"; {LINE} (34 have a scale)" in checks._checkpoint(examination)

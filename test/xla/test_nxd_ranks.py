@@ -1,0 +1,323 @@
+"""What NxD's ranks keep on their cores: weights, inputs and outputs over a job's steps, and what is refused."""
+
+import re
+import weakref
+
+import nxd_fixtures as nxd
+import nxd_stubs
+import pytest
+import torch
+from helpers import random_value, rel, save_weights
+from jobs import make_job
+from nxd_fixtures import CUT, LATENTS, PROMPT, SHOWS, SIZE, TP, dit_loaded, manifests_of, open_workspace, rank_weights
+from torch import Tensor
+
+from ltx_neuron.backends.neuron_errors import DeviceFailure
+from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.backends.nxd.runtime import GraphInputs
+from ltx_neuron.backends.ranks import NotFiniteError
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
+from ltx_neuron.errors import UserError
+from ltx_neuron.report.recorder import Recorder
+
+if nxd.MISSING:
+    pytest.skip(nxd.SKIP, allow_module_level=True)
+pytest_plugins = ["nxd_fixtures"]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("nxd_source")]
+
+
+@pytest.fixture
+def program(generated) -> str:
+    """The program of the job's last stage, whose inputs are still on the cores."""
+    tokens = generated.tensors["s2_video"].flatten(2).shape[2]
+    return next(name for name in generated.ranks.programs if name.startswith(f"v{tokens}-"))
+
+
+@pytest.fixture
+def step(generated, program):
+    """A function (**changed): rank 0's video latent after a step; every named tensor is then what it was."""
+    ranks = generated.ranks
+
+    def one_step(**changed) -> Tensor:
+        buffers = ranks._buffers
+        tensors, owners = dict(buffers.tensors), dict(buffers.owners)
+        buffers.tensors.update(changed)
+        try:
+            ranks.run(program, step=0)
+            return runtime.to_host(buffers.tensors["video_latent"][0])
+        finally:
+            buffers.tensors, buffers.owners = tensors, owners
+
+    return one_step
+
+
+def weights_of(inputs: GraphInputs) -> dict[str, list[Tensor]]:
+    """The weights among a graph's inputs by keyword: one tensor per rank."""
+    return {
+        name: [tensors[place] for tensors in inputs._of_ranks]
+        for name, place in inputs._places.items()
+        if name not in inputs.fields
+    }
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_both_buckets_and_both_blocks_use_one_copy_of_the_weights(generated, workspace):
+    (weight_set,) = generated.ranks._sets
+    assert weight_set.folder == workspace.dit_weights() and len(weight_set.models) == 2 * 3
+    for rank in range(TP):
+        copy = {t.data_ptr() for t in weight_set.tensors[rank].values()}
+        for program in weight_set.manifests:
+            bound = [
+                {t.data_ptr() for t in model.weights[rank].values()}
+                for (of, _), copies in weight_set.models.items()
+                if of == program
+                for model in copies
+            ]
+            passed = [
+                {parts[rank].data_ptr() for parts in weights_of(inputs).values()}
+                for (of, graph, _), inputs in weight_set.inputs.items()
+                if (of, graph) == (program, "blocks")
+            ]
+            # A head; two copies of the blocks, which take theirs in the call; two of the tail.
+            assert [len(each) for each in bound] == [4, 0, 0, 6, 6] and len(passed) == 2
+            head, _, _, tail, tail_again = bound
+            used = [head, tail, *passed]
+            assert tail_again == tail
+            assert set().union(*used) == copy and sum(map(len, used)) == len(copy)
+
+
+def test_the_weights_of_all_buckets_are_uploaded_once(workspace, monkeypatch):
+    uploads, load = [], torch.ops.neuron._parallel_load
+    monkeypatch.setattr(torch.ops.neuron, "_parallel_load", lambda parts: uploads.append(parts) or load(parts))
+    with dit_loaded(workspace) as ranks:
+        (weight_set,), (parts,) = ranks._sets, uploads
+        assert [{*part} for part in parts] == [{*weight_set.shapes}] * TP
+
+
+def test_a_block_is_computed_with_its_own_weights(generated, program, step):
+    """Exchanged in the calls, the two blocks' weights give something else: none is in a graph."""
+    (weight_set,), right = generated.ranks._sets, step()
+    inputs = dict(weight_set.inputs)
+    first, second = (program, "blocks", 0), (program, "blocks", 1)
+    weight_set.inputs |= {first: inputs[second], second: inputs[first]}
+    wrong = step()
+    weight_set.inputs |= inputs
+    assert rel(wrong, right) > SHOWS and rel(step(), right) == 0
+
+
+def test_unloading_frees_weights_graphs_and_tensors(workspace):
+    with dit_loaded(workspace) as ranks:
+        (weight_set,) = ranks._sets
+        watched = [weakref.ref(model) for copies in weight_set.models.values() for model in copies]
+        watched += [weakref.ref(tensor) for tensors in weight_set.tensors for tensor in tensors.values()]
+        inputs = weight_set.inputs
+        assert len(inputs) == 2 * 4  # the head, both blocks and the tail of each bucket
+        del weight_set
+        ranks.unload()
+        assert [ref() for ref in watched if ref() is not None] == [] and inputs == {}
+        ranks.load(workspace.dit_weights(), manifests_of(workspace), torch.float32)  # and comes back
+
+
+def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(workspace, tmp_path):
+    other = save_weights(tmp_path / "weights", *rank_weights(workspace))
+    first, second = manifests_of(workspace).items()
+    with dit_loaded(workspace) as ranks:
+        (weight_set,) = ranks._sets
+        models = weight_set.models.items()
+        leaving = [weakref.ref(model) for (of, _), copies in models if of == first[0] for model in copies]
+        staying = {key: copies for key, copies in models if key[0] == second[0]}
+        ranks.load(workspace.dit_weights(), dict([second]), torch.float32)
+        assert len(leaving) == 1 + 2 + 2 and not any(model() for model in leaving)
+        assert {*ranks.programs} == {second[0]} and weight_set.models == staying
+        calls = ("head", 0), ("blocks", 0), ("blocks", 1), ("tail", 0)
+        assert {*weight_set.inputs} == {(second[0], *call) for call in calls}
+        watched = [weakref.ref(t) for t in weight_set.tensors[0].values()]
+        del staying, weight_set, models
+        ranks.load(other, dict([first]), torch.float32)
+        assert [each.folder for each in ranks._sets] == [other] and {*ranks.programs} == {first[0]}
+        assert [ref() for ref in watched if ref() is not None] == []
+
+
+def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspace, tmp_path):
+    parts = rank_weights(workspace)
+    doubled = save_weights(tmp_path / "weights", *({name: t * 2 for name, t in part.items()} for part in parts))
+    with dit_loaded(workspace) as ranks:
+        (weight_set,) = ranks._sets
+        addresses = [t.data_ptr() for t in weight_set.tensors[1].values()]
+        ranks.replace_weights(doubled)
+        assert weight_set.folder == doubled
+        assert addresses == [t.data_ptr() for t in weight_set.tensors[1].values()]
+        for program in weight_set.manifests:
+            (head,) = weight_set.models[program, "head"]
+            bound = head.weights[1]["module.patchify_proj.bias"]
+            assert torch.equal(bound, parts[1]["patchify_proj.bias"] * 2)
+            for block in (0, 1):
+                passed = weights_of(weight_set.inputs[program, "blocks", block])
+                table = passed["transformer_blocks__0__scale_shift_table"][1]
+                assert torch.equal(table, parts[1][f"transformer_blocks.{block}.scale_shift_table"] * 2)
+
+
+def test_a_warm_step_has_the_weights_that_took_the_place_of_the_loaded_ones(generated, step, workspace, tmp_path):
+    ranks, right, bias = generated.ranks, step(), "transformer_blocks.1.attn1.to_v.bias"
+    shifted = [{**part, bias: part[bias] + 1} for part in rank_weights(workspace)]
+    ranks.replace_weights(save_weights(tmp_path / "weights", *shifted))
+    assert rel(step(), right) > SHOWS
+    ranks.replace_weights(workspace.dit_weights())
+    assert rel(step(), right) == 0
+
+
+def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(assets, workspace, generated, monkeypatch):
+    both = open_workspace(assets, workspace.artifacts, CUT, "resident=true")
+    jobs = [make_job(prompt=prompt, size=SIZE) for prompt in (PROMPT, "another")]
+    options = RunOptions(neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
+    with Engine(both, Recorder(), options) as engine:
+        (first,) = engine.run(jobs[:1], keep=True, decode=False)
+        folders = {weight_set.folder for weight_set in engine.residency.ranks._sets}
+        assert folders == {both.dit_weights(), both.weights("gemma3")}
+        monkeypatch.setattr(runtime, "_open", lambda *_: pytest.fail("loaded again"))
+        (second,) = engine.run(jobs[1:], keep=True, decode=False)
+    assert all(torch.equal(first.tensors[name], generated.tensors[name]) for name in LATENTS)
+    assert rel(second.tensors["s2_video"], first.tensors["s2_video"]) > SHOWS
+
+
+# --- inputs and outputs of a step -------------------------------------------------------------------------------------
+
+
+def test_every_rank_has_the_same_latents_bit_for_bit(generated):
+    for name in ("video_latent", "audio_latent"):
+        parts = generated.ranks._buffers.tensors[name]
+        assert len(parts) == TP and all(torch.equal(part, parts[0]) for part in parts)
+        assert len({part.data_ptr() for part in parts}) == TP  # four tensors, not one four times
+
+
+def test_no_step_uploads_anything(generated):
+    assert generated.counters.bytes_to_device_per_step == 0
+    first, second = generated.sent[:8], generated.sent[8:]
+    assert len({*first}) == len({*second}) == 1 and len(second) == 3
+
+
+def test_what_differs_between_ranks_is_an_input(generated, step):
+    """With rank 0's part of a rotary table on every rank, the step gives something else: no part is in the graph."""
+    tables = generated.ranks._buffers.tensors["video_cos"]
+    assert len({table.numpy().tobytes() for table in tables}) == TP
+    right = step()
+    assert rel(step(), right) == 0
+    assert rel(step(video_cos=[tables[0]] * TP), right) > SHOWS
+
+
+def test_a_warm_step_passes_only_what_a_graph_has_returned_since(generated, program, step, monkeypatch):
+    """Not the 86 weights of each block, nor what was uploaded."""
+    ranks, right, changed, set_input = generated.ranks, step(), [], GraphInputs._set
+    monkeypatch.setattr(
+        GraphInputs, "_set", lambda self, name, parts: changed.append(name) or set_input(self, name, parts)
+    )
+    assert rel(step(), right) == 0
+    assert {*changed} <= ranks.programs[program].outputs
+    context = [part.clone() for part in ranks._buffers.tensors["video_context"]]
+    assert rel(step(video_context=context), right) == 0
+    assert changed.count("video_context") == 2  # the group of each block
+
+
+def test_a_warm_step_reads_a_new_upload(generated, program, step):
+    context, right = generated.tensors["video_context"].to(torch.float32), step()
+    generated.ranks.put(program, video_context=1.5 * context)
+    assert rel(step(), right) > SHOWS
+    generated.ranks.put(program, video_context=context)
+    assert rel(step(), right) == 0
+
+
+def test_a_copy_of_a_graph_that_runs_for_the_first_time_gets_the_same_inputs(generated, program, step):
+    """The copies that ran before own tensors that outlive the step."""
+    ranks, right = generated.ranks, step()
+    (weight_set,) = ranks._sets
+    graphs = {graph: len(copies) for (of, graph), copies in weight_set.models.items() if of == program}
+    owners = {
+        f"kept_{graph}_{number}": (program, graph, number)
+        for graph, copies in graphs.items()
+        for number in range(copies)
+    }
+    ranks._buffers.owners |= owners
+    assert rel(step(), right) == 0
+    for graph, copies in graphs.items():
+        assert len(weight_set.models[program, graph]) == copies + (2 if graph == "blocks" else 1)
+    for name in owners:
+        del ranks._buffers.owners[name]
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_of_another_dtype_or_shape_and_nan_are_errors(generated, program, step):
+    """NxD routes a call by names and shapes alone."""
+    ranks = generated.ranks
+    latents = ranks._buffers.tensors["video_latent"]
+    with pytest.raises(RuntimeError, match="video_latent.*bfloat16.*float32"):
+        step(video_latent=[part.to(torch.bfloat16) for part in latents])
+    with pytest.raises(ValueError, match="video_latent: got shape"):
+        ranks.put(program, video_latent=torch.zeros(1, 3, 128))
+    with pytest.raises(NotFiniteError, match="NaN or Inf in video_latent, audio_latent"):
+        step(video_latent=[part * float("nan") for part in latents])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda tensors: tensors.pop("patchify_proj.bias"), "missing: patchify_proj.bias"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "unexpected: extra"),
+        (lambda tensors: tensors.update({"patchify_proj.bias": tensors["patchify_proj.bias"].half()}), "F16, wanted"),
+    ],
+    ids=["missing", "unexpected", "dtype"],
+)
+def test_a_rank_file_that_is_not_the_models_is_refused_though_nxd_would_take_it(workspace, tmp_path, spoil, problem):
+    parts = rank_weights(workspace)
+    spoil(parts[2])
+    with runtime.NxdRanks(workspace.profile, TP) as ranks, pytest.raises(UserError, match=problem):
+        ranks.load(save_weights(tmp_path / "weights", *parts), manifests_of(workspace), torch.float32)
+
+
+def test_another_number_of_ranks_is_refused(workspace, generated, monkeypatch):
+    from neuronx_distributed import NxDModel
+
+    with pytest.raises(UserError, match="already drives 4 ranks and cannot drive 2"):
+        runtime.NxdRanks(workspace.profile, 2)
+    load = NxDModel.load.__func__
+
+    def of_two_ranks(cls, path):
+        model = load(cls, path)
+        model.world_size = 2
+        return model
+
+    monkeypatch.setattr(NxDModel, "load", classmethod(of_two_ranks))
+    with pytest.raises(UserError, match="compiled for 2 ranks, wanted 4"), dit_loaded(workspace):
+        pass
+
+
+# Where NxD calls the runtime -> what the runtime says, and what a user reads.
+FAILURES = {
+    "_parallel_load": ('nrt_tensor_allocate status=4 message="Allocation Failure"', "memory is full"),
+    "to_neuron": ("NeuronCore(s) not available - Requested:4 Available:0", "another process holds the cores"),
+    "_replicated": ('nrt_execute status=5 message="Timeout"', "NEURON_RT_EXEC_TIMEOUT"),
+}
+
+
+@pytest.mark.parametrize("call", FAILURES)
+def test_a_failure_of_the_runtime_has_a_remedy(workspace, monkeypatch, call):
+    from neuronx_distributed import NxDModel
+
+    message, remedy = FAILURES[call]
+
+    def fail(*_, **__):
+        raise RuntimeError(message)
+
+    owners = {"_parallel_load": torch.ops.neuron, "to_neuron": NxDModel, "_replicated": nxd_stubs}
+    monkeypatch.setattr(owners[call], call, fail)
+    with pytest.raises(DeviceFailure, match=re.escape(message)) as failed, dit_loaded(workspace) as ranks:
+        name, manifest = next(iter(manifests_of(workspace).items()))
+        inputs = {name for graph in manifest.graphs.values() for name in graph["inputs"]}
+        ranks.put(name, **{n: random_value(field, TP, 1) for n, field in manifest.fields.items() if n in inputs})
+        ranks.put_numbers(name, "step", 1)
+        ranks.run(name, step=0)
+    assert remedy in str(failed.value)

@@ -1,0 +1,406 @@
+"""Every kind of graph on NxD's ranks gives the results of one rank of the other backend, or of the host, in fp32."""
+
+import math
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import nxd_fixtures as nxd
+import pytest
+import torch
+from helpers import made_film, randn, rel, run_program, save_weights, tone, write_sound
+from jobs import make_job, read_voice, replace
+from nxd_fixtures import CUT, FP32, LATENTS, LAYOUTS, PER_BLOCK, PROMPT, SIZE, TP, WHOLE, assert_close, open_workspace
+from safetensors.torch import load_file
+from tiny import TinySizes
+from tiny.config import merge, tiny_config
+
+from ltx_neuron.artifacts import build
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.backends import tiles
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.nxd import compile as nxd_compile
+from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.backends.ranks import NotFiniteError
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.engine.run import Engine
+from ltx_neuron.host import encoding
+from ltx_neuron.host import tiles as host_tiles
+from ltx_neuron.host.diffusion import DiffusionDecoder
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.job import Job, Size
+from ltx_neuron.models.programs import tile_program
+from ltx_neuron.models.vocoder import resampling_filters
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceVideo, Retake
+from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.text.encoders import RankTextEncoder
+from ltx_neuron.text.inputs import bucket_for, tokenize
+from ltx_neuron.weights.lora import Lora
+
+if nxd.MISSING:
+    pytest.skip(nxd.SKIP, allow_module_level=True)
+pytest_plugins = ["nxd_fixtures"]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("nxd_source")]
+
+ROOT = Path(__file__).resolve().parents[2]
+SEQUENCE_PARALLEL = "sequence_parallel=true"
+
+# --- a job in two stages ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def expected(assets, tmp_path_factory):
+    """The two-stage job on one rank of the other backend."""
+    profile, folder = resolve("cpu"), tmp_path_factory.mktemp("one-rank")
+    one_rank = Workspace(assets.checkpoint, profile, folder, 1, "float32", assets.gemma_root)
+    build.make(one_rank, one_rank.weight_sets("dit"))
+    with nxd.two_stages(one_rank, assets) as generated:
+        return generated.tensors
+
+
+def test_every_context_and_latent_of_a_two_stage_job(generated, expected):
+    assert_close(generated.tensors, expected, ("video_context", "audio_context", *LATENTS))
+
+
+def test_the_whole_step_in_one_graph(workspace, assets, expected):
+    """The weights of its one group of blocks are bound, so the inputs are the manifest's alone."""
+    with nxd.two_stages(open_workspace(assets, workspace.artifacts, WHOLE), assets) as whole:
+        (weight_set,) = whole.ranks._sets
+        assert {graph for _, graph in weight_set.models} == {"step"}
+        for (_, _, first), inputs in weight_set.inputs.items():
+            assert first == 0 and {*inputs._places} <= {*inputs.fields}
+    assert_close(whole.tensors, expected, LATENTS)
+
+
+@pytest.mark.timeout(900)
+def test_the_five_scripts_on_the_profile_of_the_device(assets, generated, tmp_path):
+    """Sharded, compiled and generated as a user types it, but for the closed packages."""
+    size = ["--height", 64, "--width", 64, "--num-frames", 9, "--frame-rate", 24, "--two-stage"]
+    gemma = ["--gemma-root", assets.gemma_root]
+    common = ["--checkpoint-path", assets.checkpoint, "--artifacts-dir", tmp_path / "artifacts", "--dtype", "float32"]
+    common += ["--profile", "trn2.3xlarge", "--profile-set", CUT]
+    video, saved = tmp_path / "v.mp4", tmp_path / "t.safetensors"
+    files = ["--output-path", video, "--save-tensors", saved, "--spatial-upsampler-path", assets.spatial_upsampler]
+    for script, words in {
+        "shards/shard_backbone_weights.py": (),
+        "shards/shard_gemma3_weights.py": gemma,
+        "compile/compile_transformer.py": size,
+        "compile/compile_gemma3.py": gemma,
+        "src/generate_ltx23.py": [*gemma, *size, *files, "--neuron-gemma", "--prompt", PROMPT],
+    }.items():
+        command = [sys.executable, ROOT / "test/xla/nxd_stubs.py", ROOT / script, *common, *words]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=250, cwd=ROOT)
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert_close(load_file(saved), generated.tensors, ("video_context", "audio_context", *LATENTS))
+    assert video.stat().st_size > 0
+
+
+# --- jobs of every kind of graph --------------------------------------------------------------------------------------
+
+GUIDANCE = StreamGuidance(cfg_scale=2.5, stg_scale=0.8, stg_blocks=(0,), modality_scale=2.2, rescale_scale=0.6)
+GUIDED = dict(recipe="dev", num_inference_steps=2, guidance=Guidance(GUIDANCE, GUIDANCE))
+# Job -> the properties of its bucket: audio timesteps, attention bias, NAG, audio alone, identity
+KINDS = {
+    "two stages, stage 1": (),
+    "guided": (),
+    "retake": ("timesteps",),
+    "guided retake": ("timesteps",),
+    "negative prompt": ("nag",),
+    "sound alone": ("audio",),
+    "voice": ("timesteps", "identity"),
+    "masked reference": ("biased",),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(assets, tmp_path_factory) -> dict[str, Job]:
+    folder = tmp_path_factory.mktemp("inputs")
+    clip, mask = (made_film(folder / f"{seed}.mp4", 9, 64, 64, seed=seed) for seed in (0, 1))
+    samples = (tone(16000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
+    sound = write_sound(folder / "voice.wav", samples, 16000, "pcm_s16le", "stereo", "s16")
+    plain, lora = make_job(PROMPT, Size(64, 64, 9), 3), (Lora(assets.lora, 0.8),)
+    guided = replace(plain, **GUIDED, negative_prompt="grey")
+    audio = GUIDED | {"guidance": Guidance(StreamGuidance(), replace(GUIDANCE, modality_scale=1.0))}
+    reference = {"references": (ReferenceVideo(clip, 0.7, 9),), "attention_mask": AttentionMask(mask, 0.6)}
+    return {
+        "two stages, stage 1": make_job(PROMPT, SIZE, 3, skip_stage_2=True),
+        "guided": replace(guided, size=Size(64, 32, 9)),
+        "retake": replace(plain, retake=Retake(clip, 0.05, 0.2)),
+        "guided retake": replace(guided, retake=Retake(clip, 0.05, 0.2)),
+        "negative prompt": replace(plain, negative_prompt="grey", nag_scale=5.0),
+        "sound alone": make_job(PROMPT, Size(0, 0, 30, 30.0), sound_only=True, **audio),
+        "voice": replace(guided, stage_1_loras=lora, reference_sound=read_voice(sound)),
+        "masked reference": make_job(
+            PROMPT, replace(SIZE, height=128, width=128), 4, stage_1_loras=lora, skip_stage_2=True, **reference
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(assets, jobs, tmp_path_factory):
+    """A function (job) -> its latents on one rank of the other backend."""
+    folder, profile, latents = tmp_path_factory.mktemp("torchdist"), resolve("cpu"), {}
+    one_rank = Workspace(assets.checkpoint, profile, folder, 1, "float32", assets.gemma_root)
+
+    def of(name: str):
+        if name not in latents:
+            latents[name] = nxd.latents_of(jobs[name], one_rank)
+        return latents[name]
+
+    return of
+
+
+def test_the_jobs_have_every_kind_of_bucket(jobs):
+    for name, job in jobs.items():
+        bucket = job.buckets[0]
+        properties = {"timesteps": bucket.audio_timesteps > 1, "biased": bucket.biased, "nag": bucket.nag}
+        properties |= {"audio": bucket.streams == ("audio",), "identity": bucket.identity}
+        assert {key for key, value in properties.items() if value} == {*KINDS[name]}, name
+
+
+@pytest.mark.parametrize("settings", [(CUT,), (WHOLE, SEQUENCE_PARALLEL)], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_stage_on_four_ranks(assets, workspace, jobs, on_one_rank, name, settings):
+    four_ranks = open_workspace(assets, workspace.artifacts, *settings)
+    assert_close(nxd.latents_of(jobs[name], four_ranks), on_one_rank(name))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["negative prompt", "guided retake", "masked reference", "voice"])
+def test_a_stage_on_eight_ranks_in_groups(assets, workspace, jobs, on_one_rank, eight_ranks, layout, name):
+    tp, settings = LAYOUTS[layout]
+    groups = open_workspace(assets, workspace.artifacts, *settings, tp=tp)
+    assert_close(nxd.latents_of(jobs[name], groups), on_one_rank(name), bound=1e-5)
+
+
+# How often a guided step's graphs are loaded: outputs of a pass must outlive the other passes.
+COPIES = {"head": 1, "blocks": 2, "tail": 4, "guide": 2}
+
+
+@pytest.mark.parametrize(("cut", "copies", "launches"), [(CUT, COPIES, 17), (WHOLE, {"step": 4, "guide": 2}, 5)])
+def test_a_guided_step_has_all_copies_of_its_graphs_before_the_first(assets, workspace, jobs, cut, copies, launches):
+    """Four passes: one graph each, or head, blocks, blocks and tail; then the guide."""
+    guided, job, counted = open_workspace(assets, workspace.artifacts, cut), jobs["guided"], []
+    build.make(guided, guided.dit_graphs(job.buckets))
+    run = runtime.NxdRanks.run
+
+    def copies_of(ranks) -> dict[str, int]:
+        (weight_set,) = ranks._sets
+        return {graph: len(models) for (_, graph), models in weight_set.models.items()}
+
+    def counting(ranks, *arguments, **numbers):
+        before = copies_of(ranks)
+        milliseconds = run(ranks, *arguments, **numbers)
+        counted.append((before, copies_of(ranks)))
+        return milliseconds
+
+    with Engine(guided, Recorder()) as engine, pytest.MonkeyPatch.context() as patch:
+        nxd.set_contexts(engine, job)
+        patch.setattr(runtime.NxdRanks, "run", counting)
+        list(engine.run([job], decode=False))
+        assert counted == [(copies, copies)] * job.num_inference_steps
+        measured = engine.recorder.counters.launches_per_step
+        assert measured["count"] == launches and 0 < measured["host_ms"] < engine.recorder.last_step("stage_1")
+
+
+def test_ranks_that_share_the_videos_tokens_count_their_collectives(assets, workspace):
+    """Stage 2, whose 8 tokens divide. Per block five gathers, four scattered sums, and four groups with sound's sums
+    and three of statistics; the tail gathers the velocity."""
+    divided = open_workspace(assets, workspace.artifacts, CUT, SEQUENCE_PARALLEL)
+    job = make_job(PROMPT, Size(64, 64, 9), 3)
+    build.make(divided, divided.dit_graphs(job.buckets))
+    with Engine(divided, Recorder()) as engine:
+        nxd.set_contexts(engine, job)
+        list(engine.run([job], keep=True, decode=False))
+        parts = engine.residency.ranks._buffers.tensors["video_hidden"]
+        assert {part.shape[1] for part in parts} == {8 // TP}
+        per_step = engine.recorder.counters.collectives_per_step["count"]
+        assert per_step == (5 + 4 + 7) * divided.transformer.num_layers + 1
+
+
+def test_ranks_of_two_groups_have_equal_latents_and_one_copy_of_the_weights(assets, workspace, eight_ranks):
+    groups = open_workspace(assets, workspace.artifacts, CUT, "context_parallel=2")
+    job = make_job(PROMPT, Size(64, 64, 9), 3)
+    build.make(groups, groups.dit_graphs(job.buckets))
+    with Engine(groups, Recorder()) as engine:
+        nxd.set_contexts(engine, job)
+        list(engine.run([job], keep=True, decode=False))
+        ranks, per_step = engine.residency.ranks, engine.recorder.counters.collectives_per_step
+        digests = ranks.hashes("video_latent", "audio_latent")
+        assert len(digests) == 8 and len({*digests}) == 1
+        # A block gathers keys and values of the video's self-attention. Two collectives merge the sound's attention to
+        # the video. The tail gathers the velocity.
+        layers = groups.transformer.num_layers
+        assert per_step["count"] == (PER_BLOCK + 3) * layers + 1
+        ((program, manifest),) = ranks.programs.items()
+        assert manifest.cost()["context_collectives"] == 3 * layers + 1
+        hidden, parts = ranks.get(program, "video_hidden"), ranks._buffers.tensors["video_hidden"]
+        assert hidden.shape[1] == 8
+        for rank, part in enumerate(parts):
+            assert torch.equal(part, hidden[:, 4 * (rank // 4) :][:, :4])
+        (weight_set,) = ranks._sets
+        for rank, other in zip(weight_set.tensors[:4], weight_set.tensors[4:], strict=True):
+            assert all(rank[name] is other[name] for name in weight_set.shapes)
+
+
+# --- LTX-2.5 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ltx25(split, nxd_source, tmp_path_factory):
+    """A function (recipe, settings, tp) -> stage 1's latents of a job with an image of strength 0.7; without settings,
+    on one rank of the other backend. The distilled job also generates a keyframe."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("one-rank", "ranks")]
+    job = make_job(PROMPT, Size(64, 64, 9), 3, images=(ImageCondition(split.image, 0, 0.7),))
+    jobs = {"distilled": replace(job, num_generated_keyframes=1)}
+    jobs["dev"] = replace(job, **GUIDED, negative_prompt="grey")
+
+    def latents(recipe: str, settings: tuple[str, ...] = (), tp: int = TP):
+        files = SimpleNamespace(checkpoint=getattr(split, recipe), gemma_root=split.text_encoder)
+        if settings:
+            workspace = open_workspace(files, folders[1], *settings, tp=tp)
+        else:
+            workspace = Workspace(files.checkpoint, resolve("cpu"), folders[0], 1, "float32", files.gemma_root)
+        resolved = workspace.resolved(jobs[recipe])
+        assert resolved.ancestral == (recipe == "distilled")
+        return nxd.latents_of(resolved, workspace)
+
+    return latents
+
+
+@pytest.mark.parametrize("settings", [(CUT,), (WHOLE, SEQUENCE_PARALLEL)], ids=str)
+@pytest.mark.parametrize("recipe", ["distilled", "dev"])
+def test_a_stage_of_ltx_2_5(ltx25, recipe, settings):
+    assert_close(ltx25(recipe, settings), ltx25(recipe))
+
+
+def test_groups_of_ranks_mark_the_keyframes_of_their_tokens(ltx25, eight_ranks):
+    """Eight ranks divide 12 tokens, so the last ranks have padding."""
+    tp, settings = LAYOUTS["2 groups of 4 ranks that divide the stream too"]
+    assert_close(ltx25("distilled", settings, tp), ltx25("distilled"))
+
+
+# --- the text encoder and the VAEs: what four ranks give is what the host gives ---------------------------------------
+
+
+def text_encoder(ranks, workspace: Workspace, buckets: tuple[int, ...]) -> RankTextEncoder:
+    weights = workspace.weights("gemma3")
+    return RankTextEncoder(ranks, weights, workspace.gemma, workspace.transformer, buckets, torch.float32)
+
+
+def assert_contexts_are_the_hosts(encoder: RankTextEncoder, workspace: Workspace, ids: list[int]) -> None:
+    (contexts,), (host,) = encoder.encode([ids]), workspace.host_text_encoder().encode([ids])
+    assert max(rel(contexts.video, host.video), rel(contexts.audio, host.audio)) < FP32
+
+
+def test_prompts_of_any_length_by_graphs_over_one_copy_of_the_weights(workspace):
+    prompts = [PROMPT, ", ".join(["a long walk on a pebble beach, in the rain"] * 12)]
+    ids = [tokenize(workspace.tokenizer, prompt) for prompt in prompts]
+    assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [128, 1024]
+    with nxd.loaded(workspace, "gemma3", workspace.text_graphs((128, 1024))) as ranks:
+        (weight_set,) = ranks._sets
+        models = [model for n in (128, 1024) for model in weight_set.models[f"gemma3-{n}", "gemma3"]]
+        assert len({model.weights[3]["module.norm.weight"].data_ptr() for model in models}) == 1
+        encoder = text_encoder(ranks, workspace, (128, 1024))
+        for each in ids:
+            assert_contexts_are_the_hosts(encoder, workspace, each)
+
+
+def test_gemma_4_with_its_global_head_on_every_rank(split, tmp_path):
+    files = SimpleNamespace(checkpoint=split.distilled, gemma_root=split.text_encoder)
+    workspace = open_workspace(files, tmp_path, CUT)
+    with nxd.loaded(workspace, "gemma3", workspace.text_graphs((128,))) as ranks:
+        (weight_set,) = ranks._sets
+        full, sliding = workspace.gemma.full_attention_layers[0], 0
+        assert workspace.gemma.attention(True).key_value_heads == 1
+        for layer, copied in ((full, True), (sliding, False)):
+            keys = [part[f"layers.{layer}.self_attn.k_proj.weight"] for part in weight_set.tensors]
+            assert torch.equal(keys[0], keys[1]) == copied
+        encoder = text_encoder(ranks, workspace, (128,))
+        assert_contexts_are_the_hosts(encoder, workspace, tokenize(workspace.tokenizer, PROMPT))
+
+
+def test_frames_of_vae_tiles(assets, workspace):
+    clip, settings = (3, 3, 4), ("vae_tile_latents=12", "vae_overlap=32", "vae_overlap_frames=8")
+    tiled = open_workspace(assets, workspace.artifacts, CUT, *settings)
+    host = HostModels(assets.checkpoint, tiled.checkpoint.config, torch.float32, profile=tiled.profile)
+    latent, tiling = randn(1, 128, *clip, seed=3), host_tiles.tiling_for_ranks(tiled.profile, clip, TP)
+    assert len(host_tiles.cut(clip, tiling)) > 1
+    with nxd.loaded(tiled, "vae", tiled.decoder_graphs(clip)) as ranks:
+        frames = torch.cat([*host._decoded_in_tiles(latent, tiles.RankTiles(ranks))], dim=2)
+        (weight_set,) = ranks._sets
+        assert len({tensors["conv_in.conv.weight"].data_ptr() for tensors in weight_set.tensors}) == TP
+    on_host = host_tiles.TiledDecoder(partial(map, host.video_decoder))
+    expected = torch.cat([*on_host.tiled_decode(latent, tiling)], dim=2)
+    assert frames.shape == expected.shape and rel(frames, expected) < FP32
+
+
+def test_frames_of_the_diffusion_decoder(split, tmp_path):
+    """There are more spans than cores, and the last call leaves some cores idle."""
+    files, clip, seed = (split.distilled, resolve("trn2.3xlarge"), tmp_path, TP, "float32"), (4, 3, 3), 5
+    workspace = Workspace(*files, video_vae_path=split.diffusion_vae)
+    host = HostModels(workspace.checkpoint_path, workspace.config, torch.float32, files=workspace.files)
+    latent = randn(1, 128, *clip, seed=3)
+    with nxd.loaded(workspace, "vae", workspace.decoder_graphs(clip)) as ranks:
+        spans = tiles.RankSpans(ranks, workspace.video_decoder, torch.float32)
+        decoders = (DiffusionDecoder(each.config, clip, each) for each in (spans, host.video_decoder))
+        frames, expected = (torch.cat([*each.pixels(latent, seed)], 2) for each in decoders)
+    assert rel(frames, expected) < FP32
+
+
+def test_latents_of_encoder_tiles(assets, workspace, monkeypatch):
+    """Upstream's tiles are larger than a test's clips. These are two in time and two in width."""
+    for axis in ("TIME", "SPACE"):
+        monkeypatch.setattr(encoding, f"{axis}_TILE", 2)
+        monkeypatch.setattr(encoding, f"{axis}_OVERLAP", 1)
+    encodes = open_workspace(assets, workspace.artifacts, CUT, "resident=true")
+    graphs = encodes.encoder_graphs(make_job("", Size(32, 96, 17), retake=Retake("clip.mkv", 0, 1)))
+    host = HostModels(assets.checkpoint, encodes.config, torch.float32)
+    pixels = randn(1, 3, 17, 32, 96).clip(-1, 1)
+    with nxd.loaded(encodes, "encoder", graphs) as ranks:
+        assert len(ranks.programs) == 2
+        latents = host.encode_video(pixels, rank_tiles=tiles.RankEncoder(ranks))
+    assert rel(latents, host.encode_video(pixels)) < FP32
+
+
+def test_sound(assets, workspace):
+    host = HostModels(assets.checkpoint, workspace.checkpoint.config, torch.float32)
+    graphs = [graph for latents in (3, 60) for graph in workspace.sound_graphs(latents, Size())]
+    with nxd.loaded(workspace, "sound", graphs) as ranks:
+        on_ranks = tiles.RankSound(ranks, resampling_filters(workspace.vocoder))
+        for latents in (3, 60):
+            latent = randn(1, 8, latents, 16, seed=latents)
+            # Random layers answer a rounding with ten of it.
+            assert rel(host.decode_audio(latent, on_ranks), host.decode_audio(latent)) < 2e-5
+
+
+def test_a_vae_stages_blocks_are_one_graph_that_takes_the_weights_of_each(workspace, tmp_path):
+    """Two blocks of a stage, and four ranks with a tile each, one of which has NaN."""
+    blocks = [["res_x", 2], *(["compress_all", {"multiplier": 2}] for _ in range(3))]
+    content = merge(tiny_config(TinySizes()), {"vae": {"decoder_blocks": blocks, "decoder_base_channels": 2}})
+    program = tile_program(video_decoder_config(content), (1, 2, 2), torch.float32)
+    shapes = sorted(program.weights().items())
+    weights = {n: randn(*s, seed=i) / math.sqrt(math.prod(s[1:])) for i, (n, s) in enumerate(shapes)}
+    latents = randn(TP, 128, 1, 2, 2, seed=len(shapes))
+    expected = [run_program(program, weights, {"tile_latent": tile[None]})["tile_pixels"] for tile in latents]
+    identity = {"model": "vae", "bucket": "1x2x2", "backend": "nxd"}
+    nxd_compile.compile_program(lambda: program, tmp_path / "graphs", identity, torch.float32, workspace.profile, TP)
+    manifest = Manifest(tmp_path / "graphs")
+    (stage,) = (name for name in manifest.graphs if name.startswith("residual"))
+    assert sum(name == stage for name, _ in manifest.runs["main"]) == 2
+    folder = save_weights(tmp_path / "weights", *[weights] * TP)
+    with runtime.NxdRanks(workspace.profile, TP) as ranks:
+        ranks.load(folder, {"vae": manifest}, torch.float32)
+        ranks.put("vae", tile_latent=latents)
+        ranks.run("vae")
+        pixels = ranks.get("vae", "tile_pixels")
+        assert all(rel(pixels[rank : rank + 1], expected[rank]) < FP32 for rank in range(TP))
+        latents[2, 0, 0, 0, 0] = float("nan")
+        ranks.put("vae", tile_latent=latents)
+        with pytest.raises(NotFiniteError, match="tile_pixels"):
+            ranks.run("vae")
+        assert torch.equal(ranks.get("vae", "tile_pixels")[[0, 1, 3]], pixels[[0, 1, 3]])
